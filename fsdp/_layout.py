@@ -1,0 +1,206 @@
+"""How parameters are packed into flat vectors, padded, and cut into one equal shard per rank.
+
+Pure arithmetic over shapes: no process group, no device, no tensor is needed to ask a layout anything. Views,
+gradient buffers, state dicts and checkpoints are all computed from here, and nowhere is this arithmetic repeated.
+
+Both layouts share one property that everything else relies on: *a rank's part of one parameter is one
+contiguous range of the row-major parameter*, found at one contiguous place of the rank's shard. It is an
+`Interval`. Gathering concatenates the shards in rank order, so place ``offset`` of rank ``r`` is found at
+``r * shard_numel + offset`` of the gathered buffer, whatever the layout.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter of a layout; `start` counts elements from the first parameter's first, without padding."""
+
+    name: str
+    shape: torch.Size
+    start: int
+
+    @cached_property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Elements ``start:stop`` of the row-major parameter `slot`, kept at `offset` of one rank's shard."""
+
+    slot: int
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Layout(ABC):
+    """Parameters in order, and for every rank the intervals that it keeps."""
+
+    slots: tuple[Slot, ...]
+    world_size: int
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ValueError(f"world_size must be at least 1, got {self.world_size}")
+
+    @classmethod
+    def of(cls, named_shapes: Iterable[tuple[str, torch.Size | Sequence[int]]], world_size: int) -> Layout:
+        """Pack parameters, given as (name, shape), in the given order."""
+        slots, start = [], 0
+        for name, shape in named_shapes:
+            slots.append(Slot(name, torch.Size(shape), start))
+            start = slots[-1].stop
+        return cls(tuple(slots), world_size)
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of all parameters, without padding."""
+        return self.slots[-1].stop if self.slots else 0
+
+    @property
+    @abstractmethod
+    def shard_numel(self) -> int:
+        """Elements of every rank's shard, padding included."""
+
+    @abstractmethod
+    def interval(self, slot: int, rank: int) -> Interval | None:
+        """What `rank` keeps of parameter number `slot`; None if it keeps nothing of it."""
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements of the gathered buffer: every rank's shard, padding included."""
+        return self.shard_numel * self.world_size
+
+    def intervals(self, rank: int) -> list[Interval]:
+        """All that `rank` keeps, in the order of its shard."""
+        found = (self.interval(slot, rank) for slot in range(len(self.slots)))
+        return [interval for interval in found if interval is not None]
+
+    def owners(self, slot: int) -> Iterator[tuple[int, Interval]]:
+        """The ranks that keep something of parameter number `slot`, in rank order, with what they keep."""
+        for rank in range(self.world_size):
+            interval = self.interval(slot, rank)
+            if interval is not None:
+                yield rank, interval
+
+    def padding(self, rank: int) -> int:
+        """Elements of the rank's shard that belong to no parameter."""
+        return self.shard_numel - sum(interval.numel for interval in self.intervals(rank))
+
+    def pieces(self, shard: Tensor, rank: int) -> dict[int, Tensor]:
+        """Views of a shard ``[shard_numel]``: by slot number, the rank's part of that parameter, flat."""
+        self._check(shard, self.shard_numel, "shard")
+        return {i.slot: shard[i.offset : i.offset + i.numel] for i in self.intervals(rank)}
+
+    @abstractmethod
+    def unpack(self, full: Tensor) -> list[Tensor]:
+        """Every parameter in its shape, from a gathered buffer ``[padded_numel]``; views where possible."""
+
+    def shard_of(self, slot: int, value: Tensor, shard: Tensor, rank: int) -> None:
+        """Copy the rank's part of one whole parameter, of any dtype and device, into its shard."""
+        wanted = self.slots[slot]
+        if value.shape != wanted.shape:
+            raise ValueError(f"{wanted.name}: expected shape {tuple(wanted.shape)}, got {tuple(value.shape)}")
+        interval = self.interval(slot, rank)
+        if interval is not None:
+            part = value.detach().reshape(-1)[interval.start : interval.stop]
+            shard[interval.offset : interval.offset + interval.numel].copy_(part)
+
+    @staticmethod
+    def _check(tensor: Tensor, numel: int, what: str) -> None:
+        if tensor.dim() != 1 or tensor.numel() != numel:
+            raise ValueError(f"a {what} of this layout has shape [{numel}], got {list(tensor.shape)}")
+
+
+class ContiguousLayout(Layout):
+    """One flat vector, cut into equal pieces; only its end is padded, by less than `world_size` elements.
+
+    The gathered buffer *is* the flat vector, so parameters are views of it. These are FairScale's shards
+    (the chunks of ``torch.chunk``, each padded to the size of the first).
+    """
+
+    @cached_property
+    def shard_numel(self) -> int:  # type: ignore[override]
+        return -(-self.numel // self.world_size)
+
+    def interval(self, slot: int, rank: int) -> Interval | None:
+        begin = rank * self.shard_numel
+        kept = self.slots[slot]
+        start, stop = max(kept.start, begin), min(kept.stop, begin + self.shard_numel)
+        if start >= stop:
+            return None
+        return Interval(slot, start - kept.start, stop - kept.start, start - begin)
+
+    def unpack(self, full: Tensor) -> list[Tensor]:
+        self._check(full, self.padded_numel, "gathered buffer")
+        return [full[slot.start : slot.stop].view(slot.shape) for slot in self.slots]
+
+
+class RowsLayout(Layout):
+    """Every parameter cut along dim 0 into `world_size` chunks of equal numbers of rows: ``Shard(0)`` of DTensor.
+
+    A chunk that is short (or empty) is padded, so that every rank's shard has the same size. A scalar counts as
+    one row. In the gathered buffer the rows of one parameter lie ``shard_numel`` apart, so `unpack` copies.
+    """
+
+    @cached_property
+    def _chunks(self) -> tuple[tuple[int, int, int], ...]:
+        """For each parameter: rows per chunk, elements per row, offset in the shard."""
+        chunks, offset = [], 0
+        for slot in self.slots:
+            rows = slot.shape[0] if slot.shape else 1
+            row_numel = slot.numel // rows if rows else 0
+            per_rank = -(-rows // self.world_size)
+            chunks.append((per_rank, row_numel, offset))
+            offset += per_rank * row_numel
+        return tuple(chunks)
+
+    @cached_property
+    def shard_numel(self) -> int:  # type: ignore[override]
+        if not self.slots:
+            return 0
+        per_rank, row_numel, offset = self._chunks[-1]
+        return offset + per_rank * row_numel
+
+    def rows(self, slot: int, rank: int) -> tuple[int, int]:
+        """First row and the row after the last that `rank` keeps of parameter number `slot`."""
+        total = self.slots[slot].shape[0] if self.slots[slot].shape else 1
+        per_rank = self._chunks[slot][0]
+        return min(rank * per_rank, total), min((rank + 1) * per_rank, total)
+
+    def interval(self, slot: int, rank: int) -> Interval | None:
+        _, row_numel, offset = self._chunks[slot]
+        first, last = self.rows(slot, rank)
+        if first >= last or row_numel == 0:
+            return None
+        return Interval(slot, first * row_numel, last * row_numel, offset)
+
+    def unpack(self, full: Tensor) -> list[Tensor]:
+        self._check(full, self.padded_numel, "gathered buffer")
+        by_rank = full.view(self.world_size, self.shard_numel)
+        return [self._assemble(slot, by_rank) for slot in range(len(self.slots))]
+
+    def _assemble(self, slot: int, by_rank: Tensor) -> Tensor:
+        per_rank, row_numel, offset = self._chunks[slot]
+        shape, numel = self.slots[slot].shape, self.slots[slot].numel
+        # Only the last chunks are short, so the first `numel` elements of all chunks in rank order are the parameter.
+        return by_rank[:, offset : offset + per_rank * row_numel].reshape(-1)[:numel].view(shape)

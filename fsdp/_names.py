@@ -1,0 +1,12 @@
+"""Names as users know them, without the path parts that wrappers add."""
+
+from __future__ import annotations
+
+FSDP_PART = "_fsdp_wrapped_module"
+FLATTEN_PART = "_fpw_module"
+_PARTS = frozenset((FSDP_PART, FLATTEN_PART))
+
+
+def clean_name(name: str) -> str:
+    """`name` without the parts that wrappers put into it: ``a._fsdp_wrapped_module._fpw_module.b`` is ``a.b``."""
+    return ".".join(part for part in name.split(".") if part not in _PARTS)
