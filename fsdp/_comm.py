@@ -1,0 +1,274 @@
+"""Everything that one rank says to another, as pending work with one interface on every backend.
+
+Three ways to the other ranks, chosen by `communicator` from the group's backend and the device of the tensors:
+
+- `TorchCollectives` calls `torch.distributed`, asynchronously. It is the way of NCCL, of torch's fake group and of
+  whatever backend we do not know. No stream of our own is needed on CUDA: a collective that is *issued* from the
+  compute stream runs on the backend's stream after what has been queued so far, and ``wait()`` makes the compute
+  stream wait for it. Buffers are therefore allocated, used and freed in the order of one stream, without
+  ``record_stream``. What makes overlap is that the next gather is issued before this unit's computation is queued.
+- `DirectExchange` is for gloo on CPU: every rank sends its piece straight to its peers, which receive it straight into
+  its final place. gloo's own reduce-scatter moves what an all-reduce moves, twice the bytes needed;
+  point-to-point messages are progressed by gloo's transport thread while Python computes.
+- `StagedExchange` is the same for CUDA tensors on a gloo group (several ranks on one GPU), through host memory.
+
+A group of one rank is `LoneRank` and needs no `torch.distributed` at all.
+
+Messages carry a tag that names the unit and the direction, so ranks that reach different units wait for each other,
+and time out with an error that names the unit, instead of exchanging each other's bytes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.12 renamed these; both are looked up at each call, because tools count collectives by replacing them.
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+# Tags below this are left to the user's own point-to-point messages on the same group.
+_FIRST_TAG = 1 << 20
+
+
+class Group(Protocol):
+    """What we need of a process group; dummies with only these two serve for a world of one."""
+
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+
+
+class Pending:
+    """A collective in flight; `wait` is the only way to its result."""
+
+    def __init__(self, what: str, works: Sequence[Any], result: Callable[[], Tensor]) -> None:
+        self._what = what
+        self._works = works
+        self._result = result
+
+    def wait(self) -> Tensor:
+        for work in self._works:
+            _finish(work, self._what)
+        return self._result()
+
+
+class Communicator(ABC):
+    """The ranks of one group. Every method is collective over them."""
+
+    peers_answer = True  # False where the other ranks are only simulated, so comparing with them means nothing.
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+
+    @abstractmethod
+    def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: int) -> Pending:
+        """Fill `full` ``[world_size * n]`` with every rank's `shard` ``[n]``. The shard must not change until `settle`."""
+
+    @abstractmethod
+    def reduce_scatter(self, full: Tensor, what: str, tag: int) -> Pending:
+        """Sum `full` ``[world_size * n]`` over the ranks; the result of `wait` is this rank's ``[n]`` of it.
+
+        `full` must be left alone until `wait` has returned, and may share memory with the result.
+        """
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Reduce `tensor` in place by "sum" or "max"; blocks."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Overwrite `tensor` in place with that of the group's rank `source`; blocks."""
+
+    @abstractmethod
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload, of any length, in rank order; blocks."""
+
+    def settle(self) -> None:
+        """Block until peers have taken all that this rank sent, so that shards may be written again."""
+
+
+class LoneRank(Communicator):
+    """A world of one: what is gathered and reduced is already here."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=0, world_size=1)
+
+    def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: int) -> Pending:
+        if full.data_ptr() != shard.data_ptr():
+            full.copy_(shard)
+        return Pending(what, (), lambda: full)
+
+    def reduce_scatter(self, full: Tensor, what: str, tag: int) -> Pending:
+        return Pending(what, (), lambda: full)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        return tensor
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        return tensor
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        return [payload]
+
+
+class TorchCollectives(Communicator):
+    """`torch.distributed`'s own collectives on any backend."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(group.rank(), group.size())
+        self._group = group
+        self.peers_answer = "fake" not in _backend_names(group).values()
+
+    def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: int) -> Pending:
+        work = getattr(dist, _ALL_GATHER)(full, shard, group=self._group, async_op=True)
+        return Pending(what, (work,), lambda: full)
+
+    def reduce_scatter(self, full: Tensor, what: str, tag: int) -> Pending:
+        out = full.new_empty(full.numel() // self.world_size)
+        work = getattr(dist, _REDUCE_SCATTER)(out, full, group=self._group, async_op=True)
+        return Pending(what, (work,), lambda: out)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        dist.all_reduce(tensor, op=_OPS[op], group=self._group)
+        return tensor
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        dist.broadcast(tensor, src=dist.get_global_rank(self._group, source), group=self._group)
+        return tensor
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        payloads: list[Any] = [None] * self.world_size
+        dist.all_gather_object(payloads, payload, group=self._group)
+        return payloads
+
+
+class DirectExchange(TorchCollectives):
+    """gloo on CPU: pieces go from rank to rank directly, each received where it belongs."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(group)
+        self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        self._sent: list[tuple[Any, Tensor, str]] = []
+
+    def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: int) -> Pending:
+        pieces = full.view(self.world_size, -1)
+        received = [self._group.recv([pieces[peer]], peer, _FIRST_TAG + 2 * tag) for peer in self._peers]
+        for peer in self._peers:
+            self._sent.append((self._group.send([shard], peer, _FIRST_TAG + 2 * tag), shard, what))
+        pieces[self.rank].copy_(shard)
+        return Pending(what, received, lambda: full)
+
+    def reduce_scatter(self, full: Tensor, what: str, tag: int) -> Pending:
+        pieces = full.view(self.world_size, -1)
+        received = {peer: torch.empty_like(pieces[peer]) for peer in self._peers}
+        works = [self._group.recv([received[peer]], peer, _FIRST_TAG + 2 * tag + 1) for peer in self._peers]
+        works += [self._group.send([pieces[peer]], peer, _FIRST_TAG + 2 * tag + 1) for peer in self._peers]
+        received[self.rank] = pieces[self.rank]
+        return Pending(what, works, lambda: self._sum_in_rank_order(received))
+
+    def _sum_in_rank_order(self, pieces: dict[int, Tensor]) -> Tensor:
+        # In rank order, so that a run repeats to the bit. Into a received piece: our own is part of the buffer
+        # that the caller wants to free, a received one has a memory of its own and becomes the result.
+        first, second, *rest = range(self.world_size)
+        target, other = (second, first) if first == self.rank else (first, second)
+        total = pieces[target].add_(pieces[other])
+        for rank in rest:
+            total.add_(pieces[rank])
+        return total
+
+    def settle(self) -> None:
+        sent, self._sent = self._sent, []
+        for work, _, what in sent:
+            _finish(work, what)
+
+
+class StagedExchange(DirectExchange):
+    """CUDA tensors on a gloo group, through host memory: for tests of several ranks on one GPU."""
+
+    def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: int) -> Pending:
+        host = torch.empty(full.shape, dtype=full.dtype)
+        arrived = super().all_gather(host, shard.cpu(), what, tag)
+        return Pending(what, (), lambda: full.copy_(arrived.wait()))
+
+    def reduce_scatter(self, full: Tensor, what: str, tag: int) -> Pending:
+        reduced = super().reduce_scatter(full.cpu(), what, tag)
+        return Pending(what, (), lambda: reduced.wait().to(full.device))
+
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
+_communicators: dict[tuple[Any, str], Communicator] = {}
+
+
+def communicator(group: Group, device: torch.device) -> Communicator:
+    """The way to the ranks of `group` for tensors on `device`; one object per group and device type."""
+    if group.size() == 1:
+        return LoneRank()
+    # Kept for the life of the process: torch 2.13 may deadlock when a gloo group dies while the GIL is held.
+    key = (group, device.type)
+    if key not in _communicators:
+        _communicators[key] = _kind_of(group, device)(group)
+    return _communicators[key]
+
+
+def _kind_of(group: Group, device: torch.device) -> type[TorchCollectives]:
+    if not hasattr(group, "send") or _backend_names(group).get(device.type) != "gloo":
+        return TorchCollectives
+    return DirectExchange if device.type == "cpu" else StagedExchange
+
+
+def _backend_names(group: Any) -> dict[str, str]:
+    """Backend by device type, e.g. ``{"cpu": "gloo", "cuda": "nccl"}``; empty for a proxy that torch doesn't know."""
+    try:
+        config = dist.get_backend_config(group)
+    except (ValueError, RuntimeError, AttributeError, TypeError):
+        return {}
+    return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
+
+
+def default_group(group: Group | None) -> Group:
+    """`group`, or the group of all ranks; an error that says how to make one if there is none."""
+    if group is not None:
+        return group
+    if dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    raise RuntimeError(
+        "FullyShardedDataParallel needs a process group and torch.distributed is not initialized. Start the script "
+        "with torchrun and put these two lines before the model is wrapped:\n"
+        "    import torch.distributed as dist\n"
+        '    dist.init_process_group("gloo")  # "nccl" where the model is on GPUs'
+    )
+
+
+def reduce_group(group: Group, device: torch.device) -> Group:
+    """The group for gradients when the user names none.
+
+    On NCCL a second communicator over all ranks, so that reductions do not queue behind gathers (collective over all
+    ranks the first time); elsewhere, and for a group of the user's own, the same group.
+    """
+    if dist.is_initialized() and group is dist.group.WORLD and _backend_names(group).get(device.type) == "nccl":
+        if (group, "reduce") not in _second_groups:
+            _second_groups[group, "reduce"] = dist.new_group()
+        return _second_groups[group, "reduce"]
+    return group
+
+
+_second_groups: dict[tuple[Any, str], Any] = {}
+
+
+def _finish(work: Any, what: str) -> None:
+    if work is None:
+        return
+    try:
+        work.wait()
+    except RuntimeError as error:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        raise RuntimeError(
+            f"rank {rank}: {what} did not complete: {error}. Every rank of the group must run the same units in every "
+            "step; look at what the other ranks were doing, one may have failed or taken another path."
+        ) from error
