@@ -1,0 +1,90 @@
+"""Which parameters a unit takes, in which groups, and how they leave the modules that they belonged to."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from fsdp._flat_param import FlatParameter, ParamInfo
+from fsdp._names import clean_name
+
+Places = list[ParamInfo]
+
+# Parameters that a unit has taken over, by id, while somebody still holds them: a tied module outside of the
+# unit, or an optimizer made too early.
+_taken: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
+
+
+def collect(module: nn.Module) -> dict[nn.Parameter, Places]:
+    """The parameters below `module` that no inner unit took, each with every place where it is used.
+
+    Raises:
+        TypeError: if one is an integer tensor or another kind that cannot be flattened.
+        ValueError: if one was taken over by a unit that doesn't contain this place: a tie would be lost.
+    """
+    found: dict[nn.Parameter, Places] = {}
+    for prefix, submodule in module.named_modules():
+        for name, param in submodule._parameters.items():
+            if param is None or isinstance(param, FlatParameter):
+                continue
+            fqn = clean_name(f"{prefix}.{name}" if prefix else name)
+            _check(fqn, param)
+            found.setdefault(param, []).append(ParamInfo(submodule, name, fqn))
+    return found
+
+
+def _check(fqn: str, param: nn.Parameter) -> None:
+    if not param.is_floating_point() and not param.is_complex():
+        raise TypeError(
+            f"{fqn} is a parameter of {param.dtype}: only floating-point parameters can be sharded. Register it as a "
+            "buffer (register_buffer) if it is not trained."
+        )
+    if param.layout is not torch.strided or param.device.type == "meta" or type(param) not in _PLAIN:
+        kind = type(param).__name__ if type(param) not in _PLAIN else f"{param.layout} {param.device.type}"
+        raise TypeError(
+            f"{fqn} is a {kind} parameter: only plain, dense parameters with values can be flattened. Materialize it "
+            "(to_empty() and reset_parameters()) or convert it before wrapping."
+        )
+    owner = taken_by(param)
+    if owner is not None:
+        raise ValueError(
+            f"{fqn} is the same parameter as {owner}, which an inner unit has already taken over: wrapped like this, "
+            "the two would no longer be tied. Leave that module unwrapped, so that the unit that contains both takes "
+            "the parameter (auto_wrap does so by itself)."
+        )
+
+
+_PLAIN = (nn.Parameter,)
+
+
+def taken_by(param: torch.Tensor) -> str | None:
+    """The name under which a unit took over this original parameter, None if none did."""
+    reference, name = _taken.get(id(param), (None, None))
+    return name if reference is not None and reference() is param else None
+
+
+def group(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters that can share one flat parameter: of one dtype, device and `requires_grad`."""
+    groups: dict[tuple[torch.dtype, torch.device, bool], list[nn.Parameter]] = {}
+    for param in params:
+        groups.setdefault((param.dtype, param.device, param.requires_grad), []).append(param)
+    return list(groups.values())
+
+
+def take_over(params: dict[nn.Parameter, Places], owner: str) -> None:
+    """Remove the parameters from their modules; from now on the modules' attributes are ours."""
+    for param, places in params.items():
+        key = id(param)
+        described = f"{places[0].fqn} of {owner}"
+        _taken[key] = (weakref.ref(param, lambda _, key=key: _taken.pop(key, None)), described)  # type: ignore[misc]
+        for place in places:
+            del place.module._parameters[place.name]
+
+
+def flatten(params: Sequence[nn.Parameter], places: dict[nn.Parameter, Places]) -> FlatParameter:
+    """One flat parameter of a group, with the names of the first places."""
+    names = [places[param][0].fqn for param in params]
+    return FlatParameter(list(params), params[0].requires_grad, names)

@@ -1,0 +1,77 @@
+"""The flat, unsharded gradient of one handle, filled parameter by parameter as autograd delivers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fsdp._layout import Layout
+
+
+class GradientBuffer:
+    """Gathers the gradients of a layout's parameters in one flat tensor of the gathered buffer's arrangement.
+
+    It outlives a backward under `no_sync`, so it keeps two facts about each parameter: whether its place holds a
+    value (`_filled`, until the buffer is taken), and whether it has arrived in this backward (`_arrived`).
+    """
+
+    def __init__(self, layout: Layout, like: Tensor) -> None:
+        self._layout = layout
+        self._like = like
+        self._flat: Tensor | None = None
+        self._filled = bytearray(len(layout.slots))
+        self._arrived = bytearray(len(layout.slots))
+        self._missing = len(layout.slots)
+        self._views: list[Tensor] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return self._flat is None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every parameter's gradient has arrived in this backward."""
+        return self._missing == 0
+
+    def begin_backward(self) -> None:
+        self._arrived = bytearray(len(self._arrived))
+        self._missing = len(self._arrived)
+
+    def add(self, slot: int, grad: Tensor, divisor: float) -> None:
+        """Put ``grad / divisor`` at its place, or add it to what is there."""
+        if self._flat is None:
+            self._flat = torch.empty(self._layout.padded_numel, dtype=self._like.dtype, device=self._like.device)
+            self._views = self._layout.unpack(self._flat)
+        place = self._views[slot]
+        if self._filled[slot]:
+            place.add_(grad, alpha=1.0 / divisor)
+        elif divisor == 1.0:
+            place.copy_(grad)
+        else:
+            torch.div(grad, divisor, out=place)
+        self._filled[slot] = 1
+        if not self._arrived[slot]:
+            self._arrived[slot] = 1
+            self._missing -= 1
+
+    def rescale(self, factor: float) -> None:
+        """Multiply what has been accumulated."""
+        for slot, view in enumerate(self._views):
+            if self._filled[slot]:
+                view.mul_(factor)
+
+    def take(self) -> Tensor:
+        """The flat gradient, zero where nothing arrived; the buffer is empty afterwards."""
+        flat, views, filled = self._flat, self._views, self._filled
+        if flat is None:
+            raise ValueError("nothing has been accumulated")
+        self.drop()
+        for slot, view in enumerate(views):
+            if not filled[slot]:
+                view.zero_()
+        flat[self._layout.numel :].zero_()
+        return flat
+
+    def drop(self) -> None:
+        self._flat, self._views = None, []
+        self._filled = bytearray(len(self._filled))

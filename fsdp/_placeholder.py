@@ -1,0 +1,72 @@
+"""Tensors that stand where values are not: they know shape, dtype and device, and refuse everything else.
+
+A view of a freed storage crashes the interpreter on CPU, and an empty tensor in its place gives errors that nobody
+can read. A placeholder raises an error that names what is missing and the way to get it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Placeholder(Tensor):
+    """A tensor without values; any operation on it raises `RuntimeError` with the message that it was made with."""
+
+    _message: str
+
+    # Without this, every attribute access would go through Python; operations are caught by the dispatcher below.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, like: Tensor, message: str) -> Placeholder:
+        self = Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
+        )
+        self._message = message
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(_message_in((*args, *(kwargs or {}).values())))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(self._message)
+
+    # These reach for the memory without passing the dispatcher.
+    numpy = tolist = item = data_ptr = untyped_storage = __array__ = __reduce_ex__ = __deepcopy__ = _refuse
+
+
+def _message_in(values: Any) -> str:
+    for value in values:
+        if isinstance(value, Placeholder):
+            return value._message
+        if isinstance(value, (list, tuple)):
+            found = _message_in(value)
+            if found:
+                return found
+    return ""
+
+
+def sharded_weight(name: str, like: Tensor) -> Placeholder:
+    """What a module finds at a parameter's place while its unit is sharded."""
+    return Placeholder(
+        like,
+        f"{name} is sharded: this rank holds only its part of it, and not under this name. Call the wrapped module "
+        "(its forward gathers the weights), or read and change whole parameters inside "
+        "`with model.summon_full_params():`.",
+    )
+
+
+def unreduced_gradient(name: str, like: Tensor) -> Placeholder:
+    """What an optimizer finds as gradient after a backward under `no_sync`."""
+    return Placeholder(
+        like.detach(),
+        f"the gradients of {name} were accumulated under no_sync() and not reduced over the ranks yet. Run the last "
+        "backward of the step outside no_sync(), or drop them with zero_grad(set_to_none=True).",
+    )
