@@ -1,0 +1,43 @@
+"""In what order units run, learned by watching, so that the next one can be fetched before it is needed."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class ExecutionOrder(Generic[T]):
+    """Records one pass after the other and predicts from the last one.
+
+    The prediction stops for the rest of a pass at the first difference, and the next pass is predicted from what
+    really happened. An order that was seen twice running is *settled*.
+    """
+
+    def __init__(self) -> None:
+        self._last: list[T] = []
+        self._current: list[T] = []
+        self._on_course = False
+        self.is_settled = False
+
+    def begin(self) -> None:
+        """A new pass starts; the one before, if it recorded anything, becomes what is expected."""
+        if self._current:
+            self.is_settled = self._on_course and len(self._current) == len(self._last)
+            self._last, self._current = self._current, []
+        self._on_course = bool(self._last)
+
+    def enter(self, item: T) -> T | None:
+        """`item` runs now. Returns what is expected next, None if nothing is or it can't be known."""
+        place = len(self._current)
+        self._current.append(item)
+        if not self._on_course:
+            return None
+        if place >= len(self._last) or self._last[place] is not item:
+            self._on_course = self.is_settled = False
+            return None
+        return self._last[place + 1] if place + 1 < len(self._last) else None
+
+    def at_expected_end(self) -> bool:
+        """Whether the item entered last ended the last two passes as well."""
+        return self.is_settled and self._on_course and len(self._current) == len(self._last)
