@@ -1,0 +1,144 @@
+"""Whole parameters in the modules' own places: for summoning, for state dicts, and for loading.
+
+All three are one thing, an `Exposure`: a unit's parameters are gathered into tensors with memory of their own and
+registered in the modules as ordinary parameters, so that everything of `nn.Module` (names, hooks, `state_dict`,
+`_load_from_state_dict`, in-place changes) works on them as if nothing was wrapped. Closing it keeps this rank's part
+of the values, or forgets them. They are not the tensors that the unit computes with, so what a user keeps of them
+stays valid memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from fsdp._flat_param import FlatParamHandle
+from fsdp._names import FLATTEN_PART, FSDP_PART, clean_name
+from fsdp._unit import TrainingState, Unit
+
+
+class Exposure:
+    """Collective over the unit's ranks. One unit's modules with whole, ordinary parameters, until closed."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        values = [handle.full_copies() for handle in unit.handles]  # may fail: nothing is changed before
+        self._outer_state, unit.state = unit.state, TrainingState.SUMMON_FULL_PARAMS
+        for handle, tensors in zip(unit.handles, values, strict=True):
+            _install(handle, tensors)
+        for module in {place.module for handle in unit.handles for places in handle.places for place in places}:
+            _restore_order(module, unit.param_order.get(module, []))
+
+    def close(self, keep_changes: bool) -> None:
+        """Shard the values again, changed ones included if they are to be kept.
+
+        Raises:
+            RuntimeError: if a parameter was removed, replaced under one of its names only, or has another
+                shape. Everything else is kept, and the unit is usable.
+        """
+        problems: list[str] = []
+        for handle in self._unit.handles:
+            problems += _remove(handle, keep_changes)
+        self._unit.state = self._outer_state
+        if problems:
+            raise RuntimeError(f"{self._unit.name}: these changes could not be kept: " + "; ".join(problems))
+
+
+def _install(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> None:
+    for module, name in handle.registered:
+        module._parameters.pop(name, None)
+    for tensor, places in zip(tensors, handle.places, strict=True):
+        param = nn.Parameter(tensor, handle.requires_grad)
+        for place in places:
+            place.module.__dict__.pop(place.name, None)
+            place.module._parameters[place.name] = param
+    handle.refresh_rnns()
+
+
+def _restore_order(module: nn.Module, order: list[str]) -> None:
+    params = dict(module._parameters)
+    module._parameters.clear()
+    module._parameters.update({name: params.pop(name) for name in order if name in params})
+    module._parameters.update(params)
+
+
+def _remove(handle: FlatParamHandle, keep_changes: bool) -> list[str]:
+    problems = []
+    for slot, places in enumerate(handle.places):
+        values = [place.module._parameters.pop(place.name, None) for place in places]
+        if keep_changes:
+            try:
+                _keep(handle, slot, values)
+            except ValueError as error:
+                problems.append(str(error))
+    handle.show_placeholders()
+    for module, name in handle.registered:
+        module._parameters[name] = handle.flat_param
+    return problems
+
+
+def _keep(handle: FlatParamHandle, slot: int, values: Sequence[Tensor | None]) -> None:
+    name, value = handle.layout.slots[slot].name, values[0]
+    if value is None:
+        raise ValueError(f"{name} was removed or is no parameter any more")
+    if any(other is not value for other in values):
+        raise ValueError(f"{name} was replaced under only some of the names that share it")
+    handle.store(slot, value)
+
+
+@contextmanager
+def exposed(units: Sequence[Unit], keep_changes: bool) -> Iterator[None]:
+    """Collective. The units' modules hold whole parameters inside; also after an exception they are sharded again."""
+    exposures: list[Exposure] = []
+    try:
+        for unit in units:
+            exposures.append(Exposure(unit))
+        yield
+    finally:
+        close_all(exposures, keep_changes)
+
+
+def close_all(exposures: Sequence[Exposure], keep_changes: bool) -> None:
+    """Close every exposure, the last first, and raise the first error afterwards."""
+    errors = []
+    for exposure in reversed(exposures):
+        try:
+            exposure.close(keep_changes)
+        except RuntimeError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+class Loading:
+    """Lets `nn.Module.load_state_dict` load a wrapped module as if it was not, one unit at a time.
+
+    torch walks the module tree and loads each module from the keys under its path. On entering a wrapper, the keys get
+    the path parts of the wrapper, and the unit's parameters are exposed; on leaving it they are sharded again.
+    """
+
+    def __init__(self, wrapper: nn.Module, unit: Unit) -> None:
+        self._unit = unit
+        self._open: list[Exposure] = []
+        wrapper.register_load_state_dict_pre_hook(self._enter)
+        wrapper.register_load_state_dict_post_hook(self._leave)
+
+    def _enter(self, module: nn.Module, state_dict: dict[str, object], prefix: str, *_: object) -> None:
+        inner = f"{prefix}{FSDP_PART}.{FLATTEN_PART}."
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            if not key.startswith(prefix + FSDP_PART):
+                state_dict[inner + key[len(prefix) :]] = state_dict.pop(key)
+        if self._unit.state is not TrainingState.SUMMON_FULL_PARAMS:
+            self._open.append(Exposure(self._unit))
+
+    def _leave(self, module: nn.Module, incompatible: object) -> None:
+        for keys in (incompatible.missing_keys, incompatible.unexpected_keys):  # type: ignore[attr-defined]
+            keys[:] = [clean_name(key) for key in keys]
+        self.close()
+
+    def close(self) -> None:
+        """Shard what is still exposed, after an exception too."""
+        opened, self._open = self._open, []
+        close_all(opened, keep_changes=True)

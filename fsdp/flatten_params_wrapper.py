@@ -1,0 +1,244 @@
+"""`FlattenParamsWrapper`: a module whose parameters are stored as one or several flat vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp._collect import collect, flatten, take_over
+from fsdp._flat_param import FlatParameter, ParamInfo
+from fsdp._names import FLATTEN_PART, clean_name
+
+
+class FlattenParamsWrapper(nn.Module):
+    """Store a module's parameters in flat ones, and compute with views of them.
+
+    The module's own attributes become views of the flat parameters, through which gradients flow, and are no
+    parameters any more; state dicts keep the module's plain names. Parameters that occur several times are stored once.
+    `FullyShardedDataParallel` holds its module in one of these.
+
+    Args:
+        module: the module to wrap; its parameters are taken over in place.
+        param_list: None flattens all parameters into one; a list of parameters flattens those; a list of lists
+            makes one flat parameter of each. With nothing to flatten the module stays as it is.
+        flat_param_names: suffixes of the flat parameters' names, ``flat_param_<suffix>``; by default their
+            numbers.
+
+    Raises:
+        ValueError: if the names are not unique or not as many as the groups, if a group mixes dtypes or
+            `requires_grad`, or contains a parameter that is not the module's.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        param_list: Sequence[nn.Parameter] | Sequence[Sequence[nn.Parameter]] | None = None,
+        flat_param_names: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__()
+        self._fpw_module = module
+        found = collect(module) if param_list is None or len(param_list) else {}
+        groups = _as_groups(list(found) if param_list is None else param_list)
+        self._check_groups(groups, found)
+        suffixes = [str(number) for number in range(len(groups))] if flat_param_names is None else flat_param_names
+        if len(suffixes) != len(groups) or len(set(suffixes)) != len(suffixes):
+            raise ValueError(
+                f"flat_param_names must be unique and one per group of parameters: got {list(suffixes)} for "
+                f"{len(groups)} groups"
+            )
+        self.flat_param_names = [f"flat_param_{suffix}" for suffix in suffixes]
+        self.param_infos: list[list[list[ParamInfo]]] = [[found[param] for param in group] for group in groups]
+        self.num_params_managed = sum(len(places) for infos in self.param_infos for places in infos)
+        self.flat_params: list[FlatParameter] = [flatten(group, found) for group in groups]
+        take_over({param: found[param] for group in groups for param in group}, type(module).__name__)
+        for name, flat_param in zip(self.flat_param_names, self.flat_params, strict=True):
+            self.register_parameter(name, flat_param)
+        self._is_managed = False
+        self._unflattened: list[nn.Parameter] = []
+        self._show_views()
+        self.register_load_state_dict_pre_hook(self._before_load)
+        self.register_load_state_dict_post_hook(self._after_load)
+
+    @staticmethod
+    def _check_groups(groups: Sequence[Sequence[nn.Parameter]], found: dict[nn.Parameter, list[ParamInfo]]) -> None:
+        seen: set[nn.Parameter] = set()
+        for group in groups:
+            for param in group:
+                if param not in found or param in seen:
+                    raise ValueError(
+                        "param_list contains a parameter twice, or one that is not a plain parameter of the "
+                        f"{type(param).__name__}'s module"
+                    )
+                seen.add(param)
+            for what, values in (
+                ("dtypes", {str(param.dtype) for param in group}),
+                ("requires_grad", {str(param.requires_grad) for param in group}),
+            ):
+                if len(values) > 1:
+                    names = ", ".join(found[param][0].fqn for param in group)
+                    raise ValueError(
+                        f"one flat parameter has one of each, got {what} {sorted(values)} in ({names}). Put them "
+                        "into groups of their own: param_list=[[...], [...]]."
+                    )
+
+    # --- access -------------------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return self._fpw_module
+
+    @property
+    def flat_param(self) -> FlatParameter:
+        """The only flat parameter.
+
+        Raises:
+            RuntimeError: if there are none or several.
+        """
+        if len(self.flat_params) != 1:
+            raise RuntimeError(f"there are {len(self.flat_params)} flat parameters; use flat_params")
+        return self.flat_params[0]
+
+    @property
+    def is_flattened(self) -> bool:
+        """Whether parameters are stored flat now; False without any, and inside `unflatten_params`."""
+        return bool(self.flat_params) and not self._unflattened
+
+    def metadata(self, index: int = 0) -> tuple[tuple[str, ...], tuple[torch.Size, ...], tuple[int, ...]]:
+        """Names, shapes and numbers of elements in flat parameter `index`."""
+        return self.flat_params[index].metadata()
+
+    def get_param_views(self, external_data_list: Sequence[Tensor | None] | None = None) -> Iterator[Tensor]:
+        """Views of all original parameters in the flat ones, or in external data of the same sizes.
+
+        Raises:
+            ValueError: if the data does not fit the flat parameters.
+        """
+        data = external_data_list if external_data_list is not None else [None] * len(self.flat_params)
+        if len(data) != len(self.flat_params):
+            raise ValueError(f"expected data for {len(self.flat_params)} flat parameters, got {len(data)}")
+        for flat_param, external in zip(self.flat_params, data, strict=True):
+            yield from flat_param.get_param_views(external)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == FLATTEN_PART:
+                raise
+            return getattr(self._fpw_module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._fpw_module.__getitem__(key)  # type: ignore[operator]
+
+    # --- views and parameters -----------------------------------------------------------------------------------
+
+    def _hand_over(self) -> None:
+        """A sharding handle runs the flat parameters from now on; forward only calls the module."""
+        self._is_managed = True
+
+    def _places(self) -> Iterator[list[ParamInfo]]:
+        for infos in self.param_infos:
+            yield from infos
+
+    def _show_views(self) -> None:
+        for view, places in zip(self.get_param_views(), self._places(), strict=True):
+            for place in places:
+                place.module.__dict__[place.name] = view
+                if isinstance(place.module, nn.RNNBase):
+                    place.module._flat_weights = [
+                        getattr(place.module, name, None) for name in place.module._flat_weights_names
+                    ]
+
+    def _unflatten(self, flat_params: Sequence[Tensor] | None = None) -> None:
+        views = list(self.get_param_views(flat_params))
+        for name in self.flat_param_names:
+            del self._parameters[name]
+        requires_grad = [flat.requires_grad for flat in self.flat_params for _ in flat.metadata()[0]]
+        for view, needs, places in zip(views, requires_grad, self._places(), strict=True):
+            param = nn.Parameter(view.detach().clone(), needs)
+            self._unflattened.append(param)
+            for place in places:
+                place.module.__dict__.pop(place.name, None)
+                place.module._parameters[place.name] = param
+
+    @torch.no_grad()
+    def _flatten_again(self, keep_changes: bool) -> None:
+        self._unflattened = []
+        values = []
+        for places in self._places():
+            values.append([place.module._parameters.pop(place.name) for place in places][0])
+        for name, flat_param in zip(self.flat_param_names, self.flat_params, strict=True):
+            self._parameters[name] = flat_param
+        if keep_changes:
+            for view, value in zip(self.get_param_views([flat.detach() for flat in self.flat_params]), values, strict=True):
+                view.copy_(value)
+        self._show_views()
+
+    @contextmanager
+    def unflatten_params(self, flat_params: Sequence[Tensor] | None = None) -> Iterator[None]:
+        """The module's parameters are ordinary ones inside; changes are kept, unless `flat_params` gave the values."""
+        self._refuse_managed("unflatten_params")
+        self._unflatten(flat_params)
+        try:
+            yield
+        finally:
+            self._flatten_again(keep_changes=flat_params is None)
+
+    def _refuse_managed(self, what: str) -> None:
+        if self._is_managed:
+            raise RuntimeError(f"{what}: these parameters are sharded; use summon_full_params() of the outer wrapper")
+
+    # --- nn.Module ----------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward, with its parameters as views of the flat ones."""
+        if not self._is_managed and self.is_flattened:
+            self._show_views()
+        return self._fpw_module(*args, **kwargs)
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """The wrapped module's state under its plain names."""
+        if not self.is_flattened or self._is_managed:
+            return self._fpw_module.state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        with self.unflatten_params():
+            return self._fpw_module.state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+
+    def flat_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The state with flat parameters under their own names."""
+        self._refuse_managed("flat_state_dict")
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load plain or flat names (``flat_param`` counts as ``flat_param_0``)."""
+        renamed = {"flat_param_0" if key == "flat_param" else key: value for key, value in state_dict.items()}
+        return super().load_state_dict(renamed, strict=strict, assign=assign)
+
+    def _before_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        if self._is_managed or not self.flat_params:
+            return
+        if prefix + "flat_param" in state_dict:
+            state_dict[prefix + "flat_param_0"] = state_dict.pop(prefix + "flat_param")
+        if any(prefix + name in state_dict for name in self.flat_param_names):
+            return
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            if not key.startswith(prefix + FLATTEN_PART):
+                state_dict[f"{prefix}{FLATTEN_PART}.{key[len(prefix) :]}"] = state_dict.pop(key)
+        self._unflatten()
+
+    def _after_load(self, module: nn.Module, incompatible: Any) -> None:
+        for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
+            keys[:] = [clean_name(key) for key in keys]
+        if self._unflattened:
+            self._flatten_again(keep_changes=True)
+
+
+def _as_groups(param_list: Sequence[Any]) -> list[list[nn.Parameter]]:
+    """Groups of parameters, from a list of parameters or of lists of them; empty groups are left out."""
+    if all(isinstance(item, Tensor) for item in param_list):
+        param_list = [param_list]
+    return [list(group) for group in param_list if len(group)]
