@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 
 from fsdp._comm import Communicator
-from fsdp._flat_param import FlatParamHandle
+from fsdp._handle import FlatParamHandle
 
 Plan = list[tuple[str, list[str]]]
 

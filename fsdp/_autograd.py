@@ -37,7 +37,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
         items = [map_tensors(function, item) for item in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)  # type: ignore[arg-type]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     if isinstance(tree, Mapping):
         values = {key: map_tensors(function, value) for key, value in tree.items()}
         changed = {key: value for key, value in values.items() if value is not tree[key]}

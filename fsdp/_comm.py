@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: int) -> Pending:
-        """Fill `full` ``[world_size * n]`` with every rank's `shard` ``[n]``. The shard must not change until `settle`."""
+        """Fill `full` ``[world_size * n]`` with every rank's `shard` ``[n]``, which must not change until `settle`."""
 
     @abstractmethod
     def reduce_scatter(self, full: Tensor, what: str, tag: int) -> Pending:
@@ -89,7 +89,7 @@ class Communicator(ABC):
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, of any length, in rank order; blocks."""
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027 (where sending is part of the collective nothing is left to settle)
         """Block until peers have taken all that this rank sent, so that shards may be written again."""
 
 
@@ -236,7 +236,7 @@ def default_group(group: Group | None) -> Group:
     if group is not None:
         return group
     if dist.is_available() and dist.is_initialized():
-        return dist.group.WORLD
+        return cast(Group, dist.group.WORLD)
     raise RuntimeError(
         "FullyShardedDataParallel needs a process group and torch.distributed is not initialized. Start the script "
         "with torchrun and put these two lines before the model is wrapped:\n"

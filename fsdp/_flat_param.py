@@ -1,32 +1,14 @@
-"""`FlatParameter`, many parameters in one vector, and `FlatParamHandle`, which keeps it sharded and shows it whole.
-
-The tensors of a handle, for W ranks (P is the layout's padded number of elements):
-
-- ``flat_param`` ``[P / W]``: this rank's shard, the only thing that lives between steps and all that the
-  optimizer sees. Registered in modules, so `parameters()` finds it.
-- ``full`` ``[P]``: the gathered parameters. One tensor made once, whose *storage* is freed and allocated again.
-- ``leaves``: one per parameter, views of ``full`` made once and never again; modules compute with them, and
-  autograd accumulates into them. They are made from ``.data``, so each has a version counter of its own: gathering
-  into ``full`` does not look to autograd like a change of the weights that it saved.
-
-In a world of one ``full`` is the shard itself, and stays.
-"""
+"""`FlatParameter`: many parameters in one vector, and where they were."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
-from enum import Enum, auto
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fsdp._comm import Communicator, LoneRank, Pending
-from fsdp._errors import InternalError
-from fsdp._gradients import GradientBuffer
-from fsdp._layout import ContiguousLayout, Interval
-from fsdp._placeholder import Placeholder, sharded_weight, unreduced_gradient
+from fsdp._layout import ContiguousLayout
 
 
 class ParamInfo(NamedTuple):
@@ -85,9 +67,9 @@ class FlatParameter(nn.Parameter):
     def __init__(self, params: Any = None, requires_grad: bool = True, names: Any = None) -> None:
         pass
 
-    def layout(self, world_size: int = 1) -> ContiguousLayout:
+    def make_layout(self, world_size: int = 1) -> ContiguousLayout:
         """How the parameters lie in the vector when `world_size` ranks share it."""
-        return ContiguousLayout.of(zip(self._names, self._shapes, strict=True), world_size)  # type: ignore[return-value]
+        return ContiguousLayout.of(zip(self._names, self._shapes, strict=True), world_size)
 
     def get_param_views(self, external_data: Tensor | None = None) -> list[Tensor]:
         """The original parameters as views of this one, or of `external_data` of the same size.
@@ -96,7 +78,7 @@ class FlatParameter(nn.Parameter):
             ValueError: if the data hasn't as many elements as the original parameters together.
         """
         data = self if external_data is None else external_data
-        numel = self.layout().numel
+        numel = self.make_layout().numel
         if data.numel() != numel:
             raise ValueError(
                 f"the {len(self._shapes)} parameters of this FlatParameter have {numel} elements, the data has "
@@ -111,272 +93,16 @@ class FlatParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         data = self.detach().as_subclass(Tensor)
-        return _rebuild_flat_parameter, (data, self.requires_grad, self._names, self._shapes, self._is_sharded)
+        return _rebuild_flat_parameter, (
+            data,
+            self.requires_grad,
+            self._names,
+            self._shapes,
+            self._is_sharded,
+        )
 
 
 def _rebuild_flat_parameter(data: Tensor, requires_grad: bool, names: Any, shapes: Any, sharded: bool) -> FlatParameter:
     flat = FlatParameter._build(data, requires_grad, names, shapes)
     flat._is_sharded = sharded
     return flat
-
-
-class Phase(Enum):
-    """What is true of a handle's gathered buffer."""
-
-    SHARDED = auto()  # it has no memory; modules see placeholders
-    GATHERING = auto()  # allocated, the all-gather is in flight; nobody may read it
-    FULL = auto()  # whole and valid; modules see the leaves
-
-
-_LEGAL = {
-    Phase.SHARDED: {Phase.GATHERING},
-    Phase.GATHERING: {Phase.FULL},
-    Phase.FULL: {Phase.SHARDED},
-}
-_tags = itertools.count()
-
-
-class FlatParamHandle:
-    """Runs one flat parameter: shards it, shows it whole, and takes in its gradients.
-
-    It knows how, and nothing of when: which collectives happen in which order is the runtime's.
-
-    Args:
-        flat_param: holds all elements; afterwards only this rank's shard, on `device`.
-        infos: for each of its parameters, the places where it is used, first the one that names it.
-        comm, reduce_comm: the ranks to gather from, and to reduce over.
-        device: where it is computed.
-        registered: the modules, with the name, among whose parameters `flat_param` is registered.
-        on_gradient: called with the handle and a parameter's number when autograd has finished that gradient.
-    """
-
-    def __init__(
-        self,
-        flat_param: FlatParameter,
-        infos: Sequence[Sequence[ParamInfo]],
-        comm: Communicator,
-        reduce_comm: Communicator,
-        device: torch.device,
-        registered: Sequence[tuple[nn.Module, str]],
-        on_gradient: Callable[[FlatParamHandle, int], None],
-    ) -> None:
-        self.flat_param = flat_param
-        self.param_infos = [places[0] for places in infos]
-        self.shared_param_infos = [
-            SharedParamInfo(*place, primary=places[0]) for places in infos for place in places[1:]
-        ]
-        if flat_param.numel() == 0:
-            comm = reduce_comm = LoneRank()  # there is nothing to say to other ranks
-        self.comm, self.reduce_comm = comm, reduce_comm
-        self.layout = flat_param.layout(comm.world_size)
-        self.name = ""
-        self.phase = Phase.SHARDED
-        self.registered = list(registered)
-        self._on_gradient = on_gradient
-        self.places = [list(places) for places in infos]
-        self.tag = next(_tags)  # handles are made in the same order on every rank
-        self._cut(device)
-        self._build()
-
-    # --- the shard ----------------------------------------------------------------------------------------------
-
-    def _cut(self, device: torch.device) -> None:
-        whole = self.flat_param.detach()
-        begin = min(self.comm.rank * self.layout.shard_numel, whole.numel())
-        mine = whole[begin : begin + self.layout.shard_numel]
-        shard = torch.zeros(self.layout.shard_numel, dtype=whole.dtype, device=device)
-        shard[: mine.numel()].copy_(mine)
-        self.flat_param.data = shard
-        self.flat_param._is_sharded = self.is_sharded
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether other ranks hold a part of it."""
-        return self.comm.world_size > 1
-
-    @property
-    def requires_grad(self) -> bool:
-        return self.flat_param.requires_grad
-
-    @property
-    def intervals(self) -> list[Interval]:
-        """What this rank holds: shard metadata in the layout's terms."""
-        return self.layout.intervals(self.comm.rank)
-
-    def describe(self) -> str:
-        """All that the ranks must agree on, as text."""
-        slots = ", ".join(f"{slot.name}{list(slot.shape)}" for slot in self.layout.slots)
-        return f"{self.flat_param.dtype} requires_grad={self.requires_grad} over {self.layout.world_size} ranks: {slots}"
-
-    # --- the leaves ---------------------------------------------------------------------------------------------
-
-    def _build(self) -> None:
-        """Make buffer, leaves and placeholders for the shard's present dtype and device."""
-        shard = self.flat_param
-        if self.is_sharded:
-            self.full = torch.empty(self.layout.padded_numel, dtype=shard.dtype, device=shard.device)
-        else:
-            self.full = shard.detach()
-        self._nbytes = self.full.untyped_storage().nbytes()
-        self.leaves = [nn.Parameter(view.data, shard.requires_grad) for view in self.layout.unpack(self.full)]
-        self.gradients = GradientBuffer(self.layout, self.full)
-        if shard.requires_grad:
-            for slot, leaf in enumerate(self.leaves):
-                leaf.register_post_accumulate_grad_hook(lambda _, slot=slot: self._on_gradient(self, slot))
-        self._list_places()
-        self._gathered_version = -1
-        if self.is_sharded:
-            self.full.untyped_storage().resize_(0)
-
-    def _list_places(self) -> None:
-        self._swaps: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
-        for slot, leaf, places in zip(self.layout.slots, self.leaves, self.places, strict=True):
-            absent = sharded_weight(slot.name, leaf) if self.is_sharded else leaf
-            self._swaps += [(place.module.__dict__, place.name, leaf, absent) for place in places]
-        modules = {place.module: None for places in self.places for place in places}
-        self._rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
-        self.show_placeholders()
-
-    def show_placeholders(self) -> None:
-        """Put placeholders (in a world of one, the leaves) where the modules look for their parameters."""
-        for attributes, name, _, absent in self._swaps:
-            attributes[name] = absent
-        self.refresh_rnns()
-
-    def _swap(self, show: bool) -> None:
-        for attributes, name, leaf, absent in self._swaps:
-            expected, new = (absent, leaf) if show else (leaf, absent)
-            if attributes.get(name) is not expected:
-                self._refuse_replaced(name)
-            attributes[name] = new
-        if self._rnns:
-            self.refresh_rnns()
-
-    def refresh_rnns(self) -> None:
-        """Recurrent modules keep their weights in a list besides: make it what their attributes are."""
-        for module in self._rnns:
-            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
-
-    def _refuse_replaced(self, name: str) -> None:
-        for (attributes, _, leaf, absent), fqn in zip(self._swaps, self._fqns_of_swaps(), strict=True):
-            if attributes.get(name) is not leaf and attributes.get(name) is not absent:
-                raise RuntimeError(
-                    f"{self.name}: {fqn} was replaced after wrapping, and the new value would be lost. Assign it inside "
-                    "`with model.summon_full_params():`, or load it with load_state_dict()."
-                )
-        raise InternalError(f"{self.name}: attribute {name} is out of step with phase {self.phase.name}")
-
-    def _fqns_of_swaps(self) -> list[str]:
-        return [place.fqn for places in self.places for place in places]
-
-    def follow_shard(self) -> None:
-        """Follow a shard that was moved or cast (`module.to(...)`): buffer and leaves are made anew."""
-        shard = self.flat_param
-        if shard.numel() != self.layout.shard_numel:
-            raise RuntimeError(
-                f"{self.name}: the flat parameter's shard has {shard.numel()} elements instead of "
-                f"{self.layout.shard_numel}: its .data was replaced by something else. Change parameters inside "
-                "`with model.summon_full_params():`."
-            )
-        moved = shard.dtype != self.full.dtype or shard.device != self.full.device
-        if moved or (not self.is_sharded and shard.data_ptr() != self.full.data_ptr()):
-            self._build()
-
-    # --- unshard and reshard ------------------------------------------------------------------------------------
-
-    def _enter(self, phase: Phase) -> None:
-        if phase not in _LEGAL[self.phase]:
-            raise InternalError(
-                f"rank {self.comm.rank}, {self.name}: {self.phase.name} -> {phase.name} is not a legal step"
-            )
-        self.phase = phase
-
-    def gather(self) -> None:
-        """Start to fetch the whole parameter; nothing happens if it is here or on its way."""
-        if self.phase is not Phase.SHARDED:
-            if self.phase is Phase.GATHERING or self.flat_param._version == self._gathered_version:
-                return
-            self.reshard()  # the shard was changed since: what is here is stale
-        self.follow_shard()
-        self._gathered_version = self.flat_param._version
-        self._enter(Phase.GATHERING)
-        if self.is_sharded:
-            self.full.untyped_storage().resize_(self._nbytes)
-            shard = self.flat_param.detach()
-            self._pending: Pending = self.comm.all_gather(self.full, shard, f"all-gather of {self.name}", self.tag)
-
-    def unshard(self) -> None:
-        """Whole and visible in the modules when this returns (on CUDA: for work on the current stream)."""
-        self.gather()
-        if self.phase is Phase.GATHERING:
-            self._enter(Phase.FULL)
-            if self.is_sharded:
-                self._pending.wait()
-                self._swap(show=True)
-
-    def reshard(self) -> None:
-        """Give the memory of the whole parameter back."""
-        if self.phase is Phase.SHARDED:
-            return
-        self.unshard()  # a gather in flight writes into the buffer until it is done
-        if self.is_sharded:
-            self._swap(show=False)
-            # Through the storage, not by dropping the tensor: autograd may have saved the leaves, and must find the
-            # data at the same place again after the next gather.
-            self.full.untyped_storage().resize_(0)
-        self._enter(Phase.SHARDED)
-
-    def full_copies(self) -> list[Tensor]:
-        """Collective. The whole parameters as tensors with memory of their own."""
-        if self.phase is Phase.FULL or not self.is_sharded:
-            return [leaf.detach().clone() for leaf in self.leaves]
-        full = torch.empty(self.layout.padded_numel, dtype=self.full.dtype, device=self.full.device)
-        self.comm.all_gather(full, self.flat_param.detach(), f"all-gather of {self.name}", self.tag).wait()
-        self.comm.settle()
-        return [view.clone() for view in self.layout.unpack(full)]
-
-    def store(self, slot: int, value: Tensor) -> None:
-        """Keep this rank's part of a whole parameter's new value."""
-        with torch.no_grad():
-            self.layout.shard_of(slot, value, self.flat_param, self.comm.rank)
-
-    # --- gradients ----------------------------------------------------------------------------------------------
-
-    def take_gradient(self, slot: int, divisor: float) -> bool:
-        """Move a leaf's gradient into the flat buffer; True when it was the last one missing in this backward."""
-        leaf = self.leaves[slot]
-        gradient, leaf.grad = leaf.grad, None
-        if gradient is not None:
-            self.gradients.add(slot, gradient, divisor)
-        return self.gradients.is_complete
-
-    def reduce(self) -> Pending:
-        """Start to sum the accumulated gradient over the ranks; the result is the shard's ``[shard_numel]``."""
-        return self.reduce_comm.reduce_scatter(self.gradients.take(), f"reduce-scatter of {self.name}", self.tag)
-
-    def accept(self, reduced: Tensor) -> None:
-        """Add a reduced gradient to the shard's."""
-        grad = self.flat_param.grad
-        if grad is None or isinstance(grad, Placeholder):
-            self.flat_param.grad = reduced
-        else:
-            grad.add_(reduced)
-
-    def mark_unreduced(self) -> None:
-        """Let the shard's missing gradient say why it is missing, if it is and something is accumulated."""
-        if not self.gradients.is_empty and self.flat_param.grad is None:
-            self.flat_param.grad = unreduced_gradient(self.name, self.flat_param)
-
-    def begin_backward(self) -> None:
-        # `mark_unreduced` left no None behind: the user has zeroed the gradients since, accumulated ones included.
-        if self.flat_param.grad is None:
-            self.gradients.drop()
-        self.gradients.begin_backward()
-
-    def drop_gradients(self) -> None:
-        """Forget what is accumulated and not reduced."""
-        self.gradients.drop()
-        if isinstance(self.flat_param.grad, Placeholder):
-            self.flat_param.grad = None
-        for leaf in self.leaves:
-            leaf.grad = None

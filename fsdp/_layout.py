@@ -15,9 +15,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Layout(ABC):
             raise ValueError(f"world_size must be at least 1, got {self.world_size}")
 
     @classmethod
-    def of(cls, named_shapes: Iterable[tuple[str, torch.Size | Sequence[int]]], world_size: int) -> Layout:
+    def of(cls, named_shapes: Iterable[tuple[str, torch.Size | Sequence[int]]], world_size: int) -> Self:
         """Pack parameters, given as (name, shape), in the given order."""
         slots, start = [], 0
         for name, shape in named_shapes:
@@ -139,7 +143,7 @@ class ContiguousLayout(Layout):
     """
 
     @cached_property
-    def shard_numel(self) -> int:  # type: ignore[override]
+    def shard_numel(self) -> int:
         return -(-self.numel // self.world_size)
 
     def interval(self, slot: int, rank: int) -> Interval | None:
@@ -175,7 +179,7 @@ class RowsLayout(Layout):
         return tuple(chunks)
 
     @cached_property
-    def shard_numel(self) -> int:  # type: ignore[override]
+    def shard_numel(self) -> int:
         if not self.slots:
             return 0
         per_rank, row_numel, offset = self._chunks[-1]

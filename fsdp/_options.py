@@ -70,7 +70,8 @@ class Options:
         device = given["compute_device"]
         names = set(inspect.signature(cls).parameters) - set(_NOT_YET) - {"compute_device"}
         return cls(
-            compute_device=None if device is None else torch.device(device), **{name: given[name] for name in names}
+            compute_device=None if device is None else torch.device(device),
+            **{name: given[name] for name in names},
         )
 
     @property

@@ -29,10 +29,10 @@ class Placeholder(Tensor):
         return self
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise RuntimeError(_message_in((*args, *(kwargs or {}).values())))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 
 import torch
 
 from fsdp._comm import Communicator
-from fsdp._flat_param import FlatParamHandle
+from fsdp._handle import FlatParamHandle
 
 # Each reduction in flight holds a unit's whole gradient: two keep the wire busy while the next one fills.
 _MAX_IN_FLIGHT = 2
 
 # A reduction above this is limited by bandwidth, not by latency: it gains nothing from waiting for company.
 _SMALL_BYTES = 1 << 20
+
+BucketKey = tuple[Communicator, torch.dtype, torch.device]
 
 
 class Reductions:
@@ -29,11 +31,12 @@ class Reductions:
         self._bucket_bytes = bucket_bytes
         self._postdivide = postdivide
         self._in_flight: deque[Callable[[], None]] = deque()
-        self._buckets: dict[tuple[Communicator, torch.dtype, torch.device], list[FlatParamHandle]] = {}
+        self._buckets: dict[BucketKey, list[FlatParamHandle]] = {}
+        self._waiting_bytes: defaultdict[BucketKey, int] = defaultdict(int)
 
     def submit(self, handle: FlatParamHandle) -> None:
         """Reduce what the handle has accumulated, now or with others."""
-        if _nbytes(handle) > min(_SMALL_BYTES, self._bucket_bytes) or not handle.is_sharded:
+        if handle.nbytes > min(_SMALL_BYTES, self._bucket_bytes) or not handle.is_sharded:
             self._make_room()
             pending = handle.reduce()
             self._in_flight.append(lambda: self._accept(handle, pending.wait()))
@@ -42,12 +45,15 @@ class Reductions:
         bucket = self._buckets.setdefault(key, [])
         if handle not in bucket:  # a second round of gradients was added to those that wait
             bucket.append(handle)
-        if sum(map(_nbytes, bucket)) >= self._bucket_bytes:
+            self._waiting_bytes[key] += handle.nbytes
+        if self._waiting_bytes[key] >= self._bucket_bytes:
+            del self._waiting_bytes[key]
             self._send(self._buckets.pop(key))
 
     def finish(self) -> None:
         """Send what still waits, and wait until every shard has its gradient."""
         buckets, self._buckets = self._buckets, {}
+        self._waiting_bytes.clear()
         for bucket in buckets.values():
             self._send(bucket)
         while self._in_flight:
@@ -56,6 +62,7 @@ class Reductions:
     def abandon(self) -> None:
         """After a failed backward: let what is in flight end, and forget what waits."""
         self._buckets.clear()
+        self._waiting_bytes.clear()
         while self._in_flight:
             self._in_flight.popleft()()
 
@@ -85,7 +92,3 @@ class Reductions:
                 self._accept(handle, reduced)
 
         self._in_flight.append(accept_all)
-
-
-def _nbytes(handle: FlatParamHandle) -> int:
-    return handle.layout.padded_numel * handle.full.element_size()

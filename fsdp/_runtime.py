@@ -22,7 +22,7 @@ import torch
 
 from fsdp._agreement import check_same_plan
 from fsdp._autograd import at_end_of_backward, call_when_passed, in_backward
-from fsdp._flat_param import FlatParamHandle
+from fsdp._handle import FlatParamHandle
 from fsdp._names import clean_name
 from fsdp._reductions import Reductions
 from fsdp._schedule import ExecutionOrder
@@ -51,6 +51,7 @@ class Runtime:
         named_units = list(units_in(root.module))
         self.units = [unit for _, unit in named_units]
         self._adopt(named_units)
+        self._root_reshards = root.reshard_after_forward
         if keep_root:
             root.reshard_after_forward = False
         self.sync_gradients = True
@@ -242,6 +243,14 @@ class Runtime:
             raise RuntimeError(f"cannot {what} in the middle of a forward or backward of {self.root.name}")
         if self._in_backward:
             self._recover()
+
+    def forget(self) -> None:
+        """Let go of all units: the next one used finds out again which is outermost."""
+        self.ensure_idle("reset")
+        self.release()
+        for unit in self.units:
+            unit.runtime = None
+        self.root.reshard_after_forward = self._root_reshards
 
     def release(self) -> None:
         """Free what is kept whole between passes (after `no_sync` without resharding, or without a backward)."""

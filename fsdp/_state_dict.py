@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
-from fsdp._flat_param import FlatParamHandle
+from fsdp._handle import FlatParamHandle
 from fsdp._names import FLATTEN_PART, FSDP_PART, clean_name
 from fsdp._unit import TrainingState, Unit
 
@@ -110,6 +111,22 @@ def close_all(exposures: Sequence[Exposure], keep_changes: bool) -> None:
             errors.append(error)
     if errors:
         raise errors[0]
+
+
+def whole_state(unit: Unit, **kwargs: Any) -> Any:
+    """Collective. The `state_dict` of the unit's module with its parameters whole, in tensors of its own."""
+    if unit.state is not TrainingState.SUMMON_FULL_PARAMS:
+        with exposed([unit], keep_changes=False):
+            return unit.module.state_dict(**kwargs)
+    destination = kwargs.pop("destination", None)
+    state = unit.module.state_dict(**kwargs)
+    for key, value in state.items():
+        if isinstance(value, Tensor) and not kwargs.get("keep_vars"):
+            state[key] = value.clone()
+    if destination is None:
+        return state
+    destination.update(state)
+    return destination
 
 
 class Loading:

@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from fsdp._autograd import differentiable_tensors
 from fsdp._comm import Communicator
-from fsdp._flat_param import FlatParamHandle, Phase
+from fsdp._flat_param import FlatParameter, ParamInfo
+from fsdp._handle import FlatParamHandle, Phase
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,6 +96,20 @@ class Unit:
         if handle.take_gradient(slot, self.predivide) and self.runtime is not None:
             self.runtime.gradient_complete(self, handle)
 
+    def add_handle(
+        self,
+        flat_param: FlatParameter,
+        places: Sequence[Sequence[ParamInfo]],
+        registered: Sequence[tuple[nn.Module, str]],
+        reduce_comm: Communicator,
+        device: torch.device,
+    ) -> None:
+        """Shard a flat parameter whose original ones were used at `places`; see `FlatParamHandle`."""
+        for module, name in registered:
+            module._parameters[name] = flat_param
+        handle = FlatParamHandle(flat_param, places, self.comm, reduce_comm, device, registered, self.on_gradient)
+        self.handles.append(handle)
+
     def watch_outputs(self, output: Any) -> bool:
         """Have the runtime told when backward reaches the outputs; False if it never will."""
         tensors = differentiable_tensors(output)
@@ -141,6 +157,12 @@ class Unit:
                 handle.begin_backward()
                 self.incomplete_handles += 1
 
+    def set_divide_factors(self, pre: float, post: float) -> None:
+        """Divide by these from now on, what is accumulated already included."""
+        for handle in self.handles:
+            handle.gradients.rescale(self.predivide / pre)
+        self.predivide, self.postdivide = float(pre), float(post)
+
     def changed_since(self, versions: Sequence[int]) -> bool:
         """Whether a shard was written after a forward that saw these versions."""
         return any(
@@ -155,7 +177,7 @@ class Unit:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise NotImplementedError(
-            f"a module wrapped by FullyShardedDataParallel ({self.name}) cannot be pickled yet: save model.state_dict()."
+            f"a module wrapped by FullyShardedDataParallel ({self.name}) cannot be pickled yet: save its state_dict()."
         )
 
 

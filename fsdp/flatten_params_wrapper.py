@@ -169,15 +169,24 @@ class FlattenParamsWrapper(nn.Module):
     @torch.no_grad()
     def _flatten_again(self, keep_changes: bool) -> None:
         self._unflattened = []
-        values = []
+        values: list[tuple[str, Tensor | None]] = []
         for places in self._places():
-            values.append([place.module._parameters.pop(place.name) for place in places][0])
+            found = [place.module._parameters.pop(place.name, None) for place in places]
+            values.append((places[0].fqn, found[0]))
         for name, flat_param in zip(self.flat_param_names, self.flat_params, strict=True):
             self._parameters[name] = flat_param
         if keep_changes:
-            for view, value in zip(self.get_param_views([flat.detach() for flat in self.flat_params]), values, strict=True):
-                view.copy_(value)
+            views = self.get_param_views([flat.detach() for flat in self.flat_params])
+            for view, (fqn, value) in zip(views, values, strict=True):
+                self._keep(view, fqn, value)
         self._show_views()
+
+    @staticmethod
+    def _keep(view: Tensor, fqn: str, value: Tensor | None) -> None:
+        if value is None or value.shape != view.shape:
+            found = "was removed" if value is None else f"has shape {tuple(value.shape)} now"
+            raise ValueError(f"{fqn} of shape {tuple(view.shape)} {found}: only its values can be changed")
+        view.copy_(value)
 
     @contextmanager
     def unflatten_params(self, flat_params: Sequence[Tensor] | None = None) -> Iterator[None]:

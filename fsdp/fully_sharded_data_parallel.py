@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from fsdp._clip import clip_grad_norm
 from fsdp._collect import Places, collect, flatten, group, take_over
 from fsdp._comm import Group, communicator, default_group, reduce_group
-from fsdp._flat_param import FlatParameter, FlatParamHandle
-from fsdp._names import clean_name
+from fsdp._flat_param import FlatParameter
 from fsdp._optimizers import watch_optimizers
 from fsdp._options import Options
 from fsdp._runtime import Runtime
-from fsdp._state_dict import Loading, exposed
+from fsdp._state_dict import Loading, exposed, whole_state
 from fsdp._unit import TrainingState, Unit, unit_of
+from fsdp._wrapper_access import WrapperAccess
 from fsdp.flatten_params_wrapper import FlattenParamsWrapper
 
 
@@ -30,7 +30,7 @@ class ProcessGroupName(str, Enum):
     reduce_scatter = "reduce_scatter"
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(WrapperAccess):
     """Train a module whose parameters, gradients and optimizer state are spread over the ranks.
 
     The parameters of `module` that no inner wrapper took become one flat parameter (one for each combination of
@@ -128,7 +128,10 @@ class FullyShardedDataParallel(nn.Module):
         self._fsdp_wrapped_module._hand_over()
         if options.compute_device is not None:
             module.to(self.compute_device)  # buffers; the parameters that are ours have left
-        self._unit.handles = self._flat_handles() if flatten_parameters else self._single_handles(found)
+        if flatten_parameters:
+            self._shard_flattened()
+        else:
+            self._shard_one_by_one(found)
         self._unit.rename(type(module).__name__)
         self._loading = Loading(self, self._unit)
 
@@ -139,117 +142,23 @@ class FullyShardedDataParallel(nn.Module):
             return reduce_group(self.process_group, self.compute_device)
         return self._options.checked_reduce_group(wanted, self.process_group, ProcessGroupName.default)
 
-    def _flat_handles(self) -> list[FlatParamHandle]:
-        flattened = self._fsdp_wrapped_module
-        handles = []
-        for name, flat, infos in zip(
-            flattened.flat_param_names, flattened.flat_params, flattened.param_infos, strict=True
-        ):
+    def _shard_flattened(self) -> None:
+        outer, inner = self.module, self.module.module
+        for name, flat_param, places in zip(outer.flat_param_names, outer.flat_params, outer.param_infos, strict=True):
             # On the user's module as well, so that its own `parameters()`, `dtype` and `device` go on working.
-            flattened.module._parameters[name] = flat
-            handles.append(self._handle(flat, infos, [(flattened, name), (flattened.module, name)]))
-        return handles
+            self._shard(flat_param, places, [(outer, name), (inner, name)])
 
-    def _single_handles(self, found: dict[nn.Parameter, Places]) -> list[FlatParamHandle]:
+    def _shard_one_by_one(self, found: dict[nn.Parameter, Places]) -> None:
         take_over(found, type(self.module.module).__name__)
-        handles = []
         for param, places in found.items():
-            flat = flatten([param], found)
-            for place in places:
-                place.module._parameters[place.name] = flat
-            handles.append(self._handle(flat, [places], [(place.module, place.name) for place in places]))
-        return handles
+            self._shard(flatten([param], found), [places], [(place.module, place.name) for place in places])
 
-    def _handle(
-        self, flat: FlatParameter, infos: Sequence[Places], registered: list[tuple[nn.Module, str]]
-    ) -> FlatParamHandle:
+    def _shard(self, flat_param: FlatParameter, places: Any, registered: list[tuple[nn.Module, str]]) -> None:
         reduce_comm = communicator(self.process_group_reduce_scatter, self.compute_device)
-        return FlatParamHandle(
-            flat, infos, self._unit.comm, reduce_comm, self.compute_device, registered, self._unit.on_gradient
-        )
+        self._unit.add_handle(flat_param, places, registered, reduce_comm, self.compute_device)
 
     def _new_runtime(self, root: Unit) -> Runtime:
-        return Runtime(
-            root, keep_root=self._options.disable_reshard_on_root, bucket_bytes=self._options.bucket_bytes
-        )
-
-    # --- access -------------------------------------------------------------------------------------------------
-
-    @property
-    def module(self) -> FlattenParamsWrapper:
-        """The `FlattenParamsWrapper` inside; its ``module`` is the user's."""
-        return self._fsdp_wrapped_module
-
-    @property
-    def params(self) -> list[FlatParameter]:
-        """This wrapper's own flat parameters: this rank's shards."""
-        return [handle.flat_param for handle in self._unit.handles]
-
-    @property
-    def params_with_grad(self) -> list[nn.Parameter]:
-        """The parameters, inner wrappers' included, that have a gradient."""
-        return [param for param in self.parameters() if param.grad is not None]
-
-    def non_shared_params(self) -> list[FlatParameter]:
-        """The own parameters without those of `append_shared_param`."""
-        return self.params
-
-    @property
-    def reshard_after_forward(self) -> bool:
-        """Whether whole parameters are freed after forward; the root's becomes False at its first use."""
-        return self._unit.reshard_after_forward
-
-    @property
-    def training_state(self) -> TrainingState:
-        """What the wrapper is doing."""
-        return self._unit.state
-
-    @property
-    def gradient_predivide_factor(self) -> float:
-        """What gradients are divided by before they are summed over the ranks."""
-        return self._unit.predivide
-
-    @property
-    def gradient_postdivide_factor(self) -> float:
-        """What gradients are divided by after they were summed over the ranks."""
-        return self._unit.postdivide
-
-    @property
-    def numel_padded_per_param(self) -> list[int]:
-        """For each of `params`, how many elements of this rank's shard are padding."""
-        return [handle.layout.padding(handle.comm.rank) for handle in self._unit.handles]
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "_fsdp_wrapped_module":
-                raise
-        # What FairScale keeps as attributes of this name and we resolved once, at the door.
-        options = self.__dict__.get("_options")
-        if options is not None and name in options.public_names:
-            return getattr(options, name)
-        return getattr(self.module, name)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.module.__getitem__(key)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As `nn.Module.named_parameters`; plain names inside `summon_full_params` and without flattening."""
-        plain = not self.flatten_parameters or self.training_state is TrainingState.SUMMON_FULL_PARAMS
-        for name, param in super().named_parameters(*args, **kwargs):
-            yield clean_name(name) if plain else name, param
-
-    def extra_repr(self) -> str:
-        text = f"world_size={self.world_size}, flatten_parameters={self.flatten_parameters}, mixed_precision=False"
-        if self.verbose:
-            text += (
-                f", rank={self.rank}, reshard_after_forward={self.reshard_after_forward}, "
-                f"compute_dtype={self.compute_dtype}, compute_device={self.compute_device}, "
-                f"bucket_cap_mb={self._options.bucket_cap_mb}, "
-                f"gradient_predivide_factor={self.gradient_predivide_factor}"
-            )
-        return text
+        return Runtime(root, keep_root=self._options.disable_reshard_on_root, bucket_bytes=self._options.bucket_bytes)
 
     # --- training -----------------------------------------------------------------------------------------------
 
@@ -285,13 +194,7 @@ class FullyShardedDataParallel(nn.Module):
         """
         runtime = self._runtime_as_root("clip_grad_norm_")
         runtime.ensure_idle("clip gradients")
-        others = [unit.name for unit in runtime.units if unit.comm is not self._unit.comm and unit.comm.world_size > 1]
-        if others:
-            raise NotImplementedError(
-                f"clip_grad_norm_ over units with process groups of their own ({', '.join(others)}) is not built yet"
-            )
-        handles = [handle for unit in runtime.units for handle in unit.handles]
-        return clip_grad_norm(handles, float(max_norm), float(norm_type), self.compute_device)
+        return clip_grad_norm(self._unit, runtime.units, float(max_norm), float(norm_type), self.compute_device)
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool = False) -> None:
         """Divide gradients by `pre` before and by `post` after they are summed, whatever the world size.
@@ -304,9 +207,7 @@ class FullyShardedDataParallel(nn.Module):
             raise ValueError(f"gradients are divided by these: they must be positive, got pre={pre}, post={post}")
         self._require_idle("set gradient factors")
         for unit in self._units() if recursive else [self._unit]:
-            for handle in unit.handles:
-                handle.gradients.rescale(unit.predivide / pre)
-            unit.predivide, unit.postdivide = float(pre), float(post)
+            unit.set_divide_factors(pre, post)
 
     # --- whole parameters ---------------------------------------------------------------------------------------
 
@@ -354,7 +255,7 @@ class FullyShardedDataParallel(nn.Module):
         with self.summon_full_params():
             self.module.module.reset_parameters()  # type: ignore[operator]
 
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+    def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Collective. The whole state under the module's plain names, in tensors of its own, on every rank.
 
         Units are gathered one after the other: no rank needs more than the result and one unit besides.
@@ -363,17 +264,7 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: inside a forward or backward.
         """
         self._require_idle("take a state dict")
-        inner = self.module.module
-        if self.training_state is not TrainingState.SUMMON_FULL_PARAMS:
-            with exposed([self._unit], keep_changes=False):
-                return inner.state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
-        state = inner.state_dict(prefix=prefix, keep_vars=keep_vars)
-        if not keep_vars:
-            state = type(state)((key, _copied(value)) for key, value in state.items())
-        if destination is None:
-            return state
-        destination.update(state)
-        return destination
+        return whole_state(self._unit, destination=destination, prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Collective. Load a whole state with plain names, each rank keeping its part, unit by unit.
@@ -403,15 +294,6 @@ class FullyShardedDataParallel(nn.Module):
             self.compute_device, self.compute_dtype = handle.full.device, handle.full.dtype
         return self
 
-    # --- root and state -----------------------------------------------------------------------------------------
-
-    def assert_state(self, state: TrainingState | Sequence[TrainingState]) -> None:
-        """Raise ValueError unless `training_state` is `state`, or one of several."""
-        expected = [state] if isinstance(state, TrainingState) else list(state)
-        if self.training_state not in expected:
-            names = " or ".join(one.name for one in expected)
-            raise ValueError(f"{self._unit.name}: expected to be {names}, but it is {self.training_state.name}")
-
     def _units(self) -> list[Unit]:
         return [wrapper._unit for wrapper in get_fsdp_instances(self)]
 
@@ -429,39 +311,8 @@ class FullyShardedDataParallel(nn.Module):
             )
         return self._unit.runtime
 
-    @property
-    def _is_root(self) -> bool | None:
-        """Whether this is the outermost wrapper; None while that is not known. Setting None forgets it."""
-        runtime = self._unit.runtime
-        return None if runtime is None else runtime.root is self._unit
-
-    def _reset_lazy_init(self) -> None:
-        """Forget which wrapper is outermost; the next use finds out again."""
-        runtime = self._unit.runtime
-        if runtime is not None:
-            runtime.ensure_idle("reset")
-            runtime.release()
-        for wrapper in get_fsdp_instances(self):
-            wrapper._unit.runtime = None
-            wrapper._unit.reshard_after_forward = wrapper._options.reshard_after_forward
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "_is_root" and value is None:
-            self._reset_lazy_init()
-        else:
-            super().__setattr__(name, value)
-
-    @property
-    def children_share_process_group(self) -> bool:
-        """Whether all inner wrappers shard over the same ranks as this one."""
-        return all(unit.comm is self._unit.comm for unit in self._units())
-
 
 _WRAPPER_PATH = "_fsdp_wrapped_module._fpw_module."
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _check_module(module: Any) -> None:

@@ -72,9 +72,7 @@ def _exclude_wrap_classes() -> tuple[type[nn.Module], ...]:
     return tuple(default_auto_wrap_policy.EXCLUDE_WRAP_MODULES)  # type: ignore[attr-defined]
 
 
-def config_auto_wrap_policy(
-    module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool
-) -> bool:
+def config_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool) -> bool:
     """Wrap the modules that have a `wrapper_config` attribute, wherever they are.
 
     The attribute is a dict of keywords for that module's wrapper (see `wrap`); an empty one asks for the
@@ -83,9 +81,7 @@ def config_auto_wrap_policy(
     return recurse or hasattr(module, "wrapper_config")
 
 
-def module_wrap_policy(
-    classes: Iterable[type[nn.Module]], exclude: Iterable[type[nn.Module]] = ()
-) -> AutoWrapPolicy:
+def module_wrap_policy(classes: Iterable[type[nn.Module]], exclude: Iterable[type[nn.Module]] = ()) -> AutoWrapPolicy:
     """A policy that wraps the instances of the given classes, such as a model's transformer block.
 
     The returned policy goes wherever a policy goes. It never wraps a container (a module without a `forward`
@@ -115,9 +111,7 @@ def module_wrap_policy(
                 "run. Name the class of the modules in it."
             )
         if cls in unwanted:
-            raise ValueError(
-                f"module_wrap_policy got {cls.__name__} in both classes and exclude. Take it out of one."
-            )
+            raise ValueError(f"module_wrap_policy got {cls.__name__} in both classes and exclude. Take it out of one.")
     return lambda_wrap_policy(lambda module: isinstance(module, wanted) and not isinstance(module, unwanted))
 
 
@@ -218,9 +212,7 @@ class ConfigAutoWrap:
         ConfigAutoWrap.wrapper_cls = wrapper_cls
         ConfigAutoWrap.move_module_cuda_half = bool(settings.pop("move_module_cuda_half", False))
         ConfigAutoWrap.kwargs = settings
-        ConfigAutoWrap.auto_wrap_policy = (
-            default_auto_wrap_policy if auto_wrap_policy is None else auto_wrap_policy
-        )
+        ConfigAutoWrap.auto_wrap_policy = default_auto_wrap_policy if auto_wrap_policy is None else auto_wrap_policy
 
     @staticmethod
     def disable_autowrap_context() -> None:

@@ -1,0 +1,138 @@
+"""What a wrapper shows of itself: attributes under FairScale's names, forwarding, and its place in the tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp._comm import Group
+from fsdp._flat_param import FlatParameter
+from fsdp._names import clean_name
+from fsdp._options import Options
+from fsdp._unit import TrainingState, Unit
+from fsdp.flatten_params_wrapper import FlattenParamsWrapper
+
+
+class WrapperAccess(nn.Module):
+    """The reading half of `FullyShardedDataParallel`; the other half is construction and what changes something."""
+
+    _fsdp_wrapped_module: FlattenParamsWrapper
+    _options: Options
+    _unit: Unit
+    process_group: Group
+    process_group_reduce_scatter: Group
+    rank: int
+    world_size: int
+    flatten_parameters: bool
+    verbose: bool
+    compute_device: torch.device
+    compute_dtype: torch.dtype
+
+    @property
+    def module(self) -> FlattenParamsWrapper:
+        """The `FlattenParamsWrapper` inside; its ``module`` is the user's."""
+        return self._fsdp_wrapped_module
+
+    @property
+    def params(self) -> list[FlatParameter]:
+        """This wrapper's own flat parameters: this rank's shards."""
+        return [handle.flat_param for handle in self._unit.handles]
+
+    @property
+    def params_with_grad(self) -> list[nn.Parameter]:
+        """The parameters, inner wrappers' included, that have a gradient."""
+        return [param for param in self.parameters() if param.grad is not None]
+
+    def non_shared_params(self) -> list[FlatParameter]:
+        """The own parameters without those of `append_shared_param`."""
+        return self.params
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        """Whether whole parameters are freed after forward; the root's becomes False at its first use."""
+        return self._unit.reshard_after_forward
+
+    @property
+    def training_state(self) -> TrainingState:
+        """What the wrapper is doing."""
+        return self._unit.state
+
+    @property
+    def gradient_predivide_factor(self) -> float:
+        """What gradients are divided by before they are summed over the ranks."""
+        return self._unit.predivide
+
+    @property
+    def gradient_postdivide_factor(self) -> float:
+        """What gradients are divided by after they were summed over the ranks."""
+        return self._unit.postdivide
+
+    @property
+    def numel_padded_per_param(self) -> list[int]:
+        """For each of `params`, how many elements of this rank's shard are padding."""
+        return [handle.layout.padding(handle.comm.rank) for handle in self._unit.handles]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_fsdp_wrapped_module":
+                raise
+        # What FairScale keeps as attributes of this name and we resolved once, at the door.
+        options = self.__dict__.get("_options")
+        if options is not None and name in options.public_names:
+            return getattr(options, name)
+        return getattr(self.module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module.__getitem__(key)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As `nn.Module.named_parameters`; plain names inside `summon_full_params` and without flattening."""
+        plain = not self.flatten_parameters or self.training_state is TrainingState.SUMMON_FULL_PARAMS
+        for name, param in super().named_parameters(*args, **kwargs):
+            yield clean_name(name) if plain else name, param
+
+    def extra_repr(self) -> str:
+        text = f"world_size={self.world_size}, flatten_parameters={self.flatten_parameters}, mixed_precision=False"
+        if self.verbose:
+            text += (
+                f", rank={self.rank}, reshard_after_forward={self.reshard_after_forward}, "
+                f"compute_dtype={self.compute_dtype}, compute_device={self.compute_device}, "
+                f"bucket_cap_mb={self._options.bucket_cap_mb}, "
+                f"gradient_predivide_factor={self.gradient_predivide_factor}"
+            )
+        return text
+
+    def assert_state(self, state: TrainingState | Sequence[TrainingState]) -> None:
+        """Raise ValueError unless `training_state` is `state`, or one of several."""
+        expected = [state] if isinstance(state, TrainingState) else list(state)
+        if self.training_state not in expected:
+            names = " or ".join(one.name for one in expected)
+            raise ValueError(f"{self._unit.name}: expected to be {names}, but it is {self.training_state.name}")
+
+    @property
+    def _is_root(self) -> bool | None:
+        """Whether this is the outermost wrapper; None while that is not known. Setting None forgets it."""
+        runtime = self._unit.runtime
+        return None if runtime is None else runtime.root is self._unit
+
+    def _reset_lazy_init(self) -> None:
+        """Forget which wrapper is outermost; the next use finds out again."""
+        for unit in self._units():
+            if unit.runtime is not None:
+                unit.runtime.forget()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_is_root" and value is None:
+            self._reset_lazy_init()
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def children_share_process_group(self) -> bool:
+        """Whether all inner wrappers shard over the same ranks as this one."""
+        return all(unit.comm is self._unit.comm for unit in self._units())

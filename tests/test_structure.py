@@ -1,0 +1,336 @@
+"""The rules that keep the package small, checked on its source: rooms, collectives, sizes, public names.
+
+A file that does not exist yet is not missed; a file that is in no room fails, so that its place is decided
+when it is added. The checks are functions of a syntax tree, and are first shown something they must find.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "fsdp"
+
+# From the top down: a module imports from its own room and from rooms below it.
+ROOMS: dict[str, set[str]] = {
+    "front doors": {
+        "fully_sharded_data_parallel",
+        "wrap",
+        "flatten_params_wrapper",
+        "_options",
+        "_wrapper_access",
+        "_wrap_plan",
+    },
+    "state": {"_state_dict"},
+    "runtime": {
+        "_runtime",
+        "_unit",
+        "_agreement",
+        "_schedule",
+        "_reductions",
+        "_autograd",
+        "_clip",
+        "_optimizers",
+    },
+    "storage": {"_flat_param", "_handle", "_placeholder", "_gradients", "_collect"},
+    "collectives": {"_comm"},
+    "layout": {"_layout"},
+}
+# What every room may import; these import nothing of the package.
+SHARED = {"_errors", "_version", "_names"}
+
+MAX_MODULE_LINES = 400
+MAX_FUNCTION_LINES = 60  # without its docstring
+
+# What moves data between ranks, as functions of torch.distributed; * stands for any ending.
+COLLECTIVES = (
+    "all_gather*, reduce_scatter*, all_reduce*, broadcast*, all_to_all*, gather*, scatter*, reduce, barrier, "
+    "monitored_barrier, send*, recv*, isend, irecv, batch_isend_irecv, P2POp"
+)
+# The same as methods of a process group.
+GROUP_METHODS = "allgather*, allreduce*, alltoall*, reduce_scatter_tensor_coalesced"
+MAY_COMMUNICATE = {"_comm"}  # and there are no exceptions
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Import(NamedTuple):
+    """One module of the package that another one imports."""
+
+    module: str
+    for_types_only: bool
+
+
+def sources() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+every_source = pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
+
+
+# Rooms
+
+
+def imports(tree: ast.Module) -> set[Import]:
+    """The modules of the package that are imported anywhere in the tree, in functions too."""
+    guarded = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        for statement in block.body
+        for node in ast.walk(statement)
+    }
+    return {Import(name, id(node) in guarded) for node in ast.walk(tree) for name in _imported_by(node)}
+
+
+def _imported_by(node: ast.AST) -> Iterator[str]:
+    paths: list[str] = []
+    if isinstance(node, ast.Import):
+        paths = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        base = "fsdp" + (f".{node.module}" if node.module else "") if node.level else node.module or ""
+        paths = [base] if base.count(".") else [f"{base}.{alias.name}" for alias in node.names]
+    yield from (path.split(".")[1] for path in paths if path.startswith("fsdp."))
+
+
+def height(module: str) -> int:
+    """The room of a module, 0 at the bottom; `__init__` is above all rooms, shared helpers are below them."""
+    if module in SHARED:
+        return -1
+    for number, members in enumerate(reversed(ROOMS.values())):
+        if module in members:
+            return number
+    return len(ROOMS)
+
+
+def upward(module: str, tree: ast.Module) -> list[str]:
+    own = height(module)
+    return sorted(name for name, _ in imports(tree) if height(name) > own or (own == -1 == height(name)))
+
+
+def cycle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a ring, or nothing."""
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done:
+            return []
+        for below in sorted(graph.get(name, ())):
+            if found := visit(below, [*path, name]):
+                return found
+        done.add(name)
+        return []
+
+    return next((found for name in sorted(graph) if (found := visit(name, []))), [])
+
+
+def test_upward_imports_and_cycles_are_found() -> None:
+    tree = ast.parse("import torch\nfrom ._runtime import A\ndef f():\n    from fsdp._state_dict import b")
+    assert imports(tree) == {Import("_runtime", False), Import("_state_dict", False)}
+    assert upward("_flat_param", tree) == ["_runtime", "_state_dict"]
+    assert upward("_unit", tree) == ["_state_dict"]
+    assert upward("wrap", tree) == []
+    assert upward("_errors", ast.parse("from . import _layout, _version")) == ["_layout", "_version"]
+    assert imports(ast.parse("if TYPE_CHECKING:\n    from fsdp import _unit")) == {Import("_unit", True)}
+    assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+@every_source
+def test_a_file_has_a_room(path: Path) -> None:
+    known = {"__init__", *SHARED}.union(*ROOMS.values())
+    name = str(path.relative_to(PACKAGE).with_suffix(""))
+    assert name in known, (
+        f"fsdp/{name}.py is in no room: decide which one it belongs to and add it to ROOMS (or to SHARED, if "
+        "it imports nothing of the package) in tests/test_structure.py and to docs/architecture.md"
+    )
+
+
+@every_source
+def test_imports_go_down_the_list_of_rooms(path: Path) -> None:
+    wrong = upward(path.stem, parse(path))
+    assert not wrong, f"fsdp/{path.name} imports {', '.join(wrong)}, which stand above it in ROOMS"
+
+
+def test_no_modules_import_each_other() -> None:
+    graph = {
+        path.stem: {name for name, for_types_only in imports(parse(path)) if not for_types_only}
+        for path in sources()
+    }
+    assert not cycle(graph), f"a ring of imports: {' -> '.join(cycle(graph))}"
+
+
+@pytest.mark.parametrize("path", [path for path in sources() if path.stem in ROOMS["layout"]], ids=str)
+def test_the_layout_knows_nothing_of_ranks_that_talk(path: Path) -> None:
+    assert "distributed" not in {part for name in names_from_torch(parse(path)) for part in name.split(".")}
+
+
+# Collectives
+
+
+def names_from_torch(tree: ast.Module) -> set[str]:
+    """Every dotted name of torch that is mentioned, whatever it is called here: `dist.barrier` in full."""
+    local: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            # `import torch.distributed` binds `torch`, which needs no translation.
+            local |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            local |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    found = imported | set(local.values())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            first, *rest = ast.unparse(node).split(".")
+            found.add(".".join([local.get(first, first), *rest]))
+    return {name for name in found if name.split(".")[0] == "torch"}
+
+
+def collectives(tree: ast.Module) -> list[str]:
+    functions = {
+        name
+        for name in names_from_torch(tree)
+        if name.startswith("torch.distributed.") and _listed(COLLECTIVES, name)
+    }
+    methods = {
+        f".{node.attr}()"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and _listed(GROUP_METHODS, node.attr)
+    }
+    return sorted(functions | methods)
+
+
+def _listed(patterns: str, name: str) -> bool:
+    last = name.split(".")[-1].lstrip("_")
+    return any(re.fullmatch(pattern.replace("*", r"\w*"), last) for pattern in patterns.split(", "))
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("import torch.distributed as dist\ndist.all_reduce(x)", ["torch.distributed.all_reduce"]),
+        ("import torch\ntorch.distributed.isend(x, 0)", ["torch.distributed.isend"]),
+        ("from torch import distributed as d\nf = d._all_gather_x", ["torch.distributed._all_gather_x"]),
+        ("from torch.distributed import barrier as wait", ["torch.distributed.barrier"]),
+        ("from torch.distributed import nn\nnn.f.broadcast(x)", ["torch.distributed.nn.f.broadcast"]),
+        ("group._allgather_base(a, b)", ["._allgather_base()"]),
+        ("import torch.distributed as dist\ndist.get_rank(dist.ReduceOp.SUM)\ncomm.all_reduce(x)", []),
+        ("torch.gather(x, 0, y)\nx.scatter(0, y)", []),
+    ],
+)
+def test_collectives_are_found_under_any_name(code: str, found: list[str]) -> None:
+    assert collectives(ast.parse(code)) == found
+
+
+@every_source
+def test_only_comm_talks_to_other_ranks(path: Path) -> None:
+    used = [] if path.stem in MAY_COMMUNICATE else collectives(parse(path))
+    assert not used, f"fsdp/{path.name} uses {', '.join(used)}: go through fsdp/_comm.py"
+
+
+# Sizes and asserts
+
+
+def function_lines(function: Function) -> int:
+    length = (function.end_lineno or 0) - function.lineno + 1
+    if ast.get_docstring(function) is not None:
+        docstring = function.body[0]
+        length -= (docstring.end_lineno or 0) - docstring.lineno + 1
+    return length
+
+
+def functions(tree: ast.Module) -> Iterator[Function]:
+    return (node for node in ast.walk(tree) if isinstance(node, Function))
+
+
+def test_a_function_is_measured_without_its_docstring() -> None:
+    tree = ast.parse('@decorated\ndef f():\n    """One.\n\n    Two.\n    """\n    return 1')
+    assert [function_lines(function) for function in functions(tree)] == [2]
+
+
+@every_source
+def test_a_module_can_be_read_in_one_sitting(path: Path) -> None:
+    length = len(path.read_text(encoding="utf-8").splitlines())
+    assert length <= MAX_MODULE_LINES, f"fsdp/{path.name} has {length} lines"
+
+
+@every_source
+def test_a_function_fits_on_a_screen(path: Path) -> None:
+    lengths = {f"{node.name} (line {node.lineno})": function_lines(node) for node in functions(parse(path))}
+    long = {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES}
+    assert not long, f"fsdp/{path.name}: longer than {MAX_FUNCTION_LINES} lines: {long}"
+
+
+@every_source
+def test_errors_are_raised_and_not_asserted(path: Path) -> None:
+    lines = [node.lineno for node in ast.walk(parse(path)) if isinstance(node, ast.Assert)]
+    assert not lines, f"fsdp/{path.name} asserts in lines {lines}: raise an error, which `python -O` keeps"
+
+
+# Public names
+
+
+def public_names() -> dict[str, str]:
+    """What `fsdp/__init__.py` re-exports: the name, and the module that it comes from."""
+    init = PACKAGE / "__init__.py"
+    statements = parse(init).body if init.exists() else []
+    froms = [node for node in statements if isinstance(node, ast.ImportFrom) and node.module != "__future__"]
+    return {alias.asname or alias.name: next(_imported_by(node)) for node in froms for alias in node.names}
+
+
+def definition(name: str, module: str) -> ast.stmt | None:
+    """The statement that defines a name, through re-exports."""
+    for node in parse(PACKAGE / f"{module}.py").body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
+            return node
+        if isinstance(node, ast.ImportFrom) and name in [alias.asname or alias.name for alias in node.names]:
+            return next((definition(name, below) for below in _imported_by(node)), None)
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and name in ast.unparse(node).split("=")[0]:
+            return node
+    return None
+
+
+def documentation() -> str:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return "\n".join(page.read_text(encoding="utf-8") for page in pages if page.exists())
+
+
+every_public_name = pytest.mark.parametrize(("name", "module"), sorted(public_names().items()))
+
+
+@pytest.mark.skipif(not (PACKAGE / "__init__.py").exists(), reason="fsdp/__init__.py does not exist yet")
+def test_the_package_is_nothing_but_its_public_names() -> None:
+    for node in parse(PACKAGE / "__init__.py").body:
+        code = ast.unparse(node)
+        if isinstance(node, ast.ImportFrom):
+            own = node.module == "__future__" or all(alias.asname == alias.name for alias in node.names)
+            assert own, f"re-export as `from .x import y as y`, not: {code}"
+        else:
+            docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            assert docstring or code.startswith("__all__"), f"fsdp/__init__.py is no place for: {code}"
+
+
+@every_public_name
+def test_a_public_name_has_a_docstring(name: str, module: str) -> None:
+    node = definition(name, module)
+    assert node is not None, f"fsdp/{module}.py defines no {name}"
+    if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+        assert ast.get_docstring(node), f"fsdp/{module}.py: {name} has no docstring"
+
+
+@every_public_name
+def test_a_public_name_is_documented(name: str, module: str) -> None:
+    mentioned = re.search(rf"(?<!\w){re.escape(name)}(?!\w)", documentation())
+    assert mentioned, f"{name} (fsdp/{module}.py) is mentioned neither in README.md nor in docs/*.md"
