@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -68,7 +67,7 @@ class Options:
         if factor is not None and factor <= 0:
             raise ValueError(f"gradient_predivide_factor must be positive, got {factor}")
         device = given["compute_device"]
-        names = set(inspect.signature(cls).parameters) - set(_NOT_YET) - {"compute_device"}
+        names = _FIELDS - set(_NOT_YET) - {"compute_device"}
         return cls(
             compute_device=None if device is None else torch.device(device),
             **{name: given[name] for name in names},
@@ -77,7 +76,7 @@ class Options:
     @property
     def public_names(self) -> frozenset[str]:
         """Options that FairScale's users read as attributes of the wrapper."""
-        return frozenset(inspect.signature(type(self)).parameters)
+        return _FIELDS
 
     @property
     def bucket_bytes(self) -> int:
@@ -119,3 +118,6 @@ class Options:
             )
             return process_group
         return wanted
+
+
+_FIELDS = frozenset(field.name for field in fields(Options))

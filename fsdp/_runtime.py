@@ -198,14 +198,14 @@ class Runtime:
         """Hook: every parameter of `handle` has its gradient."""
         self._ensure_backward()
         unit.state = TrainingState.BACKWARD_POST
-        unit.incomplete_handles -= 1
+        unit.incomplete.discard(handle)
         handle.gradients.begin_backward()  # re-entrant checkpoints may bring a second round
         self._free_after_backward(unit)
         if self.sync_gradients:
             self._reductions.submit(handle)
 
     def _free_after_backward(self, unit: Unit) -> None:
-        if unit.incomplete_handles > 0 or unit.input_gradients_due > 0:
+        if unit.incomplete or unit.input_gradients_due > 0:
             return
         if self.sync_gradients or unit.reshard_after_forward:
             unit.reshard()

@@ -28,7 +28,7 @@ class ExecutionOrder(Generic[T]):
         self._on_course = bool(self._last)
 
     def enter(self, item: T) -> T | None:
-        """`item` runs now. Returns what is expected next, None if nothing is or it can't be known."""
+        """`item` runs now. Returns the next other one expected, None if there is none or it can't be known."""
         place = len(self._current)
         self._current.append(item)
         if not self._on_course:
@@ -36,7 +36,8 @@ class ExecutionOrder(Generic[T]):
         if place >= len(self._last) or self._last[place] is not item:
             self._on_course = self.is_settled = False
             return None
-        return self._last[place + 1] if place + 1 < len(self._last) else None
+        # A unit may run several times in a row (recomputed, or shared): what it needs is here already.
+        return next((following for following in self._last[place + 1 :] if following is not item), None)
 
     def at_expected_end(self) -> bool:
         """Whether the item entered last ended the last two passes as well."""

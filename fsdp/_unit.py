@@ -69,7 +69,7 @@ class Unit:
         self.name = type(module).__name__
         self.state = TrainingState.IDLE
         self.runtime: Runtime | None = None
-        self.incomplete_handles = 0  # trainable handles whose gradients are not all there, in this backward
+        self.incomplete: set[FlatParamHandle] = set()  # their gradients are not all there, in this backward
         self.input_gradients_due = 0  # calls whose inputs' gradients are awaited; only counted with frozen handles
         self.param_order = {m: list(m._parameters) for m in module.modules()}  # before any is taken over
         self._new_runtime = new_runtime
@@ -151,11 +151,9 @@ class Unit:
             handle.reshard()
 
     def begin_backward(self) -> None:
-        self.incomplete_handles = 0
-        for handle in self.handles:
-            if handle.requires_grad:
-                handle.begin_backward()
-                self.incomplete_handles += 1
+        self.incomplete = {handle for handle in self.handles if handle.requires_grad}
+        for handle in self.incomplete:
+            handle.begin_backward()
 
     def set_divide_factors(self, pre: float, post: float) -> None:
         """Divide by these from now on, what is accumulated already included."""

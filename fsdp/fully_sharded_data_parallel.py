@@ -123,12 +123,12 @@ class FullyShardedDataParallel(WrapperAccess):
             postdivide=self.world_size / predivide,
             new_runtime=self._new_runtime,
         )
-        groups = group(found)
-        self._fsdp_wrapped_module = FlattenParamsWrapper(module, groups if flatten_parameters else [])
+        self._fsdp_wrapped_module = FlattenParamsWrapper(module, group(found) if flatten_parameters else [])
         self._fsdp_wrapped_module._hand_over()
         if options.compute_device is not None:
             module.to(self.compute_device)  # buffers; the parameters that are ours have left
         if flatten_parameters:
+            found.clear()  # the originals are copied: let their memory go before more is taken
             self._shard_flattened()
         else:
             self._shard_one_by_one(found)

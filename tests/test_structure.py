@@ -166,8 +166,7 @@ def test_imports_go_down_the_list_of_rooms(path: Path) -> None:
 
 def test_no_modules_import_each_other() -> None:
     graph = {
-        path.stem: {name for name, for_types_only in imports(parse(path)) if not for_types_only}
-        for path in sources()
+        path.stem: {name for name, for_types_only in imports(parse(path)) if not for_types_only} for path in sources()
     }
     assert not cycle(graph), f"a ring of imports: {' -> '.join(cycle(graph))}"
 
@@ -200,9 +199,7 @@ def names_from_torch(tree: ast.Module) -> set[str]:
 
 def collectives(tree: ast.Module) -> list[str]:
     functions = {
-        name
-        for name in names_from_torch(tree)
-        if name.startswith("torch.distributed.") and _listed(COLLECTIVES, name)
+        name for name in names_from_torch(tree) if name.startswith("torch.distributed.") and _listed(COLLECTIVES, name)
     }
     methods = {
         f".{node.attr}()"
