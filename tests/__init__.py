@@ -1,0 +1,1 @@
+"""The test suite. It is a package so that rank bodies have one importable name in every process."""

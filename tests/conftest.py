@@ -1,0 +1,65 @@
+"""The fixtures `ranks` and `cuda_ranks`, and what the `gpu` marker does. docs/testing.md is the manual."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+# Before torch is imported here or in the workers: ranks share the cores, one thread each.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Or asking whether there is a GPU would start CUDA in the server that workers are forked from, and break it
+# in all of them.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+import pytest
+import torch
+
+pytest.register_assert_rewrite("tests.support")
+
+from tests._ranks import RankPool, Ranks  # noqa: E402
+
+POOL = pytest.StashKey[RankPool]()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device, and torch.cuda.is_available() is False here")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Attach what ranks printed; pytest shows report sections of failed tests only."""
+    report = yield
+    pool = item.config.stash.get(POOL, None)
+    if pool is not None:
+        report.sections += pool.take_printed()
+    return report
+
+
+@pytest.fixture(scope="session")
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """`ranks(n).run(body, *args)` runs a module-level function in n processes with gloo as WORLD."""
+    pool = RankPool(tmp_path_factory.mktemp("ranks"))
+    request.config.stash[POOL] = pool
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def cuda_ranks(ranks: RankPool) -> Callable[..., Ranks]:
+    """As `ranks`, for bodies with CUDA tensors; mark the test `gpu`.
+
+    `cuda_ranks(n)` shares the GPUs among n ranks over gloo. `cuda_ranks(n, backend="nccl")` needs one GPU per
+    rank, so on a machine with a single one only n = 1 runs, and the others skip.
+    """
+
+    def start(world_size: int, *, backend: str = "gloo", **options: Any) -> Ranks:
+        if backend == "nccl" and world_size > torch.cuda.device_count():
+            pytest.skip(f"NCCL needs a GPU per rank: {world_size} ranks, {torch.cuda.device_count()} GPUs")
+        # A name of its own even for gloo: CPU tests must not run in processes that hold a CUDA context.
+        return ranks(world_size, backend="cpu:gloo,cuda:gloo" if backend == "gloo" else backend, **options)
+
+    return start
