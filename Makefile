@@ -1,0 +1,54 @@
+# Two targets do everything: `make train` and `make test`. Both set up the environment first, once.
+#
+#   PYTHON=python3.12      the interpreter that makes the environment
+#   VENV=path              another environment; an existing one is used as it is
+#   CONSTRAINTS=           no pinned versions: keeps a torch (>= 2.11) that the environment already has
+#   DATA=path              train on this file or folder instead of the standard library's source
+#   ARGS="--steps 100"     further arguments of the training job, or of pytest for `make test`
+
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+DATA ?=
+ARGS ?=
+
+py := $(VENV)/bin/python
+install := $(py) -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+
+# Ranks share the cores: with more threads each they take turns instead of computing.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help train test lint bench clean
+
+help:
+	@echo "make train   sharded training of a small GPT, then checks (DATA=path for your own text)"
+	@echo "make test    the whole test suite"
+	@echo "make lint    ruff and mypy"
+	@echo "make bench   step time, memory and overhead against the peers"
+	@echo "make clean   remove the output of training and the tools' caches; keeps $(VENV)"
+
+train: $(VENV)/.fsdp-train
+	$(py) -m benchmarks.launch $(if $(DATA),--data "$(DATA)") $(ARGS)
+
+test: $(VENV)/.fsdp-test
+	$(py) -m pytest $(ARGS)
+
+lint: $(VENV)/.fsdp-dev
+	$(py) -m ruff check .
+	$(py) -m mypy
+
+bench: $(VENV)/.fsdp-train
+	$(py) -m benchmarks.step $(ARGS)
+	$(py) -m benchmarks.overhead
+
+clean:
+	rm -rf runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/pyvenv.cfg:
+	$(PYTHON) -m venv $(VENV) || { rm -f $@; exit 1; }
+
+# One stamp for each extra: remade when what it installs may have changed, so that a second call starts at once.
+$(VENV)/.fsdp-%: $(VENV)/pyvenv.cfg setup.py $(CONSTRAINTS)
+	$(py) -m pip --version >/dev/null 2>&1 || $(py) -m ensurepip
+	$(install) -e ".[$*]"
+	@touch $@

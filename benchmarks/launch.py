@@ -1,0 +1,104 @@
+"""The front door of the training job (`make train`): train on all ranks, then check in a process of its own.
+
+What is wrong with the arguments is said here, once and in one line, before any rank starts.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from benchmarks._options import Options, parse_options, to_arguments
+from benchmarks._text import TextError, load_corpus
+from benchmarks.gpt import SIZES
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU_RANKS = 2
+
+
+class OptionError(Exception):
+    """Arguments that this machine cannot do; the message is one line for the user."""
+
+
+def resolve(options: Options) -> Options:
+    """Decide what was left open, for this machine.
+
+    Raises:
+        OptionError: more ranks than the machine has GPUs, no GPU at all, or an output folder that cannot
+            be made.
+    """
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = options.device or ("cuda" if num_gpus else "cpu")
+    if device == "cuda" and not num_gpus:
+        raise OptionError("--device cuda: torch finds no GPU on this machine. Leave the argument out.")
+    most = num_gpus if device == "cuda" else max(8, os.cpu_count() or 1)
+    ranks = options.ranks or (num_gpus if device == "cuda" else CPU_RANKS)
+    if ranks > most:
+        what = "one rank for each GPU" if device == "cuda" else "on this machine's CPU"
+        raise OptionError(f"--ranks {ranks} are too many: at most {most}, {what}.")
+    # Both absolute, since the ranks run in the repository and not where the user is.
+    data = None if options.data is None else str(Path(options.data).expanduser().absolute())
+    out = options.out.expanduser().absolute()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"--out {options.out} cannot be made: {error.strerror}.") from error
+    return replace(options, data=data, out=out, ranks=ranks, device=device)
+
+
+def run_module(arguments: Sequence[str]) -> int:
+    """Run `python -m ...` in the repository and return its exit status."""
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    process = subprocess.Popen([sys.executable, "-m", *arguments], cwd=ROOT, env=environment)
+    # torchrun's ranks are in sessions of their own: only it can end them, so it must never be left or killed.
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        process.wait()  # the terminal has interrupted it as well
+        raise
+    except SystemExit:
+        process.terminate()
+        process.wait()
+        raise
+
+
+def main() -> int:
+    start = time.perf_counter()
+    try:
+        options = resolve(parse_options())
+        corpus = load_corpus(options.data, context=SIZES[options.size].context, max_bytes=options.max_bytes)
+    except (OptionError, TextError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    backend = "NCCL" if options.device == "cuda" else "gloo"
+    num_bytes, num_held_out = len(corpus.train), len(corpus.validation)
+    print(f"text: {corpus.origin}, {num_bytes:,} bytes to train on and {num_held_out:,} held out")
+    print(f"ranks: {options.ranks} on {options.device} with {backend}", flush=True)
+
+    # What an earlier run left must not be taken for this one's.
+    for name in ("model.pt", "report.json"):
+        (options.out / name).unlink(missing_ok=True)
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
+    status = run_module([*torchrun, "-m", "benchmarks.train", *to_arguments(options)])
+    if status:
+        print(f"error: training ended with status {status}; the messages above say why.", file=sys.stderr)
+        return status
+    status = run_module(["benchmarks.verify", str(options.out)])
+    print(f"{'done' if status == 0 else 'FAILED'} after {time.perf_counter() - start:.0f} s")
+    return status
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
