@@ -7,21 +7,29 @@ import json
 from collections.abc import Sequence
 
 from fsdp._comm import Communicator
-from fsdp._handle import FlatParamHandle
+from fsdp._unit import Unit
 
 Plan = list[tuple[str, list[str]]]
 
 
-def check_same_plan(comm: Communicator, units: Sequence[tuple[str, Sequence[FlatParamHandle]]]) -> None:
-    """Collective. Raise on every rank unless all ranks have the same units with the same parameters.
+def agree(comm: Communicator, units: Sequence[tuple[str, Unit]]) -> None:
+    """Collective. Make sure that all ranks have the same units with the same parameters, and number them alike.
+
+    Handles get tags that nobody else on their communicator has, so that messages of different units never mix.
 
     Raises:
         RuntimeError: naming the first rank that differs from rank 0, the unit, and what each of the two has.
     """
-    plan: Plan = [(name, [handle.describe() for handle in handles]) for name, handles in units]
+    if comm.peers_answer:
+        _compare(comm, [(name, [handle.describe() for handle in unit.handles]) for name, unit in units])
+    for _, unit in units:
+        unit.is_agreed = True
+        for handle in unit.handles:
+            handle.tag = handle.comm.new_tag()
+
+
+def _compare(comm: Communicator, plan: Plan) -> None:
     text = json.dumps(plan).encode()
-    if not comm.peers_answer:
-        return
     digests = comm.all_gather_bytes(hashlib.sha256(text).digest())
     if len(set(digests)) == 1:
         return

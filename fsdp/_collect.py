@@ -28,9 +28,14 @@ def collect(module: nn.Module) -> dict[nn.Parameter, Places]:
     found: dict[nn.Parameter, Places] = {}
     for prefix, submodule in module.named_modules():
         for name, param in submodule._parameters.items():
+            fqn = clean_name(f"{prefix}.{name}" if prefix else name)
+            if isinstance(param, FlatParameter) and not param._is_managed:
+                raise ValueError(
+                    f"{fqn} is a FlatParameter that no FullyShardedDataParallel made: it would not be sharded. Wrap "
+                    "the plain module, without a FlattenParamsWrapper around it or inside."
+                )
             if param is None or isinstance(param, FlatParameter):
                 continue
-            fqn = clean_name(f"{prefix}.{name}" if prefix else name)
             _check(fqn, param)
             found.setdefault(param, []).append(ParamInfo(submodule, name, fqn))
     return found
@@ -66,6 +71,12 @@ def taken_by(param: torch.Tensor) -> str | None:
     return name if reference is not None and reference() is param else None
 
 
+def note_stale(param: nn.Parameter, description: str) -> None:
+    """Remember that `param` is not, or not for long, what the model trains."""
+    key = id(param)
+    _taken[key] = (weakref.ref(param, lambda _: _taken.pop(key, None)), description)
+
+
 def group(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Parameters that can share one flat parameter: of one dtype, device and `requires_grad`."""
     groups: dict[tuple[torch.dtype, torch.device, bool], list[nn.Parameter]] = {}
@@ -77,9 +88,7 @@ def group(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
 def take_over(params: dict[nn.Parameter, Places], owner: str) -> None:
     """Remove the parameters from their modules; from now on the modules' attributes are ours."""
     for param, places in params.items():
-        key = id(param)
-        described = f"{places[0].fqn} of {owner}"
-        _taken[key] = (weakref.ref(param, lambda _, key=key: _taken.pop(key, None)), described)  # type: ignore[misc]
+        note_stale(param, f"{places[0].fqn} of {owner}")
         for place in places:
             del place.module._parameters[place.name]
 

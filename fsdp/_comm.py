@@ -20,6 +20,7 @@ and time out with an error that names the unit, instead of exchanging each other
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
@@ -52,7 +53,8 @@ class Pending:
         self._result = result
 
     def wait(self) -> Tensor:
-        for work in self._works:
+        works, self._works = self._works, ()  # gloo would wait for another message the second time
+        for work in works:
             _finish(work, self._what)
         return self._result()
 
@@ -65,6 +67,15 @@ class Communicator(ABC):
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
+        self._tags = itertools.count()
+
+    def new_tag(self) -> int:
+        """A tag for one handle. Every rank of the group must ask equally often."""
+        return next(self._tags)
+
+    def for_device(self, device: torch.device) -> Communicator:
+        """The way to the same ranks for tensors on another device."""
+        return self
 
     @abstractmethod
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: int) -> Pending:
@@ -124,6 +135,9 @@ class TorchCollectives(Communicator):
         super().__init__(group.rank(), group.size())
         self._group = group
         self.peers_answer = "fake" not in _backend_names(group).values()
+
+    def for_device(self, device: torch.device) -> Communicator:
+        return communicator(self._group, device)
 
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: int) -> Pending:
         work = getattr(dist, _ALL_GATHER)(full, shard, group=self._group, async_op=True)
@@ -234,6 +248,11 @@ def _backend_names(group: Any) -> dict[str, str]:
 def default_group(group: Group | None) -> Group:
     """`group`, or the group of all ranks; an error that says how to make one if there is none."""
     if group is not None:
+        if not callable(getattr(group, "rank", None)) or not callable(getattr(group, "size", None)):
+            raise TypeError(
+                f"process_group must be a process group that this rank is in, got {group!r}. (dist.new_group returns a "
+                "number on ranks that are not in the group: wrap the module only on its members.)"
+            )
         return group
     if dist.is_available() and dist.is_initialized():
         return cast(Group, dist.group.WORLD)

@@ -42,7 +42,8 @@ class FlatParameter(nn.Parameter):
 
     _names: tuple[str, ...]
     _shapes: tuple[torch.Size, ...]
-    _is_sharded: bool
+    _is_sharded: bool  # it holds one rank's shard
+    _is_managed: bool  # a handle runs it
 
     def __new__(
         cls, params: Sequence[nn.Parameter], requires_grad: bool = True, names: Sequence[str] | None = None
@@ -61,7 +62,8 @@ class FlatParameter(nn.Parameter):
         cls, data: Tensor, requires_grad: bool, names: tuple[str, ...], shapes: tuple[torch.Size, ...]
     ) -> FlatParameter:
         self = Tensor._make_subclass(cls, data, requires_grad)
-        self._names, self._shapes, self._is_sharded = names, shapes, False
+        self._names, self._shapes = names, shapes
+        self._is_sharded = self._is_managed = False
         return self
 
     def __init__(self, params: Any = None, requires_grad: bool = True, names: Any = None) -> None:
@@ -90,6 +92,11 @@ class FlatParameter(nn.Parameter):
     def metadata(self) -> tuple[tuple[str, ...], tuple[torch.Size, ...], tuple[int, ...]]:
         """Names, shapes and numbers of elements of the original parameters."""
         return self._names, self._shapes, tuple(shape.numel() for shape in self._shapes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
+        rebuild, args = self.__reduce_ex__(2)
+        copied = memo[id(self)] = rebuild(args[0].clone(), *args[1:])
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         data = self.detach().as_subclass(Tensor)

@@ -14,7 +14,6 @@ In a world of one ``full`` is the shard itself, and stays.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any
@@ -38,8 +37,11 @@ class Phase(Enum):
     FULL = auto()  # whole and valid; modules see the leaves
 
 
-_NEXT = {Phase.SHARDED: Phase.GATHERING, Phase.GATHERING: Phase.FULL, Phase.FULL: Phase.SHARDED}
-_tags = itertools.count()
+_LEGAL = {
+    Phase.SHARDED: (Phase.GATHERING,),
+    Phase.GATHERING: (Phase.FULL, Phase.SHARDED),
+    Phase.FULL: (Phase.SHARDED,),
+}
 
 
 class FlatParamHandle:
@@ -80,7 +82,7 @@ class FlatParamHandle:
         self.registered = list(registered)
         self._on_gradient = on_gradient
         self.places = [list(places) for places in infos]
-        self.tag = next(_tags)  # handles are made in the same order on every rank
+        self.tag = 0  # distinct on its communicator once the ranks have agreed on a plan
         self._cut(device)
         self._build()
 
@@ -94,6 +96,7 @@ class FlatParamHandle:
         shard[: mine.numel()].copy_(mine)
         self.flat_param.data = shard
         self.flat_param._is_sharded = self.is_sharded
+        self.flat_param._is_managed = True
 
     @property
     def is_sharded(self) -> bool:
@@ -143,20 +146,25 @@ class FlatParamHandle:
             self._swaps += [(place.module.__dict__, place.name, leaf, absent) for place in places]
         modules = {place.module: None for places in self.places for place in places}
         self._rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
-        self.show_placeholders()
+        self.fill_places()
 
-    def show_placeholders(self) -> None:
-        """Put placeholders (in a world of one, the leaves) where the modules look for their parameters."""
-        for attributes, name, _, absent in self._swaps:
-            attributes[name] = absent
+    def fill_places(self) -> None:
+        """Put where the modules look for their parameters what belongs there in this phase, whatever is there."""
+        for attributes, name, leaf, absent in self._swaps:
+            attributes[name] = leaf if self.phase is Phase.FULL else absent
         self.refresh_rnns()
 
-    def _swap(self, show: bool) -> None:
+    def _show(self) -> None:
+        self.check_places()
+        for attributes, name, leaf, _ in self._swaps:
+            attributes[name] = leaf
+        if self._rnns:
+            self.refresh_rnns()
+
+    def _hide(self) -> None:
         for attributes, name, leaf, absent in self._swaps:
-            expected, new = (absent, leaf) if show else (leaf, absent)
-            if attributes.get(name) is not expected:
-                self._refuse_replaced(name)
-            attributes[name] = new
+            if attributes.get(name) is leaf:  # else `check_places` will report what is there
+                attributes[name] = absent
         if self._rnns:
             self.refresh_rnns()
 
@@ -165,17 +173,23 @@ class FlatParamHandle:
         for module in self._rnns:
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
-    def _refuse_replaced(self, name: str) -> None:
-        for (attributes, _, leaf, absent), fqn in zip(self._swaps, self._fqns_of_swaps(), strict=True):
-            if attributes.get(name) is not leaf and attributes.get(name) is not absent:
+    def check_places(self) -> None:
+        """Raise RuntimeError if a parameter's attribute is no longer what we put there."""
+        for slot, (attributes, name, leaf, absent) in enumerate(self._swaps):
+            found = attributes.get(name)
+            if found is not absent and found is not leaf:
+                fqn = [place.fqn for places in self.places for place in places][slot]
                 raise RuntimeError(
-                    f"{self.name}: {fqn} was replaced after wrapping, and the new value would be lost. Assign it "
-                    "inside `with model.summon_full_params():`, or load it with load_state_dict()."
+                    f"{self.name}: {fqn} was replaced after wrapping. The new value would not be trained, and other "
+                    "ranks would never see it: assign it inside `with model.summon_full_params():`, or load it with "
+                    "load_state_dict()."
                 )
-        raise InternalError(f"{self.name}: attribute {name} is out of step with phase {self.phase.name}")
 
-    def _fqns_of_swaps(self) -> list[str]:
-        return [place.fqn for places in self.places for place in places]
+    def replacement(self, slot: int) -> nn.Parameter | None:
+        """What the user has put in the place of a parameter, None if nothing."""
+        place = self.places[slot][0]
+        found = place.module._parameters.get(place.name)
+        return None if found is self.flat_param else found
 
     def follow_shard(self) -> None:
         """Follow a shard that was moved or cast (`module.to(...)`): buffer and leaves are made anew."""
@@ -186,6 +200,9 @@ class FlatParamHandle:
                 f"{self.layout.shard_numel}: its .data was replaced by something else. Change parameters inside "
                 "`with model.summon_full_params():`."
             )
+        if shard.device != self.full.device:
+            self.comm = self.comm.for_device(shard.device)
+            self.reduce_comm = self.reduce_comm.for_device(shard.device)
         moved = shard.dtype != self.full.dtype or shard.device != self.full.device
         if moved or (not self.is_sharded and shard.data_ptr() != self.full.data_ptr()):
             self._build()
@@ -193,7 +210,7 @@ class FlatParamHandle:
     # --- unshard and reshard ------------------------------------------------------------------------------------
 
     def _enter(self, phase: Phase) -> None:
-        if phase is not _NEXT[self.phase]:
+        if phase not in _LEGAL[self.phase]:
             raise InternalError(
                 f"rank {self.comm.rank}, {self.name}: {self.phase.name} -> {phase.name} is not a legal step"
             )
@@ -217,18 +234,20 @@ class FlatParamHandle:
         """Whole and visible in the modules when this returns (on CUDA: for work on the current stream)."""
         self.gather()
         if self.phase is Phase.GATHERING:
-            self._enter(Phase.FULL)
             if self.is_sharded:
                 self._pending.wait()
-                self._swap(show=True)
+            self._show()
+            self._enter(Phase.FULL)
 
     def reshard(self) -> None:
         """Give the memory of the whole parameter back."""
         if self.phase is Phase.SHARDED:
             return
-        self.unshard()  # a gather in flight writes into the buffer until it is done
         if self.is_sharded:
-            self._swap(show=False)
+            if self.phase is Phase.GATHERING:
+                self._pending.wait()  # it writes into the buffer until it is done
+            else:
+                self._hide()
             # Through the storage, not by dropping the tensor: autograd may have saved the leaves, and must find the
             # data at the same place again after the next gather.
             self.full.untyped_storage().resize_(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -47,8 +46,6 @@ class Options:
     move_grads_to_cpu: bool = False
     cpu_offload: bool = False
     no_broadcast_optim_state: bool = False
-    buffer_dtype: torch.dtype | None = None
-    state_dict_device: torch.device | None = None
 
     @classmethod
     def resolve(cls, **given: Any) -> Options:
@@ -82,11 +79,9 @@ class Options:
     def bucket_bytes(self) -> int:
         return max(0, int(self.bucket_cap_mb * 2**20))
 
-    def device_for(self, params: Iterable[nn.Parameter]) -> torch.device:
-        """Where to compute: as asked, else where the parameters are."""
-        if self.compute_device is not None:
-            return self.compute_device
-        return next((param.device for param in params), torch.device("cpu"))
+    def device_for(self, module: nn.Module) -> torch.device:
+        """Where to compute: as asked, else where the parameters are, inner wrappers' included."""
+        return next(module.parameters()).device if self.compute_device is None else self.compute_device
 
     def predivide_factor(self, world_size: int) -> float:
         """As asked, else the smallest power of two whose square is at least `world_size`, or that doesn't divide it."""

@@ -39,6 +39,7 @@ class Placeholder(Tensor):
         raise RuntimeError(self._message)
 
     # These reach for the memory without passing the dispatcher.
+    data = property(_refuse, _refuse)
     numpy = tolist = item = data_ptr = untyped_storage = __array__ = __reduce_ex__ = __deepcopy__ = _refuse
 
 

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp._agreement import check_same_plan
+from fsdp._agreement import agree
 from fsdp._autograd import at_end_of_backward, call_when_passed, in_backward
 from fsdp._handle import FlatParamHandle
-from fsdp._names import clean_name
 from fsdp._reductions import Reductions
 from fsdp._schedule import ExecutionOrder
 from fsdp._unit import TrainingState, Unit, units_in
@@ -48,8 +47,9 @@ class Runtime:
 
     def __init__(self, root: Unit, *, keep_root: bool, bucket_bytes: int) -> None:
         self.root = root
-        named_units = list(units_in(root.module))
+        named_units = units_in(root)
         self.units = [unit for _, unit in named_units]
+        agree(root.comm, named_units)
         self._adopt(named_units)
         self._root_reshards = root.reshard_after_forward
         if keep_root:
@@ -61,13 +61,12 @@ class Runtime:
         self._backward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._running: list[Unit] = []  # units whose forward is running, the innermost last
         self._in_backward = False
-        check_same_plan(root.comm, [(unit.name, unit.handles) for unit in self.units])
 
     def _adopt(self, named_units: list[tuple[str, Unit]]) -> None:
         for name, unit in named_units:
             if unit is not self.root and unit.runtime is not None and unit.runtime.root is unit:
                 raise RuntimeError(
-                    f"a second root: unit '{clean_name(name)}' was called on its own before the "
+                    f"a second root: unit '{name}' was called on its own before the "
                     f"{type(self.root.module).__name__} around it, and became a root itself. Call the outermost "
                     "unit first, or `_reset_lazy_init()` on the inner one before the outer one is used."
                 )
@@ -75,12 +74,14 @@ class Runtime:
             if unit.runtime is not None:
                 unit.runtime.ensure_idle(f"become part of another {type(self.root.module).__name__}")
             unit.runtime = self
-            unit.rename(clean_name(name) or f"root ({type(unit.module).__name__})")
+            unit.rename(name)
 
     # --- forward ------------------------------------------------------------------------------------------------
 
     def before_forward(self, unit: Unit, args: Any, kwargs: Any) -> Any:
         """Hook: `unit` is about to compute."""
+        if unit.close_loading is not None:
+            unit.close_loading()  # a load that was given up by an exception
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
             return self._refuse_training_while_summoned(unit)
         if self._in_backward and in_backward():
@@ -231,6 +232,7 @@ class Runtime:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside accumulate whole gradients without reducing them."""
+        self.ensure_idle("enter no_sync()")
         outer, self.sync_gradients = self.sync_gradients, False
         try:
             yield

@@ -9,22 +9,36 @@ stays valid memory.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
+from fsdp._agreement import agree
+from fsdp._collect import note_stale
 from fsdp._handle import FlatParamHandle
 from fsdp._names import FLATTEN_PART, FSDP_PART, clean_name
-from fsdp._unit import TrainingState, Unit
+from fsdp._unit import TrainingState, Unit, units_in
+
+_WRAPPER_PATH = f"{FSDP_PART}.{FLATTEN_PART}."
 
 
 class Exposure:
-    """Collective over the unit's ranks. One unit's modules with whole, ordinary parameters, until closed."""
+    """Collective over the unit's ranks. One unit's modules with whole, ordinary parameters, until closed.
 
-    def __init__(self, unit: Unit) -> None:
+    Args:
+        keep_changes: shard changed values on closing. A parameter that was assigned to a module while its unit was
+            sharded counts as a change; without `keep_changes` it is an error.
+    """
+
+    def __init__(self, unit: Unit, keep_changes: bool) -> None:
         self._unit = unit
+        self._keep_changes = keep_changes
+        for handle in unit.handles:
+            if not keep_changes:
+                handle.check_places()
         values = [handle.full_copies() for handle in unit.handles]  # may fail: nothing is changed before
         self._outer_state, unit.state = unit.state, TrainingState.SUMMON_FULL_PARAMS
         for handle, tensors in zip(unit.handles, values, strict=True):
@@ -32,7 +46,7 @@ class Exposure:
         for module in {place.module for handle in unit.handles for places in handle.places for place in places}:
             _restore_order(module, unit.param_order.get(module, []))
 
-    def close(self, keep_changes: bool) -> None:
+    def close(self) -> None:
         """Shard the values again, changed ones included if they are to be kept.
 
         Raises:
@@ -41,20 +55,24 @@ class Exposure:
         """
         problems: list[str] = []
         for handle in self._unit.handles:
-            problems += _remove(handle, keep_changes)
+            problems += _remove(handle, self._keep_changes)
         self._unit.state = self._outer_state
         if problems:
             raise RuntimeError(f"{self._unit.name}: these changes could not be kept: " + "; ".join(problems))
 
 
 def _install(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> None:
-    for module, name in handle.registered:
-        module._parameters.pop(name, None)
-    for tensor, places in zip(tensors, handle.places, strict=True):
-        param = nn.Parameter(tensor, handle.requires_grad)
+    for slot, (tensor, places) in enumerate(zip(tensors, handle.places, strict=True)):
+        param = handle.replacement(slot)
+        if param is None:
+            param = nn.Parameter(tensor, handle.requires_grad)
+        note_stale(param, f"a summoned copy of {places[0].fqn}")
         for place in places:
             place.module.__dict__.pop(place.name, None)
             place.module._parameters[place.name] = param
+    for module, name in handle.registered:
+        if module._parameters.get(name) is handle.flat_param:
+            del module._parameters[name]
     handle.refresh_rnns()
 
 
@@ -74,7 +92,7 @@ def _remove(handle: FlatParamHandle, keep_changes: bool) -> list[str]:
                 _keep(handle, slot, values)
             except ValueError as error:
                 problems.append(str(error))
-    handle.show_placeholders()
+    handle.fill_places()
     for module, name in handle.registered:
         module._parameters[name] = handle.flat_param
     return problems
@@ -95,38 +113,57 @@ def exposed(units: Sequence[Unit], keep_changes: bool) -> Iterator[None]:
     exposures: list[Exposure] = []
     try:
         for unit in units:
-            exposures.append(Exposure(unit))
+            exposures.append(Exposure(unit, keep_changes))
         yield
     finally:
-        close_all(exposures, keep_changes)
+        close_all(exposures)
 
 
-def close_all(exposures: Sequence[Exposure], keep_changes: bool) -> None:
+def close_all(exposures: Sequence[Exposure]) -> None:
     """Close every exposure, the last first, and raise the first error afterwards."""
     errors = []
     for exposure in reversed(exposures):
         try:
-            exposure.close(keep_changes)
+            exposure.close()
         except RuntimeError as error:
             errors.append(error)
     if errors:
         raise errors[0]
 
 
-def whole_state(unit: Unit, **kwargs: Any) -> Any:
+def ensure_agreed(root: Unit) -> None:
+    """Collective the first time. The ranks compare what they have before they trust each other's shards."""
+    named_units = units_in(root)
+    if not all(unit.is_agreed for _, unit in named_units):
+        agree(root.comm, named_units)
+
+
+def whole_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool) -> Any:
     """Collective. The `state_dict` of the unit's module with its parameters whole, in tensors of its own."""
-    if unit.state is not TrainingState.SUMMON_FULL_PARAMS:
-        with exposed([unit], keep_changes=False):
-            return unit.module.state_dict(**kwargs)
-    destination = kwargs.pop("destination", None)
-    state = unit.module.state_dict(**kwargs)
+    summoned = unit.state is TrainingState.SUMMON_FULL_PARAMS
+    with nullcontext() if summoned else exposed([unit], keep_changes=False):
+        state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if not keep_vars:
+            # Exposed parameters belong to nobody else; buffers do, and so do parameters that the user has summoned.
+            others = [*unit.module.buffers(), *(unit.module.parameters() if summoned else ())]
+            _own(state, prefix, {tensor.data_ptr() for tensor in others})
+    return state
+
+
+def _own(state: dict[str, Any], prefix: str, live: set[int]) -> None:
     for key, value in state.items():
-        if isinstance(value, Tensor) and not kwargs.get("keep_vars"):
+        if key.startswith(prefix) and isinstance(value, Tensor) and value.data_ptr() in live:
             state[key] = value.clone()
-    if destination is None:
-        return state
-    destination.update(state)
-    return destination
+
+
+def with_wrapped_metadata(state_dict: Any, root: nn.Module) -> Any:
+    """A shallow copy whose version metadata is found under wrapped names too, where torch will look for it."""
+    copied = OrderedDict(state_dict)
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        wrapped = {name: metadata[clean_name(name)] for name, _ in root.named_modules() if clean_name(name) in metadata}
+        copied._metadata = type(metadata)({**metadata, **wrapped})  # type: ignore[attr-defined]
+    return copied
 
 
 class Loading:
@@ -142,20 +179,35 @@ class Loading:
         wrapper.register_load_state_dict_pre_hook(self._enter)
         wrapper.register_load_state_dict_post_hook(self._leave)
 
-    def _enter(self, module: nn.Module, state_dict: dict[str, object], prefix: str, *_: object) -> None:
+    def _enter(
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        self._error_msgs = error_msgs
         inner = f"{prefix}{FSDP_PART}.{FLATTEN_PART}."
         for key in [key for key in state_dict if key.startswith(prefix)]:
             if not key.startswith(prefix + FSDP_PART):
                 state_dict[inner + key[len(prefix) :]] = state_dict.pop(key)
         if self._unit.state is not TrainingState.SUMMON_FULL_PARAMS:
-            self._open.append(Exposure(self._unit))
+            ensure_agreed(self._unit)
+            self._open.append(Exposure(self._unit, keep_changes=True))
+            self._unit.close_loading = self.close
 
     def _leave(self, module: nn.Module, incompatible: object) -> None:
         for keys in (incompatible.missing_keys, incompatible.unexpected_keys):  # type: ignore[attr-defined]
             keys[:] = [clean_name(key) for key in keys]
+        self._error_msgs[:] = [message.replace(_WRAPPER_PATH, "") for message in self._error_msgs]
         self.close()
 
     def close(self) -> None:
         """Shard what is still exposed, after an exception too."""
+        self._unit.close_loading = None
         opened, self._open = self._open, []
-        close_all(opened, keep_changes=True)
+        close_all(opened)

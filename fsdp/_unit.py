@@ -18,10 +18,9 @@ from fsdp._autograd import differentiable_tensors
 from fsdp._comm import Communicator
 from fsdp._flat_param import FlatParameter, ParamInfo
 from fsdp._handle import FlatParamHandle, Phase
+from fsdp._names import clean_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from fsdp._runtime import Runtime
 
 
@@ -69,6 +68,8 @@ class Unit:
         self.name = type(module).__name__
         self.state = TrainingState.IDLE
         self.runtime: Runtime | None = None
+        self.is_agreed = False  # the ranks have compared what they have
+        self.close_loading: Callable[[], None] | None = None  # set while a state dict is being loaded into it
         self.incomplete: set[FlatParamHandle] = set()  # their gradients are not all there, in this backward
         self.input_gradients_due = 0  # calls whose inputs' gradients are awaited; only counted with frozen handles
         self.param_order = {m: list(m._parameters) for m in module.modules()}  # before any is taken over
@@ -184,9 +185,7 @@ def unit_of(module: nn.Module) -> Unit | None:
     return module.__dict__.get(_ATTRIBUTE)
 
 
-def units_in(module: nn.Module) -> Iterator[tuple[str, Unit]]:
-    """The units of a module tree with the names of their modules, outer before inner."""
-    for name, submodule in module.named_modules():
-        unit = unit_of(submodule)
-        if unit is not None:
-            yield name, unit
+def units_in(root: Unit) -> list[tuple[str, Unit]]:
+    """The units of a tree with the plain names of their modules, outer before inner."""
+    found = [(name, unit_of(module)) for name, module in root.module.named_modules()]
+    return [(clean_name(name) or f"root ({type(root.module).__name__})", unit) for name, unit in found if unit]

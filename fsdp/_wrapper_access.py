@@ -71,6 +71,16 @@ class WrapperAccess(nn.Module):
         return self._unit.postdivide
 
     @property
+    def buffer_dtype(self) -> torch.dtype:
+        """The dtype in which buffers are computed with."""
+        return self.compute_dtype
+
+    @property
+    def state_dict_device(self) -> torch.device:
+        """Where the tensors of `state_dict` are."""
+        return self.compute_device
+
+    @property
     def numel_padded_per_param(self) -> list[int]:
         """For each of `params`, how many elements of this rank's shard are padding."""
         return [handle.layout.padding(handle.comm.rank) for handle in self._unit.handles]

@@ -17,7 +17,7 @@ from fsdp._flat_param import FlatParameter
 from fsdp._optimizers import watch_optimizers
 from fsdp._options import Options
 from fsdp._runtime import Runtime
-from fsdp._state_dict import Loading, exposed, whole_state
+from fsdp._state_dict import Loading, ensure_agreed, exposed, whole_state, with_wrapped_metadata
 from fsdp._unit import TrainingState, Unit, unit_of
 from fsdp._wrapper_access import WrapperAccess
 from fsdp.flatten_params_wrapper import FlattenParamsWrapper
@@ -111,7 +111,7 @@ class FullyShardedDataParallel(WrapperAccess):
         self.flatten_parameters = flatten_parameters
         self.verbose = verbose
         found = collect(module)
-        self.compute_device = options.device_for(found)
+        self.compute_device = options.device_for(module)
         self.compute_dtype = next((param.dtype for param in found), torch.float32)
         self.process_group_reduce_scatter = self._reduce_group(process_group_reduce_scatter)
         predivide = options.predivide_factor(self.world_size)
@@ -231,6 +231,7 @@ class FullyShardedDataParallel(WrapperAccess):
         summoned = [unit.name for unit in units if unit.state is TrainingState.SUMMON_FULL_PARAMS]
         if summoned:
             raise RuntimeError(f"summon_full_params cannot be nested: {summoned[0]} is summoned already")
+        ensure_agreed(self._unit)
         with exposed(units, keep_changes=not volatile):
             yield
 
@@ -264,7 +265,14 @@ class FullyShardedDataParallel(WrapperAccess):
             RuntimeError: inside a forward or backward.
         """
         self._require_idle("take a state dict")
-        return whole_state(self._unit, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        for before in self._state_dict_pre_hooks.values():
+            before(self, prefix, keep_vars)
+        ensure_agreed(self._unit)
+        state = whole_state(self._unit, destination, prefix, keep_vars)
+        for after in self._state_dict_hooks.values():
+            changed = after(self, state, prefix, state._metadata.get(prefix[:-1], {}))
+            state = state if changed is None else changed
+        return state
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Collective. Load a whole state with plain names, each rank keeping its part, unit by unit.
@@ -276,10 +284,9 @@ class FullyShardedDataParallel(WrapperAccess):
             RuntimeError: inside a forward or backward, or for keys and shapes that do not fit.
         """
         self._require_idle("load a state dict")
+        ensure_agreed(self._unit)
         try:
-            return super().load_state_dict(state_dict, strict=strict, assign=assign)
-        except RuntimeError as error:
-            raise RuntimeError(str(error).replace(_WRAPPER_PATH, "")) from None
+            return super().load_state_dict(with_wrapped_metadata(state_dict, self), strict=strict, assign=assign)
         finally:
             for wrapper in get_fsdp_instances(self):
                 wrapper._loading.close()
@@ -289,6 +296,7 @@ class FullyShardedDataParallel(WrapperAccess):
         if self._unit.runtime is not None:
             self._unit.runtime.release()
         super()._apply(fn, recurse)
+        self._unit.comm = self._unit.comm.for_device(next(self.parameters()).device)
         for handle in self._unit.handles:
             handle.follow_shard()
             self.compute_device, self.compute_dtype = handle.full.device, handle.full.dtype
@@ -298,6 +306,8 @@ class FullyShardedDataParallel(WrapperAccess):
         return [wrapper._unit for wrapper in get_fsdp_instances(self)]
 
     def _require_idle(self, what: str) -> None:
+        if self._unit.close_loading is not None:
+            self._unit.close_loading()
         if self._unit.runtime is not None:
             self._unit.runtime.ensure_idle(what)
 
@@ -312,13 +322,11 @@ class FullyShardedDataParallel(WrapperAccess):
         return self._unit.runtime
 
 
-_WRAPPER_PATH = "_fsdp_wrapped_module._fpw_module."
-
-
 def _check_module(module: Any) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"FullyShardedDataParallel wraps an nn.Module, got a {type(module).__name__}")
-    if isinstance(module, FullyShardedDataParallel) or unit_of(module) is not None:
+    managed = isinstance(module, FlattenParamsWrapper) and module._is_managed
+    if isinstance(module, FullyShardedDataParallel) or managed or unit_of(module) is not None:
         raise ValueError(
             f"this {type(module).__name__} is wrapped already: wrap each module once, and the modules around it"
         )
