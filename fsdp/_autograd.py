@@ -1,12 +1,14 @@
 """The few places where we reach into autograd, and those of its names that are private.
 
 ``torch._C._current_graph_task_id`` and ``Variable._execution_engine.queue_callback`` have no public counterpart;
-torch's own DistributedDataParallel and FSDP use them. Tried on torch 2.11 to 2.13.
+torch's own DistributedDataParallel and FSDP use them. Tried on torch 2.13.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -16,20 +18,34 @@ from torch.autograd import Variable
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward on this thread now: a forward that starts here is a recomputation."""
+    """Whether autograd is running a backward on this thread now: a forward that starts here computes again."""
     return torch._C._current_graph_task_id() != -1
 
 
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run `callback` when the backward that is running now (the innermost, if nested) has finished."""
-    Variable._execution_engine.queue_callback(callback)
+class BackwardPass:
+    """One run of autograd, from the first hook to its end; begins when it is made, inside of a hook.
+
+    `at_end` is called when the run (the innermost, if backwards are nested) has finished. A run that raised is
+    never finished: autograd then drops the callback, and that is how `is_alive` knows.
+    """
+
+    def __init__(self, at_end: Callable[[], None]) -> None:
+        def callback() -> None:
+            at_end()
+
+        self._callback = weakref.ref(callback)
+        Variable._execution_engine.queue_callback(callback)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._callback() is not None
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """The same nest of lists, tuples, mappings and dataclasses with `function` applied to its tensors.
 
-    What a nest holds besides is left as it is; containers in which nothing changed are returned themselves, so that
-    types that cannot be rebuilt are only a problem where something inside must be replaced.
+    What a nest holds besides is left as it is; containers in which nothing changed are returned themselves, so
+    that types that cannot be rebuilt are only a problem where something inside must be replaced.
     """
     if isinstance(tree, Tensor):
         return function(tree)
@@ -41,12 +57,12 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     if isinstance(tree, Mapping):
         values = {key: map_tensors(function, value) for key, value in tree.items()}
         changed = {key: value for key, value in values.items() if value is not tree[key]}
-        return tree if not changed else _updated(tree, changed)
+        return _updated(tree, changed) if changed else tree
     if is_dataclass(tree) and not isinstance(tree, type):
-        old_values = {field.name: getattr(tree, field.name) for field in fields(tree)}
+        old_values = {field.name: getattr(tree, field.name) for field in fields(tree) if field.init}
         values = {name: map_tensors(function, value) for name, value in old_values.items()}
         changed = {name: value for name, value in values.items() if value is not old_values[name]}
-        return tree if not changed else replace(tree, **changed)
+        return replace(tree, **changed) if changed else tree
     return tree
 
 
@@ -57,52 +73,30 @@ def _updated(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Mapping[Any
 
 
 def differentiable_tensors(tree: Any) -> list[Tensor]:
-    """The tensors that require a gradient in a nest, attributes of objects of any other type included."""
+    """The tensors of a nest that require a gradient, those in attributes of any objects included."""
     if isinstance(tree, Tensor):
         return [tree] if tree.requires_grad else []
-    found: list[Tensor] = []
-    seen: set[int] = set()
+    found: dict[int, Tensor] = {}
+    seen: dict[int, Any] = {}  # keeps what it has seen, because the id of something that died is used again
     ahead = [tree]
     while ahead:
         item = ahead.pop()
         if isinstance(item, Tensor):
-            if item.requires_grad and id(item) not in seen:
-                found.append(item)
-        elif isinstance(item, (list, tuple)):
-            ahead.extend(reversed(item))
-            continue  # not marked as seen: a tuple made on the fly may die, and its id be used again
-        elif isinstance(item, Mapping):
-            ahead.extend(reversed(list(item.values())))
-        elif id(item) in seen or isinstance(item, (type, torch.nn.Module)):
-            continue
-        else:
-            # Distributions, model outputs, users' own classes: what they carry goes into the loss as well.
-            ahead.extend(getattr(item, "__dict__", {}).values())
-        seen.add(id(item))
-    return found
+            if item.requires_grad:
+                found[id(item)] = item
+        elif id(item) not in seen:
+            seen[id(item)] = item
+            ahead.extend(reversed(list(_parts(item))))
+    return list(found.values())
 
 
-class _BackwardPassed(torch.autograd.Function):
-    """The identity; calls back when the gradients of all that it passed on are computed."""
-
-    @staticmethod
-    def forward(ctx: Any, callback: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.callback = callback
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.callback()
-        return (None, *grads)
-
-
-def call_when_passed(callback: Callable[[], None], tree: Any) -> Any:
-    """The same nest; `callback` runs in backward once the gradients of all its tensors are known.
-
-    Nothing is added, and it never runs, where no tensor of the nest requires a gradient.
-    """
-    tensors = differentiable_tensors(tree) if torch.is_grad_enabled() else []
-    if not tensors:
-        return tree
-    passed = dict(zip(map(id, tensors), _BackwardPassed.apply(callback, *tensors), strict=True))
-    return map_tensors(lambda tensor: passed.get(id(tensor), tensor), tree)
+def _parts(item: Any) -> Iterable[Any]:
+    if isinstance(item, (str, bytes, int, float, complex, type(None), type, torch.nn.Module)):
+        return ()
+    if isinstance(item, (list, tuple, deque, set, frozenset)):
+        return item
+    if isinstance(item, Mapping):
+        return item.values()
+    # Distributions, model outputs, users' own classes: what they carry goes into the loss as well.
+    slots = [name for cls in type(item).__mro__ for name in getattr(cls, "__slots__", ()) if isinstance(name, str)]
+    return [*getattr(item, "__dict__", {}).values(), *(getattr(item, name, None) for name in slots)]

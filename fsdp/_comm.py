@@ -128,6 +128,9 @@ class LoneRank(Communicator):
         return [payload]
 
 
+LONE_RANK = LoneRank()
+
+
 class TorchCollectives(Communicator):
     """`torch.distributed`'s own collectives on any backend."""
 
@@ -222,7 +225,7 @@ _communicators: dict[tuple[Any, str], Communicator] = {}
 def communicator(group: Group, device: torch.device) -> Communicator:
     """The way to the ranks of `group` for tensors on `device`; one object per group and device type."""
     if group.size() == 1:
-        return LoneRank()
+        return LONE_RANK
     # Kept for the life of the process: torch 2.13 may deadlock when a gloo group dies while the GIL is held.
     key = (group, device.type)
     if key not in _communicators:

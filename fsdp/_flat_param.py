@@ -44,6 +44,7 @@ class FlatParameter(nn.Parameter):
     _shapes: tuple[torch.Size, ...]
     _is_sharded: bool  # it holds one rank's shard
     _is_managed: bool  # a handle runs it
+    _has_unreduced: bool  # gradients were accumulated under `no_sync` and are not in `grad` yet
 
     def __new__(
         cls, params: Sequence[nn.Parameter], requires_grad: bool = True, names: Sequence[str] | None = None
@@ -63,7 +64,7 @@ class FlatParameter(nn.Parameter):
     ) -> FlatParameter:
         self = Tensor._make_subclass(cls, data, requires_grad)
         self._names, self._shapes = names, shapes
-        self._is_sharded = self._is_managed = False
+        self._is_sharded = self._is_managed = self._has_unreduced = False
         return self
 
     def __init__(self, params: Any = None, requires_grad: bool = True, names: Any = None) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp._comm import Communicator, LoneRank, Pending
+from fsdp._comm import LONE_RANK, Communicator, Pending
 from fsdp._errors import InternalError
 from fsdp._flat_param import FlatParameter, ParamInfo, SharedParamInfo
 from fsdp._gradients import GradientBuffer
@@ -74,7 +74,7 @@ class FlatParamHandle:
             SharedParamInfo(*place, primary=places[0]) for places in infos for place in places[1:]
         ]
         if flat_param.numel() == 0:
-            comm = reduce_comm = LoneRank()  # there is nothing to say to other ranks
+            comm = reduce_comm = LONE_RANK  # there is nothing to say to other ranks
         self.comm, self.reduce_comm = comm, reduce_comm
         self.layout = flat_param.make_layout(comm.world_size)
         self.name = ""
@@ -192,7 +192,7 @@ class FlatParamHandle:
         return None if found is self.flat_param else found
 
     def follow_shard(self) -> None:
-        """Follow a shard that was moved or cast (`module.to(...)`): buffer and leaves are made anew."""
+        """Follow a shard that was moved, cast or frozen (`module.to(...)`): buffer and leaves are made anew."""
         shard = self.flat_param
         if shard.numel() != self.layout.shard_numel:
             raise RuntimeError(
@@ -203,8 +203,9 @@ class FlatParamHandle:
         if shard.device != self.full.device:
             self.comm = self.comm.for_device(shard.device)
             self.reduce_comm = self.reduce_comm.for_device(shard.device)
-        moved = shard.dtype != self.full.dtype or shard.device != self.full.device
-        if moved or (not self.is_sharded and shard.data_ptr() != self.full.data_ptr()):
+        changed = shard.dtype != self.full.dtype or shard.device != self.full.device
+        changed |= bool(self.leaves) and shard.requires_grad != self.leaves[0].requires_grad
+        if changed or (not self.is_sharded and shard.data_ptr() != self.full.data_ptr()):
             self._build()
 
     # --- unshard and reshard ------------------------------------------------------------------------------------
@@ -253,6 +254,10 @@ class FlatParamHandle:
             self.full.untyped_storage().resize_(0)
         self._enter(Phase.SHARDED)
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory is the gathered buffer's."""
+        return self.is_sharded and tensor.untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr()
+
     def full_copies(self) -> list[Tensor]:
         """Collective. The whole parameters as tensors with memory of their own."""
         if self.phase is Phase.FULL or not self.is_sharded:
@@ -274,6 +279,11 @@ class FlatParamHandle:
         leaf = self.leaves[slot]
         gradient, leaf.grad = leaf.grad, None
         if gradient is not None:
+            if gradient.layout is not torch.strided:
+                raise RuntimeError(
+                    f"{self.layout.slots[slot].name} has a gradient of layout {gradient.layout}: flat gradients are "
+                    "dense. Make the embedding with sparse=False."
+                )
             self.gradients.add(slot, gradient, divisor)
         return self.gradients.is_complete
 
@@ -283,6 +293,7 @@ class FlatParamHandle:
 
     def accept(self, reduced: Tensor) -> None:
         """Add a reduced gradient to the shard's."""
+        self.flat_param._has_unreduced = False
         grad = self.flat_param.grad
         if grad is None or isinstance(grad, Placeholder):
             self.flat_param.grad = reduced
@@ -291,8 +302,10 @@ class FlatParamHandle:
 
     def mark_unreduced(self) -> None:
         """Let the shard's missing gradient say why it is missing, if it is and something is accumulated."""
-        if not self.gradients.is_empty and self.flat_param.grad is None:
-            self.flat_param.grad = unreduced_gradient(self.name, self.flat_param)
+        if not self.gradients.is_empty:
+            self.flat_param._has_unreduced = True
+            if self.flat_param.grad is None:
+                self.flat_param.grad = unreduced_gradient(self.name, self.flat_param)
 
     def begin_backward(self) -> None:
         # `mark_unreduced` left no None behind: the user has zeroed the gradients since, accumulated ones included.
@@ -302,6 +315,7 @@ class FlatParamHandle:
 
     def drop_gradients(self) -> None:
         """Forget what is accumulated and not reduced."""
+        self.flat_param._has_unreduced = False
         self.gradients.drop()
         if isinstance(self.flat_param.grad, Placeholder):
             self.flat_param.grad = None

@@ -9,16 +9,28 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp._collect import taken_by
+from fsdp._flat_param import FlatParameter
 
 
 @cache
 def watch_optimizers() -> None:
     """Check every torch optimizer at its steps from now on."""
-    register_optimizer_step_pre_hook(_refuse_original_parameters)
+    register_optimizer_step_pre_hook(_check)
 
 
-def _refuse_original_parameters(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    names = [taken_by(param) for group in optimizer.param_groups for param in group["params"]]
+def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params:
+        if isinstance(param, FlatParameter) and param._has_unreduced and param.grad is not None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step(): gradients that were accumulated under no_sync() are not reduced over "
+                "the ranks yet and would be left out. Run the last backward of the step outside no_sync()."
+            )
+    _refuse_original_parameters(optimizer, params)
+
+
+def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[Any]) -> None:
+    names = [taken_by(param) for param in params]
     stale = [name for name in names if name is not None]
     if stale:
         listing = ", ".join(stale[:5]) + (f" and {len(stale) - 5} more" if len(stale) > 5 else "")

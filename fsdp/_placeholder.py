@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp._errors import NotCopied
 
-class Placeholder(Tensor):
+
+class Placeholder(NotCopied, Tensor):
     """A tensor without values; any operation on it raises `RuntimeError` with the message that it was made with."""
 
     _message: str
@@ -40,7 +42,7 @@ class Placeholder(Tensor):
 
     # These reach for the memory without passing the dispatcher.
     data = property(_refuse, _refuse)
-    numpy = tolist = item = data_ptr = untyped_storage = __array__ = __reduce_ex__ = __deepcopy__ = _refuse
+    numpy = tolist = item = data_ptr = untyped_storage = __array__ = _refuse
 
 
 def _message_in(values: Any) -> str:

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdp._agreement import agree
-from fsdp._autograd import at_end_of_backward, call_when_passed, in_backward
+from fsdp._autograd import BackwardPass, in_backward
 from fsdp._handle import FlatParamHandle
 from fsdp._reductions import Reductions
 from fsdp._schedule import ExecutionOrder
-from fsdp._unit import TrainingState, Unit, units_in
+from fsdp._unit import Call, TrainingState, Unit, units_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,8 +59,8 @@ class Runtime:
         self._reductions = Reductions(bucket_bytes, lambda handle: self._handle_units[handle].postdivide)
         self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._backward_order: ExecutionOrder[Unit] = ExecutionOrder()
-        self._running: list[Unit] = []  # units whose forward is running, the innermost last
-        self._in_backward = False
+        self._running: list[Call] = []  # forwards that are running, the innermost last
+        self._backward: BackwardPass | None = None  # the one that is running, or that raised
 
     def _adopt(self, named_units: list[tuple[str, Unit]]) -> None:
         for name, unit in named_units:
@@ -78,28 +78,28 @@ class Runtime:
 
     # --- forward ------------------------------------------------------------------------------------------------
 
-    def before_forward(self, unit: Unit, args: Any, kwargs: Any) -> Any:
+    def before_forward(self, unit: Unit, inputs: Any) -> None:
         """Hook: `unit` is about to compute."""
         if unit.close_loading is not None:
             unit.close_loading()  # a load that was given up by an exception
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
-            return self._refuse_training_while_summoned(unit)
-        if self._in_backward and in_backward():
-            self._fetch_for_backward(unit)  # activation checkpointing computes its forward again
-            return self._watch_inputs(unit, args, kwargs)
-        if not self._running or unit is self.root:
+            self._refuse_training_while_summoned(unit)
+            return
+        call = Call(unit, recomputed=self._is_in_backward and in_backward())
+        if not call.recomputed and (not self._running or unit is self.root):
             self._begin_forward()
-        self._running.append(unit)
-        unit.state = TrainingState.FORWARD
-        following = self._forward_order.enter(unit)
-        unit.gather()
-        if following is not None:
-            following.gather()
-        unit.unshard()
-        return self._watch_inputs(unit, args, kwargs)
+        self._running.append(call)
+        if call.recomputed:
+            self._fetch_for_backward(unit)
+        else:
+            unit.state = TrainingState.FORWARD
+            self._fetch(unit, self._forward_order)
+        # A frozen parameter has no gradient whose arrival would tell that backward is done with it.
+        if unit.has_frozen_handle and torch.is_grad_enabled():
+            unit.watch_inputs(call, inputs)
 
     def _begin_forward(self) -> None:
-        if self._running or self._in_backward:
+        if self._running or self._backward is not None:
             self._recover()
         for unit in self.units:
             if unit.runtime is not self:
@@ -109,19 +109,25 @@ class Runtime:
                 )
         self._forward_order.begin()
 
+    @staticmethod
+    def _fetch(unit: Unit, order: ExecutionOrder[Unit]) -> None:
+        following = order.enter(unit)
+        unit.gather()
+        if following is not None:
+            following.gather()
+        unit.unshard()
+
     def after_forward(self, unit: Unit, output: Any, failed: bool) -> None:
         """Hook: `unit` has computed, or `failed` to."""
-        if unit.state is TrainingState.SUMMON_FULL_PARAMS:
-            return
-        recomputed = self._in_backward and in_backward()
-        if not recomputed and (not self._running or self._running.pop() is not unit):
-            return  # a forward that was given up: the next one recovers
+        if not self._running or self._running[-1].unit is not unit:
+            return  # it never began: a hook before ours has raised
+        call = self._running.pop()
         if failed:
-            if not recomputed:
-                self._give_up_forward(unit)
+            if not call.recomputed:
+                self._end_failed_forward(unit)
             return
-        needs_backward = torch.is_grad_enabled() and unit.watch_outputs(output)
-        if recomputed:
+        needs_backward = torch.is_grad_enabled() and unit.watch_outputs(call, output)
+        if call.recomputed:
             return
         unit.state = TrainingState.IDLE
         needed_at_once = needs_backward and self._forward_order.at_expected_end()
@@ -137,25 +143,20 @@ class Runtime:
                 unit.reshard()
         self._settle()
 
-    def _give_up_forward(self, unit: Unit) -> None:
+    def _end_failed_forward(self, unit: Unit) -> None:
         unit.state = TrainingState.IDLE
         unit.reshard()
         if not self._running:
             self._end_forward(keep=False)
 
-    def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any) -> Any:
-        # A frozen parameter has no gradient whose arrival would tell that backward is done with it.
-        if not unit.has_frozen_handle or not torch.is_grad_enabled():
-            return None
-
-        def passed() -> None:
-            unit.input_gradients_due -= 1
-            self._free_after_backward(unit)
-
-        watched = call_when_passed(passed, (args, kwargs))
-        due = watched[0] is not args or watched[1] is not kwargs
-        unit.input_gradients_due += due
-        return watched if due else None
+    def give_up_forward(self, unit: Unit) -> None:
+        """An exception that torch's hooks do not see (KeyboardInterrupt, say) has ended the unit's forward."""
+        if any(call.unit is unit and not call.recomputed for call in self._running):
+            while self._running:
+                call = self._running.pop()
+                self._end_failed_forward(call.unit)
+                if call.unit is unit:
+                    break
 
     def _refuse_training_while_summoned(self, unit: Unit) -> None:
         if torch.is_grad_enabled():
@@ -166,34 +167,45 @@ class Runtime:
 
     # --- backward -----------------------------------------------------------------------------------------------
 
-    def before_backward(self, unit: Unit, versions: list[int]) -> None:
-        """Hook: backward has reached an output of `unit`, computed from shards of these versions."""
-        if unit.changed_since(versions):
+    @property
+    def _is_in_backward(self) -> bool:
+        return self._backward is not None and self._backward.is_alive
+
+    def before_backward(self, unit: Unit, call: Call) -> None:
+        """Hook: backward has reached an output of a call of `unit`."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{unit.name}: backward with create_graph=True is not supported: the second backward would need whole "
+                "parameters that nobody gathers. Compute such gradients on the unwrapped module, inside "
+                "summon_full_params()."
+            )
+        if unit.changed_since(call.versions):
             raise RuntimeError(
                 f"{unit.name}: its parameters were changed (by an optimizer step?) between forward and backward, so "
                 "gradients would belong to neither the old nor the new values. Run backward before the change, or "
                 "forward again after it."
             )
         self._ensure_backward()
+        if call.will_pass:
+            unit.unpassed.add(call)
         if unit.state is not TrainingState.BACKWARD_PRE:
             unit.state = TrainingState.BACKWARD_PRE
             self._fetch_for_backward(unit)
 
     def _ensure_backward(self) -> None:
-        if self._in_backward:
+        if self._is_in_backward:
             return
-        self._in_backward = True
-        at_end_of_backward(self._end_backward)
+        if self._backward is not None:
+            self._recover()  # the last one raised
+        self._backward = BackwardPass(self._end_backward)
         self._backward_order.begin()
         for unit in self.units:
             unit.begin_backward()
 
     def _fetch_for_backward(self, unit: Unit) -> None:
-        following = self._backward_order.enter(unit)
-        unit.gather()
-        if following is not None:
-            following.gather()
-        unit.unshard()
+        if not unit.incomplete:
+            unit.expect_gradients()  # a second round: a re-entrant checkpoint, or an output found late
+        self._fetch(unit, self._backward_order)
 
     def gradient_complete(self, unit: Unit, handle: FlatParamHandle) -> None:
         """Hook: every parameter of `handle` has its gradient."""
@@ -205,11 +217,20 @@ class Runtime:
         if self.sync_gradients:
             self._reductions.submit(handle)
 
+    def passed(self, unit: Unit, call: Call) -> None:
+        """Hook: backward has the gradients of the inputs of a call."""
+        unit.unpassed.discard(call)
+        if self._is_in_backward:
+            self._free_after_backward(unit)
+
     def _free_after_backward(self, unit: Unit) -> None:
-        if unit.incomplete or unit.input_gradients_due > 0:
+        if unit.incomplete or unit.unpassed:
             return
+        if unit.has_frozen_handle and unit.contains_units:
+            return  # what is frozen may be on the way to the gradients of the units inside
         if self.sync_gradients or unit.reshard_after_forward:
             unit.reshard()
+            unit.state = TrainingState.BACKWARD_POST
 
     def _end_backward(self) -> None:
         for unit in self.units:
@@ -221,11 +242,11 @@ class Runtime:
         self._reductions.finish()
         for unit in self.units:
             unit.state = TrainingState.IDLE
-            unit.input_gradients_due = 0
+            unit.unpassed.clear()
             if self.sync_gradients or unit.reshard_after_forward or unit.is_gathering:
                 unit.reshard()
         self._settle()
-        self._in_backward = False
+        self._backward = None
 
     # --- between steps ------------------------------------------------------------------------------------------
 
@@ -241,9 +262,9 @@ class Runtime:
 
     def ensure_idle(self, what: str) -> None:
         """Raise RuntimeError unless nothing runs; what a failed forward or backward left behind is cleared first."""
-        if self._running or (self._in_backward and in_backward()):
+        if self._running or (self._is_in_backward and in_backward()):
             raise RuntimeError(f"cannot {what} in the middle of a forward or backward of {self.root.name}")
-        if self._in_backward:
+        if self._backward is not None:
             self._recover()
 
     def forget(self) -> None:
@@ -263,11 +284,11 @@ class Runtime:
     def _recover(self) -> None:
         """Back to idle after a forward or backward that was given up; its unreduced gradients are dropped."""
         self._running.clear()
-        self._in_backward = False
+        self._backward = None
         self._reductions.abandon()
         for unit in self.units:
             unit.state = TrainingState.IDLE
-            unit.input_gradients_due = 0
+            unit.unpassed.clear()
             for handle in unit.handles:
                 handle.drop_gradients()
             unit.reshard()

@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.compiler import disable
 
-from fsdp._autograd import differentiable_tensors
+from fsdp._autograd import differentiable_tensors, map_tensors
 from fsdp._comm import Communicator
+from fsdp._errors import NotCopied
 from fsdp._flat_param import FlatParameter, ParamInfo
 from fsdp._handle import FlatParamHandle, Phase
 from fsdp._names import clean_name
@@ -39,7 +42,17 @@ class TrainingState(Enum):
 _ATTRIBUTE = "_fsdp_unit"
 
 
-class Unit:
+class Call:
+    """One forward of a unit, as its backward will meet it again."""
+
+    def __init__(self, unit: Unit, recomputed: bool) -> None:
+        self.unit = unit
+        self.recomputed = recomputed  # by activation checkpointing, inside a backward
+        self.versions: list[int] = []  # of the shards that it computed with
+        self.will_pass = False  # whether backward goes on through its inputs
+
+
+class Unit(NotCopied):
     """The parameters of one wrapped module that no inner unit took.
 
     Args:
@@ -71,26 +84,39 @@ class Unit:
         self.is_agreed = False  # the ranks have compared what they have
         self.close_loading: Callable[[], None] | None = None  # set while a state dict is being loaded into it
         self.incomplete: set[FlatParamHandle] = set()  # their gradients are not all there, in this backward
-        self.input_gradients_due = 0  # calls whose inputs' gradients are awaited; only counted with frozen handles
+        self.unpassed: set[Call] = set()  # backward has reached their outputs, and not yet left by their inputs
         self.param_order = {m: list(m._parameters) for m in module.modules()}  # before any is taken over
         self._new_runtime = new_runtime
         module.__dict__[_ATTRIBUTE] = self
-        module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self._after_forward, always_call=True)
+        # A compiler that traces the module must leave our hooks alone: they move data between ranks.
+        module.register_forward_pre_hook(disable(self._before_forward), prepend=True, with_kwargs=True)
+        module.register_forward_hook(disable(self._after_forward), always_call=True)
 
     # --- what the hooks report ----------------------------------------------------------------------------------
 
-    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.runtime is None:
             # The first to run without a runtime is the outermost: inner units' hooks run after outer ones'.
             self.runtime = self._new_runtime(self)
-        return self.runtime.before_forward(self, args, kwargs)
+        self.runtime.before_forward(self, (args, kwargs))
 
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.runtime is not None:
-            # torch calls this hook with None while it handles an exception of the forward.
-            failed = output is None and sys.exc_info()[1] is not None
-            self.runtime.after_forward(self, output, failed)
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.runtime is None or self.state is TrainingState.SUMMON_FULL_PARAMS:
+            return None
+        # torch calls this hook with None while it handles an exception of the forward.
+        failed = output is None and sys.exc_info()[1] is not None
+        if not failed:
+            output = map_tensors(self._outlive_buffers, output)
+        self.runtime.after_forward(self, output, failed)
+        return output
+
+    def _outlive_buffers(self, tensor: Tensor) -> Tensor:
+        # A module may return a parameter, or a part of it: its memory will be given back.
+        if tensor._is_view() or isinstance(tensor, nn.Parameter):
+            for handle in self.handles:
+                if handle.holds(tensor):
+                    return tensor.clone()
+        return tensor
 
     def on_gradient(self, handle: FlatParamHandle, slot: int) -> None:
         """A leaf's gradient is there (called by the handle's hooks)."""
@@ -111,14 +137,28 @@ class Unit:
         handle = FlatParamHandle(flat_param, places, self.comm, reduce_comm, device, registered, self.on_gradient)
         self.handles.append(handle)
 
-    def watch_outputs(self, output: Any) -> bool:
-        """Have the runtime told when backward reaches the outputs; False if it never will."""
-        tensors = differentiable_tensors(output)
-        versions = [handle.flat_param._version for handle in self.handles]
+    def watch_inputs(self, call: Call, inputs: Any) -> None:
+        """Have the runtime told when backward has the gradients of a call's inputs, if it will compute any."""
+        tensors = differentiable_tensors(inputs)
+        call.will_pass = bool(tensors)
+
+        def on_input_gradients(_: Any) -> None:
+            if self.runtime is not None:
+                self.runtime.passed(self, call)
+
+        # Hooks on leaves would stay for good. Without one the call never passes, and memory is freed at the end.
+        if tensors and not any(tensor.is_leaf for tensor in tensors):
+            register_multi_grad_hook(tensors, on_input_gradients)
+
+    def watch_outputs(self, call: Call, outputs: Any) -> bool:
+        """Have the runtime told when backward reaches a call's outputs; False if it never will."""
+        # A leaf among the outputs was passed through; nothing of the unit is between it and the loss.
+        tensors = [tensor for tensor in differentiable_tensors(outputs) if not tensor.is_leaf]
+        call.versions = [handle.flat_param._version for handle in self.handles]
 
         def on_output_gradient(_: Tensor) -> None:
             if self.runtime is not None:
-                self.runtime.before_backward(self, versions)
+                self.runtime.before_backward(self, call)
 
         for tensor in tensors:
             tensor.register_hook(on_output_gradient)
@@ -129,6 +169,10 @@ class Unit:
     @property
     def has_frozen_handle(self) -> bool:
         return any(not handle.requires_grad for handle in self.handles)
+
+    @property
+    def contains_units(self) -> bool:
+        return any(unit_of(module) is not None for module in self.module.modules() if module is not self.module)
 
     @property
     def is_gathering(self) -> bool:
@@ -152,9 +196,14 @@ class Unit:
             handle.reshard()
 
     def begin_backward(self) -> None:
-        self.incomplete = {handle for handle in self.handles if handle.requires_grad}
+        self.expect_gradients()
+        self.unpassed.clear()
         for handle in self.incomplete:
             handle.begin_backward()
+
+    def expect_gradients(self) -> None:
+        """Its backward begins, or begins again in a re-entrant checkpoint."""
+        self.incomplete = {handle for handle in self.handles if handle.requires_grad}
 
     def set_divide_factors(self, pre: float, post: float) -> None:
         """Divide by these from now on, what is accumulated already included."""
@@ -166,17 +215,6 @@ class Unit:
         """Whether a shard was written after a forward that saw these versions."""
         return any(
             handle.flat_param._version != version for handle, version in zip(self.handles, versions, strict=True)
-        )
-
-    def __deepcopy__(self, memo: Any) -> Unit:
-        raise NotImplementedError(
-            f"a module wrapped by FullyShardedDataParallel ({self.name}) cannot be deep-copied yet: build a second one "
-            "and copy the weights with load_state_dict(model.state_dict())."
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise NotImplementedError(
-            f"a module wrapped by FullyShardedDataParallel ({self.name}) cannot be pickled yet: save its state_dict()."
         )
 
 

@@ -164,7 +164,12 @@ class FullyShardedDataParallel(WrapperAccess):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. Collective over the process group, as is the backward through its outputs."""
-        return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        except BaseException:
+            if self._unit.runtime is not None:
+                self._unit.runtime.give_up_forward(self._unit)
+            raise
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
