@@ -22,13 +22,16 @@ class InternalError(RuntimeError):
 class NotCopied:
     """Part of a wrapped module: copying or pickling it says what to do instead, whichever part is met first."""
 
+    _message = ""
+
     def __deepcopy__(self, memo: Any) -> Any:
         raise NotImplementedError(
-            "a module wrapped by FullyShardedDataParallel cannot be deep-copied yet: build a second one and copy the "
-            "weights with load_state_dict(model.state_dict())."
+            f"{self._message} A module wrapped by FullyShardedDataParallel cannot be deep-copied yet: build a second "
+            "one and copy the weights with load_state_dict(model.state_dict()).".lstrip()
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise NotImplementedError(
-            "a module wrapped by FullyShardedDataParallel cannot be pickled yet: save its state_dict()."
+            f"{self._message} A module wrapped by FullyShardedDataParallel cannot be pickled yet: save its "
+            "state_dict().".lstrip()
         )

@@ -23,8 +23,8 @@ def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for param in params:
         if isinstance(param, FlatParameter) and param._has_unreduced and param.grad is not None:
             raise RuntimeError(
-                f"{type(optimizer).__name__}.step(): gradients that were accumulated under no_sync() are not reduced over "
-                "the ranks yet and would be left out. Run the last backward of the step outside no_sync()."
+                f"{type(optimizer).__name__}.step(): gradients that were accumulated under no_sync() are not reduced "
+                "over the ranks yet and would be left out. Run the last backward of the step outside no_sync()."
             )
     _refuse_original_parameters(optimizer, params)
 

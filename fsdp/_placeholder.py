@@ -17,8 +17,6 @@ from fsdp._errors import NotCopied
 class Placeholder(NotCopied, Tensor):
     """A tensor without values; any operation on it raises `RuntimeError` with the message that it was made with."""
 
-    _message: str
-
     # Without this, every attribute access would go through Python; operations are caught by the dispatcher below.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -42,7 +40,9 @@ class Placeholder(NotCopied, Tensor):
 
     # These reach for the memory without passing the dispatcher.
     data = property(_refuse, _refuse)
-    numpy = tolist = item = data_ptr = untyped_storage = __array__ = _refuse
+    numpy = tolist = item = data_ptr = untyped_storage = __array__ = __dlpack__ = __copy__ = _refuse
+    # These would act on the placeholder, and be forgotten with it.
+    requires_grad_ = register_hook = register_post_accumulate_grad_hook = _refuse
 
 
 def _message_in(values: Any) -> str:

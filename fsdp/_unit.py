@@ -42,6 +42,16 @@ class TrainingState(Enum):
 _ATTRIBUTE = "_fsdp_unit"
 
 
+class Hook(NotCopied):
+    """A module's hook of ours. A compiler that traces the module leaves it alone: it moves data between ranks."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = disable(function)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+
 class Call:
     """One forward of a unit, as its backward will meet it again."""
 
@@ -88,9 +98,8 @@ class Unit(NotCopied):
         self.param_order = {m: list(m._parameters) for m in module.modules()}  # before any is taken over
         self._new_runtime = new_runtime
         module.__dict__[_ATTRIBUTE] = self
-        # A compiler that traces the module must leave our hooks alone: they move data between ranks.
-        module.register_forward_pre_hook(disable(self._before_forward), prepend=True, with_kwargs=True)
-        module.register_forward_hook(disable(self._after_forward), always_call=True)
+        module.register_forward_pre_hook(Hook(self._before_forward), prepend=True, with_kwargs=True)
+        module.register_forward_hook(Hook(self._after_forward), always_call=True)
 
     # --- what the hooks report ----------------------------------------------------------------------------------
 
