@@ -54,6 +54,9 @@ class FlatParameter(nn.Parameter):
         for param in params:
             if not isinstance(param, nn.Parameter) or isinstance(param, FlatParameter):
                 raise ValueError(f"FlatParameter flattens plain parameters, got a {type(param).__name__}")
+        dtypes = {param.dtype for param in params}
+        if len(dtypes) > 1:
+            raise ValueError(f"FlatParameter flattens parameters of one dtype, got {sorted(map(str, dtypes))}")
         data = torch.cat([param.detach().reshape(-1) for param in params])
         shapes = tuple(param.shape for param in params)
         return cls._build(data, requires_grad, tuple(names or map(str, range(len(params)))), shapes)
@@ -114,3 +117,7 @@ def _rebuild_flat_parameter(data: Tensor, requires_grad: bool, names: Any, shape
     flat = FlatParameter._build(data, requires_grad, names, shapes)
     flat._is_sharded = sharded
     return flat
+
+
+# So that `torch.load` with its default, `weights_only=True`, reads a flat parameter back.
+torch.serialization.add_safe_globals([_rebuild_flat_parameter])

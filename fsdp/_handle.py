@@ -146,6 +146,9 @@ class FlatParamHandle:
             self._swaps += [(place.module.__dict__, place.name, leaf, absent) for place in places]
         modules = {place.module: None for places in self.places for place in places}
         self._rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
+        for module in self._rnns:
+            # It would move the weights into memory of cuDNN's choice; ours lie one after the other already.
+            module.__dict__["flatten_parameters"] = _leave_as_they_are
         self.fill_places()
 
     def fill_places(self) -> None:
@@ -260,7 +263,8 @@ class FlatParamHandle:
 
     def full_copies(self) -> list[Tensor]:
         """Collective. The whole parameters as tensors with memory of their own."""
-        if self.phase is Phase.FULL or not self.is_sharded:
+        is_fresh = self.phase is Phase.FULL and self.flat_param._version == self._gathered_version
+        if is_fresh or not self.is_sharded:
             return [leaf.detach().clone() for leaf in self.leaves]
         full = torch.empty(self.layout.padded_numel, dtype=self.full.dtype, device=self.full.device)
         self.comm.all_gather(full, self.flat_param.detach(), f"all-gather of {self.name}", self.tag).wait()
@@ -321,3 +325,7 @@ class FlatParamHandle:
             self.flat_param.grad = None
         for leaf in self.leaves:
             leaf.grad = None
+
+
+def _leave_as_they_are() -> None:
+    pass

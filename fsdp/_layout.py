@@ -124,6 +124,7 @@ class Layout(ABC):
         wanted = self.slots[slot]
         if value.shape != wanted.shape:
             raise ValueError(f"{wanted.name}: expected shape {tuple(wanted.shape)}, got {tuple(value.shape)}")
+        self._check(shard, self.shard_numel, "shard")
         interval = self.interval(slot, rank)
         if interval is not None:
             part = value.detach().reshape(-1)[interval.start : interval.stop]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +13,9 @@ from torch import Tensor, nn
 from fsdp._collect import collect, flatten, take_over
 from fsdp._flat_param import FlatParameter, ParamInfo
 from fsdp._names import FLATTEN_PART, clean_name
+
+# The wrapped module keeps the views besides, as FairScale's does.
+_VIEWS = "_unflattened_param_views"
 
 
 class FlattenParamsWrapper(nn.Module):
@@ -43,7 +47,7 @@ class FlattenParamsWrapper(nn.Module):
         self._fpw_module = module
         found = collect(module) if param_list is None or len(param_list) else {}
         groups = _as_groups(list(found) if param_list is None else param_list)
-        self._check_groups(groups, found)
+        self._check_groups(groups, found, type(module).__name__)
         suffixes = [str(number) for number in range(len(groups))] if flat_param_names is None else flat_param_names
         if len(suffixes) != len(groups) or len(set(suffixes)) != len(suffixes):
             raise ValueError(
@@ -52,26 +56,30 @@ class FlattenParamsWrapper(nn.Module):
             )
         self.flat_param_names = [f"flat_param_{suffix}" for suffix in suffixes]
         self.param_infos: list[list[list[ParamInfo]]] = [[found[param] for param in group] for group in groups]
-        self.num_params_managed = sum(len(places) for infos in self.param_infos for places in infos)
+        self.num_params_managed = sum(map(len, groups))
         self.flat_params: list[FlatParameter] = [flatten(group, found) for group in groups]
         take_over({param: found[param] for group in groups for param in group}, type(module).__name__)
         for name, flat_param in zip(self.flat_param_names, self.flat_params, strict=True):
             self.register_parameter(name, flat_param)
         self._is_managed = False
         self._unflattened: list[nn.Parameter] = []
+        self._flatten_after_load = False
+        self._load_errors: list[str] = []
         self._show_views()
         self.register_load_state_dict_pre_hook(self._before_load)
         self.register_load_state_dict_post_hook(self._after_load)
 
     @staticmethod
-    def _check_groups(groups: Sequence[Sequence[nn.Parameter]], found: dict[nn.Parameter, list[ParamInfo]]) -> None:
+    def _check_groups(
+        groups: Sequence[Sequence[nn.Parameter]], found: dict[nn.Parameter, list[ParamInfo]], owner: str
+    ) -> None:
         seen: set[nn.Parameter] = set()
         for group in groups:
             for param in group:
                 if param not in found or param in seen:
                     raise ValueError(
-                        "param_list contains a parameter twice, or one that is not a plain parameter of the "
-                        f"{type(param).__name__}'s module"
+                        "param_list has a parameter in two groups, or one that is not a plain parameter of "
+                        f"the {owner}"
                     )
                 seen.add(param)
             for what, values in (
@@ -140,13 +148,17 @@ class FlattenParamsWrapper(nn.Module):
     def _hand_over(self) -> None:
         """A sharding handle runs the flat parameters from now on; forward only calls the module."""
         self._is_managed = True
+        self._fpw_module.__dict__.pop(_VIEWS, None)
 
     def _places(self) -> Iterator[list[ParamInfo]]:
         for infos in self.param_infos:
             yield from infos
 
     def _show_views(self) -> None:
-        for view, places in zip(self.get_param_views(), self._places(), strict=True):
+        with torch.enable_grad():
+            views = list(self.get_param_views())
+        self._fpw_module.__dict__[_VIEWS] = views
+        for view, places in zip(views, self._places(), strict=True):
             for place in places:
                 place.module.__dict__[place.name] = view
                 if isinstance(place.module, nn.RNNBase):
@@ -176,6 +188,7 @@ class FlattenParamsWrapper(nn.Module):
         for name, flat_param in zip(self.flat_param_names, self.flat_params, strict=True):
             self._parameters[name] = flat_param
         if keep_changes:
+            # Only what is different: writing the rest would look to autograd like a change of saved weights.
             views = self.get_param_views([flat.detach() for flat in self.flat_params])
             for view, (fqn, value) in zip(views, values, strict=True):
                 self._keep(view, fqn, value)
@@ -186,12 +199,16 @@ class FlattenParamsWrapper(nn.Module):
         if value is None or value.shape != view.shape:
             found = "was removed" if value is None else f"has shape {tuple(value.shape)} now"
             raise ValueError(f"{fqn} of shape {tuple(view.shape)} {found}: only its values can be changed")
-        view.copy_(value)
+        if not torch.equal(view, value):
+            view.copy_(value)
 
     @contextmanager
     def unflatten_params(self, flat_params: Sequence[Tensor] | None = None) -> Iterator[None]:
         """The module's parameters are ordinary ones inside; changes are kept, unless `flat_params` gave the values."""
         self._refuse_managed("unflatten_params")
+        if self._unflattened or not self.flat_params:
+            yield
+            return
         self._unflatten(flat_params)
         try:
             yield
@@ -214,40 +231,72 @@ class FlattenParamsWrapper(nn.Module):
         """The wrapped module's state under its plain names."""
         if not self.is_flattened or self._is_managed:
             return self._fpw_module.state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
-        with self.unflatten_params():
+        self._unflatten()
+        try:
             return self._fpw_module.state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        finally:
+            self._flatten_again(keep_changes=False)
 
     def flat_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The state with flat parameters under their own names."""
         self._refuse_managed("flat_state_dict")
-        return super().state_dict(*args, **kwargs)
+        state = super().state_dict(*args, **kwargs)
+        for key in list(state):
+            state[clean_name(key)] = state.pop(key)
+        return state
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load plain or flat names (``flat_param`` counts as ``flat_param_0``)."""
         renamed = {"flat_param_0" if key == "flat_param" else key: value for key, value in state_dict.items()}
-        return super().load_state_dict(renamed, strict=strict, assign=assign)
+        already_unflattened = bool(self._unflattened)
+        try:
+            return super().load_state_dict(renamed, strict=strict, assign=assign)
+        finally:
+            if self._unflattened and not already_unflattened:
+                self._flatten_again(keep_changes=True)
 
-    def _before_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        if self._is_managed or not self.flat_params:
+    def _before_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self._load_errors = rest[-1]
+        if self._is_managed:
             return
         if prefix + "flat_param" in state_dict:
             state_dict[prefix + "flat_param_0"] = state_dict.pop(prefix + "flat_param")
-        if any(prefix + name in state_dict for name in self.flat_param_names):
-            return
-        for key in [key for key in state_dict if key.startswith(prefix)]:
+        own = {prefix + name for name in self.flat_param_names}
+        is_flat = any(key in own for key in state_dict)
+        for key in [key for key in state_dict if key.startswith(prefix) and key not in own]:
             if not key.startswith(prefix + FLATTEN_PART):
                 state_dict[f"{prefix}{FLATTEN_PART}.{key[len(prefix) :]}"] = state_dict.pop(key)
-        self._unflatten()
+        if not is_flat and self.is_flattened:
+            self._unflatten()
+            self._flatten_after_load = True
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
             keys[:] = [clean_name(key) for key in keys]
-        if self._unflattened:
+        self._load_errors[:] = [message.replace(f"{FLATTEN_PART}.", "") for message in self._load_errors]
+        if self._flatten_after_load:
+            self._flatten_after_load = False
             self._flatten_again(keep_changes=True)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FlattenParamsWrapper:
+        super()._apply(fn, recurse)
+        if self.is_flattened and not self._is_managed:
+            self._show_views()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlattenParamsWrapper:
+        # Views of the flat parameters are no leaves, which torch does not copy; the copy makes its own.
+        for view in self._fpw_module.__dict__.get(_VIEWS, ()):
+            memo[id(view)] = view.detach()
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        if copied.is_flattened and not copied._is_managed:
+            copied._show_views()
+        return copied
 
 
 def _as_groups(param_list: Sequence[Any]) -> list[list[nn.Parameter]]:
     """Groups of parameters, from a list of parameters or of lists of them; empty groups are left out."""
     if all(isinstance(item, Tensor) for item in param_list):
         param_list = [param_list]
-    return [list(group) for group in param_list if len(group)]
+    return [list(dict.fromkeys(group)) for group in param_list if len(group)]

@@ -1,0 +1,134 @@
+"""The order of units: what is predicted from what was seen, and when a prediction is trusted."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp._schedule import ExecutionOrder
+
+
+class Unit:
+    """Equal to every other one: units are told apart by identity."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+UNITS = {name: Unit() for name in "abcd"}
+
+
+def run(order: ExecutionOrder[Unit], names: str) -> str:
+    """One pass; returns what was expected next after each unit, "-" for nothing."""
+    order.begin()
+    expected = [order.enter(UNITS[name]) for name in names]
+    return "".join(next((name for name, unit in UNITS.items() if unit is found), "-") for found in expected)
+
+
+def test_the_first_pass_is_only_watched() -> None:
+    order: ExecutionOrder[Unit] = ExecutionOrder()
+    assert run(order, "abc") == "---"
+    assert not order.is_settled
+    assert not order.at_expected_end()
+
+
+def test_a_pass_is_predicted_from_the_one_before() -> None:
+    order: ExecutionOrder[Unit] = ExecutionOrder()
+    run(order, "abc")
+    assert run(order, "abc") == "bc-"
+    assert run(order, "abc") == "bc-"
+
+
+def test_units_that_run_several_times_are_predicted_by_their_place() -> None:
+    order: ExecutionOrder[Unit] = ExecutionOrder()
+    run(order, "abacab")
+    assert run(order, "abacab") == "bacab-"
+
+
+def test_of_a_unit_that_runs_several_times_in_a_row_the_next_other_one_is_expected() -> None:
+    """What it needs itself is here already."""
+    order: ExecutionOrder[Unit] = ExecutionOrder()
+    run(order, "aabbb")
+    assert run(order, "aabbb") == "bb---"
+
+
+def test_entering_without_a_begun_pass_predicts_nothing() -> None:
+    order: ExecutionOrder[Unit] = ExecutionOrder()
+    assert order.enter(UNITS["a"]) is None
+    assert not order.at_expected_end()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "predicted"),
+    [
+        ("abcd", "acbd", "b---"),  # at the second unit; what comes later in the right place is not trusted
+        ("abcd", "bacd", "----"),
+        ("abc", "abcd", "bc--"),  # longer
+        ("abcd", "ab", "bc"),  # shorter
+    ],
+)
+def test_the_prediction_stops_at_the_first_difference(first: str, second: str, predicted: str) -> None:
+    order: ExecutionOrder[Unit] = ExecutionOrder()
+    run(order, first)
+    assert run(order, second) == predicted
+
+
+def test_the_next_pass_is_predicted_from_what_really_happened() -> None:
+    order: ExecutionOrder[Unit] = ExecutionOrder()
+    run(order, "abc")
+    run(order, "acb")
+    assert run(order, "acb") == "cb-"
+
+
+def test_beginning_without_running_anything_forgets_nothing() -> None:
+    order: ExecutionOrder[Unit] = ExecutionOrder()
+    run(order, "ab")
+    order.begin()
+    order.begin()
+    assert run(order, "ab") == "b-"
+
+
+def test_an_order_seen_twice_running_is_settled() -> None:
+    order: ExecutionOrder[Unit] = ExecutionOrder()
+    run(order, "ab")
+    run(order, "ab")
+    assert not order.is_settled, "the second pass may still go on"
+    run(order, "ab")
+    assert order.is_settled
+
+
+@pytest.mark.parametrize("other", ["ba", "a", "abc", "b"])
+def test_another_order_unsettles_until_it_was_seen_twice(other: str) -> None:
+    order: ExecutionOrder[Unit] = ExecutionOrder()
+    for _ in range(3):
+        run(order, "ab")
+    run(order, other)
+    order.begin()
+    assert not order.is_settled
+    for _ in range(2):
+        run(order, other)
+        order.begin()
+    assert order.is_settled
+
+
+def test_the_expected_end_is_known_once_the_order_is_settled() -> None:
+    order: ExecutionOrder[Unit] = ExecutionOrder()
+    run(order, "ab")
+    run(order, "ab")
+    assert not order.at_expected_end(), "seen only once before"
+    order.begin()
+    order.enter(UNITS["a"])
+    assert not order.at_expected_end()
+    order.enter(UNITS["b"])
+    assert order.at_expected_end()
+    order.enter(UNITS["c"])
+    assert not order.at_expected_end(), "it went on after all"
+
+
+def test_no_end_is_expected_in_a_pass_that_went_another_way() -> None:
+    order: ExecutionOrder[Unit] = ExecutionOrder()
+    for _ in range(3):
+        run(order, "ab")
+    run(order, "cb")
+    assert not order.at_expected_end()
