@@ -10,8 +10,8 @@ import torch
 from fsdp._comm import Communicator
 from fsdp._handle import FlatParamHandle
 
-# Each reduction in flight holds a unit's whole gradient: two keep the wire busy while the next one fills.
-_MAX_IN_FLIGHT = 2
+# Each holds a unit's whole gradient: one in flight keeps the wire busy while the next gradient fills.
+_MAX_IN_FLIGHT = 1
 
 # A reduction above this is limited by bandwidth, not by latency: it gains nothing from waiting for company.
 _SMALL_BYTES = 1 << 20
@@ -37,7 +37,6 @@ class Reductions:
     def submit(self, handle: FlatParamHandle) -> None:
         """Reduce what the handle has accumulated, now or with others."""
         if handle.nbytes > min(_SMALL_BYTES, self._bucket_bytes) or not handle.is_sharded:
-            self._make_room()
             pending = handle.reduce()
             self._in_flight.append(lambda: self._accept(handle, pending.wait()))
             return
@@ -66,8 +65,9 @@ class Reductions:
         while self._in_flight:
             self._in_flight.popleft()()
 
-    def _make_room(self) -> None:
-        while len(self._in_flight) >= _MAX_IN_FLIGHT:
+    def make_room(self) -> None:
+        """A further gradient buffer is about to be filled: finish reductions until few enough are in flight."""
+        while len(self._in_flight) > _MAX_IN_FLIGHT:
             self._in_flight.popleft()()
 
     def _accept(self, handle: FlatParamHandle, reduced: torch.Tensor) -> None:
@@ -75,7 +75,6 @@ class Reductions:
         handle.accept(reduced if divisor == 1.0 else reduced.div_(divisor))
 
     def _send(self, handles: list[FlatParamHandle]) -> None:
-        self._make_room()
         if len(handles) == 1:
             pending = handles[0].reduce()
             self._in_flight.append(lambda: self._accept(handles[0], pending.wait()))

@@ -78,8 +78,7 @@ class FlattenParamsWrapper(nn.Module):
             for param in group:
                 if param not in found or param in seen:
                     raise ValueError(
-                        "param_list has a parameter in two groups, or one that is not a plain parameter of "
-                        f"the {owner}"
+                        f"param_list has a parameter in two groups, or one that is not a plain parameter of the {owner}"
                     )
                 seen.add(param)
             for what, values in (

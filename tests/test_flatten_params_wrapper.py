@@ -612,7 +612,7 @@ def test_groups_hold_the_modules_own_parameters_once() -> None:
     net = Net()
     with pytest.raises(ValueError, match="not a plain parameter of the Net"):
         FlattenParamsWrapper(net, [nn.Parameter(torch.ones(3))])
-    with pytest.raises(ValueError, match="twice"):
+    with pytest.raises(ValueError, match="in two groups"):
         FlattenParamsWrapper(net, [[net.first.weight], [net.first.weight]])
     assert_same(dict(net.named_parameters()), dict(Net().named_parameters()))
 

@@ -1,0 +1,265 @@
+"""Who is compared: every way of training one module on several ranks, behind one interface.
+
+A contestant takes a plain module and the list of its units, and gives back the module to train. What differs
+between libraries ends here: the benchmarks know names only. So does leaving out communication, which every
+library needs done in its own way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp import FullyShardedDataParallel
+from fsdp._comm import Communicator, Pending
+
+
+class Kind(Enum):
+    FLOOR = "floor"  # no communication: what the others' computation costs by itself
+    REPLICATED = "replicated"  # every rank holds and steps all parameters
+    PEER = "peer"  # sharded, somebody else's
+    OURS = "ours"
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to train.
+
+    Args:
+        name: as it is printed and given on the command line.
+        kind: what it is compared with.
+        wrap: `(module, units, device) -> module to train`; may change both in place.
+    """
+
+    name: str
+    kind: Kind
+    wrap: Callable[[nn.Module, nn.ModuleList, torch.device], nn.Module]
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.kind in (Kind.PEER, Kind.OURS)
+
+
+# --- the floors
+
+
+def _wrap_floor(module: nn.Module, units: nn.ModuleList, device: torch.device) -> nn.Module:
+    return module
+
+
+class ShardedFloor(nn.Module):
+    """The plain module, of which the optimizer sees only this rank's part of every parameter.
+
+    It does what sharded training computes on one rank (whole forward and backward, one W-th of the
+    optimizer's work) with nothing in between; without it, the optimizer work that sharding saves would be
+    counted as cheap communication.
+    """
+
+    def __init__(self, module: nn.Module, world_size: int, rank: int) -> None:
+        super().__init__()
+        # Not a submodule: its parameters must not be found by an optimizer.
+        self._inner = [module]
+        self.slices = nn.ParameterList()
+        for param in module.parameters():
+            start, stop = (param.numel() * r // world_size for r in (rank, rank + 1))
+            part = nn.Parameter(param.detach().view(-1)[start:stop])
+            self.slices.append(part)
+            param.register_post_accumulate_grad_hook(functools.partial(self._keep_part, part, start, stop))
+
+    @staticmethod
+    def _keep_part(part: Tensor, start: int, stop: int, param: Tensor) -> None:
+        if param.grad is not None:
+            part.grad = param.grad.view(-1)[start:stop]
+            param.grad = None
+
+    def forward(self, *args: Any) -> Any:
+        return self._inner[0](*args)
+
+
+def _wrap_sharded_floor(module: nn.Module, units: nn.ModuleList, device: torch.device) -> nn.Module:
+    return ShardedFloor(module, dist.get_world_size(), dist.get_rank())
+
+
+# --- the peers
+
+
+def _wrap_ddp(module: nn.Module, units: nn.ModuleList, device: torch.device) -> nn.Module:
+    return DistributedDataParallel(module, device_ids=None if device.type == "cpu" else [device.index])
+
+
+def _wrap_fsdp1(module: nn.Module, units: nn.ModuleList, device: torch.device, *, use_orig_params: bool) -> nn.Module:
+    def wrap(inner: nn.Module) -> TorchFSDP1:
+        return TorchFSDP1(inner, device_id=device, use_orig_params=use_orig_params)
+
+    for index, unit in enumerate(units):
+        units[index] = wrap(unit)
+    return wrap(module)
+
+
+@functools.cache
+def _mesh(device_type: str, world_size: int) -> DeviceMesh:
+    return init_device_mesh(device_type, (world_size,))
+
+
+def _wrap_fsdp2(module: nn.Module, units: nn.ModuleList, device: torch.device, *, explicit_prefetch: bool) -> nn.Module:
+    # The mesh by hand: by default it is made for the accelerator where there is one.
+    mesh = _mesh(device.type, dist.get_world_size())
+    wrapped = [fully_shard(unit, mesh=mesh) for unit in units]
+    root = fully_shard(module, mesh=mesh)
+    if explicit_prefetch:
+        for current, following in itertools.pairwise([root, *wrapped]):
+            current.set_modules_to_forward_prefetch([following])
+        for earlier, current in itertools.pairwise(wrapped):
+            current.set_modules_to_backward_prefetch([earlier])
+    return module
+
+
+# --- ours
+
+
+def _wrap_ours(module: nn.Module, units: nn.ModuleList, device: torch.device) -> nn.Module:
+    for index, unit in enumerate(units):
+        units[index] = FullyShardedDataParallel(unit)
+    return FullyShardedDataParallel(module)
+
+
+OURS = "ours"
+DDP = "ddp"
+FLOOR = "floor"
+SHARDED_FLOOR = "floor-sharded"
+FSDP2 = "fsdp2"
+
+CONTESTANTS: dict[str, Contestant] = {
+    contestant.name: contestant
+    for contestant in (
+        Contestant(OURS, Kind.OURS, _wrap_ours),
+        Contestant("fsdp1-flat", Kind.PEER, functools.partial(_wrap_fsdp1, use_orig_params=False)),
+        Contestant("fsdp1-orig", Kind.PEER, functools.partial(_wrap_fsdp1, use_orig_params=True)),
+        Contestant(FSDP2, Kind.PEER, functools.partial(_wrap_fsdp2, explicit_prefetch=False)),
+        Contestant("fsdp2-prefetch", Kind.PEER, functools.partial(_wrap_fsdp2, explicit_prefetch=True)),
+        Contestant(DDP, Kind.REPLICATED, _wrap_ddp),
+        Contestant(FLOOR, Kind.FLOOR, _wrap_floor),
+        Contestant(SHARDED_FLOOR, Kind.FLOOR, _wrap_sharded_floor),
+    )
+}
+
+
+def choose(only: Collection[str] | None, among: Iterable[str], always: Collection[str]) -> list[str]:
+    """The names in `only` and `always`, or all of `among` when none are given; in the order of `among`."""
+    return [name for name in among if only is None or name in only or name in always]
+
+
+# --- leaving out communication
+
+
+class Skip(Enum):
+    NOTHING = "nothing"
+    GATHERS = "gathers"
+    REDUCTIONS = "reductions"
+
+
+class _Done:
+    """A finished collective, as far as the caller of `torch.distributed` looks at it."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def _own_part_only(output: Tensor | list[Tensor], shard: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """An all-gather that puts this rank's piece where it belongs and fetches nothing."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    pieces = output if isinstance(output, list) else output.view(-1).chunk(world_size)
+    pieces[rank].copy_(shard.view_as(pieces[rank]))
+    return _Done() if async_op else None
+
+
+def _own_sum_only(output: Tensor, input: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
+    """A reduce-scatter that takes this rank's piece of its own input, and adds nothing."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    output.copy_(input.view(-1).chunk(world_size)[rank].view_as(output))
+    return _Done() if async_op else None
+
+
+# What FSDP1 and FSDP2 call, under the names of torch 2.11 and of 2.13.
+_PEER_GATHERS = ("all_gather", "all_gather_into_tensor", "all_gather_single")
+_PEER_REDUCTIONS = ("reduce_scatter_tensor", "reduce_scatter_single")
+
+
+def set_ddp_reduction(ddp: DistributedDataParallel, reduce: Callable[[Tensor], object]) -> None:
+    """Have DDP call `reduce` on its flat gradients and take them as they are afterwards; can be set once."""
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+        reduce(bucket.buffer())
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    ddp.register_comm_hook(None, hook)
+
+
+def _our_gather(self: Any, full: Tensor, shard: Tensor, what: str, tag: int) -> Any:
+    full.view(self.world_size, -1)[self.rank].copy_(shard)
+    return Pending(what, (), lambda: full)
+
+
+def _our_reduction(self: Any, full: Tensor, what: str, tag: int) -> Any:
+    own = full.view(self.world_size, -1)[self.rank].clone()  # `full` may be freed before the result is used
+    return Pending(what, (), lambda: own)
+
+
+_OUR_REPLACEMENTS = {"all_gather": _our_gather, "reduce_scatter": _our_reduction}
+
+
+def _our_ways(skip: Skip) -> Iterator[tuple[type, str]]:
+    """Every class of ours that gathers (or reduces) in a way of its own, with the method's name."""
+    method = "all_gather" if skip is Skip.GATHERS else "reduce_scatter"
+    classes = [Communicator]
+    while classes:
+        owner = classes.pop()
+        classes += owner.__subclasses__()
+        if method in vars(owner):
+            yield owner, method
+
+
+@contextlib.contextmanager
+def skipping(skip: Skip, modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Leave out every gather or every reduction of steps run in this block: for timing, results are wrong.
+
+    Args:
+        skip: which.
+        modules: the wrapped modules that will be trained; DDP, which gathers nothing, is told its part by a
+            communication hook that stays registered.
+    """
+    with contextlib.ExitStack() as stack:
+        if skip is not Skip.NOTHING:
+            # What is not fetched is whatever lay in the buffer; computing with subnormal numbers is slow.
+            torch.set_flush_denormal(True)
+            names = _PEER_GATHERS if skip is Skip.GATHERS else _PEER_REDUCTIONS
+            replacement = _own_part_only if skip is Skip.GATHERS else _own_sum_only
+            for name in names:
+                if hasattr(dist, name):
+                    stack.enter_context(mock.patch.object(dist, name, replacement))
+            for owner, method in _our_ways(skip):
+                stack.enter_context(mock.patch.object(owner, method, _OUR_REPLACEMENTS[method]))
+        if skip is Skip.REDUCTIONS:
+            for module in modules:
+                if isinstance(module, DistributedDataParallel):
+                    set_ddp_reduction(module, lambda gradients: None)
+        yield

@@ -1,0 +1,189 @@
+"""What is measured and how: bytes on the wire, memory of the process, the allocator's live bytes, spread.
+
+Everything here sees every library alike: it looks at the process from outside and asks no library about
+itself.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import re
+import socket
+import statistics
+import struct
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+# --- spread
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with its quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        if len(values) < 2:
+            return Spread(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return Spread(median, low, high)
+
+    @staticmethod
+    def of_ratios(values: Sequence[float], others: Sequence[float]) -> Spread:
+        """The spread of the ratios of what was measured in the same round."""
+        return Spread.of([value / other for value, other in zip(values, others, strict=True)])
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
+
+
+# --- bytes on the wire
+
+_TCP_INFO_BYTES_SENT = 200  # offsets in Linux's struct tcp_info, which only ever grows at its end
+_TCP_INFO_BYTES_RETRANSMITTED = 208
+
+
+def bytes_sent() -> int | None:
+    """What this process has sent over all TCP connections it has open, retransmissions left out.
+
+    gloo's connections are not reachable through torch, but they are file descriptors of this process, and the
+    kernel counts what goes through each. Communication that does not use TCP (NCCL inside a machine, shared
+    memory) is not in this number. None where the kernel does not tell (before Linux 4.19, or another system).
+    """
+    tcp_info = getattr(socket, "TCP_INFO", None)
+    if tcp_info is None or not os.path.isdir("/proc/self/fd"):
+        return None
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed in the meantime
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                if connection.type != socket.SOCK_STREAM:
+                    continue
+                info = connection.getsockopt(socket.IPPROTO_TCP, tcp_info, 512)
+            if len(info) < _TCP_INFO_BYTES_RETRANSMITTED + 8:
+                return None
+            (sent,) = struct.unpack_from("Q", info, _TCP_INFO_BYTES_SENT)
+            (again,) = struct.unpack_from("Q", info, _TCP_INFO_BYTES_RETRANSMITTED)
+            total += sent - again
+    return total
+
+
+# --- memory of the process
+
+# Blocks above this size get their own mapping and go back to the system when they are freed: what is resident
+# is then what is alive, whoever allocated it and with whatever call. glibc's default is a threshold that
+# grows up to 32 MiB. (torch's memory profiler cannot say it: it does not see what gloo's threads free.)
+NOTHING_KEPT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_TOP_PAD_": "0"}
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process now."""
+    return _status_bytes("VmRSS")
+
+
+def peak_resident_bytes() -> int:
+    """The most that was resident since `forget_peak`, which the kernel keeps to the page."""
+    return _status_bytes("VmHWM")
+
+
+def forget_peak() -> None:
+    """Start a new peak at what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def settle() -> None:
+    """Give back what earlier work of this process left behind, before a baseline is taken."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # glibc only
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def _status_bytes(field: str) -> int:
+    match = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    if match is None:
+        raise RuntimeError(f"/proc/self/status has no {field}: the memory figures need Linux.")
+    return int(match.group(1)) * 1024
+
+
+# --- collectives
+
+
+_BACKENDS = ("gloo:", "nccl:")
+DISPATCHED = ("c10d::",)  # what reaches the fake backend, which marks nothing by itself
+
+
+def operations(trace: profile, prefixes: tuple[str, ...] = _BACKENDS) -> dict[str, int]:
+    """How often each backend operation (`gloo:all_reduce`, `gloo:send`, ...) occurs in a finished profile.
+
+    The backends mark what they do by themselves, whether they were called through `torch.distributed`,
+    through a group object or from C++, as DDP does.
+    """
+    with tempfile.TemporaryDirectory() as folder:  # `trace.events()` takes seconds, it builds a tree of calls
+        path = os.path.join(folder, "trace.json")
+        trace.export_chrome_trace(path)
+        with open(path) as file:
+            names = [event.get("name", "") for event in json.load(file)["traceEvents"]]
+    counts = collections.Counter(name for name in names if name.startswith(prefixes))
+    return dict(sorted(counts.items()))
+
+
+def profiled() -> profile:
+    """A profile of this process's host side, for `operations`."""
+    return profile(activities=[ProfilerActivity.CPU])
+
+
+def count_collectives(counts: Mapping[str, int], world_size: int) -> float:
+    """Collectives among them; W - 1 sends, with their receives, are one exchange among W ranks."""
+    sends = sum(count for name, count in counts.items() if name.endswith(":send"))
+    native = sum(count for name, count in counts.items() if not name.endswith((":send", ":recv", ":barrier")))
+    return native + sends / max(world_size - 1, 1)
+
+
+# --- the machine
+
+_BUSY_LOAD = 0.5
+
+
+def warn_if_busy() -> None:
+    """Say so when others use the cores: ratios suffer less than times do, but they suffer."""
+    if (load := os.getloadavg()[0]) > _BUSY_LOAD:
+        print(f"Something else is running here (load average {load:.1f}): expect a wide spread.", flush=True)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until everything issued on the device has happened."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# --- tables
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns: the first to the left, the others to the right."""
+    columns = zip(header, *rows, strict=True)
+    widths = [max(map(len, column)) for column in columns]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
+        return "  ".join([cells[0].ljust(widths[0]), *padded[1:]]).rstrip()
+
+    return "\n".join([line(header), line(["-" * width for width in widths]), *map(line, rows)])

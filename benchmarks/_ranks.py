@@ -1,0 +1,118 @@
+"""Starts the ranks of one measurement as fresh processes and brings back what each of them returns."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.testing._internal.distributed.fake_pg import FakeStore  # the only way to a fake group
+
+# One thread each, decided before the ranks import torch; and kineto would announce every profile on stderr.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"}
+
+
+def this_device(kind: str) -> torch.device:
+    """The device this rank computes on: the CPU, or the GPU that has the rank's number."""
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, dist.get_rank())
+
+
+def run_ranks(
+    job: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    device: str = "cpu",
+    environment: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Run `job(*args)` on `world_size` new processes with a process group between them.
+
+    Args:
+        job: a function at the top of a module, because the processes are spawned, not forked: what an earlier
+            measurement left on the heap must not be inherited by the next.
+        world_size: number of ranks.
+        *args: handed to `job`; must be picklable, as must the result.
+        device: "cpu" (gloo) or "cuda" (NCCL, one GPU a rank).
+        environment: variables for these processes only, for example glibc's `MALLOC_*`.
+
+    Returns:
+        What `job` returned, in rank order.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: a rank failed; carries that rank's traceback.
+    """
+    backend = "gloo" if device == "cpu" else "nccl"
+    return _spawn(world_size, world_size, backend, job, args, environment or {})
+
+
+def run_fake_rank(job: Callable[..., Any], world_size: int, *args: Any) -> Any:
+    """Run `job(*args)` on one new process that takes itself for rank 0 of `world_size`; nothing is communicated."""
+    (result,) = _spawn(1, world_size, "fake", job, args, {})
+    return result
+
+
+def _spawn(
+    num_processes: int,
+    world_size: int,
+    backend: str,
+    job: Callable[..., Any],
+    args: tuple[Any, ...],
+    environment: Mapping[str, str],
+) -> list[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        with _environment({**_ENVIRONMENT, **environment}):
+            mp.spawn(_rank_main, args=(world_size, backend, folder, job, args), nprocs=num_processes)
+        return [pickle.loads(_result_file(folder, rank).read_bytes()) for rank in range(num_processes)]
+
+
+def _rank_main(
+    rank: int, world_size: int, backend: str, folder: str, job: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    _ignore_peer_warnings()
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        backend,
+        # A file and not a port: nothing to collide with, and no TCP traffic besides the collectives.
+        store=FakeStore() if backend == "fake" else dist.FileStore(f"{folder}/rendezvous", world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(minutes=5),
+    )
+    result = job(*args)
+    _result_file(folder, rank).write_bytes(pickle.dumps(result))
+    dist.barrier()  # a rank that leaves first would cut off a peer's last collective
+    dist.destroy_process_group()
+
+
+def _ignore_peer_warnings() -> None:
+    """Silence what torch says about its own deprecated parts, which the peers are made of."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
+
+
+def _result_file(folder: str, rank: int) -> Path:
+    return Path(folder) / f"result-{rank}"
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

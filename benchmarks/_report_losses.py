@@ -1,0 +1,41 @@
+"""Whether the contestants of a benchmark compute the same thing, said in one line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+from benchmarks._contestants import CONTESTANTS, DDP, Kind
+
+# The sums of one batch in another order move a loss by some 1e-7 of it, and a few steps let that grow.
+_SAME_LOSS = 1e-5
+
+
+def report_losses(losses: Mapping[str, Sequence[Sequence[float]]]) -> bool:
+    """Say how the first losses of each contestant compare with DDP's; return whether all are the same.
+
+    Args:
+        losses: by contestant, then by rank, then by step. DDP must be among them; the floors, which share
+            nothing between ranks, are left out.
+    """
+    reference = losses[DDP]
+    verdicts, same = [], True
+    for name, ranks in losses.items():
+        if name == DDP or CONTESTANTS[name].kind is Kind.FLOOR:
+            continue
+        distances = [
+            abs(mine - other) / abs(other)
+            for rank, reference_rank in zip(ranks, reference, strict=True)
+            for mine, other in zip(rank, reference_rank, strict=True)
+        ]
+        distance = max(distances)
+        if all(each <= _SAME_LOSS for each in distances):  # and not `max`, which overlooks what is no number
+            verdicts.append(f"{name} {'equal to the bit' if distance == 0 else f'within {distance:.1e}'}")
+        else:
+            same = False
+            verdicts.append(f"{name} DIFFERS by {distance:.1e}, it has {ranks[0]} on rank 0")
+    steps = ", ".join(f"{loss:.4f}" for loss in reference[0])
+    print(f"\nThe first losses, against DDP's ({steps} on rank 0): {'; '.join(verdicts)}", flush=True)
+    if not same:
+        print("Contestants that compute different things cannot be compared.", file=sys.stderr)
+    return same

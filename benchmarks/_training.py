@@ -1,0 +1,262 @@
+"""What one rank does for `benchmarks.step`: train the GPT with a contestant, and note what that took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks._contestants import CONTESTANTS, Contestant, Skip, skipping
+from benchmarks._measure import (
+    bytes_sent,
+    forget_peak,
+    operations,
+    peak_resident_bytes,
+    profiled,
+    resident_bytes,
+    settle,
+    synchronize,
+)
+from benchmarks._ranks import this_device
+from benchmarks.gpt import GPT, SIZES, GPTConfig, next_byte_loss
+
+_SGD_STEPS, _ADAMW_STEPS = 3, 3
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all contestants have in common.
+
+    Args:
+        size: a key of `SIZES`.
+        batch, context: sequences per rank and step, and their length.
+        foreach: AdamW by its foreach implementation instead of the fused one.
+        device: "cpu" or "cuda".
+        skip: communication to leave out.
+    """
+
+    size: str = "17M"
+    batch: int = 4
+    context: int = 64
+    foreach: bool = False
+    device: str = "cpu"
+    skip: Skip = Skip.NOTHING
+
+    @property
+    def config(self) -> GPTConfig:
+        config = SIZES[self.size]
+        return replace(config, context=max(config.context, self.context))
+
+    @property
+    def num_parameters(self) -> int:
+        with torch.device("meta"):
+            return sum(param.numel() for param in GPT(self.config).parameters())
+
+    def windows(self, seed: int, device: torch.device) -> Tensor:
+        """One batch `[batch, context + 1]`: the same for every contestant, another on every rank."""
+        generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+        shape = self.batch, self.context + 1
+        return torch.randint(self.config.vocab, shape, generator=generator).to(device)
+
+    def adamw(self, module: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=self.foreach, fused=not self.foreach)
+
+
+def build(contestant: Contestant, config: GPTConfig, device: torch.device) -> nn.Module:
+    """A GPT from the one seed, wrapped block by block."""
+    torch.manual_seed(0)
+    model = GPT(config).to(device)
+    return contestant.wrap(model, model.blocks, device)
+
+
+def train_step(module: nn.Module, optimizer: torch.optim.Optimizer, windows: Tensor) -> Tensor:
+    loss = next_byte_loss(module, windows)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+# --- time and bytes, interleaved
+
+
+@dataclass
+class Rounds:
+    """What one rank saw of one contestant.
+
+    Args:
+        losses: of the first steps, from the same weights and batches as everybody's; they warm up, too.
+        seconds, cpu_seconds: per step, one entry a round.
+        sent: bytes per step, one entry a round; empty where the kernel does not tell.
+        operations: backend operations in one step, by name.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+    sent: list[float] = field(default_factory=list)
+    operations: dict[str, int] = field(default_factory=dict)
+
+
+def first_losses(module: nn.Module, setup: Setup, device: torch.device) -> list[float]:
+    """Losses on one batch that is seen again and again, so that a wrong gradient shows in the next loss.
+
+    SGD before AdamW: to AdamW a gradient of the wrong scale is as good as the right one.
+    """
+    windows = setup.windows(0, device)
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    losses = [train_step(module, sgd, windows) for _ in range(_SGD_STEPS)]
+    adamw = setup.adamw(module)
+    losses += [train_step(module, adamw, windows) for _ in range(_ADAMW_STEPS)]
+    return [loss.item() for loss in losses]
+
+
+def rotated(names: Sequence[str], num_rounds: int) -> Iterator[Sequence[str]]:
+    """The names once per round, each time beginning with another, so that nobody always follows the same."""
+    for start in range(num_rounds):
+        cut = start % len(names)
+        yield [*names[cut:], *names[:cut]]
+
+
+def train_interleaved(setup: Setup, names: Sequence[str], num_rounds: int, steps: int) -> dict[str, Rounds]:
+    """All contestants in this process, `steps` steps each in turn; runs on every rank."""
+    device = this_device(setup.device)
+    modules = {name: build(CONTESTANTS[name], setup.config, device) for name in names}
+    results = {name: Rounds() for name in names}
+    with skipping(setup.skip, modules.values()):
+        for name, module in modules.items():
+            results[name].losses = first_losses(module, setup, device)
+        optimizers = {name: setup.adamw(module) for name, module in modules.items()}
+        batches = [setup.windows(1 + index, device) for index in range(steps)]
+        for module, optimizer in zip(modules.values(), optimizers.values(), strict=True):
+            train_step(module, optimizer, batches[0])  # makes the optimizer's state
+        settle()
+        for order in rotated(names, num_rounds):
+            for name in order:
+                _one_round(results[name], modules[name], optimizers[name], batches, device)
+        for name, module in modules.items():
+            dist.barrier()
+            with profiled() as trace:
+                train_step(module, optimizers[name], batches[0])
+                synchronize(device)
+            results[name].operations = operations(trace)
+    return results
+
+
+def _one_round(
+    result: Rounds,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Tensor],
+    device: torch.device,
+) -> None:
+    dist.barrier()
+    sent, cpu, start = bytes_sent(), time.process_time(), time.perf_counter()
+    for windows in batches:
+        train_step(module, optimizer, windows)
+    synchronize(device)
+    seconds = time.perf_counter() - start
+    # Behind the barrier, so that what is still to be sent for a slower rank counts, the work of it, too.
+    dist.barrier()
+    result.cpu_seconds.append((time.process_time() - cpu) / len(batches))
+    result.seconds.append(seconds / len(batches))
+    if sent is not None and (now := bytes_sent()) is not None:
+        result.sent.append((now - sent) / len(batches))
+
+
+# --- memory, one contestant a process
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank's process above what it held with everything loaded and no model.
+
+    Args:
+        built: the most while the model was made and wrapped.
+        peak: the most in the training steps.
+        between: after a step.
+    """
+
+    built: int
+    peak: int
+    between: int
+
+
+def train_alone(setup: Setup, name: str, steps: int) -> tuple[Memory, Memory]:
+    """Train one contestant in this fresh process; resident and live memory, which are the same thing on CPU.
+
+    There the environment of the process decides which of the two it is: what malloc keeps for later is
+    resident by default, and with `NOTHING_KEPT` it is not. On CUDA the caching allocator tells both at once.
+    """
+    device = this_device(setup.device)
+    contestant = CONTESTANTS[name]
+    # Loads the code and the matmul kernels' work space; neither is what a library adds. The kernels get the
+    # real sizes, the wrapped model is tiny: what a library keeps in pools must not be hidden in the baseline.
+    _train_and_drop(contestant, replace(setup.config, num_layers=2, num_heads=4, width=64), setup, device)
+    _train_and_drop(CONTESTANTS["floor"], replace(setup.config, num_layers=1), setup, device)
+    settle()
+    meter = _CudaMeter(device) if device.type == "cuda" else _ProcessMeter()
+    module = build(contestant, setup.config, device)
+    built = meter.peaks()
+    optimizer = setup.adamw(module)
+    windows = setup.windows(0, device)
+    for _ in range(steps):
+        train_step(module, optimizer, windows)
+    synchronize(device)
+    dist.barrier()
+    between = meter.now()  # first: reading /proc allocates, too
+    peaks = meter.peaks()
+    resident, live = (Memory(*values) for values in zip(built, peaks, between, strict=True))
+    return resident, live
+
+
+def _train_and_drop(contestant: Contestant, config: GPTConfig, setup: Setup, device: torch.device) -> None:
+    module = build(contestant, config, device)
+    optimizer = setup.adamw(module)
+    for _ in range(2):
+        train_step(module, optimizer, setup.windows(0, device))
+
+
+class _ProcessMeter:
+    """Resident memory of this process above what it is now."""
+
+    def __init__(self) -> None:
+        self._base = resident_bytes()
+        forget_peak()
+
+    def peaks(self) -> tuple[int, int]:
+        """The most since the last call."""
+        peak = peak_resident_bytes() - self._base
+        forget_peak()
+        return peak, peak
+
+    def now(self) -> tuple[int, int]:
+        now = resident_bytes() - self._base
+        return now, now
+
+
+class _CudaMeter:
+    """What the caching allocator has reserved and given out, above what it has now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        torch.cuda.empty_cache()
+        self._base = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def peaks(self) -> tuple[int, int]:
+        reserved = torch.cuda.max_memory_reserved(self._device)
+        allocated = torch.cuda.max_memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return self._above((reserved, allocated))
+
+    def now(self) -> tuple[int, int]:
+        now = torch.cuda.memory_reserved(self._device), torch.cuda.memory_allocated(self._device)
+        return self._above(now)
+
+    def _above(self, values: tuple[int, int]) -> tuple[int, int]:
+        return values[0] - self._base[0], values[1] - self._base[1]

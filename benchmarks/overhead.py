@@ -1,0 +1,207 @@
+"""What a library costs in Python: 100 tiny units on torch's fake group of 64 ranks, against the peers.
+
+    python -m benchmarks.overhead
+    python -m benchmarks.overhead --only ours fsdp2 --skip reductions
+
+The fake group communicates nothing and the units compute next to nothing, so what a step takes above the
+plain module's is bookkeeping. The ratio to FSDP2 comes first. `docs/benchmarks.md` says what each column
+means. Exits with 1 when the contestants do not compute the same losses on two real ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks._contestants import (
+    CONTESTANTS,
+    DDP,
+    FLOOR,
+    FSDP2,
+    OURS,
+    Contestant,
+    Skip,
+    choose,
+    set_ddp_reduction,
+    skipping,
+)
+from benchmarks._measure import DISPATCHED, Spread, operations, profiled, settle, table, warn_if_busy
+from benchmarks._ranks import run_fake_rank, run_ranks
+from benchmarks._report_losses import report_losses
+
+AMONG = (OURS, "fsdp1-flat", "fsdp1-orig", FSDP2, DDP, FLOOR)
+TARGET = 0.4  # of FSDP2's time per unit
+_WIDTH = 64
+_BATCH = 4
+_CPU = torch.device("cpu")
+
+
+class TinyUnits(nn.Module):
+    """Many linear layers, each its own unit, with a ReLU between."""
+
+    def __init__(self, num_units: int) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(num_units))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x = torch.relu(unit(x))
+        return x
+
+
+def build(contestant: Contestant, num_units: int) -> nn.Module:
+    torch.manual_seed(0)
+    model = TinyUnits(num_units)
+    return contestant.wrap(model, model.units, _CPU)
+
+
+def train_step(module: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> Tensor:
+    loss = module(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def optimizer_of(module: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=lr)
+
+
+def first_losses(names: Sequence[str], num_units: int, num_steps: int = 4) -> dict[str, list[float]]:
+    """Losses of a few steps on a real group: the fake one returns anything. Runs on every rank."""
+    batch = torch.randn(_BATCH, _WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    losses = {}
+    for name in names:
+        module = build(CONTESTANTS[name], num_units)
+        optimizer = optimizer_of(module, lr=1.0)
+        losses[name] = [train_step(module, optimizer, batch).item() for _ in range(num_steps)]
+    return losses
+
+
+@dataclass
+class Measured:
+    """One contestant on the fake group: CPU seconds per step, one entry a round, and collectives per step."""
+
+    cpu_seconds: list[float] = field(default_factory=list)
+    collectives: dict[str, int] = field(default_factory=dict)
+
+
+def train_interleaved(
+    names: Sequence[str], num_units: int, num_rounds: int, steps: int, skip: Skip
+) -> dict[str, Measured]:
+    """All contestants on the fake group; they take turns, in another order each round."""
+    batch = torch.randn(_BATCH, _WIDTH)
+    modules = {name: build(CONTESTANTS[name], num_units) for name in names}
+    # What the fake group returns is not to be followed: parameters stay as they are.
+    optimizers = {name: optimizer_of(module, lr=0.0) for name, module in modules.items()}
+    results = {name: Measured() for name in names}
+    ddp = modules[DDP]
+    if skip is not Skip.REDUCTIONS and isinstance(ddp, DistributedDataParallel):
+        # Its own reduction fails on a fake group, whose futures hold no tensor.
+        set_ddp_reduction(ddp, lambda gradients: dist.all_reduce(gradients, async_op=True))
+    with skipping(skip, modules.values()):
+        for index in range(-2, num_rounds):  # two rounds to warm up
+            cut = index % len(names)
+            for name in [*names[cut:], *names[:cut]]:
+                start = time.process_time()
+                for _ in range(steps):
+                    train_step(modules[name], optimizers[name], batch)
+                if index >= 0:
+                    results[name].cpu_seconds.append((time.process_time() - start) / steps)
+            if index < 0:
+                settle()
+        for name in names:
+            with profiled() as trace:
+                train_step(modules[name], optimizers[name], batch)
+            results[name].collectives = operations(trace, DISPATCHED)
+    return results
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    names = choose(options.only, among=AMONG, always=(FSDP2, DDP, FLOOR))
+    print(
+        f"{options.units} units of Linear({_WIDTH}, {_WIDTH}), fake group of {options.ranks} ranks, SGD, "
+        f"{options.rounds} rounds of {options.steps} steps in rotated order, torch {torch.__version__}",
+        flush=True,
+    )
+    warn_if_busy()
+    skip, same = Skip(options.skip), True
+    if skip is Skip.NOTHING:
+        ranks = run_ranks(first_losses, 2, names, min(options.units, 10))
+        same = report_losses({name: [rank[name] for rank in ranks] for name in names})
+    else:
+        print(f"\nWithout {skip.value}: results are wrong, only the times mean something.")
+    results = run_fake_rank(train_interleaved, options.ranks, names, options.units, options.rounds, options.steps, skip)
+    report(results, options.units)
+    if options.json is not None:
+        contestants = {name: asdict(result) for name, result in results.items()}
+        options.json.write_text(json.dumps({"torch": torch.__version__, "contestants": contestants}, indent=1))
+    return 0 if same else 1
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.overhead", description="Python time per unit and step: ours and the peers."
+    )
+    parser.add_argument("--units", type=int, default=100, help="(%(default)s)")
+    parser.add_argument("--ranks", type=int, default=64, help="of the fake group (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=20, help="(%(default)s)")
+    parser.add_argument("--steps", type=int, default=3, help="of each contestant in a round (%(default)s)")
+    parser.add_argument("--skip", choices=[skip.value for skip in Skip], default=Skip.NOTHING.value)
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(AMONG),
+        metavar="NAME",
+        help=f"of {', '.join(AMONG)}; {FSDP2}, {DDP} and {FLOOR} always run",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every round's figures there")
+    options = parser.parse_args(arguments)
+    for name in ("units", "ranks", "rounds", "steps"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    return options
+
+
+def report(results: Mapping[str, Measured], num_units: int) -> None:
+    plain = results[FLOOR].cpu_seconds
+    above = {
+        name: [mine - least for mine, least in zip(result.cpu_seconds, plain, strict=True)]
+        for name, result in results.items()
+        if name != FLOOR
+    }
+    rows = []
+    for name, values in above.items():
+        per_unit = Spread.of([1e6 * value / num_units for value in values])
+        rows.append(
+            [
+                name,
+                str(Spread.of_ratios(values, above[FSDP2])),
+                f"{per_unit.median:.0f} ({per_unit.low:.0f}-{per_unit.high:.0f})",
+                f"{1000 * statistics.median(results[name].cpu_seconds):.1f}",
+                f"{sum(results[name].collectives.values())}",
+            ]
+        )
+    rows.append([FLOOR, "-", "-", f"{1000 * statistics.median(plain):.1f}", "0"])
+    print("\nCPU time of a unit and step above the plain module's.")
+    print(table(["", "ratio to fsdp2", "us per unit", "step ms", "collectives"], rows))
+    if OURS in above:
+        ratio = Spread.of_ratios(above[OURS], above[FSDP2]).median
+        verdict = "met" if ratio <= TARGET else "MISSED"
+        print(f"\n{ratio:.3f} of fsdp2's, at most {TARGET:.2f} wanted: {verdict}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
