@@ -275,6 +275,9 @@ class FlatParamHandle:
         """Keep this rank's part of a whole parameter's new value."""
         with torch.no_grad():
             self.layout.shard_of(slot, value, self.flat_param, self.comm.rank)
+            # Ranks that keep nothing of this parameter must find the shard changed as the others do, or they would
+            # not take part in the next gather.
+            self.flat_param[:0].zero_()
 
     # --- gradients ----------------------------------------------------------------------------------------------
 

@@ -7,6 +7,13 @@ FLATTEN_PART = "_fpw_module"
 _PARTS = frozenset((FSDP_PART, FLATTEN_PART))
 
 
+def clean_text(text: str) -> str:
+    """A message with the names in it cleaned."""
+    for part in _PARTS:
+        text = text.replace(f"{part}.", "")
+    return text
+
+
 def clean_name(name: str) -> str:
     """`name` without the parts that wrappers put into it: ``a._fsdp_wrapped_module._fpw_module.b`` is ``a.b``."""
     return ".".join(part for part in name.split(".") if part not in _PARTS)

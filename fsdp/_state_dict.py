@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from fsdp._agreement import agree
 from fsdp._collect import note_stale
 from fsdp._handle import FlatParamHandle
-from fsdp._names import FLATTEN_PART, FSDP_PART, clean_name
+from fsdp._names import FLATTEN_PART, FSDP_PART, clean_name, clean_text
 from fsdp._unit import TrainingState, Unit, units_in
-
-_WRAPPER_PATH = f"{FSDP_PART}.{FLATTEN_PART}."
 
 
 class Exposure:
@@ -104,6 +102,10 @@ def _keep(handle: FlatParamHandle, slot: int, values: Sequence[Tensor | None]) -
         raise ValueError(f"{name} was removed or is no parameter any more")
     if any(other is not value for other in values):
         raise ValueError(f"{name} was replaced under only some of the names that share it")
+    if value.requires_grad is not handle.requires_grad:
+        raise ValueError(
+            f"{name} has requires_grad={value.requires_grad} now: it cannot be changed here, set it before wrapping"
+        )
     handle.store(slot, value)
 
 
@@ -203,7 +205,7 @@ class Loading:
     def _leave(self, module: nn.Module, incompatible: object) -> None:
         for keys in (incompatible.missing_keys, incompatible.unexpected_keys):  # type: ignore[attr-defined]
             keys[:] = [clean_name(key) for key in keys]
-        self._error_msgs[:] = [message.replace(_WRAPPER_PATH, "") for message in self._error_msgs]
+        self._error_msgs[:] = [clean_text(message) for message in self._error_msgs]
         self.close()
 
     def close(self) -> None:

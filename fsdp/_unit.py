@@ -97,9 +97,11 @@ class Unit(NotCopied):
         self.unpassed: set[Call] = set()  # backward has reached their outputs, and not yet left by their inputs
         self.param_order = {m: list(m._parameters) for m in module.modules()}  # before any is taken over
         self._new_runtime = new_runtime
+        self._guarded: set[nn.Module] = set()
         module.__dict__[_ATTRIBUTE] = self
         module.register_forward_pre_hook(Hook(self._before_forward), prepend=True, with_kwargs=True)
         module.register_forward_hook(Hook(self._after_forward), always_call=True)
+        self._guard_state(module)
 
     # --- what the hooks report ----------------------------------------------------------------------------------
 
@@ -127,6 +129,18 @@ class Unit(NotCopied):
                     return tensor.clone()
         return tensor
 
+    def _guard_state(self, module: nn.Module) -> None:
+        if module not in self._guarded:
+            self._guarded.add(module)
+            module.register_state_dict_pre_hook(Hook(self._refuse_partial_state))
+
+    def _refuse_partial_state(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if self.state is not TrainingState.SUMMON_FULL_PARAMS:
+            raise RuntimeError(
+                f"{self.name}: state_dict() of a {type(module).__name__} inside a FullyShardedDataParallel would hold "
+                "this rank's shards, or nothing. Call state_dict() of the wrapper, or be inside summon_full_params()."
+            )
+
     def on_gradient(self, handle: FlatParamHandle, slot: int) -> None:
         """A leaf's gradient is there (called by the handle's hooks)."""
         if self.runtime is not None:
@@ -146,6 +160,8 @@ class Unit(NotCopied):
         """Shard a flat parameter whose original ones were used at `places`; see `FlatParamHandle`."""
         for module, name in registered:
             module._parameters[name] = flat_param
+        for module in {place.module for group in places for place in group}:
+            self._guard_state(module)
         handle = FlatParamHandle(flat_param, places, self.comm, reduce_comm, device, registered, self.on_gradient)
         self.handles.append(handle)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fsdp._collect import collect, flatten, take_over
 from fsdp._flat_param import FlatParameter, ParamInfo
-from fsdp._names import FLATTEN_PART, clean_name
+from fsdp._names import FLATTEN_PART, clean_name, clean_text
 
 # The wrapped module keeps the views besides, as FairScale's does.
 _VIEWS = "_unflattened_param_views"
@@ -216,7 +216,9 @@ class FlattenParamsWrapper(nn.Module):
 
     def _refuse_managed(self, what: str) -> None:
         if self._is_managed:
-            raise RuntimeError(f"{what}: these parameters are sharded; use summon_full_params() of the outer wrapper")
+            raise RuntimeError(
+                f"{what}: these parameters are sharded; use the method of the FullyShardedDataParallel around it"
+            )
 
     # --- nn.Module ----------------------------------------------------------------------------------------------
 
@@ -228,7 +230,8 @@ class FlattenParamsWrapper(nn.Module):
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The wrapped module's state under its plain names."""
-        if not self.is_flattened or self._is_managed:
+        self._refuse_managed("state_dict")
+        if not self.is_flattened:
             return self._fpw_module.state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
         self._unflatten()
         try:
@@ -272,7 +275,7 @@ class FlattenParamsWrapper(nn.Module):
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
             keys[:] = [clean_name(key) for key in keys]
-        self._load_errors[:] = [message.replace(f"{FLATTEN_PART}.", "") for message in self._load_errors]
+        self._load_errors[:] = [clean_text(message) for message in self._load_errors]
         if self._flatten_after_load:
             self._flatten_after_load = False
             self._flatten_again(keep_changes=True)

@@ -287,11 +287,14 @@ class FullyShardedDataParallel(WrapperAccess):
 
         Raises:
             RuntimeError: inside a forward or backward, or for keys and shapes that do not fit.
+            NotImplementedError: for ``assign=True``: a shard cannot become the given tensors.
         """
+        if assign:
+            raise NotImplementedError("load_state_dict(assign=True): shards are copied into; leave assign at False")
         self._require_idle("load a state dict")
         ensure_agreed(self._unit)
         try:
-            return super().load_state_dict(with_wrapped_metadata(state_dict, self), strict=strict, assign=assign)
+            return super().load_state_dict(with_wrapped_metadata(state_dict, self), strict=strict)
         finally:
             for wrapper in get_fsdp_instances(self):
                 wrapper._loading.close()
