@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fsdp._placeholder import Placeholder
+from fsdp._comm import Communicator
 from fsdp._unit import Unit
 
 
@@ -24,6 +24,7 @@ def clip_grad_norm(
 
     Raises:
         RuntimeError: if gradients are not reduced yet.
+        ValueError: for a norm that is none.
         NotImplementedError: if a unit shards over other ranks than the root.
     """
     others = [unit.name for unit in units if unit.comm is not root.comm and unit.comm.world_size > 1]
@@ -31,19 +32,31 @@ def clip_grad_norm(
         raise NotImplementedError(
             f"clip_grad_norm_ over units with process groups of their own ({', '.join(others)}) is not built yet"
         )
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive, or inf for the largest absolute value; got {norm_type}")
     handles = [handle for unit in units for handle in unit.handles]
-    grads = [handle.flat_param.grad for handle in handles if handle.flat_param.grad is not None]
     for handle in handles:
-        if isinstance(handle.flat_param.grad, Placeholder):
-            raise RuntimeError(f"cannot clip: {handle.flat_param.grad._message}")
-    total = _local_total(grads, norm_type, device)
-    root.comm.all_reduce(total, "max" if math.isinf(norm_type) else "sum")
-    norm = total if math.isinf(norm_type) else total.pow(1.0 / norm_type)
+        if handle.flat_param._has_unreduced and handle.flat_param.grad is not None:
+            raise RuntimeError(
+                f"cannot clip: the gradients of {handle.name} accumulated under no_sync() are not reduced over the ranks "
+                "yet. Run the last backward of the step outside no_sync()."
+            )
+    grads = [handle.flat_param.grad for handle in handles if handle.flat_param.grad is not None]
+    norm = _total(root.comm, _local_total(grads, norm_type, device), norm_type)
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     # Also where the scale is 1: deciding on the host would make it wait for the device.
     for grad in grads:
         grad.mul_(scale.to(grad.device, grad.dtype))
     return norm
+
+
+def _total(comm: Communicator, local: Tensor, norm_type: float) -> Tensor:
+    if not math.isinf(norm_type):
+        return comm.all_reduce(local, "sum").pow(1.0 / norm_type)
+    # A maximum over ranks drops NaN on some backends: whether there was one travels beside it.
+    is_nan = local.isnan()
+    both = comm.all_reduce(torch.stack([local.masked_fill(is_nan, 0.0), is_nan.to(local.dtype)]), "max")
+    return both[0].masked_fill(both[1] > 0, math.nan)
 
 
 def _local_total(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:

@@ -38,7 +38,7 @@ class Reductions:
         """Reduce what the handle has accumulated, now or with others."""
         if handle.nbytes > min(_SMALL_BYTES, self._bucket_bytes) or not handle.is_sharded:
             pending = handle.reduce()
-            self._in_flight.append(lambda: self._accept(handle, pending.wait()))
+            self._start(lambda: self._accept(handle, pending.wait()))
             return
         key = (handle.reduce_comm, handle.full.dtype, handle.full.device)
         bucket = self._buckets.setdefault(key, [])
@@ -65,8 +65,9 @@ class Reductions:
         while self._in_flight:
             self._in_flight.popleft()()
 
-    def make_room(self) -> None:
-        """A further gradient buffer is about to be filled: finish reductions until few enough are in flight."""
+    def _start(self, finish: Callable[[], None]) -> None:
+        # The new one is on its way before the older one is awaited, so the wire is not idle.
+        self._in_flight.append(finish)
         while len(self._in_flight) > _MAX_IN_FLIGHT:
             self._in_flight.popleft()()
 
@@ -77,7 +78,7 @@ class Reductions:
     def _send(self, handles: list[FlatParamHandle]) -> None:
         if len(handles) == 1:
             pending = handles[0].reduce()
-            self._in_flight.append(lambda: self._accept(handles[0], pending.wait()))
+            self._start(lambda: self._accept(handles[0], pending.wait()))
             return
         comm = handles[0].reduce_comm
         numels = [handle.layout.shard_numel for handle in handles]
@@ -90,4 +91,4 @@ class Reductions:
             for handle, reduced in zip(handles, pending.wait().split(numels), strict=True):
                 self._accept(handle, reduced)
 
-        self._in_flight.append(accept_all)
+        self._start(accept_all)

@@ -7,7 +7,7 @@ A step, as the hooks report it:
    it at once (the root, the last unit of the forward) or the user asked to keep it.
 2. *Backward reaches a unit's outputs.* The same, along the order that the last backward took.
 3. *A gradient is complete.* When the last parameter of a handle has its gradient the whole parameters are given
-   back and the reduction is started; it is finished later, when two others follow or at the end.
+   back and the reduction is started; it is finished when the next one has been started, or at the end.
 4. *Backward ends.* What did not complete (unused parameters) is settled, reductions are finished, units are idle.
 
 So at most the units in computation, one prefetched unit and two reductions are alive beside the shards.
@@ -207,13 +207,9 @@ class Runtime:
             unit.expect_gradients()  # a second round: a re-entrant checkpoint, or an output found late
         self._fetch(unit, self._backward_order)
 
-    def before_gradients(self) -> None:
-        """Hook: the first gradient of a handle is there, and a buffer for all of them is about to be made."""
-        self._ensure_backward()
-        self._reductions.make_room()
-
     def gradient_complete(self, unit: Unit, handle: FlatParamHandle) -> None:
         """Hook: every parameter of `handle` has its gradient."""
+        self._ensure_backward()
         unit.state = TrainingState.BACKWARD_POST
         unit.incomplete.discard(handle)
         handle.gradients.begin_backward()  # re-entrant checkpoints may bring a second round

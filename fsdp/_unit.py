@@ -143,11 +143,8 @@ class Unit(NotCopied):
 
     def on_gradient(self, handle: FlatParamHandle, slot: int) -> None:
         """A leaf's gradient is there (called by the handle's hooks)."""
-        if self.runtime is not None:
-            if handle.gradients.is_empty:
-                self.runtime.before_gradients()
-            if handle.take_gradient(slot, self.predivide):
-                self.runtime.gradient_complete(self, handle)
+        if handle.take_gradient(slot, self.predivide) and self.runtime is not None:
+            self.runtime.gradient_complete(self, handle)
 
     def add_handle(
         self,

@@ -195,6 +195,7 @@ class FullyShardedDataParallel(WrapperAccess):
 
         Raises:
             RuntimeError: on an inner wrapper, inside a forward or backward, or if gradients are not reduced yet.
+            ValueError: if `norm_type` is not positive.
             NotImplementedError: if an inner wrapper uses other ranks.
         """
         runtime = self._runtime_as_root("clip_grad_norm_")

@@ -166,9 +166,7 @@ def test_wrapper_cls_may_be_a_class_with_only_new():
     assert model[0].settings == {"made_by": Maker, "a": 1}
 
 
-@parameterized.expand(
-    [("function", lambda module, **kw: Unit(module, **kw)), ("partial", functools.partial(Unit))]
-)
+@parameterized.expand([("function", lambda module, **kw: Unit(module, **kw)), ("partial", functools.partial(Unit))])
 def test_wrapper_cls_may_be_any_callable(case: str, wrapper: Any):
     with enable_wrap(wrapper_cls=wrapper):
         assert units(auto_wrap(nn.Sequential(linear()), at_least(30))) == ["0"]
@@ -648,9 +646,7 @@ def test_what_can_not_be_wrapped_counts_for_the_unit_around_it():
 def test_ties_inside_one_unit_keep_nothing_from_being_wrapped(log):
     model = auto_wrapped(nn.Sequential(Tied(), linear()), module_wrap_policy({Tied}))
     assert units(model) == ["0"]
-    assert log.messages == [
-        "tied parameter 0.encoder.embedding.weight = 0.head.weight stays in unit '0' (Tied)"
-    ]
+    assert log.messages == ["tied parameter 0.encoder.embedding.weight = 0.head.weight stays in unit '0' (Tied)"]
 
 
 def test_untied_models_log_nothing(log):
