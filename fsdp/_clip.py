@@ -38,8 +38,8 @@ def clip_grad_norm(
     for handle in handles:
         if handle.flat_param._has_unreduced and handle.flat_param.grad is not None:
             raise RuntimeError(
-                f"cannot clip: the gradients of {handle.name} accumulated under no_sync() are not reduced over the ranks "
-                "yet. Run the last backward of the step outside no_sync()."
+                f"cannot clip: the gradients of {handle.name} accumulated under no_sync() are not reduced over the "
+                "ranks yet. Run the last backward of the step outside no_sync()."
             )
     grads = [handle.flat_param.grad for handle in handles if handle.flat_param.grad is not None]
     norm = _total(root.comm, _local_total(grads, norm_type, device), norm_type)

@@ -23,7 +23,8 @@ def collect(module: nn.Module) -> dict[nn.Parameter, Places]:
 
     Raises:
         TypeError: if one is an integer tensor or another kind that cannot be flattened.
-        ValueError: if one was taken over by a unit that doesn't contain this place: a tie would be lost.
+        ValueError: if one was taken over by a unit that doesn't contain this place: a tie would be lost; or has
+            hooks.
     """
     found: dict[nn.Parameter, Places] = {}
     for prefix, submodule in module.named_modules():
@@ -52,6 +53,11 @@ def _check(fqn: str, param: nn.Parameter) -> None:
         raise TypeError(
             f"{fqn} is a {kind} parameter: only plain, dense parameters with values can be flattened. Materialize it "
             "(to_empty() and reset_parameters()) or convert it before wrapping."
+        )
+    if param._backward_hooks or param._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"{fqn} has gradient hooks, which would never run: another tensor takes its place. Remove them before "
+            "wrapping; gradients can be hooked afterwards on the wrapper's `params`, flat and reduced."
         )
     owner = taken_by(param)
     if owner is not None:

@@ -22,7 +22,9 @@ import torch
 
 from fsdp._agreement import agree
 from fsdp._autograd import BackwardPass, in_backward
+from fsdp._flat_param import FlatParameter
 from fsdp._handle import FlatParamHandle
+from fsdp._names import clean_name
 from fsdp._reductions import Reductions
 from fsdp._schedule import ExecutionOrder
 from fsdp._unit import Call, TrainingState, Unit, units_in
@@ -42,11 +44,13 @@ class Runtime:
         bucket_bytes: see `Reductions`.
 
     Raises:
-        RuntimeError: if an inner unit already belongs to a root of its own, or the ranks built different models.
+        RuntimeError: if an inner unit already belongs to a root of its own, the ranks built different models, or a
+            parameter was added after wrapping.
     """
 
     def __init__(self, root: Unit, *, keep_root: bool, bucket_bytes: int) -> None:
         self.root = root
+        self._refuse_strangers(root)
         named_units = units_in(root)
         self.units = [unit for _, unit in named_units]
         agree(root.comm, named_units)
@@ -61,6 +65,16 @@ class Runtime:
         self._backward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._running: list[Call] = []  # forwards that are running, the innermost last
         self._backward: BackwardPass | None = None  # the one that is running, or that raised
+
+    @staticmethod
+    def _refuse_strangers(root: Unit) -> None:
+        for name, param in root.module.named_parameters():
+            if not isinstance(param, FlatParameter):
+                raise RuntimeError(
+                    f"{clean_name(name)} became a parameter after wrapping: it is not sharded, and ranks would train "
+                    "it each for itself. Complete the module before it is wrapped, or assign existing parameters inside "
+                    "`with model.summon_full_params():`."
+                )
 
     def _adopt(self, named_units: list[tuple[str, Unit]]) -> None:
         for name, unit in named_units:

@@ -424,6 +424,26 @@ def _use_different_models(odd: Any, message: str, use: Any) -> None:
     assert "did not complete" not in str(error.value)
 
 
+def test_a_parameter_with_gradient_hooks() -> None:
+    module = layers()
+    module[2].weight.register_hook(lambda grad: grad)
+    with pytest.raises(ValueError, match=r"2\.weight has gradient hooks.*Remove them before wrapping"):
+        wrap_alone(module)
+
+
+def test_a_parameter_that_was_added_after_wrapping(ranks: RankPool) -> None:
+    ranks(2).run(_add_a_parameter)
+
+
+def _add_a_parameter() -> None:
+    model = FullyShardedDataParallel(layers())
+    model.module.module[2].extra = nn.Parameter(torch.zeros(3))
+    with pytest.raises(RuntimeError, match=r"2\.extra became a parameter after wrapping"):
+        model(torch.ones(2, 5))
+    del model.module.module[2].extra
+    step(model)
+
+
 def test_units_may_be_made_in_any_order(ranks: RankPool) -> None:
     ranks(3, timeout=20).run(_make_units_in_another_order)
 
