@@ -72,7 +72,7 @@ class Runtime:
             if not isinstance(param, FlatParameter):
                 raise RuntimeError(
                     f"{clean_name(name)} became a parameter after wrapping: it is not sharded, and ranks would train "
-                    "it each for itself. Complete the module before it is wrapped, or assign existing parameters inside "
+                    "it each for itself. Complete the module before wrapping, or assign existing parameters inside "
                     "`with model.summon_full_params():`."
                 )
 
