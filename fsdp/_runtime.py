@@ -50,9 +50,9 @@ class Runtime:
 
     def __init__(self, root: Unit, *, keep_root: bool, bucket_bytes: int) -> None:
         self.root = root
-        self._refuse_strangers(root)
         named_units = units_in(root)
         self.units = [unit for _, unit in named_units]
+        self._refuse_strangers()
         agree(root.comm, named_units)
         self._adopt(named_units)
         self._root_reshards = root.reshard_after_forward
@@ -66,15 +66,19 @@ class Runtime:
         self._running: list[Call] = []  # forwards that are running, the innermost last
         self._backward: BackwardPass | None = None  # the one that is running, or that raised
 
-    @staticmethod
-    def _refuse_strangers(root: Unit) -> None:
-        for name, param in root.module.named_parameters():
-            if not isinstance(param, FlatParameter):
-                raise RuntimeError(
-                    f"{clean_name(name)} became a parameter after wrapping: it is not sharded, and ranks would train "
-                    "it each for itself. Complete the module before wrapping, or assign existing parameters inside "
-                    "`with model.summon_full_params():`."
-                )
+    def _refuse_strangers(self) -> None:
+        ours = {
+            place[:2] for unit in self.units for handle in unit.handles for group in handle.places for place in group
+        }
+        for name, param in self.root.module.named_parameters():
+            path, _, attribute = name.rpartition(".")
+            if isinstance(param, FlatParameter) or (self.root.module.get_submodule(path), attribute) in ours:
+                continue
+            raise RuntimeError(
+                f"{clean_name(name)} became a parameter after wrapping: it is not sharded, and ranks would train "
+                "it each for itself. Complete the module before wrapping, or assign existing parameters inside "
+                "`with model.summon_full_params():`."
+            )
 
     def _adopt(self, named_units: list[tuple[str, Unit]]) -> None:
         for name, unit in named_units:
