@@ -1,7 +1,7 @@
 """The few places where we reach into autograd, and those of its names that are private.
 
 ``torch._C._current_graph_task_id`` and ``Variable._execution_engine.queue_callback`` have no public counterpart;
-torch's own DistributedDataParallel and FSDP use them. Tried on torch 2.13.
+torch's own DistributedDataParallel and FSDP use them. Tried on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
