@@ -24,6 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+if not __package__:  # run as a file: the folder above has `benchmarks` and `fsdp`
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from benchmarks._contestants import (
     CONTESTANTS,
     DDP,

@@ -21,6 +21,9 @@ from typing import NamedTuple
 
 import torch
 
+if not __package__:  # run as a file: the folder above has `benchmarks` and `fsdp`
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from benchmarks._contestants import (
     CONTESTANTS,
     DDP,

@@ -52,10 +52,10 @@ def clip_grad_norm(
 
 def _total(comm: Communicator, local: Tensor, norm_type: float) -> Tensor:
     if not math.isinf(norm_type):
-        return comm.all_reduce(local, "sum").pow(1.0 / norm_type)
+        return comm.all_reduce(local, "sum").wait().pow(1.0 / norm_type)
     # A maximum over ranks drops NaN on some backends: whether there was one travels beside it.
     is_nan = local.isnan()
-    both = comm.all_reduce(torch.stack([local.masked_fill(is_nan, 0.0), is_nan.to(local.dtype)]), "max")
+    both = comm.all_reduce(torch.stack([local.masked_fill(is_nan, 0.0), is_nan.to(local.dtype)]), "max").wait()
     return both[0].masked_fill(both[1] > 0, math.nan)
 
 

@@ -92,12 +92,12 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Reduce `tensor` in place by "sum" or "max"; blocks."""
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
+        """Reduce `tensor` in place by "sum" or "max"."""
 
     @abstractmethod
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Overwrite `tensor` in place with that of the group's rank `source`; blocks."""
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
+        """Overwrite `tensor` in place with that of the group's rank `source`."""
 
     @abstractmethod
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
@@ -121,11 +121,11 @@ class LoneRank(Communicator):
     def reduce_scatter(self, full: Tensor, what: str, tag: int) -> Pending:
         return Pending(what, (), lambda: full)
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        return tensor
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
+        return Pending("all-reduce", (), lambda: tensor)
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        return tensor
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
+        return Pending("broadcast", (), lambda: tensor)
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         return [payload]
@@ -154,13 +154,14 @@ class TorchCollectives(Communicator):
         work = getattr(dist, _REDUCE_SCATTER)(out, full, group=self._group, async_op=True)
         return Pending(what, (work,), lambda: out)
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        dist.all_reduce(tensor, op=_OPS[op], group=self._group)
-        return tensor
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
+        work = dist.all_reduce(tensor, op=_OPS[op], group=self._group, async_op=True)
+        return Pending("all-reduce", (work,), lambda: tensor)
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        dist.broadcast(tensor, src=dist.get_global_rank(self._group, source), group=self._group)
-        return tensor
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
+        source = dist.get_global_rank(self._group, source)
+        work = dist.broadcast(tensor, src=source, group=self._group, async_op=True)
+        return Pending("broadcast", (work,), lambda: tensor)
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         payloads: list[Any] = [None] * self.world_size

@@ -136,12 +136,12 @@ def _talk(way: str) -> None:
     comm = world(way)
     rank, world_size = comm.rank, comm.world_size
     tensor = torch.tensor([rank + 1.0, -rank])
-    assert comm.all_reduce(tensor) is tensor
+    assert comm.all_reduce(tensor).wait() is tensor
     assert tensor.tolist() == [world_size * (world_size + 1) / 2, -world_size * (world_size - 1) / 2]
-    assert comm.all_reduce(torch.tensor([rank + 1.0, -rank]), "max").tolist() == [world_size, 0.0]
+    assert comm.all_reduce(torch.tensor([rank + 1.0, -rank]), "max").wait().tolist() == [world_size, 0.0]
     for source in range(world_size):
         tensor = torch.tensor([float(rank)])
-        assert comm.broadcast(tensor, source) is tensor
+        assert comm.broadcast(tensor, source).wait() is tensor
         assert tensor.item() == source
     assert comm.all_gather_bytes(b"x" * rank * 1000) == [b"x" * other * 1000 for other in range(world_size)]
 
@@ -162,7 +162,7 @@ def _talk_in_a_group(way: str) -> None:
     assert full.tolist() == [0.0] * 3 + [1.0] * 3
     reduced = comm.reduce_scatter(torch.arange(4.0) + comm.rank, "a reduction", tag=0).wait()
     assert reduced.tolist() == ([1.0, 3.0] if comm.rank == 0 else [5.0, 7.0])
-    assert comm.broadcast(torch.tensor([comm.rank]), source=1).item() == 1
+    assert comm.broadcast(torch.tensor([comm.rank]), source=1).wait().item() == 1
     assert comm.all_gather_bytes(bytes([comm.rank])) == [b"\0", b"\1"]
     comm.settle()
 
@@ -365,8 +365,8 @@ def test_a_lone_rank_has_what_it_gathers_and_reduces() -> None:
     assert comm.all_gather(shard, shard, "a gather", tag=0).wait() is shard, "or it may be there already"
     assert torch.equal(comm.reduce_scatter(full, "a reduction", tag=0).wait(), shard)
     for op in ("sum", "max"):
-        assert comm.all_reduce(torch.tensor([3.0]), op).tolist() == [3.0]
-    assert comm.broadcast(torch.tensor([3.0])).tolist() == [3.0]
+        assert comm.all_reduce(torch.tensor([3.0]), op).wait().tolist() == [3.0]
+    assert comm.broadcast(torch.tensor([3.0])).wait().tolist() == [3.0]
     assert comm.all_gather_bytes(b"alone") == [b"alone"]
     comm.settle()
 
@@ -401,8 +401,8 @@ def _talk_to_nobody() -> None:
     assert not comm.peers_answer, "so nothing that they would say may be believed"
     assert comm.all_gather(torch.empty(128), torch.ones(2), "a gather", tag=0).wait().shape == (128,)
     assert comm.reduce_scatter(torch.ones(128), "a reduction", tag=0).wait().shape == (2,)
-    assert comm.all_reduce(torch.ones(2)).shape == (2,)
-    assert comm.broadcast(torch.ones(2)).shape == (2,)
+    assert comm.all_reduce(torch.ones(2)).wait().shape == (2,)
+    assert comm.broadcast(torch.ones(2)).wait().shape == (2,)
     comm.settle()
     model = FullyShardedDataParallel(nn.Linear(30, 50))
     model(torch.ones(2, 30)).sum().backward()
