@@ -1,5 +1,6 @@
 """Sharded data parallel training for PyTorch."""
 
+from fsdp._comm import use_torch_collectives as use_torch_collectives
 from fsdp._flat_param import FlatParameter as FlatParameter
 from fsdp._unit import TrainingState as TrainingState
 from fsdp._version import __version__ as __version__

@@ -133,6 +133,19 @@ class LoneRank(Communicator):
 
 LONE_RANK = LoneRank()
 
+_only_torch = False
+
+
+def use_torch_collectives(enabled: bool = True) -> None:
+    """Send everything through `torch.distributed`'s own collectives, on gloo too.
+
+    For tools that count or trace collectives by replacing those functions, and to compare. It is slower: gloo's
+    reduce-scatter moves twice the bytes. Has no effect on NCCL, where it is the only way. Call it on every rank alike,
+    before wrapping; models that are wrapped already keep their way.
+    """
+    global _only_torch
+    _only_torch = enabled
+
 
 class TorchCollectives(Communicator):
     """`torch.distributed`'s own collectives on any backend."""
@@ -223,7 +236,7 @@ class StagedExchange(DirectExchange):
 
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
-_communicators: dict[tuple[Any, str], Communicator] = {}
+_communicators: dict[tuple[Any, str, bool], Communicator] = {}
 
 
 def communicator(group: Group, device: torch.device) -> Communicator:
@@ -231,14 +244,14 @@ def communicator(group: Group, device: torch.device) -> Communicator:
     if group.size() == 1:
         return LONE_RANK
     # Kept for the life of the process: torch 2.13 may deadlock when a gloo group dies while the GIL is held.
-    key = (group, device.type)
+    key = (group, device.type, _only_torch)
     if key not in _communicators:
         _communicators[key] = _kind_of(group, device)(group)
     return _communicators[key]
 
 
 def _kind_of(group: Group, device: torch.device) -> type[TorchCollectives]:
-    if not hasattr(group, "send") or _backend_names(group).get(device.type) != "gloo":
+    if _only_torch or not hasattr(group, "send") or _backend_names(group).get(device.type) != "gloo":
         return TorchCollectives
     return DirectExchange if device.type == "cpu" else StagedExchange
 

@@ -115,9 +115,8 @@ class FlatParamHandle:
     def describe(self) -> str:
         """All that the ranks must agree on, as text."""
         slots = ", ".join(f"{slot.name}{list(slot.shape)}" for slot in self.layout.slots)
-        return (
-            f"{self.flat_param.dtype} requires_grad={self.requires_grad} over {self.layout.world_size} ranks: {slots}"
-        )
+        kind = f"{self.flat_param.dtype} requires_grad={self.requires_grad}"
+        return f"{kind} over {self.layout.world_size} ranks by {type(self.comm).__name__}: {slots}"
 
     # --- the leaves ---------------------------------------------------------------------------------------------
 

@@ -15,9 +15,10 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from fsdp import FullyShardedDataParallel, get_fsdp_instances
+from fsdp import FullyShardedDataParallel, get_fsdp_instances, use_torch_collectives
 from fsdp._comm import DirectExchange
 from tests._ranks import RankPool
 from tests.models import nested_mlp
@@ -326,3 +327,28 @@ def _enter_first() -> None:
     assert isinstance(model, FullyShardedDataParallel)
     assert model._is_root
     assert count(model, sync=True) == (2 * UNITS - 1, 1)
+
+
+def test_tools_can_count_collectives_by_replacing_torchs_functions(ranks: RankPool) -> None:
+    ranks(2).run(_count_through_torch)
+
+
+def _count_through_torch() -> None:
+    """Two units: 2n - 1 gathers under `no_sync`, then 2n - 2 more and n reductions (the contract, section 10)."""
+    use_torch_collectives()
+    try:
+        inner = FullyShardedDataParallel(nn.Linear(5, 5), bucket_cap_mb=0)
+        model = FullyShardedDataParallel(nn.Sequential(nn.Linear(5, 5), inner), bucket_cap_mb=0)
+    finally:
+        use_torch_collectives(False)
+    gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    reduce = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    with (
+        mock.patch.object(dist, gather, wraps=getattr(dist, gather)) as gathers,
+        mock.patch.object(dist, reduce, wraps=getattr(dist, reduce)) as reductions,
+    ):
+        with model.no_sync():
+            model(torch.ones(2, 5)).sum().backward()
+        assert (gathers.call_count, reductions.call_count) == (3, 0)
+        model(torch.ones(2, 5)).sum().backward()
+        assert (gathers.call_count, reductions.call_count) == (3 + 2, 2)
