@@ -59,8 +59,7 @@ class Runtime:
         if keep_root:
             root.reshard_after_forward = False
         self.sync_gradients = True
-        self._handle_units = {handle: unit for unit in self.units for handle in unit.handles}
-        self._reductions = Reductions(bucket_bytes, lambda handle: self._handle_units[handle].postdivide)
+        self._reductions = Reductions(bucket_bytes)
         self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._backward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._running: list[Call] = []  # forwards that are running, the innermost last
@@ -233,7 +232,7 @@ class Runtime:
         handle.gradients.begin_backward()  # re-entrant checkpoints may bring a second round
         self._free_after_backward(unit)
         if self.sync_gradients:
-            self._reductions.submit(handle)
+            self._reductions.submit(handle, unit.postdivide)
 
     def passed(self, unit: Unit, call: Call) -> None:
         """Hook: backward has the gradients of the inputs of a call."""
@@ -256,7 +255,7 @@ class Runtime:
                 if not self.sync_gradients:
                     handle.mark_unreduced()
                 elif not handle.gradients.is_empty:
-                    self._reductions.submit(handle)
+                    self._reductions.submit(handle, unit.postdivide)
         self._reductions.finish()
         for unit in self.units:
             unit.state = TrainingState.IDLE
