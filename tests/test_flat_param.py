@@ -797,7 +797,7 @@ def _list_places() -> None:
     (shared,) = handle.shared_param_infos
     assert (shared.module, shared.name, shared.fqn, shared.primary.fqn) == (module, "tied", "tied", "odd")
     assert handle.describe() == (
-        "torch.float32 requires_grad=True over 2 ranks: scalar[], empty[0, 4], transposed[5, 3], odd[7]"
+        "torch.float32 requires_grad=True over 2 ranks by DirectExchange: scalar[], empty[0, 4], transposed[5, 3], odd[7]"
     )
 
 
