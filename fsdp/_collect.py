@@ -99,7 +99,6 @@ def take_over(params: dict[nn.Parameter, Places], owner: str) -> None:
             del place.module._parameters[place.name]
 
 
-def flatten(params: Sequence[nn.Parameter], places: dict[nn.Parameter, Places]) -> FlatParameter:
-    """One flat parameter of a group, with the names of the first places."""
-    names = [places[param][0].fqn for param in params]
-    return FlatParameter(list(params), params[0].requires_grad, names)
+def names_of(params: Sequence[nn.Parameter], places: dict[nn.Parameter, Places]) -> list[str]:
+    """The names of parameters at their first places."""
+    return [places[param][0].fqn for param in params]

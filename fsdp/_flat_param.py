@@ -70,6 +70,20 @@ class FlatParameter(nn.Parameter):
         self._is_sharded = self._is_managed = self._has_unreduced = False
         return self
 
+    @classmethod
+    def shard_of(
+        cls, params: Sequence[nn.Parameter], names: Sequence[str], rank: int, world_size: int, device: torch.device
+    ) -> FlatParameter:
+        """One rank's shard of the flat parameter, cut straight from the parameters: there is never a whole copy."""
+        shapes = tuple(param.shape for param in params)
+        layout = ContiguousLayout.of(zip(names, shapes, strict=True), world_size)
+        shard = torch.zeros(layout.shard_numel, dtype=params[0].dtype, device=device)
+        for slot, param in enumerate(params):
+            layout.shard_of(slot, param, shard, rank)
+        self = cls._build(shard, params[0].requires_grad, tuple(names), shapes)
+        self._is_sharded = world_size > 1 and layout.numel > 0
+        return self
+
     def __init__(self, params: Any = None, requires_grad: bool = True, names: Any = None) -> None:
         pass
 

@@ -50,7 +50,7 @@ class FlatParamHandle:
     It knows how, and nothing of when: which collectives happen in which order is the runtime's.
 
     Args:
-        flat_param: holds all elements; afterwards only this rank's shard, on `device`.
+        flat_param: this rank's shard on `device`, or all elements, of which it then keeps the shard.
         infos: for each of its parameters, the places where it is used, first the one that names it.
         comm, reduce_comm: the ranks to gather from, and to reduce over.
         device: where it is computed.
@@ -73,7 +73,7 @@ class FlatParamHandle:
         self.shared_param_infos = [
             SharedParamInfo(*place, primary=places[0]) for places in infos for place in places[1:]
         ]
-        if flat_param.numel() == 0:
+        if flat_param.make_layout().numel == 0:
             comm = reduce_comm = LONE_RANK  # there is nothing to say to other ranks
         self.comm, self.reduce_comm = comm, reduce_comm
         self.layout = flat_param.make_layout(comm.world_size)
@@ -83,7 +83,9 @@ class FlatParamHandle:
         self._on_gradient = on_gradient
         self.places = [list(places) for places in infos]
         self.tag = 0  # distinct on its communicator once the ranks have agreed on a plan
-        self._cut(device)
+        if not flat_param._is_sharded and (self.is_sharded or flat_param.device != device):
+            self._cut(device)
+        flat_param._is_managed = True
         self._build()
 
     # --- the shard ----------------------------------------------------------------------------------------------
@@ -96,7 +98,6 @@ class FlatParamHandle:
         shard[: mine.numel()].copy_(mine)
         self.flat_param.data = shard
         self.flat_param._is_sharded = self.is_sharded
-        self.flat_param._is_managed = True
 
     @property
     def is_sharded(self) -> bool:

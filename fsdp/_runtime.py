@@ -24,6 +24,7 @@ from fsdp._agreement import agree
 from fsdp._autograd import BackwardPass, in_backward
 from fsdp._flat_param import FlatParameter
 from fsdp._handle import FlatParamHandle
+from fsdp._memory import return_freed_memory
 from fsdp._names import clean_name
 from fsdp._reductions import Reductions
 from fsdp._schedule import ExecutionOrder
@@ -55,6 +56,7 @@ class Runtime:
         self._refuse_strangers()
         agree(root.comm, named_units)
         self._adopt(named_units)
+        return_freed_memory()
         self._root_reshards = root.reshard_after_forward
         if keep_root:
             root.reshard_after_forward = False

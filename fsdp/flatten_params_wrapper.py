@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fsdp._collect import collect, flatten, take_over
+from fsdp._collect import collect, names_of, take_over
 from fsdp._flat_param import FlatParameter, ParamInfo
 from fsdp._names import FLATTEN_PART, clean_name, clean_text
 
@@ -37,6 +38,8 @@ class FlattenParamsWrapper(nn.Module):
             `requires_grad`, or contains a parameter that is not the module's.
     """
 
+    _is_managed = False  # whether a sharding handle runs the flat parameters; forward then only calls the module
+
     def __init__(
         self,
         module: nn.Module,
@@ -57,15 +60,15 @@ class FlattenParamsWrapper(nn.Module):
         self.flat_param_names = [f"flat_param_{suffix}" for suffix in suffixes]
         self.param_infos: list[list[list[ParamInfo]]] = [[found[param] for param in group] for group in groups]
         self.num_params_managed = sum(map(len, groups))
-        self.flat_params: list[FlatParameter] = [flatten(group, found) for group in groups]
+        self.flat_params = [self._flatten(group, names_of(group, found)) for group in groups]
         take_over({param: found[param] for group in groups for param in group}, type(module).__name__)
         for name, flat_param in zip(self.flat_param_names, self.flat_params, strict=True):
             self.register_parameter(name, flat_param)
-        self._is_managed = False
         self._unflattened: list[nn.Parameter] = []
         self._flatten_after_load = False
         self._load_errors: list[str] = []
-        self._show_views()
+        if not self._is_managed:
+            self._show_views()
         self.register_load_state_dict_pre_hook(self._before_load)
         self.register_load_state_dict_post_hook(self._after_load)
 
@@ -144,10 +147,8 @@ class FlattenParamsWrapper(nn.Module):
 
     # --- views and parameters -----------------------------------------------------------------------------------
 
-    def _hand_over(self) -> None:
-        """A sharding handle runs the flat parameters from now on; forward only calls the module."""
-        self._is_managed = True
-        self._fpw_module.__dict__.pop(_VIEWS, None)
+    def _flatten(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> FlatParameter:
+        return FlatParameter(params, params[0].requires_grad, names)
 
     def _places(self) -> Iterator[list[ParamInfo]]:
         for infos in self.param_infos:
@@ -302,3 +303,24 @@ def _as_groups(param_list: Sequence[Any]) -> list[list[nn.Parameter]]:
     if all(isinstance(item, Tensor) for item in param_list):
         param_list = [param_list]
     return [list(dict.fromkeys(group)) for group in param_list if len(group)]
+
+
+class ShardedParamsWrapper(FlattenParamsWrapper):
+    """What `FullyShardedDataParallel` holds its module in: of the flat parameters, each rank has its shard only.
+
+    Args:
+        module, param_list: as for `FlattenParamsWrapper`.
+        rank, world_size: which shard, of how many.
+        device: where the shards lie.
+    """
+
+    _is_managed = True
+
+    def __init__(
+        self, module: nn.Module, param_list: Sequence[Any], rank: int, world_size: int, device: torch.device
+    ) -> None:
+        self._cut = partial(FlatParameter.shard_of, rank=rank, world_size=world_size, device=device)
+        super().__init__(module, param_list)
+
+    def _flatten(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> FlatParameter:
+        return self._cut(params, names)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp._clip import clip_grad_norm
-from fsdp._collect import Places, collect, flatten, group, take_over
+from fsdp._collect import Places, collect, group, names_of, take_over
 from fsdp._comm import Group, communicator, default_group, reduce_group
 from fsdp._flat_param import FlatParameter
 from fsdp._optimizers import watch_optimizers
@@ -20,7 +20,7 @@ from fsdp._runtime import Runtime
 from fsdp._state_dict import Loading, ensure_agreed, exposed, whole_state, with_wrapped_metadata
 from fsdp._unit import TrainingState, Unit, unit_of
 from fsdp._wrapper_access import WrapperAccess
-from fsdp.flatten_params_wrapper import FlattenParamsWrapper
+from fsdp.flatten_params_wrapper import FlattenParamsWrapper, ShardedParamsWrapper
 
 
 class ProcessGroupName(str, Enum):
@@ -114,21 +114,14 @@ class FullyShardedDataParallel(WrapperAccess):
         self.compute_device = options.device_for(module)
         self.compute_dtype = next((param.dtype for param in found), torch.float32)
         self.process_group_reduce_scatter = self._reduce_group(process_group_reduce_scatter)
-        predivide = options.predivide_factor(self.world_size)
-        self._unit = Unit(
-            module,
-            communicator(self.process_group, self.compute_device),
-            reshard_after_forward=options.reshard_after_forward,
-            predivide=predivide,
-            postdivide=self.world_size / predivide,
-            new_runtime=self._new_runtime,
+        self._unit = self._make_unit(module)
+        self._fsdp_wrapped_module = ShardedParamsWrapper(
+            module, group(found) if flatten_parameters else [], self.rank, self.world_size, self.compute_device
         )
-        self._fsdp_wrapped_module = FlattenParamsWrapper(module, group(found) if flatten_parameters else [])
-        self._fsdp_wrapped_module._hand_over()
         if options.compute_device is not None:
             module.to(self.compute_device)  # buffers; the parameters that are ours have left
         if flatten_parameters:
-            found.clear()  # the originals are copied: let their memory go before more is taken
+            found.clear()  # the shards are cut: let the originals go before more memory is taken
             self._shard_flattened()
         else:
             self._shard_one_by_one(found)
@@ -142,6 +135,17 @@ class FullyShardedDataParallel(WrapperAccess):
             return reduce_group(self.process_group, self.compute_device)
         return self._options.checked_reduce_group(wanted, self.process_group, ProcessGroupName.default)
 
+    def _make_unit(self, module: nn.Module) -> Unit:
+        predivide = self._options.predivide_factor(self.world_size)
+        return Unit(
+            module,
+            communicator(self.process_group, self.compute_device),
+            reshard_after_forward=self._options.reshard_after_forward,
+            predivide=predivide,
+            postdivide=self.world_size / predivide,
+            new_runtime=self._new_runtime,
+        )
+
     def _shard_flattened(self) -> None:
         outer, inner = self.module, self.module.module
         for name, flat_param, places in zip(outer.flat_param_names, outer.flat_params, outer.param_infos, strict=True):
@@ -151,7 +155,8 @@ class FullyShardedDataParallel(WrapperAccess):
     def _shard_one_by_one(self, found: dict[nn.Parameter, Places]) -> None:
         take_over(found, type(self.module.module).__name__)
         for param, places in found.items():
-            self._shard(flatten([param], found), [places], [(place.module, place.name) for place in places])
+            flat_param = self.module._flatten([param], names_of([param], found))
+            self._shard(flat_param, [places], [(place.module, place.name) for place in places])
 
     def _shard(self, flat_param: FlatParameter, places: Any, registered: list[tuple[nn.Module, str]]) -> None:
         reduce_comm = communicator(self.process_group_reduce_scatter, self.compute_device)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FlatParameter, FullyShardedDataParallel
-from fsdp._collect import collect, flatten, take_over
+from fsdp._collect import collect, names_of, take_over
 from fsdp._comm import Communicator, LoneRank, communicator
 from fsdp._errors import InternalError
 from fsdp._handle import FlatParamHandle, Phase
@@ -185,7 +185,8 @@ def handle_of(
     """The module's parameters in one handle, over all ranks if not told otherwise."""
     comm = comm or communicator(dist.group.WORLD, torch.device("cpu"))
     found = collect(module)
-    flat = flatten(list(found), found)
+    params = list(found)
+    flat = FlatParameter(params, params[0].requires_grad, names_of(params, found))
     take_over(found, type(module).__name__)
     module.register_parameter("flat_param_0", flat)
     places = list(found.values())
@@ -797,7 +798,8 @@ def _list_places() -> None:
     (shared,) = handle.shared_param_infos
     assert (shared.module, shared.name, shared.fqn, shared.primary.fqn) == (module, "tied", "tied", "odd")
     assert handle.describe() == (
-        "torch.float32 requires_grad=True over 2 ranks by DirectExchange: scalar[], empty[0, 4], transposed[5, 3], odd[7]"
+        "torch.float32 requires_grad=True over 2 ranks by DirectExchange: "
+        "scalar[], empty[0, 4], transposed[5, 3], odd[7]"
     )
 
 

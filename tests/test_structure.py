@@ -38,7 +38,7 @@ ROOMS: dict[str, set[str]] = {
         "_clip",
         "_optimizers",
     },
-    "storage": {"_flat_param", "_handle", "_placeholder", "_gradients", "_collect"},
+    "storage": {"_flat_param", "_handle", "_placeholder", "_gradients", "_collect", "_memory"},
     "collectives": {"_comm"},
     "layout": {"_layout"},
 }
