@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fsdp._layout import Layout
+from fsdp._layout import ContiguousLayout
 
 
 class GradientBuffer:
@@ -15,7 +15,7 @@ class GradientBuffer:
     value (`_filled`, until the buffer is taken), and whether it has arrived in this backward (`_arrived`).
     """
 
-    def __init__(self, layout: Layout, like: Tensor) -> None:
+    def __init__(self, layout: ContiguousLayout, like: Tensor) -> None:
         self._layout = layout
         self._like = like
         self._flat: Tensor | None = None
@@ -69,7 +69,7 @@ class GradientBuffer:
         for slot, view in enumerate(views):
             if not filled[slot]:
                 view.zero_()
-        flat[self._layout.numel :].zero_()
+        self._layout.tail(flat).zero_()
         return flat
 
     def drop(self) -> None:

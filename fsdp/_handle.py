@@ -50,10 +50,9 @@ class FlatParamHandle:
     It knows how, and nothing of when: which collectives happen in which order is the runtime's.
 
     Args:
-        flat_param: this rank's shard on `device`, or all elements, of which it then keeps the shard.
+        flat_param: this rank's shard (`FlatParameter.shard_of`), where it is computed.
         infos: for each of its parameters, the places where it is used, first the one that names it.
         comm, reduce_comm: the ranks to gather from, and to reduce over.
-        device: where it is computed.
         registered: the modules, with the name, among whose parameters `flat_param` is registered.
         on_gradient: called with the handle and a parameter's number when autograd has finished that gradient.
     """
@@ -64,7 +63,6 @@ class FlatParamHandle:
         infos: Sequence[Sequence[ParamInfo]],
         comm: Communicator,
         reduce_comm: Communicator,
-        device: torch.device,
         registered: Sequence[tuple[nn.Module, str]],
         on_gradient: Callable[[FlatParamHandle, int], None],
     ) -> None:
@@ -83,21 +81,10 @@ class FlatParamHandle:
         self._on_gradient = on_gradient
         self.places = [list(places) for places in infos]
         self.tag = 0  # distinct on its communicator once the ranks have agreed on a plan
-        if not flat_param._is_sharded and (self.is_sharded or flat_param.device != device):
-            self._cut(device)
         flat_param._is_managed = True
         self._build()
 
     # --- the shard ----------------------------------------------------------------------------------------------
-
-    def _cut(self, device: torch.device) -> None:
-        whole = self.flat_param.detach()
-        begin = min(self.comm.rank * self.layout.shard_numel, whole.numel())
-        mine = whole[begin : begin + self.layout.shard_numel]
-        shard = torch.zeros(self.layout.shard_numel, dtype=whole.dtype, device=device)
-        shard[: mine.numel()].copy_(mine)
-        self.flat_param.data = shard
-        self.flat_param._is_sharded = self.is_sharded
 
     @property
     def is_sharded(self) -> bool:

@@ -155,6 +155,10 @@ class ContiguousLayout(Layout):
             return None
         return Interval(slot, start - kept.start, stop - kept.start, start - begin)
 
+    def tail(self, full: Tensor) -> Tensor:
+        """The padding of a gathered buffer: a view of its end."""
+        return full[self.numel :]
+
     def unpack(self, full: Tensor) -> list[Tensor]:
         self._check(full, self.padded_numel, "gathered buffer")
         return [full[slot.start : slot.stop].view(slot.shape) for slot in self.slots]

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.compiler import disable
@@ -152,14 +151,13 @@ class Unit(NotCopied):
         places: Sequence[Sequence[ParamInfo]],
         registered: Sequence[tuple[nn.Module, str]],
         reduce_comm: Communicator,
-        device: torch.device,
     ) -> None:
-        """Shard a flat parameter whose original ones were used at `places`; see `FlatParamHandle`."""
+        """Run a flat parameter's shard, whose original parameters were used at `places`; see `FlatParamHandle`."""
         for module, name in registered:
             module._parameters[name] = flat_param
         for module in {place.module for group in places for place in group}:
             self._guard_state(module)
-        handle = FlatParamHandle(flat_param, places, self.comm, reduce_comm, device, registered, self.on_gradient)
+        handle = FlatParamHandle(flat_param, places, self.comm, reduce_comm, registered, self.on_gradient)
         self.handles.append(handle)
 
     def watch_inputs(self, call: Call, inputs: Any) -> None:

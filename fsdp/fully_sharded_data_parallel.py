@@ -160,7 +160,7 @@ class FullyShardedDataParallel(WrapperAccess):
 
     def _shard(self, flat_param: FlatParameter, places: Any, registered: list[tuple[nn.Module, str]]) -> None:
         reduce_comm = communicator(self.process_group_reduce_scatter, self.compute_device)
-        self._unit.add_handle(flat_param, places, registered, reduce_comm, self.compute_device)
+        self._unit.add_handle(flat_param, places, registered, reduce_comm)
 
     def _new_runtime(self, root: Unit) -> Runtime:
         return Runtime(root, keep_root=self._options.disable_reshard_on_root, bucket_bytes=self._options.bucket_bytes)

@@ -186,12 +186,12 @@ def handle_of(
     comm = comm or communicator(dist.group.WORLD, torch.device("cpu"))
     found = collect(module)
     params = list(found)
-    flat = FlatParameter(params, params[0].requires_grad, names_of(params, found))
+    flat = FlatParameter.shard_of(params, names_of(params, found), comm.rank, comm.world_size, torch.device("cpu"))
     take_over(found, type(module).__name__)
     module.register_parameter("flat_param_0", flat)
     places = list(found.values())
     registered = [(module, "flat_param_0")]
-    handle = FlatParamHandle(flat, places, comm, comm, torch.device("cpu"), registered, on_gradient)
+    handle = FlatParamHandle(flat, places, comm, comm, registered, on_gradient)
     handle.name = "the unit"
     return handle
 
