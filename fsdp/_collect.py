@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import nn
@@ -83,11 +83,16 @@ def note_stale(param: nn.Parameter, description: str) -> None:
     _taken[key] = (weakref.ref(param, lambda _: _taken.pop(key, None)), description)
 
 
-def group(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Parameters that can share one flat parameter: of one dtype, device and `requires_grad`."""
-    groups: dict[tuple[torch.dtype, torch.device, bool], list[nn.Parameter]] = {}
-    for param in params:
-        groups.setdefault((param.dtype, param.device, param.requires_grad), []).append(param)
+def group(params: dict[nn.Parameter, Places], kind: Callable[[Places], Hashable]) -> list[list[nn.Parameter]]:
+    """Parameters that can share one flat parameter: of one dtype, device and `requires_grad`, and used alike.
+
+    Args:
+        params: with the places where each is used.
+        kind: what tells uses apart.
+    """
+    groups: dict[Hashable, list[nn.Parameter]] = {}
+    for param, places in params.items():
+        groups.setdefault((param.dtype, param.device, param.requires_grad, kind(places)), []).append(param)
     return list(groups.values())
 
 

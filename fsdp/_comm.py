@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
@@ -50,15 +51,17 @@ class Pending:
     def __init__(self, what: str, works: Sequence[Any], result: Callable[[], Tensor]) -> None:
         self._what = what
         self._works = works
-        self._result = result
-        self._arrived: Tensor | None = None
+        self._result: Callable[[], Tensor] | None = result
+        self._arrived: Tensor
 
     def wait(self) -> Tensor:
-        if self._arrived is None:
+        if self._result is not None:
             works, self._works = self._works, ()  # gloo would wait for another message the second time
             for work in works:
                 _finish(work, self._what)
-            self._arrived = self._result()
+            # What was sent is held by this until now, and not a moment longer.
+            result, self._result = self._result, None
+            self._arrived = result()
         return self._arrived
 
 
@@ -82,12 +85,16 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: int) -> Pending:
-        """Fill `full` ``[world_size * n]`` with every rank's `shard` ``[n]``, which must not change until `settle`."""
+        """Fill `full` ``[world_size * n]`` with every rank's `shard` ``[n]``, which must not change until `settle`.
+
+        Both are of one dtype.
+        """
 
     @abstractmethod
-    def reduce_scatter(self, full: Tensor, what: str, tag: int) -> Pending:
+    def reduce_scatter(self, full: Tensor, what: str, tag: int, dtype: torch.dtype | None = None) -> Pending:
         """Sum `full` ``[world_size * n]`` over the ranks; the result of `wait` is this rank's ``[n]`` of it.
 
+        It is sent in its own dtype. The result is of `dtype` (None: the same), in which we sum where that is up to us.
         `full` must be left alone until `wait` has returned, and may share memory with the result.
         """
 
@@ -115,11 +122,11 @@ class LoneRank(Communicator):
 
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: int) -> Pending:
         if full.data_ptr() != shard.data_ptr():
-            full.copy_(shard)
+            full.copy_(shard, non_blocking=True)
         return Pending(what, (), lambda: full)
 
-    def reduce_scatter(self, full: Tensor, what: str, tag: int) -> Pending:
-        return Pending(what, (), lambda: full)
+    def reduce_scatter(self, full: Tensor, what: str, tag: int, dtype: torch.dtype | None = None) -> Pending:
+        return Pending(what, (), lambda: full.to(dtype or full.dtype))
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
         return Pending("all-reduce", (), lambda: tensor)
@@ -160,12 +167,12 @@ class TorchCollectives(Communicator):
 
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: int) -> Pending:
         work = getattr(dist, _ALL_GATHER)(full, shard, group=self._group, async_op=True)
-        return Pending(what, (work,), lambda: full)
+        return Pending(what, (work,), lambda: _after_use_of(shard, full))
 
-    def reduce_scatter(self, full: Tensor, what: str, tag: int) -> Pending:
+    def reduce_scatter(self, full: Tensor, what: str, tag: int, dtype: torch.dtype | None = None) -> Pending:
         out = full.new_empty(full.numel() // self.world_size)
         work = getattr(dist, _REDUCE_SCATTER)(out, full, group=self._group, async_op=True)
-        return Pending(what, (work,), lambda: out)
+        return Pending(what, (work,), lambda: _after_use_of(full, out).to(dtype or full.dtype))
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
         work = dist.all_reduce(tensor, op=_OPS[op], group=self._group, async_op=True)
@@ -182,44 +189,75 @@ class TorchCollectives(Communicator):
         return payloads
 
 
+class _Sending:
+    """A shard on its way to the peers."""
+
+    def __init__(self, works: Sequence[Any], shard: Tensor, what: str) -> None:
+        self._works = works
+        self._shard: Tensor | None = shard
+        self._what = what
+
+    @property
+    def is_finished(self) -> bool:
+        return self._shard is None
+
+    def finish(self) -> None:
+        works, self._works = self._works, ()
+        for work in works:
+            _finish(work, self._what)
+        self._shard = None
+
+
 class DirectExchange(TorchCollectives):
     """gloo on CPU: pieces go from rank to rank directly, each received where it belongs."""
 
     def __init__(self, group: Any) -> None:
         super().__init__(group)
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        self._sent: list[tuple[Any, Tensor, str]] = []
+        self._sent: deque[_Sending] = deque()
+        self._answered: _Sending | None = None
 
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: int) -> Pending:
         pieces = full.view(self.world_size, -1)
         received = [self._group.recv([pieces[peer]], peer, _FIRST_TAG + 2 * tag) for peer in self._peers]
-        for peer in self._peers:
-            self._sent.append((self._group.send([shard], peer, _FIRST_TAG + 2 * tag), shard, what))
+        works = [self._group.send([shard], peer, _FIRST_TAG + 2 * tag) for peer in self._peers]
+        sending = _Sending(works, shard, what)
+        self._sent.append(sending)
         pieces[self.rank].copy_(shard)
-        return Pending(what, received, lambda: full)
+        return Pending(what, received, lambda: self._answer(sending, full))
 
-    def reduce_scatter(self, full: Tensor, what: str, tag: int) -> Pending:
+    def _answer(self, sending: _Sending, full: Tensor) -> Tensor:
+        # A shard that was cast only to be sent should go when its messages are through. Peers ask for ours before they
+        # send theirs, so those of the gather that was awaited before this one are.
+        if self._answered is not None:
+            self._answered.finish()
+        self._answered = sending
+        while self._sent and self._sent[0].is_finished:
+            self._sent.popleft()
+        return full
+
+    def reduce_scatter(self, full: Tensor, what: str, tag: int, dtype: torch.dtype | None = None) -> Pending:
         pieces = full.view(self.world_size, -1)
         received = {peer: torch.empty_like(pieces[peer]) for peer in self._peers}
         works = [self._group.recv([received[peer]], peer, _FIRST_TAG + 2 * tag + 1) for peer in self._peers]
         works += [self._group.send([pieces[peer]], peer, _FIRST_TAG + 2 * tag + 1) for peer in self._peers]
         received[self.rank] = pieces[self.rank]
-        return Pending(what, works, lambda: self._sum_in_rank_order(received))
+        return Pending(what, works, lambda: self._sum_in_rank_order(received, dtype or full.dtype))
 
-    def _sum_in_rank_order(self, pieces: dict[int, Tensor]) -> Tensor:
+    def _sum_in_rank_order(self, pieces: dict[int, Tensor], dtype: torch.dtype) -> Tensor:
         # In rank order, so that a run repeats to the bit. Into a received piece: our own is part of the buffer
         # that the caller wants to free, a received one has a memory of its own and becomes the result.
         first, second, *rest = range(self.world_size)
         target, other = (second, first) if first == self.rank else (first, second)
-        total = pieces[target].add_(pieces[other])
+        total = pieces[target].to(torch.promote_types(pieces[target].dtype, dtype)).add_(pieces[other])
         for rank in rest:
             total.add_(pieces[rank])
-        return total
+        return total.to(dtype)
 
     def settle(self) -> None:
-        sent, self._sent = self._sent, []
-        for work, _, what in sent:
-            _finish(work, what)
+        self._answered = None
+        while self._sent:
+            self._sent.popleft().finish()
 
 
 class StagedExchange(DirectExchange):
@@ -230,8 +268,8 @@ class StagedExchange(DirectExchange):
         arrived = super().all_gather(host, shard.cpu(), what, tag)
         return Pending(what, (), lambda: full.copy_(arrived.wait()))
 
-    def reduce_scatter(self, full: Tensor, what: str, tag: int) -> Pending:
-        reduced = super().reduce_scatter(full.cpu(), what, tag)
+    def reduce_scatter(self, full: Tensor, what: str, tag: int, dtype: torch.dtype | None = None) -> Pending:
+        reduced = super().reduce_scatter(full.cpu(), what, tag, dtype)
         return Pending(what, (), lambda: reduced.wait().to(full.device))
 
 
@@ -298,6 +336,11 @@ def reduce_group(group: Group, device: torch.device) -> Group:
 
 
 _second_groups: dict[tuple[Any, str], Any] = {}
+
+
+def _after_use_of(sent: Tensor, result: Tensor) -> Tensor:
+    """`result`; `sent` is named only so that it lives until the collective that reads it has been awaited."""
+    return result
 
 
 def _finish(work: Any, what: str) -> None:

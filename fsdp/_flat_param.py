@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp._layout import ContiguousLayout
+from fsdp._placeholder import Placeholder, gradient_elsewhere
 
 
 class ParamInfo(NamedTuple):
@@ -45,6 +46,8 @@ class FlatParameter(nn.Parameter):
     _is_sharded: bool  # it holds one rank's shard
     _is_managed: bool  # a handle runs it
     _has_unreduced: bool  # gradients were accumulated under `no_sync` and are not in `grad` yet
+    _away: Tensor | None  # a gradient that is kept on another device
+    home: Any  # where a shard and its gradient live
 
     def __new__(
         cls, params: Sequence[nn.Parameter], requires_grad: bool = True, names: Sequence[str] | None = None
@@ -68,20 +71,30 @@ class FlatParameter(nn.Parameter):
         self = Tensor._make_subclass(cls, data, requires_grad)
         self._names, self._shapes = names, shapes
         self._is_sharded = self._is_managed = self._has_unreduced = False
+        self._away = None
+        self.home = None
         return self
 
     @classmethod
     def shard_of(
-        cls, params: Sequence[nn.Parameter], names: Sequence[str], rank: int, world_size: int, device: torch.device
+        cls, params: Sequence[nn.Parameter], names: Sequence[str], rank: int, world_size: int, home: Any
     ) -> FlatParameter:
-        """One rank's shard of the flat parameter, cut straight from the parameters: there is never a whole copy."""
+        """One rank's shard of the flat parameter, cut straight from the parameters: there is never a whole copy.
+
+        Args:
+            params, names: what it is made of.
+            rank, world_size: which shard, of how many.
+            home: where it lives (a `Home`).
+        """
         shapes = tuple(param.shape for param in params)
         layout = ContiguousLayout.of(zip(names, shapes, strict=True), world_size)
-        shard = torch.zeros(layout.shard_numel, dtype=params[0].dtype, device=device)
+        shard = home.allocate(layout.shard_numel, params[0].dtype)
         for slot, param in enumerate(params):
             layout.shard_of(slot, param, shard, rank)
-        self = cls._build(shard, params[0].requires_grad, tuple(names), shapes)
+        self = home.flat_parameter._build(shard, params[0].requires_grad, tuple(names), shapes)
         self._is_sharded = world_size > 1 and layout.numel > 0
+        self.home = home
+        home.release()
         return self
 
     def __init__(self, params: Any = None, requires_grad: bool = True, names: Any = None) -> None:
@@ -90,6 +103,34 @@ class FlatParameter(nn.Parameter):
     def make_layout(self, world_size: int = 1) -> ContiguousLayout:
         """How the parameters lie in the vector when `world_size` ranks share it."""
         return ContiguousLayout.of(zip(self._names, self._shapes, strict=True), world_size)
+
+    @property
+    def held_gradient(self) -> Tensor | None:
+        """The reduced gradient, wherever it is; None without one."""
+        grad = self.grad
+        return self._away if isinstance(grad, Placeholder) else grad
+
+    def hold_gradient(self, reduced: Tensor) -> None:
+        """Add a reduced gradient; one on another device is kept there, beside the parameter."""
+        held = self.held_gradient
+        if held is not None:
+            held.add_(reduced.to(held.device))
+        elif reduced.device == self.device:
+            self.grad, self._away = reduced, None
+        else:
+            self._away = reduced
+            self.grad = gradient_elsewhere(f"a flat parameter with {self._names[0]}", self, reduced.device)
+
+    def bring_gradient(self) -> None:
+        """Have a gradient that is kept elsewhere in ``grad``, where optimizers look for it."""
+        held = self.held_gradient
+        if self._away is not None and held is not None:
+            self.grad = held.to(self.device)
+        self._away = None
+
+    def forget_gradient(self) -> None:
+        """Have no gradient, here or elsewhere."""
+        self.grad = self._away = None
 
     def get_param_views(self, external_data: Tensor | None = None) -> list[Tensor]:
         """The original parameters as views of this one, or of `external_data` of the same size.

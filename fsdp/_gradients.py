@@ -13,11 +13,22 @@ class GradientBuffer:
 
     It outlives a backward under `no_sync`, so it keeps two facts about each parameter: whether its place holds a
     value (`_filled`, until the buffer is taken), and whether it has arrived in this backward (`_arrived`).
+
+    Args:
+        layout: where each gradient belongs.
+        dtype: in which the gradient is sent.
+        sum_dtype: at least in this one the gradients of several backwards are added up.
+        device: where it is.
     """
 
-    def __init__(self, layout: ContiguousLayout, like: Tensor) -> None:
+    def __init__(
+        self, layout: ContiguousLayout, dtype: torch.dtype, sum_dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._layout = layout
-        self._like = like
+        self.dtype = dtype
+        self._sum_dtype = torch.promote_types(dtype, sum_dtype)
+        self._device = device
+        self._is_summing = False
         self._flat: Tensor | None = None
         self._filled = bytearray(len(layout.slots))
         self._arrived = bytearray(len(layout.slots))
@@ -33,22 +44,31 @@ class GradientBuffer:
         """Whether every parameter's gradient has arrived in this backward."""
         return self._missing == 0
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, is_summing: bool) -> None:
+        """Expect every gradient; `is_summing` if those of later backwards will be added before they are taken."""
+        self._is_summing = is_summing
+        self.begin_round()
+
+    def begin_round(self) -> None:
+        """Expect every gradient (again)."""
         self._arrived = bytearray(len(self._arrived))
         self._missing = len(self._arrived)
 
     def add(self, slot: int, grad: Tensor, divisor: float) -> None:
         """Put ``grad / divisor`` at its place, or add it to what is there."""
         if self._flat is None:
-            self._flat = torch.empty(self._layout.padded_numel, dtype=self._like.dtype, device=self._like.device)
+            dtype = self._sum_dtype if self._is_summing else self.dtype
+            self._flat = torch.empty(self._layout.padded_numel, dtype=dtype, device=self._device)
             self._views = self._layout.unpack(self._flat)
         place = self._views[slot]
         if self._filled[slot]:
             place.add_(grad, alpha=1.0 / divisor)
         elif divisor == 1.0:
             place.copy_(grad)
-        else:
+        elif grad.dtype == place.dtype:
             torch.div(grad, divisor, out=place)
+        else:
+            place.copy_(grad).div_(divisor)  # dividing first would lose what only the wider dtype can hold
         self._filled[slot] = 1
         if not self._arrived[slot]:
             self._arrived[slot] = 1
@@ -61,7 +81,7 @@ class GradientBuffer:
                 view.mul_(factor)
 
     def take(self) -> Tensor:
-        """The flat gradient, zero where nothing arrived; the buffer is empty afterwards."""
+        """The flat gradient in `dtype`, zero where nothing arrived; the buffer is empty afterwards."""
         flat, views, filled = self._flat, self._views, self._filled
         if flat is None:
             raise ValueError("nothing has been accumulated")
@@ -70,7 +90,7 @@ class GradientBuffer:
             if not filled[slot]:
                 view.zero_()
         self._layout.tail(flat).zero_()
-        return flat
+        return flat.to(self.dtype)
 
     def drop(self) -> None:
         self._flat, self._views = None, []

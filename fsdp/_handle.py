@@ -2,21 +2,21 @@
 
 The tensors of a handle, for W ranks (P is the layout's padded number of elements):
 
-- ``flat_param`` ``[P / W]``: this rank's shard, the only thing that lives between steps and all that the
-  optimizer sees. Registered in modules, so `parameters()` finds it.
-- ``full`` ``[P]``: the gathered parameters. One tensor made once, whose *storage* is freed and allocated again.
-- ``leaves``: one per parameter, views of ``full`` made once and never again; modules compute with them, and
-  autograd accumulates into them. They are made from ``.data``, so each has a version counter of its own: gathering
-  into ``full`` does not look to autograd like a change of the weights that it saved.
+- ``flat_param`` ``[P / W]``, in the parameters' own dtype: this rank's shard, the only thing that lives between steps
+  and all that the optimizer sees. Registered in modules, so `parameters()` finds it. Its ``home`` says where it lives.
+- ``whole.full`` ``[P]``, in the dtype of the computation and on its device: the gathered parameters, see
+  `WholeParameters`. What is gathered is a shard that was cast and moved just in time, and is freed after the gather.
+- ``gradients`` ``[P]``, in the dtype of the reduction; the reduced gradient is of the shard's.
 
-In a world of one ``full`` is the shard itself, and stays.
+In a world of one ``full`` is the shard itself, and stays, unless the shard is of another dtype or elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from enum import Enum, auto
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,10 @@ from fsdp._errors import InternalError
 from fsdp._flat_param import FlatParameter, ParamInfo, SharedParamInfo
 from fsdp._gradients import GradientBuffer
 from fsdp._layout import Interval
-from fsdp._placeholder import Placeholder, sharded_weight, unreduced_gradient
+from fsdp._offload import Home
+from fsdp._placeholder import Placeholder, unreduced_gradient
+from fsdp._precision import Precision
+from fsdp._whole import WholeParameters
 
 
 class Phase(Enum):
@@ -50,11 +53,12 @@ class FlatParamHandle:
     It knows how, and nothing of when: which collectives happen in which order is the runtime's.
 
     Args:
-        flat_param: this rank's shard (`FlatParameter.shard_of`), where it is computed.
+        flat_param: this rank's shard (`FlatParameter.shard_of`).
         infos: for each of its parameters, the places where it is used, first the one that names it.
         comm, reduce_comm: the ranks to gather from, and to reduce over.
         registered: the modules, with the name, among whose parameters `flat_param` is registered.
-        on_gradient: called with the handle and a parameter's number when autograd has finished that gradient.
+        precision: the dtypes of computation and reduction.
+        on_gradient: called with the handle, a parameter's number and its leaf when autograd has finished that gradient.
     """
 
     def __init__(
@@ -64,9 +68,11 @@ class FlatParamHandle:
         comm: Communicator,
         reduce_comm: Communicator,
         registered: Sequence[tuple[nn.Module, str]],
-        on_gradient: Callable[[FlatParamHandle, int], None],
+        precision: Precision,
+        on_gradient: Callable[[FlatParamHandle, int, Tensor], None],
     ) -> None:
         self.flat_param = flat_param
+        self.home: Home = flat_param.home
         self.param_infos = [places[0] for places in infos]
         self.shared_param_infos = [
             SharedParamInfo(*place, primary=places[0]) for places in infos for place in places[1:]
@@ -78,13 +84,15 @@ class FlatParamHandle:
         self.name = ""
         self.phase = Phase.SHARDED
         self.registered = list(registered)
+        self._precision = precision
+        self._in_full_precision = False
         self._on_gradient = on_gradient
         self.places = [list(places) for places in infos]
         self.tag = 0  # distinct on its communicator once the ranks have agreed on a plan
         flat_param._is_managed = True
         self._build()
 
-    # --- the shard ----------------------------------------------------------------------------------------------
+    # --- what it is ---------------------------------------------------------------------------------------------
 
     @property
     def is_sharded(self) -> bool:
@@ -96,90 +104,91 @@ class FlatParamHandle:
         return self.flat_param.requires_grad
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the computation."""
+        own = self.flat_param.dtype
+        return own if self._in_full_precision else self._precision.compute_dtype(own)
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether it is computed with in another dtype than the optimizer steps it in."""
+        return self._precision.compute_dtype(self.flat_param.dtype) != self.flat_param.dtype
+
+    @property
     def intervals(self) -> list[Interval]:
         """What this rank holds: shard metadata in the layout's terms."""
         return self.layout.intervals(self.comm.rank)
+
+    @property
+    def reduced_nbytes(self) -> int:
+        """Bytes of the whole gradient as it is sent."""
+        return self.layout.padded_numel * self.gradients.dtype.itemsize
 
     def describe(self) -> str:
         """All that the ranks must agree on, as text."""
         slots = ", ".join(f"{slot.name}{list(slot.shape)}" for slot in self.layout.slots)
         kind = f"{self.flat_param.dtype} requires_grad={self.requires_grad}"
+        if self.is_cast or self.gradients.dtype != self.flat_param.dtype:
+            computed = self._precision.compute_dtype(self.flat_param.dtype)
+            kind += f" computed in {computed}, reduced in {self.gradients.dtype},"
         return f"{kind} over {self.layout.world_size} ranks by {type(self.comm).__name__}: {slots}"
 
-    # --- the leaves ---------------------------------------------------------------------------------------------
+    # --- buffers ------------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
-        """Make buffer, leaves and placeholders for the shard's present dtype and device."""
+        """Make everything beside the shard anew, for its present dtype and the present device."""
         shard = self.flat_param
-        if self.is_sharded:
-            self.full = torch.empty(self.layout.padded_numel, dtype=shard.dtype, device=shard.device)
-        else:
-            self.full = shard.detach()
-        self.nbytes = self.layout.padded_numel * self.full.element_size()
-        self.leaves = [nn.Parameter(view.data, shard.requires_grad) for view in self.layout.unpack(self.full)]
-        self.gradients = GradientBuffer(self.layout, self.full)
-        if shard.requires_grad:
-            for slot, leaf in enumerate(self.leaves):
-                leaf.register_post_accumulate_grad_hook(lambda _, slot=slot: self._on_gradient(self, slot))
-        self._list_places()
+        self._built_for = (shard.dtype, shard.requires_grad, shard.data_ptr(), self.home.device)
+        self.gradients = GradientBuffer(
+            self.layout, self._precision.reduce_dtype(shard.dtype), shard.dtype, self.home.device
+        )
+        self._wholes: dict[torch.dtype, WholeParameters] = {}
         self._gathered_version = -1
-        if self.is_sharded:
-            self.full.untyped_storage().resize_(0)
+        self._choose_whole()
 
-    def _list_places(self) -> None:
-        self._swaps: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
-        for slot, leaf, places in zip(self.layout.slots, self.leaves, self.places, strict=True):
-            absent = sharded_weight(slot.name, leaf) if self.is_sharded else leaf
-            self._swaps += [(place.module.__dict__, place.name, leaf, absent) for place in places]
-        modules = {place.module: None for places in self.places for place in places}
-        self._rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
-        for module in self._rnns:
-            # It would move the weights into memory of cuDNN's choice; ours lie one after the other already.
-            module.__dict__["flatten_parameters"] = _leave_as_they_are
-        self.fill_places()
+    def _choose_whole(self) -> None:
+        if self.dtype not in self._wholes:
+            self._wholes[self.dtype] = self._new_whole()
+        self.whole = self._wholes[self.dtype]
+        self.whole.fill_places(is_whole=False)
 
-    def fill_places(self) -> None:
-        """Put where the modules look for their parameters what belongs there in this phase, whatever is there."""
-        for attributes, name, leaf, absent in self._swaps:
-            attributes[name] = leaf if self.phase is Phase.FULL else absent
-        self.refresh_rnns()
+    def _new_whole(self) -> WholeParameters:
+        shard = self.flat_param
+        is_shard = not self.is_sharded and self.dtype == shard.dtype and not self.home.is_elsewhere
+        return WholeParameters(
+            self.layout,
+            self.places,
+            shard.detach() if is_shard else self._new_buffer(self.dtype),
+            is_shard=is_shard,
+            requires_grad=shard.requires_grad,
+            on_gradient=partial(self._on_gradient, self),
+        )
 
-    def _show(self) -> None:
-        self.check_places()
-        for attributes, name, leaf, _ in self._swaps:
-            attributes[name] = leaf
-        if self._rnns:
-            self.refresh_rnns()
-
-    def _hide(self) -> None:
-        for attributes, name, leaf, absent in self._swaps:
-            if attributes.get(name) is leaf:  # else `check_places` will report what is there
-                attributes[name] = absent
-        if self._rnns:
-            self.refresh_rnns()
-
-    def refresh_rnns(self) -> None:
-        """Recurrent modules keep their weights in a list besides: make it what their attributes are."""
-        for module in self._rnns:
-            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+    def _new_buffer(self, dtype: torch.dtype) -> Tensor:
+        return torch.empty(self.layout.padded_numel, dtype=dtype, device=self.home.device)
 
     def check_places(self) -> None:
         """Raise RuntimeError if a parameter's attribute is no longer what we put there."""
-        for slot, (attributes, name, leaf, absent) in enumerate(self._swaps):
-            found = attributes.get(name)
-            if found is not absent and found is not leaf:
-                fqn = [place.fqn for places in self.places for place in places][slot]
-                raise RuntimeError(
-                    f"{self.name}: {fqn} was replaced after wrapping. The new value would not be trained, and other "
-                    "ranks would never see it: assign it inside `with model.summon_full_params():`, or load it with "
-                    "load_state_dict()."
-                )
+        self.whole.check_places(self.name)
+
+    def fill_places(self) -> None:
+        """Put where the modules look for their parameters what belongs there in this phase, whatever is there."""
+        self.whole.fill_places(self.phase is Phase.FULL)
 
     def replacement(self, slot: int) -> nn.Parameter | None:
         """What the user has put in the place of a parameter, None if nothing."""
         place = self.places[slot][0]
         found = place.module._parameters.get(place.name)
         return None if found is self.flat_param else found
+
+    def compute_in_full(self, wanted: bool) -> None:
+        """Whether to gather the parameters in the shard's own dtype from now on."""
+        if wanted is self._in_full_precision or not self.is_cast:
+            return
+        self.reshard()
+        self.check_places()
+        self._in_full_precision = wanted
+        self._choose_whole()
 
     def follow_shard(self) -> None:
         """Follow a shard that was moved, cast or frozen (`module.to(...)`): buffer and leaves are made anew."""
@@ -190,12 +199,14 @@ class FlatParamHandle:
                 f"{self.layout.shard_numel}: its .data was replaced by something else. Change parameters inside "
                 "`with model.summon_full_params():`."
             )
-        if shard.device != self.full.device:
-            self.comm = self.comm.for_device(shard.device)
-            self.reduce_comm = self.reduce_comm.for_device(shard.device)
-        changed = shard.dtype != self.full.dtype or shard.device != self.full.device
-        changed |= bool(self.leaves) and shard.requires_grad != self.leaves[0].requires_grad
-        if changed or (not self.is_sharded and shard.data_ptr() != self.full.data_ptr()):
+        self.home.adopt(shard)
+        dtype, requires_grad, address, device = self._built_for
+        if self.home.device != device:
+            self.comm = self.comm.for_device(self.home.device)
+            self.reduce_comm = self.reduce_comm.for_device(self.home.device)
+        is_another = (shard.dtype, shard.requires_grad, self.home.device) != (dtype, requires_grad, device)
+        if is_another or (self.whole.is_shard and shard.data_ptr() != address):
+            self._precision.check(self.name, shard.dtype, shard.requires_grad)
             self._build()
 
     # --- unshard and reshard ------------------------------------------------------------------------------------
@@ -214,48 +225,61 @@ class FlatParamHandle:
                 return
             self.reshard()  # the shard was changed since: what is here is stale
         self.follow_shard()
+        self.home.check(self.name)
         self._gathered_version = self.flat_param._version
         self._enter(Phase.GATHERING)
-        if self.is_sharded:
-            self.full.untyped_storage().resize_(self.nbytes)
-            shard = self.flat_param.detach()
-            self._pending: Pending = self.comm.all_gather(self.full, shard, f"all-gather of {self.name}", self.tag)
+        if self.whole.is_shard:
+            self.home.read_ahead()
+        else:
+            self.whole.allocate()
+            self._pending = self._gather_into(self.whole.full)
+
+    def _gather_into(self, full: Tensor) -> Pending:
+        with self.home.lane.fork() if self.home.is_elsewhere else nullcontext():
+            if self.is_sharded or full.dtype != self.flat_param.dtype:
+                shard = self.home.staged(self.flat_param, full.dtype)
+            else:
+                shard = self.flat_param.detach()  # copied to its place directly
+            return self.comm.all_gather(full, shard, f"all-gather of {self.name}", self.tag)
+
+    def _await(self, pending: Pending) -> None:
+        pending.wait()
+        if self.home.is_elsewhere:
+            self.home.lane.join()
 
     def unshard(self) -> None:
         """Whole and visible in the modules when this returns (on CUDA: for work on the current stream)."""
         self.gather()
         if self.phase is Phase.GATHERING:
-            if self.is_sharded:
-                self._pending.wait()
-            self._show()
+            if not self.whole.is_shard:
+                self._await(self._pending)
+                self.home.release()
+            self.check_places()
+            self.whole.show()
             self._enter(Phase.FULL)
 
     def reshard(self) -> None:
         """Give the memory of the whole parameter back."""
         if self.phase is Phase.SHARDED:
             return
-        if self.is_sharded:
-            if self.phase is Phase.GATHERING:
-                self._pending.wait()  # it writes into the buffer until it is done
-            else:
-                self._hide()
-            # Through the storage, not by dropping the tensor: autograd may have saved the leaves, and must find the
-            # data at the same place again after the next gather.
-            self.full.untyped_storage().resize_(0)
+        if self.whole.is_shard:
+            self.home.release()
+        elif self.phase is Phase.GATHERING:
+            self._await(self._pending)  # it writes into the buffer until it is done
+        else:
+            self.whole.hide()
+        self.whole.free()
         self._enter(Phase.SHARDED)
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor's memory is the gathered buffer's."""
-        return self.is_sharded and tensor.untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr()
-
     def full_copies(self) -> list[Tensor]:
-        """Collective. The whole parameters as tensors with memory of their own."""
+        """Collective. The whole parameters in the shard's dtype, as tensors with memory of their own."""
         is_fresh = self.phase is Phase.FULL and self.flat_param._version == self._gathered_version
-        if is_fresh or not self.is_sharded:
-            return [leaf.detach().clone() for leaf in self.leaves]
-        full = torch.empty(self.layout.padded_numel, dtype=self.full.dtype, device=self.full.device)
-        self.comm.all_gather(full, self.flat_param.detach(), f"all-gather of {self.name}", self.tag).wait()
-        self.comm.settle()
+        if self.dtype == self.flat_param.dtype and (is_fresh or self.whole.is_shard):
+            return [leaf.detach().clone() for leaf in self.whole.leaves]
+        self.home.check(self.name)
+        full = self._new_buffer(self.flat_param.dtype)
+        self._await(self._gather_into(full))
+        self.settle()
         return [view.clone() for view in self.layout.unpack(full)]
 
     def store(self, slot: int, value: Tensor) -> None:
@@ -266,11 +290,15 @@ class FlatParamHandle:
             # not take part in the next gather.
             self.flat_param[:0].zero_()
 
+    def settle(self) -> None:
+        """Block until the shard may be written: what was sent and copied from it has arrived."""
+        self.comm.settle()
+        self.home.lane.settle()
+
     # --- gradients ----------------------------------------------------------------------------------------------
 
-    def take_gradient(self, slot: int, divisor: float) -> bool:
+    def take_gradient(self, slot: int, leaf: Tensor, divisor: float) -> bool:
         """Move a leaf's gradient into the flat buffer; True when it was the last one missing in this backward."""
-        leaf = self.leaves[slot]
         gradient, leaf.grad = leaf.grad, None
         if gradient is not None:
             if gradient.layout is not torch.strided:
@@ -282,17 +310,14 @@ class FlatParamHandle:
         return self.gradients.is_complete
 
     def reduce(self) -> Pending:
-        """Start to sum the accumulated gradient over the ranks; the result is the shard's ``[shard_numel]``."""
-        return self.reduce_comm.reduce_scatter(self.gradients.take(), f"reduce-scatter of {self.name}", self.tag)
+        """Start to sum the accumulated gradient over the ranks; the result is the shard's, in its dtype."""
+        what = f"reduce-scatter of {self.name}"
+        return self.reduce_comm.reduce_scatter(self.gradients.take(), what, self.tag, self.flat_param.dtype)
 
     def accept(self, reduced: Tensor) -> None:
         """Add a reduced gradient to the shard's."""
         self.flat_param._has_unreduced = False
-        grad = self.flat_param.grad
-        if grad is None or isinstance(grad, Placeholder):
-            self.flat_param.grad = reduced
-        else:
-            grad.add_(reduced)
+        self.home.accept(self.flat_param, reduced)
 
     def mark_unreduced(self) -> None:
         """Let the shard's missing gradient say why it is missing, if it is and something is accumulated."""
@@ -301,21 +326,20 @@ class FlatParamHandle:
             if self.flat_param.grad is None:
                 self.flat_param.grad = unreduced_gradient(self.name, self.flat_param)
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, is_summing: bool = False) -> None:
+        """Expect every gradient; `is_summing` if this backward's are added to, and not reduced at its end."""
         # `mark_unreduced` left no None behind: the user has zeroed the gradients since, accumulated ones included.
         if self.flat_param.grad is None:
+            self.flat_param.forget_gradient()
             self.gradients.drop()
-        self.gradients.begin_backward()
+        self.gradients.begin_backward(is_summing)
 
-    def drop_gradients(self) -> None:
+    def drop_unreduced(self) -> None:
         """Forget what is accumulated and not reduced."""
         self.flat_param._has_unreduced = False
         self.gradients.drop()
-        if isinstance(self.flat_param.grad, Placeholder):
+        if isinstance(self.flat_param.grad, Placeholder) and self.flat_param.held_gradient is None:
             self.flat_param.grad = None
-        for leaf in self.leaves:
-            leaf.grad = None
-
-
-def _leave_as_they_are() -> None:
-    pass
+        for whole in self._wholes.values():
+            for leaf in whole.leaves:
+                leaf.grad = None

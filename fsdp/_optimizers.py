@@ -1,32 +1,54 @@
-"""Mistakes with optimizers that would otherwise pass in silence are noticed when one steps."""
+"""What has to happen around an optimizer's step, and mistakes that would otherwise pass in silence.
+
+torch calls hooks before and after every step of its optimizers. Before a step, gradients join their parameters, and
+what cannot be stepped is refused; after it, what an optimizer made for shards on disk goes there too.
+"""
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp._collect import taken_by
 from fsdp._flat_param import FlatParameter
+from fsdp._offload import DiskHome
 
 
 @cache
 def watch_optimizers() -> None:
-    """Check every torch optimizer at its steps from now on."""
-    register_optimizer_step_pre_hook(_check)
+    """Accompany every torch optimizer at its steps from now on."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
-def _check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    for param in params:
-        if isinstance(param, FlatParameter) and param._has_unreduced and param.grad is not None:
+    flat_params = [param for param in params if isinstance(param, FlatParameter) and param._is_managed]
+    for param in flat_params:
+        if param._has_unreduced and param.grad is not None:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step(): gradients that were accumulated under no_sync() are not reduced "
                 "over the ranks yet and would be left out. Run the last backward of the step outside no_sync()."
             )
+    if any(param._is_sharded for param in flat_params):
+        _refuse_lonely_scaler()
     _refuse_original_parameters(optimizer, params)
+    for param in flat_params:
+        param.home.check(f"{type(optimizer).__name__}.step() of a flat parameter with {param._names[0]}")
+        param.bring_gradient()
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    on_disk = [param for param in params if isinstance(param, FlatParameter) and isinstance(param.home, DiskHome)]
+    for param in on_disk:
+        param.home.keep_state(optimizer.state.get(param, {}), param.numel())
+    for files in {param.home.files for param in on_disk}:
+        files.release()
 
 
 def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[Any]) -> None:
@@ -38,3 +60,29 @@ def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[A
             f"this {type(optimizer).__name__} was made before the model was wrapped: it holds original parameters that "
             f"get no gradients any more ({listing}). Make it after wrapping, from the wrapped model's parameters()."
         )
+
+
+# How many calls may lie between a scaler's step and our hook: torch's own have four.
+_CALLS_TO_A_SCALER = 12
+
+
+def _refuse_lonely_scaler() -> None:
+    """Raise RuntimeError if the step is called by a scaler that decides on this rank alone whether to skip it.
+
+    A scaler leaves no trace on an optimizer, and on a rank that skips there is no step at all; so this looks at who
+    calls. A rank that skipped alone would train on with other weights than the rest, silently.
+    """
+    frame = sys._getframe(1)
+    for _ in range(_CALLS_TO_A_SCALER):
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+        if frame.f_code is torch.amp.GradScaler.step.__code__:
+            scaler = frame.f_locals["self"]
+            if not getattr(scaler, "agrees_over_ranks", False):
+                raise RuntimeError(
+                    f"{type(scaler).__module__}.{type(scaler).__name__} looks for infinities in this rank's shards "
+                    "only: ranks would skip different steps. Use fsdp.ShardedGradScaler, which takes the same "
+                    "arguments."
+                )
+            return

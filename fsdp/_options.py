@@ -7,24 +7,23 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import nn
 
 from fsdp._comm import Group
+from fsdp._offload import Offload
+from fsdp._precision import MixedPrecision, Precision
 
 # Arguments of FairScale's that are not built yet, with the only values that mean what is done today.
 _NOT_YET: dict[str, tuple[Any, ...]] = {
-    "mixed_precision": (False,),
+    "no_broadcast_optim_state": (False, None),
+    "state_dict_on_rank_0_only": (False,),
+}
+
+# Arguments that say in flags what a `MixedPrecision` says in one object, with the values that say nothing.
+_PRECISION_FLAGS: dict[str, tuple[Any, ...]] = {
     "fp32_reduce_scatter": (False, None),
-    "move_params_to_cpu": (False,),
-    "cpu_offload": (False,),
-    "move_grads_to_cpu": (None, False),
     "compute_dtype": (None,),
     "buffer_dtype": (None,),
-    "no_broadcast_optim_state": (False, None),
-    "state_dict_device": (None,),
-    "clear_autocast_cache": (False,),
-    "force_input_to_fp32": (False,),
-    "state_dict_on_rank_0_only": (False,),
+    "force_input_to_fp32": (False, None),
 }
 
 
@@ -32,20 +31,27 @@ _NOT_YET: dict[str, tuple[Any, ...]] = {
 class Options:
     """What one wrapper was asked for, every default decided."""
 
+    precision: Precision
+    offload: Offload
     reshard_after_forward: bool
     disable_reshard_on_root: bool
     flatten_parameters: bool
     bucket_cap_mb: float
     compute_device: torch.device | None
+    state_dict_device: torch.device | None
     gradient_predivide_factor: float | None
+    clear_autocast_cache: bool
     verbose: bool
     allow_reset_parameters: bool
 
-    mixed_precision: bool = False
-    move_params_to_cpu: bool = False
-    move_grads_to_cpu: bool = False
-    cpu_offload: bool = False
-    no_broadcast_optim_state: bool = False
+    # As FairScale's users read them; what they mean is in `precision` and `offload`.
+    mixed_precision: bool | MixedPrecision
+    fp32_reduce_scatter: bool
+    force_input_to_fp32: bool
+    move_params_to_cpu: bool
+    move_grads_to_cpu: bool
+    cpu_offload: bool
+    no_broadcast_optim_state: bool
 
     @classmethod
     def resolve(cls, **given: Any) -> Options:
@@ -53,7 +59,7 @@ class Options:
 
         Raises:
             NotImplementedError: for an option that this version does not build.
-            ValueError: for a value out of range.
+            ValueError: for a value out of range, or options that contradict each other.
         """
         for name, allowed in _NOT_YET.items():
             if not any(given[name] is value for value in allowed):
@@ -63,12 +69,21 @@ class Options:
         factor = given["gradient_predivide_factor"]
         if factor is not None and factor <= 0:
             raise ValueError(f"gradient_predivide_factor must be positive, got {factor}")
-        device = given["compute_device"]
-        names = _FIELDS - set(_NOT_YET) - {"compute_device"}
-        return cls(
-            compute_device=None if device is None else torch.device(device),
-            **{name: given[name] for name in names},
+        offload = Offload.of_options(
+            move_params_to_cpu=bool(given["move_params_to_cpu"] or given["cpu_offload"]),
+            **{name: given[name] for name in ("offload", "offload_folder", "keep_offload_files", "move_grads_to_cpu")},
         )
+        resolved: dict[str, Any] = {
+            "precision": _precision(given),
+            "offload": offload,
+            "move_params_to_cpu": offload.params,
+            "move_grads_to_cpu": offload.grads,
+            "cpu_offload": offload.params,
+            "no_broadcast_optim_state": False,
+        }
+        resolved |= {name: _device(given[name]) for name in ("compute_device", "state_dict_device")}
+        resolved |= {name: bool(given[name]) for name in ("fp32_reduce_scatter", "force_input_to_fp32")}
+        return cls(**resolved, **{name: given[name] for name in _FIELDS - resolved.keys()})
 
     @property
     def public_names(self) -> frozenset[str]:
@@ -79,9 +94,13 @@ class Options:
     def bucket_bytes(self) -> int:
         return max(0, int(self.bucket_cap_mb * 2**20))
 
-    def device_for(self, module: nn.Module) -> torch.device:
-        """Where to compute: as asked, else where the parameters are, inner wrappers' included."""
-        return next(module.parameters()).device if self.compute_device is None else self.compute_device
+    def device_for(self, params_are_on: torch.device) -> torch.device:
+        """Where to compute: as asked, else where the parameters are, or from where they are offloaded."""
+        if self.compute_device is not None:
+            return self.compute_device
+        if self.offload.params and params_are_on.type == "cpu" and torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return params_are_on
 
     def predivide_factor(self, world_size: int) -> float:
         """As asked, else the smallest power of two whose square is at least `world_size`, or that doesn't divide it."""
@@ -113,6 +132,24 @@ class Options:
             )
             return process_group
         return wanted
+
+
+def _precision(given: dict[str, Any]) -> Precision:
+    policy = given["mixed_precision"]
+    if not isinstance(policy, MixedPrecision):
+        flags = {name: given[name] for name in _PRECISION_FLAGS}
+        return Precision.of_flags(mixed_precision=bool(policy), **flags)
+    also = [name for name, silent in _PRECISION_FLAGS.items() if not any(given[name] is value for value in silent)]
+    if also:
+        raise ValueError(
+            f"mixed_precision is a MixedPrecision, which says everything about dtypes: {', '.join(also)} cannot be "
+            "given beside it. Use its param_dtype, reduce_dtype and buffer_dtype, or the flags and no policy."
+        )
+    return Precision.of_policy(policy)
+
+
+def _device(given: Any) -> torch.device | None:
+    return None if given is None else torch.device(given)
 
 
 _FIELDS = frozenset(field.name for field in fields(Options))

@@ -73,3 +73,13 @@ def unreduced_gradient(name: str, like: Tensor) -> Placeholder:
         f"the gradients of {name} were accumulated under no_sync() and not reduced over the ranks yet. Run the last "
         "backward of the step outside no_sync(), or drop them with zero_grad(set_to_none=True).",
     )
+
+
+def gradient_elsewhere(name: str, like: Tensor, device: torch.device) -> Placeholder:
+    """What stands for a gradient that is kept on another device than its parameter."""
+    return Placeholder(
+        like.detach(),
+        f"the gradient of {name} is kept on {device} and the parameter on {like.device}, as move_params_to_cpu and "
+        "move_grads_to_cpu ask; clip_grad_norm_, ShardedGradScaler and torch's optimizers bring them together. To read "
+        "it before, give the two options the same value.",
+    )

@@ -29,7 +29,7 @@ class Bucket:
     def add(self, handle: FlatParamHandle, divisor: float) -> None:
         if handle not in self.divisors:  # else a second round was added to a gradient that waits
             self.divisors[handle] = divisor
-            self.nbytes += handle.nbytes
+            self.nbytes += handle.reduced_nbytes
 
     def send(self) -> Callable[[], None]:
         """Start the collective; what is returned finishes it and gives each shard its gradient."""
@@ -42,7 +42,7 @@ class Bucket:
         # Row r is what rank r receives: the r-th piece of every gradient, one after the other.
         rows = [handle.gradients.take().view(comm.world_size, -1) for handle in self.divisors]
         what = f"reduce-scatter of {first.name} to {last.name}"
-        return comm.reduce_scatter(torch.cat(rows, dim=1).view(-1), what, first.tag)
+        return comm.reduce_scatter(torch.cat(rows, dim=1).view(-1), what, first.tag, first.flat_param.dtype)
 
     def _accept(self, reduced: Tensor) -> None:
         if len(self.divisors) == 1:
@@ -63,14 +63,14 @@ class Reductions:
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
         self._in_flight: deque[Callable[[], None]] = deque()
-        self._waiting: dict[tuple[Communicator, torch.dtype, torch.device], Bucket] = {}
+        self._waiting: dict[tuple[Communicator, torch.dtype, torch.dtype], Bucket] = {}
 
     def submit(self, handle: FlatParamHandle, divisor: float) -> None:
         """Sum what the handle has accumulated over the ranks, now or with others, and divide it by `divisor`."""
-        if handle.nbytes > min(_SMALL_BYTES, self._bucket_bytes) or not handle.is_sharded:
+        if handle.reduced_nbytes > min(_SMALL_BYTES, self._bucket_bytes) or not handle.is_sharded:
             self._start(Bucket({handle: divisor}))
             return
-        key = (handle.reduce_comm, handle.full.dtype, handle.full.device)
+        key = (handle.reduce_comm, handle.gradients.dtype, handle.flat_param.dtype)
         bucket = self._waiting.setdefault(key, Bucket())
         bucket.add(handle, divisor)
         if bucket.nbytes >= self._bucket_bytes:

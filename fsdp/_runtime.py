@@ -94,6 +94,10 @@ class Runtime:
                 unit.runtime.ensure_idle(f"become part of another {type(self.root.module).__name__}")
             unit.runtime = self
             unit.rename(name)
+            unit.is_inside_mixed = False
+        for _, unit in named_units:
+            for _, inner in units_in(unit) if unit.precision.is_mixed else ():
+                inner.is_inside_mixed |= inner is not unit
 
     # --- forward ------------------------------------------------------------------------------------------------
 
@@ -112,6 +116,7 @@ class Runtime:
             self._fetch_for_backward(unit)
         else:
             unit.state = TrainingState.FORWARD
+            unit.follow_mode()
             self._fetch(unit, self._forward_order)
         # A frozen parameter has no gradient whose arrival would tell that backward is done with it.
         if unit.has_frozen_handle and torch.is_grad_enabled():
@@ -130,10 +135,13 @@ class Runtime:
 
     @staticmethod
     def _fetch(unit: Unit, order: ExecutionOrder[Unit]) -> None:
-        following = order.enter(unit)
+        ahead = order.enter(unit)
         unit.gather()
-        if following is not None:
-            following.gather()
+        for number, following in enumerate(ahead):
+            if number == 0:
+                following.gather()
+            else:
+                following.read_ahead()
         unit.unshard()
 
     def after_forward(self, unit: Unit, output: Any, failed: bool) -> None:
@@ -205,6 +213,13 @@ class Runtime:
                 "forward again after it."
             )
         self._ensure_backward()
+        if call.in_full_precision is not unit.in_full_precision:
+            if unit.state is TrainingState.BACKWARD_PRE:
+                raise RuntimeError(
+                    f"{unit.name}: one backward goes through calls of it in train() and in eval(), which compute in "
+                    "different precisions (full_precision_in_eval=True). Run a backward for each."
+                )
+            unit.compute_in_full(call.in_full_precision)
         if call.will_pass:
             unit.unpassed.add(call)
         if unit.state is not TrainingState.BACKWARD_PRE:
@@ -219,7 +234,7 @@ class Runtime:
         self._backward = BackwardPass(self._end_backward)
         self._backward_order.begin()
         for unit in self.units:
-            unit.begin_backward()
+            unit.begin_backward(is_summing=not self.sync_gradients)
 
     def _fetch_for_backward(self, unit: Unit) -> None:
         if not unit.incomplete:
@@ -231,7 +246,7 @@ class Runtime:
         self._ensure_backward()
         unit.state = TrainingState.BACKWARD_POST
         unit.incomplete.discard(handle)
-        handle.gradients.begin_backward()  # re-entrant checkpoints may bring a second round
+        handle.gradients.begin_round()  # re-entrant checkpoints may bring a second round
         self._free_after_backward(unit)
         if self.sync_gradients:
             self._reductions.submit(handle, unit.postdivide)
@@ -309,10 +324,13 @@ class Runtime:
             unit.state = TrainingState.IDLE
             unit.unpassed.clear()
             for handle in unit.handles:
-                handle.drop_gradients()
+                handle.drop_unreduced()
             unit.reshard()
         self._settle()
 
     def _settle(self) -> None:
-        for comm in {handle.comm for unit in self.units for handle in unit.handles}:
+        handles = [handle for unit in self.units for handle in unit.handles]
+        for comm in {handle.comm for handle in handles}:
             comm.settle()
+        for lane in {handle.home.lane for handle in handles}:
+            lane.settle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -27,17 +28,23 @@ class ExecutionOrder(Generic[T]):
             self._last, self._current = self._current, []
         self._on_course = bool(self._last)
 
-    def enter(self, item: T) -> T | None:
-        """`item` runs now. Returns the next other one expected, None if there is none or it can't be known."""
+    def enter(self, item: T) -> list[T]:
+        """`item` runs now. Returns the next two other ones expected, fewer if there are none or it can't be known."""
         place = len(self._current)
         self._current.append(item)
         if not self._on_course:
-            return None
+            return []
         if place >= len(self._last) or self._last[place] is not item:
             self._on_course = self.is_settled = False
-            return None
-        # A unit may run several times in a row (recomputed, or shared): what it needs is here already.
-        return next((following for following in self._last[place + 1 :] if following is not item), None)
+            return []
+        ahead: list[T] = []
+        for following in itertools.islice(self._last, place + 1, None):
+            # A unit may run several times in a row (recomputed, or shared): what it needs is here already.
+            if following is not item and not (ahead and following is ahead[0]):
+                ahead.append(following)
+                if len(ahead) == 2:
+                    break
+        return ahead
 
     def at_expected_end(self) -> bool:
         """Whether the item entered last ended the last two passes as well."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fsdp._agreement import agree
@@ -39,6 +40,7 @@ class Exposure:
                 handle.check_places()
         values = [handle.full_copies() for handle in unit.handles]  # may fail: nothing is changed before
         self._outer_state, unit.state = unit.state, TrainingState.SUMMON_FULL_PARAMS
+        unit.buffers.widen()
         for handle, tensors in zip(unit.handles, values, strict=True):
             _install(handle, tensors)
         for module in {place.module for handle in unit.handles for places in handle.places for place in places}:
@@ -54,6 +56,8 @@ class Exposure:
         problems: list[str] = []
         for handle in self._unit.handles:
             problems += _remove(handle, self._keep_changes)
+        if not self._unit.in_full_precision:
+            self._unit.buffers.narrow()
         self._unit.state = self._outer_state
         if problems:
             raise RuntimeError(f"{self._unit.name}: these changes could not be kept: " + "; ".join(problems))
@@ -71,7 +75,7 @@ def _install(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> None:
     for module, name in handle.registered:
         if module._parameters.get(name) is handle.flat_param:
             del module._parameters[name]
-    handle.refresh_rnns()
+    handle.whole.refresh_rnns()
 
 
 def _restore_order(module: nn.Module, order: list[str]) -> None:
@@ -140,22 +144,41 @@ def ensure_agreed(root: Unit) -> None:
         agree(root.comm, named_units)
 
 
-def whole_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool) -> Any:
-    """Collective. The `state_dict` of the unit's module with its parameters whole, in tensors of its own."""
+def whole_state(
+    unit: Unit,
+    destination: Any,
+    prefix: str,
+    keep_vars: bool,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """Collective. The `state_dict` of the unit's module with its parameters whole, in tensors of its own.
+
+    Args:
+        unit: whose state.
+        destination, prefix, keep_vars: as for `nn.Module.state_dict`.
+        device: where the tensors should be; None leaves them on the device of computation.
+        dtype: of the unit's floating-point parameters; None leaves them in their own.
+    """
     summoned = unit.state is TrainingState.SUMMON_FULL_PARAMS
     with nullcontext() if summoned else exposed([unit], keep_changes=False):
         state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if not keep_vars:
             # Exposed parameters belong to nobody else; buffers do, and so do parameters that the user has summoned.
             others = [*unit.module.buffers(), *(unit.module.parameters() if summoned else ())]
-            _own(state, prefix, {tensor.data_ptr() for tensor in others})
+            live = {tensor.data_ptr() for tensor in others}
+            params = {prefix + place.fqn for handle in unit.handles for places in handle.places for place in places}
+            moved: dict[int, tuple[Tensor, Tensor]] = {}  # tied tensors stay tied
+            for key, value in state.items():
+                if key.startswith(prefix) and isinstance(value, Tensor):
+                    wanted = dtype if key in params and value.is_floating_point() else None
+                    state[key] = moved.setdefault(id(value), (value, _own(value, live, device, wanted)))[1]
     return state
 
 
-def _own(state: dict[str, Any], prefix: str, live: set[int]) -> None:
-    for key, value in state.items():
-        if key.startswith(prefix) and isinstance(value, Tensor) and value.data_ptr() in live:
-            state[key] = value.clone()
+def _own(value: Tensor, live: set[int], device: torch.device | None, dtype: torch.dtype | None) -> Tensor:
+    moved = value.to(device=device, dtype=dtype) if device or dtype else value
+    return moved.clone() if moved.data_ptr() in live else moved
 
 
 def with_wrapped_metadata(state_dict: Any, root: nn.Module) -> Any:

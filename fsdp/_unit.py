@@ -11,16 +11,19 @@ from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.compiler import disable
 
-from fsdp._autograd import differentiable_tensors, map_tensors
+from fsdp._autograd import differentiable_tensors
 from fsdp._comm import Communicator
 from fsdp._errors import NotCopied
 from fsdp._flat_param import FlatParameter, ParamInfo
 from fsdp._handle import FlatParamHandle, Phase
 from fsdp._names import clean_name
+from fsdp._precision import Buffers, InputCast, Precision, cast_floats, compute_in_own_dtype, kept_modules
+from fsdp._trees import map_tensors
 
 if TYPE_CHECKING:
     from fsdp._runtime import Runtime
@@ -58,6 +61,7 @@ class Call:
         self.unit = unit
         self.recomputed = recomputed  # by activation checkpointing, inside a backward
         self.versions: list[int] = []  # of the shards that it computed with
+        self.in_full_precision = False  # what it computed in
         self.will_pass = False  # whether backward goes on through its inputs
 
 
@@ -67,6 +71,7 @@ class Unit(NotCopied):
     Args:
         module: gets the hooks.
         comm: the ranks that share the parameters.
+        precision: the dtypes that it computes in.
         reshard_after_forward: whether memory is given back between forward and backward.
         predivide, postdivide: factors by which gradients are divided before and after they are summed.
         new_runtime: makes the runtime of a tree whose outermost unit is given.
@@ -76,14 +81,26 @@ class Unit(NotCopied):
         self,
         module: nn.Module,
         comm: Communicator,
+        precision: Precision,
         *,
         reshard_after_forward: bool,
         predivide: float,
         postdivide: float,
+        clear_autocast_cache: bool,
         new_runtime: Callable[[Unit], Runtime],
     ) -> None:
         self.module = module
         self.comm = comm
+        ours = own_modules(module)
+        kept = kept_modules(ours, precision.kept) if precision.is_mixed else {}
+        self._kept = {inner for group in kept.values() for inner in group}
+        # Before our own hooks, which then run around those that keep a module's precision.
+        self._hooks = [hook for outermost in kept for hook in compute_in_own_dtype(outermost)]
+        self.precision = precision.without_casts() if module in self._kept else precision
+        self.buffers = Buffers([inner for inner in ours if inner not in self._kept], precision.buffers)
+        self.in_full_precision = False
+        self.export_dtype: torch.dtype | None = None  # of the parameters in the state dict that is being taken
+        self.is_inside_mixed = False  # a unit around it casts inputs
         self.handles: list[FlatParamHandle] = []
         self.reshard_after_forward = reshard_after_forward
         self.predivide, self.postdivide = predivide, postdivide
@@ -95,20 +112,41 @@ class Unit(NotCopied):
         self.incomplete: set[FlatParamHandle] = set()  # their gradients are not all there, in this backward
         self.unpassed: set[Call] = set()  # backward has reached their outputs, and not yet left by their inputs
         self.param_order = {m: list(m._parameters) for m in module.modules()}  # before any is taken over
+        self._clear_autocast_cache = clear_autocast_cache
         self._new_runtime = new_runtime
         self._guarded: set[nn.Module] = set()
         module.__dict__[_ATTRIBUTE] = self
-        module.register_forward_pre_hook(Hook(self._before_forward), prepend=True, with_kwargs=True)
-        module.register_forward_hook(Hook(self._after_forward), always_call=True)
+        before, after = Hook(self._before_forward), Hook(self._after_forward)
+        self._hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        self._hooks.append(module.register_forward_hook(after, always_call=True))
         self._guard_state(module)
+
+    def withdraw(self) -> None:
+        """Leave the module as it was found: it could not be wrapped."""
+        for hook in self._hooks:
+            hook.remove()
+        self.buffers.widen()
+        del self.module.__dict__[_ATTRIBUTE]
 
     # --- what the hooks report ----------------------------------------------------------------------------------
 
-    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.runtime is None:
             # The first to run without a runtime is the outermost: inner units' hooks run after outer ones'.
             self.runtime = self._new_runtime(self)
         self.runtime.before_forward(self, (args, kwargs))
+        return self._cast_inputs((args, kwargs))
+
+    def _cast_inputs(self, inputs: Any) -> Any:
+        kind = self.precision.inputs
+        if kind is InputCast.NONE or (kind is InputCast.OUTERMOST and self.is_inside_mixed):
+            return None
+        if kind is InputCast.WIDEN:
+            return cast_floats(inputs, torch.float32, only=(torch.float16, torch.bfloat16))
+        if not self.in_full_precision and self.state is not TrainingState.SUMMON_FULL_PARAMS:
+            return cast_floats(inputs, self.precision.compute)
+        own = next((handle.flat_param.dtype for handle in self.handles if handle.is_cast), None)
+        return cast_floats(inputs, own)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self.runtime is None or self.state is TrainingState.SUMMON_FULL_PARAMS:
@@ -117,6 +155,10 @@ class Unit(NotCopied):
         failed = output is None and sys.exc_info()[1] is not None
         if not failed:
             output = map_tensors(self._outlive_buffers, output)
+            if self.precision.output is not None:
+                output = cast_floats(output, self.precision.output)
+        if self._clear_autocast_cache:
+            torch.clear_autocast_cache()
         self.runtime.after_forward(self, output, failed)
         return output
 
@@ -124,14 +166,14 @@ class Unit(NotCopied):
         # A module may return a parameter, or a part of it: its memory will be given back.
         if tensor._is_view() or isinstance(tensor, nn.Parameter):
             for handle in self.handles:
-                if handle.holds(tensor):
+                if handle.whole.holds(tensor):
                     return tensor.clone()
         return tensor
 
     def _guard_state(self, module: nn.Module) -> None:
         if module not in self._guarded:
             self._guarded.add(module)
-            module.register_state_dict_pre_hook(Hook(self._refuse_partial_state))
+            self._hooks.append(module.register_state_dict_pre_hook(Hook(self._refuse_partial_state)))
 
     def _refuse_partial_state(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self.state is not TrainingState.SUMMON_FULL_PARAMS:
@@ -140,9 +182,9 @@ class Unit(NotCopied):
                 "this rank's shards, or nothing. Call state_dict() of the wrapper, or be inside summon_full_params()."
             )
 
-    def on_gradient(self, handle: FlatParamHandle, slot: int) -> None:
+    def on_gradient(self, handle: FlatParamHandle, slot: int, leaf: Tensor) -> None:
         """A leaf's gradient is there (called by the handle's hooks)."""
-        if handle.take_gradient(slot, self.predivide) and self.runtime is not None:
+        if handle.take_gradient(slot, leaf, self.predivide) and self.runtime is not None:
             self.runtime.gradient_complete(self, handle)
 
     def add_handle(
@@ -157,8 +199,14 @@ class Unit(NotCopied):
             module._parameters[name] = flat_param
         for module in {place.module for group in places for place in group}:
             self._guard_state(module)
-        handle = FlatParamHandle(flat_param, places, self.comm, reduce_comm, registered, self.on_gradient)
+        precision = self.precision_at(places[0])
+        handle = FlatParamHandle(flat_param, places, self.comm, reduce_comm, registered, precision, self.on_gradient)
         self.handles.append(handle)
+
+    def precision_at(self, places: Sequence[ParamInfo]) -> Precision:
+        """The dtypes for a parameter that is used at these places."""
+        is_kept = any(place.module in self._kept for place in places)
+        return self.precision.without_casts() if is_kept else self.precision
 
     def watch_inputs(self, call: Call, inputs: Any) -> None:
         """Have the runtime told when backward has the gradients of a call's inputs, if it will compute any."""
@@ -177,6 +225,7 @@ class Unit(NotCopied):
         """Have the runtime told when backward reaches a call's outputs; False if it never will."""
         # A leaf among the outputs was passed through; nothing of the unit is between it and the loss.
         tensors = [tensor for tensor in differentiable_tensors(outputs) if not tensor.is_leaf]
+        call.in_full_precision = self.in_full_precision
         call.versions = [handle.flat_param._version for handle in self.handles]
 
         def on_output_gradient(_: Tensor) -> None:
@@ -201,6 +250,21 @@ class Unit(NotCopied):
     def is_gathering(self) -> bool:
         return any(handle.phase is Phase.GATHERING for handle in self.handles)
 
+    def compute_in_full(self, wanted: bool) -> None:
+        """Whether to compute in the shards' own precision from now on."""
+        if wanted is not self.in_full_precision:
+            for handle in self.handles:
+                handle.compute_in_full(wanted)
+            self.in_full_precision = wanted
+            if wanted:
+                self.buffers.widen()
+            else:
+                self.buffers.narrow()
+
+    def follow_mode(self) -> None:
+        """Compute in full precision if that was asked for in evaluation, and the module is in it."""
+        self.compute_in_full(self.precision.full_in_eval and not self.module.training)
+
     def rename(self, name: str) -> None:
         self.name = name
         for number, handle in enumerate(self.handles):
@@ -218,11 +282,16 @@ class Unit(NotCopied):
         for handle in self.handles:
             handle.reshard()
 
-    def begin_backward(self) -> None:
+    def read_ahead(self) -> None:
+        """It will be gathered after the next one."""
+        for handle in self.handles:
+            handle.home.read_ahead()
+
+    def begin_backward(self, is_summing: bool) -> None:
         self.expect_gradients()
         self.unpassed.clear()
         for handle in self.incomplete:
-            handle.begin_backward()
+            handle.begin_backward(is_summing)
 
     def expect_gradients(self) -> None:
         """Its backward begins, or begins again in a re-entrant checkpoint."""
@@ -244,6 +313,18 @@ class Unit(NotCopied):
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit that runs `module`, None if it is no unit's."""
     return module.__dict__.get(_ATTRIBUTE)
+
+
+def own_modules(module: nn.Module) -> list[nn.Module]:
+    """The modules of a tree, outer before inner, without those that run in units inside of it."""
+    found: dict[nn.Module, None] = {}
+    ahead = [module]
+    while ahead:
+        current = ahead.pop()
+        if current not in found and (current is module or unit_of(current) is None):
+            found[current] = None
+            ahead += reversed(list(current.children()))
+    return list(found)
 
 
 def units_in(root: Unit) -> list[tuple[str, Unit]]:

@@ -12,6 +12,7 @@ from fsdp._comm import Group
 from fsdp._flat_param import FlatParameter
 from fsdp._names import clean_name
 from fsdp._options import Options
+from fsdp._precision import MixedPrecision
 from fsdp._unit import TrainingState, Unit
 from fsdp.flatten_params_wrapper import FlattenParamsWrapper
 
@@ -71,14 +72,15 @@ class WrapperAccess(nn.Module):
         return self._unit.postdivide
 
     @property
-    def buffer_dtype(self) -> torch.dtype:
-        """The dtype in which buffers are computed with."""
-        return self.compute_dtype
+    def buffer_dtype(self) -> torch.dtype | None:
+        """The dtype in which floating-point buffers are computed with; None if a policy leaves them as they are."""
+        is_policy = isinstance(self._options.mixed_precision, MixedPrecision)
+        return self._options.precision.buffers or (None if is_policy else self.compute_dtype)
 
     @property
     def state_dict_device(self) -> torch.device:
         """Where the tensors of `state_dict` are."""
-        return self.compute_device
+        return self._options.state_dict_device or self.compute_device
 
     @property
     def numel_padded_per_param(self) -> list[int]:
@@ -107,7 +109,8 @@ class WrapperAccess(nn.Module):
             yield clean_name(name) if plain else name, param
 
     def extra_repr(self) -> str:
-        text = f"world_size={self.world_size}, flatten_parameters={self.flatten_parameters}, mixed_precision=False"
+        text = f"world_size={self.world_size}, flatten_parameters={self.flatten_parameters}, "
+        text += f"mixed_precision={bool(self._options.mixed_precision)}"
         if self.verbose:
             text += (
                 f", rank={self.rank}, reshard_after_forward={self.reshard_after_forward}, "

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fsdp._collect import collect, names_of, take_over
 from fsdp._flat_param import FlatParameter, ParamInfo
 from fsdp._names import FLATTEN_PART, clean_name, clean_text
+from fsdp._offload import Home
 
 # The wrapped module keeps the views besides, as FairScale's does.
 _VIEWS = "_unflattened_param_views"
@@ -311,16 +312,22 @@ class ShardedParamsWrapper(FlattenParamsWrapper):
     Args:
         module, param_list: as for `FlattenParamsWrapper`.
         rank, world_size: which shard, of how many.
-        device: where the shards lie.
+        new_home: makes the place where one flat parameter's shard lives (a `Home`).
     """
 
     _is_managed = True
 
     def __init__(
-        self, module: nn.Module, param_list: Sequence[Any], rank: int, world_size: int, device: torch.device
+        self,
+        module: nn.Module,
+        param_list: Sequence[Any],
+        rank: int,
+        world_size: int,
+        new_home: Callable[[], Home],
     ) -> None:
-        self._cut = partial(FlatParameter.shard_of, rank=rank, world_size=world_size, device=device)
+        self._new_home = new_home
+        self._cut = partial(FlatParameter.shard_of, rank=rank, world_size=world_size)
         super().__init__(module, param_list)
 
     def _flatten(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> FlatParameter:
-        return self._cut(params, names)
+        return self._cut(params, names, home=self._new_home())

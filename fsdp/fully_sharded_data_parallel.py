@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -14,12 +15,14 @@ from fsdp._clip import clip_grad_norm
 from fsdp._collect import Places, collect, group, names_of, take_over
 from fsdp._comm import Group, communicator, default_group, reduce_group
 from fsdp._flat_param import FlatParameter
+from fsdp._offload import Home
 from fsdp._optimizers import watch_optimizers
 from fsdp._options import Options
+from fsdp._precision import MixedPrecision
 from fsdp._runtime import Runtime
-from fsdp._state_dict import Loading, ensure_agreed, exposed, whole_state, with_wrapped_metadata
-from fsdp._unit import TrainingState, Unit, unit_of
-from fsdp._wrapper_access import WrapperAccess
+from fsdp._state_dict import Loading
+from fsdp._unit import Unit, unit_of
+from fsdp._wrapper_state import WrapperState
 from fsdp.flatten_params_wrapper import FlattenParamsWrapper, ShardedParamsWrapper
 
 
@@ -30,7 +33,7 @@ class ProcessGroupName(str, Enum):
     reduce_scatter = "reduce_scatter"
 
 
-class FullyShardedDataParallel(WrapperAccess):
+class FullyShardedDataParallel(WrapperState):
     """Train a module whose parameters, gradients and optimizer state are spread over the ranks.
 
     The parameters of `module` that no inner wrapper took become one flat parameter (one for each combination of
@@ -40,8 +43,8 @@ class FullyShardedDataParallel(WrapperAccess):
     Make the optimizer afterwards, from ``parameters()`` of the outermost wrapper.
 
     Every rank must wrap the same modules with the same values in the same order; nothing is broadcast. The
-    arguments are FairScale's, in its order. Those that this version does not build yet raise `NotImplementedError`
-    when set to anything but their default.
+    arguments are FairScale's, in its order, and after them our own, by keyword only. Those that this version does not
+    build yet raise `NotImplementedError` when set to anything but their default.
 
     Args:
         module: the module to wrap; its parameters are taken over in place.
@@ -57,20 +60,44 @@ class FullyShardedDataParallel(WrapperAccess):
         flatten_parameters: False makes every parameter a flat parameter of its own, under its own name.
         bucket_cap_mb: gradients of small units (below 1 MiB, where latency counts) are collected up to this many MiB
             and reduced by one collective; 0 or less reduces each by itself. Larger gradients always leave at once.
-        compute_device: where to compute; None means where the parameters are.
+        mixed_precision: a `MixedPrecision` says in which dtypes to compute and communicate. True is FairScale's way of
+            saying it: compute in `compute_dtype`, with float32 shards, buffers in `buffer_dtype`, and floating-point
+            inputs of the outermost such wrapper cast. False computes in the parameters' own dtype, which may be any.
+        fp32_reduce_scatter: with ``mixed_precision=True``, sum gradients over the ranks in float32.
+        move_params_to_cpu: shards live in host memory (pinned, if there is an accelerator), and the optimizer steps
+            there; each is copied to `compute_device` for its gather. Without an accelerator everything is in host
+            memory anyway, and nothing is copied.
+        compute_dtype: with ``mixed_precision=True``, what to compute in; None means float16. Without, the dtype that
+            parameters must have.
+        buffer_dtype: dtype of floating-point buffers; None means `compute_dtype` if that or ``mixed_precision=True`` is
+            given, and otherwise leaves them as they are. State dicts hold them in their own.
+        move_grads_to_cpu: reduced gradients live in host memory; None means as `move_params_to_cpu`. If only one of the
+            two is moved, clipping, unscaling or the optimizer's step bring gradients to their parameters.
+        compute_device: where to compute; None means where the parameters are, or, if those are offloaded and on the
+            host, the current CUDA device if there is one.
+        state_dict_device: where the tensors of `state_dict` are put, unit by unit; None means `compute_device`.
+        clear_autocast_cache: clear autocast's cache of cast weights after each forward of the module, which otherwise
+            holds whole weights until the autocast context ends.
+        force_input_to_fp32: in a wrapper of full precision, cast 16-bit inputs to float32.
+        cpu_offload: old name of `move_params_to_cpu`.
         gradient_predivide_factor: divide gradients by it before they are summed, and by ``world_size`` over it
             afterwards, to keep 16-bit sums in range. None: the smallest power of two whose square is at least the
             world size, or that does not divide it.
         verbose: print more in ``repr``.
         allow_reset_parameters: let `reset_parameters` reach the module, instead of raising.
-        mixed_precision, fp32_reduce_scatter, move_params_to_cpu, compute_dtype, buffer_dtype, move_grads_to_cpu,
-            no_broadcast_optim_state, state_dict_device, clear_autocast_cache, force_input_to_fp32, cpu_offload,
-            state_dict_on_rank_0_only: only their defaults, for now.
+        offload: "cpu" is both `move_params_to_cpu` and `move_grads_to_cpu`. "disk" keeps shards, gradients and
+            optimizer state in files that are mapped into memory, so that a model larger than memory trains; the next
+            unit's shard is read ahead. None offloads what the two flags say.
+        offload_folder: with "disk", below which folder the files are made; it should be on a fast local disk.
+        keep_offload_files: with "disk", leave the files when the process ends. Otherwise they are gone with the
+            process, however it ends.
+        no_broadcast_optim_state, state_dict_on_rank_0_only: only their defaults, for now.
 
     Raises:
-        RuntimeError: without a process group.
+        RuntimeError: without a process group, or if the disk is too small.
         TypeError: for integer parameters, or parameters without values (meta device).
-        ValueError: for a module that is wrapped already, has no parameters, or shares one with an inner wrapper.
+        ValueError: for a module that is wrapped already, has no parameters, or shares one with an inner wrapper; for
+            dtypes that cannot be trained as asked, and for options that contradict each other.
         NotImplementedError: for options that are not built yet.
     """
 
@@ -81,7 +108,7 @@ class FullyShardedDataParallel(WrapperAccess):
         process_group_reduce_scatter: Any = ProcessGroupName.reduce_scatter,
         reshard_after_forward: bool = True,
         disable_reshard_on_root: bool = True,
-        mixed_precision: bool = False,
+        mixed_precision: bool | MixedPrecision = False,
         fp32_reduce_scatter: bool = False,
         flatten_parameters: bool = True,
         move_params_to_cpu: bool = False,
@@ -99,6 +126,10 @@ class FullyShardedDataParallel(WrapperAccess):
         state_dict_on_rank_0_only: bool = False,
         gradient_predivide_factor: float | None = None,
         allow_reset_parameters: bool = False,
+        *,
+        offload: str | None = None,
+        offload_folder: str | os.PathLike[str] | None = None,
+        keep_offload_files: bool = False,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "module", "__class__")}
         options = Options.resolve(**given)
@@ -108,23 +139,26 @@ class FullyShardedDataParallel(WrapperAccess):
         self._options = options
         self.process_group = default_group(process_group)
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
-        self.flatten_parameters = flatten_parameters
-        self.verbose = verbose
+        self.flatten_parameters, self.verbose = flatten_parameters, verbose
         found = collect(module)
-        self.compute_device = options.device_for(module)
-        self.compute_dtype = next((param.dtype for param in found), torch.float32)
+        params_are_on = _device_of(found, module)
+        self.compute_device = options.device_for(params_are_on)
+        self.compute_dtype = options.precision.compute or next((param.dtype for param in found), torch.float32)
         self.process_group_reduce_scatter = self._reduce_group(process_group_reduce_scatter)
+        new_home = options.offload.home_on(self.compute_device)
         self._unit = self._make_unit(module)
-        self._fsdp_wrapped_module = ShardedParamsWrapper(
-            module, group(found) if flatten_parameters else [], self.rank, self.world_size, self.compute_device
-        )
-        if options.compute_device is not None:
+        try:
+            alone = self._cut(module, found, new_home)
+        except BaseException:
+            self._unit.withdraw()
+            raise
+        if options.compute_device is not None or self.compute_device != params_are_on:
             module.to(self.compute_device)  # buffers; the parameters that are ours have left
         if flatten_parameters:
             found.clear()  # the shards are cut: let the originals go before more memory is taken
             self._shard_flattened()
         else:
-            self._shard_one_by_one(found)
+            self._shard_one_by_one(found, alone)
         self._unit.rename(type(module).__name__)
         self._loading = Loading(self, self._unit)
 
@@ -140,11 +174,25 @@ class FullyShardedDataParallel(WrapperAccess):
         return Unit(
             module,
             communicator(self.process_group, self.compute_device),
+            self._options.precision,
             reshard_after_forward=self._options.reshard_after_forward,
             predivide=predivide,
             postdivide=self.world_size / predivide,
+            clear_autocast_cache=self._options.clear_autocast_cache,
             new_runtime=self._new_runtime,
         )
+
+    def _cut(
+        self, module: nn.Module, found: dict[nn.Parameter, Places], new_home: Callable[[], Home]
+    ) -> list[FlatParameter]:
+        """Make the shards: of groups, which the wrapper inside then holds, or (returned) of each parameter alone."""
+        for param, places in found.items():
+            self._unit.precision_at(places).check(places[0].fqn, param.dtype, param.requires_grad)
+        groups = group(found, self._unit.precision_at) if self.flatten_parameters else []
+        self._fsdp_wrapped_module = ShardedParamsWrapper(module, groups, self.rank, self.world_size, new_home)
+        if self.flatten_parameters:
+            return []
+        return [self.module._flatten([param], names_of([param], found)) for param in found]
 
     def _shard_flattened(self) -> None:
         outer, inner = self.module, self.module.module
@@ -152,10 +200,9 @@ class FullyShardedDataParallel(WrapperAccess):
             # On the user's module as well, so that its own `parameters()`, `dtype` and `device` go on working.
             self._shard(flat_param, places, [(outer, name), (inner, name)])
 
-    def _shard_one_by_one(self, found: dict[nn.Parameter, Places]) -> None:
+    def _shard_one_by_one(self, found: dict[nn.Parameter, Places], flat_params: Sequence[FlatParameter]) -> None:
         take_over(found, type(self.module.module).__name__)
-        for param, places in found.items():
-            flat_param = self.module._flatten([param], names_of([param], found))
+        for flat_param, places in zip(flat_params, found.values(), strict=True):
             self._shard(flat_param, [places], [(place.module, place.name) for place in places])
 
     def _shard(self, flat_param: FlatParameter, places: Any, registered: list[tuple[nn.Module, str]]) -> None:
@@ -220,110 +267,34 @@ class FullyShardedDataParallel(WrapperAccess):
         for unit in self._units() if recursive else [self._unit]:
             unit.set_divide_factors(pre, post)
 
-    # --- whole parameters ---------------------------------------------------------------------------------------
-
-    @contextmanager
-    def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
-        """Collective. Whole parameters as ordinary parameters of the modules, under their plain names.
-
-        Each rank holds all of them at once. What is changed inside (in place, or by assigning a new parameter of the
-        same shape) is kept on leaving, each rank keeping its part: make the same changes on every rank. Forward works
-        inside without gradients. The tensors stay valid afterwards, as copies.
-
-        Args:
-            recurse: inner wrappers' parameters as well.
-            volatile: forget changes.
-
-        Raises:
-            RuntimeError: inside a forward or backward, when nested, or for changes that cannot be kept.
-        """
-        self._require_idle("summon full parameters")
-        units = self._units() if recurse else [self._unit]
-        summoned = [unit.name for unit in units if unit.state is TrainingState.SUMMON_FULL_PARAMS]
-        if summoned:
-            raise RuntimeError(f"summon_full_params cannot be nested: {summoned[0]} is summoned already")
-        ensure_agreed(self._unit)
-        with exposed(units, keep_changes=not volatile):
-            yield
-
-    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Collective. As `nn.Module.apply`, with whole parameters visible; changes are kept."""
-        if self.training_state is TrainingState.SUMMON_FULL_PARAMS:
-            return super().apply(fn)
-        with self.summon_full_params():
-            return super().apply(fn)
-
-    def reset_parameters(self) -> None:
-        """Collective. The module's own ``reset_parameters()``; every rank must have the same random state.
-
-        Raises:
-            RuntimeError: unless `allow_reset_parameters` was given.
-        """
-        if not self._options.allow_reset_parameters:
-            raise RuntimeError(
-                "reset_parameters() on sharded parameters is refused, because ranks with different random states would "
-                "mix different values. Pass allow_reset_parameters=True if all ranks are seeded alike."
-            )
-        with self.summon_full_params():
-            self.module.module.reset_parameters()  # type: ignore[operator]
-
-    def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """Collective. The whole state under the module's plain names, in tensors of its own, on every rank.
-
-        Units are gathered one after the other: no rank needs more than the result and one unit besides.
-
-        Raises:
-            RuntimeError: inside a forward or backward.
-        """
-        self._require_idle("take a state dict")
-        for before in self._state_dict_pre_hooks.values():
-            before(self, prefix, keep_vars)
-        ensure_agreed(self._unit)
-        state = whole_state(self._unit, destination, prefix, keep_vars)
-        for after in self._state_dict_hooks.values():
-            changed = after(self, state, prefix, state._metadata.get(prefix[:-1], {}))
-            state = state if changed is None else changed
-        return state
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Collective. Load a whole state with plain names, each rank keeping its part, unit by unit.
-
-        Returns:
-            torch's result with ``missing_keys`` and ``unexpected_keys``, in plain names.
-
-        Raises:
-            RuntimeError: inside a forward or backward, or for keys and shapes that do not fit.
-            NotImplementedError: for ``assign=True``: a shard cannot become the given tensors.
-        """
-        if assign:
-            raise NotImplementedError("load_state_dict(assign=True): shards are copied into; leave assign at False")
-        self._require_idle("load a state dict")
-        ensure_agreed(self._unit)
-        try:
-            return super().load_state_dict(with_wrapped_metadata(state_dict, self), strict=strict)
-        finally:
-            for wrapper in get_fsdp_instances(self):
-                wrapper._loading.close()
+    # --- moving ---------------------------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
         self._require_idle("move or cast the module")
         if self._unit.runtime is not None:
             self._unit.runtime.release()
-        super()._apply(fn, recurse)
-        self._unit.comm = self._unit.comm.for_device(next(self.parameters()).device)
+        for param in self.params:
+            cast = fn(torch.empty(0, dtype=param.dtype, device=param.device))
+            self._options.precision.check(f"after this cast {self._unit.name}", cast.dtype, param.requires_grad)
+        self.compute_device = fn(torch.empty(0, device=self.compute_device)).device
+        super()._apply(self._staying_home(fn), recurse)
+        self._unit.comm = self._unit.comm.for_device(self.compute_device)
         for handle in self._unit.handles:
+            handle.home.device = self.compute_device
             handle.follow_shard()
-            self.compute_device, self.compute_dtype = handle.full.device, handle.full.dtype
+        if self.params:
+            self.compute_dtype = self._options.precision.compute_dtype(self.params[0].dtype)
         return self
 
-    def _units(self) -> list[Unit]:
-        return [wrapper._unit for wrapper in get_fsdp_instances(self)]
+    def _staying_home(self, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """`fn` for modules that are moved, with shards and gradients that are offloaded cast only."""
 
-    def _require_idle(self, what: str) -> None:
-        if self._unit.close_loading is not None:
-            self._unit.close_loading()
-        if self._unit.runtime is not None:
-            self._unit.runtime.ensure_idle(what)
+        def cast(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            is_ours = any(tensor is param or tensor is param.grad for param in self.params)
+            return moved.to(tensor.device) if is_ours else moved
+
+        return cast if self._options.offload.params else fn
 
     def _runtime_as_root(self, method: str) -> Runtime:
         if self._unit.runtime is None:
@@ -334,6 +305,14 @@ class FullyShardedDataParallel(WrapperAccess):
                 f"{self._unit.runtime.root.name}. Call it there."
             )
         return self._unit.runtime
+
+
+def _device_of(found: dict[nn.Parameter, Places], module: nn.Module) -> torch.device:
+    """Where a module is: its own parameters, or what its inner units compute on."""
+    own = next(iter(found), None)
+    if own is not None:
+        return own.device
+    return get_fsdp_instances(module, skip_empty=True)[0].compute_device
 
 
 def _check_module(module: Any) -> None:

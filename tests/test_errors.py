@@ -119,17 +119,7 @@ def test_a_tie_that_wrapping_by_hand_would_cut() -> None:
 class OptionErrors(RanksTestCase):
     @parameterized.expand(
         [
-            ("mixed_precision", True),
-            ("fp32_reduce_scatter", True),
-            ("move_params_to_cpu", True),
-            ("cpu_offload", True),
-            ("move_grads_to_cpu", True),
-            ("compute_dtype", torch.float16),
-            ("buffer_dtype", torch.float32),
             ("no_broadcast_optim_state", True),
-            ("state_dict_device", torch.device("cpu")),
-            ("clear_autocast_cache", True),
-            ("force_input_to_fp32", True),
             ("state_dict_on_rank_0_only", True),
         ]
     )

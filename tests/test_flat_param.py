@@ -26,7 +26,9 @@ from fsdp._comm import Communicator, LoneRank, communicator
 from fsdp._errors import InternalError
 from fsdp._handle import FlatParamHandle, Phase
 from fsdp._layout import ContiguousLayout
+from fsdp._offload import Home
 from fsdp._placeholder import Placeholder
+from fsdp._precision import Precision
 from tests._ranks import RankPool
 from tests.models import Wrap, keep
 from tests.support import assert_parity, fully_sharded, nested_mlp, sgd_with_momentum
@@ -170,13 +172,13 @@ ALL_NAMES = (*NAMES, "tied")
 two_or_three = pytest.mark.parametrize("world_size", [2, 3])
 
 
-def ignore(handle: FlatParamHandle, slot: int) -> None:
+def ignore(handle: FlatParamHandle, slot: int, leaf: Tensor) -> None:
     """For tests without gradients."""
 
 
-def take(handle: FlatParamHandle, slot: int) -> None:
+def take(handle: FlatParamHandle, slot: int, leaf: Tensor) -> None:
     """Into the flat gradient, as it is."""
-    handle.take_gradient(slot, 1.0)
+    handle.take_gradient(slot, leaf, 1.0)
 
 
 def handle_of(
@@ -186,12 +188,14 @@ def handle_of(
     comm = comm or communicator(dist.group.WORLD, torch.device("cpu"))
     found = collect(module)
     params = list(found)
-    flat = FlatParameter.shard_of(params, names_of(params, found), comm.rank, comm.world_size, torch.device("cpu"))
+    flat = FlatParameter.shard_of(
+        params, names_of(params, found), comm.rank, comm.world_size, Home(torch.device("cpu"))
+    )
     take_over(found, type(module).__name__)
     module.register_parameter("flat_param_0", flat)
     places = list(found.values())
     registered = [(module, "flat_param_0")]
-    handle = FlatParamHandle(flat, places, comm, comm, registered, on_gradient)
+    handle = FlatParamHandle(flat, places, comm, comm, registered, Precision(), on_gradient)
     handle.name = "the unit"
     return handle
 
@@ -202,13 +206,13 @@ def seen(module: nn.Module) -> dict[str, Tensor]:
 
 def assert_sharded(handle: FlatParamHandle, module: nn.Module) -> None:
     assert handle.phase is Phase.SHARDED
-    assert handle.full.untyped_storage().nbytes() == 0
+    assert handle.whole.full.untyped_storage().nbytes() == 0
     assert all(isinstance(value, Placeholder) for value in seen(module).values())
 
 
 def assert_whole(handle: FlatParamHandle, module: nn.Module, factor: float = 1.0) -> None:
     assert handle.phase is Phase.FULL
-    assert [seen(module)[name] is leaf for name, leaf in zip(NAMES, handle.leaves, strict=True)] == [True] * 4
+    assert [seen(module)[name] is leaf for name, leaf in zip(NAMES, handle.whole.leaves, strict=True)] == [True] * 4
     for name, value in VALUES.items():
         assert torch.equal(seen(module)[name], factor * value), name
 
@@ -282,12 +286,12 @@ def _look_at_leaves() -> None:
     assert_whole(handle, module)
     assert module.tied is module.odd
     assert module.transposed.is_contiguous(), "row-major like all that is flattened"
-    for leaf in handle.leaves:
+    for leaf in handle.whole.leaves:
         assert leaf.is_leaf
         assert leaf.requires_grad
         assert type(leaf) is nn.Parameter
     assert dict(module.named_parameters()) == {"flat_param_0": handle.flat_param}
-    assert handle.full.untyped_storage().nbytes() == handle.layout.padded_numel * 4
+    assert handle.whole.full.untyped_storage().nbytes() == handle.layout.padded_numel * 4
 
 
 @two_or_three
@@ -327,13 +331,13 @@ def test_leaves_live_as_long_as_the_handle(ranks: RankPool, world_size: int) -> 
 def _compare_leaves_over_cycles() -> None:
     module = Odd()
     handle = handle_of(module)
-    leaves, placeholders = list(handle.leaves), list(seen(module).values())
-    full, versions = handle.full, [leaf._version for leaf in leaves]
+    leaves, placeholders = list(handle.whole.leaves), list(seen(module).values())
+    full, versions = handle.whole.full, [leaf._version for leaf in leaves]
     for _ in range(3):
         handle.unshard()
         assert_whole(handle, module)
-        assert all(new is old for new, old in zip(handle.leaves, leaves, strict=True))
-        assert handle.full is full
+        assert all(new is old for new, old in zip(handle.whole.leaves, leaves, strict=True))
+        assert handle.whole.full is full
         begin = full.data_ptr()
         assert [leaf.data_ptr() for leaf in leaves if leaf.numel()] == [begin, begin + 4, begin + 64]
         assert [leaf._version for leaf in leaves] == versions, "gathering is no change of the weights"
@@ -530,7 +534,7 @@ def test_a_cast_shard_is_followed(ranks: RankPool, world_size: int, dtype: torch
 def _cast_handle(dtype: torch.dtype) -> None:
     arrived: list[int] = []
     module = Odd()
-    handle = handle_of(module, on_gradient=lambda _, slot: arrived.append(slot))
+    handle = handle_of(module, on_gradient=lambda _, slot, leaf: arrived.append(slot))
     handle.unshard()
     handle.reshard()
     module.to(dtype)
@@ -544,7 +548,7 @@ def _cast_handle(dtype: torch.dtype) -> None:
     assert_sharded(handle, module)
     assert {value.dtype for value in seen(module).values()} == {dtype}
     assert handle.flat_param._version == handle._gathered_version
-    assert handle.nbytes == handle.layout.padded_numel * dtype.itemsize
+    assert handle.whole.full.nbytes == handle.layout.padded_numel * dtype.itemsize
 
 
 @two_or_three
@@ -598,7 +602,7 @@ def _replace_attribute(state: str, new: Tensor | None) -> None:
         handle.unshard()
     module.odd = new
     handle.reshard()  # memory is given back whatever was done to the modules
-    assert handle.full.untyped_storage().nbytes() == 0
+    assert handle.whole.full.untyped_storage().nbytes() == 0
     with pytest.raises(RuntimeError, match=r"the unit: odd was replaced after wrapping.*summon_full_params"):
         handle.unshard()
 
@@ -644,14 +648,16 @@ def test_gradients_leave_one_by_one_and_come_back_summed(ranks: RankPool, world_
 def _reduce_gradients() -> None:
     arrived: list[bool] = []
     module = Odd()
-    handle = handle_of(module, on_gradient=lambda handle, slot: arrived.append(handle.take_gradient(slot, 2.0)))
+    handle = handle_of(
+        module, on_gradient=lambda handle, slot, leaf: arrived.append(handle.take_gradient(slot, leaf, 2.0))
+    )
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for number in (1, 2):
         handle.unshard()
         handle.begin_backward()
         module(rank + 1.0).backward()
         assert arrived == [False, False, False, True] * number, "once per parameter, the shared one too"
-        assert all(leaf.grad is None for leaf in handle.leaves)
+        assert all(leaf.grad is None for leaf in handle.whole.leaves)
         handle.reshard()
         handle.accept(handle.reduce().wait())
         assert handle.gradients.is_empty
@@ -693,7 +699,7 @@ def test_zeroing_gradients_drops_what_was_accumulated(ranks: RankPool) -> None:
 def _accumulate_and_zero() -> None:
     module = Odd()
     handle = handle_of(module, on_gradient=take)
-    for zero in (lambda: setattr(handle.flat_param, "grad", None), handle.drop_gradients):
+    for zero in (lambda: setattr(handle.flat_param, "grad", None), handle.drop_unreduced):
         handle.unshard()
         handle.begin_backward()
         module(1000.0).backward()
@@ -731,7 +737,7 @@ def _freeze() -> None:
     handle = handle_of(module)
     assert not handle.requires_grad
     handle.unshard()
-    assert not any(leaf.requires_grad for leaf in handle.leaves)
+    assert not any(leaf.requires_grad for leaf in handle.whole.leaves)
     assert not module().requires_grad
     assert handle.gradients.is_empty
 
@@ -861,14 +867,14 @@ def test_alone_the_whole_is_the_shard_itself() -> None:
     module = Odd()
     handle = handle_of(module, LoneRank())
     assert not handle.is_sharded
-    assert handle.full.data_ptr() == handle.flat_param.data_ptr()
+    assert handle.whole.full.data_ptr() == handle.flat_param.data_ptr()
     for _ in range(2):
-        for leaf, name in zip(handle.leaves, NAMES, strict=True):
+        for leaf, name in zip(handle.whole.leaves, NAMES, strict=True):
             assert getattr(module, name) is leaf, "there is nothing that could be missing"
         handle.unshard()
         assert_whole(handle, module)
         handle.reshard()
-        assert handle.full.untyped_storage().nbytes() == 23 * 4
+        assert handle.whole.full.untyped_storage().nbytes() == 23 * 4
     with torch.no_grad():
         handle.flat_param.mul_(2)
     assert torch.equal(module.odd, 2 * VALUES["odd"])
@@ -882,13 +888,15 @@ def test_alone_a_cast_shard_is_followed() -> None:
     module.double()
     handle.unshard()
     assert torch.equal(module.odd, VALUES["odd"].double())
-    assert handle.full.data_ptr() == handle.flat_param.data_ptr()
+    assert handle.whole.full.data_ptr() == handle.flat_param.data_ptr()
 
 
 def test_alone_a_step_needs_no_gather(ranks: RankPool) -> None:
     arrived: list[bool] = []
     module = Odd()
-    handle = handle_of(module, LoneRank(), lambda handle, slot: arrived.append(handle.take_gradient(slot, 1.0)))
+    handle = handle_of(
+        module, LoneRank(), lambda handle, slot, leaf: arrived.append(handle.take_gradient(slot, leaf, 1.0))
+    )
     handle.unshard()
     module().backward()
     assert arrived == [False, False, False, True]

@@ -19,11 +19,15 @@ class Unit:
 UNITS = {name: Unit() for name in "abcd"}
 
 
+def name_of(found: Unit) -> str:
+    return next(name for name, unit in UNITS.items() if unit is found)
+
+
 def run(order: ExecutionOrder[Unit], names: str) -> str:
     """One pass; returns what was expected next after each unit, "-" for nothing."""
     order.begin()
     expected = [order.enter(UNITS[name]) for name in names]
-    return "".join(next((name for name, unit in UNITS.items() if unit is found), "-") for found in expected)
+    return "".join(name_of(found[0]) if found else "-" for found in expected)
 
 
 def test_the_first_pass_is_only_watched() -> None:
@@ -53,9 +57,17 @@ def test_of_a_unit_that_runs_several_times_in_a_row_the_next_other_one_is_expect
     assert run(order, "aabbb") == "bb---"
 
 
+def test_the_two_next_other_units_are_expected() -> None:
+    order: ExecutionOrder[Unit] = ExecutionOrder()
+    run(order, "aabbcd")
+    order.begin()
+    expected = ["".join(map(name_of, order.enter(UNITS[name]))) for name in "aabbcd"]
+    assert expected == ["bc", "bc", "cd", "cd", "d", ""]
+
+
 def test_entering_without_a_begun_pass_predicts_nothing() -> None:
     order: ExecutionOrder[Unit] = ExecutionOrder()
-    assert order.enter(UNITS["a"]) is None
+    assert order.enter(UNITS["a"]) == []
     assert not order.at_expected_end()
 
 

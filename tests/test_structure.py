@@ -25,6 +25,9 @@ ROOMS: dict[str, set[str]] = {
         "flatten_params_wrapper",
         "_options",
         "_wrapper_access",
+        "_wrapper_state",
+        "_batch_norm",
+        "grad_scaler",
         "_wrap_plan",
     },
     "state": {"_state_dict"},
@@ -38,12 +41,23 @@ ROOMS: dict[str, set[str]] = {
         "_clip",
         "_optimizers",
     },
-    "storage": {"_flat_param", "_handle", "_placeholder", "_gradients", "_collect", "_memory"},
-    "collectives": {"_comm"},
+    "storage": {
+        "_flat_param",
+        "_handle",
+        "_whole",
+        "_placeholder",
+        "_gradients",
+        "_precision",
+        "_offload",
+        "_mapped_files",
+        "_collect",
+        "_memory",
+    },
+    "collectives": {"_comm", "_streams"},
     "layout": {"_layout"},
 }
 # What every room may import; these import nothing of the package.
-SHARED = {"_errors", "_version", "_names"}
+SHARED = {"_errors", "_version", "_names", "_trees"}
 
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 60  # without its docstring

@@ -1,0 +1,94 @@
+"""Copies between a device and the host that run beside what is computed.
+
+On CUDA a `Lane` is a stream of its own: a copy waits for what was queued on the compute stream before it, and the
+compute stream waits for the copy only where its result is used. On a CPU everything already happens in order, and the
+twin with the same interface does nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+class Lane:
+    """Where everything happens in order: on a CPU, and on devices whose streams we do not know."""
+
+    def fork(self) -> AbstractContextManager[None]:
+        """What is queued inside runs after what was queued before, and beside what is queued next."""
+        return nullcontext()
+
+    def join(self) -> None:
+        """What is queued from now on runs after what was queued in forks."""
+
+    def to_host(self, source: Tensor, use: Callable[[Tensor], None]) -> None:
+        """Have `use` called with `source` on the host, at the latest in `settle`."""
+        use(source.cpu())
+
+    def settle(self) -> None:
+        """Block until all copies are done and used, so that their sources may be written again."""
+
+
+class CudaLane(Lane):
+    """A stream for copies beside the compute stream (the one that is current when a method is called)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._has_work = False
+        self._leaving: deque[tuple[torch.cuda.Event, Tensor, Callable[[Tensor], None]]] = deque()
+        self._last_source: Tensor | None = None
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._has_work = True
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def to_host(self, source: Tensor, use: Callable[[Tensor], None]) -> None:
+        # The memory of a source is used again, by the compute stream, once it is dropped: so the one before is dropped
+        # now, and the compute stream first waits for its copy, which by now is done or nearly so.
+        if self._leaving:
+            torch.cuda.current_stream(self._device).wait_event(self._leaving[-1][0])
+        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        with self.fork():
+            host.copy_(source, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(self._stream)
+        self._leaving.append((done, host, use))
+        self._last_source = source
+
+    def settle(self) -> None:
+        if not self._has_work:
+            return
+        self._has_work = False
+        leaving, self._leaving = self._leaving, deque()
+        for done, host, use in leaving:
+            done.synchronize()
+            use(host)
+        self._stream.synchronize()
+        self._last_source = None
+
+
+_CPU_LANE = Lane()
+
+
+@cache
+def _cuda_lane(device: torch.device) -> Lane:
+    return CudaLane(device)
+
+
+def lane_of(device: torch.device) -> Lane:
+    """The one lane of a device."""
+    if device.type != "cuda":
+        return _CPU_LANE
+    return _cuda_lane(torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index))

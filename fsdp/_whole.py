@@ -1,0 +1,118 @@
+"""`WholeParameters`: a flat parameter gathered in one buffer, and what modules see of it.
+
+The buffer is one tensor made once, whose *storage* is freed and allocated again. The leaves are one per parameter,
+views of it made once and never again; modules compute with them, and autograd accumulates into them. They are made from
+``.data``, so each has a version counter of its own: gathering into the buffer does not look to autograd like a change
+of the weights that it saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsdp._flat_param import ParamInfo
+from fsdp._layout import Layout
+from fsdp._placeholder import sharded_weight
+
+
+class WholeParameters:
+    """The parameters of a layout in one buffer, and the places in modules where they are seen.
+
+    Args:
+        layout: how they lie in the buffer.
+        places: for each, where it is used.
+        full: ``[padded_numel]``, the buffer. If it is the shard itself (`is_shard`) it is never freed.
+        requires_grad: of the leaves.
+        on_gradient: called with a parameter's number and leaf when autograd has finished its gradient.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        places: Sequence[Sequence[ParamInfo]],
+        full: Tensor,
+        *,
+        is_shard: bool,
+        requires_grad: bool,
+        on_gradient: Callable[[int, Tensor], None],
+    ) -> None:
+        self.full = full
+        self.is_shard = is_shard
+        self._nbytes = full.numel() * full.element_size()
+        self.leaves = [nn.Parameter(view.data, requires_grad) for view in layout.unpack(full)]
+        if requires_grad:
+            for number, leaf in enumerate(self.leaves):
+                leaf.register_post_accumulate_grad_hook(partial(on_gradient, number))
+        self._swaps: list[tuple[dict[str, Any], ParamInfo, Tensor, Tensor]] = []
+        for slot, leaf, used in zip(layout.slots, self.leaves, places, strict=True):
+            absent = leaf if is_shard else sharded_weight(slot.name, leaf)
+            self._swaps += [(place.module.__dict__, place, leaf, absent) for place in used]
+        modules = {place.module: None for used in places for place in used}
+        self._rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
+        for module in self._rnns:
+            # It would move the weights into memory of cuDNN's choice; ours lie one after the other already.
+            module.__dict__["flatten_parameters"] = _leave_as_they_are
+        self.free()
+
+    def allocate(self) -> None:
+        """Give the buffer memory."""
+        if not self.is_shard:
+            self.full.untyped_storage().resize_(self._nbytes)
+
+    def free(self) -> None:
+        """Give the buffer's memory back.
+
+        Through the storage, not by dropping the tensor: autograd may have saved the leaves, and must find the data at
+        the same place again after the next gather.
+        """
+        if not self.is_shard:
+            self.full.untyped_storage().resize_(0)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory is the buffer's, and will be freed."""
+        return not self.is_shard and tensor.untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr()
+
+    def fill_places(self, is_whole: bool) -> None:
+        """Put leaves, or placeholders, where the modules look for their parameters, whatever is there."""
+        for attributes, place, leaf, absent in self._swaps:
+            attributes[place.name] = leaf if is_whole else absent
+        self.refresh_rnns()
+
+    def show(self) -> None:
+        """Let the modules see the parameters."""
+        for attributes, place, leaf, _ in self._swaps:
+            attributes[place.name] = leaf
+        if self._rnns:
+            self.refresh_rnns()
+
+    def hide(self) -> None:
+        """Let the modules see placeholders."""
+        for attributes, place, leaf, absent in self._swaps:
+            if attributes.get(place.name) is leaf:  # else `check_places` will report what is there
+                attributes[place.name] = absent
+        if self._rnns:
+            self.refresh_rnns()
+
+    def refresh_rnns(self) -> None:
+        """Recurrent modules keep their weights in a list besides: make it what their attributes are."""
+        for module in self._rnns:
+            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+
+    def check_places(self, unit: str) -> None:
+        """Raise RuntimeError if a parameter's attribute is no longer what we put there."""
+        for attributes, place, leaf, absent in self._swaps:
+            found = attributes.get(place.name)
+            if found is not absent and found is not leaf:
+                raise RuntimeError(
+                    f"{unit}: {place.fqn} was replaced after wrapping. The new value would not be trained, and other "
+                    "ranks would never see it: assign it inside `with model.summon_full_params():`, or load it with "
+                    "load_state_dict()."
+                )
+
+
+def _leave_as_they_are() -> None:
+    pass

@@ -1,0 +1,144 @@
+"""What a wrapper does with whole parameters: showing them, saving them, loading them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fsdp._precision import check_dtype
+from fsdp._state_dict import ensure_agreed, exposed, whole_state, with_wrapped_metadata
+from fsdp._unit import TrainingState, Unit, units_in
+from fsdp._wrapper_access import WrapperAccess
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class WrapperState(WrapperAccess):
+    """The half of `FullyShardedDataParallel` that training does not need."""
+
+    @contextmanager
+    def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
+        """Collective. Whole parameters as ordinary parameters of the modules, under their plain names.
+
+        Each rank holds all of them at once. What is changed inside (in place, or by assigning a new parameter of the
+        same shape) is kept on leaving, each rank keeping its part: make the same changes on every rank. Forward works
+        inside without gradients. The tensors stay valid afterwards, as copies.
+
+        Args:
+            recurse: inner wrappers' parameters as well.
+            volatile: forget changes.
+
+        Raises:
+            RuntimeError: inside a forward or backward, when nested, or for changes that cannot be kept.
+        """
+        self._require_idle("summon full parameters")
+        units = self._units() if recurse else [self._unit]
+        summoned = [unit.name for unit in units if unit.state is TrainingState.SUMMON_FULL_PARAMS]
+        if summoned:
+            raise RuntimeError(f"summon_full_params cannot be nested: {summoned[0]} is summoned already")
+        ensure_agreed(self._unit)
+        with exposed(units, keep_changes=not volatile):
+            yield
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Collective. As `nn.Module.apply`, with whole parameters visible; changes are kept."""
+        if self.training_state is TrainingState.SUMMON_FULL_PARAMS:
+            return super().apply(fn)
+        with self.summon_full_params():
+            return super().apply(fn)
+
+    def reset_parameters(self) -> None:
+        """Collective. The module's own ``reset_parameters()``; every rank must have the same random state.
+
+        Raises:
+            RuntimeError: unless `allow_reset_parameters` was given.
+        """
+        if not self._options.allow_reset_parameters:
+            raise RuntimeError(
+                "reset_parameters() on sharded parameters is refused, because ranks with different random states would "
+                "mix different values. Pass allow_reset_parameters=True if all ranks are seeded alike."
+            )
+        with self.summon_full_params():
+            self.module.module.reset_parameters()  # type: ignore[operator]
+
+    def state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        """Collective. The whole state under the module's plain names, in tensors of its own, on every rank.
+
+        Units are gathered one after the other: no rank needs more than the result and one unit besides. Tensors are on
+        `state_dict_device`, parameters in the dtype that the optimizer steps, buffers in the one they had before
+        wrapping.
+
+        Args:
+            destination, prefix, keep_vars: as for `nn.Module.state_dict`.
+            dtype: cast floating-point parameters (not buffers) to this one.
+
+        Raises:
+            RuntimeError: inside a forward or backward.
+            ValueError: for a `dtype` that is no floating-point one, or together with `keep_vars`.
+        """
+        if dtype is not None:
+            return self._cast_state_dict(destination, prefix, keep_vars, dtype)
+        self._require_idle("take a state dict")
+        for before in self._state_dict_pre_hooks.values():
+            before(self, prefix, keep_vars)
+        ensure_agreed(self._unit)
+        device = self._options.state_dict_device
+        state = whole_state(self._unit, destination, prefix, keep_vars, device, self._unit.export_dtype)
+        for after in self._state_dict_hooks.values():
+            changed = after(self, state, prefix, state._metadata.get(prefix[:-1], {}))
+            state = state if changed is None else changed
+        return state
+
+    def _cast_state_dict(self, destination: Any, prefix: str, keep_vars: bool, dtype: torch.dtype) -> Any:
+        check_dtype("dtype", dtype)
+        if keep_vars:
+            raise ValueError("state_dict(keep_vars=True) gives the tensors themselves, which have their own dtype")
+        for unit in self._units():
+            unit.export_dtype = dtype
+        try:
+            return self.state_dict(destination=destination, prefix=prefix)
+        finally:
+            for unit in self._units():
+                unit.export_dtype = None
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Collective. Load a whole state with plain names, each rank keeping its part, unit by unit.
+
+        Returns:
+            torch's result with ``missing_keys`` and ``unexpected_keys``, in plain names.
+
+        Raises:
+            RuntimeError: inside a forward or backward, or for keys and shapes that do not fit.
+            NotImplementedError: for ``assign=True``: a shard cannot become the given tensors.
+        """
+        if assign:
+            raise NotImplementedError("load_state_dict(assign=True): shards are copied into; leave assign at False")
+        self._require_idle("load a state dict")
+        ensure_agreed(self._unit)
+        try:
+            return super().load_state_dict(with_wrapped_metadata(state_dict, self), strict=strict)
+        finally:
+            for unit in self._units():
+                if unit.close_loading is not None:
+                    unit.close_loading()
+
+    def _units(self) -> list[Unit]:
+        return [unit for _, unit in units_in(self._unit)]
+
+    def _require_idle(self, what: str) -> None:
+        if self._unit.close_loading is not None:
+            self._unit.close_loading()
+        if self._unit.runtime is not None:
+            self._unit.runtime.ensure_idle(what)

@@ -1,0 +1,97 @@
+"""`ShardedGradScaler`: loss scaling for float16, with steps that all ranks take or skip together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp._comm import Group, communicator, default_group
+from fsdp._flat_param import FlatParameter
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` for sharded gradients: whether one is infinite or NaN is agreed over the ranks.
+
+    float16 gradients below 6e-8 are lost, so the loss is multiplied by a large scale before backward and gradients are
+    divided by it before the step. If a gradient is not finite the step is skipped and the scale lowered; since a rank
+    sees its own shards only, the ranks tell each other, in one reduction for each optimizer and step. ::
+
+        scaler = ShardedGradScaler()
+        ...
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)  # if gradients are clipped
+        model.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    `unscale_` and `step` are collective over `process_group`; everything else is torch's own. Gradients may be on any
+    device, also on another one than the loss, and of any floating-point dtype, float16 included.
+
+    Args:
+        init_scale, growth_factor, backoff_factor, growth_interval: see `torch.amp.GradScaler`.
+        enabled: False does nothing, in every method.
+        process_group: the ranks that must agree; None means all of them. Choose all that hold a part of the model, if
+            units have groups of their own.
+        device: of the loss, as a type ("cuda", "cpu"); None: the accelerator's where there is one, else "cpu".
+    """
+
+    agrees_over_ranks = True
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: Group | None = None,
+        device: str | None = None,
+    ) -> None:
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        super().__init__(
+            device,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+        self.process_group = process_group
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        # Private in torch, but the one place that both `unscale_` and the step of fused optimizers (which unscale by
+        # themselves) pass through. The signature is the same from torch 1.6 on; tried with 2.11 and 2.13.
+        grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if isinstance(param, FlatParameter):
+                _refuse_unreduced(param)
+                param.bring_gradient()
+            if param.grad is not None:
+                grad = param.grad.coalesce()._values() if param.grad.is_sparse else param.grad
+                grads.setdefault((grad.device, grad.dtype), []).append(grad)
+        flags: dict[torch.device, Tensor] = {}
+        for (device, _), group in grads.items():
+            # Blocking copies: torch's own scaler does not wait for its, so CPU gradients may be scaled by an old value.
+            flag = flags.setdefault(device, found_inf.detach().to(device, copy=True))
+            torch._amp_foreach_non_finite_check_and_unscale_(group, flag, inv_scale.to(device))
+        agreed = self._agree(torch.stack([found_inf, *(flag.to(found_inf.device) for flag in flags.values())]).amax(0))
+        return {device: agreed.to(device) for device in (flags or {found_inf.device: found_inf})}
+
+    def _agree(self, found: Tensor) -> Tensor:
+        if self.process_group is None and not (dist.is_available() and dist.is_initialized()):
+            return found
+        return communicator(default_group(self.process_group), found.device).all_reduce(found, "max").wait()
+
+
+def _refuse_unreduced(param: Any) -> None:
+    if param._has_unreduced and param.grad is not None:
+        raise RuntimeError(
+            "ShardedGradScaler: gradients that were accumulated under no_sync() are not reduced over the ranks yet. "
+            "Run the last backward of the step outside no_sync()."
+        )
