@@ -54,6 +54,11 @@ class Pending:
         self._result: Callable[[], Tensor] | None = result
         self._arrived: Tensor
 
+    def after(self, work: Any) -> Pending:
+        """The same, which besides waits for `work`."""
+        self._works = [work, *self._works]
+        return self
+
     def wait(self) -> Tensor:
         if self._result is not None:
             works, self._works = self._works, ()  # gloo would wait for another message the second time

@@ -14,7 +14,6 @@ In a world of one ``full`` is the shard itself, and stays, unless the shard is o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from enum import Enum, auto
 from functools import partial
 
@@ -235,24 +234,26 @@ class FlatParamHandle:
             self._pending = self._gather_into(self.whole.full)
 
     def _gather_into(self, full: Tensor) -> Pending:
-        with self.home.lane.fork() if self.home.is_elsewhere else nullcontext():
-            if self.is_sharded or full.dtype != self.flat_param.dtype:
-                shard = self.home.staged(self.flat_param, full.dtype)
-            else:
-                shard = self.flat_param.detach()  # copied to its place directly
-            return self.comm.all_gather(full, shard, f"all-gather of {self.name}", self.tag)
+        if not self.home.is_elsewhere:
+            return self._exchange(full)
+        lane = self.home.lane
+        with lane.fork():
+            pending = self._exchange(full)
+        return pending.after(lane.arrival())
 
-    def _await(self, pending: Pending) -> None:
-        pending.wait()
-        if self.home.is_elsewhere:
-            self.home.lane.join()
+    def _exchange(self, full: Tensor) -> Pending:
+        if self.is_sharded or full.dtype != self.flat_param.dtype:
+            shard = self.home.staged(self.flat_param, full.dtype)
+        else:
+            shard = self.flat_param.detach()  # copied to its place directly
+        return self.comm.all_gather(full, shard, f"all-gather of {self.name}", self.tag)
 
     def unshard(self) -> None:
         """Whole and visible in the modules when this returns (on CUDA: for work on the current stream)."""
         self.gather()
         if self.phase is Phase.GATHERING:
             if not self.whole.is_shard:
-                self._await(self._pending)
+                self._pending.wait()
                 self.home.release()
             self.check_places()
             self.whole.show()
@@ -265,7 +266,7 @@ class FlatParamHandle:
         if self.whole.is_shard:
             self.home.release()
         elif self.phase is Phase.GATHERING:
-            self._await(self._pending)  # it writes into the buffer until it is done
+            self._pending.wait()  # it writes into the buffer until it is done
         else:
             self.whole.hide()
         self.whole.free()
@@ -278,7 +279,7 @@ class FlatParamHandle:
             return [leaf.detach().clone() for leaf in self.whole.leaves]
         self.home.check(self.name)
         full = self._new_buffer(self.flat_param.dtype)
-        self._await(self._gather_into(full))
+        self._gather_into(full).wait()
         self.settle()
         return [view.clone() for view in self.layout.unpack(full)]
 

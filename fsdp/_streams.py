@@ -16,6 +16,13 @@ import torch
 from torch import Tensor
 
 
+class Arrival:
+    """What a fork has queued; on a CPU it has happened."""
+
+    def wait(self) -> None:
+        """What is queued from now on runs after it."""
+
+
 class Lane:
     """Where everything happens in order: on a CPU, and on devices whose streams we do not know."""
 
@@ -23,8 +30,9 @@ class Lane:
         """What is queued inside runs after what was queued before, and beside what is queued next."""
         return nullcontext()
 
-    def join(self) -> None:
-        """What is queued from now on runs after what was queued in forks."""
+    def arrival(self) -> Arrival:
+        """Of what was queued in forks until now."""
+        return Arrival()
 
     def to_host(self, source: Tensor, use: Callable[[Tensor], None]) -> None:
         """Have `use` called with `source` on the host, at the latest in `settle`."""
@@ -34,49 +42,64 @@ class Lane:
         """Block until all copies are done and used, so that their sources may be written again."""
 
 
+class CudaArrival(Arrival):
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._event = torch.cuda.Event()
+        self._event.record(stream)
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+
+    def synchronize(self) -> None:
+        """Block until it has happened."""
+        self._event.synchronize()
+
+
 class CudaLane(Lane):
-    """A stream for copies beside the compute stream (the one that is current when a method is called)."""
+    """A stream for each direction, beside the compute stream (the one that is current when a method is called)."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._has_work = False
-        self._leaving: deque[tuple[torch.cuda.Event, Tensor, Callable[[Tensor], None]]] = deque()
+        self._inward, self._outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._has_forked = False
+        self._leaving: deque[tuple[CudaArrival, Tensor, Callable[[Tensor], None]]] = deque()
         self._last_source: Tensor | None = None
 
     @contextmanager
     def fork(self) -> Iterator[None]:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._has_work = True
-        with torch.cuda.stream(self._stream):
+        self._has_forked = True
+        with self._beside(self._inward):
             yield
 
-    def join(self) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+    @contextmanager
+    def _beside(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            yield
+
+    def arrival(self) -> Arrival:
+        return CudaArrival(self._inward)
 
     def to_host(self, source: Tensor, use: Callable[[Tensor], None]) -> None:
         # The memory of a source is used again, by the compute stream, once it is dropped: so the one before is dropped
         # now, and the compute stream first waits for its copy, which by now is done or nearly so.
         if self._leaving:
-            torch.cuda.current_stream(self._device).wait_event(self._leaving[-1][0])
+            self._leaving[-1][0].wait()
         host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-        with self.fork():
+        with self._beside(self._outward):
             host.copy_(source, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record(self._stream)
-        self._leaving.append((done, host, use))
+        self._leaving.append((CudaArrival(self._outward), host, use))
         self._last_source = source
 
     def settle(self) -> None:
-        if not self._has_work:
-            return
-        self._has_work = False
-        leaving, self._leaving = self._leaving, deque()
-        for done, host, use in leaving:
-            done.synchronize()
+        while self._leaving:
+            copied, host, use = self._leaving.popleft()
+            copied.synchronize()
             use(host)
-        self._stream.synchronize()
         self._last_source = None
+        if self._has_forked:
+            self._has_forked = False
+            self._inward.synchronize()
 
 
 _CPU_LANE = Lane()
