@@ -19,6 +19,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from fsdp._comm import LONE_RANK, Communicator, Pending
 from fsdp._errors import InternalError
@@ -289,7 +290,7 @@ class FlatParamHandle:
             self.layout.shard_of(slot, value, self.flat_param, self.comm.rank)
             # Ranks that keep nothing of this parameter must find the shard changed as the others do, or they would
             # not take part in the next gather.
-            self.flat_param[:0].zero_()
+            increment_version(self.flat_param)
 
     def settle(self) -> None:
         """Block until the shard may be written: what was sent and copied from it has arrived."""

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp._collect import taken_by
@@ -44,7 +45,10 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    on_disk = [param for param in params if isinstance(param, FlatParameter) and isinstance(param.home, DiskHome)]
+    flat_params = [param for param in params if isinstance(param, FlatParameter) and param._is_managed]
+    # Fused optimizers write without torch counting it, and by that count we know that gathered parameters are stale.
+    increment_version([param for param in flat_params if param.grad is not None])
+    on_disk = [param for param in flat_params if isinstance(param.home, DiskHome)]
     for param in on_disk:
         param.home.keep_state(optimizer.state.get(param, {}), param.numel())
     for files in {param.home.files for param in on_disk}:

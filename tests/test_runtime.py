@@ -582,6 +582,44 @@ def _change_weights_before_backward(options: dict[str, Any]) -> None:
     twins.assert_equal()
 
 
+OPTIMIZERS = [{"fused": True}, {"foreach": True}, {}]  # fused ones write behind the back of torch's version counters
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS, ids=str)
+def test_a_step_after_a_forward_without_a_backward_is_seen_by_the_next_one(
+    ranks: RankPool, kind: dict[str, bool]
+) -> None:
+    ranks(2).run(_step_after_a_lone_forward, kind)
+
+
+def _step_after_a_lone_forward(kind: dict[str, bool]) -> None:
+    model, plain = nested_mlp(fully_sharded()).double(), nested_mlp(keep).double()
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1, **kind) for each in (model, plain)]
+    for number in range(3):
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            score(each(batch(number, 0))).backward()
+            each(batch(number, 0))  # keeps the root whole, for a backward that does not come
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(model(batch(number, 1)), plain(batch(number, 1)))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS, ids=str)
+def test_a_step_between_forward_and_backward_is_an_error(ranks: RankPool, kind: dict[str, bool]) -> None:
+    for world_size in (1, 2):
+        ranks(world_size).run(_step_before_backward, kind)
+
+
+def _step_before_backward(kind: dict[str, bool]) -> None:
+    model = nested_mlp(fully_sharded()).double()
+    optimizer = torch.optim.AdamW(model.parameters(), **kind)
+    score(model(batch(0, 0))).backward()
+    loss = score(model(batch(0, 0)))
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"were changed .*between forward and backward"):
+        loss.backward()
+
+
 @contextmanager
 def changed(model: nn.Module) -> Iterator[None]:
     """Other weights inside."""
