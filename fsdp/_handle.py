@@ -13,7 +13,7 @@ In a world of one ``full`` is the shard itself, and stays, unless the shard is o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from enum import Enum, auto
 from functools import partial
 
@@ -113,6 +113,12 @@ class FlatParamHandle:
     def is_cast(self) -> bool:
         """Whether it is computed with in another dtype than the optimizer steps it in."""
         return self._precision.compute_dtype(self.flat_param.dtype) != self.flat_param.dtype
+
+    @property
+    def shard_state(self) -> Hashable:
+        """Changes when the shard is written, cast, moved, frozen or released."""
+        shard = self.flat_param
+        return shard._version, shard.dtype, shard.device, shard.requires_grad
 
     @property
     def intervals(self) -> list[Interval]:

@@ -206,11 +206,11 @@ class Runtime:
                 "parameters that nobody gathers. Compute such gradients on the unwrapped module, inside "
                 "summon_full_params()."
             )
-        if unit.changed_since(call.versions):
+        if unit.changed_since(call.shards):
             raise RuntimeError(
-                f"{unit.name}: its parameters were changed (by an optimizer step?) between forward and backward, so "
-                "gradients would belong to neither the old nor the new values. Run backward before the change, or "
-                "forward again after it."
+                f"{unit.name}: its parameters were changed (by an optimizer step, a cast, or requires_grad_?) between "
+                "forward and backward, so gradients would belong to neither the old nor the new values. Run backward "
+                "before the change, or forward again after it."
             )
         self._ensure_backward()
         if call.in_full_precision is not unit.in_full_precision:

@@ -7,7 +7,7 @@ is the same. A unit knows what belongs to it; when its parameters come and go is
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +60,7 @@ class Call:
     def __init__(self, unit: Unit, recomputed: bool) -> None:
         self.unit = unit
         self.recomputed = recomputed  # by activation checkpointing, inside a backward
-        self.versions: list[int] = []  # of the shards that it computed with
+        self.shards: list[Hashable] = []  # the state of those that it computed with
         self.in_full_precision = False  # what it computed in
         self.will_pass = False  # whether backward goes on through its inputs
 
@@ -226,7 +226,7 @@ class Unit(NotCopied):
         # A leaf among the outputs was passed through; nothing of the unit is between it and the loss.
         tensors = [tensor for tensor in differentiable_tensors(outputs) if not tensor.is_leaf]
         call.in_full_precision = self.in_full_precision
-        call.versions = [handle.flat_param._version for handle in self.handles]
+        call.shards = [handle.shard_state for handle in self.handles]
 
         def on_output_gradient(_: Tensor) -> None:
             if self.runtime is not None:
@@ -303,11 +303,9 @@ class Unit(NotCopied):
             handle.gradients.rescale(self.predivide / pre)
         self.predivide, self.postdivide = float(pre), float(post)
 
-    def changed_since(self, versions: Sequence[int]) -> bool:
-        """Whether a shard was written after a forward that saw these versions."""
-        return any(
-            handle.flat_param._version != version for handle, version in zip(self.handles, versions, strict=True)
-        )
+    def changed_since(self, shards: Sequence[Hashable]) -> bool:
+        """Whether a shard was changed after a forward that saw it like this."""
+        return shards != [handle.shard_state for handle in self.handles]
 
 
 def unit_of(module: nn.Module) -> Unit | None:

@@ -582,17 +582,21 @@ def _change_weights_before_backward(options: dict[str, Any]) -> None:
     twins.assert_equal()
 
 
-OPTIMIZERS = [{"fused": True}, {"foreach": True}, {}]  # fused ones write behind the back of torch's version counters
+OPTIMIZERS: list[dict[str, Any]] = [
+    {"fused": True},
+    {"foreach": True},
+    {},
+]  # fused ones write behind the back of torch's version counters
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS, ids=str)
 def test_a_step_after_a_forward_without_a_backward_is_seen_by_the_next_one(
-    ranks: RankPool, kind: dict[str, bool]
+    ranks: RankPool, kind: dict[str, Any]
 ) -> None:
     ranks(2).run(_step_after_a_lone_forward, kind)
 
 
-def _step_after_a_lone_forward(kind: dict[str, bool]) -> None:
+def _step_after_a_lone_forward(kind: dict[str, Any]) -> None:
     model, plain = nested_mlp(fully_sharded()).double(), nested_mlp(keep).double()
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1, **kind) for each in (model, plain)]
     for number in range(3):
@@ -605,12 +609,12 @@ def _step_after_a_lone_forward(kind: dict[str, bool]) -> None:
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS, ids=str)
-def test_a_step_between_forward_and_backward_is_an_error(ranks: RankPool, kind: dict[str, bool]) -> None:
+def test_a_step_between_forward_and_backward_is_an_error(ranks: RankPool, kind: dict[str, Any]) -> None:
     for world_size in (1, 2):
         ranks(world_size).run(_step_before_backward, kind)
 
 
-def _step_before_backward(kind: dict[str, bool]) -> None:
+def _step_before_backward(kind: dict[str, Any]) -> None:
     model = nested_mlp(fully_sharded()).double()
     optimizer = torch.optim.AdamW(model.parameters(), **kind)
     score(model(batch(0, 0))).backward()
@@ -618,6 +622,23 @@ def _step_before_backward(kind: dict[str, bool]) -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match=r"were changed .*between forward and backward"):
         loss.backward()
+
+
+@pytest.mark.parametrize("change", ["float", "requires_grad_"])
+def test_a_change_of_kind_between_forward_and_backward_is_an_error(ranks: RankPool, change: str) -> None:
+    """The buffers that autograd has saved would be made anew."""
+    for world_size in (1, 2):
+        ranks(world_size).run(_change_kind_before_backward, change)
+
+
+def _change_kind_before_backward(change: str) -> None:
+    model = nested_mlp(fully_sharded()).double()
+    score(model(batch(0, 0))).backward()
+    loss = score(model(batch(0, 0)))
+    model.float() if change == "float" else model.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"were changed .*between forward and backward"):
+        loss.backward()
+    score(model.double().requires_grad_()(batch(0, 0))).backward()
 
 
 @contextmanager
