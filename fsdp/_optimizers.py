@@ -36,7 +36,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                 "over the ranks yet and would be left out. Run the last backward of the step outside no_sync()."
             )
     if any(param._is_sharded for param in flat_params):
-        _refuse_lonely_scaler()
+        _refuse_lonely_scaler(optimizer)
     _refuse_original_parameters(optimizer, params)
     for param in flat_params:
         param.home.check(f"{type(optimizer).__name__}.step() of a flat parameter with {param._names[0]}")
@@ -70,7 +70,7 @@ def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[A
 _CALLS_TO_A_SCALER = 12
 
 
-def _refuse_lonely_scaler() -> None:
+def _refuse_lonely_scaler(optimizer: torch.optim.Optimizer) -> None:
     """Raise RuntimeError if the step is called by a scaler that decides on this rank alone whether to skip it.
 
     A scaler leaves no trace on an optimizer, and on a rank that skips there is no step at all; so this looks at who
@@ -83,7 +83,9 @@ def _refuse_lonely_scaler() -> None:
         frame = frame.f_back
         if frame.f_code is torch.amp.GradScaler.step.__code__:
             scaler = frame.f_locals["self"]
-            if not getattr(scaler, "agrees_over_ranks", False):
+            if scaler.is_enabled() and not getattr(scaler, "agrees_over_ranks", False):
+                for left in ("grad_scale", "found_inf"):  # on a fused optimizer, which would use them in its next step
+                    optimizer.__dict__.pop(left, None)
                 raise RuntimeError(
                     f"{type(scaler).__module__}.{type(scaler).__name__} looks for infinities in this rank's shards "
                     "only: ranks would skip different steps. Use fsdp.ShardedGradScaler, which takes the same "

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from fsdp._comm import Group, communicator, default_group
 from fsdp._flat_param import FlatParameter
@@ -62,6 +63,26 @@ class ShardedGradScaler(torch.amp.GradScaler):
         )
         self.process_group = process_group
 
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Collective. Step with unscaled gradients, unless one on any rank is not finite; see torch's `GradScaler`."""
+        if not self._fuses_across_devices(optimizer):
+            return super().step(optimizer, *args, **kwargs)
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            return super().step(optimizer, *args, **kwargs)  # which refuses
+        # torch would hand scale and flag to the fused step by copies to the host for which nobody waits.
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        returned = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        return returned
+
+    def _fuses_across_devices(self, optimizer: torch.optim.Optimizer) -> bool:
+        if not self._enabled or not getattr(optimizer, "_step_supports_amp_scaling", False) or self._scale is None:
+            return False
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        return any(param.device != self._scale.device for param in params)
+
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
@@ -73,7 +94,9 @@ class ShardedGradScaler(torch.amp.GradScaler):
                 _refuse_unreduced(param)
                 param.bring_gradient()
             if param.grad is not None:
-                grad = param.grad.coalesce()._values() if param.grad.is_sparse else param.grad
+                if param.grad.is_sparse:  # of a parameter that is not ours
+                    param.grad = param.grad.coalesce()
+                grad = param.grad._values() if param.grad.is_sparse else param.grad
                 grads.setdefault((grad.device, grad.dtype), []).append(grad)
         flags: dict[torch.device, Tensor] = {}
         for (device, _), group in grads.items():

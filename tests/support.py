@@ -13,7 +13,7 @@ The package under test is imported inside the functions that need it.
 from __future__ import annotations
 
 import unittest
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -112,9 +112,12 @@ class Training:
     steps: int = 3
     task: Task = REGRESSION
     rows: int = 4  # in each rank's batch
-    accumulate: int = 1  # batches per step; all but the last are under `no_sync`
+    accumulate: int = 1  # batches per step
+    no_sync: bool = True  # all batches of a step but the last are under `no_sync`
     clip: float | None = None  # the norm that gradients are clipped to
     device: str = "cpu"
+    plain: Wrap = keep  # what the unsharded model is put in to compute in another precision than it is stored in
+    scaling: Mapping[str, Any] | None = None  # arguments of the scaler of the loss; None trains without one
 
     def model(self, wrap: Wrap) -> nn.Module:
         """The model under `wrap`, made on the device that it is trained on."""
@@ -134,6 +137,7 @@ class Trained:
 
     losses: Tensor  # [steps], float64: of the global batch
     norms: Tensor  # [steps], float64: of the gradient before clipping; empty without clipping
+    scales: Tensor  # [steps], float64: of the loss, after each step; ones without a scaler
     weights: dict[str, Tensor]  # the whole state at the end, under the plain model's names
 
 
@@ -142,13 +146,17 @@ Parts = Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
 
 def train_sharded(training: Training, wrap: Wrap | None = None) -> Trained:
     """Collective. Train the wrapped model, each rank on its part of every batch."""
+    from fsdp import ShardedGradScaler
+
     model = training.model(wrap or fully_sharded())
 
     def clip(max_norm: float) -> Tensor:
         return model.clip_grad_norm_(max_norm)  # type: ignore[operator]
 
-    losses, norms = _train(training, model, _own_part, model.no_sync, clip)  # type: ignore[arg-type]
-    return Trained(_mean_over_ranks(losses, training), norms, _owned(model.state_dict()))
+    scaler = None if training.scaling is None else ShardedGradScaler(device=training.device, **training.scaling)
+    record = _train(training, model, _own_part, model.no_sync, clip, scaler)  # type: ignore[arg-type]
+    record["losses"] = _mean_over_ranks(record["losses"], training)
+    return Trained(**record, weights=_owned(model.state_dict()))
 
 
 def train_ddp(training: Training) -> Trained:
@@ -156,16 +164,21 @@ def train_ddp(training: Training) -> Trained:
     module = training.model(keep)
     model = nn.parallel.DistributedDataParallel(module)
     clip = partial(nn.utils.clip_grad_norm_, list(module.parameters()))
-    losses, norms = _train(training, model, _own_part, model.no_sync, clip)
-    return Trained(_mean_over_ranks(losses, training), norms, _owned(module.state_dict()))
+    record = _train(training, model, _own_part, model.no_sync, clip, _plain_scaler(training))
+    record["losses"] = _mean_over_ranks(record["losses"], training)
+    return Trained(**record, weights=_owned(module.state_dict()))
 
 
 def train_alone(training: Training, parts: Parts | None = None) -> Trained:
     """The same training in one process: on the global batch, or on `parts` of it one after the other."""
-    model = training.model(keep)
+    model = training.plain(training.model(keep))
     clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()))
-    losses, norms = _train(training, model, parts or _whole, nullcontext, clip)
-    return Trained(losses, norms, _owned(model.state_dict()))
+    record = _train(training, model, parts or _whole, nullcontext, clip, _plain_scaler(training))
+    return Trained(**record, weights=_owned(model.state_dict()))
+
+
+def _plain_scaler(training: Training) -> torch.amp.GradScaler | None:
+    return None if training.scaling is None else torch.amp.GradScaler(training.device, **training.scaling)
 
 
 def _train(
@@ -174,45 +187,70 @@ def _train(
     parts: Parts,
     no_sync: Callable[[], AbstractContextManager[Any]],
     clip: Callable[[float], Tensor],
-) -> tuple[Tensor, Tensor]:
+    scaler: torch.amp.GradScaler | None,
+) -> dict[str, Tensor]:
     optimizer = training.make_optimizer(model.parameters())
-    losses, norms = [], []
+    record: dict[str, list[float]] = {"losses": [], "norms": [], "scales": []}
     for step in range(training.steps):
         optimizer.zero_grad()
         loss = 0.0
         for turn in range(training.accumulate):
-            with nullcontext() if turn == training.accumulate - 1 else no_sync():
-                loss += sum(_backward(training, model, parts(*training.batch(step, turn))))
+            reduces = turn == training.accumulate - 1 or not training.no_sync
+            with nullcontext() if reduces else no_sync():
+                loss += sum(_backward(training, model, parts(*training.batch(step, turn)), scaler))
         if training.clip is not None:
-            norms.append(float(clip(training.clip)))
-        optimizer.step()
-        losses.append(loss)
-    return torch.tensor(losses, dtype=torch.float64), torch.tensor(norms, dtype=torch.float64)
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            record["norms"].append(float(clip(training.clip)))
+        record["scales"].append(_step(optimizer, scaler))
+        record["losses"].append(loss)
+    return {name: torch.tensor(values, dtype=torch.float64) for name, values in record.items()}
 
 
-def _backward(training: Training, model: nn.Module, parts: list[tuple[Tensor, Tensor]]) -> Iterator[float]:
+def _backward(
+    training: Training, model: nn.Module, parts: list[tuple[Tensor, Tensor]], scaler: torch.amp.GradScaler | None
+) -> Iterator[float]:
     for inputs, targets in parts:
-        loss = training.task.loss(model(inputs), targets) / (len(parts) * training.accumulate)
-        loss.backward()
+        outputs = model(inputs)
+        # The loss is a sum over rows: in 16 bits it would say little.
+        outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
+        loss = training.task.loss(outputs, targets) / (len(parts) * training.accumulate)
+        (loss if scaler is None else scaler.scale(loss)).backward()
         yield loss.item()
+
+
+def _step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> float:
+    """Step, or skip the step if the scaler says so; returns the scale afterwards."""
+    if scaler is None:
+        optimizer.step()
+        return 1.0
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale()
 
 
 def _whole(inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
     return [(inputs, targets)]
 
 
-def _every_rank(inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+def every_rank(inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The parts that the ranks see of a global batch."""
     size = dist.get_world_size()
     return list(zip(inputs.chunk(size), targets.chunk(size), strict=True))
 
 
 def _own_part(inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
-    return [_every_rank(inputs, targets)[dist.get_rank()]]
+    return [every_rank(inputs, targets)[dist.get_rank()]]
 
 
-def _reordered(inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
-    order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(1)).to(inputs.device)
-    return [(inputs[order], targets[order])]
+def reordered(seed: int) -> Parts:
+    """The global batch as one part, with its rows in an order of its own."""
+
+    def parts(inputs: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
+        order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(seed)).to(inputs.device)
+        return [(inputs[order], targets[order])]
+
+    return parts
 
 
 def _mean_over_ranks(losses: Tensor, training: Training) -> Tensor:
@@ -268,7 +306,7 @@ def distance(one: Trained, other: Trained) -> Distance:
 def float32_noise(training: Training, reference: Trained | None = None) -> Distance:
     """How far apart unsharded trainings are that differ only in the order of their sums: see Note [noise]."""
     reference = reference or train_alone(training)
-    found = [distance(train_alone(training, parts), reference) for parts in (_every_rank, _reordered)]
+    found = [distance(train_alone(training, parts), reference) for parts in (every_rank, reordered(1))]
     return Distance(*(max(getattr(d, field) for d in found) for field in ("loss", "norm", "weight")))
 
 
