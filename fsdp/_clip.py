@@ -36,6 +36,7 @@ def clip_grad_norm(
         raise ValueError(f"norm_type must be positive, or inf for the largest absolute value; got {norm_type}")
     handles = [handle for unit in units for handle in unit.handles]
     for handle in handles:
+        handle.home.check(handle.name)
         handle.flat_param.bring_gradient()
         if handle.flat_param._has_unreduced and handle.flat_param.grad is not None:
             raise RuntimeError(

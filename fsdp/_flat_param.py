@@ -46,7 +46,6 @@ class FlatParameter(nn.Parameter):
     _is_sharded: bool  # it holds one rank's shard
     _is_managed: bool  # a handle runs it
     _has_unreduced: bool  # gradients were accumulated under `no_sync` and are not in `grad` yet
-    _away: Tensor | None  # a gradient that is kept on another device
     home: Any  # where a shard and its gradient live
 
     def __new__(
@@ -71,7 +70,6 @@ class FlatParameter(nn.Parameter):
         self = Tensor._make_subclass(cls, data, requires_grad)
         self._names, self._shapes = names, shapes
         self._is_sharded = self._is_managed = self._has_unreduced = False
-        self._away = None
         self.home = None
         return self
 
@@ -108,7 +106,7 @@ class FlatParameter(nn.Parameter):
     def held_gradient(self) -> Tensor | None:
         """The reduced gradient, wherever it is; None without one."""
         grad = self.grad
-        return self._away if isinstance(grad, Placeholder) else grad
+        return grad.stands_for if isinstance(grad, Placeholder) else grad
 
     def hold_gradient(self, reduced: Tensor) -> None:
         """Add a reduced gradient; one on another device is kept there, beside the parameter."""
@@ -116,21 +114,21 @@ class FlatParameter(nn.Parameter):
         if held is not None:
             held.add_(reduced.to(held.device))
         elif reduced.device == self.device:
-            self.grad, self._away = reduced, None
+            self.grad = reduced
         else:
-            self._away = reduced
-            self.grad = gradient_elsewhere(f"a flat parameter with {self._names[0]}", self, reduced.device)
+            placeholder = gradient_elsewhere(f"a flat parameter with {self._names[0]}", self, reduced.device)
+            placeholder.stands_for = reduced
+            self.grad = placeholder
 
     def bring_gradient(self) -> None:
         """Have a gradient that is kept elsewhere in ``grad``, where optimizers look for it."""
         held = self.held_gradient
-        if self._away is not None and held is not None:
+        if held is not None and held is not self.grad:
             self.grad = held.to(self.device)
-        self._away = None
 
     def forget_gradient(self) -> None:
         """Have no gradient, here or elsewhere."""
-        self.grad = self._away = None
+        self.grad = None
 
     def get_param_views(self, external_data: Tensor | None = None) -> list[Tensor]:
         """The original parameters as views of this one, or of `external_data` of the same size.

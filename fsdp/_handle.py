@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from enum import Enum, auto
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -167,7 +166,7 @@ class FlatParamHandle:
             shard.detach() if is_shard else self._new_buffer(self.dtype),
             is_shard=is_shard,
             requires_grad=shard.requires_grad,
-            on_gradient=partial(self._on_gradient, self),
+            on_gradient=self._leaf_has_gradient,
         )
 
     def _new_buffer(self, dtype: torch.dtype) -> Tensor:
@@ -281,10 +280,10 @@ class FlatParamHandle:
 
     def full_copies(self) -> list[Tensor]:
         """Collective. The whole parameters in the shard's dtype, as tensors with memory of their own."""
+        self.home.check(self.name)
         is_fresh = self.phase is Phase.FULL and self.flat_param._version == self._gathered_version
         if self.dtype == self.flat_param.dtype and (is_fresh or self.whole.is_shard):
             return [leaf.detach().clone() for leaf in self.whole.leaves]
-        self.home.check(self.name)
         full = self._new_buffer(self.flat_param.dtype)
         self._gather_into(full).wait()
         self.settle()
@@ -304,6 +303,9 @@ class FlatParamHandle:
         self.home.lane.settle()
 
     # --- gradients ----------------------------------------------------------------------------------------------
+
+    def _leaf_has_gradient(self, slot: int, leaf: Tensor) -> None:
+        self._on_gradient(self, slot, leaf)
 
     def take_gradient(self, slot: int, leaf: Tensor, divisor: float) -> bool:
         """Move a leaf's gradient into the flat buffer; True when it was the last one missing in this backward."""
@@ -325,6 +327,7 @@ class FlatParamHandle:
     def accept(self, reduced: Tensor) -> None:
         """Add a reduced gradient to the shard's."""
         self.flat_param._has_unreduced = False
+        self.home.check(self.name)
         self.home.accept(self.flat_param, reduced)
 
     def mark_unreduced(self) -> None:

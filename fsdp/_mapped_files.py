@@ -12,10 +12,15 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from fsdp._memory import return_freed_blocks
 
 _PAGE = mmap.PAGESIZE
 
@@ -90,8 +95,9 @@ class MappedFiles:
                 f"offload_folder={os.fspath(folder)!r} cannot be used: {error}. Name a folder on a disk with room for "
                 "the model's shards, gradients and optimizer state."
             ) from error
+        return_freed_blocks(larger_than=1 << 20)
         if not keep:
-            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+            weakref.finalize(self, _remove, self.folder, os.getpid())
 
     def allocate(self, numel: int, dtype: torch.dtype, role: str) -> tuple[Tensor, Region]:
         """A tensor ``[numel]`` of zeros, named after what it is for.
@@ -119,33 +125,55 @@ class MappedFiles:
         region = self._regions.get(tensor.data_ptr())
         return region is not None and region.is_alive
 
+    def regions_of(self, tensors: Iterable[Any]) -> list[Region]:
+        """Where those of `tensors` that were made here lie."""
+        ours = (each for each in tensors if isinstance(each, Tensor) and self.holds(each))
+        return [self._regions[each.data_ptr()] for each in ours]
+
     def release(self) -> None:
         """Take everything out of the process's memory."""
         for region in self._regions.values():
             region.release()
 
+    def _open(self, path: str) -> int:
+        if self._keep:
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        if hasattr(os, "O_TMPFILE"):
+            with suppress(OSError):  # not every file system has files without names
+                return os.open(self.folder, os.O_RDWR | os.O_TMPFILE, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        os.unlink(path)
+        return fd
+
     def _map(self, nbytes: int, role: str) -> tuple[mmap.mmap, str]:
         self._count += 1
         path = os.path.join(self.folder, f"{self._count:05d}-{role.replace(' ', '-')}.bin")
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            is_kept = False
+            fd = self._open(path)
             try:
                 _reserve(fd, nbytes)
                 mapping = mmap.mmap(fd, nbytes)
-                is_kept = self._keep
+            except OSError:
+                if self._keep:
+                    os.unlink(path)
+                raise
             finally:
                 os.close(fd)
-                if not is_kept:
-                    os.unlink(path)
         except OSError as error:
-            free = shutil.disk_usage(os.path.dirname(self.folder)).free
+            free: int | str = "no longer known how many"
+            with suppress(OSError):
+                free = shutil.disk_usage(os.path.dirname(self.folder)).free
             raise RuntimeError(
                 f"offload='disk': cannot make a file of {nbytes} bytes for {role} in {self.folder}: {error}; the disk "
                 f"has {free} bytes free. Make room, or name an offload_folder on another disk. (If there are too many "
                 "open files, raise `ulimit -n`.)"
             ) from error
         return mapping, path
+
+
+def _remove(folder: str, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child drops its copy of us
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _reserve(fd: int, nbytes: int) -> None:

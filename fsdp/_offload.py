@@ -10,7 +10,8 @@ parameter (`FlatParameter.hold_gradient`) and joins it when something needs it: 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,8 +61,8 @@ class Home:
     def release(self) -> None:
         """The shard and its gradient are not wanted soon."""
 
-    def check(self, what: str) -> None:
-        """Raise RuntimeError if the values are out of reach."""
+    def check(self, what: str, state: Iterable[Any] = ()) -> None:
+        """Raise RuntimeError if the values, or those of the optimizer's `state`, are out of reach."""
 
     def staged(self, flat_param: FlatParameter, dtype: torch.dtype) -> Tensor:
         """The shard on the compute device in `dtype`; the shard itself if it is that already."""
@@ -112,12 +113,12 @@ class DiskFlatParameter(FlatParameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         fill = _LIKENESSES.get(func)
-        if fill is None or not isinstance(args[0], DiskFlatParameter) or kwargs.get("device") not in (None, _HOST):
+        like = kwargs.get("input", args[0] if args else None)
+        if fill is None or not isinstance(like, DiskFlatParameter) or kwargs.get("device") not in (None, _HOST):
             with torch._C.DisableTorchFunctionSubclass():  # as Parameter's own, which leaves out this whole method
                 return func(*args, **kwargs)
-        files = args[0].home.files
-        made, _ = files.allocate(args[0].numel(), kwargs.get("dtype") or args[0].dtype, "optimizer state")
-        return fill(made, args, kwargs)
+        made, _ = like.home.files.allocate(like.numel(), kwargs.get("dtype") or like.dtype, "optimizer state")
+        return fill(made, args, kwargs).requires_grad_(kwargs.get("requires_grad", False))
 
 
 _LIKENESSES: dict[Any, Callable[[Tensor, Any, Any], Tensor]] = {
@@ -143,6 +144,7 @@ class DiskHome(Home):
         self.files = files
         self._shard: tuple[int, Region] | None = None  # with its address
         self._grad: tuple[Tensor, Region] | None = None
+        self._shown: weakref.ref[Tensor] | None = None  # the gradient that lies there
 
     @property
     def is_elsewhere(self) -> bool:
@@ -166,23 +168,25 @@ class DiskHome(Home):
         for region in self._regions():
             region.release()
 
-    def check(self, what: str) -> None:
-        for region in self._regions():
+    def check(self, what: str, state: Iterable[Any] = ()) -> None:
+        for region in (*self._regions(), *self.files.regions_of(state)):
             region.check(what)
 
     def accept(self, flat_param: FlatParameter, reduced: Tensor) -> None:
         if flat_param.held_gradient is None:
             # One file for the gradients of all steps: making a new one each time would cost more than writing it.
-            if self._grad is None or self._grad[0].dtype != reduced.dtype:
+            is_kept = self._shown is not None and self._shown() is not None  # by the user, since it is no gradient now
+            if self._grad is None or self._grad[0].dtype != reduced.dtype or is_kept:
                 self._grad = self.files.allocate(reduced.numel(), reduced.dtype, "gradient")
-            reduced = self._grad[0].copy_(reduced)
+            reduced = self._grad[0].copy_(reduced).detach()  # casting the model changes the tensor that is handed out
+            self._shown = weakref.ref(reduced)
         flat_param.hold_gradient(reduced)
         self.release()
 
     def keep_state(self, state: dict[str, Any], numel: int) -> None:
         """Move what an optimizer made in memory for a parameter of `numel` elements to files."""
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.shape == (numel,) and not self.files.holds(value):
+            if isinstance(value, Tensor) and value.shape == (numel,) and numel and not self.files.holds(value):
                 state[key] = self.files.allocate(numel, value.dtype, "optimizer state")[0].copy_(value)
 
     def _regions(self) -> list[Region]:
@@ -215,7 +219,7 @@ class Offload:
         """
         if offload not in (None, "cpu", "disk"):
             raise ValueError(f"offload must be None, 'cpu' or 'disk', got {offload!r}")
-        if offload is not None and (move_params_to_cpu or move_grads_to_cpu):
+        if offload is not None and (move_params_to_cpu or move_grads_to_cpu is not None):
             raise ValueError(
                 f"offload={offload!r} says where shards and gradients live: leave move_params_to_cpu, cpu_offload and "
                 "move_grads_to_cpu at their defaults"

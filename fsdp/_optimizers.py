@@ -39,7 +39,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         _refuse_lonely_scaler(optimizer)
     _refuse_original_parameters(optimizer, params)
     for param in flat_params:
-        param.home.check(f"{type(optimizer).__name__}.step() of a flat parameter with {param._names[0]}")
+        what = f"{type(optimizer).__name__}.step() of a flat parameter with {param._names[0]}"
+        param.home.check(what, optimizer.state.get(param, {}).values())
         param.bring_gradient()
 
 

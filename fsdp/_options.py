@@ -88,7 +88,7 @@ class Options:
     @property
     def public_names(self) -> frozenset[str]:
         """Options that FairScale's users read as attributes of the wrapper."""
-        return _FIELDS
+        return _FIELDS - {"precision", "offload"}
 
     @property
     def bucket_bytes(self) -> int:

@@ -17,6 +17,8 @@ from fsdp._errors import NotCopied
 class Placeholder(NotCopied, Tensor):
     """A tensor without values; any operation on it raises `RuntimeError` with the message that it was made with."""
 
+    stands_for: Tensor | None = None  # what is kept elsewhere, in its place
+
     # Without this, every attribute access would go through Python; operations are caught by the dispatcher below.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -8,6 +8,7 @@ of the weights that it saved.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -27,7 +28,8 @@ class WholeParameters:
         places: for each, where it is used.
         full: ``[padded_numel]``, the buffer. If it is the shard itself (`is_shard`) it is never freed.
         requires_grad: of the leaves.
-        on_gradient: called with a parameter's number and leaf when autograd has finished its gradient.
+        on_gradient: a method, held weakly: called with a parameter's number and leaf when autograd has finished its
+            gradient.
     """
 
     def __init__(
@@ -46,7 +48,8 @@ class WholeParameters:
         self.leaves = [nn.Parameter(view.data, requires_grad) for view in layout.unpack(full)]
         if requires_grad:
             for number, leaf in enumerate(self.leaves):
-                leaf.register_post_accumulate_grad_hook(partial(on_gradient, number))
+                # Weakly: the garbage collector does not see into these hooks, and would never free a model.
+                leaf.register_post_accumulate_grad_hook(partial(_tell, weakref.WeakMethod(on_gradient), number))
         self._swaps: list[tuple[dict[str, Any], ParamInfo, Tensor, Tensor]] = []
         for slot, leaf, used in zip(layout.slots, self.leaves, places, strict=True):
             absent = leaf if is_shard else sharded_weight(slot.name, leaf)
@@ -116,3 +119,9 @@ class WholeParameters:
 
 def _leave_as_they_are() -> None:
     pass
+
+
+def _tell(method: weakref.WeakMethod[Callable[[int, Tensor], None]], number: int, leaf: Tensor) -> None:
+    on_gradient = method()
+    if on_gradient is not None:
+        on_gradient(number, leaf)

@@ -92,6 +92,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             if isinstance(param, FlatParameter):
                 _refuse_unreduced(param)
+                if param.home is not None:
+                    param.home.check(f"unscaling of a flat parameter with {param._names[0]}")
                 param.bring_gradient()
             if param.grad is not None:
                 if param.grad.is_sparse:  # of a parameter that is not ours
