@@ -69,12 +69,13 @@ def auto_wrap_bn(
     if wrap_it:
         with enable_wrap(module_wrap_policy(_BATCH_NORMS), wrapper_cls=FullyShardedDataParallel, **config):
             return auto_wrap(module)
-    for name, child in module.named_modules():
-        if isinstance(child, _BATCH_NORMS):
-            if assert_on_collision and hasattr(child, "wrapper_config"):
-                raise ValueError(
-                    f"{name or type(child).__name__} has a wrapper_config already. Pass assert_on_collision=False to "
-                    "replace it."
-                )
-            child.wrapper_config = config  # type: ignore[assignment]
+    norms = [(name, child) for name, child in module.named_modules() if isinstance(child, _BATCH_NORMS)]
+    for name, child in norms:
+        if assert_on_collision and hasattr(child, "wrapper_config"):
+            raise ValueError(
+                f"{name or type(child).__name__} has a wrapper_config already. Pass assert_on_collision=False to "
+                "replace it."
+            )
+    for _, child in norms:
+        child.wrapper_config = config  # type: ignore[assignment]
     return module

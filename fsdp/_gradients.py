@@ -65,8 +65,8 @@ class GradientBuffer:
             place.add_(grad, alpha=1.0 / divisor)
         elif divisor == 1.0:
             place.copy_(grad)
-        elif grad.dtype == place.dtype:
-            torch.div(grad, divisor, out=place)
+        elif torch.promote_types(grad.dtype, place.dtype) == grad.dtype:
+            torch.div(grad, divisor, out=place)  # in the wider dtype: narrowed first, it might overflow
         else:
             place.copy_(grad).div_(divisor)  # dividing first would lose what only the wider dtype can hold
         self._filled[slot] = 1

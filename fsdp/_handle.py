@@ -157,6 +157,7 @@ class FlatParamHandle:
         self.whole = self._wholes[self.dtype]
         self.whole.fill_places(is_whole=False)
 
+    @torch.inference_mode(False)  # or what is first needed in inference could not be used in training
     def _new_whole(self) -> WholeParameters:
         shard = self.flat_param
         is_shard = not self.is_sharded and self.dtype == shard.dtype and not self.home.is_elsewhere
@@ -194,6 +195,12 @@ class FlatParamHandle:
         self.check_places()
         self._in_full_precision = wanted
         self._choose_whole()
+
+    def check_cast(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Raise ValueError if the shard could not be followed after `fn`."""
+        shard = self.flat_param
+        cast = fn(torch.empty(0, dtype=shard.dtype, device=shard.device))
+        self._precision.check(f"after this cast {self.name}", cast.dtype, shard.requires_grad)
 
     def follow_shard(self) -> None:
         """Follow a shard that was moved, cast or frozen (`module.to(...)`): buffer and leaves are made anew."""

@@ -137,6 +137,8 @@ class Options:
 def _precision(given: dict[str, Any]) -> Precision:
     policy = given["mixed_precision"]
     if not isinstance(policy, MixedPrecision):
+        if policy not in (True, False, None):
+            raise TypeError(f"mixed_precision must be True, False or a fsdp.MixedPrecision, got {policy!r}")
         flags = {name: given[name] for name in _PRECISION_FLAGS}
         return Precision.of_flags(mixed_precision=bool(policy), **flags)
     also = [name for name, silent in _PRECISION_FLAGS.items() if not any(given[name] is value for value in silent)]

@@ -210,23 +210,37 @@ class Buffers:
             for name, buffer in module._buffers.items()
             if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype
         ]
+        self._sources: dict[int, tuple[Tensor, int, Tensor]] = {}  # what was cast, by the id of the cast
         self.narrow()
 
     def narrow(self) -> None:
         """In the dtype of computation."""
-        self._cast(lambda own: self._dtype or own)
+        self._replace(self._narrowed)
 
     def widen(self) -> None:
-        """In the dtype that they had at first (with the values that they have now)."""
-        self._cast(lambda own: own)
+        """In the dtype that they had at first: as they were if nothing was written since."""
+        self._replace(self._widened)
+        self._sources.clear()
 
-    def _cast(self, wanted: Callable[[torch.dtype], torch.dtype]) -> None:
+    def _narrowed(self, buffer: Tensor, own: torch.dtype) -> Tensor:
+        cast = buffer.to(self._dtype)
+        if cast is not buffer:
+            self._sources[id(cast)] = (cast, cast._version, buffer)
+        return cast
+
+    def _widened(self, buffer: Tensor, own: torch.dtype) -> Tensor:
+        cast, version, source = self._sources.pop(id(buffer), (None, 0, buffer))
+        return source if buffer is cast and buffer._version == version and source.dtype == own else buffer.to(own)
+
+    @torch.inference_mode(False)  # or what is cast for inference could not be written to in training
+    def _replace(self, new: Callable[[Tensor, torch.dtype], Tensor]) -> None:
         done: dict[int, tuple[Tensor, Tensor]] = {}  # buffers that several modules share stay shared
         for module, name, own in self._places:
             buffer = module._buffers.get(name)
             if buffer is not None:
-                _, cast = done.setdefault(id(buffer), (buffer, buffer.to(wanted(own))))
-                module._buffers[name] = cast
+                if id(buffer) not in done:
+                    done[id(buffer)] = (buffer, new(buffer, own))
+                module._buffers[name] = done[id(buffer)][1]
 
 
 def kept_modules(modules: Iterable[nn.Module], kinds: tuple[type[nn.Module], ...]) -> dict[nn.Module, list[nn.Module]]:
@@ -253,8 +267,6 @@ def compute_in_own_dtype(module: nn.Module) -> list[RemovableHandle]:
         if tensor is not None and tensor.is_floating_point()
     )
     first = next(tensors, None)
-    if first is None:
-        return []
     came_in: list[torch.dtype | None] = []  # of the calls that are running; a module may call itself
 
     def widen(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -262,7 +274,7 @@ def compute_in_own_dtype(module: nn.Module) -> list[RemovableHandle]:
         map_tensors(lambda tensor: dtypes.add(tensor.dtype) or tensor, (args, kwargs))  # type: ignore[func-returns-value]
         floating = [dtype for dtype in dtypes if dtype.is_floating_point]
         came_in.append(floating[0] if len(floating) == 1 else None)
-        return cast_floats((args, kwargs), getattr(*first).dtype)
+        return cast_floats((args, kwargs), getattr(*first).dtype if first else torch.float32)
 
     def narrow(module: nn.Module, args: Any, output: Any) -> Any:
         dtype = came_in.pop()

@@ -113,6 +113,8 @@ class Runtime:
             self._begin_forward()
         self._running.append(call)
         if call.recomputed:
+            if unit.state is not TrainingState.BACKWARD_PRE:
+                unit.follow_mode()  # a re-entrant checkpoint left nothing else that tells what its forward was in
             self._fetch_for_backward(unit)
         else:
             unit.state = TrainingState.FORWARD
@@ -133,12 +135,13 @@ class Runtime:
                 )
         self._forward_order.begin()
 
-    @staticmethod
-    def _fetch(unit: Unit, order: ExecutionOrder[Unit]) -> None:
+    def _fetch(self, unit: Unit, order: ExecutionOrder[Unit]) -> None:
         ahead = order.enter(unit)
         unit.gather()
         for number, following in enumerate(ahead):
             if number == 0:
+                if order is self._forward_order:
+                    following.follow_mode()
                 following.gather()
             else:
                 following.read_ahead()

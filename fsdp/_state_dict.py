@@ -168,11 +168,14 @@ def whole_state(
             others = [*unit.module.buffers(), *(unit.module.parameters() if summoned else ())]
             live = {tensor.data_ptr() for tensor in others}
             params = {prefix + place.fqn for handle in unit.handles for places in handle.places for place in places}
-            moved: dict[int, tuple[Tensor, Tensor]] = {}  # tied tensors stay tied
+            moved: dict[Any, Tensor] = {}  # tied tensors stay tied
             for key, value in state.items():
                 if key.startswith(prefix) and isinstance(value, Tensor):
                     wanted = dtype if key in params and value.is_floating_point() else None
-                    state[key] = moved.setdefault(id(value), (value, _own(value, live, device, wanted)))[1]
+                    place = (value.data_ptr(), value.shape, value.stride(), value.dtype, wanted)
+                    if place not in moved or value.numel() == 0:
+                        moved[place] = _own(value, live, device, wanted)
+                    state[key] = moved[place]
     return state
 
 

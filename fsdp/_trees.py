@@ -36,5 +36,6 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 def _updated(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Mapping[Any, Any]:
     copied = mapping.copy() if hasattr(mapping, "copy") else dict(mapping)
-    copied.update(changed)
+    for key, value in changed.items():  # not update(): some outputs of models refuse it
+        copied[key] = value
     return copied

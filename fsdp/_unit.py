@@ -92,10 +92,11 @@ class Unit(NotCopied):
         self.module = module
         self.comm = comm
         ours = own_modules(module)
-        kept = kept_modules(ours, precision.kept) if precision.is_mixed else {}
+        kept = kept_modules(ours, precision.kept)
         self._kept = {inner for group in kept.values() for inner in group}
         # Before our own hooks, which then run around those that keep a module's precision.
-        self._hooks = [hook for outermost in kept for hook in compute_in_own_dtype(outermost)]
+        casting = kept if precision.is_mixed else {}
+        self._hooks = [hook for outermost in casting for hook in compute_in_own_dtype(outermost)]
         self.precision = precision.without_casts() if module in self._kept else precision
         self.buffers = Buffers([inner for inner in ours if inner not in self._kept], precision.buffers)
         self.in_full_precision = False

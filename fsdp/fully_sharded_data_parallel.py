@@ -273,9 +273,9 @@ class FullyShardedDataParallel(WrapperState):
         self._require_idle("move or cast the module")
         if self._unit.runtime is not None:
             self._unit.runtime.release()
-        for param in self.params:
-            cast = fn(torch.empty(0, dtype=param.dtype, device=param.device))
-            self._options.precision.check(f"after this cast {self._unit.name}", cast.dtype, param.requires_grad)
+        for unit in self._units():  # all of them, before any is changed
+            for handle in unit.handles:
+                handle.check_cast(fn)
         self.compute_device = fn(torch.empty(0, device=self.compute_device)).device
         super()._apply(self._staying_home(fn), recurse)
         self._unit.comm = self._unit.comm.for_device(self.compute_device)
