@@ -161,8 +161,8 @@ class DiskHome(Home):
             flat_param.data = self.allocate(values.numel(), values.dtype).copy_(values)
 
     def read_ahead(self) -> None:
-        for region in self._regions():
-            region.read_ahead()
+        if self._shard is not None:  # the gradient is written next, not read
+            self._shard[1].read_ahead()
 
     def release(self) -> None:
         for region in self._regions():

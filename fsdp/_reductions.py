@@ -24,63 +24,74 @@ class Bucket:
     """Gradients that are reduced by one collective: their handles, and what to divide the sums by."""
 
     divisors: dict[FlatParamHandle, float] = field(default_factory=dict)
-    nbytes: int = 0
-
-    def add(self, handle: FlatParamHandle, divisor: float) -> None:
-        if handle not in self.divisors:  # else a second round was added to a gradient that waits
-            self.divisors[handle] = divisor
-            self.nbytes += handle.reduced_nbytes
 
     def send(self) -> Callable[[], None]:
         """Start the collective; what is returned finishes it and gives each shard its gradient."""
-        first, *others = self.divisors
-        pending = first.reduce() if not others else self._reduce_together(first.reduce_comm)
-        return lambda: self._accept(pending.wait())
+        handles = sorted(self.divisors, key=lambda handle: handle.tag)  # alike on all ranks, however they arrived
+        pending = handles[0].reduce() if len(handles) == 1 else _reduce_together(handles)
+        return lambda: self._accept(handles, pending.wait())
 
-    def _reduce_together(self, comm: Communicator) -> Pending:
-        first, *_, last = self.divisors
-        # Row r is what rank r receives: the r-th piece of every gradient, one after the other.
-        rows = [handle.gradients.take().view(comm.world_size, -1) for handle in self.divisors]
-        what = f"reduce-scatter of {first.name} to {last.name}"
-        return comm.reduce_scatter(torch.cat(rows, dim=1).view(-1), what, first.tag, first.flat_param.dtype)
-
-    def _accept(self, reduced: Tensor) -> None:
-        if len(self.divisors) == 1:
-            pieces: Sequence[Tensor] = [reduced]
-        else:
-            pieces = reduced.split([handle.layout.shard_numel for handle in self.divisors])
-        for (handle, divisor), piece in zip(self.divisors.items(), pieces, strict=True):
+    def _accept(self, handles: Sequence[FlatParamHandle], reduced: Tensor) -> None:
+        pieces = reduced.split([handle.layout.shard_numel for handle in handles]) if len(handles) > 1 else [reduced]
+        for handle, piece in zip(handles, pieces, strict=True):
+            divisor = self.divisors[handle]
             handle.accept(piece if divisor == 1.0 else piece.div_(divisor))
+
+
+def _reduce_together(handles: Sequence[FlatParamHandle]) -> Pending:
+    first, *_, last = handles
+    # Row r is what rank r receives: the r-th piece of every gradient, one after the other.
+    rows = [handle.gradients.take().view(first.comm.world_size, -1) for handle in handles]
+    what = f"reduce-scatter of {first.name} to {last.name}"
+    return first.reduce_comm.reduce_scatter(torch.cat(rows, dim=1).view(-1), what, first.tag, first.flat_param.dtype)
 
 
 class Reductions:
     """The reductions of one backward, started as gradients complete and finished as late as memory allows.
 
+    Which small gradients go together is settled beforehand: ranks may complete them in different orders (a parameter
+    that one rank did not use is complete at the end only), and must send the same bucket all the same.
+
     Args:
-        bucket_bytes: small gradients wait until this much has come together; 0 sends each by itself.
+        handles: all that may ever be submitted, in the order of the model.
+        bucket_bytes: small gradients go together up to this much; 0 sends each by itself.
     """
 
-    def __init__(self, bucket_bytes: int) -> None:
+    def __init__(self, handles: Sequence[FlatParamHandle], bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
         self._in_flight: deque[Callable[[], None]] = deque()
-        self._waiting: dict[tuple[Communicator, torch.dtype, torch.dtype], Bucket] = {}
+        self._companions: dict[FlatParamHandle, list[FlatParamHandle]] = {}
+        self._waiting: dict[int, Bucket] = {}  # by the tag of the first companion
+        self._plan(handles)
+
+    def _plan(self, handles: Sequence[FlatParamHandle]) -> None:
+        filling: dict[tuple[Communicator, torch.dtype, torch.dtype], list[FlatParamHandle]] = {}
+        for handle in reversed(handles):  # as backward will meet them, more or less
+            if handle.reduced_nbytes > min(_SMALL_BYTES, self._bucket_bytes) or not handle.is_sharded:
+                continue
+            key = (handle.reduce_comm, handle.gradients.dtype, handle.flat_param.dtype)
+            together = filling.setdefault(key, [])
+            together.append(handle)
+            self._companions[handle] = together
+            if sum(each.reduced_nbytes for each in together) >= self._bucket_bytes:
+                del filling[key]
 
     def submit(self, handle: FlatParamHandle, divisor: float) -> None:
         """Sum what the handle has accumulated over the ranks, now or with others, and divide it by `divisor`."""
-        if handle.reduced_nbytes > min(_SMALL_BYTES, self._bucket_bytes) or not handle.is_sharded:
+        companions = self._companions.get(handle)
+        if companions is None:
             self._start(Bucket({handle: divisor}))
             return
-        key = (handle.reduce_comm, handle.gradients.dtype, handle.flat_param.dtype)
-        bucket = self._waiting.setdefault(key, Bucket())
-        bucket.add(handle, divisor)
-        if bucket.nbytes >= self._bucket_bytes:
-            self._start(self._waiting.pop(key))
+        name = companions[0].tag
+        bucket = self._waiting.setdefault(name, Bucket())
+        bucket.divisors[handle] = divisor
+        if len(bucket.divisors) == len(companions):
+            self._start(self._waiting.pop(name))
 
     def finish(self) -> None:
         """Send what still waits, and wait until every shard has its gradient."""
-        while self._waiting:
-            _, bucket = self._waiting.popitem()
-            self._start(bucket)
+        for name in sorted(self._waiting):
+            self._start(self._waiting.pop(name))
         self._drain(leave=0)
 
     def abandon(self) -> None:

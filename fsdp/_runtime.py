@@ -61,7 +61,7 @@ class Runtime:
         if keep_root:
             root.reshard_after_forward = False
         self.sync_gradients = True
-        self._reductions = Reductions(bucket_bytes)
+        self._reductions = Reductions([handle for unit in self.units for handle in unit.handles], bucket_bytes)
         self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._backward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._running: list[Call] = []  # forwards that are running, the innermost last

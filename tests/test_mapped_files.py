@@ -367,8 +367,12 @@ def test_advice_is_for_the_tensor_s_own_pages(files: MappedFiles, monkeypatch: p
     region.read_ahead()
     region.release()
     mapping: Any = region._mapping()
-    (_, start, length), _ = mapping.advice
-    assert mapping.advice == [(mmap.MADV_WILLNEED, start, length), (mmap.MADV_DONTNEED, start, length)]
+    *ahead, (released, start, length) = mapping.advice
+    assert released == mmap.MADV_DONTNEED
+    assert {advice for advice, _, _ in ahead} == {mmap.MADV_WILLNEED}
+    pieces = [(begin, begin + size) for _, begin, size in ahead]
+    assert [begin for begin, _ in pieces] == [start, *(end for _, end in pieces[:-1])], "one after the other"
+    assert pieces[-1][1] == start + length
     assert length == -(-made.nbytes // PAGE) * PAGE
     assert address_of(mapping) + start == made.data_ptr()
     assert not torch.cat(neighbours).any()

@@ -8,6 +8,7 @@ two options are sampled (`parametrize_pairs`).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -639,6 +640,43 @@ def _change_kind_before_backward(change: str) -> None:
     with pytest.raises(RuntimeError, match=r"were changed .*between forward and backward"):
         loss.backward()
     score(model.double().requires_grad_()(batch(0, 0))).backward()
+
+
+class Picky(nn.Module):
+    """Uses its second half on some ranks only."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.ranks = ranks
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = self.first(inputs)
+        return outputs + self.second(inputs) if dist.get_rank() < self.ranks else outputs
+
+
+def test_ranks_may_complete_small_gradients_in_different_orders(ranks: RankPool) -> None:
+    """What one rank did not use is complete at the end of backward only."""
+    ranks(3).run(_complete_in_different_orders)
+
+
+def _complete_in_different_orders() -> None:
+    torch.manual_seed(0)
+    wrap = fully_sharded()
+    plain = nn.Sequential(*(Picky(using) for using in (3, 1, 2, 0, 3, 1))).double()
+    model = wrap(nn.Sequential(*map(wrap, copy.deepcopy(plain))))
+    for number in range(3):
+        inputs = batch(number, 0)
+        model(inputs).square().sum().backward()
+        plain(inputs).square().sum().backward()
+        for param in plain.parameters():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+        for each in (model, plain):
+            torch.optim.SGD(each.parameters(), lr=0.01).step()
+            each.zero_grad()
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
 
 
 @contextmanager
