@@ -1,8 +1,8 @@
 """Who is compared: every way of training one module on several ranks, behind one interface.
 
 A contestant takes a plain module and the list of its units, and gives back the module to train. What differs
-between libraries ends here: the benchmarks know names only. So does leaving out communication, which every
-library needs done in its own way.
+between libraries ends here: the benchmarks know names only. So does asking for another precision, or for offload,
+and leaving out communication, which every library needs done in its own way.
 """
 
 from __future__ import annotations
@@ -20,11 +20,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecision as TorchMixedPrecision
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp import FullyShardedDataParallel
+from fsdp import FullyShardedDataParallel, MixedPrecision
 from fsdp._comm import Communicator, Pending
 
 
@@ -36,74 +43,111 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
+class Policy:
+    """What every sharded contestant is asked for, in its own words.
+
+    Args:
+        compute_dtype: of the gathered parameters, the computation and the gradients on their way; the optimizer steps
+            float32 in any case.
+        offload: shards and their gradients live in host memory.
+    """
+
+    compute_dtype: torch.dtype = torch.float32
+    offload: bool = False
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.compute_dtype != torch.float32
+
+
+@dataclass(frozen=True)
 class Contestant:
     """One way to train.
 
     Args:
         name: as it is printed and given on the command line.
         kind: what it is compared with.
-        wrap: `(module, units, device) -> module to train`; may change both in place.
+        wrap: `(module, units, device, policy) -> module to train`; may change both in place.
     """
 
     name: str
     kind: Kind
-    wrap: Callable[[nn.Module, nn.ModuleList, torch.device], nn.Module]
+    wrap: Callable[[nn.Module, nn.ModuleList, torch.device, Policy], nn.Module]
 
     @property
     def is_sharded(self) -> bool:
         return self.kind in (Kind.PEER, Kind.OURS)
 
+    def can_do(self, policy: Policy, device: str) -> bool:
+        """Whether it runs like this: FSDP1 pins what it offloads, and fails where there is nothing to pin it for."""
+        return not (policy.offload and device == "cpu" and self.name in (FSDP1_FLAT, FSDP1_ORIG))
+
 
 # --- the floors
 
 
-def _wrap_floor(module: nn.Module, units: nn.ModuleList, device: torch.device) -> nn.Module:
-    return module
+def _wrap_floor(module: nn.Module, units: nn.ModuleList, device: torch.device, policy: Policy) -> nn.Module:
+    return module  # in float32 whatever the policy: DDP, whose floor it is, knows no other
 
 
 class ShardedFloor(nn.Module):
     """The plain module, of which the optimizer sees only this rank's part of every parameter.
 
     It does what sharded training computes on one rank (whole forward and backward, one W-th of the
-    optimizer's work) with nothing in between; without it, the optimizer work that sharding saves would be
-    counted as cheap communication.
+    optimizer's work, and of the casts where it computes in another dtype) with nothing in between; without it, the
+    optimizer work that sharding saves would be counted as cheap communication.
     """
 
-    def __init__(self, module: nn.Module, world_size: int, rank: int) -> None:
+    def __init__(self, module: nn.Module, world_size: int, rank: int, policy: Policy) -> None:
         super().__init__()
         # Not a submodule: its parameters must not be found by an optimizer.
         self._inner = [module]
         self.slices = nn.ParameterList()
+        self._casts: list[tuple[Tensor, Tensor]] = []  # where it differs: what is computed with, what is stepped
         for param in module.parameters():
             start, stop = (param.numel() * r // world_size for r in (rank, rank + 1))
             part = nn.Parameter(param.detach().view(-1)[start:stop])
+            if policy.is_mixed:
+                part.data = part.detach().clone()
+                param.data = param.detach().to(policy.compute_dtype)
+                self._casts.append((param.detach().view(-1)[start:stop], part.detach()))
             self.slices.append(part)
             param.register_post_accumulate_grad_hook(functools.partial(self._keep_part, part, start, stop))
 
     @staticmethod
     def _keep_part(part: Tensor, start: int, stop: int, param: Tensor) -> None:
         if param.grad is not None:
-            part.grad = param.grad.view(-1)[start:stop]
+            part.grad = param.grad.view(-1)[start:stop].to(part.dtype)
             param.grad = None
 
     def forward(self, *args: Any) -> Any:
+        for computed, stepped in self._casts:
+            computed.copy_(stepped)
         return self._inner[0](*args)
 
 
-def _wrap_sharded_floor(module: nn.Module, units: nn.ModuleList, device: torch.device) -> nn.Module:
-    return ShardedFloor(module, dist.get_world_size(), dist.get_rank())
+def _wrap_sharded_floor(module: nn.Module, units: nn.ModuleList, device: torch.device, policy: Policy) -> nn.Module:
+    return ShardedFloor(module, dist.get_world_size(), dist.get_rank(), policy)
 
 
 # --- the peers
 
 
-def _wrap_ddp(module: nn.Module, units: nn.ModuleList, device: torch.device) -> nn.Module:
+def _wrap_ddp(module: nn.Module, units: nn.ModuleList, device: torch.device, policy: Policy) -> nn.Module:
     return DistributedDataParallel(module, device_ids=None if device.type == "cpu" else [device.index])
 
 
-def _wrap_fsdp1(module: nn.Module, units: nn.ModuleList, device: torch.device, *, use_orig_params: bool) -> nn.Module:
+def _wrap_fsdp1(
+    module: nn.Module, units: nn.ModuleList, device: torch.device, policy: Policy, *, use_orig_params: bool
+) -> nn.Module:
+    dtype = policy.compute_dtype
+    mixed = TorchMixedPrecision(param_dtype=dtype, reduce_dtype=dtype) if policy.is_mixed else None
+    offload = CPUOffload(offload_params=True) if policy.offload else None
+
     def wrap(inner: nn.Module) -> TorchFSDP1:
-        return TorchFSDP1(inner, device_id=device, use_orig_params=use_orig_params)
+        return TorchFSDP1(
+            inner, device_id=device, use_orig_params=use_orig_params, mixed_precision=mixed, cpu_offload=offload
+        )
 
     for index, unit in enumerate(units):
         units[index] = wrap(unit)
@@ -115,11 +159,19 @@ def _mesh(device_type: str, world_size: int) -> DeviceMesh:
     return init_device_mesh(device_type, (world_size,))
 
 
-def _wrap_fsdp2(module: nn.Module, units: nn.ModuleList, device: torch.device, *, explicit_prefetch: bool) -> nn.Module:
-    # The mesh by hand: by default it is made for the accelerator where there is one.
-    mesh = _mesh(device.type, dist.get_world_size())
-    wrapped = [fully_shard(unit, mesh=mesh) for unit in units]
-    root = fully_shard(module, mesh=mesh)
+def _wrap_fsdp2(
+    module: nn.Module, units: nn.ModuleList, device: torch.device, policy: Policy, *, explicit_prefetch: bool
+) -> nn.Module:
+    dtype = policy.compute_dtype
+    shard = functools.partial(
+        fully_shard,
+        # The mesh by hand: by default it is made for the accelerator where there is one.
+        mesh=_mesh(device.type, dist.get_world_size()),
+        mp_policy=MixedPrecisionPolicy(dtype, dtype) if policy.is_mixed else MixedPrecisionPolicy(),
+        offload_policy=CPUOffloadPolicy(pin_memory=device.type != "cpu") if policy.offload else OffloadPolicy(),
+    )
+    wrapped = [shard(unit) for unit in units]
+    root = shard(module)
     if explicit_prefetch:
         for current, following in itertools.pairwise([root, *wrapped]):
             current.set_modules_to_forward_prefetch([following])
@@ -131,13 +183,20 @@ def _wrap_fsdp2(module: nn.Module, units: nn.ModuleList, device: torch.device, *
 # --- ours
 
 
-def _wrap_ours(module: nn.Module, units: nn.ModuleList, device: torch.device) -> nn.Module:
+def _wrap_ours(module: nn.Module, units: nn.ModuleList, device: torch.device, policy: Policy) -> nn.Module:
+    wrap = functools.partial(
+        FullyShardedDataParallel,
+        mixed_precision=MixedPrecision(param_dtype=policy.compute_dtype) if policy.is_mixed else False,
+        offload="cpu" if policy.offload else None,
+    )
     for index, unit in enumerate(units):
-        units[index] = FullyShardedDataParallel(unit)
-    return FullyShardedDataParallel(module)
+        units[index] = wrap(unit)
+    return wrap(module)
 
 
 OURS = "ours"
+FSDP1_FLAT = "fsdp1-flat"
+FSDP1_ORIG = "fsdp1-orig"
 DDP = "ddp"
 FLOOR = "floor"
 SHARDED_FLOOR = "floor-sharded"
@@ -147,8 +206,8 @@ CONTESTANTS: dict[str, Contestant] = {
     contestant.name: contestant
     for contestant in (
         Contestant(OURS, Kind.OURS, _wrap_ours),
-        Contestant("fsdp1-flat", Kind.PEER, functools.partial(_wrap_fsdp1, use_orig_params=False)),
-        Contestant("fsdp1-orig", Kind.PEER, functools.partial(_wrap_fsdp1, use_orig_params=True)),
+        Contestant(FSDP1_FLAT, Kind.PEER, functools.partial(_wrap_fsdp1, use_orig_params=False)),
+        Contestant(FSDP1_ORIG, Kind.PEER, functools.partial(_wrap_fsdp1, use_orig_params=True)),
         Contestant(FSDP2, Kind.PEER, functools.partial(_wrap_fsdp2, explicit_prefetch=False)),
         Contestant("fsdp2-prefetch", Kind.PEER, functools.partial(_wrap_fsdp2, explicit_prefetch=True)),
         Contestant(DDP, Kind.REPLICATED, _wrap_ddp),
@@ -219,8 +278,9 @@ def _our_gather(self: Any, full: Tensor, shard: Tensor, what: str, tag: int) -> 
     return Pending(what, (), lambda: full)
 
 
-def _our_reduction(self: Any, full: Tensor, what: str, tag: int) -> Any:
-    own = full.view(self.world_size, -1)[self.rank].clone()  # `full` may be freed before the result is used
+def _our_reduction(self: Any, full: Tensor, what: str, tag: int, dtype: torch.dtype | None = None) -> Any:
+    own = full.view(self.world_size, -1)[self.rank]
+    own = own.to(dtype or full.dtype, copy=True)  # `full` may be freed before the result is used
     return Pending(what, (), lambda: own)
 
 

@@ -11,25 +11,27 @@ from benchmarks._contestants import CONTESTANTS, DDP, Kind
 _SAME_LOSS = 1e-5
 
 
-def report_losses(losses: Mapping[str, Sequence[Sequence[float]]]) -> bool:
+def report_losses(losses: Mapping[str, Sequence[Sequence[float]]], tolerances: Sequence[float] | None = None) -> bool:
     """Say how the first losses of each contestant compare with DDP's; return whether all are the same.
 
     Args:
         losses: by contestant, then by rank, then by step. DDP must be among them; the floors, which share
             nothing between ranks, are left out.
+        tolerances: how far the loss of each step may be from DDP's, as a part of it; by default float32 noise.
     """
     reference = losses[DDP]
     verdicts, same = [], True
     for name, ranks in losses.items():
         if name == DDP or CONTESTANTS[name].kind is Kind.FLOOR:
             continue
+        allowed = tolerances or [_SAME_LOSS] * len(reference[0])
         distances = [
-            abs(mine - other) / abs(other)
+            (abs(mine - other) / abs(other), tolerance)
             for rank, reference_rank in zip(ranks, reference, strict=True)
-            for mine, other in zip(rank, reference_rank, strict=True)
+            for mine, other, tolerance in zip(rank, reference_rank, allowed, strict=True)
         ]
-        distance = max(distances)
-        if all(each <= _SAME_LOSS for each in distances):  # and not `max`, which overlooks what is no number
+        distance = max(each for each, _ in distances)
+        if all(each <= tolerance for each, tolerance in distances):  # and not `max`, which overlooks what is no number
             verdicts.append(f"{name} {'equal to the bit' if distance == 0 else f'within {distance:.1e}'}")
         else:
             same = False

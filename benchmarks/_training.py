@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks._contestants import CONTESTANTS, Contestant, Skip, skipping
+from benchmarks._contestants import CONTESTANTS, FLOOR, SHARDED_FLOOR, Contestant, Policy, Skip, skipping
 from benchmarks._measure import (
     bytes_sent,
     forget_peak,
@@ -26,6 +26,13 @@ from benchmarks.gpt import GPT, SIZES, GPTConfig, next_byte_loss
 
 _SGD_STEPS, _ADAMW_STEPS = 3, 3
 
+# How far the losses of `first_losses` may be apart in bfloat16. Twice the gradient moves a loss by 0.4 percent or more
+# after one step of SGD and by 3 percent after two, rounding by less than 0.04 percent. Adam's first steps are as long
+# for a gradient that is all rounding as for any other.
+BFLOAT16_TOLERANCES = [2.0**-9] * (_SGD_STEPS + 1) + [2.0**-5] * (_ADAMW_STEPS - 1)
+
+_STEPS_TO_SETTLE = 4  # until a library that learns the order of the units communicates as it will from then on
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -37,6 +44,7 @@ class Setup:
         foreach: AdamW by its foreach implementation instead of the fused one.
         device: "cpu" or "cuda".
         skip: communication to leave out.
+        policy: what the sharded ones are asked for.
     """
 
     size: str = "17M"
@@ -45,6 +53,7 @@ class Setup:
     foreach: bool = False
     device: str = "cpu"
     skip: Skip = Skip.NOTHING
+    policy: Policy = field(default_factory=Policy)
 
     @property
     def config(self) -> GPTConfig:
@@ -66,11 +75,11 @@ class Setup:
         return torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=self.foreach, fused=not self.foreach)
 
 
-def build(contestant: Contestant, config: GPTConfig, device: torch.device) -> nn.Module:
+def build(contestant: Contestant, config: GPTConfig, device: torch.device, policy: Policy) -> nn.Module:
     """A GPT from the one seed, wrapped block by block."""
     torch.manual_seed(0)
     model = GPT(config).to(device)
-    return contestant.wrap(model, model.blocks, device)
+    return contestant.wrap(model, model.blocks, device, policy)
 
 
 def train_step(module: nn.Module, optimizer: torch.optim.Optimizer, windows: Tensor) -> Tensor:
@@ -92,6 +101,7 @@ class Rounds:
         losses: of the first steps, from the same weights and batches as everybody's; they warm up, too.
         seconds, cpu_seconds: per step, one entry a round.
         sent: bytes per step, one entry a round; empty where the kernel does not tell.
+        sent_in_float32: bytes of one step in float32; None if not counted.
         operations: backend operations in one step, by name.
     """
 
@@ -99,6 +109,7 @@ class Rounds:
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     sent: list[float] = field(default_factory=list)
+    sent_in_float32: int | None = None
     operations: dict[str, int] = field(default_factory=dict)
 
 
@@ -125,7 +136,7 @@ def rotated(names: Sequence[str], num_rounds: int) -> Iterator[Sequence[str]]:
 def train_interleaved(setup: Setup, names: Sequence[str], num_rounds: int, steps: int) -> dict[str, Rounds]:
     """All contestants in this process, `steps` steps each in turn; runs on every rank."""
     device = this_device(setup.device)
-    modules = {name: build(CONTESTANTS[name], setup.config, device) for name in names}
+    modules = {name: build(CONTESTANTS[name], setup.config, device, setup.policy) for name in names}
     results = {name: Rounds() for name in names}
     with skipping(setup.skip, modules.values()):
         for name, module in modules.items():
@@ -144,7 +155,26 @@ def train_interleaved(setup: Setup, names: Sequence[str], num_rounds: int, steps
                 train_step(module, optimizers[name], batches[0])
                 synchronize(device)
             results[name].operations = operations(trace)
+    if setup.policy.is_mixed and setup.skip is Skip.NOTHING:
+        for name in names:
+            results[name].sent_in_float32 = _sent_in_float32(CONTESTANTS[name], setup, device)
     return results
+
+
+def _sent_in_float32(contestant: Contestant, setup: Setup, device: torch.device) -> int | None:
+    """Bytes that this rank sends in a step when nothing is asked for."""
+    module = build(contestant, setup.config, device, replace(setup.policy, compute_dtype=torch.float32))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    windows = setup.windows(0, device)
+    for _ in range(_STEPS_TO_SETTLE):
+        train_step(module, optimizer, windows)
+    dist.barrier()
+    before = bytes_sent()
+    train_step(module, optimizer, windows)
+    synchronize(device)
+    dist.barrier()
+    after = bytes_sent()
+    return None if before is None or after is None else after - before
 
 
 def _one_round(
@@ -197,10 +227,11 @@ def train_alone(setup: Setup, name: str, steps: int) -> tuple[Memory, Memory]:
     # Loads the code and the matmul kernels' work space; neither is what a library adds. The kernels get the
     # real sizes, the wrapped model is tiny: what a library keeps in pools must not be hidden in the baseline.
     _train_and_drop(contestant, replace(setup.config, num_layers=2, num_heads=4, width=64), setup, device)
-    _train_and_drop(CONTESTANTS["floor"], replace(setup.config, num_layers=1), setup, device)
+    floor = CONTESTANTS[SHARDED_FLOOR if contestant.is_sharded and setup.policy.is_mixed else FLOOR]
+    _train_and_drop(floor, replace(setup.config, num_layers=1), setup, device)
     settle()
     meter = _CudaMeter(device) if device.type == "cuda" else _ProcessMeter()
-    module = build(contestant, setup.config, device)
+    module = build(contestant, setup.config, device, setup.policy)
     built = meter.peaks()
     optimizer = setup.adamw(module)
     windows = setup.windows(0, device)
@@ -215,7 +246,7 @@ def train_alone(setup: Setup, name: str, steps: int) -> tuple[Memory, Memory]:
 
 
 def _train_and_drop(contestant: Contestant, config: GPTConfig, setup: Setup, device: torch.device) -> None:
-    module = build(contestant, config, device)
+    module = build(contestant, config, device, setup.policy)
     optimizer = setup.adamw(module)
     for _ in range(2):
         train_step(module, optimizer, setup.windows(0, device))

@@ -108,18 +108,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.final_norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
-        self._init_weights()
-
-    def _init_weights(self) -> None:
-        # What is added to the residual stream is scaled down by the number of additions, so that the
-        # variance at the last block does not depend on the depth.
-        residual_std = 0.02 / (2 * self.config.num_layers) ** 0.5
-        for name, module in self.named_modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                std = residual_std if name.endswith((".out", ".down")) else 0.02
-                nn.init.normal_(module.weight, std=std)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
+        init_weights(self, config)
 
     def forward(self, tokens: Tensor) -> Tensor:
         time = tokens.shape[1]
@@ -132,9 +121,24 @@ class GPT(nn.Module):
         return self.head(self.final_norm(x))
 
 
+def init_weights(part: nn.Module, config: GPTConfig) -> None:
+    """Draw the weights of a GPT, or of a part of one, anew."""
+    # What is added to the residual stream is scaled down by the number of additions, so that the
+    # variance at the last block does not depend on the depth.
+    residual_std = 0.02 / (2 * config.num_layers) ** 0.5
+    for name, module in part.named_modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            std = residual_std if name.endswith((".out", ".down")) else 0.02
+            nn.init.normal_(module.weight, std=std)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+        if isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+
+
 def next_byte_loss(model: nn.Module, windows: Tensor) -> Tensor:
     """Mean cross-entropy, in nats, of each byte of `windows` `[batch, time + 1]` after those before it."""
-    logits = model(windows[:, :-1])
+    logits = model(windows[:, :-1]).float()  # whatever was computed in: 16 bits hold no more than two digits of a loss
     return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
@@ -145,4 +149,7 @@ SIZES: dict[str, GPTConfig] = {
     "small": GPTConfig(num_layers=4, num_heads=4, width=128, context=128),
     "17M": GPTConfig(num_layers=8, num_heads=8, width=416),
     "46M": GPTConfig(num_layers=8, num_heads=8, width=688),
+    # For disk offload: many layers, each small beside the whole.
+    "85M": GPTConfig(num_layers=27, num_heads=8, width=512),
+    "300M": GPTConfig(num_layers=24, num_heads=16, width=1024),
 }

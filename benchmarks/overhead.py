@@ -34,6 +34,7 @@ from benchmarks._contestants import (
     FSDP2,
     OURS,
     Contestant,
+    Policy,
     Skip,
     choose,
     set_ddp_reduction,
@@ -66,7 +67,7 @@ class TinyUnits(nn.Module):
 def build(contestant: Contestant, num_units: int) -> nn.Module:
     torch.manual_seed(0)
     model = TinyUnits(num_units)
-    return contestant.wrap(model, model.units, _CPU)
+    return contestant.wrap(model, model.units, _CPU, Policy())
 
 
 def train_step(module: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.step
     python -m benchmarks.step --size 46M --rounds 6 --only ours fsdp2
+    python -m benchmarks.step --precision bfloat16
     python -m benchmarks.step --skip gathers
 
 Ratios come first, because only they carry over to another machine. `docs/benchmarks.md` says what each column
@@ -31,13 +32,14 @@ from benchmarks._contestants import (
     OURS,
     SHARDED_FLOOR,
     Kind,
+    Policy,
     Skip,
     choose,
 )
 from benchmarks._measure import NOTHING_KEPT, Spread, count_collectives, table, warn_if_busy
 from benchmarks._ranks import run_ranks
 from benchmarks._report_losses import report_losses
-from benchmarks._training import Memory, Rounds, Setup, train_alone, train_interleaved
+from benchmarks._training import BFLOAT16_TOLERANCES, Memory, Rounds, Setup, train_alone, train_interleaved
 from benchmarks.gpt import SIZES
 
 _BYTES = 4  # of a float32 parameter
@@ -56,6 +58,7 @@ class Figures:
         seconds: step time of the slowest rank.
         cpu_seconds: mean over the ranks.
         sent: bytes per step, mean over the ranks; None where the kernel does not tell.
+        sent_in_float32: the same in a step in float32; None where it was not counted.
         collectives: per step.
         operations: backend operations per step on rank 0.
         resident, live: memory of the rank that has most; None when it was not measured.
@@ -64,6 +67,7 @@ class Figures:
     seconds: list[float]
     cpu_seconds: list[float]
     sent: float | None
+    sent_in_float32: float | None
     collectives: float
     operations: dict[str, int]
     resident: Memory | None = None
@@ -72,11 +76,13 @@ class Figures:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
-    setup = Setup(options.size, options.batch, options.context, options.foreach, options.device, Skip(options.skip))
+    setup = _setup(options)
     names = choose(options.only, among=CONTESTANTS, always=(DDP, FLOOR, SHARDED_FLOOR))
+    names = [name for name in names if CONTESTANTS[name].can_do(setup.policy, setup.device)]
     print(
         f"{setup.size} parameters ({setup.num_parameters:,}), {options.ranks} ranks with one thread each, "
         f"batch {setup.batch} x {setup.context}, AdamW ({'foreach' if setup.foreach else 'fused'}), "
+        f"{options.precision}, offload {options.offload}, "
         f"{options.rounds} rounds of {options.steps} steps in rotated order, {setup.device}, "
         f"torch {torch.__version__}",
         flush=True,
@@ -88,7 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures = {name: _join([rank[name] for rank in ranks], options.ranks) for name in names}
     same = True
     if setup.skip is Skip.NOTHING:
-        same = report_losses({name: [rank[name].losses for rank in ranks] for name in names})
+        losses = {name: [rank[name].losses for rank in ranks] for name in names}
+        same = report_losses(losses, BFLOAT16_TOLERANCES if setup.policy.is_mixed else None)
     else:
         print(f"\nWithout {setup.skip.value}: results are wrong, only the times mean something.")
     report_times(figures, setup)
@@ -100,6 +107,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json is not None:
         options.json.write_text(json.dumps(_as_json(options, ranks, figures), indent=1))
     return 0 if same else 1
+
+
+def _setup(options: argparse.Namespace) -> Setup:
+    return Setup(
+        size=options.size,
+        batch=options.batch,
+        context=options.context,
+        foreach=options.foreach,
+        device=options.device,
+        skip=Skip(options.skip),
+        policy=Policy(getattr(torch, options.precision), offload=options.offload == "cpu"),
+    )
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -115,6 +134,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="of each contestant in a round (%(default)s)")
     parser.add_argument("--foreach", action="store_true", help="AdamW by its foreach implementation, not fused")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--precision",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help=f"what sharded contestants compute, gather and reduce in; {DDP} and its floor stay in float32",
+    )
+    parser.add_argument(
+        "--offload", choices=("none", "cpu"), default="none", help="shards and gradients in host memory, where sharded"
+    )
     parser.add_argument("--skip", choices=[skip.value for skip in Skip], default=Skip.NOTHING.value)
     parser.add_argument(
         "--only",
@@ -134,10 +162,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _join(ranks: Sequence[Rounds], world_size: int) -> Figures:
     sent = [statistics.median(rank.sent) for rank in ranks if rank.sent]
+    in_float32 = [rank.sent_in_float32 for rank in ranks if rank.sent_in_float32 is not None]
     return Figures(
         seconds=[max(values) for values in zip(*(rank.seconds for rank in ranks), strict=True)],
         cpu_seconds=[statistics.mean(values) for values in zip(*(rank.cpu_seconds for rank in ranks), strict=True)],
         sent=statistics.mean(sent) if len(sent) == len(ranks) else None,
+        sent_in_float32=statistics.mean(in_float32) if len(in_float32) == len(ranks) else None,
         collectives=count_collectives(ranks[0].operations, world_size),
         operations=ranks[0].operations,
     )
@@ -208,6 +238,16 @@ def best_peers(figures: Mapping[str, Figures]) -> BestPeers:
 # --- reports
 
 
+def _label(name: str, setup: Setup) -> str:
+    return f"{name} (float32)" if setup.policy.is_mixed and name in (DDP, FLOOR) else name
+
+
+def _share_of_float32(figure: Figures) -> str:
+    if figure.sent is None or not figure.sent_in_float32:
+        return _MISSING
+    return f"{figure.sent / figure.sent_in_float32:.2f}"
+
+
 def report_times(figures: Mapping[str, Figures], setup: Setup) -> None:
     peer, cpu_peer, *_ = best_peers(figures)
     rows = []
@@ -216,13 +256,14 @@ def report_times(figures: Mapping[str, Figures], setup: Setup) -> None:
         above, floor = cpu_above_floor(figures, name), figures[floor_of(name)].seconds
         rows.append(
             [
-                name,
+                _label(name, setup),
                 str(Spread.of_ratios(figure.seconds, figures[peer].seconds)) if peer else _MISSING,
                 _MISSING if is_floor else str(Spread.of_ratios(figure.seconds, floor)),
                 _MISSING
                 if is_floor or not cpu_peer
                 else str(Spread.of_ratios(above, cpu_above_floor(figures, cpu_peer))),
                 _MISSING if figure.sent is None else f"{figure.sent / setup.num_parameters / _BYTES:.2f}",
+                *([_MISSING if is_floor else _share_of_float32(figure)] if setup.policy.is_mixed else []),
                 f"{figure.collectives:g}",
                 f"{1000 * statistics.median(figure.seconds):.0f}",
                 _MISSING if is_floor else f"{1000 * statistics.median(above):.0f}",
@@ -234,6 +275,7 @@ def report_times(figures: Mapping[str, Figures], setup: Setup) -> None:
         "step / floor",
         "CPU+ / best peer",
         "sent",
+        *(["sent / float32"] if setup.policy.is_mixed else []),
         "colls",
         "step ms",
         "CPU+ ms",
@@ -252,7 +294,7 @@ def report_memory(figures: Mapping[str, Figures], setup: Setup) -> None:
         bytes_each = [figure.resident.peak, figure.live.peak, figure.live.between, figure.resident.built]
         rows.append(
             [
-                name,
+                _label(name, setup),
                 f"{peaks[name] / peaks[peer]:.2f}" if peer else _MISSING,
                 f"{lives[name] / lives[live_peer]:.2f}" if live_peer else _MISSING,
                 *(f"{count / setup.num_parameters:.2f}" for count in bytes_each),

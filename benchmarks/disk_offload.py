@@ -1,0 +1,433 @@
+"""Trains a GPT that does not fit into memory, with `offload="disk"`, and compares with what happens without.
+
+    python -m benchmarks.disk_offload
+    python -m benchmarks.disk_offload --size 300M --steps 4 --folder /mnt/nvme
+    python -m benchmarks.disk_offload --ranks 2
+
+Three runs from the same weights on the same batches: in memory; in memory under a limit that the system enforces, which
+must fail; and with shards, gradients and optimizer state on disk under the same limit, which must end with the weights
+of the first, bit for bit. `docs/benchmarks.md` says how bytes are counted. Exits with 1 if a run does not do what it
+must.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+if not __package__:  # run as a file: the folder above has `benchmarks` and `fsdp`
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks._disk import Bandwidth, file_system, is_in_memory, measure_bandwidth
+from benchmarks._disk_worker import Job
+from benchmarks._limits import Limit, Limiter
+from benchmarks._measure import table, warn_if_busy
+from benchmarks.gpt import GPT, SIZES
+
+_ROOT = Path(__file__).resolve().parent.parent
+_BYTES = 4  # of a float32 parameter
+_POLL_SECONDS = 0.01
+_BANDWIDTH_BYTES = 512 << 20
+_PHASES = ("forward", "backward", "optimizer")
+_MIB = 2**20
+
+
+# --- what has to be moved
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes to and from the disk in one step."""
+
+    read: float
+    written: float
+
+    @property
+    def total(self) -> float:
+        return self.read + self.written
+
+
+# What a step passes over, in units of the parameters' bytes P: for each pass, what it reads and what it changes.
+_PASSES = {
+    "forward": (1, 0),  # parameters
+    "backward": (1, 1),  # parameters; gradients are made
+    "optimizer": (4, 3),  # parameters, gradients and Adam's two averages; all but the gradients are changed
+}
+
+
+def least_traffic(parameters: float, memory: float) -> Traffic:
+    """What a step must move at least if `memory` bytes of its data can stay in memory from one pass to the next.
+
+    A pass finds at most that much of what it reads, and leaves at most that much of what it has changed; the rest of
+    each has to be moved. With none it is all: 6 P read, 4 P written.
+    """
+    return Traffic(
+        read=sum(max(0.0, reads * parameters - memory) for reads, _ in _PASSES.values()),
+        written=sum(max(0.0, changes * parameters - memory) for _, changes in _PASSES.values()),
+    )
+
+
+# --- one run
+
+
+@dataclass
+class Outcome:
+    """What became of one run.
+
+    Args:
+        steps: of each rank, what it said of each step.
+        digests: of the final weights; empty if it did not come to that.
+        failure: how it ended otherwise, None if it did not.
+        private: the most that the processes had together of what can only be in memory, as it was seen every
+            hundredth of a second.
+        counted: the most that the limit counted.
+    """
+
+    steps: list[list[dict[str, Any]]] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+    failure: str | None = None
+    private: int = 0
+    counted: int | None = None
+
+    @property
+    def losses(self) -> list[list[float]]:
+        return [[step["loss"] for step in rank] for rank in self.steps]
+
+    def seconds(self, *phases: str) -> float:
+        """Median over the steps but the first, which makes the optimizer's state; of the slower rank."""
+        by_step = zip(*(rank[1:] for rank in self.steps), strict=True)
+        return statistics.median(max(sum(rank[phase] for phase in phases) for rank in ranks) for ranks in by_step)
+
+    def moved(self) -> Traffic | None:
+        """Mean over the same steps, as the disk counted."""
+        counts = [step["moved"] for step in self.steps[0][1:]]
+        if not counts or None in counts:
+            return None
+        return Traffic(*(statistics.mean(values) for values in zip(*counts, strict=True)))
+
+
+class Runner:
+    """Runs jobs in processes of their own, under limits.
+
+    Args:
+        folder: for everything that a run leaves; removed by whoever made it.
+        limiter: makes the limits.
+    """
+
+    def __init__(self, folder: Path, limiter: Limiter) -> None:
+        self._folder = folder
+        self._limiter = limiter
+        self._count = 0
+
+    def run(self, job: Job, nbytes: int | None) -> Outcome:
+        """Every rank of `job`; their places are filled in here."""
+        self._count += 1
+        scratch = self._folder / f"run-{self._count}"
+        scratch.mkdir()
+        with self._limiter.limited(nbytes, job.world_size) as limit, _processes(job, scratch, limit) as processes:
+            private = _wait(processes, limit)
+            outcome = Outcome(private=private, counted=limit.peak(), failure=_failure(processes, scratch, limit))
+        said = [_lines(scratch / f"said-{rank}") for rank in range(job.world_size)]
+        outcome.steps = [[line for line in rank if line["event"] == "step"] for rank in said]
+        trained = [line for line in said[0] if line["event"] == "trained"]
+        outcome.digests = trained[0]["digests"] if trained else {}
+        if outcome.failure is not None:
+            outcome.failure += f", {_progress(said)}"
+        return outcome
+
+
+@contextlib.contextmanager
+def _processes(job: Job, scratch: Path, limit: Limit) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The ranks; whatever happens inside, none is left afterwards."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(job.threads), "MKL_NUM_THREADS": str(job.threads)}
+    running: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(job.world_size):
+            placed = Job(**{**asdict(job), "rank": rank, "store": str(scratch / "store")})
+            argv = [sys.executable, "-m", "benchmarks._disk_worker", placed.to_argument()]
+            with open(scratch / f"said-{rank}", "wb") as said, open(scratch / f"errors-{rank}", "wb") as errors:
+                running.append(
+                    subprocess.Popen(
+                        limit.command(argv),
+                        cwd=_ROOT,
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=said,
+                        stderr=errors,
+                        start_new_session=True,  # Ctrl-C is ours to handle
+                    )
+                )
+        yield running
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], limit: Limit) -> int:
+    """Until all have ended well, or one has not; returns the most memory that they were seen to use."""
+    most = 0
+    while True:
+        statuses = [process.poll() for process in processes]
+        if any(statuses) or all(status == 0 for status in statuses):
+            return most
+        most = max(most, limit.used(process.pid for process in processes))
+        time.sleep(_POLL_SECONDS)
+
+
+def _failure(processes: Sequence[subprocess.Popen[bytes]], scratch: Path, limit: Limit) -> str | None:
+    for rank, process in enumerate(processes):
+        status = process.poll()
+        if status is None or status == 0:
+            continue
+        if status < 0:
+            kills = f" ({kills} out-of-memory kill)" if (kills := limit.kills()) else ""
+            return f"rank {rank} was ended by {signal.Signals(-status).name}{kills}"
+        return f"rank {rank} ended with status {status}: {_last_error(scratch / f'errors-{rank}')}"
+    return None
+
+
+def _last_error(path: Path) -> str:
+    text = re.sub(r"^\[rank\d+\]: ", "", path.read_text(errors="replace").strip(), flags=re.MULTILINE)
+    lines = text.splitlines()
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]  # torch writes more below
+    return "".join(errors[-1:] or lines[-1:])[:200]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+
+def _progress(said: Sequence[Sequence[dict[str, Any]]]) -> str:
+    last = min(said, key=len)
+    return f"in step {sum(line['event'] == 'step' for line in last) + 1}" if last else "while the model was built"
+
+
+# --- reports
+
+
+def report_sizes(options: argparse.Namespace, parameters: int, limit: int, baseline: int) -> None:
+    state = 4 * parameters
+    print(
+        f"{options.size}: {parameters // _BYTES:,} parameters; parameters {_mib(parameters)}, gradients "
+        f"{_mib(parameters)}, Adam's state {_mib(2 * parameters)}, together {_mib(state)} in float32\n"
+        f"limit {_mib(limit)}: {_mib(limit - baseline)} and {_mib(baseline)} that {options.ranks} process(es) need to "
+        "train next to nothing",
+        flush=True,
+    )
+
+
+def report_runs(outcomes: dict[str, Outcome]) -> None:
+    rows = []
+    whole = outcomes["in memory"]
+    for name, outcome in outcomes.items():
+        row = [name, _mib(outcome.private), "-" if outcome.counted is None else _mib(outcome.counted)]
+        if outcome.failure is None:
+            ratio = outcome.seconds(*_PHASES) / whole.seconds(*_PHASES)
+            row += [f"{ratio:.2f}", f"{outcome.seconds(*_PHASES):.2f}"]
+            row += [f"{outcome.seconds(phase):.2f}" for phase in _PHASES]
+        else:
+            row += ["-"] * 5
+        rows.append(row)
+    header = ["", "private", "counted", "step / in memory", "step s", *(f"{phase} s" for phase in _PHASES)]
+    print(f"\n{table(header, rows)}")
+
+
+def report_disk(
+    step: float, compute: float, moved: Traffic | None, parameters: int, memory: int, disk: Bandwidth
+) -> None:
+    """The step on disk against what the disk needs for the bytes alone, counted in three ways."""
+    print(
+        f"\nThe disk by itself ({disk.how}): reads {disk.read / _MIB:,.0f} MiB/s, writes {disk.write / _MIB:,.0f} MiB/s"
+    )
+    ways = {
+        "all passes, nothing kept": least_traffic(parameters, 0),
+        "at least, with this memory": least_traffic(parameters, memory),
+        **({"really moved": moved} if moved is not None else {}),
+    }
+    rows = []
+    for name, traffic in ways.items():
+        seconds = disk.seconds(traffic.read, traffic.written)
+        rows.append(
+            [
+                name,
+                _mib(traffic.read),
+                _mib(traffic.written),
+                f"{traffic.total / parameters:.1f}",
+                f"{seconds:.2f}",
+                f"{step / seconds:.2f}" if seconds > step / 1000 else "-",
+                f"{step / (seconds + compute):.2f}",
+            ]
+        )
+    header = [
+        "bytes of a step",
+        "read",
+        "written",
+        "/ parameters",
+        "disk s",
+        "step / disk",
+        "step / (disk + in memory)",
+    ]
+    print(table(header, rows))
+
+
+def report_verdicts(memory: Outcome, limited: Outcome, disk: Outcome) -> bool:
+    differing = [name for name, digest in memory.digests.items() if disk.digests.get(name) != digest]
+    same = bool(memory.digests) and not differing and memory.digests.keys() == disk.digests.keys()
+    found = f"differ in {len(differing)} of {len(memory.digests)} parameters: {', '.join(differing[:3])}"
+    verdicts = [
+        (memory.failure is None, "in memory: trained" if memory.failure is None else memory.failure),
+        (
+            limited.failure is not None and _is_for_want_of_memory(limited.failure),
+            f"in memory under the limit: {limited.failure or 'trained: the limit limits nothing'}",
+        ),
+        (disk.failure is None, f"on disk under the limit: {disk.failure or 'trained'}"),
+        (
+            same and memory.losses == disk.losses,
+            f"{len(memory.digests)} parameters and all losses equal to the bit"
+            if same
+            else f"the final weights {found}",
+        ),
+    ]
+    print()
+    for holds, text in verdicts:
+        print(f"{'ok    ' if holds else 'FAILED'}  {text}")
+    return all(holds for holds, _ in verdicts)
+
+
+def _is_for_want_of_memory(failure: str) -> bool:
+    return re.search("SIGKILL|SIGABRT|memory|alloc", failure, re.IGNORECASE) is not None
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / _MIB:,.0f} MiB"
+
+
+# --- the program
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C does: everything that was made is removed
+        signal.signal(ending, lambda number, frame: sys.exit(128 + number))
+    options.folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="disk-offload-", dir=options.folder)).resolve()
+    try:
+        return compare(options, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def compare(options: argparse.Namespace, folder: Path) -> int:
+    limiter = Limiter(use_groups=not options.no_cgroup)
+    with limiter.limited(None, options.ranks) as limit:
+        print(f"limit by {limit.kind}; folder on {file_system(folder)}; torch {torch.__version__}")
+    warn_if_busy()
+    threads = max(1, len(os.sched_getaffinity(0)) // options.ranks)
+    job = Job(
+        size=options.size,
+        batch=options.batch // options.ranks,
+        context=options.context,
+        steps=options.steps,
+        threads=threads,
+        folder=None,
+        store="",
+        rank=0,
+        world_size=options.ranks,
+    )
+    on_disk = Job(**{**asdict(job), "folder": str(folder)})
+    runner = Runner(folder, limiter)
+    idle = runner.run(Job(**{**asdict(job), "size": "tiny", "context": SIZES["tiny"].context}), None)
+    if idle.failure is not None:
+        print(f"the smallest model does not train: {idle.failure}", file=sys.stderr)
+        return 1
+    parameters = _parameter_bytes(options.size)
+    memory = options.limit << 20 if options.limit else 4 * parameters // 3
+    nbytes = memory + idle.private
+    report_sizes(options, parameters, nbytes, idle.private)
+
+    before = measure_bandwidth(folder, _BANDWIDTH_BYTES)
+    outcomes = {
+        "in memory": runner.run(job, None),
+        "in memory, limited": runner.run(job, nbytes),
+        "on disk, limited": runner.run(on_disk, nbytes),
+    }
+    after = measure_bandwidth(folder, _BANDWIDTH_BYTES)
+    disk = Bandwidth(max(before.read, after.read), max(before.write, after.write), before.how)
+    in_memory, _, offloaded = outcomes.values()
+    if in_memory.failure is None:
+        report_runs(outcomes)
+        if offloaded.failure is None:
+            step, compute = offloaded.seconds(*_PHASES), in_memory.seconds(*_PHASES)
+            report_disk(step, compute, offloaded.moved(), parameters, memory, disk)
+    succeeded = report_verdicts(*outcomes.values())
+    if options.json is not None:
+        options.json.write_text(json.dumps(_as_json(options, nbytes, idle, outcomes, disk), indent=1))
+    return 0 if succeeded else 1
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.disk_offload",
+        description="Training on disk under a memory limit, against training in memory.",
+    )
+    add = parser.add_argument
+    add("--size", choices=list(SIZES), default="85M", help="(%(default)s)")
+    add("--ranks", type=int, default=1, help="which share the limit and the cores (%(default)s)")
+    add("--batch", type=int, default=2, help="sequences, shared among the ranks (%(default)s)")
+    add("--context", type=int, default=64, help="length of one (%(default)s)")
+    add("--steps", type=int, default=5, help="of which the first is not timed (%(default)s)")
+    add("--limit", type=int, metavar="MIB", help="beside what an idle process needs; default: a third of the state")
+    add(
+        "--folder", type=Path, default=Path("runs"), help="below which files are made, on the disk to use (%(default)s)"
+    )
+    add("--no-cgroup", action="store_true", help="limit private memory, even where a control group can be made")
+    add("--json", type=Path, metavar="FILE", help="write every step's figures there")
+    options = parser.parse_args(arguments)
+    for name, least in (("ranks", 1), ("batch", 1), ("context", 1), ("steps", 2)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name} must be at least {least}")
+    if options.batch % options.ranks:
+        parser.error(f"--batch {options.batch} cannot be shared among {options.ranks} ranks")
+    if options.context > SIZES[options.size].context:
+        parser.error(f"--context must be at most {SIZES[options.size].context} for --size {options.size}")
+    if is_in_memory(options.folder):
+        parser.error(f"--folder {options.folder} is on {file_system(options.folder)}, which is memory: name a disk")
+    return options
+
+
+def _parameter_bytes(size: str) -> int:
+    with torch.device("meta"):
+        return _BYTES * sum(param.numel() for param in GPT(SIZES[size]).parameters())
+
+
+def _as_json(
+    options: argparse.Namespace, limit: int, idle: Outcome, outcomes: dict[str, Outcome], disk: Bandwidth
+) -> dict[str, object]:
+    return {
+        "options": {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()},
+        "torch": torch.__version__,
+        "limit": limit,
+        "bandwidth": asdict(disk),
+        "runs": {name: asdict(outcome) for name, outcome in {"idle": idle, **outcomes}.items()},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
