@@ -6,6 +6,11 @@ from fsdp._flat_param import FlatParameter as FlatParameter
 from fsdp._precision import MixedPrecision as MixedPrecision
 from fsdp._unit import TrainingState as TrainingState
 from fsdp._version import __version__ as __version__
+from fsdp.checkpoint_wrapper import checkpoint_wrapper as checkpoint_wrapper
+from fsdp.checkpoint_wrapper import disable_checkpointing as disable_checkpointing
+from fsdp.checkpoint_wrapper import is_checkpointing as is_checkpointing
+from fsdp.checkpoint_wrapper import is_recomputing as is_recomputing
+from fsdp.checkpoint_wrapper import patch_batchnorm as patch_batchnorm
 from fsdp.flatten_params_wrapper import FlattenParamsWrapper as FlattenParamsWrapper
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as FullyShardedDataParallel
 from fsdp.fully_sharded_data_parallel import ProcessGroupName as ProcessGroupName

@@ -28,6 +28,7 @@ ROOMS: dict[str, set[str]] = {
         "_wrapper_state",
         "_batch_norm",
         "grad_scaler",
+        "checkpoint_wrapper",
         "_wrap_plan",
     },
     "state": {"_state_dict"},
