@@ -7,10 +7,9 @@ from typing import Any
 from torch import nn
 
 from fsdp._comm import Group
+from fsdp._precision import BATCH_NORMS
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp.wrap import auto_wrap, enable_wrap, module_wrap_policy
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class _AloneGroup:
@@ -67,9 +66,9 @@ def auto_wrap_bn(
             "force_input_to_fp32": False,
         }
     if wrap_it:
-        with enable_wrap(module_wrap_policy(_BATCH_NORMS), wrapper_cls=FullyShardedDataParallel, **config):
+        with enable_wrap(module_wrap_policy(BATCH_NORMS), wrapper_cls=FullyShardedDataParallel, **config):
             return auto_wrap(module)
-    norms = [(name, child) for name, child in module.named_modules() if isinstance(child, _BATCH_NORMS)]
+    norms = [(name, child) for name, child in module.named_modules() if isinstance(child, BATCH_NORMS)]
     for name, child in norms:
         if assert_on_collision and hasattr(child, "wrapper_config"):
             raise ValueError(

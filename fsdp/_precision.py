@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp._trees import map_tensors
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class MixedPrecision:
     buffer_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
-    full_precision_modules: Sequence[type[nn.Module]] = _BATCH_NORMS
+    full_precision_modules: Sequence[type[nn.Module]] = BATCH_NORMS
     full_precision_in_eval: bool = False
 
     def __post_init__(self) -> None:
@@ -142,7 +142,7 @@ class Precision:
             reduce=torch.float32 if fp32_reduce_scatter else None,
             buffers=buffer_dtype or compute,
             inputs=InputCast.OUTERMOST,
-            kept=_BATCH_NORMS,
+            kept=BATCH_NORMS,
             required=torch.float32,
         )
 
