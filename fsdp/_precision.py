@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from fsdp._trees import map_tensors
 
@@ -241,46 +240,3 @@ class Buffers:
                 if id(buffer) not in done:
                     done[id(buffer)] = (buffer, new(buffer, own))
                 module._buffers[name] = done[id(buffer)][1]
-
-
-def kept_modules(modules: Iterable[nn.Module], kinds: tuple[type[nn.Module], ...]) -> dict[nn.Module, list[nn.Module]]:
-    """Of `modules`, outer before inner, those that are of the classes `kinds`, each with all that is inside of it."""
-    kept: dict[nn.Module, list[nn.Module]] = {}
-    seen: set[nn.Module] = set()
-    for module in modules:
-        if isinstance(module, kinds) and module not in seen:
-            kept[module] = list(module.modules())
-            seen.update(kept[module])
-    return kept
-
-
-def compute_in_own_dtype(module: nn.Module) -> list[RemovableHandle]:
-    """Have a module compute in its own dtype whatever comes in, and return what it does in the dtype that came in.
-
-    Returns:
-        What undoes this.
-    """
-    tensors = (
-        (inner, name)
-        for inner in module.modules()
-        for name, tensor in (*inner._parameters.items(), *inner._buffers.items())
-        if tensor is not None and tensor.is_floating_point()
-    )
-    first = next(tensors, None)
-    came_in: list[torch.dtype | None] = []  # of the calls that are running; a module may call itself
-
-    def widen(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        dtypes: set[torch.dtype] = set()
-        map_tensors(lambda tensor: dtypes.add(tensor.dtype) or tensor, (args, kwargs))  # type: ignore[func-returns-value]
-        floating = [dtype for dtype in dtypes if dtype.is_floating_point]
-        came_in.append(floating[0] if len(floating) == 1 else None)
-        return cast_floats((args, kwargs), getattr(*first).dtype if first else torch.float32)
-
-    def narrow(module: nn.Module, args: Any, output: Any) -> Any:
-        dtype = came_in.pop()
-        return output if dtype is None else cast_floats(output, dtype)
-
-    return [
-        module.register_forward_pre_hook(widen, with_kwargs=True),
-        module.register_forward_hook(narrow),
-    ]

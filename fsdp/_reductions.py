@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -41,40 +41,41 @@ class Bucket:
 def _reduce_together(handles: Sequence[FlatParamHandle]) -> Pending:
     first, *_, last = handles
     # Row r is what rank r receives: the r-th piece of every gradient, one after the other.
-    rows = [handle.gradients.take().view(first.comm.world_size, -1) for handle in handles]
+    rows = [handle.gradients.take().view(first.reduce_comm.world_size, -1) for handle in handles]
     what = f"reduce-scatter of {first.name} to {last.name}"
     return first.reduce_comm.reduce_scatter(torch.cat(rows, dim=1).view(-1), what, first.tag, first.flat_param.dtype)
 
 
 class Reductions:
-    """The reductions of one backward, started as gradients complete and finished as late as memory allows.
+    """The reductions of each backward, started as gradients complete and finished as late as memory allows.
 
-    Which small gradients go together is settled beforehand: ranks may complete them in different orders (a parameter
-    that one rank did not use is complete at the end only), and must send the same bucket all the same.
+    Which small gradients go together is settled when a backward begins: ranks may complete them in different orders (a
+    parameter that one rank did not use is complete at the end only), and must send the same bucket all the same.
 
     Args:
-        handles: all that may ever be submitted, in the order of the model.
         bucket_bytes: small gradients go together up to this much; 0 sends each by itself.
     """
 
-    def __init__(self, handles: Sequence[FlatParamHandle], bucket_bytes: int) -> None:
+    def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
         self._in_flight: deque[Callable[[], None]] = deque()
         self._companions: dict[FlatParamHandle, list[FlatParamHandle]] = {}
         self._waiting: dict[int, Bucket] = {}  # by the tag of the first companion
-        self._plan(handles)
 
-    def _plan(self, handles: Sequence[FlatParamHandle]) -> None:
-        filling: dict[tuple[Communicator, torch.dtype, torch.dtype], list[FlatParamHandle]] = {}
-        for handle in reversed(handles):  # as backward will meet them, more or less
-            if handle.reduced_nbytes > min(_SMALL_BYTES, self._bucket_bytes) or not handle.is_sharded:
+    def begin(self, handles: Iterable[FlatParamHandle]) -> None:
+        """A backward starts, which may bring gradients of these handles, in about this order."""
+        self._companions.clear()
+        filling: dict[tuple[Communicator, torch.dtype, torch.dtype], tuple[list[FlatParamHandle], int]] = {}
+        for handle in handles:
+            nbytes = handle.reduced_nbytes
+            if nbytes > min(_SMALL_BYTES, self._bucket_bytes) or not handle.is_sharded or not handle.requires_grad:
                 continue
             key = (handle.reduce_comm, handle.gradients.dtype, handle.flat_param.dtype)
-            together = filling.setdefault(key, [])
-            together.append(handle)
-            self._companions[handle] = together
-            if sum(each.reduced_nbytes for each in together) >= self._bucket_bytes:
-                del filling[key]
+            companions, filled = filling.pop(key, ([], 0))
+            companions.append(handle)
+            self._companions[handle] = companions
+            if filled + nbytes < self._bucket_bytes:
+                filling[key] = (companions, filled + nbytes)
 
     def submit(self, handle: FlatParamHandle, divisor: float) -> None:
         """Sum what the handle has accumulated over the ranks, now or with others, and divide it by `divisor`."""

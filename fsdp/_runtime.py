@@ -61,7 +61,7 @@ class Runtime:
         if keep_root:
             root.reshard_after_forward = False
         self.sync_gradients = True
-        self._reductions = Reductions([handle for unit in self.units for handle in unit.handles], bucket_bytes)
+        self._reductions = Reductions(bucket_bytes)
         self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._backward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._running: list[Call] = []  # forwards that are running, the innermost last
@@ -238,6 +238,8 @@ class Runtime:
         self._backward_order.begin()
         for unit in self.units:
             unit.begin_backward(is_summing=not self.sync_gradients)
+        if self.sync_gradients:
+            self._reductions.begin(handle for unit in reversed(self.units) for handle in unit.handles)
 
     def _fetch_for_backward(self, unit: Unit) -> None:
         if not unit.incomplete:

@@ -21,8 +21,9 @@ from fsdp._comm import Communicator
 from fsdp._errors import NotCopied
 from fsdp._flat_param import FlatParameter, ParamInfo
 from fsdp._handle import FlatParamHandle, Phase
+from fsdp._kept_modules import compute_in_own_dtype, kept_modules
 from fsdp._names import clean_name
-from fsdp._precision import Buffers, InputCast, Precision, cast_floats, compute_in_own_dtype, kept_modules
+from fsdp._precision import Buffers, InputCast, Precision, cast_floats
 from fsdp._trees import map_tensors
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Unit(NotCopied):
         precision: the dtypes that it computes in.
         reshard_after_forward: whether memory is given back between forward and backward.
         predivide, postdivide: factors by which gradients are divided before and after they are summed.
+        clear_autocast_cache: let go of autocast's copies of weights after each forward.
         new_runtime: makes the runtime of a tree whose outermost unit is given.
     """
 
@@ -150,14 +152,14 @@ class Unit(NotCopied):
         return cast_floats(inputs, own)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self.runtime is None or self.state is TrainingState.SUMMON_FULL_PARAMS:
+        if self.runtime is None:
             return None
+        if self.state is TrainingState.SUMMON_FULL_PARAMS:
+            return cast_floats(output, self.precision.output)
         # torch calls this hook with None while it handles an exception of the forward.
         failed = output is None and sys.exc_info()[1] is not None
         if not failed:
-            output = map_tensors(self._outlive_buffers, output)
-            if self.precision.output is not None:
-                output = cast_floats(output, self.precision.output)
+            output = cast_floats(map_tensors(self._outlive_buffers, output), self.precision.output)
         if self._clear_autocast_cache:
             torch.clear_autocast_cache()
         self.runtime.after_forward(self, output, failed)

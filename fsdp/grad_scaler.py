@@ -70,6 +70,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             return super().step(optimizer, *args, **kwargs)  # which refuses
+        # What follows is the half of torch's own step for optimizers that don't unscale (private; 2.11 and 2.13), since
         # torch would hand scale and flag to the fused step by copies to the host for which nobody waits.
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fsdp import FlatParameter, FullyShardedDataParallel
 from fsdp._offload import DiskHome, HostHome
 from fsdp._streams import Lane
+from tests.support import Alone
 
 BOTH: dict[str, Any] = {"offload": "cpu"}
 PARAMS: dict[str, Any] = {"move_params_to_cpu": True, "move_grads_to_cpu": False}
@@ -28,19 +29,9 @@ KINDS = [BOTH, PARAMS, GRADS]
 every_kind = pytest.mark.parametrize("options", KINDS, ids=["both", "params", "grads"])
 
 
-class OneRank:
-    """A group of one without `torch.distributed`, as FairScale's users make it."""
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1
-
-
 def alone(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
     """`module` wrapped in a world of one."""
-    return FullyShardedDataParallel(module, OneRank(), **options)
+    return FullyShardedDataParallel(module, Alone(), **options)
 
 
 class AlwaysReducing(FullyShardedDataParallel):

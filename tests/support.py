@@ -37,6 +37,16 @@ NOISE_FACTOR = 8.0  # the noise is the largest of three samples, not a bound
 NOISE_FLOOR = 1e-6  # eight units in the last place: all samples can come out at zero, as on a world of one
 
 
+class Alone:
+    """All that a process group needs to be for a world of one, without `torch.distributed`."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
 class RanksTestCase(unittest.TestCase):
     """For grids with `parameterized.expand`, whose methods take no fixtures: `self.ranks(n).run(body)`."""
 

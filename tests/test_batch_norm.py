@@ -25,7 +25,8 @@ from fsdp import (
 )
 from tests._ranks import RankPool, Ranks
 from tests.pairs import parametrize_pairs
-from tests.test_precision import BRAIN, HALF, SINGLE, Alone, wrap_alone
+from tests.support import Alone
+from tests.test_precision import BRAIN, HALF, SINGLE, wrap_alone
 
 CudaRanks = Callable[..., Ranks]
 

@@ -28,6 +28,7 @@ from fsdp._comm import (
     reduce_group,
 )
 from tests._ranks import RankPool
+from tests.support import Alone
 
 CPU = torch.device("cpu")
 WAYS: dict[str, Callable[[Any], Communicator]] = {
@@ -343,16 +344,6 @@ def test_without_a_process_group_the_error_shows_the_two_lines() -> None:
 
 
 # A world of one
-
-
-class Alone:
-    """All that a group needs to be for a world of one; torch.distributed is not initialised."""
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1
 
 
 def test_a_lone_rank_has_what_it_gathers_and_reduces() -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel
 from fsdp._placeholder import Placeholder, sharded_weight, unreduced_gradient
+from tests.support import Alone
 
 # What torch thinks of TypedStorage and of scalars that require a gradient is not the point here.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -225,16 +226,6 @@ def test_no_optimizer_steps_with_it(make: Callable[..., torch.optim.Optimizer]) 
     optimizer = make([param], lr=0.1)
     with pytest.raises(RuntimeError, match="not reduced over the ranks yet"):
         optimizer.step()
-
-
-class Alone:
-    """All that a process group needs to be for a world of one."""
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1
 
 
 def test_a_refused_step_has_changed_nothing() -> None:

@@ -16,19 +16,9 @@ from torch import nn
 from fsdp import FullyShardedDataParallel, MixedPrecision, get_fsdp_instances
 from tests._ranks import RankPool
 from tests.models import nested_mlp
-from tests.support import fully_sharded
+from tests.support import Alone, fully_sharded
 
 HALF, BRAIN, SINGLE, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
-
-
-class Alone:
-    """All that a process group needs for a world of one."""
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1
 
 
 def wrap_alone(module: nn.Module, **options: Any) -> FullyShardedDataParallel:

@@ -448,3 +448,9 @@ def _compare_with_casts_by_hand(outer: torch.dtype, inner: torch.dtype, output: 
     torch.testing.assert_close(state, after.state_dict(), rtol=1e-6, atol=1e-7)
     before = sections().state_dict()
     assert not any(torch.equal(state[name], value) for name, value in before.items())
+
+
+def test_outputs_are_cast_inside_summon_full_params_too() -> None:
+    model = wrap_alone(nn.Linear(3, 2), mixed_precision=MixedPrecision(param_dtype=BRAIN, output_dtype=DOUBLE))
+    with torch.no_grad(), model.summon_full_params():
+        assert model(torch.ones(1, 3)).dtype == DOUBLE

@@ -679,6 +679,28 @@ def _complete_in_different_orders() -> None:
     torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
 
 
+class InOwnDtype(nn.Linear):
+    """Takes and returns any dtype."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs.to(self.weight.dtype)).to(inputs.dtype)
+
+
+def test_units_whose_small_gradients_went_together_may_be_cast_and_frozen_apart(ranks: RankPool) -> None:
+    ranks(2).run(_part_companions)
+
+
+def _part_companions() -> None:
+    model = fully_sharded()(nn.Sequential(*(fully_sharded()(InOwnDtype(5, 5)) for _ in range(4))))
+    inputs = batch(0, 0).float()
+    for change in (lambda: None, model[1].double, lambda: model[3].requires_grad_(False)):
+        change()
+        model.zero_grad()
+        model(inputs).square().sum().backward()
+        for param in model.parameters():
+            assert param.grad is None if not param.requires_grad else param.grad.dtype == param.dtype
+
+
 @contextmanager
 def changed(model: nn.Module) -> Iterator[None]:
     """Other weights inside."""

@@ -27,17 +27,7 @@ from fsdp import (
 from fsdp._options import Options
 from tests._ranks import RankPool
 from tests.models import Wrap, keep
-from tests.support import RanksTestCase, assert_parity, fully_sharded, nested_mlp, sgd_with_momentum
-
-
-class Alone:
-    """All that a process group needs for a world of one."""
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1
+from tests.support import Alone, RanksTestCase, assert_parity, fully_sharded, nested_mlp, sgd_with_momentum
 
 
 def inputs() -> Tensor:
