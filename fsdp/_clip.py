@@ -13,7 +13,12 @@ from fsdp._unit import Unit
 
 
 def clip_grad_norm(
-    root: Unit, units: Sequence[Unit], max_norm: float, norm_type: float, device: torch.device
+    root: Unit,
+    units: Sequence[Unit],
+    max_norm: float,
+    norm_type: float,
+    device: torch.device,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Collective. Scale all gradients so that their norm over all ranks is at most `max_norm`.
 
@@ -23,7 +28,8 @@ def clip_grad_norm(
         The norm before clipping.
 
     Raises:
-        RuntimeError: if gradients are not reduced yet.
+        RuntimeError: if gradients are not reduced yet, or, if that is asked for, the norm is not finite; no gradient is
+            changed then.
         ValueError: for a norm that is none.
         NotImplementedError: if a unit shards over other ranks than the root.
     """
@@ -34,22 +40,46 @@ def clip_grad_norm(
         )
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, or inf for the largest absolute value; got {norm_type}")
+    grads = _reduced_gradients(units)
+    norm = _total(root.comm, _local_total(grads, norm_type, device), norm_type)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"the norm of the gradients is {norm.item()} (of order {norm_type}), so they cannot be clipped; they are "
+            "left as they are, on every rank. Pass error_if_nonfinite=False to clip all the same."
+        )
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    # Also where the scale is 1: deciding on the host would make it wait for the device.
+    for grad in grads:
+        grad.mul_(scale.to(grad.device, grad.dtype))
+    return norm
+
+
+def clip_grad_value(units: Sequence[Unit], clip_value: float) -> None:
+    """Clamp every element of the gradients to ``[-clip_value, clip_value]``.
+
+    Raises:
+        RuntimeError: if gradients are not reduced yet.
+        ValueError: for a negative value.
+    """
+    if not clip_value >= 0:
+        raise ValueError(f"clip_value must not be negative, got {clip_value}")
+    for grad in _reduced_gradients(units):
+        grad.clamp_(-clip_value, clip_value)
+
+
+def _reduced_gradients(units: Sequence[Unit]) -> list[Tensor]:
     handles = [handle for unit in units for handle in unit.handles]
     for handle in handles:
         handle.home.check(handle.name)
+        if handle.pieces is not None:
+            handle.pieces.collect_gradients()  # what users zeroed or replaced
         handle.flat_param.bring_gradient()
         if handle.flat_param._has_unreduced and handle.flat_param.grad is not None:
             raise RuntimeError(
                 f"cannot clip: the gradients of {handle.name} accumulated under no_sync() are not reduced over the "
                 "ranks yet. Run the last backward of the step outside no_sync()."
             )
-    grads = [handle.flat_param.grad for handle in handles if handle.flat_param.grad is not None]
-    norm = _total(root.comm, _local_total(grads, norm_type, device), norm_type)
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    # Also where the scale is 1: deciding on the host would make it wait for the device.
-    for grad in grads:
-        grad.mul_(scale.to(grad.device, grad.dtype))
-    return norm
+    return [handle.flat_param.grad for handle in handles if handle.flat_param.grad is not None]
 
 
 def _total(comm: Communicator, local: Tensor, norm_type: float) -> Tensor:

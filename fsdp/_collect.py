@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import nn
 
-from fsdp._flat_param import FlatParameter, ParamInfo
+from fsdp._flat_param import FlatParameter, ParamInfo, PieceParameter
 from fsdp._names import clean_name
 
 Places = list[ParamInfo]
@@ -35,7 +35,7 @@ def collect(module: nn.Module) -> dict[nn.Parameter, Places]:
                     f"{fqn} is a FlatParameter that no FullyShardedDataParallel made: it would not be sharded. Wrap "
                     "the plain module, without a FlattenParamsWrapper around it or inside."
                 )
-            if param is None or isinstance(param, FlatParameter):
+            if param is None or isinstance(param, (FlatParameter, PieceParameter)):
                 continue
             _check(fqn, param)
             found.setdefault(param, []).append(ParamInfo(submodule, name, fqn))

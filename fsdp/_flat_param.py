@@ -103,6 +103,11 @@ class FlatParameter(nn.Parameter):
         return ContiguousLayout.of(zip(self._names, self._shapes, strict=True), world_size)
 
     @property
+    def owner(self) -> FlatParameter:
+        """Itself; what owns the memory of a `PieceParameter`."""
+        return self
+
+    @property
     def held_gradient(self) -> Tensor | None:
         """The reduced gradient, wherever it is; None without one."""
         grad = self.grad
@@ -164,6 +169,26 @@ class FlatParameter(nn.Parameter):
             self._shapes,
             self._is_sharded,
         )
+
+
+class PieceParameter(nn.Parameter):
+    """This rank's piece of an original parameter: elements ``offset:offset + numel()`` of it in row-major order.
+
+    1-D, and empty on ranks that have nothing of it.
+    """
+
+    fqn: str  # from the wrapped module
+    whole_shape: torch.Size
+    offset: int
+    owner: FlatParameter  # of whose shard it is a view
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.owner._is_sharded
+
+    @property
+    def home(self) -> Any:
+        return self.owner.home
 
 
 def _rebuild_flat_parameter(data: Tensor, requires_grad: bool, names: Any, shapes: Any, sharded: bool) -> FlatParameter:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,10 +21,16 @@ class GradientBuffer:
         dtype: in which the gradient is sent.
         sum_dtype: at least in this one the gradients of several backwards are added up.
         device: where it is.
+        expected: for each parameter, whether it gets a gradient at all.
     """
 
     def __init__(
-        self, layout: ContiguousLayout, dtype: torch.dtype, sum_dtype: torch.dtype, device: torch.device
+        self,
+        layout: ContiguousLayout,
+        dtype: torch.dtype,
+        sum_dtype: torch.dtype,
+        device: torch.device,
+        expected: Sequence[bool],
     ) -> None:
         self._layout = layout
         self.dtype = dtype
@@ -32,7 +40,9 @@ class GradientBuffer:
         self._flat: Tensor | None = None
         self._filled = bytearray(len(layout.slots))
         self._arrived = bytearray(len(layout.slots))
-        self._missing = len(layout.slots)
+        self._expected = sum(expected)
+        self._missing = self._expected
+        self.used = bytearray(len(layout.slots))  # whose gradients were taken since the last backward began
         self._views: list[Tensor] = []
 
     @property
@@ -47,12 +57,13 @@ class GradientBuffer:
     def begin_backward(self, is_summing: bool) -> None:
         """Expect every gradient; `is_summing` if those of later backwards will be added before they are taken."""
         self._is_summing = is_summing
+        self.used = bytearray(len(self.used))
         self.begin_round()
 
     def begin_round(self) -> None:
         """Expect every gradient (again)."""
         self._arrived = bytearray(len(self._arrived))
-        self._missing = len(self._arrived)
+        self._missing = self._expected
 
     def add(self, slot: int, grad: Tensor, divisor: float) -> None:
         """Put ``grad / divisor`` at its place, or add it to what is there."""
@@ -74,6 +85,24 @@ class GradientBuffer:
             self._arrived[slot] = 1
             self._missing -= 1
 
+    @property
+    def filled(self) -> bytes:
+        """For which parameters something is accumulated."""
+        return bytes(self._filled)
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Drop what is accumulated for some parameters."""
+        for slot in slots:
+            self._filled[slot] = 0
+
+    def expect(self, expected: Sequence[bool]) -> None:
+        """Other parameters require gradients now; what is accumulated stays."""
+        self._expected = self._missing = sum(expected)
+
+    def fits(self, dtype: torch.dtype, sum_dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether it was made for these."""
+        return (self.dtype, self._sum_dtype, self._device) == (dtype, torch.promote_types(dtype, sum_dtype), device)
+
     def rescale(self, factor: float) -> None:
         """Multiply what has been accumulated."""
         for slot, view in enumerate(self._views):
@@ -87,7 +116,9 @@ class GradientBuffer:
             raise ValueError("nothing has been accumulated")
         self.drop()
         for slot, view in enumerate(views):
-            if not filled[slot]:
+            if filled[slot]:
+                self.used[slot] = 1
+            else:
                 view.zero_()
         self._layout.tail(flat).zero_()
         return flat.to(self.dtype)

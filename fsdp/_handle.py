@@ -24,9 +24,10 @@ from fsdp._comm import LONE_RANK, Communicator, Pending
 from fsdp._errors import InternalError
 from fsdp._flat_param import FlatParameter, ParamInfo, SharedParamInfo
 from fsdp._gradients import GradientBuffer
+from fsdp._handle_gradients import TakesGradients
 from fsdp._layout import Interval
 from fsdp._offload import Home
-from fsdp._placeholder import Placeholder, unreduced_gradient
+from fsdp._pieces import Pieces
 from fsdp._precision import Precision
 from fsdp._whole import WholeParameters
 
@@ -46,7 +47,7 @@ _LEGAL = {
 }
 
 
-class FlatParamHandle:
+class FlatParamHandle(TakesGradients):
     """Runs one flat parameter: shards it, shows it whole, and takes in its gradients.
 
     It knows how, and nothing of when: which collectives happen in which order is the runtime's.
@@ -55,9 +56,10 @@ class FlatParamHandle:
         flat_param: this rank's shard (`FlatParameter.shard_of`).
         infos: for each of its parameters, the places where it is used, first the one that names it.
         comm, reduce_comm: the ranks to gather from, and to reduce over.
-        registered: the modules, with the name, among whose parameters `flat_param` is registered.
+        registered: the modules, with the name, among whose parameters `flat_param` is to be registered.
         precision: the dtypes of computation and reduction.
         on_gradient: called with the handle, a parameter's number and its leaf when autograd has finished that gradient.
+        original: register this rank's pieces of the original parameters in their places instead.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class FlatParamHandle:
         registered: Sequence[tuple[nn.Module, str]],
         precision: Precision,
         on_gradient: Callable[[FlatParamHandle, int, Tensor], None],
+        original: bool = False,
     ) -> None:
         self.flat_param = flat_param
         self.home: Home = flat_param.home
@@ -82,7 +85,13 @@ class FlatParamHandle:
         self.layout = flat_param.make_layout(comm.world_size)
         self.name = ""
         self.phase = Phase.SHARDED
-        self.registered = list(registered)
+        self.pieces = Pieces(flat_param, self.layout, comm.rank, infos) if original else None
+        self.registered: list[tuple[nn.Module, str, nn.Parameter]] = (
+            [(module, name, flat_param) for module, name in registered]
+            if self.pieces is None
+            else self.pieces.registered
+        )
+        self.register()
         self._precision = precision
         self._in_full_precision = False
         self._on_gradient = on_gradient
@@ -103,6 +112,13 @@ class FlatParamHandle:
         return self.flat_param.requires_grad
 
     @property
+    def requires_grad_each(self) -> list[bool]:
+        """Of each parameter."""
+        if self.pieces is not None:
+            return self.pieces.requires_grad
+        return [self.flat_param.requires_grad] * len(self.layout.slots)
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of the computation."""
         own = self.flat_param.dtype
@@ -117,7 +133,9 @@ class FlatParamHandle:
     def shard_state(self) -> Hashable:
         """Changes when the shard is written, cast, moved, frozen or released."""
         shard = self.flat_param
-        return shard._version, shard.dtype, shard.device, shard.requires_grad
+        if self.pieces is None:
+            return shard._version, shard.dtype, shard.device, shard.requires_grad
+        return shard._version, shard.dtype, shard.device, self.pieces.versions, *self.pieces.requires_grad
 
     @property
     def intervals(self) -> list[Interval]:
@@ -143,12 +161,16 @@ class FlatParamHandle:
     def _build(self) -> None:
         """Make everything beside the shard anew, for its present dtype and the present device."""
         shard = self.flat_param
-        self._built_for = (shard.dtype, shard.requires_grad, shard.data_ptr(), self.home.device)
-        self.gradients = GradientBuffer(
-            self.layout, self._precision.reduce_dtype(shard.dtype), shard.dtype, self.home.device
-        )
+        self._built_for = (shard.dtype, self.requires_grad_each, shard.data_ptr(), self.home.device)
+        needs = self.requires_grad_each
+        self.has_frozen = not all(needs)
+        dtypes = self._precision.reduce_dtype(shard.dtype), shard.dtype
+        if hasattr(self, "gradients") and self.gradients.fits(*dtypes, self.home.device):
+            self.gradients.expect(needs)  # frozen or thawed in the middle of an accumulation
+        else:
+            self.gradients = GradientBuffer(self.layout, *dtypes, self.home.device, needs)
         self._wholes: dict[torch.dtype, WholeParameters] = {}
-        self._gathered_version = -1
+        self._gathered: Hashable = None
         self._choose_whole()
 
     def _choose_whole(self) -> None:
@@ -166,7 +188,7 @@ class FlatParamHandle:
             self.places,
             shard.detach() if is_shard else self._new_buffer(self.dtype),
             is_shard=is_shard,
-            requires_grad=shard.requires_grad,
+            requires_grad=self.requires_grad_each,
             on_gradient=self._leaf_has_gradient,
         )
 
@@ -185,7 +207,35 @@ class FlatParamHandle:
         """What the user has put in the place of a parameter, None if nothing."""
         place = self.places[slot][0]
         found = place.module._parameters.get(place.name)
-        return None if found is self.flat_param else found
+        return None if any(found is param for _, _, param in self.registered) else found
+
+    def register(self) -> None:
+        """Have modules list what the optimizer is to see among their parameters."""
+        for module, name, param in self.registered:
+            module._parameters[name] = param
+
+    def unregister(self) -> None:
+        """Undo `register`."""
+        for module, name, param in self.registered:
+            if module._parameters.get(name) is param:
+                del module._parameters[name]
+
+    def absorb(self) -> None:
+        """Keep what users have assigned to the ``.data`` of pieces."""
+        if self.pieces is not None and self.phase is not Phase.GATHERING:
+            self.pieces.absorb()
+
+    def apply_to_hidden(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """What `nn.Module._apply` did to registered parameters, for a shard of which only pieces are registered."""
+        if self.pieces is not None:
+            shard = self.flat_param
+            with torch.no_grad():
+                grad = None if shard.grad is None else fn(shard.grad)  # which may ask whose gradient it is
+                shard.grad = None
+                shard.data = fn(shard)
+                shard.grad = grad
+            self.pieces.alias()
+            self.pieces.show_gradients([0] * len(self.places))
 
     def compute_in_full(self, wanted: bool) -> None:
         """Whether to gather the parameters in the shard's own dtype from now on."""
@@ -216,7 +266,9 @@ class FlatParamHandle:
         if self.home.device != device:
             self.comm = self.comm.for_device(self.home.device)
             self.reduce_comm = self.reduce_comm.for_device(self.home.device)
-        is_another = (shard.dtype, shard.requires_grad, self.home.device) != (dtype, requires_grad, device)
+        is_another = (shard.dtype, self.requires_grad_each, self.home.device) != (dtype, requires_grad, device)
+        if self.pieces is not None and (is_another or shard.data_ptr() != address):
+            self.pieces.alias()
         if is_another or (self.whole.is_shard and shard.data_ptr() != address):
             self._precision.check(self.name, shard.dtype, shard.requires_grad)
             self._build()
@@ -232,13 +284,16 @@ class FlatParamHandle:
 
     def gather(self) -> None:
         """Start to fetch the whole parameter; nothing happens if it is here or on its way."""
+        self.absorb()
         if self.phase is not Phase.SHARDED:
-            if self.phase is Phase.GATHERING or self.flat_param._version == self._gathered_version:
+            if self.phase is Phase.GATHERING or self.shard_state == self._gathered:
                 return
             self.reshard()  # the shard was changed since: what is here is stale
+        if self.pieces is not None:
+            self.pieces.forget_zeroed()
         self.follow_shard()
         self.home.check(self.name)
-        self._gathered_version = self.flat_param._version
+        self._gathered = self.shard_state
         self._enter(Phase.GATHERING)
         if self.whole.is_shard:
             self.home.read_ahead()
@@ -288,7 +343,8 @@ class FlatParamHandle:
     def full_copies(self) -> list[Tensor]:
         """Collective. The whole parameters in the shard's dtype, as tensors with memory of their own."""
         self.home.check(self.name)
-        is_fresh = self.phase is Phase.FULL and self.flat_param._version == self._gathered_version
+        self.absorb()
+        is_fresh = self.phase is Phase.FULL and self.shard_state == self._gathered
         if self.dtype == self.flat_param.dtype and (is_fresh or self.whole.is_shard):
             return [leaf.detach().clone() for leaf in self.whole.leaves]
         full = self._new_buffer(self.flat_param.dtype)
@@ -309,55 +365,5 @@ class FlatParamHandle:
         self.comm.settle()
         self.home.lane.settle()
 
-    # --- gradients ----------------------------------------------------------------------------------------------
-
     def _leaf_has_gradient(self, slot: int, leaf: Tensor) -> None:
         self._on_gradient(self, slot, leaf)
-
-    def take_gradient(self, slot: int, leaf: Tensor, divisor: float) -> bool:
-        """Move a leaf's gradient into the flat buffer; True when it was the last one missing in this backward."""
-        gradient, leaf.grad = leaf.grad, None
-        if gradient is not None:
-            if gradient.layout is not torch.strided:
-                raise RuntimeError(
-                    f"{self.layout.slots[slot].name} has a gradient of layout {gradient.layout}: flat gradients are "
-                    "dense. Make the embedding with sparse=False."
-                )
-            self.gradients.add(slot, gradient, divisor)
-        return self.gradients.is_complete
-
-    def reduce(self) -> Pending:
-        """Start to sum the accumulated gradient over the ranks; the result is the shard's, in its dtype."""
-        what = f"reduce-scatter of {self.name}"
-        return self.reduce_comm.reduce_scatter(self.gradients.take(), what, self.tag, self.flat_param.dtype)
-
-    def accept(self, reduced: Tensor) -> None:
-        """Add a reduced gradient to the shard's."""
-        self.flat_param._has_unreduced = False
-        self.home.check(self.name)
-        self.home.accept(self.flat_param, reduced)
-
-    def mark_unreduced(self) -> None:
-        """Let the shard's missing gradient say why it is missing, if it is and something is accumulated."""
-        if not self.gradients.is_empty:
-            self.flat_param._has_unreduced = True
-            if self.flat_param.grad is None:
-                self.flat_param.grad = unreduced_gradient(self.name, self.flat_param)
-
-    def begin_backward(self, is_summing: bool = False) -> None:
-        """Expect every gradient; `is_summing` if this backward's are added to, and not reduced at its end."""
-        # `mark_unreduced` left no None behind: the user has zeroed the gradients since, accumulated ones included.
-        if self.flat_param.grad is None:
-            self.flat_param.forget_gradient()
-            self.gradients.drop()
-        self.gradients.begin_backward(is_summing)
-
-    def drop_unreduced(self) -> None:
-        """Forget what is accumulated and not reduced."""
-        self.flat_param._has_unreduced = False
-        self.gradients.drop()
-        if isinstance(self.flat_param.grad, Placeholder) and self.flat_param.held_gradient is None:
-            self.flat_param.grad = None
-        for whole in self._wholes.values():
-            for leaf in whole.leaves:
-                leaf.grad = None

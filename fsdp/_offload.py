@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp._flat_param import FlatParameter
+from fsdp._flat_param import FlatParameter, PieceParameter
 from fsdp._mapped_files import MappedFiles, Region, files_under
 from fsdp._streams import Lane, lane_of
 
@@ -34,6 +34,7 @@ class Home:
     """
 
     flat_parameter: type[FlatParameter] = FlatParameter
+    piece_parameter: type[PieceParameter] = PieceParameter
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -106,19 +107,30 @@ class HostHome(Home):
             flat_param.hold_gradient(reduced)
 
 
-class DiskFlatParameter(FlatParameter):
-    """A shard in a mapped file. What optimizers make in its likeness, their state, is in mapped files as well."""
+class _OnDisk:
+    """A parameter in a mapped file. What optimizers make in its likeness, their state, is in mapped files as well."""
+
+    home: Any
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         fill = _LIKENESSES.get(func)
         like = kwargs.get("input", args[0] if args else None)
-        if fill is None or not isinstance(like, DiskFlatParameter) or kwargs.get("device") not in (None, _HOST):
+        if fill is None or not isinstance(like, _OnDisk) or kwargs.get("device") not in (None, _HOST):
             with torch._C.DisableTorchFunctionSubclass():  # as Parameter's own, which leaves out this whole method
                 return func(*args, **kwargs)
-        made, _ = like.home.files.allocate(like.numel(), kwargs.get("dtype") or like.dtype, "optimizer state")
+        numel, dtype = like.numel(), kwargs.get("dtype") or like.dtype  # type: ignore[attr-defined]
+        made, _ = like.home.files.allocate(numel, dtype, "optimizer state")
         return fill(made, args, kwargs).requires_grad_(kwargs.get("requires_grad", False))
+
+
+class DiskFlatParameter(_OnDisk, FlatParameter):
+    """A shard in a mapped file."""
+
+
+class DiskPieceParameter(_OnDisk, PieceParameter):
+    """A piece of a shard in a mapped file."""
 
 
 _LIKENESSES: dict[Any, Callable[[Tensor, Any, Any], Tensor]] = {
@@ -138,6 +150,7 @@ class DiskHome(Home):
     """
 
     flat_parameter = DiskFlatParameter
+    piece_parameter = DiskPieceParameter
 
     def __init__(self, device: torch.device, files: MappedFiles) -> None:
         super().__init__(device)

@@ -7,6 +7,7 @@ what cannot be stepped is refused; after it, what an optimizer made for shards o
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp._collect import taken_by
-from fsdp._flat_param import FlatParameter
+from fsdp._flat_param import FlatParameter, PieceParameter
 from fsdp._offload import DiskHome
 
 
@@ -28,32 +29,37 @@ def watch_optimizers() -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    flat_params = [param for param in params if isinstance(param, FlatParameter) and param._is_managed]
-    for param in flat_params:
-        if param._has_unreduced and param.grad is not None:
+    ours = _ours(params)
+    for param in ours:
+        if param.owner._has_unreduced and param.grad is not None:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step(): gradients that were accumulated under no_sync() are not reduced "
                 "over the ranks yet and would be left out. Run the last backward of the step outside no_sync()."
             )
-    if any(param._is_sharded for param in flat_params):
+    if any(param._is_sharded for param in ours):
         _refuse_lonely_scaler(optimizer)
     _refuse_original_parameters(optimizer, params)
-    for param in flat_params:
-        what = f"{type(optimizer).__name__}.step() of a flat parameter with {param._names[0]}"
+    for param in ours:
+        what = f"{type(optimizer).__name__}.step() of a flat parameter with {param.owner._names[0]}"
         param.home.check(what, optimizer.state.get(param, {}).values())
-        param.bring_gradient()
+        param.owner.bring_gradient()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    flat_params = [param for param in params if isinstance(param, FlatParameter) and param._is_managed]
+    ours = _ours(params)
     # Fused optimizers write without torch counting it, and by that count we know that gathered parameters are stale.
-    increment_version([param for param in flat_params if param.grad is not None])
-    on_disk = [param for param in flat_params if isinstance(param.home, DiskHome)]
+    increment_version([param.owner for param in ours if param.grad is not None])
+    on_disk = [param for param in ours if isinstance(param.home, DiskHome)]
     for param in on_disk:
         param.home.keep_state(optimizer.state.get(param, {}), param.numel())
     for files in {param.home.files for param in on_disk}:
         files.release()
+
+
+def _ours(params: Iterable[Any]) -> list[Any]:
+    """Those that are shards, or pieces of shards."""
+    return [p for p in params if isinstance(p, (FlatParameter, PieceParameter)) and p.owner._is_managed]
 
 
 def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[Any]) -> None:

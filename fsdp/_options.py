@@ -41,6 +41,7 @@ class Options:
     state_dict_device: torch.device | None
     gradient_predivide_factor: float | None
     clear_autocast_cache: bool
+    use_orig_params: bool
     verbose: bool
     allow_reset_parameters: bool
 
@@ -69,6 +70,11 @@ class Options:
         factor = given["gradient_predivide_factor"]
         if factor is not None and factor <= 0:
             raise ValueError(f"gradient_predivide_factor must be positive, got {factor}")
+        if given["use_orig_params"] and not given["flatten_parameters"]:
+            raise ValueError(
+                "use_orig_params=True is for flattened parameters; with flatten_parameters=False optimizers see each "
+                "parameter's shard already. Choose one."
+            )
         offload = Offload.of_options(
             move_params_to_cpu=bool(given["move_params_to_cpu"] or given["cpu_offload"]),
             **{name: given[name] for name in ("offload", "offload_folder", "keep_offload_files", "move_grads_to_cpu")},

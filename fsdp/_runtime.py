@@ -29,6 +29,7 @@ from fsdp._names import clean_name
 from fsdp._reductions import Reductions
 from fsdp._schedule import ExecutionOrder
 from fsdp._unit import Call, TrainingState, Unit, units_in
+from fsdp._usage import show_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -285,6 +286,8 @@ class Runtime:
             if self.sync_gradients or unit.reshard_after_forward or unit.is_gathering:
                 unit.reshard()
         self._settle()
+        if self.sync_gradients:
+            show_gradients(self.units)
         self._backward = None
 
     # --- between steps ------------------------------------------------------------------------------------------

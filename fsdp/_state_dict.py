@@ -43,8 +43,7 @@ class Exposure:
         unit.buffers.widen()
         for handle, tensors in zip(unit.handles, values, strict=True):
             _install(handle, tensors)
-        for module in {place.module for handle in unit.handles for places in handle.places for place in places}:
-            _restore_order(module, unit.param_order.get(module, []))
+        unit.restore_order()
 
     def close(self) -> None:
         """Shard the values again, changed ones included if they are to be kept.
@@ -56,6 +55,7 @@ class Exposure:
         problems: list[str] = []
         for handle in self._unit.handles:
             problems += _remove(handle, self._keep_changes)
+        self._unit.restore_order()
         if not self._unit.in_full_precision:
             self._unit.buffers.narrow()
         self._unit.state = self._outer_state
@@ -67,22 +67,13 @@ def _install(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> None:
     for slot, (tensor, places) in enumerate(zip(tensors, handle.places, strict=True)):
         param = handle.replacement(slot)
         if param is None:
-            param = nn.Parameter(tensor, handle.requires_grad)
+            param = nn.Parameter(tensor, handle.requires_grad_each[slot])
         note_stale(param, f"a summoned copy of {places[0].fqn}")
         for place in places:
             place.module.__dict__.pop(place.name, None)
             place.module._parameters[place.name] = param
-    for module, name in handle.registered:
-        if module._parameters.get(name) is handle.flat_param:
-            del module._parameters[name]
+    handle.unregister()
     handle.whole.refresh_rnns()
-
-
-def _restore_order(module: nn.Module, order: list[str]) -> None:
-    params = dict(module._parameters)
-    module._parameters.clear()
-    module._parameters.update({name: params.pop(name) for name in order if name in params})
-    module._parameters.update(params)
 
 
 def _remove(handle: FlatParamHandle, keep_changes: bool) -> list[str]:
@@ -95,8 +86,7 @@ def _remove(handle: FlatParamHandle, keep_changes: bool) -> list[str]:
             except ValueError as error:
                 problems.append(str(error))
     handle.fill_places()
-    for module, name in handle.registered:
-        module._parameters[name] = handle.flat_param
+    handle.register()
     return problems
 
 
@@ -106,7 +96,7 @@ def _keep(handle: FlatParamHandle, slot: int, values: Sequence[Tensor | None]) -
         raise ValueError(f"{name} was removed or is no parameter any more")
     if any(other is not value for other in values):
         raise ValueError(f"{name} was replaced under only some of the names that share it")
-    if value.requires_grad is not handle.requires_grad:
+    if value.requires_grad is not handle.requires_grad_each[slot]:
         raise ValueError(
             f"{name} has requires_grad={value.requires_grad} now: it cannot be changed here, set it before wrapping"
         )

@@ -196,15 +196,26 @@ class Unit(NotCopied):
         places: Sequence[Sequence[ParamInfo]],
         registered: Sequence[tuple[nn.Module, str]],
         reduce_comm: Communicator,
+        original: bool = False,
     ) -> None:
         """Run a flat parameter's shard, whose original parameters were used at `places`; see `FlatParamHandle`."""
-        for module, name in registered:
-            module._parameters[name] = flat_param
         for module in {place.module for group in places for place in group}:
             self._guard_state(module)
         precision = self.precision_at(places[0])
-        handle = FlatParamHandle(flat_param, places, self.comm, reduce_comm, registered, precision, self.on_gradient)
-        self.handles.append(handle)
+        self.handles.append(
+            FlatParamHandle(
+                flat_param, places, self.comm, reduce_comm, registered, precision, self.on_gradient, original
+            )
+        )
+
+    def restore_order(self) -> None:
+        """Have modules list their parameters in the order from before they were wrapped."""
+        for module in {place.module for handle in self.handles for places in handle.places for place in places}:
+            params = dict(module._parameters)
+            order = self.param_order.get(module, [])
+            module._parameters.clear()
+            module._parameters.update({name: params.pop(name) for name in order if name in params})
+            module._parameters.update(params)
 
     def precision_at(self, places: Sequence[ParamInfo]) -> Precision:
         """The dtypes for a parameter that is used at these places."""
@@ -243,7 +254,7 @@ class Unit(NotCopied):
 
     @property
     def has_frozen_handle(self) -> bool:
-        return any(not handle.requires_grad for handle in self.handles)
+        return any(handle.has_frozen for handle in self.handles)
 
     @property
     def contains_units(self) -> bool:

@@ -27,7 +27,7 @@ class WholeParameters:
         layout: how they lie in the buffer.
         places: for each, where it is used.
         full: ``[padded_numel]``, the buffer. If it is the shard itself (`is_shard`) it is never freed.
-        requires_grad: of the leaves.
+        requires_grad: of each leaf.
         on_gradient: a method, held weakly: called with a parameter's number and leaf when autograd has finished its
             gradient.
     """
@@ -39,15 +39,16 @@ class WholeParameters:
         full: Tensor,
         *,
         is_shard: bool,
-        requires_grad: bool,
+        requires_grad: Sequence[bool],
         on_gradient: Callable[[int, Tensor], None],
     ) -> None:
         self.full = full
         self.is_shard = is_shard
         self._nbytes = full.numel() * full.element_size()
-        self.leaves = [nn.Parameter(view.data, requires_grad) for view in layout.unpack(full)]
-        if requires_grad:
-            for number, leaf in enumerate(self.leaves):
+        views = layout.unpack(full)
+        self.leaves = [nn.Parameter(view.data, needs) for view, needs in zip(views, requires_grad, strict=True)]
+        for number, leaf in enumerate(self.leaves):
+            if leaf.requires_grad:
                 # Weakly: the garbage collector does not see into these hooks, and would never free a model.
                 leaf.register_post_accumulate_grad_hook(partial(_tell, weakref.WeakMethod(on_gradient), number))
         self._swaps: list[tuple[dict[str, Any], ParamInfo, Tensor, Tensor]] = []

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from fsdp._comm import Group
-from fsdp._flat_param import FlatParameter
 from fsdp._names import clean_name
 from fsdp._options import Options
 from fsdp._precision import MixedPrecision
@@ -38,16 +37,16 @@ class WrapperAccess(nn.Module):
         return self._fsdp_wrapped_module
 
     @property
-    def params(self) -> list[FlatParameter]:
-        """This wrapper's own flat parameters: this rank's shards."""
-        return [handle.flat_param for handle in self._unit.handles]
+    def params(self) -> list[nn.Parameter]:
+        """This wrapper's own parameters, as optimizers see them: its shards, or its pieces of original parameters."""
+        return list(dict.fromkeys(param for handle in self._unit.handles for _, _, param in handle.registered))
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
         """The parameters, inner wrappers' included, that have a gradient."""
         return [param for param in self.parameters() if param.grad is not None]
 
-    def non_shared_params(self) -> list[FlatParameter]:
+    def non_shared_params(self) -> list[nn.Parameter]:
         """The own parameters without those of `append_shared_param`."""
         return self.params
 
@@ -84,8 +83,9 @@ class WrapperAccess(nn.Module):
 
     @property
     def numel_padded_per_param(self) -> list[int]:
-        """For each of `params`, how many elements of this rank's shard are padding."""
-        return [handle.layout.padding(handle.comm.rank) for handle in self._unit.handles]
+        """For each of `params`, how many of its elements are padding: none in pieces of original parameters."""
+        pad = [handle.layout.padding(handle.comm.rank) for handle in self._unit.handles]
+        return [0] * len(self.params) if self._options.use_orig_params else pad
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -104,7 +104,11 @@ class WrapperAccess(nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As `nn.Module.named_parameters`; plain names inside `summon_full_params` and without flattening."""
-        plain = not self.flatten_parameters or self.training_state is TrainingState.SUMMON_FULL_PARAMS
+        plain = (
+            not self.flatten_parameters
+            or self._options.use_orig_params
+            or self.training_state is TrainingState.SUMMON_FULL_PARAMS
+        )
         for name, param in super().named_parameters(*args, **kwargs):
             yield clean_name(name) if plain else name, param
 

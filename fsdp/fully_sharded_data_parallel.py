@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp._clip import clip_grad_norm
+from fsdp._clip import clip_grad_norm, clip_grad_value
 from fsdp._collect import Places, collect, group, names_of, take_over
 from fsdp._comm import Group, communicator, default_group, reduce_group
 from fsdp._flat_param import FlatParameter
@@ -91,6 +91,9 @@ class FullyShardedDataParallel(WrapperState):
         offload_folder: with "disk", below which folder the files are made; it should be on a fast local disk.
         keep_offload_files: with "disk", leave the files when the process ends. Otherwise they are gone with the
             process, however it ends.
+        use_orig_params: optimizers see the original parameters under their own names, each as this rank's piece of it (1-D,
+            empty where the rank has nothing of it), instead of flat ones: for groups, learning rates and missing
+            gradients per parameter. A little slower, because optimizers then work on many small tensors.
         no_broadcast_optim_state, state_dict_on_rank_0_only: only their defaults, for now.
 
     Raises:
@@ -130,6 +133,7 @@ class FullyShardedDataParallel(WrapperState):
         offload: str | None = None,
         offload_folder: str | os.PathLike[str] | None = None,
         keep_offload_files: bool = False,
+        use_orig_params: bool = False,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "module", "__class__")}
         options = Options.resolve(**given)
@@ -154,11 +158,7 @@ class FullyShardedDataParallel(WrapperState):
             raise
         if options.compute_device is not None or self.compute_device != params_are_on:
             module.to(self.compute_device)  # buffers; the parameters that are ours have left
-        if flatten_parameters:
-            found.clear()  # the shards are cut: let the originals go before more memory is taken
-            self._shard_flattened()
-        else:
-            self._shard_one_by_one(found, alone)
+        self._shard_flattened(found) if flatten_parameters else self._shard_one_by_one(found, alone)
         self._unit.rename(type(module).__name__)
         self._loading = Loading(self, self._unit)
 
@@ -194,11 +194,17 @@ class FullyShardedDataParallel(WrapperState):
             return []
         return [self.module._flatten([param], names_of([param], found)) for param in found]
 
-    def _shard_flattened(self) -> None:
+    def _shard_flattened(self, found: dict[nn.Parameter, Places]) -> None:
+        found.clear()  # the shards are cut: let the originals go before more memory is taken
         outer, inner = self.module, self.module.module
         for name, flat_param, places in zip(outer.flat_param_names, outer.flat_params, outer.param_infos, strict=True):
             # On the user's module as well, so that its own `parameters()`, `dtype` and `device` go on working.
-            self._shard(flat_param, places, [(outer, name), (inner, name)])
+            if self._options.use_orig_params:
+                del outer._parameters[name]
+                self._shard(flat_param, places, [])
+            else:
+                self._shard(flat_param, places, [(outer, name), (inner, name)])
+        self._unit.restore_order()
 
     def _shard_one_by_one(self, found: dict[nn.Parameter, Places], flat_params: Sequence[FlatParameter]) -> None:
         take_over(found, type(self.module.module).__name__)
@@ -207,7 +213,7 @@ class FullyShardedDataParallel(WrapperState):
 
     def _shard(self, flat_param: FlatParameter, places: Any, registered: list[tuple[nn.Module, str]]) -> None:
         reduce_comm = communicator(self.process_group_reduce_scatter, self.compute_device)
-        self._unit.add_handle(flat_param, places, registered, reduce_comm)
+        self._unit.add_handle(flat_param, places, registered, reduce_comm, self._options.use_orig_params)
 
     def _new_runtime(self, root: Unit) -> Runtime:
         return Runtime(root, keep_root=self._options.disable_reshard_on_root, bucket_bytes=self._options.bucket_bytes)
@@ -235,24 +241,38 @@ class FullyShardedDataParallel(WrapperState):
         with self._runtime_as_root("no_sync").no_sync():
             yield
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Collective. Scale all gradients so that their norm, over all ranks, is at most `max_norm`.
 
         Args:
             max_norm: the largest norm to leave.
             norm_type: p of the p-norm; ``inf`` for the largest absolute value.
+            error_if_nonfinite: raise, on every rank and before any gradient is changed, if the norm is infinite or NaN.
 
         Returns:
             The norm before clipping, a scalar of at least float32, the same on every rank.
 
         Raises:
-            RuntimeError: on an inner wrapper, inside a forward or backward, or if gradients are not reduced yet.
+            RuntimeError: on an inner wrapper, inside a forward or backward, if gradients are not reduced yet, or if the
+                norm is not finite and that was to be an error.
             ValueError: if `norm_type` is not positive.
             NotImplementedError: if an inner wrapper uses other ranks.
         """
         runtime = self._runtime_as_root("clip_grad_norm_")
         runtime.ensure_idle("clip gradients")
-        return clip_grad_norm(self._unit, runtime.units, float(max_norm), float(norm_type), self.compute_device)
+        norm_type, device = float(norm_type), self.compute_device
+        return clip_grad_norm(self._unit, runtime.units, float(max_norm), norm_type, device, error_if_nonfinite)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamp every element of all gradients to at most `clip_value` in absolute value. No rank needs another for it.
+
+        Raises:
+            RuntimeError: on an inner wrapper, inside a forward or backward, or if gradients are not reduced yet.
+            ValueError: if `clip_value` is negative.
+        """
+        runtime = self._runtime_as_root("clip_grad_value_")
+        runtime.ensure_idle("clip gradients")
+        clip_grad_value(runtime.units, float(clip_value))
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool = False) -> None:
         """Divide gradients by `pre` before and by `post` after they are summed, whatever the world size.
@@ -277,7 +297,12 @@ class FullyShardedDataParallel(WrapperState):
             for handle in unit.handles:
                 handle.check_cast(fn)
         self.compute_device = fn(torch.empty(0, device=self.compute_device)).device
-        super()._apply(self._staying_home(fn), recurse)
+        fn = self._staying_home(fn)
+        for handle in self._unit.handles:
+            handle.absorb()
+        super()._apply(fn, recurse)
+        for handle in self._unit.handles:
+            handle.apply_to_hidden(fn)
         self._unit.comm = self._unit.comm.for_device(self.compute_device)
         for handle in self._unit.handles:
             handle.home.device = self.compute_device
@@ -291,7 +316,8 @@ class FullyShardedDataParallel(WrapperState):
 
         def cast(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            is_ours = any(tensor is param or tensor is param.grad for param in self.params)
+            ours = [*self.params, *(handle.flat_param for handle in self._unit.handles)]
+            is_ours = any(tensor is param or tensor is param.grad for param in ours)
             return moved.to(tensor.device) if is_ours else moved
 
         return cast if self._options.offload.params else fn

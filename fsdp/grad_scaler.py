@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from fsdp._comm import Group, communicator, default_group
-from fsdp._flat_param import FlatParameter
+from fsdp._flat_param import FlatParameter, PieceParameter
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -91,11 +91,11 @@ class ShardedGradScaler(torch.amp.GradScaler):
         # themselves) pass through. The signature is the same from torch 1.6 on; tried with 2.11 and 2.13.
         grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for param in (param for group in optimizer.param_groups for param in group["params"]):
-            if isinstance(param, FlatParameter):
+            if isinstance(param, (FlatParameter, PieceParameter)):
                 _refuse_unreduced(param)
                 if param.home is not None:
-                    param.home.check(f"unscaling of a flat parameter with {param._names[0]}")
-                param.bring_gradient()
+                    param.home.check(f"unscaling of a flat parameter with {param.owner._names[0]}")
+                param.owner.bring_gradient()
             if param.grad is not None:
                 if param.grad.is_sparse:  # of a parameter that is not ours
                     param.grad = param.grad.coalesce()
@@ -116,7 +116,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
 
 def _refuse_unreduced(param: Any) -> None:
-    if param._has_unreduced and param.grad is not None:
+    if param.owner._has_unreduced and param.grad is not None:
         raise RuntimeError(
             "ShardedGradScaler: gradients that were accumulated under no_sync() are not reduced over the ranks yet. "
             "Run the last backward of the step outside no_sync()."

@@ -547,7 +547,7 @@ def _cast_handle(dtype: torch.dtype) -> None:
     handle.reshard()
     assert_sharded(handle, module)
     assert {value.dtype for value in seen(module).values()} == {dtype}
-    assert handle.flat_param._version == handle._gathered_version
+    assert handle.shard_state == handle._gathered
     assert handle.whole.full.nbytes == handle.layout.padded_numel * dtype.itemsize
 
 

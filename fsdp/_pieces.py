@@ -1,0 +1,153 @@
+"""Original parameters for the optimizer: this rank's piece of each, under its own name.
+
+With ``use_orig_params=True`` a flat parameter is not registered in modules; in the place of each parameter it was made
+of stands a `PieceParameter`, a view of the shard. So optimizers have groups, learning rates and missing gradients per
+parameter, and everything else goes on with flat vectors: a step on the pieces is a step on the shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fsdp._flat_param import FlatParameter, ParamInfo, PieceParameter
+from fsdp._layout import Layout
+from fsdp._placeholder import Placeholder, unreduced_gradient
+
+
+class Pieces:
+    """The pieces of one flat parameter's shard, and their gradients.
+
+    Args:
+        flat_param: this rank's shard.
+        layout: what is where in it.
+        rank: this rank.
+        places: for each parameter, where it is used.
+    """
+
+    def __init__(
+        self, flat_param: FlatParameter, layout: Layout, rank: int, places: Sequence[Sequence[ParamInfo]]
+    ) -> None:
+        self._flat_param = flat_param
+        self._intervals = [layout.interval(slot, rank) for slot in range(len(layout.slots))]
+        self.params = [self._new(slot, layout, flat_param.requires_grad) for slot in range(len(layout.slots))]
+        self._addresses: list[tuple[int, int]] = []
+        self.alias()
+        self.registered: list[tuple[nn.Module, str, nn.Parameter]] = [
+            (place.module, place.name, param) for param, used in zip(self.params, places, strict=True) for place in used
+        ]
+
+    def _new(self, slot: int, layout: Layout, requires_grad: bool) -> PieceParameter:
+        kind = self._flat_param.home.piece_parameter
+        piece = Tensor._make_subclass(kind, self._flat_param.detach()[:0], requires_grad)
+        interval = self._intervals[slot]
+        piece.fqn, piece.whole_shape = layout.slots[slot].name, layout.slots[slot].shape
+        piece.offset = interval.start if interval else 0
+        piece.owner = self._flat_param
+        return piece
+
+    def _of(self, shard: Tensor, slot: int) -> Tensor:
+        interval = self._intervals[slot]
+        return shard[interval.offset : interval.offset + interval.numel] if interval else shard[:0]
+
+    # --- values -------------------------------------------------------------------------------------------------
+
+    @property
+    def requires_grad(self) -> list[bool]:
+        """Of each parameter."""
+        return [piece.requires_grad for piece in self.params]
+
+    def alias(self) -> None:
+        """Make the pieces views of the shard, which may be another tensor now."""
+        shard = self._flat_param.detach()
+        for slot, piece in enumerate(self.params):
+            piece.data = self._of(shard, slot)
+        self._addresses = [_address(piece) for piece in self.params]
+
+    def absorb(self) -> None:
+        """Write to the shard what users have assigned to the ``.data`` of pieces.
+
+        Raises:
+            RuntimeError: for another shape.
+        """
+        for slot, (piece, address) in enumerate(zip(self.params, self._addresses, strict=True)):
+            if _address(piece) == address:
+                continue
+            ours = self._of(self._flat_param.detach(), slot)
+            if piece.shape == piece.whole_shape and piece.shape != ours.shape:
+                values = piece.detach().reshape(-1)[piece.offset : piece.offset + ours.numel()]
+            elif piece.shape == ours.shape:
+                values = piece.detach()
+            else:
+                raise RuntimeError(
+                    f"{piece.fqn}: its .data was replaced by a tensor of shape {tuple(piece.shape)}; this rank's piece "
+                    f"has shape {tuple(ours.shape)} and the whole parameter {tuple(piece.whole_shape)}. Assign one of "
+                    "these, or change it inside `with model.summon_full_params():`."
+                )
+            ours.copy_(values)
+            piece.data = ours
+        self._flat_param.requires_grad_(any(self.requires_grad))
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Change when a piece is written in place."""
+        return tuple([piece._version for piece in self.params])
+
+    # --- gradients ----------------------------------------------------------------------------------------------
+
+    def show_gradients(self, used: Sequence[int]) -> None:
+        """Give the pieces their parts of the shard's gradient; those not `used` keep having none.
+
+        Args:
+            used: for each parameter, whether anything was added to its gradient on any rank.
+        """
+        self._flat_param.bring_gradient()
+        grad = self._flat_param.grad
+        for slot, piece in enumerate(self.params):
+            if isinstance(piece.grad, Placeholder):
+                piece.grad = None
+            if grad is not None and (used[slot] or piece.grad is not None):
+                piece.grad = self._of(grad, slot)
+
+    def mark_unreduced(self, filled: Sequence[int]) -> None:
+        """Let the missing gradients say why they are missing.
+
+        Args:
+            filled: for each parameter, whether something is accumulated.
+        """
+        for slot, piece in enumerate(self.params):
+            if filled[slot] and piece.grad is None:
+                piece.grad = unreduced_gradient(piece.fqn, piece)
+
+    @property
+    def zeroed(self) -> list[int]:
+        """Which parameters have no gradient: what was accumulated for them, the user has dropped."""
+        return [slot for slot, piece in enumerate(self.params) if piece.grad is None]
+
+    def forget_zeroed(self) -> None:
+        """Free the shard's gradient if all pieces' were zeroed."""
+        if self._flat_param.grad is not None and all(piece.grad is None for piece in self.params):
+            self._flat_param.forget_gradient()
+
+    def collect_gradients(self) -> None:
+        """Follow what users did to the pieces' gradients: zeroed (None) ones are zero in the shard's as well."""
+        self.forget_zeroed()
+        if self._flat_param.grad is None and any(piece.grad is not None for piece in self.params):
+            self._flat_param.grad = torch.zeros_like(self._flat_param.detach())  # for gradients that users assigned
+        grad = self._flat_param.grad
+        if grad is None or isinstance(grad, Placeholder):
+            return
+        for slot, piece in enumerate(self.params):
+            ours = self._of(grad, slot)
+            if piece.grad is None or isinstance(piece.grad, Placeholder):
+                ours.zero_()
+            elif _address(piece.grad) != _address(ours):
+                ours.copy_(piece.grad)
+                piece.grad = ours
+
+
+def _address(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor lies; also of an empty one, whose own pointer is null."""
+    return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())

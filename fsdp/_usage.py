@@ -1,0 +1,40 @@
+"""Which original parameters got a gradient on any rank: the others have None, as without sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fsdp._comm import Communicator, Pending
+from fsdp._handle import FlatParamHandle
+from fsdp._unit import Unit
+
+
+def show_gradients(units: Sequence[Unit]) -> None:
+    """Collective. After reductions: give pieces of original parameters their gradients, if they were used on any rank.
+
+    A sum over ranks is zero where a parameter was used nowhere, and where its gradient is zero; only the ranks together
+    can tell. They exchange one byte per parameter, all units together, and a rank reads the answer only if something
+    was not used on it: so nobody waits for the device otherwise.
+    """
+    by_comm: dict[Communicator, list[FlatParamHandle]] = {}
+    for unit in units:
+        for handle in unit.handles:
+            if handle.pieces is not None and handle.requires_grad:
+                by_comm.setdefault(handle.reduce_comm, []).append(handle)
+    for comm, handles in by_comm.items():
+        _show(comm, handles)
+
+
+def _show(comm: Communicator, handles: Sequence[FlatParamHandle]) -> None:
+    here = b"".join(bytes(handle.gradients.used) for handle in handles)
+    flags = torch.tensor(list(here), dtype=torch.uint8).to(handles[0].home.device)
+    pending: Pending = comm.all_reduce(flags, "max")
+    anywhere = pending.wait()
+    used = list(here) if all(here) else anywhere.tolist()
+    for handle in handles:
+        count = len(handle.gradients.used)
+        mine, used = used[:count], used[count:]
+        if handle.pieces is not None:
+            handle.pieces.show_gradients(mine)
