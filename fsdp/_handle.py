@@ -29,6 +29,7 @@ from fsdp._layout import Interval
 from fsdp._offload import Home
 from fsdp._pieces import Pieces
 from fsdp._precision import Precision
+from fsdp._registry import Registry
 from fsdp._whole import WholeParameters
 
 
@@ -56,10 +57,10 @@ class FlatParamHandle(TakesGradients):
         flat_param: this rank's shard (`FlatParameter.shard_of`).
         infos: for each of its parameters, the places where it is used, first the one that names it.
         comm, reduce_comm: the ranks to gather from, and to reduce over.
-        registered: the modules, with the name, among whose parameters `flat_param` is to be registered.
+        registered: the modules, with the name, that are to list `flat_param` among their parameters.
         precision: the dtypes of computation and reduction.
         on_gradient: called with the handle, a parameter's number and its leaf when autograd has finished that gradient.
-        original: register this rank's pieces of the original parameters in their places instead.
+        original: have this rank's pieces of the original parameters listed in their places instead.
     """
 
     def __init__(
@@ -86,16 +87,12 @@ class FlatParamHandle(TakesGradients):
         self.name = ""
         self.phase = Phase.SHARDED
         self.pieces = Pieces(flat_param, self.layout, comm.rank, infos) if original else None
-        self.registered: list[tuple[nn.Module, str, nn.Parameter]] = (
-            [(module, name, flat_param) for module, name in registered]
-            if self.pieces is None
-            else self.pieces.registered
-        )
-        self.register()
+        self.places = [list(places) for places in infos]
+        entries = [(module, name, flat_param) for module, name in registered]
+        self.registry = Registry(self.places, self.pieces.entries if self.pieces is not None else entries)
         self._precision = precision
         self._in_full_precision = False
         self._on_gradient = on_gradient
-        self.places = [list(places) for places in infos]
         self.tag = 0  # distinct on its communicator once the ranks have agreed on a plan
         flat_param._is_managed = True
         self._build()
@@ -133,9 +130,7 @@ class FlatParamHandle(TakesGradients):
     def shard_state(self) -> Hashable:
         """Changes when the shard is written, cast, moved, frozen or released."""
         shard = self.flat_param
-        if self.pieces is None:
-            return shard._version, shard.dtype, shard.device, shard.requires_grad
-        return shard._version, shard.dtype, shard.device, self.pieces.versions, *self.pieces.requires_grad
+        return shard._version, shard.data_ptr(), shard.dtype, shard.device, *self.requires_grad_each
 
     @property
     def intervals(self) -> list[Interval]:
@@ -197,33 +192,50 @@ class FlatParamHandle(TakesGradients):
 
     def check_places(self) -> None:
         """Raise RuntimeError if a parameter's attribute is no longer what we put there."""
-        self.whole.check_places(self.name)
+        for slot in self.whole.disturbed():
+            raise RuntimeError(
+                f"{self.name}: {self.layout.slots[slot].name} was replaced while its unit was computing. Change "
+                "parameters between steps, or inside `with model.summon_full_params():`."
+            )
 
     def fill_places(self) -> None:
         """Put where the modules look for their parameters what belongs there in this phase, whatever is there."""
         self.whole.fill_places(self.phase is Phase.FULL)
 
-    def replacement(self, slot: int) -> nn.Parameter | None:
-        """What the user has put in the place of a parameter, None if nothing."""
-        place = self.places[slot][0]
-        found = place.module._parameters.get(place.name)
-        return None if any(found is param for _, _, param in self.registered) else found
-
-    def register(self) -> None:
-        """Have modules list what the optimizer is to see among their parameters."""
-        for module, name, param in self.registered:
-            module._parameters[name] = param
-
-    def unregister(self) -> None:
-        """Undo `register`."""
-        for module, name, param in self.registered:
-            if module._parameters.get(name) is param:
-                del module._parameters[name]
-
     def absorb(self) -> None:
-        """Keep what users have assigned to the ``.data`` of pieces."""
-        if self.pieces is not None and self.phase is not Phase.GATHERING:
+        """Write to the shard what users have put in the places of parameters, or assigned to ``.data`` of pieces.
+
+        Raises:
+            RuntimeError: for what cannot be written; it is left where it is.
+        """
+        if self.phase is Phase.GATHERING:
+            return  # the shard is being sent; `check_places` will report what is new
+        for slot in self.whole.disturbed():
+            try:
+                self.keep(slot, self.registry.replacement(slot))
+            except ValueError as error:
+                raise RuntimeError(
+                    f"{self.name}: a parameter was replaced after wrapping by what cannot be kept: {error}. Assign an "
+                    "nn.Parameter of the parameter's shape, on every rank."
+                ) from None
+            self.registry.withdraw(slot)
+            self.registry.enter()
+            self.fill_places()
+        if self.pieces is not None:
             self.pieces.absorb()
+
+    def keep(self, slot: int, value: nn.Parameter) -> None:
+        """Keep this rank's part of what a user has made of a whole parameter.
+
+        Raises:
+            ValueError: if it has another shape or `requires_grad`.
+        """
+        if value.requires_grad is not self.requires_grad_each[slot]:
+            raise ValueError(
+                f"{self.layout.slots[slot].name} has requires_grad={value.requires_grad} now: set that on the "
+                "parameters that the wrapped model lists, not on a new value"
+            )
+        self.store(slot, value)
 
     def apply_to_hidden(self, fn: Callable[[Tensor], Tensor]) -> None:
         """What `nn.Module._apply` did to registered parameters, for a shard of which only pieces are registered."""
@@ -242,7 +254,7 @@ class FlatParamHandle(TakesGradients):
         if wanted is self._in_full_precision or not self.is_cast:
             return
         self.reshard()
-        self.check_places()
+        self.absorb()
         self._in_full_precision = wanted
         self._choose_whole()
 
@@ -285,8 +297,11 @@ class FlatParamHandle(TakesGradients):
     def gather(self) -> None:
         """Start to fetch the whole parameter; nothing happens if it is here or on its way."""
         self.absorb()
-        if self.phase is not Phase.SHARDED:
-            if self.phase is Phase.GATHERING or self.shard_state == self._gathered:
+        if self.phase is Phase.GATHERING:
+            return
+        self.absorb()
+        if self.phase is Phase.FULL:
+            if self.shard_state == self._gathered:
                 return
             self.reshard()  # the shard was changed since: what is here is stale
         if self.pieces is not None:

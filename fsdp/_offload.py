@@ -45,6 +45,11 @@ class Home:
         return False
 
     @property
+    def keeps_shards(self) -> bool:
+        """Whether shards and gradients stay where they are when the module is moved."""
+        return False
+
+    @property
     def lane(self) -> Lane:
         """Where copies to and from the compute device are queued."""
         return lane_of(self.device)
@@ -89,6 +94,10 @@ class HostHome(Home):
     @property
     def is_elsewhere(self) -> bool:
         return self._params and self.device.type != "cpu"
+
+    @property
+    def keeps_shards(self) -> bool:
+        return self._params
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         if not self.is_elsewhere:
@@ -162,6 +171,10 @@ class DiskHome(Home):
     @property
     def is_elsewhere(self) -> bool:
         return self.device.type != "cpu"
+
+    @property
+    def keeps_shards(self) -> bool:
+        return True
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         made, region = self.files.allocate(numel, dtype, "shard")

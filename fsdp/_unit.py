@@ -7,7 +7,7 @@ is the same. A unit knows what belongs to it; when its parameters come and go is
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,7 @@ class Unit(NotCopied):
         module: gets the hooks.
         comm: the ranks that share the parameters.
         precision: the dtypes that it computes in.
+        device: where it computes.
         reshard_after_forward: whether memory is given back between forward and backward.
         predivide, postdivide: factors by which gradients are divided before and after they are summed.
         clear_autocast_cache: let go of autocast's copies of weights after each forward.
@@ -84,6 +85,7 @@ class Unit(NotCopied):
         module: nn.Module,
         comm: Communicator,
         precision: Precision,
+        device: torch.device,
         *,
         reshard_after_forward: bool,
         predivide: float,
@@ -93,6 +95,7 @@ class Unit(NotCopied):
     ) -> None:
         self.module = module
         self.comm = comm
+        self.device = device
         ours = own_modules(module)
         kept = kept_modules(ours, precision.kept)
         self._kept = {inner for group in kept.values() for inner in group}
@@ -111,18 +114,17 @@ class Unit(NotCopied):
         self.state = TrainingState.IDLE
         self.runtime: Runtime | None = None
         self.is_agreed = False  # the ranks have compared what they have
+        self.is_converting = False  # its module is being cast or moved
         self.close_loading: Callable[[], None] | None = None  # set while a state dict is being loaded into it
         self.incomplete: set[FlatParamHandle] = set()  # their gradients are not all there, in this backward
         self.unpassed: set[Call] = set()  # backward has reached their outputs, and not yet left by their inputs
         self.param_order = {m: list(m._parameters) for m in module.modules()}  # before any is taken over
         self._clear_autocast_cache = clear_autocast_cache
         self._new_runtime = new_runtime
-        self._guarded: set[nn.Module] = set()
         module.__dict__[_ATTRIBUTE] = self
         before, after = Hook(self._before_forward), Hook(self._after_forward)
         self._hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._hooks.append(module.register_forward_hook(after, always_call=True))
-        self._guard_state(module)
 
     def withdraw(self) -> None:
         """Leave the module as it was found: it could not be wrapped."""
@@ -173,18 +175,6 @@ class Unit(NotCopied):
                     return tensor.clone()
         return tensor
 
-    def _guard_state(self, module: nn.Module) -> None:
-        if module not in self._guarded:
-            self._guarded.add(module)
-            self._hooks.append(module.register_state_dict_pre_hook(Hook(self._refuse_partial_state)))
-
-    def _refuse_partial_state(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self.state is not TrainingState.SUMMON_FULL_PARAMS:
-            raise RuntimeError(
-                f"{self.name}: state_dict() of a {type(module).__name__} inside a FullyShardedDataParallel would hold "
-                "this rank's shards, or nothing. Call state_dict() of the wrapper, or be inside summon_full_params()."
-            )
-
     def on_gradient(self, handle: FlatParamHandle, slot: int, leaf: Tensor) -> None:
         """A leaf's gradient is there (called by the handle's hooks)."""
         if handle.take_gradient(slot, leaf, self.predivide) and self.runtime is not None:
@@ -199,8 +189,6 @@ class Unit(NotCopied):
         original: bool = False,
     ) -> None:
         """Run a flat parameter's shard, whose original parameters were used at `places`; see `FlatParamHandle`."""
-        for module in {place.module for group in places for place in group}:
-            self._guard_state(module)
         precision = self.precision_at(places[0])
         self.handles.append(
             FlatParamHandle(
@@ -210,7 +198,7 @@ class Unit(NotCopied):
 
     def restore_order(self) -> None:
         """Have modules list their parameters in the order from before they were wrapped."""
-        for module in {place.module for handle in self.handles for places in handle.places for place in places}:
+        for module in {place.module for place in self.places()}:
             params = dict(module._parameters)
             order = self.param_order.get(module, [])
             module._parameters.clear()
@@ -249,6 +237,20 @@ class Unit(NotCopied):
         for tensor in tensors:
             tensor.register_hook(on_output_gradient)
         return bool(tensors)
+
+    def places(self) -> Iterator[ParamInfo]:
+        """Where its original parameters are used."""
+        for handle in self.handles:
+            for places in handle.places:
+                yield from places
+
+    def follow(self, device: torch.device) -> None:
+        """Follow parameters that were cast or moved, and compute on `device`."""
+        self.device = device
+        self.comm = self.comm.for_device(device)
+        for handle in self.handles:
+            handle.home.device = device
+            handle.follow_shard()
 
     # --- what the runtime asks for ------------------------------------------------------------------------------
 

@@ -331,3 +331,7 @@ class ShardedParamsWrapper(FlattenParamsWrapper):
 
     def _flatten(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> FlatParameter:
         return self._cut(params, names, home=self._new_home())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedParamsWrapper:
+        self._fpw_module._apply(fn, recurse)  # which sees to the flat parameters, with its unit
+        return self

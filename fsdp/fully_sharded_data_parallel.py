@@ -15,6 +15,7 @@ from fsdp._clip import clip_grad_norm, clip_grad_value
 from fsdp._collect import Places, collect, group, names_of, take_over
 from fsdp._comm import Group, communicator, default_group, reduce_group
 from fsdp._flat_param import FlatParameter
+from fsdp._guards import guard
 from fsdp._offload import Home
 from fsdp._optimizers import watch_optimizers
 from fsdp._options import Options
@@ -91,8 +92,8 @@ class FullyShardedDataParallel(WrapperState):
         offload_folder: with "disk", below which folder the files are made; it should be on a fast local disk.
         keep_offload_files: with "disk", leave the files when the process ends. Otherwise they are gone with the
             process, however it ends.
-        use_orig_params: optimizers see the original parameters under their own names, each as this rank's piece of it (1-D,
-            empty where the rank has nothing of it), instead of flat ones: for groups, learning rates and missing
+        use_orig_params: optimizers see the original parameters under their own names, each as this rank's piece of it
+            (1-D, empty where the rank has nothing of it), instead of flat ones: for groups, learning rates and missing
             gradients per parameter. A little slower, because optimizers then work on many small tensors.
         no_broadcast_optim_state, state_dict_on_rank_0_only: only their defaults, for now.
 
@@ -146,35 +147,36 @@ class FullyShardedDataParallel(WrapperState):
         self.flatten_parameters, self.verbose = flatten_parameters, verbose
         found = collect(module)
         params_are_on = _device_of(found, module)
-        self.compute_device = options.device_for(params_are_on)
-        self.compute_dtype = options.precision.compute or next((param.dtype for param in found), torch.float32)
-        self.process_group_reduce_scatter = self._reduce_group(process_group_reduce_scatter)
-        new_home = options.offload.home_on(self.compute_device)
-        self._unit = self._make_unit(module)
+        device = options.device_for(params_are_on)
+        self.process_group_reduce_scatter = self._reduce_group(process_group_reduce_scatter, device)
+        new_home = options.offload.home_on(device)
+        self._unit = self._make_unit(module, device)
         try:
             alone = self._cut(module, found, new_home)
         except BaseException:
             self._unit.withdraw()
             raise
-        if options.compute_device is not None or self.compute_device != params_are_on:
-            module.to(self.compute_device)  # buffers; the parameters that are ours have left
+        if options.compute_device is not None or device != params_are_on:
+            module.to(device)  # buffers; the parameters that are ours have left
         self._shard_flattened(found) if flatten_parameters else self._shard_one_by_one(found, alone)
         self._unit.rename(type(module).__name__)
+        guard(self._unit)
         self._loading = Loading(self, self._unit)
 
     # --- construction -------------------------------------------------------------------------------------------
 
-    def _reduce_group(self, wanted: Any) -> Group:
+    def _reduce_group(self, wanted: Any, device: torch.device) -> Group:
         if wanted in (None, ProcessGroupName.reduce_scatter):
-            return reduce_group(self.process_group, self.compute_device)
+            return reduce_group(self.process_group, device)
         return self._options.checked_reduce_group(wanted, self.process_group, ProcessGroupName.default)
 
-    def _make_unit(self, module: nn.Module) -> Unit:
+    def _make_unit(self, module: nn.Module, device: torch.device) -> Unit:
         predivide = self._options.predivide_factor(self.world_size)
         return Unit(
             module,
-            communicator(self.process_group, self.compute_device),
+            communicator(self.process_group, device),
             self._options.precision,
+            device,
             reshard_after_forward=self._options.reshard_after_forward,
             predivide=predivide,
             postdivide=self.world_size / predivide,
@@ -286,41 +288,6 @@ class FullyShardedDataParallel(WrapperState):
         self._require_idle("set gradient factors")
         for unit in self._units() if recursive else [self._unit]:
             unit.set_divide_factors(pre, post)
-
-    # --- moving ---------------------------------------------------------------------------------------------------
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
-        self._require_idle("move or cast the module")
-        if self._unit.runtime is not None:
-            self._unit.runtime.release()
-        for unit in self._units():  # all of them, before any is changed
-            for handle in unit.handles:
-                handle.check_cast(fn)
-        self.compute_device = fn(torch.empty(0, device=self.compute_device)).device
-        fn = self._staying_home(fn)
-        for handle in self._unit.handles:
-            handle.absorb()
-        super()._apply(fn, recurse)
-        for handle in self._unit.handles:
-            handle.apply_to_hidden(fn)
-        self._unit.comm = self._unit.comm.for_device(self.compute_device)
-        for handle in self._unit.handles:
-            handle.home.device = self.compute_device
-            handle.follow_shard()
-        if self.params:
-            self.compute_dtype = self._options.precision.compute_dtype(self.params[0].dtype)
-        return self
-
-    def _staying_home(self, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """`fn` for modules that are moved, with shards and gradients that are offloaded cast only."""
-
-        def cast(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            ours = [*self.params, *(handle.flat_param for handle in self._unit.handles)]
-            is_ours = any(tensor is param or tensor is param.grad for param in ours)
-            return moved.to(tensor.device) if is_ours else moved
-
-        return cast if self._options.offload.params else fn
 
     def _runtime_as_root(self, method: str) -> Runtime:
         if self._unit.runtime is None:

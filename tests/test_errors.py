@@ -306,19 +306,18 @@ def test_in_a_world_of_one_the_weight_is_there() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_weight_that_was_replaced_after_wrapping(ranks: RankPool, world_size: int) -> None:
+def test_a_weight_that_was_replaced_by_another_shape(ranks: RankPool, world_size: int) -> None:
     ranks(world_size).run(_replace_a_weight)
 
 
 def _replace_a_weight() -> None:
     model = FullyShardedDataParallel(layers())
     step(model)
-    model.module.module[2].weight = nn.Parameter(torch.zeros(3, 7))
+    model.module.module[2].weight = nn.Parameter(torch.zeros(7, 3))
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"2\.weight was replaced after wrapping.*summon_full_params"):
+        with pytest.raises(RuntimeError, match=r"2\.weight: expected shape \(3, 7\), got \(7, 3\).*nn.Parameter"):
             model(torch.ones(2, 5))
-    with model.summon_full_params():  # as the message says
-        model.module.module[2].weight = nn.Parameter(torch.zeros(3, 7))
+    model.module.module[2].weight = nn.Parameter(torch.zeros(3, 7))  # as the message says
     assert not model.state_dict()["2.weight"].any()
     assert torch.equal(model(torch.ones(2, 5))[0], model.state_dict()["2.bias"])
     step(model)

@@ -43,6 +43,7 @@ ROOMS: dict[str, set[str]] = {
         "_optimizers",
         "_kept_modules",
         "_usage",
+        "_guards",
     },
     "storage": {
         "_flat_param",
@@ -50,6 +51,7 @@ ROOMS: dict[str, set[str]] = {
         "_whole",
         "_handle_gradients",
         "_pieces",
+        "_registry",
         "_placeholder",
         "_gradients",
         "_precision",
