@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fsdp._collect import is_ours
 from fsdp._comm import Communicator
 from fsdp._unit import Unit
 
@@ -22,7 +23,9 @@ def clip_grad_norm(
 ) -> Tensor:
     """Collective. Scale all gradients so that their norm over all ranks is at most `max_norm`.
 
-    Sums of powers are taken per shard in float32 or wider and added over the ranks once.
+    Sums of powers are taken per shard in float32 or wider and added over the ranks once. Of ignored parameters, which
+    every rank has for itself, the mean over ranks of these sums is taken: all ranks find the same norm, and the right
+    one where their gradients are alike.
 
     Returns:
         The norm before clipping.
@@ -40,8 +43,12 @@ def clip_grad_norm(
         )
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, or inf for the largest absolute value; got {norm_type}")
-    grads = _reduced_gradients(units)
-    norm = _total(root.comm, _local_total(grads, norm_type, device), norm_type)
+    grads, unsharded = _reduced_gradients(units), _ignored_gradients(root)
+    local = _local_total(grads, norm_type, device)
+    if unsharded:
+        theirs = _local_total(unsharded, norm_type, device)
+        local = torch.maximum(local, theirs) if math.isinf(norm_type) else local + theirs / root.comm.world_size
+    norm = _total(root.comm, local, norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the norm of the gradients is {norm.item()} (of order {norm_type}), so they cannot be clipped; they are "
@@ -49,12 +56,12 @@ def clip_grad_norm(
         )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     # Also where the scale is 1: deciding on the host would make it wait for the device.
-    for grad in grads:
+    for grad in (*grads, *unsharded):
         grad.mul_(scale.to(grad.device, grad.dtype))
     return norm
 
 
-def clip_grad_value(units: Sequence[Unit], clip_value: float) -> None:
+def clip_grad_value(root: Unit, units: Sequence[Unit], clip_value: float) -> None:
     """Clamp every element of the gradients to ``[-clip_value, clip_value]``.
 
     Raises:
@@ -63,7 +70,7 @@ def clip_grad_value(units: Sequence[Unit], clip_value: float) -> None:
     """
     if not clip_value >= 0:
         raise ValueError(f"clip_value must not be negative, got {clip_value}")
-    for grad in _reduced_gradients(units):
+    for grad in (*_reduced_gradients(units), *_ignored_gradients(root)):
         grad.clamp_(-clip_value, clip_value)
 
 
@@ -80,6 +87,10 @@ def _reduced_gradients(units: Sequence[Unit]) -> list[Tensor]:
                 "ranks yet. Run the last backward of the step outside no_sync()."
             )
     return [handle.flat_param.grad for handle in handles if handle.flat_param.grad is not None]
+
+
+def _ignored_gradients(root: Unit) -> list[Tensor]:
+    return [param.grad for param in root.module.parameters() if param.grad is not None and not is_ours(param)]
 
 
 def _total(comm: Communicator, local: Tensor, norm_type: float) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp._agreement import agree
-from fsdp._collect import note_stale
+from fsdp._collect import is_ours, note_stale
 from fsdp._handle import FlatParamHandle
 from fsdp._names import FLATTEN_PART, FSDP_PART, clean_name, clean_text
 from fsdp._unit import TrainingState, Unit, own_modules, units_in
@@ -133,12 +133,12 @@ def whole_state(
         dtype: of the unit's floating-point parameters; None leaves them in their own.
     """
     summoned = unit.state is TrainingState.SUMMON_FULL_PARAMS
+    # Exposed parameters belong to nobody else; buffers do, and so do parameters that are ignored or were summoned.
+    others = [param for param in unit.module.parameters() if not is_ours(param)]
     with nullcontext() if summoned else exposed([unit], keep_changes=False):
         state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if not keep_vars:
-            # Exposed parameters belong to nobody else; buffers do, and so do parameters that the user has summoned.
-            others = [*unit.module.buffers(), *(unit.module.parameters() if summoned else ())]
-            live = {tensor.data_ptr() for tensor in others}
+            live = {tensor.data_ptr() for tensor in (*others, *unit.module.buffers())}
             params = {prefix + place.fqn for handle in unit.handles for places in handle.places for place in places}
             moved: dict[Any, Tensor] = {}  # tied tensors stay tied
             for key, value in state.items():
@@ -170,8 +170,8 @@ class Loading:
     """Lets `nn.Module.load_state_dict` load a wrapped module as if it was not, one unit at a time.
 
     torch walks the module tree and loads each module from the keys under its path. On entering a wrapper, the keys get
-    the path parts of the wrapper. On entering it, or a module of its unit that is loaded by itself, the unit's parameters
-    are exposed; on leaving it they are sharded again.
+    the path parts of the wrapper. On entering it, or a module of its unit that is loaded by itself, the unit's
+    parameters are exposed; on leaving it they are sharded again.
     """
 
     def __init__(self, wrapper: nn.Module, unit: Unit) -> None:

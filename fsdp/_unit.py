@@ -21,6 +21,7 @@ from fsdp._comm import Communicator
 from fsdp._errors import NotCopied
 from fsdp._flat_param import FlatParameter, ParamInfo
 from fsdp._handle import FlatParamHandle, Phase
+from fsdp._ignored import Ignored
 from fsdp._kept_modules import compute_in_own_dtype, kept_modules
 from fsdp._names import clean_name
 from fsdp._precision import Buffers, InputCast, Precision, cast_floats
@@ -74,6 +75,7 @@ class Unit(NotCopied):
         comm: the ranks that share the parameters.
         precision: the dtypes that it computes in.
         device: where it computes.
+        ignored: what in its module it leaves alone.
         reshard_after_forward: whether memory is given back between forward and backward.
         predivide, postdivide: factors by which gradients are divided before and after they are summed.
         clear_autocast_cache: let go of autocast's copies of weights after each forward.
@@ -86,6 +88,7 @@ class Unit(NotCopied):
         comm: Communicator,
         precision: Precision,
         device: torch.device,
+        ignored: Ignored,
         *,
         reshard_after_forward: bool,
         predivide: float,
@@ -96,7 +99,8 @@ class Unit(NotCopied):
         self.module = module
         self.comm = comm
         self.device = device
-        ours = own_modules(module)
+        self.ignored = ignored
+        ours = [inner for inner in own_modules(module) if inner not in ignored.modules]
         kept = kept_modules(ours, precision.kept)
         self._kept = {inner for group in kept.values() for inner in group}
         # Before our own hooks, which then run around those that keep a module's precision.

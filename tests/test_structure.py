@@ -52,6 +52,7 @@ ROOMS: dict[str, set[str]] = {
         "_handle_gradients",
         "_pieces",
         "_registry",
+        "_ignored",
         "_placeholder",
         "_gradients",
         "_precision",
