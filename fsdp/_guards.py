@@ -12,7 +12,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fsdp._errors import NotCopied
 from fsdp._handle import FlatParamHandle
 from fsdp._unit import Hook, TrainingState, Unit, units_in
 
@@ -34,7 +33,7 @@ def _refuse_partial_state(unit: Unit, module: nn.Module, prefix: str, keep_vars:
         )
 
 
-class Conversions(NotCopied):
+class Conversions:
     """What a unit's module has as ``_apply``."""
 
     def __init__(self, unit: Unit, module: nn.Module) -> None:

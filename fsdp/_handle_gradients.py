@@ -5,28 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fsdp._comm import Communicator, Pending
-from fsdp._flat_param import FlatParameter
-from fsdp._gradients import GradientBuffer
-from fsdp._layout import ContiguousLayout
-from fsdp._offload import Home
-from fsdp._pieces import Pieces
+from fsdp._comm import Pending
+from fsdp._handle_state import HandleState
 from fsdp._placeholder import Placeholder, unreduced_gradient
-from fsdp._whole import WholeParameters
 
 
-class TakesGradients:
-    """The half of `FlatParamHandle` that backward needs."""
-
-    flat_param: FlatParameter
-    home: Home
-    pieces: Pieces | None
-    layout: ContiguousLayout
-    reduce_comm: Communicator
-    name: str
-    tag: int
-    gradients: GradientBuffer
-    _wholes: dict[torch.dtype, WholeParameters]
+class TakesGradients(HandleState):
+    """The part of `FlatParamHandle` that backward needs."""
 
     def take_gradient(self, slot: int, leaf: Tensor, divisor: float) -> bool:
         """Move a leaf's gradient into the flat buffer; True when it was the last one missing in this backward."""

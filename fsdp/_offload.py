@@ -168,6 +168,13 @@ class DiskHome(Home):
         self._grad: tuple[Tensor, Region] | None = None
         self._shown: weakref.ref[Tensor] | None = None  # the gradient that lies there
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> DiskHome:
+        copied = memo[id(self)] = DiskHome(self.device, self.files)
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DiskHome, (self.device, self.files)
+
     @property
     def is_elsewhere(self) -> bool:
         return self.device.type != "cpu"

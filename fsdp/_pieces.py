@@ -40,13 +40,10 @@ class Pieces:
         ]
 
     def _new(self, slot: int, layout: Layout, requires_grad: bool) -> PieceParameter:
+        interval, kept = self._intervals[slot], layout.slots[slot]
+        offset, numel, start = (interval.offset, interval.numel, interval.start) if interval else (0, 0, 0)
         kind = self._flat_param.home.piece_parameter
-        piece = Tensor._make_subclass(kind, self._flat_param.detach()[:0], requires_grad)
-        interval = self._intervals[slot]
-        piece.fqn, piece.whole_shape = layout.slots[slot].name, layout.slots[slot].shape
-        piece.offset = interval.start if interval else 0
-        piece.owner = self._flat_param
-        return piece
+        return kind.of(self._flat_param, offset, numel, requires_grad, kept.name, kept.shape, start)
 
     def _of(self, shard: Tensor, slot: int) -> Tensor:
         interval = self._intervals[slot]

@@ -212,6 +212,9 @@ class Buffers:
         self._sources: dict[int, tuple[Tensor, int, Tensor]] = {}  # what was cast, by the id of the cast
         self.narrow()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_sources": {}}  # by ids that mean nothing in a copy
+
     def narrow(self) -> None:
         """In the dtype of computation."""
         self._replace(self._narrowed)

@@ -18,7 +18,6 @@ from torch.compiler import disable
 
 from fsdp._autograd import differentiable_tensors
 from fsdp._comm import Communicator
-from fsdp._errors import NotCopied
 from fsdp._flat_param import FlatParameter, ParamInfo
 from fsdp._handle import FlatParamHandle, Phase
 from fsdp._ignored import Ignored
@@ -41,16 +40,23 @@ class TrainingState(Enum):
     SUMMON_FULL_PARAMS = auto()  # its modules hold whole parameters as ordinary ones
 
 
-# Where a module keeps its unit. On the module, so that both die together, and so that copying or pickling the
-# module meets the unit, which says what to do instead.
+# Where a module keeps its unit. On the module, so that both die together and are copied together.
 _ATTRIBUTE = "_fsdp_unit"
 
 
-class Hook(NotCopied):
+class Hook:
     """A module's hook of ours. A compiler that traces the module leaves it alone: it moves data between ranks."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        self._hooked = function
         self._function = disable(function)
+
+    def __getstate__(self) -> Any:
+        return self._hooked
+
+    def __setstate__(self, hooked: Callable[..., Any]) -> None:
+        self._hooked = hooked
+        self._function = disable(hooked)
 
     def __call__(self, *args: Any) -> Any:
         return self._function(*args)
@@ -67,7 +73,7 @@ class Call:
         self.will_pass = False  # whether backward goes on through its inputs
 
 
-class Unit(NotCopied):
+class Unit:
     """The parameters of one wrapped module that no inner unit took.
 
     Args:
@@ -111,7 +117,8 @@ class Unit(NotCopied):
         self.in_full_precision = False
         self.export_dtype: torch.dtype | None = None  # of the parameters in the state dict that is being taken
         self.is_inside_mixed = False  # a unit around it casts inputs
-        self.handles: list[FlatParamHandle] = []
+        self._handles: list[FlatParamHandle] = []
+        self._is_asleep = False  # its handles are copies and not complete
         self.reshard_after_forward = reshard_after_forward
         self.predivide, self.postdivide = predivide, postdivide
         self.name = type(module).__name__
@@ -129,6 +136,31 @@ class Unit(NotCopied):
         before, after = Hook(self._before_forward), Hook(self._after_forward)
         self._hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._hooks.append(module.register_forward_hook(after, always_call=True))
+
+    @property
+    def handles(self) -> list[FlatParamHandle]:
+        """One for each flat parameter."""
+        if self._is_asleep:
+            self.wake()
+        return self._handles
+
+    def __getstate__(self) -> dict[str, Any]:
+        forgotten: dict[str, Any] = {
+            "runtime": None,
+            "is_agreed": False,
+            "incomplete": set(),
+            "unpassed": set(),
+            "_hooks": [],
+        }
+        return self.__dict__ | forgotten | {"_is_asleep": True}
+
+    def wake(self) -> None:
+        """Complete the handles of a copied or unpickled unit, if all of its modules are there by now."""
+        places = [place for handle in self._handles for used in handle.places for place in used]
+        if self._is_asleep and all("_parameters" in place.module.__dict__ for place in places):
+            self._is_asleep = False
+            for handle in self._handles:
+                handle.wake()
 
     def withdraw(self) -> None:
         """Leave the module as it was found: it could not be wrapped."""
@@ -194,7 +226,7 @@ class Unit(NotCopied):
     ) -> None:
         """Run a flat parameter's shard, whose original parameters were used at `places`; see `FlatParamHandle`."""
         precision = self.precision_at(places[0])
-        self.handles.append(
+        self._handles.append(
             FlatParamHandle(
                 flat_param, places, self.comm, reduce_comm, registered, precision, self.on_gradient, original
             )

@@ -54,7 +54,10 @@ class WholeParameters:
         self._numbers: dict[Tensor, int] = {leaf: number for number, leaf in enumerate(self.leaves)}
         self._swaps: list[tuple[dict[str, Any], ParamInfo, Tensor, Tensor]] = []
         for slot, leaf, used in zip(layout.slots, self.leaves, places, strict=True):
-            absent = leaf if is_shard else sharded_weight(slot.name, leaf)
+            placeholder = sharded_weight(slot.name, leaf)
+            # Whoever copies a module that shows a leaf gets no second copy of the weights with it: the shard is copied.
+            leaf.__deepcopy__, leaf.__reduce_ex__ = placeholder.__deepcopy__, placeholder.__reduce_ex__  # type: ignore[method-assign]
+            absent = leaf if is_shard else placeholder
             self._swaps += [(place.module.__dict__, place, leaf, absent) for place in used]
         modules = {place.module: None for used in places for place in used}
         self._rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
