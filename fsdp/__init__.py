@@ -3,6 +3,7 @@
 from fsdp._batch_norm import auto_wrap_bn as auto_wrap_bn
 from fsdp._comm import use_torch_collectives as use_torch_collectives
 from fsdp._flat_param import FlatParameter as FlatParameter
+from fsdp._forward_methods import register_fsdp_forward_method as register_fsdp_forward_method
 from fsdp._precision import MixedPrecision as MixedPrecision
 from fsdp._unit import TrainingState as TrainingState
 from fsdp._version import __version__ as __version__

@@ -118,6 +118,9 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
             self.gradients.expect(needs)  # frozen or thawed in the middle of an accumulation
         else:
             self.gradients = GradientBuffer(self.layout, *dtypes, self.home.device, needs)
+        if self._precision.keeps_low_gradients:
+            for param in (shard, *self.registry.params):
+                param.grad_dtype = None  # any
         self._wholes: dict[torch.dtype, WholeParameters] = {}
         self._gathered: Hashable = None
         self._choose_whole()

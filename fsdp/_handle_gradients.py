@@ -34,7 +34,9 @@ class TakesGradients(HandleState):
         """Add a reduced gradient to the shard's."""
         self.flat_param._has_unreduced = False
         self.home.check(self.name)
-        self.home.accept(self.flat_param, reduced)
+        self.home.accept(
+            self.flat_param, reduced.to(self.gradients.dtype) if self._precision.keeps_low_gradients else reduced
+        )
 
     def mark_unreduced(self) -> None:
         """Let the shard's missing gradient say why it is missing, if it is and something is accumulated."""

@@ -178,6 +178,18 @@ class Unit:
         self.runtime.before_forward(self, (args, kwargs))
         return self._cast_inputs((args, kwargs))
 
+    def compute(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a method of the module as its forward is run."""
+        cast = self._before_forward(self.module, args, kwargs)
+        args, kwargs = (args, kwargs) if cast is None else cast
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            if self.runtime is not None:
+                self.runtime.give_up_forward(self)
+            raise
+        return self._after_forward(self.module, args, output)
+
     def _cast_inputs(self, inputs: Any) -> Any:
         kind = self.precision.inputs
         if kind is InputCast.NONE or (kind is InputCast.OUTERMOST and self.is_inside_mixed):

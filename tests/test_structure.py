@@ -26,6 +26,7 @@ ROOMS: dict[str, set[str]] = {
         "_options",
         "_wrapper_access",
         "_wrapper_state",
+        "_forward_methods",
         "_wrapper_copy",
         "_batch_norm",
         "grad_scaler",
