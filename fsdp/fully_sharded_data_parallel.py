@@ -26,6 +26,10 @@ from fsdp._unit import Unit, unit_of
 from fsdp._wrapper_state import WrapperState
 from fsdp.flatten_params_wrapper import FlattenParamsWrapper, ShardedParamsWrapper
 
+# Elements: 16 bytes of any dtype that is trained in. Compilers of CUDA kernels copy what lies less well at every call.
+# Only where no checkpoint of FairScale's flat shards is to be read or written.
+_ALIGNED = 8
+
 
 class ProcessGroupName(str, Enum):
     """Names that stand for process groups in the constructor."""
@@ -204,7 +208,9 @@ class FullyShardedDataParallel(WrapperState):
         groups = group(found, self._unit.precision_at, key) if self.flatten_parameters else []
         new_home = self._options.offload.home_on(self._unit.device)
         members = [params for _, params in groups]
-        self._fsdp_wrapped_module = ShardedParamsWrapper(module, members, found, self.rank, self.world_size, new_home)
+        align = _ALIGNED if self._options.use_orig_params else 1
+        ranks = self.rank, self.world_size
+        self._fsdp_wrapped_module = ShardedParamsWrapper(module, members, found, *ranks, new_home, align)
         for flat_param, (name, _) in zip(self.module.flat_params, groups, strict=True):
             flat_param.group = name
         if self.flatten_parameters:
