@@ -83,7 +83,7 @@ class FlatParamHandle(TakesGradients):
             comm = reduce_comm = LONE_RANK  # there is nothing to say to other ranks
         self.comm, self.reduce_comm = comm, reduce_comm
         self.layout = flat_param.make_layout(comm.world_size)
-        self.name = ""
+        self.name, self._unit_name = "", "its unit"
         self.phase = Phase.SHARDED
         self.pieces = Pieces(flat_param, self.layout, comm.rank, infos) if original else None
         self.registered: list[tuple[nn.Module, str, nn.Parameter]] = (
@@ -156,6 +156,12 @@ class FlatParamHandle(TakesGradients):
             kind += f" computed in {computed}, reduced in {self.gradients.dtype},"
         return f"{kind} over {self.layout.world_size} ranks by {type(self.comm).__name__}: {slots}"
 
+    def rename(self, name: str, unit: str) -> None:
+        """Go by this name, as one of those of `unit`, in messages."""
+        self.name, self._unit_name = name, unit
+        for whole in self._wholes.values():
+            whole.name_unit(unit)
+
     # --- buffers ------------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
@@ -176,6 +182,7 @@ class FlatParamHandle(TakesGradients):
     def _choose_whole(self) -> None:
         if self.dtype not in self._wholes:
             self._wholes[self.dtype] = self._new_whole()
+            self._wholes[self.dtype].name_unit(self._unit_name)
         self.whole = self._wholes[self.dtype]
         self.whole.fill_places(is_whole=False)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fsdp._flat_param import ParamInfo
 from fsdp._layout import Layout
-from fsdp._placeholder import sharded_weight
+from fsdp._placeholder import Placeholder, sharded_message, sharded_weight
 
 
 class WholeParameters:
@@ -52,8 +52,9 @@ class WholeParameters:
                 # Weakly: the garbage collector does not see into these hooks, and would never free a model.
                 leaf.register_post_accumulate_grad_hook(partial(_tell, weakref.WeakMethod(on_gradient), number))
         self._swaps: list[tuple[dict[str, Any], ParamInfo, Tensor, Tensor]] = []
+        self._absent: dict[str, Placeholder] = {}
         for slot, leaf, used in zip(layout.slots, self.leaves, places, strict=True):
-            absent = leaf if is_shard else sharded_weight(slot.name, leaf)
+            absent = leaf if is_shard else self._absent.setdefault(slot.name, sharded_weight(slot.name, leaf))
             self._swaps += [(place.module.__dict__, place, leaf, absent) for place in used]
         modules = {place.module: None for used in places for place in used}
         self._rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
@@ -79,6 +80,11 @@ class WholeParameters:
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is the buffer's, and will be freed."""
         return not self.is_shard and tensor.untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr()
+
+    def name_unit(self, unit: str) -> None:
+        """Let the placeholders say which unit they belong to."""
+        for name, placeholder in self._absent.items():
+            placeholder._message = sharded_message(name, unit)
 
     def fill_places(self, is_whole: bool) -> None:
         """Put leaves, or placeholders, where the modules look for their parameters, whatever is there."""
