@@ -7,6 +7,7 @@ is the same. A unit knows what belongs to it; when its parameters come and go is
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,9 @@ class TrainingState(Enum):
 # Where a module keeps its unit. On the module, so that both die together, and so that copying or pickling the
 # module meets the unit, which says what to do instead.
 _ATTRIBUTE = "_fsdp_unit"
+
+# Which unit has taken over parameters of a module.
+_owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
 
 
 class Hook(NotCopied):
@@ -201,6 +205,7 @@ class Unit(NotCopied):
         """Run a flat parameter's shard, whose original parameters were used at `places`; see `FlatParamHandle`."""
         for module in {place.module for group in places for place in group}:
             self._guard_state(module)
+            _owners[module] = weakref.ref(self)
         precision = self.precision_at(places[0])
         self.handles.append(
             FlatParamHandle(
@@ -337,6 +342,25 @@ def own_modules(module: nn.Module) -> list[nn.Module]:
             found[current] = None
             ahead += reversed(list(current.children()))
     return list(found)
+
+
+def refuse_shared_modules(module: nn.Module) -> None:
+    """Raise ValueError if `module` uses a module without the unit that took its parameters."""
+    for submodule in own_modules(module):
+        owner = _owners[submodule]() if submodule in _owners else None
+        if owner is not None:
+            kind = type(submodule).__name__
+            here = [clean_name(name) or kind for name, found in _named_modules(module) if found is submodule]
+            there = [clean_name(name) for name, found in _named_modules(owner.module) if found is submodule]
+            raise ValueError(
+                f"{' = '.join(here)} is the same {kind} as {there[0]} of {owner.name}, a unit that has taken over its "
+                "parameters and would not gather them here. Wrap the shared module itself first, once, and put the "
+                "wrapper in every place; or leave the modules that share it unwrapped (auto_wrap does so by itself)."
+            )
+
+
+def _named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return list(module.named_modules(remove_duplicate=False))
 
 
 def units_in(root: Unit) -> list[tuple[str, Unit]]:

@@ -21,7 +21,7 @@ from fsdp._options import Options
 from fsdp._precision import MixedPrecision
 from fsdp._runtime import Runtime
 from fsdp._state_dict import Loading
-from fsdp._unit import Unit, unit_of
+from fsdp._unit import Unit, refuse_shared_modules, unit_of
 from fsdp._wrapper_state import WrapperState
 from fsdp.flatten_params_wrapper import FlattenParamsWrapper, ShardedParamsWrapper
 
@@ -139,6 +139,7 @@ class FullyShardedDataParallel(WrapperState):
         options = Options.resolve(**given)
         super().__init__()
         _check_module(module)
+        refuse_shared_modules(module)
         watch_optimizers()
         self._options = options
         self.process_group = default_group(process_group)
