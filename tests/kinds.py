@@ -1,13 +1,13 @@
 """One kind of model beside its plain twin: ten steps, every loss, the state there and back.
 
 In float64, so that rounding hides nothing. The plain twin sees the global batch at once, as one process would; so
-modules that count their forwards (spectral norm) are as far as on every rank.
+modules that count their forwards (spectral norm) are as far as on every rank. What rounds to 16 bits on its way sees
+the ranks' rows apart: how it rounds depends on the number of rows, and on what gradients are divided by before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import auto_wrap, default_auto_wrap_policy, enable_wrap, get_fsdp_instances
+from fsdp import auto_wrap, default_auto_wrap_policy, enable_wrap
 from tests.models import Wrap
 from tests.support import MakeOptimizer, fully_sharded, sgd_with_momentum
 from tests.twins import assert_at_rest, batch, score
@@ -61,13 +61,21 @@ class SideBySide:
         make: the model; it is made twice from the same seed.
         units: what becomes a unit.
         make_optimizer: for each.
+        apart: the plain twin computes with the rows of one rank after the other.
         options: of every wrapper.
     """
 
     def __init__(
-        self, make: Make, units: Units = whole, make_optimizer: MakeOptimizer = sgd_with_momentum, **options: Any
+        self,
+        make: Make,
+        units: Units = whole,
+        make_optimizer: MakeOptimizer = sgd_with_momentum,
+        *,
+        apart: bool = False,
+        **options: Any,
     ) -> None:
         torch.set_default_dtype(torch.float64)
+        self._apart = apart
         self._make, self._units, self._wrap = make, units, fully_sharded(**options)
         self.sharded: Any = self._new()
         self.plain: Any = seeded(make)
@@ -80,10 +88,23 @@ class SideBySide:
         """Collective. The rank's loss is that of its rows on the plain twin."""
         parts = [batch(number, rank) for rank in range(dist.get_world_size())]
         loss = score(self.sharded(parts[dist.get_rank()]))
-        expected = self.plain(torch.cat(parts))
-        assert_close(loss, score(expected.chunk(len(parts))[dist.get_rank()]), f"loss of step {number}")
         loss.backward()
-        score(expected).backward()
+        losses = self._losses_apart(parts) if self._apart else self._losses_together(parts)
+        assert_close(loss, losses[dist.get_rank()], f"loss of step {number}")
+
+    def _losses_together(self, parts: list[Tensor]) -> list[Tensor]:
+        outputs = self.plain(torch.cat(parts))
+        score(outputs).backward()
+        return [score(output) for output in outputs.chunk(len(parts))]
+
+    def _losses_apart(self, parts: list[Tensor]) -> list[Tensor]:
+        losses = [score(self.plain(part)) for part in parts]
+        for loss in losses:
+            loss.backward()
+        for param in self.plain.parameters():
+            if param.grad is not None:
+                param.grad /= len(parts)
+        return losses
 
     def step(self, number: int) -> None:
         """Collective."""
@@ -132,11 +153,10 @@ def assert_trains_like_plain(
     options: dict[str, Any] | None = None,
     *,
     steps: int = 10,
-    needs_units: int = 1,
+    apart: bool = False,
 ) -> None:
     """Collective. Losses of each step, weights at the end, and the state loaded back."""
-    pair = SideBySide(make, units, make_optimizer, **(options or {}))
-    assert len(get_fsdp_instances(pair.sharded)) >= needs_units
+    pair = SideBySide(make, units, make_optimizer, apart=apart, **(options or {}))
     before = {name: value.clone() for name, value in pair.plain.state_dict().items()}
     for number in range(steps):
         pair.step(number)
@@ -162,15 +182,3 @@ def seeded(make: Make, seed: int = 0) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()
-
-
-@contextmanager
-def evaluating(*models: nn.Module) -> Iterator[None]:
-    """In eval mode inside."""
-    for model in models:
-        model.eval()
-    try:
-        yield
-    finally:
-        for model in models:
-            model.train()
