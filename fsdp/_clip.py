@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -103,14 +104,14 @@ def _total(comm: Communicator, local: Tensor, norm_type: float) -> Tensor:
 
 
 def _local_total(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    wide = max((torch.promote_types(grad.dtype, torch.float32) for grad in grads), key=_width, default=torch.float32)
-    zero = torch.zeros((), dtype=wide.to_real(), device=device)
-    norms = [torch.linalg.vector_norm(grad.to(wide), norm_type).to(device) for grad in grads if grad.numel()]
+    total_dtype = reduce(torch.promote_types, (grad.dtype.to_real() for grad in grads), torch.float32)
+    norms = [_norm(grad, norm_type).to(device, total_dtype) for grad in grads if grad.numel()]
     if not norms:
-        return zero
-    stacked = torch.stack(norms).to(zero.dtype)
+        return torch.zeros((), dtype=total_dtype, device=device)
+    stacked = torch.stack(norms)
     return stacked.max() if math.isinf(norm_type) else stacked.pow(norm_type).sum()
 
 
-def _width(dtype: torch.dtype) -> int:
-    return torch.empty(0, dtype=dtype).element_size()
+def _norm(grad: Tensor, norm_type: float) -> Tensor:
+    # In its own dtype if that is wide enough: one for all would drop imaginary parts, or digits of what is real.
+    return torch.linalg.vector_norm(grad.to(torch.promote_types(grad.dtype, torch.float32)), norm_type)

@@ -29,8 +29,8 @@ def collect(module: nn.Module, ignored: Ignored | None = None) -> dict[nn.Parame
 
     Raises:
         TypeError: if one is an integer tensor or another kind that cannot be flattened.
-        ValueError: if one was taken over by a unit that doesn't contain this place: a tie would be lost; or has
-            hooks.
+        ValueError: if one was taken over by a unit that doesn't contain this place, or is tied to another by its memory
+            only: a tie would be lost; or if one has hooks.
     """
     found: dict[nn.Parameter, Places] = {}
     for prefix, submodule in module.named_modules():
@@ -47,7 +47,20 @@ def collect(module: nn.Module, ignored: Ignored | None = None) -> dict[nn.Parame
                 continue
             _check(fqn, param)
             found.setdefault(param, []).append(ParamInfo(submodule, name, fqn))
+    _refuse_aliases(found)
     return found
+
+
+def _refuse_aliases(found: dict[nn.Parameter, Places]) -> None:
+    seen: dict[int, Places] = {}
+    for param, places in found.items():
+        other = seen.setdefault(param.data_ptr(), places) if param.numel() else places
+        if other is not places:
+            raise ValueError(
+                f"{places[0].fqn} is a parameter of its own in the memory of {other[0].fqn}: sharded, they would no "
+                "longer change together. Tie them by making them one parameter (b.weight = a.weight), or give each its "
+                "memory (.clone())."
+            )
 
 
 def _check(fqn: str, param: nn.Parameter) -> None:

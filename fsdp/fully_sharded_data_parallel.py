@@ -15,7 +15,7 @@ from fsdp._clip import clip_grad_norm, clip_grad_value
 from fsdp._collect import GroupKey, Places, collect, group, key_of, names_of, take_over, taken_by
 from fsdp._comm import Group, communicator, default_group, reduce_group
 from fsdp._flat_param import FlatParameter
-from fsdp._guards import guard
+from fsdp._guards import guard, refuse_shared_modules
 from fsdp._ignored import Ignored
 from fsdp._optimizers import watch_optimizers
 from fsdp._options import Options
@@ -154,6 +154,7 @@ class FullyShardedDataParallel(WrapperState):
         ignored = Ignored.of(ignored_modules, ignored_parameters)
         ignored.check(taken_by)
         _check_module(module, ignored)
+        refuse_shared_modules(module)
         watch_optimizers()
         self._options = options
         self.process_group = default_group(process_group)
