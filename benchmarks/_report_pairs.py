@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from benchmarks._contestants import FSDP1_FLAT, FSDP1_ORIG, FSDP2, OURS, OURS_ORIG
+from benchmarks._contestants import FSDP1_APART, FSDP1_FLAT, FSDP1_ORIG, FSDP2, OURS, OURS_ORIG
 from benchmarks._measure import ratio, table
 
-_PAIRS = ((OURS_ORIG, OURS), (FSDP1_ORIG, FSDP1_FLAT), (OURS_ORIG, FSDP1_ORIG), (OURS_ORIG, FSDP2))
+_PAIRS = (
+    (OURS_ORIG, OURS),
+    (FSDP1_ORIG, FSDP1_FLAT),
+    (OURS_ORIG, FSDP1_ORIG),
+    (OURS_ORIG, FSDP1_APART),
+    (OURS_ORIG, FSDP2),
+)
 _MISSING = "-"
 
 
