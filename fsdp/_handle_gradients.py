@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fsdp._comm import Communicator, Pending
+from fsdp._comm_hook import CommHook, HookCall
 from fsdp._flat_param import FlatParameter
 from fsdp._gradients import GradientBuffer
 from fsdp._layout import ContiguousLayout
@@ -26,6 +27,7 @@ class TakesGradients:
     name: str
     tag: int
     gradients: GradientBuffer
+    comm_hook: CommHook | None = None
     _wholes: dict[torch.dtype, WholeParameters]
 
     def take_gradient(self, slot: int, leaf: Tensor, divisor: float) -> bool:
@@ -41,9 +43,15 @@ class TakesGradients:
         return self.gradients.is_complete
 
     def reduce(self) -> Pending:
-        """Start to sum the accumulated gradient over the ranks; the result is the shard's, in its dtype."""
-        what = f"reduce-scatter of {self.name}"
-        return self.reduce_comm.reduce_scatter(self.gradients.take(), what, self.tag, self.flat_param.dtype)
+        """Start to sum the accumulated gradient over the ranks; the result is the shard's, in its dtype.
+
+        With a hook it is an average, and here when this returns.
+        """
+        what, gradient, dtype = f"reduce-scatter of {self.name}", self.gradients.take(), self.flat_param.dtype
+        if self.comm_hook is None or not self.layout.numel:
+            return self.reduce_comm.reduce_scatter(gradient, what, self.tag, dtype)
+        shard = self.comm_hook.reduce(gradient, HookCall(self.name, self.reduce_comm, self.tag), dtype)
+        return Pending(what, (), lambda: shard)
 
     def accept(self, reduced: Tensor) -> None:
         """Add a reduced gradient to the shard's."""

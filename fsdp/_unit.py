@@ -18,6 +18,7 @@ from torch.compiler import disable
 
 from fsdp._autograd import differentiable_tensors
 from fsdp._comm import Communicator
+from fsdp._comm_hook import CommHook
 from fsdp._errors import NotCopied
 from fsdp._flat_param import FlatParameter, ParamInfo
 from fsdp._handle import FlatParamHandle, Phase
@@ -107,6 +108,7 @@ class Unit(NotCopied):
         self.handles: list[FlatParamHandle] = []
         self.reshard_after_forward = reshard_after_forward
         self.predivide, self.postdivide = predivide, postdivide
+        self.comm_hook: CommHook | None = None
         self.name = type(module).__name__
         self.state = TrainingState.IDLE
         self.runtime: Runtime | None = None
@@ -312,10 +314,26 @@ class Unit(NotCopied):
         self.incomplete = {handle for handle in self.handles if handle.requires_grad}
 
     def set_divide_factors(self, pre: float, post: float) -> None:
-        """Divide by these from now on, what is accumulated already included."""
+        """Divide by these from now on, what is accumulated already included.
+
+        Raises:
+            RuntimeError: if a communication hook is registered.
+        """
+        if self.comm_hook is not None:
+            raise RuntimeError(
+                f"{self.name}: the communication hook {self.comm_hook.name} divides gradients by itself. Have it "
+                "divide by what you want, for instance by numbers that are in its state."
+            )
         for handle in self.handles:
             handle.gradients.rescale(self.predivide / pre)
         self.predivide, self.postdivide = float(pre), float(post)
+
+    def use_comm_hook(self, comm_hook: CommHook) -> None:
+        """Have gradients averaged by a hook from now on, what is accumulated already included."""
+        self.set_divide_factors(1.0, 1.0)
+        self.comm_hook = comm_hook
+        for handle in self.handles:
+            handle.comm_hook = comm_hook
 
     def changed_since(self, shards: Sequence[Hashable]) -> bool:
         """Whether a shard was changed after a forward that saw it like this."""
