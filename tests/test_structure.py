@@ -26,6 +26,8 @@ ROOMS: dict[str, set[str]] = {
         "_options",
         "_wrapper_access",
         "_wrapper_state",
+        "_wrapper_hooks",
+        "comm_hooks",
         "_batch_norm",
         "grad_scaler",
         "checkpoint_wrapper",
@@ -47,6 +49,7 @@ ROOMS: dict[str, set[str]] = {
     "storage": {
         "_flat_param",
         "_handle",
+        "_comm_hook",
         "_whole",
         "_handle_gradients",
         "_pieces",
