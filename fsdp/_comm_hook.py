@@ -51,7 +51,6 @@ class CommHook:
         named = named if hasattr(named, "__qualname__") else type(named)
         return f"{named.__module__}.{named.__qualname__}"
 
-    @torch.no_grad()
     def reduce(self, gradient: Tensor, call: HookCall, dtype: torch.dtype) -> Tensor:
         """Collective, as far as the hook is. This rank's part of the average.
 
