@@ -28,6 +28,23 @@ def agree(comm: Communicator, units: Sequence[tuple[str, Unit]]) -> None:
             handle.tag = handle.comm.new_tag()
 
 
+def agree_on(comm: Communicator, things: str, name: str) -> None:
+    """Collective. Make sure that all ranks have chosen the same one of some `things`, by its name.
+
+    Raises:
+        RuntimeError: naming the first rank that differs from rank 0, and what the two have.
+    """
+    if not comm.peers_answer:
+        return
+    names = [found.decode() for found in comm.all_gather_bytes(name.encode())]
+    for rank, other in enumerate(names):
+        if other != names[0]:
+            raise RuntimeError(
+                f"rank {comm.rank}: the ranks have different {things}: rank 0 has {names[0]} and rank {rank} has "
+                f"{other}. Every rank must have the same."
+            )
+
+
 def _compare(comm: Communicator, plan: Plan) -> None:
     text = json.dumps(plan).encode()
     digests = comm.all_gather_bytes(hashlib.sha256(text).digest())

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from fsdp._unit import TrainingState, Unit, unit_of
+from fsdp._forward import TrainingState
+from fsdp._unit import Unit, unit_of
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -47,4 +48,4 @@ class ForwardMethod:
         method = MethodType(getattr(type(unit.module), self._name), unit.module)
         if unit.state is TrainingState.FORWARD:
             return method(*args, **kwargs)
-        return unit.compute(method, args, kwargs)
+        return unit.forward.around(method, args, kwargs)

@@ -13,9 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from fsdp._forward import Hook, TrainingState
 from fsdp._handle import FlatParamHandle
 from fsdp._names import clean_name
-from fsdp._unit import Hook, TrainingState, Unit, own_modules, units_in
+from fsdp._unit import Unit, own_modules, units_in
 
 Conversion = Callable[[Tensor], Tensor]
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fsdp._comm import Pending
+from fsdp._comm_hook import HookCall
 from fsdp._handle_state import HandleState
 from fsdp._placeholder import Placeholder, unreduced_gradient
 
@@ -26,9 +27,15 @@ class TakesGradients(HandleState):
         return self.gradients.is_complete
 
     def reduce(self) -> Pending:
-        """Start to sum the accumulated gradient over the ranks; the result is the shard's, in its dtype."""
-        what = f"reduce-scatter of {self.name}"
-        return self.reduce_comm.reduce_scatter(self.gradients.take(), what, self.tag, self.flat_param.dtype)
+        """Start to sum the accumulated gradient over the ranks; the result is the shard's, in its dtype.
+
+        With a hook it is an average, and here when this returns.
+        """
+        what, gradient, dtype = f"reduce-scatter of {self.name}", self.gradients.take(), self.flat_param.dtype
+        if self.comm_hook is None or not self.layout.numel:
+            return self.reduce_comm.reduce_scatter(gradient, what, self.tag, dtype)
+        shard = self.comm_hook.reduce(gradient, HookCall(self.name, self.reduce_comm, self.tag), dtype)
+        return Pending(what, (), lambda: shard)
 
     def accept(self, reduced: Tensor) -> None:
         """Add a reduced gradient to the shard's."""

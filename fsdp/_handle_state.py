@@ -8,6 +8,7 @@ from enum import Enum, auto
 import torch
 
 from fsdp._comm import Communicator
+from fsdp._comm_hook import CommHook
 from fsdp._flat_param import FlatParameter, ParamInfo
 from fsdp._gradients import GradientBuffer
 from fsdp._layout import ContiguousLayout, Interval
@@ -43,6 +44,7 @@ class HandleState:
     whole: WholeParameters
     gradients: GradientBuffer
     has_frozen: bool
+    comm_hook: CommHook | None = None
 
     _precision: Precision
     _in_full_precision: bool

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdp._comm import Communicator, Pending
+from fsdp._comm import Pending
 from fsdp._handle import FlatParamHandle
 
 # Each holds a unit's whole gradient: one in flight keeps the wire busy while the next gradient fills.
@@ -21,18 +22,23 @@ _SMALL_BYTES = 1 << 20
 
 @dataclass
 class Bucket:
-    """Gradients that are reduced by one collective: their handles, and what to divide the sums by."""
+    """Gradients that are reduced at one time: their handles, and what to divide the sums by.
+
+    By one collective, or, with a hook, by one call of it for each, in an order that is the same on all ranks.
+    """
 
     divisors: dict[FlatParamHandle, float] = field(default_factory=dict)
 
     def send(self) -> Callable[[], None]:
-        """Start the collective; what is returned finishes it and gives each shard its gradient."""
+        """Start the reduction; what is returned finishes it and gives each shard its gradient."""
         handles = sorted(self.divisors, key=lambda handle: handle.tag)  # alike on all ranks, however they arrived
-        pending = handles[0].reduce() if len(handles) == 1 else _reduce_together(handles)
-        return lambda: self._accept(handles, pending.wait())
+        if len(handles) == 1 or handles[0].comm_hook is not None:
+            each = [handle.reduce() for handle in handles]
+            return lambda: self._accept(handles, [pending.wait() for pending in each])
+        together, sizes = _reduce_together(handles), [handle.layout.shard_numel for handle in handles]
+        return lambda: self._accept(handles, together.wait().split(sizes))
 
-    def _accept(self, handles: Sequence[FlatParamHandle], reduced: Tensor) -> None:
-        pieces = reduced.split([handle.layout.shard_numel for handle in handles]) if len(handles) > 1 else [reduced]
+    def _accept(self, handles: Sequence[FlatParamHandle], pieces: Sequence[Tensor]) -> None:
         for handle, piece in zip(handles, pieces, strict=True):
             divisor = self.divisors[handle]
             handle.accept(piece if divisor == 1.0 else piece.div_(divisor))
@@ -65,12 +71,12 @@ class Reductions:
     def begin(self, handles: Iterable[FlatParamHandle]) -> None:
         """A backward starts, which may bring gradients of these handles, in about this order."""
         self._companions.clear()
-        filling: dict[tuple[Communicator, torch.dtype, torch.dtype], tuple[list[FlatParamHandle], int]] = {}
+        filling: dict[tuple[Any, ...], tuple[list[FlatParamHandle], int]] = {}
         for handle in handles:
             nbytes = handle.reduced_nbytes
             if nbytes > min(_SMALL_BYTES, self._bucket_bytes) or not handle.is_sharded or not handle.requires_grad:
                 continue
-            key = (handle.reduce_comm, handle.gradients.dtype, handle.flat_param.dtype)
+            key = (handle.reduce_comm, handle.gradients.dtype, handle.flat_param.dtype, handle.comm_hook is None)
             companions, filled = filling.pop(key, ([], 0))
             companions.append(handle)
             self._companions[handle] = companions

@@ -23,12 +23,13 @@ import torch
 from fsdp._agreement import agree
 from fsdp._autograd import BackwardPass, in_backward
 from fsdp._collect import is_ours
+from fsdp._forward import Call, TrainingState
 from fsdp._handle import FlatParamHandle
 from fsdp._memory import return_freed_memory
 from fsdp._names import clean_name
 from fsdp._reductions import Reductions
 from fsdp._schedule import ExecutionOrder
-from fsdp._unit import Call, TrainingState, Unit, units_in
+from fsdp._unit import Unit, units_in
 from fsdp._usage import show_gradients
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class Runtime:
             self._fetch(unit, self._forward_order)
         # A frozen parameter has no gradient whose arrival would tell that backward is done with it.
         if unit.has_frozen_handle and torch.is_grad_enabled():
-            unit.watch_inputs(call, inputs)
+            call.watch_inputs(inputs)
 
     def _begin_forward(self) -> None:
         if self._running or self._backward is not None:
@@ -157,7 +158,7 @@ class Runtime:
             if not call.recomputed:
                 self._end_failed_forward(unit)
             return
-        needs_backward = torch.is_grad_enabled() and unit.watch_outputs(call, output)
+        needs_backward = torch.is_grad_enabled() and call.watch_outputs(output)
         if call.recomputed:
             return
         unit.state = TrainingState.IDLE
@@ -216,7 +217,7 @@ class Runtime:
                 "forward and backward, so gradients would belong to neither the old nor the new values. Run backward "
                 "before the change, or forward again after it."
             )
-        self._ensure_backward()
+        self.ensure_backward()
         if call.in_full_precision is not unit.in_full_precision:
             if unit.state is TrainingState.BACKWARD_PRE:
                 raise RuntimeError(
@@ -230,7 +231,8 @@ class Runtime:
             unit.state = TrainingState.BACKWARD_PRE
             self._fetch_for_backward(unit)
 
-    def _ensure_backward(self) -> None:
+    def ensure_backward(self) -> None:
+        """A backward is running: the first to notice begins it."""
         if self._is_in_backward:
             return
         if self._backward is not None:
@@ -249,7 +251,7 @@ class Runtime:
 
     def gradient_complete(self, unit: Unit, handle: FlatParamHandle) -> None:
         """Hook: every parameter of `handle` has its gradient."""
-        self._ensure_backward()
+        self.ensure_backward()
         unit.state = TrainingState.BACKWARD_POST
         unit.incomplete.discard(handle)
         handle.gradients.begin_round()  # re-entrant checkpoints may bring a second round

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from fsdp._agreement import agree
 from fsdp._collect import is_ours, note_stale
+from fsdp._forward import TrainingState
 from fsdp._handle import FlatParamHandle
 from fsdp._names import FLATTEN_PART, FSDP_PART, clean_name, clean_text
-from fsdp._unit import TrainingState, Unit, own_modules, units_in
+from fsdp._unit import Unit, own_modules, units_in
 
 
 class Exposure:

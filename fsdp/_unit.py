@@ -1,76 +1,32 @@
-"""A unit: one wrapped module, its handles, and the hooks that tell the runtime what happens to it.
+"""A unit: one wrapped module, its handles, and what it is doing.
 
-Hooks sit on the wrapped module itself, so calling it through the wrapper, directly, or from its own ``generate()``
-is the same. A unit knows what belongs to it; when its parameters come and go is decided by the runtime.
+A unit knows what belongs to it; when its parameters come and go is decided by the runtime.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
-from torch.compiler import disable
 
-from fsdp._autograd import differentiable_tensors
 from fsdp._comm import Communicator
+from fsdp._comm_hook import CommHook
 from fsdp._flat_param import FlatParameter, ParamInfo
+from fsdp._forward import Call, ForwardHooks, TrainingState
 from fsdp._handle import FlatParamHandle, Phase
 from fsdp._ignored import Ignored
 from fsdp._kept_modules import compute_in_own_dtype, kept_modules
 from fsdp._names import clean_name
-from fsdp._precision import Buffers, InputCast, Precision, cast_floats
-from fsdp._trees import map_tensors
+from fsdp._precision import Buffers, Precision
 
 if TYPE_CHECKING:
     from fsdp._runtime import Runtime
 
 
-class TrainingState(Enum):
-    """What a unit is doing, in FairScale's names."""
-
-    IDLE = auto()  # between its computations
-    FORWARD = auto()  # its module's forward is running
-    BACKWARD_PRE = auto()  # backward has reached its outputs; parameters are whole
-    BACKWARD_POST = auto()  # its gradients are complete; the backward of others goes on
-    SUMMON_FULL_PARAMS = auto()  # its modules hold whole parameters as ordinary ones
-
-
 # Where a module keeps its unit. On the module, so that both die together and are copied together.
 _ATTRIBUTE = "_fsdp_unit"
-
-
-class Hook:
-    """A module's hook of ours. A compiler that traces the module leaves it alone: it moves data between ranks."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._hooked = function
-        self._function = disable(function)
-
-    def __getstate__(self) -> Any:
-        return self._hooked
-
-    def __setstate__(self, hooked: Callable[..., Any]) -> None:
-        self._hooked = hooked
-        self._function = disable(hooked)
-
-    def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
-
-
-class Call:
-    """One forward of a unit, as its backward will meet it again."""
-
-    def __init__(self, unit: Unit, recomputed: bool) -> None:
-        self.unit = unit
-        self.recomputed = recomputed  # by activation checkpointing, inside a backward
-        self.shards: list[Hashable] = []  # the state of those that it computed with
-        self.in_full_precision = False  # what it computed in
-        self.will_pass = False  # whether backward goes on through its inputs
 
 
 class Unit:
@@ -121,6 +77,7 @@ class Unit:
         self._is_asleep = False  # its handles are copies and not complete
         self.reshard_after_forward = reshard_after_forward
         self.predivide, self.postdivide = predivide, postdivide
+        self.comm_hook: CommHook | None = None
         self.name = type(module).__name__
         self.state = TrainingState.IDLE
         self.runtime: Runtime | None = None
@@ -130,12 +87,10 @@ class Unit:
         self.incomplete: set[FlatParamHandle] = set()  # their gradients are not all there, in this backward
         self.unpassed: set[Call] = set()  # backward has reached their outputs, and not yet left by their inputs
         self.param_order = {m: list(m._parameters) for m in module.modules()}  # before any is taken over
-        self._clear_autocast_cache = clear_autocast_cache
         self._new_runtime = new_runtime
         module.__dict__[_ATTRIBUTE] = self
-        before, after = Hook(self._before_forward), Hook(self._after_forward)
-        self._hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        self._hooks.append(module.register_forward_hook(after, always_call=True))
+        self.forward = ForwardHooks(self, clear_autocast_cache)
+        self._hooks += self.forward.register()
 
     @property
     def handles(self) -> list[FlatParamHandle]:
@@ -162,6 +117,12 @@ class Unit:
             for handle in self._handles:
                 handle.wake()
 
+    def ensure_runtime(self) -> Runtime:
+        """The runtime; who has none yet and runs is the outermost unit: inner units' hooks run after outer ones'."""
+        if self.runtime is None:
+            self.runtime = self._new_runtime(self)
+        return self.runtime
+
     def withdraw(self) -> None:
         """Leave the module as it was found: it could not be wrapped."""
         for hook in self._hooks:
@@ -169,62 +130,10 @@ class Unit:
         self.buffers.widen()
         del self.module.__dict__[_ATTRIBUTE]
 
-    # --- what the hooks report ----------------------------------------------------------------------------------
-
-    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self.runtime is None:
-            # The first to run without a runtime is the outermost: inner units' hooks run after outer ones'.
-            self.runtime = self._new_runtime(self)
-        self.runtime.before_forward(self, (args, kwargs))
-        return self._cast_inputs((args, kwargs))
-
-    def compute(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a method of the module as its forward is run."""
-        cast = self._before_forward(self.module, args, kwargs)
-        args, kwargs = (args, kwargs) if cast is None else cast
-        try:
-            output = method(*args, **kwargs)
-        except BaseException:
-            if self.runtime is not None:
-                self.runtime.give_up_forward(self)
-            raise
-        return self._after_forward(self.module, args, output)
-
-    def _cast_inputs(self, inputs: Any) -> Any:
-        kind = self.precision.inputs
-        if kind is InputCast.NONE or (kind is InputCast.OUTERMOST and self.is_inside_mixed):
-            return None
-        if kind is InputCast.WIDEN:
-            return cast_floats(inputs, torch.float32, only=(torch.float16, torch.bfloat16))
-        if not self.in_full_precision and self.state is not TrainingState.SUMMON_FULL_PARAMS:
-            return cast_floats(inputs, self.precision.compute)
-        own = next((handle.flat_param.dtype for handle in self.handles if handle.is_cast), None)
-        return cast_floats(inputs, own)
-
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self.runtime is None:
-            return None
-        if self.state is TrainingState.SUMMON_FULL_PARAMS:
-            return cast_floats(output, self.precision.output)
-        # torch calls this hook with None while it handles an exception of the forward.
-        failed = output is None and sys.exc_info()[1] is not None
-        if not failed:
-            output = cast_floats(map_tensors(self._outlive_buffers, output), self.precision.output)
-        if self._clear_autocast_cache:
-            torch.clear_autocast_cache()
-        self.runtime.after_forward(self, output, failed)
-        return output
-
-    def _outlive_buffers(self, tensor: Tensor) -> Tensor:
-        # A module may return a parameter, or a part of it: its memory will be given back.
-        if tensor._is_view() or isinstance(tensor, nn.Parameter):
-            for handle in self.handles:
-                if handle.whole.holds(tensor):
-                    return tensor.clone()
-        return tensor
-
     def on_gradient(self, handle: FlatParamHandle, slot: int, leaf: Tensor) -> None:
         """A leaf's gradient is there (called by the handle's hooks)."""
+        if self.runtime is not None:
+            self.runtime.ensure_backward()  # of a parameter that was used outside of its unit's forward
         if handle.take_gradient(slot, leaf, self.predivide) and self.runtime is not None:
             self.runtime.gradient_complete(self, handle)
 
@@ -257,34 +166,6 @@ class Unit:
         """The dtypes for a parameter that is used at these places."""
         is_kept = any(place.module in self._kept for place in places)
         return self.precision.without_casts() if is_kept else self.precision
-
-    def watch_inputs(self, call: Call, inputs: Any) -> None:
-        """Have the runtime told when backward has the gradients of a call's inputs, if it will compute any."""
-        tensors = differentiable_tensors(inputs)
-        call.will_pass = bool(tensors)
-
-        def on_input_gradients(_: Any) -> None:
-            if self.runtime is not None:
-                self.runtime.passed(self, call)
-
-        # Hooks on leaves would stay for good. Without one the call never passes, and memory is freed at the end.
-        if tensors and not any(tensor.is_leaf for tensor in tensors):
-            register_multi_grad_hook(tensors, on_input_gradients)
-
-    def watch_outputs(self, call: Call, outputs: Any) -> bool:
-        """Have the runtime told when backward reaches a call's outputs; False if it never will."""
-        # A leaf among the outputs was passed through; nothing of the unit is between it and the loss.
-        tensors = [tensor for tensor in differentiable_tensors(outputs) if not tensor.is_leaf]
-        call.in_full_precision = self.in_full_precision
-        call.shards = [handle.shard_state for handle in self.handles]
-
-        def on_output_gradient(_: Tensor) -> None:
-            if self.runtime is not None:
-                self.runtime.before_backward(self, call)
-
-        for tensor in tensors:
-            tensor.register_hook(on_output_gradient)
-        return bool(tensors)
 
     def places(self) -> Iterator[ParamInfo]:
         """Where its original parameters are used."""
@@ -362,10 +243,26 @@ class Unit:
         self.incomplete = {handle for handle in self.handles if handle.requires_grad}
 
     def set_divide_factors(self, pre: float, post: float) -> None:
-        """Divide by these from now on, what is accumulated already included."""
+        """Divide by these from now on, what is accumulated already included.
+
+        Raises:
+            RuntimeError: if a communication hook is registered.
+        """
+        if self.comm_hook is not None:
+            raise RuntimeError(
+                f"{self.name}: the communication hook {self.comm_hook.name} divides gradients by itself. Have it "
+                "divide by what you want, for instance by numbers that are in its state."
+            )
         for handle in self.handles:
             handle.gradients.rescale(self.predivide / pre)
         self.predivide, self.postdivide = float(pre), float(post)
+
+    def use_comm_hook(self, comm_hook: CommHook) -> None:
+        """Have gradients averaged by a hook from now on, what is accumulated already included."""
+        self.set_divide_factors(1.0, 1.0)
+        self.comm_hook = comm_hook
+        for handle in self.handles:
+            handle.comm_hook = comm_hook
 
     def changed_since(self, shards: Sequence[Hashable]) -> bool:
         """Whether a shard was changed after a forward that saw it like this."""

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from fsdp._comm import Group
+from fsdp._forward import TrainingState
 from fsdp._names import clean_name
 from fsdp._options import Options
 from fsdp._precision import MixedPrecision
-from fsdp._unit import TrainingState, Unit
+from fsdp._unit import Unit
 from fsdp.flatten_params_wrapper import FlattenParamsWrapper
 
 

@@ -6,7 +6,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from fsdp._comm import Group, MissingRanks, communicator, reduce_group
-from fsdp._unit import TrainingState
+from fsdp._forward import TrainingState
 from fsdp._wrapper_access import WrapperAccess
 
 if TYPE_CHECKING:

@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fsdp._forward import TrainingState
 from fsdp._precision import check_dtype
 from fsdp._state_dict import ensure_agreed, exposed, whole_state, with_wrapped_metadata
-from fsdp._unit import TrainingState, Unit, units_in
+from fsdp._unit import Unit, units_in
 from fsdp._wrapper_copy import WrapperCopy
+from fsdp._wrapper_hooks import WrapperHooks
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class WrapperState(WrapperCopy):
+class WrapperState(WrapperCopy, WrapperHooks):
     """The half of `FullyShardedDataParallel` that training does not need."""
 
     @contextmanager

@@ -315,14 +315,13 @@ class FullyShardedDataParallel(WrapperState):
             unit.set_divide_factors(pre, post)
 
     def _runtime_as_root(self, method: str) -> Runtime:
-        if self._unit.runtime is None:
-            self._unit.runtime = self._new_runtime(self._unit)
-        if self._unit.runtime.root is not self._unit:
+        runtime = self._unit.ensure_runtime()
+        if runtime.root is not self._unit:
             raise RuntimeError(
                 f"{method} is for the outermost FullyShardedDataParallel; this one ('{self._unit.name}') lies inside "
-                f"{self._unit.runtime.root.name}. Call it there."
+                f"{runtime.root.name}. Call it there."
             )
-        return self._unit.runtime
+        return runtime
 
 
 def _device_of(found: dict[nn.Parameter, Places], module: nn.Module) -> torch.device:

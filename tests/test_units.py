@@ -577,3 +577,26 @@ def _return_a_parameter(mode: Callable[[], Any]) -> None:
     with mode():
         output = model(torch.zeros(1))
         assert torch.equal(output.detach(), expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_parameter_that_is_only_used_outside_of_its_units_forward(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(_use_outside)
+
+
+class Beside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+        self.outside = nn.Parameter(torch.ones(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.inner(inputs)
+
+
+def _use_outside() -> None:
+    model: Any = fully_sharded()(Beside())
+    loss = model(torch.ones(1, 3)).sum()  # the root's parameters stay whole after it
+    (loss + 2 * model.module.module.outside.sum()).backward()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    assert model.state_dict()["outside"].tolist() == [0.0] * 4

@@ -1,0 +1,163 @@
+"""A unit's forward: what its module's hooks report, and what of one call its backward will meet again.
+
+Hooks sit on the wrapped module itself, so calling it through the wrapper, directly, or from its own ``generate()``
+is the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.compiler import disable
+from torch.utils.hooks import RemovableHandle
+
+from fsdp._autograd import differentiable_tensors
+from fsdp._precision import InputCast, cast_floats
+from fsdp._trees import map_tensors
+
+if TYPE_CHECKING:
+    from fsdp._unit import Unit
+
+
+class TrainingState(Enum):
+    """What a unit is doing, in FairScale's names."""
+
+    IDLE = auto()  # between its computations
+    FORWARD = auto()  # its module's forward is running
+    BACKWARD_PRE = auto()  # backward has reached its outputs; parameters are whole
+    BACKWARD_POST = auto()  # its gradients are complete; the backward of others goes on
+    SUMMON_FULL_PARAMS = auto()  # its modules hold whole parameters as ordinary ones
+
+
+class Hook:
+    """A module's hook of ours. A compiler that traces the module leaves it alone: it moves data between ranks."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._hooked = function
+        self._function = disable(function)
+
+    def __getstate__(self) -> Any:
+        return self._hooked
+
+    def __setstate__(self, hooked: Callable[..., Any]) -> None:
+        self._hooked = hooked
+        self._function = disable(hooked)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+
+class ForwardHooks:
+    """Runs a unit's runtime around the forward of its module, and casts what goes in and out.
+
+    Args:
+        unit: whose module gets the hooks.
+        clear_autocast_cache: let go of autocast's copies of weights after each forward.
+    """
+
+    def __init__(self, unit: Unit, clear_autocast_cache: bool) -> None:
+        self._unit = unit
+        self._clear_autocast_cache = clear_autocast_cache
+
+    def register(self) -> list[RemovableHandle]:
+        """Put the hooks on the module. Returns what removes them."""
+        module = self._unit.module
+        before, after = Hook(self.before), Hook(self.after)
+        return [
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+            module.register_forward_hook(after, always_call=True),
+        ]
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The module is about to compute. Returns its arguments if they were cast."""
+        self._unit.ensure_runtime().before_forward(self._unit, (args, kwargs))
+        return self._cast_inputs((args, kwargs))
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The module has computed, or raised. Returns its output, cast if that was asked for."""
+        unit = self._unit
+        if unit.runtime is None:
+            return None
+        if unit.state is TrainingState.SUMMON_FULL_PARAMS:
+            return cast_floats(output, unit.precision.output)
+        # torch calls this hook with None while it handles an exception of the forward.
+        failed = output is None and sys.exc_info()[1] is not None
+        if not failed:
+            output = cast_floats(map_tensors(self._outlive_buffers, output), unit.precision.output)
+        if self._clear_autocast_cache:
+            torch.clear_autocast_cache()
+        unit.runtime.after_forward(unit, output, failed)
+        return output
+
+    def around(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a method of the module as its forward is run."""
+        cast = self.before(self._unit.module, args, kwargs)
+        args, kwargs = (args, kwargs) if cast is None else cast
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            self._unit.ensure_runtime().give_up_forward(self._unit)
+            raise
+        return self.after(self._unit.module, args, output)
+
+    def _cast_inputs(self, inputs: Any) -> Any:
+        unit, kind = self._unit, self._unit.precision.inputs
+        if kind is InputCast.NONE or (kind is InputCast.OUTERMOST and unit.is_inside_mixed):
+            return None
+        if kind is InputCast.WIDEN:
+            return cast_floats(inputs, torch.float32, only=(torch.float16, torch.bfloat16))
+        if not unit.in_full_precision and unit.state is not TrainingState.SUMMON_FULL_PARAMS:
+            return cast_floats(inputs, unit.precision.compute)
+        own = next((handle.flat_param.dtype for handle in unit.handles if handle.is_cast), None)
+        return cast_floats(inputs, own)
+
+    def _outlive_buffers(self, tensor: Tensor) -> Tensor:
+        # A module may return a parameter, or a part of it: its memory will be given back.
+        if tensor._is_view() or isinstance(tensor, nn.Parameter):
+            for handle in self._unit.handles:
+                if handle.whole.holds(tensor):
+                    return tensor.clone()
+        return tensor
+
+
+class Call:
+    """One forward of a unit, as its backward will meet it again."""
+
+    def __init__(self, unit: Unit, recomputed: bool) -> None:
+        self.unit = unit
+        self.recomputed = recomputed  # by activation checkpointing, inside a backward
+        self.shards: list[Hashable] = []  # the state of those that it computed with
+        self.in_full_precision = False  # what it computed in
+        self.will_pass = False  # whether backward goes on through its inputs
+
+    def watch_inputs(self, inputs: Any) -> None:
+        """Have the runtime told when backward has the gradients of the inputs, if it will compute any."""
+        tensors = differentiable_tensors(inputs)
+        self.will_pass = bool(tensors)
+        # Hooks on leaves would stay for good. Without one the call never passes, and memory is freed at the end.
+        if tensors and not any(tensor.is_leaf for tensor in tensors):
+            register_multi_grad_hook(tensors, self._inputs_have_gradients)
+
+    def watch_outputs(self, outputs: Any) -> bool:
+        """Have the runtime told when backward reaches the outputs; False if it never will."""
+        # A leaf among the outputs was passed through; nothing of the unit is between it and the loss.
+        tensors = [tensor for tensor in differentiable_tensors(outputs) if not tensor.is_leaf]
+        self.in_full_precision = self.unit.in_full_precision
+        self.shards = [handle.shard_state for handle in self.unit.handles]
+        for tensor in tensors:
+            tensor.register_hook(self._output_has_gradient)
+        return bool(tensors)
+
+    def _inputs_have_gradients(self, _: Any) -> None:
+        if self.unit.runtime is not None:
+            self.unit.runtime.passed(self.unit, self)
+
+    def _output_has_gradient(self, _: Tensor) -> None:
+        if self.unit.runtime is not None:
+            self.unit.runtime.before_backward(self.unit, self)
