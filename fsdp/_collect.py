@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -13,9 +14,19 @@ from fsdp._names import clean_name
 
 Places = list[ParamInfo]
 
+
+class Taken(NamedTuple):
+    """What became of a parameter. All is held weakly: knowing of it keeps nobody's memory."""
+
+    param: weakref.ref[nn.Parameter]
+    description: str
+    flat_param: weakref.ref[FlatParameter] | None  # which has its values now; None for a summoned copy
+    slot: int  # its number there
+
+
 # Parameters that a unit has taken over, by id, while somebody still holds them: a tied module outside of the
 # unit, or an optimizer made too early.
-_taken: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
+_taken: dict[int, Taken] = {}
 
 
 def collect(module: nn.Module) -> dict[nn.Parameter, Places]:
@@ -59,28 +70,31 @@ def _check(fqn: str, param: nn.Parameter) -> None:
             f"{fqn} has gradient hooks, which would never run: another tensor takes its place. Remove them before "
             "wrapping; gradients can be hooked afterwards on the wrapper's `params`, flat and reduced."
         )
-    owner = taken_by(param)
-    if owner is not None:
+    taken = taken_over(param)
+    if taken is not None:
         raise ValueError(
-            f"{fqn} is the same parameter as {owner}, which an inner unit has already taken over: wrapped like this, "
-            "the two would no longer be tied. Leave that module unwrapped, so that the unit that contains both takes "
-            "the parameter (auto_wrap does so by itself)."
+            f"{fqn} is the same parameter as {taken.description}, which an inner unit has already taken over: wrapped "
+            "like this, the two would no longer be tied. Leave that module unwrapped, so that the unit that contains "
+            "both takes the parameter (auto_wrap does so by itself)."
         )
 
 
 _PLAIN = (nn.Parameter,)
 
 
-def taken_by(param: torch.Tensor) -> str | None:
-    """The name under which a unit took over this original parameter, None if none did."""
-    reference, name = _taken.get(id(param), (None, None))
-    return name if reference is not None and reference() is param else None
+def taken_over(param: torch.Tensor) -> Taken | None:
+    """What became of this original parameter, None if no unit took it over."""
+    taken = _taken.get(id(param))
+    return taken if taken is not None and taken.param() is param else None
 
 
-def note_stale(param: nn.Parameter, description: str) -> None:
+def note_stale(
+    param: nn.Parameter, description: str, flat_param: weakref.ref[FlatParameter] | None = None, slot: int = 0
+) -> None:
     """Remember that `param` is not, or not for long, what the model trains."""
     key = id(param)
-    _taken[key] = (weakref.ref(param, lambda _: _taken.pop(key, None)), description)
+    reference = weakref.ref(param, lambda _: _taken.pop(key, None))
+    _taken[key] = Taken(reference, description, flat_param, slot)
 
 
 def group(params: dict[nn.Parameter, Places], kind: Callable[[Places], Hashable]) -> list[list[nn.Parameter]]:
@@ -96,10 +110,17 @@ def group(params: dict[nn.Parameter, Places], kind: Callable[[Places], Hashable]
     return list(groups.values())
 
 
-def take_over(params: dict[nn.Parameter, Places], owner: str) -> None:
-    """Remove the parameters from their modules; from now on the modules' attributes are ours."""
-    for param, places in params.items():
-        note_stale(param, f"{places[0].fqn} of {owner}")
+def take_over(params: dict[nn.Parameter, Places], flat_params: Sequence[FlatParameter], owner: str) -> None:
+    """Remove the parameters from their modules; from now on the modules' attributes are ours.
+
+    Args:
+        params: in the order in which they lie in the flat parameters.
+        flat_params: what they have become.
+        owner: of which module they were.
+    """
+    slots = [(weakref.ref(flat), slot) for flat in flat_params for slot in range(len(flat.metadata()[0]))]
+    for (param, places), (flat_param, slot) in zip(params.items(), slots, strict=True):
+        note_stale(param, f"{places[0].fqn} of {owner}", flat_param, slot)
         for place in places:
             del place.module._parameters[place.name]
 
