@@ -70,12 +70,12 @@ def _check(fqn: str, param: nn.Parameter) -> None:
             f"{fqn} has gradient hooks, which would never run: another tensor takes its place. Remove them before "
             "wrapping; gradients can be hooked afterwards on the wrapper's `params`, flat and reduced."
         )
-    taken = taken_over(param)
-    if taken is not None:
+    owner = taken_by(param)
+    if owner is not None:
         raise ValueError(
-            f"{fqn} is the same parameter as {taken.description}, which an inner unit has already taken over: wrapped "
-            "like this, the two would no longer be tied. Leave that module unwrapped, so that the unit that contains "
-            "both takes the parameter (auto_wrap does so by itself)."
+            f"{fqn} is the same parameter as {owner}, which an inner unit has already taken over: wrapped like this, "
+            "the two would no longer be tied. Leave that module unwrapped, so that the unit that contains both takes "
+            "the parameter (auto_wrap does so by itself)."
         )
 
 
@@ -86,6 +86,12 @@ def taken_over(param: torch.Tensor) -> Taken | None:
     """What became of this original parameter, None if no unit took it over."""
     taken = _taken.get(id(param))
     return taken if taken is not None and taken.param() is param else None
+
+
+def taken_by(param: torch.Tensor) -> str | None:
+    """The name under which a unit took over this original parameter, None if none did."""
+    taken = taken_over(param)
+    return None if taken is None else taken.description
 
 
 def note_stale(

@@ -15,7 +15,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fsdp._collect import taken_over
+from fsdp._collect import taken_by
 from fsdp._flat_param import FlatParameter, PieceParameter
 from fsdp._offload import DiskHome
 
@@ -63,8 +63,8 @@ def _ours(params: Iterable[Any]) -> list[Any]:
 
 
 def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[Any]) -> None:
-    found = [taken_over(param) for param in params]
-    stale = [taken.description for taken in found if taken is not None]
+    names = [taken_by(param) for param in params]
+    stale = [name for name in names if name is not None]
     if stale:
         listing = ", ".join(stale[:5]) + (f" and {len(stale) - 5} more" if len(stale) > 5 else "")
         raise RuntimeError(
