@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from fsdp._collect import taken_over
 from fsdp._flat_param import FlatParameter, PieceParameter
 from fsdp._handle import FlatParamHandle
-from fsdp._offload import DiskHome
 from fsdp._unit import Unit, units_in
 
 # 0-d state of torch's optimizers that is about a parameter as a whole, for optimizers of 0-d parameters only: as soon
@@ -170,13 +169,10 @@ class Heir:
     def cut_state(self) -> dict[str, Any]:
         """This rank's part of the originals' state, where the shard lives."""
         first = self.originals[0]
-        cut = {
+        return {
             key: self._cut(key) if per_element else self._kept(first.state[key])
             for key, per_element in self._per_element.items()
         }
-        if isinstance(self._handle.home, DiskHome):
-            self._handle.home.files.release()
-        return cut
 
     def _cut(self, key: str) -> Tensor:
         layout, rank = self._handle.layout, self._handle.comm.rank

@@ -343,6 +343,17 @@ def test_state_keeps_its_dtype(options: dict[str, Any], dtype: torch.dtype) -> N
     assert {optimizer.state[param]["momentum_buffer"].dtype for param in wrapped.params} == {dtype}
 
 
+@pytest.mark.parametrize("value", [None, True, 3, 0.5, torch.tensor(3, dtype=torch.int64)])
+@every_kind
+def test_a_number_or_nothing_is_kept(options: dict[str, Any], value: Any) -> None:
+    model, optimizer = stepped(sgd)
+    for state in optimizer.state.values():
+        state["extra"] = value
+    wrapped = alone(model, **options)
+    wrapped.reshard_optimizer(optimizer)
+    assert all(optimizer.state[param]["extra"] is value for param in wrapped.params)
+
+
 # What an optimizer may hold
 
 
@@ -393,6 +404,14 @@ def inside(optimizer: torch.optim.Optimizer) -> Any:
     """The very objects of which an optimizer consists."""
     groups = [(id(group), id(group["params"]), list(map(id, group["params"]))) for group in optimizer.param_groups]
     return groups, {id(p): {k: id(value) for k, value in state.items()} for p, state in optimizer.state.items()}
+
+
+@every_kind
+def test_names_are_those_of_an_optimizer_made_afterwards(options: dict[str, Any]) -> None:
+    model, optimizer = stepped(lambda model: torch.optim.SGD(model.named_parameters(), lr=0.1))
+    wrapped = alone(model, **options)
+    wrapped.reshard_optimizer(optimizer)
+    assert optimizer.param_groups[0]["param_names"] == [name for name, _ in wrapped.named_parameters()]
 
 
 def test_lists_and_groups_of_parameters_stay_the_same_objects() -> None:
