@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -15,9 +16,19 @@ from fsdp._names import clean_name
 Places = list[ParamInfo]
 GroupKey = Callable[[str, nn.Parameter], Hashable]  # of a parameter's name and the parameter
 
+
+class Taken(NamedTuple):
+    """What became of a parameter. All is held weakly: knowing of it keeps nobody's memory."""
+
+    param: weakref.ref[nn.Parameter]
+    description: str
+    flat_param: weakref.ref[FlatParameter] | None  # which has its values now; None for a summoned copy
+    slot: int  # its number there
+
+
 # Parameters that a unit has taken over, by id, while somebody still holds them: a tied module outside of the
 # unit, or an optimizer made too early.
-_taken: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
+_taken: dict[int, Taken] = {}
 
 
 def collect(module: nn.Module, ignored: Ignored | None = None) -> dict[nn.Parameter, Places]:
@@ -92,16 +103,25 @@ def _check(fqn: str, param: nn.Parameter) -> None:
 _PLAIN = (nn.Parameter,)
 
 
+def taken_over(param: torch.Tensor) -> Taken | None:
+    """What became of this original parameter, None if no unit took it over."""
+    taken = _taken.get(id(param))
+    return taken if taken is not None and taken.param() is param else None
+
+
 def taken_by(param: torch.Tensor) -> str | None:
     """The name under which a unit took over this original parameter, None if none did."""
-    reference, name = _taken.get(id(param), (None, None))
-    return name if reference is not None and reference() is param else None
+    taken = taken_over(param)
+    return None if taken is None else taken.description
 
 
-def note_stale(param: nn.Parameter, description: str) -> None:
+def note_stale(
+    param: nn.Parameter, description: str, flat_param: weakref.ref[FlatParameter] | None = None, slot: int = 0
+) -> None:
     """Remember that `param` is not, or not for long, what the model trains."""
     key = id(param)
-    _taken[key] = (weakref.ref(param, lambda _: _taken.pop(key, None)), description)
+    reference = weakref.ref(param, lambda _: _taken.pop(key, None))
+    _taken[key] = Taken(reference, description, flat_param, slot)
 
 
 def is_ours(param: torch.Tensor) -> bool:
@@ -148,10 +168,17 @@ def key_of(param: nn.Parameter, places: Places, key: GroupKey | None) -> Hashabl
     return found
 
 
-def take_over(params: dict[nn.Parameter, Places], owner: str) -> None:
-    """Remove the parameters from their modules; from now on the modules' attributes are ours."""
-    for param, places in params.items():
-        note_stale(param, f"{places[0].fqn} of {owner}")
+def take_over(params: dict[nn.Parameter, Places], flat_params: Sequence[FlatParameter], owner: str) -> None:
+    """Remove the parameters from their modules; from now on the modules' attributes are ours.
+
+    Args:
+        params: in the order in which they lie in the flat parameters.
+        flat_params: what they have become.
+        owner: of which module they were.
+    """
+    slots = [(weakref.ref(flat), slot) for flat in flat_params for slot in range(len(flat.metadata()[0]))]
+    for (param, places), (flat_param, slot) in zip(params.items(), slots, strict=True):
+        note_stale(param, f"{places[0].fqn} of {owner}", flat_param, slot)
         for place in places:
             del place.module._parameters[place.name]
 

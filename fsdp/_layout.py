@@ -127,15 +127,21 @@ class Layout(ABC):
     def unpack(self, full: Tensor) -> list[Tensor]:
         """Every parameter in its shape, from a gathered buffer ``[padded_numel]``; views where possible."""
 
-    def shard_of(self, slot: int, value: Tensor, shard: Tensor, rank: int) -> None:
-        """Copy the rank's part of one whole parameter, of any dtype and device, into its shard."""
+    def part_of(self, slot: int, value: Tensor, rank: int) -> Tensor:
+        """The rank's part of one whole parameter, of any dtype and device: flat, a view where possible, or empty."""
         wanted = self.slots[slot]
         if value.shape != wanted.shape:
             raise ValueError(f"{wanted.name}: expected shape {tuple(wanted.shape)}, got {tuple(value.shape)}")
+        interval = self.interval(slot, rank)
+        flat = value.detach().reshape(-1)
+        return flat[interval.start : interval.stop] if interval is not None else flat[:0]
+
+    def shard_of(self, slot: int, value: Tensor, shard: Tensor, rank: int) -> None:
+        """Copy the rank's part of one whole parameter, of any dtype and device, into its shard."""
+        part = self.part_of(slot, value, rank)
         self._check(shard, self.shard_numel, "shard")
         interval = self.interval(slot, rank)
         if interval is not None:
-            part = value.detach().reshape(-1)[interval.start : interval.stop]
             shard[interval.offset : interval.offset + interval.numel].copy_(part)
 
     @staticmethod

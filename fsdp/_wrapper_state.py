@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fsdp._forward import TrainingState
+from fsdp._handover import reshard_optimizer
 from fsdp._precision import check_dtype
 from fsdp._state_dict import ensure_agreed, exposed, whole_state, with_wrapped_metadata
 from fsdp._unit import Unit, units_in
@@ -135,6 +136,27 @@ class WrapperState(WrapperCopy, WrapperHooks):
             for unit in self._units():
                 if unit.close_loading is not None:
                     unit.close_loading()
+
+    def reshard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hand over an optimizer that was made before wrapping: it goes on where it was, on this rank's shards.
+
+        For the outermost wrapper that its parameters are in. In place: original parameters are replaced by what stands
+        for them now, and their state is cut (tensors of the parameter's shape) or kept (numbers). Groups, their
+        options, learning-rate schedulers and parameters that were not wrapped stay as they are. No rank needs another
+        for it, but call it on every rank, with the same state. The second time it does nothing.
+
+        Args:
+            optimizer: any of `torch.optim.Optimizer`, stepped or not. If there is an error it is not changed.
+
+        Raises:
+            RuntimeError: inside a forward or backward.
+            TypeError: if it is no `torch.optim.Optimizer`.
+            ValueError: if it has only some of the parameters of a flat parameter, or has them in several groups or in
+                different states (all of which ``use_orig_params=True`` allows); for state that is neither of the
+                parameter's shape nor a number; for parameters of other models, and summoned copies.
+        """
+        self._require_idle("hand over an optimizer")
+        reshard_optimizer(self._unit, optimizer, {param: name for name, param in self.named_parameters()})
 
     def _units(self) -> list[Unit]:
         return [unit for _, unit in units_in(self._unit)]

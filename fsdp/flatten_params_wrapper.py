@@ -62,7 +62,8 @@ class FlattenParamsWrapper(nn.Module):
         self.param_infos: list[list[list[ParamInfo]]] = [[found[param] for param in group] for group in groups]
         self.num_params_managed = sum(map(len, groups))
         self.flat_params = [self._flatten(group, names_of(group, found)) for group in groups]
-        take_over({param: found[param] for group in groups for param in group}, type(module).__name__)
+        taken = {param: found[param] for group in groups for param in group}
+        take_over(taken, self.flat_params, type(module).__name__)
         for name, flat_param in zip(self.flat_param_names, self.flat_params, strict=True):
             self.register_parameter(name, flat_param)
         self._unflattened: list[nn.Parameter] = []

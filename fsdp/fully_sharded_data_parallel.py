@@ -234,7 +234,7 @@ class FullyShardedDataParallel(WrapperState):
         self._unit.restore_order()
 
     def _shard_one_by_one(self, found: dict[nn.Parameter, Places], flat_params: Sequence[FlatParameter]) -> None:
-        take_over(found, type(self.module.module).__name__)
+        take_over(found, flat_params, type(self.module.module).__name__)
         for flat_param, places in zip(flat_params, found.values(), strict=True):
             self._shard(flat_param, [places], [(place.module, place.name) for place in places])
 

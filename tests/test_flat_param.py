@@ -191,7 +191,7 @@ def handle_of(
     flat = FlatParameter.shard_of(
         params, names_of(params, found), comm.rank, comm.world_size, Home(torch.device("cpu"))
     )
-    take_over(found, type(module).__name__)
+    take_over(found, [flat], type(module).__name__)
     module.register_parameter("flat_param_0", flat)
     places = list(found.values())
     registered = [(module, "flat_param_0")]

@@ -36,7 +36,7 @@ ROOMS: dict[str, set[str]] = {
         "checkpoint_wrapper",
         "_wrap_plan",
     },
-    "state": {"_state_dict"},
+    "state": {"_state_dict", "_handover"},
     "runtime": {
         "_runtime",
         "_unit",
