@@ -1,4 +1,9 @@
-"""The norm of gradients that are spread over ranks, and clipping by it."""
+"""The norm of gradients that are spread over ranks, and clipping by it.
+
+With tensor parallelism, gradients are spread over the ranks of the `DTensor`s' meshes as well, and those of parameters
+that are no `DTensor`s, or replicated ones, are found on each of them. All ranks add what they have, divided by the
+number of ranks that have it too; so they all come to the same norm, to the bit, and scale alike.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fsdp._comm import Communicator
+from fsdp._comm import Communicator, communicator
+from fsdp._dtensors import MeshGroups
+from fsdp._handle import FlatParamHandle
 from fsdp._unit import Unit
 
 
@@ -22,7 +29,8 @@ def clip_grad_norm(
 ) -> Tensor:
     """Collective. Scale all gradients so that their norm over all ranks is at most `max_norm`.
 
-    Sums of powers are taken per shard in float32 or wider and added over the ranks once.
+    Sums of powers are taken per shard in float32 or wider and added over the ranks once; with `DTensor`s once more over
+    each dimension of their mesh.
 
     Returns:
         The norm before clipping.
@@ -31,7 +39,7 @@ def clip_grad_norm(
         RuntimeError: if gradients are not reduced yet, or, if that is asked for, the norm is not finite; no gradient is
             changed then.
         ValueError: for a norm that is none.
-        NotImplementedError: if a unit shards over other ranks than the root.
+        NotImplementedError: if a unit shards over other ranks than the root, or meshes of `DTensor`s overlap in part.
     """
     others = [unit.name for unit in units if unit.comm is not root.comm and unit.comm.world_size > 1]
     if others:
@@ -40,8 +48,13 @@ def clip_grad_norm(
         )
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, or inf for the largest absolute value; got {norm_type}")
-    grads = _reduced_gradients(units)
-    norm = _total(root.comm, _local_total(grads, norm_type, device), norm_type)
+    handles = [handle for unit in units for handle in unit.handles]
+    parallel = MeshGroups.of(part for handle in handles for part in handle.flat_param.parts)
+    grads = _reduced_gradients(handles)
+    comms = [root.comm, *(communicator(group, device) for group in parallel.groups.values())]
+    # Parameters of one handle are spread over the same ranks.
+    shares = [(grad, parallel.copies(handle.flat_param.parts[0])) for handle, grad in grads.items()]
+    norm = _total(comms, _local_total(shares, norm_type, device), norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the norm of the gradients is {norm.item()} (of order {norm_type}), so they cannot be clipped; they are "
@@ -49,7 +62,7 @@ def clip_grad_norm(
         )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     # Also where the scale is 1: deciding on the host would make it wait for the device.
-    for grad in grads:
+    for grad in grads.values():
         grad.mul_(scale.to(grad.device, grad.dtype))
     return norm
 
@@ -63,12 +76,11 @@ def clip_grad_value(units: Sequence[Unit], clip_value: float) -> None:
     """
     if not clip_value >= 0:
         raise ValueError(f"clip_value must not be negative, got {clip_value}")
-    for grad in _reduced_gradients(units):
+    for grad in _reduced_gradients([handle for unit in units for handle in unit.handles]).values():
         grad.clamp_(-clip_value, clip_value)
 
 
-def _reduced_gradients(units: Sequence[Unit]) -> list[Tensor]:
-    handles = [handle for unit in units for handle in unit.handles]
+def _reduced_gradients(handles: Sequence[FlatParamHandle]) -> dict[FlatParamHandle, Tensor]:
     for handle in handles:
         handle.home.check(handle.name)
         if handle.pieces is not None:
@@ -79,26 +91,39 @@ def _reduced_gradients(units: Sequence[Unit]) -> list[Tensor]:
                 f"cannot clip: the gradients of {handle.name} accumulated under no_sync() are not reduced over the "
                 "ranks yet. Run the last backward of the step outside no_sync()."
             )
-    return [handle.flat_param.grad for handle in handles if handle.flat_param.grad is not None]
+    return {handle: handle.flat_param.grad for handle in handles if handle.flat_param.grad is not None}
 
 
-def _total(comm: Communicator, local: Tensor, norm_type: float) -> Tensor:
+def _total(comms: Sequence[Communicator], local: Tensor, norm_type: float) -> Tensor:
     if not math.isinf(norm_type):
-        return comm.all_reduce(local, "sum").wait().pow(1.0 / norm_type)
+        return _over_all(comms, local, "sum").pow(1.0 / norm_type)
     # A maximum over ranks drops NaN on some backends: whether there was one travels beside it.
     is_nan = local.isnan()
-    both = comm.all_reduce(torch.stack([local.masked_fill(is_nan, 0.0), is_nan.to(local.dtype)]), "max").wait()
+    both = _over_all(comms, torch.stack([local.masked_fill(is_nan, 0.0), is_nan.to(local.dtype)]), "max")
     return both[0].masked_fill(both[1] > 0, math.nan)
 
 
-def _local_total(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    wide = max((torch.promote_types(grad.dtype, torch.float32) for grad in grads), key=_width, default=torch.float32)
+def _over_all(comms: Sequence[Communicator], tensor: Tensor, op: str) -> Tensor:
+    for comm in comms:
+        tensor = comm.all_reduce(tensor, op).wait()
+    return tensor
+
+
+def _local_total(shares: Sequence[tuple[Tensor, int]], norm_type: float, device: torch.device) -> Tensor:
+    """This rank's contribution, from gradients with the number of ranks that contribute the same."""
+    wide = max(
+        (torch.promote_types(grad.dtype, torch.float32) for grad, _ in shares), key=_width, default=torch.float32
+    )
     zero = torch.zeros((), dtype=wide.to_real(), device=device)
-    norms = [torch.linalg.vector_norm(grad.to(wide), norm_type).to(device) for grad in grads if grad.numel()]
+    norms = [torch.linalg.vector_norm(grad.to(wide), norm_type).to(device) for grad, _ in shares if grad.numel()]
     if not norms:
         return zero
     stacked = torch.stack(norms).to(zero.dtype)
-    return stacked.max() if math.isinf(norm_type) else stacked.pow(norm_type).sum()
+    if math.isinf(norm_type):
+        return stacked.max()
+    copies = [count for grad, count in shares if grad.numel()]
+    powers = stacked.pow(norm_type)
+    return powers.sum() if set(copies) == {1} else (powers / powers.new_tensor(copies)).sum()
 
 
 def _width(dtype: torch.dtype) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import nn
 
+from fsdp._dtensors import MeshPart, check_placements, is_dtensor
 from fsdp._flat_param import FlatParameter, ParamInfo, PieceParameter
 from fsdp._names import clean_name
 
@@ -24,7 +25,7 @@ def collect(module: nn.Module) -> dict[nn.Parameter, Places]:
     Raises:
         TypeError: if one is an integer tensor or another kind that cannot be flattened.
         ValueError: if one was taken over by a unit that doesn't contain this place: a tie would be lost; or has
-            hooks.
+            hooks; or is a DTensor of which this rank has no part.
     """
     found: dict[nn.Parameter, Places] = {}
     for prefix, submodule in module.named_modules():
@@ -48,8 +49,10 @@ def _check(fqn: str, param: nn.Parameter) -> None:
             f"{fqn} is a parameter of {param.dtype}: only floating-point parameters can be sharded. Register it as a "
             "buffer (register_buffer) if it is not trained."
         )
-    if param.layout is not torch.strided or param.device.type == "meta" or type(param) not in _PLAIN:
-        kind = type(param).__name__ if type(param) not in _PLAIN else f"{param.layout} {param.device.type}"
+    check_placements(fqn, param)
+    is_known = type(param) in _PLAIN or is_dtensor(param)
+    if param.layout is not torch.strided or param.device.type == "meta" or not is_known:
+        kind = f"{param.layout} {param.device.type}" if is_known else type(param).__name__
         raise TypeError(
             f"{fqn} is a {kind} parameter: only plain, dense parameters with values can be flattened. Materialize it "
             "(to_empty() and reset_parameters()) or convert it before wrapping."
@@ -86,13 +89,17 @@ def note_stale(param: nn.Parameter, description: str) -> None:
 def group(params: dict[nn.Parameter, Places], kind: Callable[[Places], Hashable]) -> list[list[nn.Parameter]]:
     """Parameters that can share one flat parameter: of one dtype, device and `requires_grad`, and used alike.
 
+    `DTensor`s only with others that are spread over the same ranks.
+
     Args:
         params: with the places where each is used.
         kind: what tells uses apart.
     """
     groups: dict[Hashable, list[nn.Parameter]] = {}
     for param, places in params.items():
-        groups.setdefault((param.dtype, param.device, param.requires_grad, kind(places)), []).append(param)
+        part = MeshPart.of(param)
+        spread = None if part is None else part.kind
+        groups.setdefault((param.dtype, param.device, param.requires_grad, spread, kind(places)), []).append(param)
     return list(groups.values())
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from fsdp._comm import LONE_RANK, Communicator, Pending
+from fsdp._dtensors import check_device
 from fsdp._errors import InternalError
 from fsdp._flat_param import FlatParameter, ParamInfo, SharedParamInfo
 from fsdp._gradients import GradientBuffer
@@ -149,7 +150,10 @@ class FlatParamHandle(TakesGradients):
 
     def describe(self) -> str:
         """All that the ranks must agree on, as text."""
-        slots = ", ".join(f"{slot.name}{list(slot.shape)}" for slot in self.layout.slots)
+        slots = ", ".join(
+            f"{slot.name}{list(slot.shape)}" + (f" ({part})" if part else "")
+            for slot, part in zip(self.layout.slots, self.flat_param.parts, strict=True)
+        )
         kind = f"{self.flat_param.dtype} requires_grad={self.requires_grad}"
         if self.is_cast or self.gradients.dtype != self.flat_param.dtype:
             computed = self._precision.compute_dtype(self.flat_param.dtype)
@@ -186,6 +190,7 @@ class FlatParamHandle(TakesGradients):
         return WholeParameters(
             self.layout,
             self.places,
+            shard.parts,
             shard.detach() if is_shard else self._new_buffer(self.dtype),
             is_shard=is_shard,
             requires_grad=self.requires_grad_each,
@@ -249,6 +254,7 @@ class FlatParamHandle(TakesGradients):
     def check_cast(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Raise ValueError if the shard could not be followed after `fn`."""
         shard = self.flat_param
+        check_device(self.name, shard.parts, fn(torch.empty(0, device=self.home.device)).device)
         cast = fn(torch.empty(0, dtype=shard.dtype, device=shard.device))
         self._precision.check(f"after this cast {self.name}", cast.dtype, shard.requires_grad)
 
@@ -341,7 +347,7 @@ class FlatParamHandle(TakesGradients):
         self._enter(Phase.SHARDED)
 
     def full_copies(self) -> list[Tensor]:
-        """Collective. The whole parameters in the shard's dtype, as tensors with memory of their own."""
+        """Collective. The parameters as modules see them in the shard's dtype, with memory of their own."""
         self.home.check(self.name)
         self.absorb()
         is_fresh = self.phase is Phase.FULL and self.shard_state == self._gathered
@@ -350,11 +356,15 @@ class FlatParamHandle(TakesGradients):
         full = self._new_buffer(self.flat_param.dtype)
         self._gather_into(full).wait()
         self.settle()
-        return [view.clone() for view in self.layout.unpack(full)]
+        copies = [view.clone() for view in self.layout.unpack(full)]
+        return [part.dtensor(copy) if part else copy for copy, part in zip(copies, self.flat_param.parts, strict=True)]
 
     def store(self, slot: int, value: Tensor) -> None:
         """Keep this rank's part of a whole parameter's new value."""
+        part = self.flat_param.parts[slot]
         with torch.no_grad():
+            if part is not None:
+                value = part.cut(value)
             self.layout.shard_of(slot, value, self.flat_param, self.comm.rank)
             # Ranks that keep nothing of this parameter must find the shard changed as the others do, or they would
             # not take part in the next gather.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fsdp._agreement import agree
 from fsdp._collect import note_stale
+from fsdp._dtensors import is_dtensor, local_part, whole
 from fsdp._handle import FlatParamHandle
 from fsdp._names import FLATTEN_PART, FSDP_PART, clean_name, clean_text
 from fsdp._unit import TrainingState, Unit, units_in
@@ -156,7 +157,8 @@ def whole_state(
         if not keep_vars:
             # Exposed parameters belong to nobody else; buffers do, and so do parameters that the user has summoned.
             others = [*unit.module.buffers(), *(unit.module.parameters() if summoned else ())]
-            live = {tensor.data_ptr() for tensor in others}
+            live = {local_part(tensor).data_ptr() for tensor in others}
+            _make_whole(state, unit, prefix)
             params = {prefix + place.fqn for handle in unit.handles for places in handle.places for place in places}
             moved: dict[Any, Tensor] = {}  # tied tensors stay tied
             for key, value in state.items():
@@ -167,6 +169,18 @@ def whole_state(
                         moved[place] = _own(value, live, device, wanted)
                     state[key] = moved[place]
     return state
+
+
+def _make_whole(state: dict[str, Any], unit: Unit, prefix: str) -> None:
+    """Collective over their meshes. Whole tensors in the place of `DTensor`s, tied ones once."""
+    for handle in unit.handles:
+        for places in handle.places:
+            names = [prefix + place.fqn for place in places if is_dtensor(state.get(prefix + place.fqn))]
+            if names:
+                state.update(dict.fromkeys(names, whole(state[names[0]])))
+    for key, value in state.items():
+        if key.startswith(prefix) and is_dtensor(value):
+            state[key] = whole(value)
 
 
 def _own(value: Tensor, live: set[int], device: torch.device | None, dtype: torch.dtype | None) -> Tensor:

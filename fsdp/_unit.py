@@ -18,6 +18,7 @@ from torch.compiler import disable
 
 from fsdp._autograd import differentiable_tensors
 from fsdp._comm import Communicator
+from fsdp._dtensors import is_dtensor, spread_loaded
 from fsdp._errors import NotCopied
 from fsdp._flat_param import FlatParameter, ParamInfo
 from fsdp._handle import FlatParamHandle, Phase
@@ -167,7 +168,7 @@ class Unit(NotCopied):
 
     def _outlive_buffers(self, tensor: Tensor) -> Tensor:
         # A module may return a parameter, or a part of it: its memory will be given back.
-        if tensor._is_view() or isinstance(tensor, nn.Parameter):
+        if tensor._is_view() or isinstance(tensor, nn.Parameter) or is_dtensor(tensor):
             for handle in self.handles:
                 if handle.whole.holds(tensor):
                     return tensor.clone()
@@ -177,6 +178,7 @@ class Unit(NotCopied):
         if module not in self._guarded:
             self._guarded.add(module)
             self._hooks.append(module.register_state_dict_pre_hook(Hook(self._refuse_partial_state)))
+            self._hooks.append(module.register_load_state_dict_pre_hook(Hook(spread_loaded)))
 
     def _refuse_partial_state(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self.state is not TrainingState.SUMMON_FULL_PARAMS:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fsdp._clip import clip_grad_norm, clip_grad_value
 from fsdp._collect import Places, collect, group, names_of, take_over
 from fsdp._comm import Group, communicator, default_group, reduce_group
+from fsdp._dtensors import check_ranks
 from fsdp._flat_param import FlatParameter
 from fsdp._offload import Home
 from fsdp._optimizers import watch_optimizers
@@ -188,6 +189,8 @@ class FullyShardedDataParallel(WrapperState):
         """Make the shards: of groups, which the wrapper inside then holds, or (returned) of each parameter alone."""
         for param, places in found.items():
             self._unit.precision_at(places).check(places[0].fqn, param.dtype, param.requires_grad)
+            for ranks in (self.process_group, self.process_group_reduce_scatter):
+                check_ranks(places[0].fqn, param, ranks, self.compute_device)
         groups = group(found, self._unit.precision_at) if self.flatten_parameters else []
         self._fsdp_wrapped_module = ShardedParamsWrapper(module, groups, self.rank, self.world_size, new_home)
         if self.flatten_parameters:
