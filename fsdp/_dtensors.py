@@ -115,7 +115,7 @@ class MeshPart:
                 gradient = gradient.redistribute(placements=self.placements)  # type: ignore[attr-defined]
         return arrived(local_part(gradient))
 
-    def cut(self, value: Tensor) -> Tensor:
+    def cut(self, name: str, value: Tensor) -> Tensor:
         """This rank's part of a whole value, sharing its memory, or of a `DTensor` of whatever placements.
 
         Collective over the value's mesh if it is a `DTensor` of other placements.
@@ -124,7 +124,7 @@ class MeshPart:
             ValueError: for another shape.
         """
         if value.shape != self.shape:
-            raise ValueError(f"expected shape {tuple(self.shape)}, got {tuple(value.shape)}")
+            raise ValueError(f"{name}: expected shape {tuple(self.shape)}, got {tuple(value.shape)}")
         if is_dtensor(value):
             if MeshPart.of(value) == self:
                 return arrived(local_part(value))
@@ -250,6 +250,11 @@ def _groups_of(mesh: DeviceMesh) -> dict[int, tuple[tuple[int, ...], Any]]:
     return {number: (tuple(sorted(dist.get_process_group_ranks(group))), group) for number, group in groups.items()}
 
 
+def is_on_many_ranks(parts: Iterable[MeshPart | None]) -> bool:
+    """Whether other ranks hold the same parameters, or other parts of them."""
+    return any(part is not None and part.mesh.size() > 1 for part in parts)
+
+
 def missing_ranks(parts: Iterable[MeshPart | None], group: Group) -> list[int]:
     """The ranks that hold parts of the same parameters as this one and are not in `group`."""
     ranks = {rank for part in parts if part is not None for rank in part.mesh.mesh.flatten().tolist()}
@@ -267,4 +272,4 @@ def spread_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_
     for name, own in (*module._parameters.items(), *module._buffers.items()):
         value, part = state_dict.get(prefix + name), None if own is None else MeshPart.of(own)
         if part is not None and isinstance(value, Tensor) and value.shape == part.shape:
-            state_dict[prefix + name] = part.dtensor(part.cut(value).to(part.mesh.device_type))
+            state_dict[prefix + name] = part.dtensor(part.cut(name, value).to(part.mesh.device_type))

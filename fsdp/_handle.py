@@ -254,7 +254,8 @@ class FlatParamHandle(TakesGradients):
     def check_cast(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Raise ValueError if the shard could not be followed after `fn`."""
         shard = self.flat_param
-        check_device(self.name, shard.parts, fn(torch.empty(0, device=self.home.device)).device)
+        if any(shard.parts):
+            check_device(self.name, shard.parts, fn(torch.empty(0, device=self.home.device)).device)
         cast = fn(torch.empty(0, dtype=shard.dtype, device=shard.device))
         self._precision.check(f"after this cast {self.name}", cast.dtype, shard.requires_grad)
 
@@ -364,7 +365,7 @@ class FlatParamHandle(TakesGradients):
         part = self.flat_param.parts[slot]
         with torch.no_grad():
             if part is not None:
-                value = part.cut(value)
+                value = part.cut(self.layout.slots[slot].name, value)
             self.layout.shard_of(slot, value, self.flat_param, self.comm.rank)
             # Ranks that keep nothing of this parameter must find the shard changed as the others do, or they would
             # not take part in the next gather.

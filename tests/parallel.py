@@ -5,14 +5,15 @@ Ranks of one tensor dimension see the same rows; a batch is cut over the data di
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -30,9 +31,17 @@ from tests.support import MakeOptimizer, Parity, Parts, Task, assert_parity, ful
 VOCABULARY, WIDTH, HEADS, HIDDEN, CONTEXT = 29, 8, 4, 14, 6
 
 
+# Kept for the life of a process: groups are never destroyed, and a mesh that is made anew makes new ones.
+@cache
 def mesh_of(data: int, tensor: int) -> DeviceMesh:
     """Collective. `data` x `tensor` ranks, in dimensions "dp" and "tp"."""
     return init_device_mesh("cpu", (data, tensor), mesh_dim_names=("dp", "tp"))
+
+
+@cache
+def cube() -> DeviceMesh:
+    """Collective. Four ranks in two tensor dimensions, "a" and "b", beside a data dimension of one."""
+    return init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "a", "b"))
 
 
 def over_data(mesh: DeviceMesh, **options: Any) -> Wrap:
@@ -150,9 +159,8 @@ def gpt(
         torch.manual_seed(seed)
         model = Gpt([Layer(HIDDEN) for _ in range(2)], tied)
     is_plain = wrap is keep or mesh is None
-    for number, layer in enumerate(model.layers):
-        if not is_plain:
-            parallel(layer, mesh, kind)  # type: ignore[arg-type]
+    for layer in () if is_plain else model.layers:
+        parallel(layer, mesh, kind)  # type: ignore[arg-type]
     if vocabulary and not is_plain:
         parallel_root(model, mesh)  # type: ignore[arg-type]
         if tied:
@@ -162,6 +170,54 @@ def gpt(
     for number, layer in enumerate(model.layers):
         model.layers[number] = wrap(checkpoint_wrapper(layer) if recompute else layer)
     return wrap(model)
+
+
+class DistributedLinear(nn.Linear):
+    """A linear layer that computes on `DTensor`s whatever comes in."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if isinstance(self.weight, DTensor) and not isinstance(inputs, DTensor):
+            mesh = self.weight.device_mesh
+            inputs = DTensor.from_local(inputs, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return super().forward(inputs)
+
+
+class Whole(nn.Module):
+    """Makes a `DTensor` a plain tensor."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.full_tensor() if isinstance(inputs, DTensor) else inputs
+
+
+def perceptron(
+    wrap: Wrap = keep,
+    *,
+    mesh: DeviceMesh,
+    hidden: int,
+    placements: Sequence[Sequence[Placement]],
+    each: bool = False,
+) -> nn.Module:
+    """Two layers with weights of the given `placements` on `mesh`, and plain ones around; for `REGRESSION`.
+
+    Args:
+        wrap: around the whole, and around `each` of the two.
+        mesh: for tensor parallelism of the wrapped model.
+        hidden: units between the two layers; any number.
+        placements: of the two weights.
+        each: the two layers are units.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        ends = nn.Linear(5, 6), nn.Linear(6, 1)
+        layers = DistributedLinear(6, hidden), DistributedLinear(hidden, 6)
+    if wrap is not keep:
+        for layer, cut in zip(layers, placements, strict=True):
+            layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, cut))
+            # A bias lies along the first dimension.
+            along = [place if place == Shard(0) else Replicate() for place in cut]
+            layer.bias = nn.Parameter(distribute_tensor(layer.bias.detach(), mesh, along))
+    first, second = map(wrap, layers) if each else layers
+    return wrap(nn.Sequential(ends[0], nn.Tanh(), first, nn.Tanh(), second, Whole(), ends[1]))
 
 
 # Training

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from fsdp import auto_wrap, enable_wrap
 from tests._ranks import RankPool
+from tests.models import Wrap, keep
 from tests.pairs import parametrize_pairs
-from tests.parallel import assert_parallel_parity, mesh_of
-from tests.support import MakeOptimizer, adamw, sgd_with_momentum
+from tests.parallel import (
+    SENTENCES,
+    Layer,
+    assert_parallel_parity,
+    cube,
+    gpt,
+    mesh_of,
+    over_data,
+    own_rows,
+    perceptron,
+)
+from tests.precision_twins import PRECISIONS, Measured, fast_sgd_with_momentum
+from tests.support import MakeOptimizer, Training, adamw, assert_parity, sgd_with_momentum, train_sharded
 
 every_mesh = pytest.mark.parametrize("shape", [(2, 2), (1, 2), (2, 1)], ids=["2x2", "1x2", "2x1"])
 
@@ -19,7 +38,7 @@ every_mesh = pytest.mark.parametrize("shape", [(2, 2), (1, 2), (2, 1)], ids=["2x
 def test_data_times_tensor_parallel_equals_one_process(
     ranks: RankPool, shape: tuple[int, int], make_optimizer: MakeOptimizer
 ) -> None:
-    ranks(shape[0] * shape[1]).run(_train, shape, make_optimizer, clip=0.3)
+    ranks(shape[0] * shape[1]).run(_train, shape, make_optimizer, steps=10, clip=0.3)
 
 
 def _train(shape: tuple[int, int], make_optimizer: MakeOptimizer, **how: Any) -> None:
@@ -28,21 +47,19 @@ def _train(shape: tuple[int, int], make_optimizer: MakeOptimizer, **how: Any) ->
 
 @parametrize_pairs(
     make_optimizer=[sgd_with_momentum, adamw],
-    shape=[(2, 2), (1, 2), (2, 1)],
+    shape=[(2, 2), (1, 2)],
     kind=["sequence", "heads"],
     model=[
         {},
-        {"vocabulary": True},
         {"vocabulary": True, "tied": True},
-        {"recompute": True},
+        {"vocabulary": True, "recompute": True},
         {"frozen": ("query", "norms.0", "narrow.bias")},
     ],
     options=[
         {},
         {"reshard_after_forward": False, "bucket_cap_mb": 0},
-        {"flatten_parameters": False},
+        {"flatten_parameters": False, "move_params_to_cpu": True},
         {"use_orig_params": True},
-        {"move_params_to_cpu": True},
     ],
     training=[{"clip": 0.3}, {"accumulate": 2, "clip": 0.3}, {"accumulate": 2, "no_sync": False}],
 )
@@ -55,5 +72,152 @@ def test_every_pair_of_options_trains_as_one_process(
     options: dict[str, Any],
     training: dict[str, Any],
 ) -> None:
-    how = {"model": {"kind": kind, **model}, "options": options, "steps": 4, **training}
+    how = {"model": {"kind": kind, **model}, "options": options, "steps": 3, **training}
     ranks(shape[0] * shape[1]).run(_train, shape, make_optimizer, **how)
+
+
+@pytest.mark.parametrize("name", ["bfloat16_mixed", "float16_mixed", "bfloat16"])
+@pytest.mark.parametrize("options", [{}, {"offload": "cpu", "use_orig_params": True}], ids=["default", "offloaded"])
+def test_precisions_train_as_one_process_in_the_same(ranks: RankPool, name: str, options: dict[str, Any]) -> None:
+    scales = ranks(4).run(_train_in, name, options)
+    assert scales == scales[:1] * 4
+
+
+def _train_in(name: str, options: dict[str, Any]) -> list[float]:
+    mesh, precision = mesh_of(2, 2), PRECISIONS[name]
+    plan = Training(make_model=gpt, make_optimizer=fast_sgd_with_momentum, steps=4, task=SENTENCES)
+    training = precision.training(plan)
+    wrap = precision.wrap(process_group=mesh["dp"].get_group(), **options)
+    trained = train_sharded(replace(training, make_model=partial(gpt, mesh=mesh)), wrap, own_rows(mesh))
+    if dist.get_rank() == 0:  # the others have the same state dict
+        Measured.of(training).compare(trained)
+    return trained.scales.tolist()
+
+
+# What is cut unevenly, or twice
+
+
+@pytest.mark.parametrize("hidden", [7, 1])
+@pytest.mark.parametrize("options", [{}, {"use_orig_params": True}, {"flatten_parameters": False}], ids=str)
+def test_tensor_ranks_may_have_different_parts_or_none(ranks: RankPool, hidden: int, options: dict[str, Any]) -> None:
+    ranks(4).run(_train_uneven, hidden, options)
+
+
+def _train_uneven(hidden: int, options: dict[str, Any]) -> None:
+    mesh = mesh_of(2, 2)
+    make = partial(perceptron, mesh=mesh["tp"], hidden=hidden, placements=[[Shard(0)], [Shard(1)]])
+    assert_parity(make, adamw, 4, wrap=over_data(mesh, **options), own=own_rows(mesh), clip=0.1)
+
+
+@pytest.mark.parametrize(
+    "placements",
+    [
+        [[Shard(0), Shard(1)], [Shard(1), Replicate()]],
+        [[Replicate(), Shard(0)], [Replicate(), Shard(1)]],
+        [[Shard(0), Shard(0)], [Replicate(), Replicate()]],
+    ],
+    ids=str,
+)
+def test_a_mesh_may_have_two_tensor_dimensions(ranks: RankPool, placements: list[Any]) -> None:
+    ranks(4).run(_train_on_two_dimensions, placements)
+
+
+def _train_on_two_dimensions(placements: list[Any]) -> None:
+    mesh = cube()
+    make = partial(perceptron, mesh=mesh["a", "b"], hidden=7, placements=placements)
+    assert_parity(make, adamw, 4, wrap=over_data(mesh), own=own_rows(mesh), clip=0.1)
+
+
+# How modules meet their units
+
+
+def test_units_may_take_and_return_dtensors(ranks: RankPool) -> None:
+    ranks(4).run(_train_units_of_one_layer)
+
+
+def _train_units_of_one_layer() -> None:
+    mesh = mesh_of(2, 2)
+    make = partial(perceptron, mesh=mesh["tp"], hidden=7, placements=[[Shard(0)], [Shard(1)]], each=True)
+    assert_parity(make, sgd_with_momentum, 4, wrap=over_data(mesh), own=own_rows(mesh))
+
+
+def test_auto_wrap_finds_units(ranks: RankPool) -> None:
+    ranks(4).run(_train_auto_wrapped)
+
+
+def _train_auto_wrapped() -> None:
+    mesh = mesh_of(2, 2)
+    assert_parity(
+        partial(_auto_wrapped, mesh=mesh),
+        sgd_with_momentum,
+        wrap=over_data(mesh),
+        own=own_rows(mesh),
+        task=SENTENCES,
+    )
+
+
+def _auto_wrapped(wrap: Wrap, mesh: Any) -> nn.Module:
+    if wrap is keep:
+        return gpt()
+    assert isinstance(wrap, partial)
+    model = gpt(lambda module: module, mesh=mesh)
+    with enable_wrap(wrapper_cls=wrap.func, auto_wrap_policy=_layers, **wrap.keywords):
+        wrapped = wrap(auto_wrap(model))
+    assert sum(type(module) is type(wrapped) for module in wrapped.modules()) == 3
+    return wrapped
+
+
+def _layers(module: nn.Module, recurse: bool, **_: Any) -> bool:
+    return recurse or isinstance(module, Layer)
+
+
+class ReturnsItsWeight(nn.Module):
+    """A module whose outputs lie in the memory of its parameter."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        return self.weight, self.weight.to_local()
+
+
+class Around(nn.Module):
+    """Calls a unit between parameters of its own."""
+
+    def __init__(self, unit: nn.Module, other: nn.Module) -> None:
+        super().__init__()
+        self.unit, self.other = unit, other
+
+    def forward(self) -> Any:
+        with torch.no_grad():
+            return self.unit()
+
+
+def test_outputs_outlive_the_parameter_that_they_are_parts_of(ranks: RankPool) -> None:
+    ranks(4).run(_return_weights)
+
+
+def _return_weights() -> None:
+    mesh, whole = mesh_of(2, 2), torch.arange(12.0).view(6, 2)
+    unit = over_data(mesh)(ReturnsItsWeight(distribute_tensor(whole, mesh["tp"], [Shard(0)])))
+    model = over_data(mesh)(Around(unit, nn.Linear(2, 2)))  # a root would keep its parameters
+    returned, local = model()
+    assert unit._unit.handles[0].whole.full.untyped_storage().nbytes() == 0
+    assert isinstance(returned, DTensor)
+    assert torch.equal(returned.full_tensor(), whole)
+    assert torch.equal(local, whole.chunk(2)[mesh["tp"].get_local_rank()])
+
+
+def test_tensor_ranks_stay_equal_to_the_bit(ranks: RankPool) -> None:
+    states = ranks(4).run(_train_and_keep)
+    for state in states[1:]:
+        assert all(torch.equal(value, states[0][name]) for name, value in state.items())
+
+
+def _train_and_keep() -> dict[str, Tensor]:
+    mesh = mesh_of(2, 2)
+    training = Training(
+        make_model=partial(gpt, mesh=mesh, kind="sequence"), make_optimizer=adamw, task=SENTENCES, clip=0.3
+    )
+    return train_sharded(training, over_data(mesh), own_rows(mesh)).weights
