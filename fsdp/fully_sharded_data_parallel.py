@@ -49,8 +49,9 @@ class FullyShardedDataParallel(WrapperState):
 
     Args:
         module: the module to wrap; its parameters are taken over in place.
-        process_group: ranks to shard over; None means all. An object with ``rank()`` and ``size()`` is enough for a
-            world of one, without `torch.distributed`.
+        process_group: ranks to shard over; None means all. Parameters may be `DTensor`s on a mesh of other ranks (tensor
+            parallelism): give the data-parallel dimension's group then. An object with ``rank()`` and ``size()`` is
+            enough for a world of one, without `torch.distributed`.
         process_group_reduce_scatter: ranks to sum gradients over, of the same size (otherwise `process_group` is used,
             with a warning). By default a second NCCL communicator, so that reductions and gathers overlap; on other
             backends, or with a `process_group` of your own, the same group.
@@ -99,8 +100,9 @@ class FullyShardedDataParallel(WrapperState):
 
     Raises:
         RuntimeError: without a process group, or if the disk is too small.
-        TypeError: for integer parameters, or parameters without values (meta device).
-        ValueError: for a module that is wrapped already, has no parameters, or shares one with an inner wrapper; for
+        TypeError: for integer parameters, parameters without values (meta device), or `DTensor`s of other placements
+            than `Shard` and `Replicate`.
+        ValueError: for `DTensor`s on ranks of `process_group`, or a mesh of another kind of device; for a module that is wrapped already, has no parameters, or shares one with an inner wrapper; for
             dtypes that cannot be trained as asked, and for options that contradict each other.
         NotImplementedError: for options that are not built yet.
     """
@@ -259,7 +261,7 @@ class FullyShardedDataParallel(WrapperState):
             RuntimeError: on an inner wrapper, inside a forward or backward, if gradients are not reduced yet, or if the
                 norm is not finite and that was to be an error.
             ValueError: if `norm_type` is not positive.
-            NotImplementedError: if an inner wrapper uses other ranks.
+            NotImplementedError: if an inner wrapper uses other ranks, or meshes of `DTensor`s overlap in part.
         """
         runtime = self._runtime_as_root("clip_grad_norm_")
         runtime.ensure_idle("clip gradients")

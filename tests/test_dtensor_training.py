@@ -178,8 +178,9 @@ class ReturnsItsWeight(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(weight)
 
-    def forward(self) -> tuple[Tensor, Tensor]:
-        return self.weight, self.weight.to_local()
+    def forward(self) -> tuple[Tensor, ...]:
+        again = self.weight.redistribute(placements=self.weight.placements)  # type: ignore[operator]
+        return self.weight.to_local(), self.weight, self.weight.t().t(), again  # type: ignore[operator]
 
 
 class Around(nn.Module):
@@ -202,11 +203,11 @@ def _return_weights() -> None:
     mesh, whole = mesh_of(2, 2), torch.arange(12.0).view(6, 2)
     unit = over_data(mesh)(ReturnsItsWeight(distribute_tensor(whole, mesh["tp"], [Shard(0)])))
     model = over_data(mesh)(Around(unit, nn.Linear(2, 2)))  # a root would keep its parameters
-    returned, local = model()
-    assert unit._unit.handles[0].whole.full.untyped_storage().nbytes() == 0
-    assert isinstance(returned, DTensor)
-    assert torch.equal(returned.full_tensor(), whole)
+    local, *returned = model()
+    assert unit._unit.handles[0].whole.full.untyped_storage().nbytes() == 0  # type: ignore[union-attr, operator, index]
     assert torch.equal(local, whole.chunk(2)[mesh["tp"].get_local_rank()])
+    for tensor in returned:
+        assert torch.equal(tensor.full_tensor(), whole)
 
 
 def test_tensor_ranks_stay_equal_to_the_bit(ranks: RankPool) -> None:
