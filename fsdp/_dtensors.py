@@ -48,7 +48,8 @@ def arrived(tensor: Tensor) -> Tensor:
 def memory_of(tensor: Tensor) -> int:
     """The address of the storage that a tensor lies in; 0 if it lies in none, and so in none of ours."""
     tensor = local_part(tensor)
-    return 0 if _is_in_flight(tensor) else tensor.untyped_storage().data_ptr()
+    has_none = _is_in_flight(tensor) or tensor.layout is not torch.strided
+    return 0 if has_none else tensor.untyped_storage().data_ptr()
 
 
 def _is_in_flight(tensor: Tensor) -> bool:

@@ -18,7 +18,7 @@ from torch.compiler import disable
 
 from fsdp._autograd import differentiable_tensors
 from fsdp._comm import Communicator
-from fsdp._dtensors import is_dtensor, spread_loaded
+from fsdp._dtensors import spread_loaded
 from fsdp._errors import NotCopied
 from fsdp._flat_param import FlatParameter, ParamInfo
 from fsdp._handle import FlatParamHandle, Phase
@@ -168,10 +168,11 @@ class Unit(NotCopied):
 
     def _outlive_buffers(self, tensor: Tensor) -> Tensor:
         # A module may return a parameter, or a part of it: its memory will be given back.
-        if tensor._is_view() or isinstance(tensor, nn.Parameter) or is_dtensor(tensor):
-            for handle in self.handles:
-                if handle.whole.holds(tensor):
-                    return tensor.clone()
+        shows = tensor._is_view() or isinstance(tensor, nn.Parameter)
+        for handle in self.handles:
+            # What comes of a DTensor doesn't show whether it is a view of its local part.
+            if (shows or any(handle.flat_param.parts)) and handle.whole.holds(tensor):
+                return tensor.clone()
         return tensor
 
     def _guard_state(self, module: nn.Module) -> None:

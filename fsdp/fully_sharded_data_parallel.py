@@ -49,9 +49,9 @@ class FullyShardedDataParallel(WrapperState):
 
     Args:
         module: the module to wrap; its parameters are taken over in place.
-        process_group: ranks to shard over; None means all. Parameters may be `DTensor`s on a mesh of other ranks (tensor
-            parallelism): give the data-parallel dimension's group then. An object with ``rank()`` and ``size()`` is
-            enough for a world of one, without `torch.distributed`.
+        process_group: ranks to shard over; None means all. Parameters may be `DTensor`s on a mesh of other ranks, for
+            tensor parallelism: give the group of the data-parallel dimension then. An object with ``rank()`` and
+            ``size()`` is enough for a world of one, without `torch.distributed`.
         process_group_reduce_scatter: ranks to sum gradients over, of the same size (otherwise `process_group` is used,
             with a warning). By default a second NCCL communicator, so that reductions and gathers overlap; on other
             backends, or with a `process_group` of your own, the same group.
@@ -102,8 +102,9 @@ class FullyShardedDataParallel(WrapperState):
         RuntimeError: without a process group, or if the disk is too small.
         TypeError: for integer parameters, parameters without values (meta device), or `DTensor`s of other placements
             than `Shard` and `Replicate`.
-        ValueError: for `DTensor`s on ranks of `process_group`, or a mesh of another kind of device; for a module that is wrapped already, has no parameters, or shares one with an inner wrapper; for
-            dtypes that cannot be trained as asked, and for options that contradict each other.
+        ValueError: for a module that is wrapped already, has no parameters, or shares one with an inner wrapper; for
+            `DTensor`s on ranks of `process_group`, or on a mesh of another kind of device; for dtypes that cannot be
+            trained as asked, and for options that contradict each other.
         NotImplementedError: for options that are not built yet.
     """
 
