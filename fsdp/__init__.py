@@ -3,6 +3,7 @@
 from fsdp._batch_norm import auto_wrap_bn as auto_wrap_bn
 from fsdp._comm import use_torch_collectives as use_torch_collectives
 from fsdp._flat_param import FlatParameter as FlatParameter
+from fsdp._forward_methods import register_fsdp_forward_method as register_fsdp_forward_method
 from fsdp._precision import MixedPrecision as MixedPrecision
 from fsdp._unit import TrainingState as TrainingState
 from fsdp._version import __version__ as __version__
@@ -11,6 +12,7 @@ from fsdp.checkpoint_wrapper import disable_checkpointing as disable_checkpointi
 from fsdp.checkpoint_wrapper import is_checkpointing as is_checkpointing
 from fsdp.checkpoint_wrapper import is_recomputing as is_recomputing
 from fsdp.checkpoint_wrapper import patch_batchnorm as patch_batchnorm
+from fsdp.ema import EMA as EMA
 from fsdp.flatten_params_wrapper import FlattenParamsWrapper as FlattenParamsWrapper
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as FullyShardedDataParallel
 from fsdp.fully_sharded_data_parallel import ProcessGroupName as ProcessGroupName

@@ -11,10 +11,11 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fsdp._collect import is_ours
 from fsdp._comm import Communicator, communicator
-from fsdp._dtensors import MeshGroups
+from fsdp._dtensors import MeshGroups, MeshPart, settled_gradient
 from fsdp._handle import FlatParamHandle
 from fsdp._unit import Unit
 
@@ -30,7 +31,8 @@ def clip_grad_norm(
     """Collective. Scale all gradients so that their norm over all ranks is at most `max_norm`.
 
     Sums of powers are taken per shard in float32 or wider and added over the ranks once; with `DTensor`s once more over
-    each dimension of their mesh.
+    each dimension of their mesh. Of ignored parameters, which every rank has for itself, the mean over ranks of these
+    sums is taken: all ranks find the same norm, and the right one where their gradients are alike.
 
     Returns:
         The norm before clipping.
@@ -48,12 +50,13 @@ def clip_grad_norm(
         )
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, or inf for the largest absolute value; got {norm_type}")
-    handles = [handle for unit in units for handle in unit.handles]
-    parallel = MeshGroups.of(part for handle in handles for part in handle.flat_param.parts)
-    grads = _reduced_gradients(handles)
-    comms = [root.comm, *(communicator(group, device) for group in parallel.groups.values())]
+    grads, unsharded = _reduced_gradients(units), _ignored_gradients(root)
+    ours = [part for unit in units for handle in unit.handles for part in handle.flat_param.parts]
+    parallel = MeshGroups.of([*ours, *map(MeshPart.of, root.module.parameters())])
     # Parameters of one handle are spread over the same ranks.
     shares = [(grad, parallel.copies(handle.flat_param.parts[0])) for handle, grad in grads.items()]
+    shares += [(grad, parallel.copies(MeshPart.of(param)) * root.comm.world_size) for param, grad in unsharded.items()]
+    comms = [root.comm, *(communicator(group, device) for group in parallel.groups.values())]
     norm = _total(comms, _local_total(shares, norm_type, device), norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
@@ -62,12 +65,12 @@ def clip_grad_norm(
         )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     # Also where the scale is 1: deciding on the host would make it wait for the device.
-    for grad in grads.values():
+    for grad, _ in shares:
         grad.mul_(scale.to(grad.device, grad.dtype))
     return norm
 
 
-def clip_grad_value(units: Sequence[Unit], clip_value: float) -> None:
+def clip_grad_value(root: Unit, units: Sequence[Unit], clip_value: float) -> None:
     """Clamp every element of the gradients to ``[-clip_value, clip_value]``.
 
     Raises:
@@ -76,11 +79,12 @@ def clip_grad_value(units: Sequence[Unit], clip_value: float) -> None:
     """
     if not clip_value >= 0:
         raise ValueError(f"clip_value must not be negative, got {clip_value}")
-    for grad in _reduced_gradients([handle for unit in units for handle in unit.handles]).values():
+    for grad in (*_reduced_gradients(units).values(), *_ignored_gradients(root).values()):
         grad.clamp_(-clip_value, clip_value)
 
 
-def _reduced_gradients(handles: Sequence[FlatParamHandle]) -> dict[FlatParamHandle, Tensor]:
+def _reduced_gradients(units: Sequence[Unit]) -> dict[FlatParamHandle, Tensor]:
+    handles = [handle for unit in units for handle in unit.handles]
     for handle in handles:
         handle.home.check(handle.name)
         if handle.pieces is not None:
@@ -92,6 +96,11 @@ def _reduced_gradients(handles: Sequence[FlatParamHandle]) -> dict[FlatParamHand
                 "ranks yet. Run the last backward of the step outside no_sync()."
             )
     return {handle: handle.flat_param.grad for handle in handles if handle.flat_param.grad is not None}
+
+
+def _ignored_gradients(root: Unit) -> dict[nn.Parameter, Tensor]:
+    grads = {param: settled_gradient(param) for param in root.module.parameters() if not is_ours(param)}
+    return {param: grad for param, grad in grads.items() if grad is not None}
 
 
 def _total(comms: Sequence[Communicator], local: Tensor, norm_type: float) -> Tensor:

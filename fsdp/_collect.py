@@ -10,17 +10,23 @@ from torch import nn
 
 from fsdp._dtensors import MeshPart, check_placements, is_dtensor
 from fsdp._flat_param import FlatParameter, ParamInfo, PieceParameter
+from fsdp._ignored import Ignored
 from fsdp._names import clean_name
 
 Places = list[ParamInfo]
+GroupKey = Callable[[str, nn.Parameter], Hashable]  # of a parameter's name and the parameter
 
 # Parameters that a unit has taken over, by id, while somebody still holds them: a tied module outside of the
 # unit, or an optimizer made too early.
 _taken: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
 
 
-def collect(module: nn.Module) -> dict[nn.Parameter, Places]:
+def collect(module: nn.Module, ignored: Ignored | None = None) -> dict[nn.Parameter, Places]:
     """The parameters below `module` that no inner unit took, each with every place where it is used.
+
+    Args:
+        module: the root to look below.
+        ignored: what to leave out.
 
     Raises:
         TypeError: if one is an integer tensor or another kind that cannot be flattened.
@@ -36,7 +42,9 @@ def collect(module: nn.Module) -> dict[nn.Parameter, Places]:
                     f"{fqn} is a FlatParameter that no FullyShardedDataParallel made: it would not be sharded. Wrap "
                     "the plain module, without a FlattenParamsWrapper around it or inside."
                 )
-            if param is None or isinstance(param, (FlatParameter, PieceParameter)):
+            if param is None or is_ours(param):
+                continue
+            if ignored is not None and ignored.has(submodule, param):
                 continue
             _check(fqn, param)
             found.setdefault(param, []).append(ParamInfo(submodule, name, fqn))
@@ -86,21 +94,52 @@ def note_stale(param: nn.Parameter, description: str) -> None:
     _taken[key] = (weakref.ref(param, lambda _: _taken.pop(key, None)), description)
 
 
-def group(params: dict[nn.Parameter, Places], kind: Callable[[Places], Hashable]) -> list[list[nn.Parameter]]:
-    """Parameters that can share one flat parameter: of one dtype, device and `requires_grad`, and used alike.
+def is_ours(param: torch.Tensor) -> bool:
+    """Whether what a module lists is a shard, or a piece of one."""
+    return isinstance(param, (FlatParameter, PieceParameter))
+
+
+def group(
+    params: dict[nn.Parameter, Places], kind: Callable[[Places], Hashable], key: GroupKey | None
+) -> list[tuple[Hashable, list[nn.Parameter]]]:
+    """Parameters that can share one flat parameter: of one dtype, device, `requires_grad` and key, and used alike.
 
     `DTensor`s only with others that are spread over the same ranks.
 
     Args:
         params: with the places where each is used.
         kind: what tells uses apart.
+        key: what the user tells apart.
+
+    Returns:
+        Each group with its key, None without `key`.
+
+    Raises:
+        TypeError: if a key cannot be hashed.
     """
     groups: dict[Hashable, list[nn.Parameter]] = {}
+    keys: dict[Hashable, Hashable] = {}
     for param, places in params.items():
+        own = key_of(param, places, key)
         part = MeshPart.of(param)
         spread = None if part is None else part.kind
-        groups.setdefault((param.dtype, param.device, param.requires_grad, spread, kind(places)), []).append(param)
-    return list(groups.values())
+        alike = (param.dtype, param.device, param.requires_grad, spread, kind(places), own)
+        keys[alike] = own
+        groups.setdefault(alike, []).append(param)
+    return [(keys[alike], members) for alike, members in groups.items()]
+
+
+def key_of(param: nn.Parameter, places: Places, key: GroupKey | None) -> Hashable:
+    """What the user's `group_by` says of a parameter."""
+    found = None if key is None else key(places[0].fqn, param)
+    try:
+        hash(found)
+    except TypeError:
+        raise TypeError(
+            f"group_by({places[0].fqn!r}, ...) returned {found!r}, which cannot be hashed: return a string, a number, "
+            "or a tuple of such"
+        ) from None
+    return found
 
 
 def take_over(params: dict[nn.Parameter, Places], owner: str) -> None:

@@ -88,6 +88,12 @@ class Communicator(ABC):
         """The way to the same ranks for tensors on another device."""
         return self
 
+    def __deepcopy__(self, memo: Any) -> Communicator:
+        return self  # the ranks are the same ones
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MissingRanks, (self.rank, self.world_size)
+
     @abstractmethod
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: int) -> Pending:
         """Fill `full` ``[world_size * n]`` with every rank's `shard` ``[n]``, which must not change until `settle`.
@@ -119,8 +125,24 @@ class Communicator(ABC):
         """Block until peers have taken all that this rank sent, so that shards may be written again."""
 
 
+class MissingRanks(Communicator):
+    """What was a group before it was pickled: its size and this rank are known, the way there is not."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"this model was unpickled as rank {self.rank} of {self.world_size}, and groups of ranks cannot be "
+            "pickled: assign `process_group` on every FullyShardedDataParallel in it (fsdp.get_fsdp_instances(model)) "
+            "before use"
+        )
+
+    all_gather = reduce_scatter = all_reduce = broadcast = all_gather_bytes = _refuse
+
+
 class LoneRank(Communicator):
     """A world of one: what is gathered and reduced is already here."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _lone_rank, ()
 
     def __init__(self) -> None:
         super().__init__(rank=0, world_size=1)
@@ -144,6 +166,11 @@ class LoneRank(Communicator):
 
 
 LONE_RANK = LoneRank()
+
+
+def _lone_rank() -> LoneRank:
+    return LONE_RANK
+
 
 _only_torch = False
 

@@ -147,6 +147,19 @@ def whole(tensor: Tensor) -> Tensor:
         return arrived(tensor.full_tensor())  # type: ignore[attr-defined]
 
 
+def settled_gradient(param: Tensor) -> Tensor | None:
+    """This rank's part of an unsharded parameter's gradient, to be changed in place; None without one.
+
+    Collective over the parameter's mesh if it is a `DTensor` and the gradient is still to be summed over it.
+    """
+    grad, part = param.grad, MeshPart.of(param)
+    if grad is not None and part is not None:
+        if tuple(grad.placements) != part.placements:  # type: ignore[attr-defined]
+            param.grad = grad = part.dtensor(part.gradient(grad))
+        return arrived(local_part(grad))
+    return grad
+
+
 # What can be sharded
 
 

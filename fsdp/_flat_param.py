@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +50,7 @@ class FlatParameter(nn.Parameter):
     _is_managed: bool  # a handle runs it
     _has_unreduced: bool  # gradients were accumulated under `no_sync` and are not in `grad` yet
     home: Any  # where a shard and its gradient live
+    group: Hashable = None  # what `group_by` said of its parameters
 
     def __new__(
         cls, params: Sequence[nn.Parameter], requires_grad: bool = True, names: Sequence[str] | None = None
@@ -160,8 +162,15 @@ class FlatParameter(nn.Parameter):
         return self._names, self._shapes, tuple(shape.numel() for shape in self._shapes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
-        rebuild, args = self.__reduce_ex__(2)
-        copied = memo[id(self)] = rebuild(args[0].clone(), *args[1:])
+        home = copy.deepcopy(self.home, memo)
+        data = self.detach().as_subclass(Tensor).clone() if home is None else home.allocate(self.numel(), self.dtype)
+        if home is not None:
+            data.copy_(self.detach())
+            home.release()
+        copied = memo[id(self)] = type(self)._build(data, self.requires_grad, self._names, self._shapes)
+        copied._is_sharded, copied._is_managed, copied.group = self._is_sharded, self._is_managed, self.group
+        copied.parts = self.parts
+        copied.home = home
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -193,6 +202,25 @@ class PieceParameter(nn.Parameter):
     @property
     def home(self) -> Any:
         return self.owner.home
+
+    @classmethod
+    def of(
+        cls, owner: FlatParameter, start: int, numel: int, requires_grad: bool, fqn: str, shape: torch.Size, offset: int
+    ) -> PieceParameter:
+        """Elements ``start:start + numel`` of the shard `owner`, whose version counter it shares."""
+        piece = Tensor._make_subclass(cls, owner.detach()[start : start + numel], requires_grad)
+        piece.fqn, piece.whole_shape, piece.offset, piece.owner = fqn, shape, offset, owner
+        return piece
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PieceParameter:
+        build, (owner, *others) = self.__reduce_ex__(2)
+        copied = memo[id(self)] = build(copy.deepcopy(owner, memo), *others)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        start = int(self.storage_offset() - self.owner.storage_offset())
+        args = (start, self.numel(), self.requires_grad, self.fqn, self.whole_shape, self.offset)
+        return type(self).of, (self.owner, *args)
 
 
 def _rebuild_flat_parameter(data: Tensor, requires_grad: bool, names: Any, shapes: Any, sharded: bool) -> FlatParameter:

@@ -14,32 +14,22 @@ In a world of one ``full`` is the shard itself, and stays, unless the shard is o
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
 from fsdp._comm import LONE_RANK, Communicator, Pending
-from fsdp._dtensors import check_device
 from fsdp._errors import InternalError
 from fsdp._flat_param import FlatParameter, ParamInfo, SharedParamInfo
 from fsdp._gradients import GradientBuffer
+from fsdp._handle_changes import FollowsChanges
 from fsdp._handle_gradients import TakesGradients
-from fsdp._layout import Interval
-from fsdp._offload import Home
+from fsdp._handle_state import Phase
 from fsdp._pieces import Pieces
 from fsdp._precision import Precision
+from fsdp._registry import Registry
 from fsdp._whole import WholeParameters
-
-
-class Phase(Enum):
-    """What is true of a handle's gathered buffer."""
-
-    SHARDED = auto()  # it has no memory; modules see placeholders
-    GATHERING = auto()  # allocated, the all-gather is in flight; nobody may read it
-    FULL = auto()  # whole and valid; modules see the leaves
-
 
 _LEGAL = {
     Phase.SHARDED: (Phase.GATHERING,),
@@ -48,7 +38,7 @@ _LEGAL = {
 }
 
 
-class FlatParamHandle(TakesGradients):
+class FlatParamHandle(TakesGradients, FollowsChanges):
     """Runs one flat parameter: shards it, shows it whole, and takes in its gradients.
 
     It knows how, and nothing of when: which collectives happen in which order is the runtime's.
@@ -57,10 +47,10 @@ class FlatParamHandle(TakesGradients):
         flat_param: this rank's shard (`FlatParameter.shard_of`).
         infos: for each of its parameters, the places where it is used, first the one that names it.
         comm, reduce_comm: the ranks to gather from, and to reduce over.
-        registered: the modules, with the name, among whose parameters `flat_param` is to be registered.
+        registered: the modules, with the name, that are to list `flat_param` among their parameters.
         precision: the dtypes of computation and reduction.
         on_gradient: called with the handle, a parameter's number and its leaf when autograd has finished that gradient.
-        original: register this rank's pieces of the original parameters in their places instead.
+        original: have this rank's pieces of the original parameters listed in their places instead.
     """
 
     def __init__(
@@ -75,90 +65,45 @@ class FlatParamHandle(TakesGradients):
         original: bool = False,
     ) -> None:
         self.flat_param = flat_param
-        self.home: Home = flat_param.home
+        self.home = flat_param.home
         self.param_infos = [places[0] for places in infos]
         self.shared_param_infos = [
             SharedParamInfo(*place, primary=places[0]) for places in infos for place in places[1:]
         ]
-        if flat_param.make_layout().numel == 0:
-            comm = reduce_comm = LONE_RANK  # there is nothing to say to other ranks
-        self.comm, self.reduce_comm = comm, reduce_comm
-        self.layout = flat_param.make_layout(comm.world_size)
+        self.connect(comm, reduce_comm)
+        self.layout = flat_param.make_layout(self.comm.world_size)
         self.name = ""
         self.phase = Phase.SHARDED
         self.pieces = Pieces(flat_param, self.layout, comm.rank, infos) if original else None
-        self.registered: list[tuple[nn.Module, str, nn.Parameter]] = (
-            [(module, name, flat_param) for module, name in registered]
-            if self.pieces is None
-            else self.pieces.registered
-        )
-        self.register()
+        self.places = [list(places) for places in infos]
+        entries = [(module, name, flat_param) for module, name in registered]
+        self.registry = Registry(self.places, self.pieces.entries if self.pieces is not None else entries)
         self._precision = precision
         self._in_full_precision = False
         self._on_gradient = on_gradient
-        self.places = [list(places) for places in infos]
-        self.tag = 0  # distinct on its communicator once the ranks have agreed on a plan
+        self.tag = 0
         flat_param._is_managed = True
         self._build()
 
-    # --- what it is ---------------------------------------------------------------------------------------------
+    def connect(self, comm: Communicator, reduce_comm: Communicator) -> None:
+        """Gather from, and reduce over, these ranks."""
+        if self.flat_param.make_layout().numel == 0:
+            comm = reduce_comm = LONE_RANK  # there is nothing to say to other ranks
+        self.comm, self.reduce_comm = comm, reduce_comm
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether other ranks hold a part of it."""
-        return self.comm.world_size > 1
+    def __getstate__(self) -> dict[str, Any]:
+        rebuilt = ("gradients", "whole", "_wholes", "_pending", "_built_for")
+        kept = {name: value for name, value in self.__dict__.items() if name not in rebuilt}
+        return kept | {"phase": Phase.SHARDED, "_gathered": None}
 
-    @property
-    def requires_grad(self) -> bool:
-        return self.flat_param.requires_grad
-
-    @property
-    def requires_grad_each(self) -> list[bool]:
-        """Of each parameter."""
-        if self.pieces is not None:
-            return self.pieces.requires_grad
-        return [self.flat_param.requires_grad] * len(self.layout.slots)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the computation."""
-        own = self.flat_param.dtype
-        return own if self._in_full_precision else self._precision.compute_dtype(own)
-
-    @property
-    def is_cast(self) -> bool:
-        """Whether it is computed with in another dtype than the optimizer steps it in."""
-        return self._precision.compute_dtype(self.flat_param.dtype) != self.flat_param.dtype
-
-    @property
-    def shard_state(self) -> Hashable:
-        """Changes when the shard is written, cast, moved, frozen or released."""
+    def wake(self) -> None:
+        """After it was copied or unpickled, with the modules it is for: build what was left behind."""
         shard = self.flat_param
-        if self.pieces is None:
-            return shard._version, shard.dtype, shard.device, shard.requires_grad
-        return shard._version, shard.dtype, shard.device, self.pieces.versions, *self.pieces.requires_grad
-
-    @property
-    def intervals(self) -> list[Interval]:
-        """What this rank holds: shard metadata in the layout's terms."""
-        return self.layout.intervals(self.comm.rank)
-
-    @property
-    def reduced_nbytes(self) -> int:
-        """Bytes of the whole gradient as it is sent."""
-        return self.layout.padded_numel * self.gradients.dtype.itemsize
-
-    def describe(self) -> str:
-        """All that the ranks must agree on, as text."""
-        slots = ", ".join(
-            f"{slot.name}{list(slot.shape)}" + (f" ({part})" if part else "")
-            for slot, part in zip(self.layout.slots, self.flat_param.parts, strict=True)
-        )
-        kind = f"{self.flat_param.dtype} requires_grad={self.requires_grad}"
-        if self.is_cast or self.gradients.dtype != self.flat_param.dtype:
-            computed = self._precision.compute_dtype(self.flat_param.dtype)
-            kind += f" computed in {computed}, reduced in {self.gradients.dtype},"
-        return f"{kind} over {self.layout.world_size} ranks by {type(self.comm).__name__}: {slots}"
+        shard.home, shard._is_managed = self.home, True
+        self.home.adopt(shard)
+        if self.pieces is not None:
+            self.pieces.alias()
+        self._build()
 
     # --- buffers ------------------------------------------------------------------------------------------------
 
@@ -173,6 +118,9 @@ class FlatParamHandle(TakesGradients):
             self.gradients.expect(needs)  # frozen or thawed in the middle of an accumulation
         else:
             self.gradients = GradientBuffer(self.layout, *dtypes, self.home.device, needs)
+        if self._precision.keeps_low_gradients:
+            for param in (shard, *self.registry.params):
+                param.grad_dtype = None  # any
         self._wholes: dict[torch.dtype, WholeParameters] = {}
         self._gathered: Hashable = None
         self._choose_whole()
@@ -200,85 +148,14 @@ class FlatParamHandle(TakesGradients):
     def _new_buffer(self, dtype: torch.dtype) -> Tensor:
         return torch.empty(self.layout.padded_numel, dtype=dtype, device=self.home.device)
 
-    def check_places(self) -> None:
-        """Raise RuntimeError if a parameter's attribute is no longer what we put there."""
-        self.whole.check_places(self.name)
-
-    def fill_places(self) -> None:
-        """Put where the modules look for their parameters what belongs there in this phase, whatever is there."""
-        self.whole.fill_places(self.phase is Phase.FULL)
-
-    def replacement(self, slot: int) -> nn.Parameter | None:
-        """What the user has put in the place of a parameter, None if nothing."""
-        place = self.places[slot][0]
-        found = place.module._parameters.get(place.name)
-        return None if any(found is param for _, _, param in self.registered) else found
-
-    def register(self) -> None:
-        """Have modules list what the optimizer is to see among their parameters."""
-        for module, name, param in self.registered:
-            module._parameters[name] = param
-
-    def unregister(self) -> None:
-        """Undo `register`."""
-        for module, name, param in self.registered:
-            if module._parameters.get(name) is param:
-                del module._parameters[name]
-
-    def absorb(self) -> None:
-        """Keep what users have assigned to the ``.data`` of pieces."""
-        if self.pieces is not None and self.phase is not Phase.GATHERING:
-            self.pieces.absorb()
-
-    def apply_to_hidden(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """What `nn.Module._apply` did to registered parameters, for a shard of which only pieces are registered."""
-        if self.pieces is not None:
-            shard = self.flat_param
-            with torch.no_grad():
-                grad = None if shard.grad is None else fn(shard.grad)  # which may ask whose gradient it is
-                shard.grad = None
-                shard.data = fn(shard)
-                shard.grad = grad
-            self.pieces.alias()
-            self.pieces.show_gradients([0] * len(self.places))
-
     def compute_in_full(self, wanted: bool) -> None:
         """Whether to gather the parameters in the shard's own dtype from now on."""
         if wanted is self._in_full_precision or not self.is_cast:
             return
         self.reshard()
-        self.check_places()
+        self.absorb()
         self._in_full_precision = wanted
         self._choose_whole()
-
-    def check_cast(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Raise ValueError if the shard could not be followed after `fn`."""
-        shard = self.flat_param
-        if any(shard.parts):
-            check_device(self.name, shard.parts, fn(torch.empty(0, device=self.home.device)).device)
-        cast = fn(torch.empty(0, dtype=shard.dtype, device=shard.device))
-        self._precision.check(f"after this cast {self.name}", cast.dtype, shard.requires_grad)
-
-    def follow_shard(self) -> None:
-        """Follow a shard that was moved, cast or frozen (`module.to(...)`): buffer and leaves are made anew."""
-        shard = self.flat_param
-        if shard.numel() != self.layout.shard_numel:
-            raise RuntimeError(
-                f"{self.name}: the flat parameter's shard has {shard.numel()} elements instead of "
-                f"{self.layout.shard_numel}: its .data was replaced by something else. Change parameters inside "
-                "`with model.summon_full_params():`."
-            )
-        self.home.adopt(shard)
-        dtype, requires_grad, address, device = self._built_for
-        if self.home.device != device:
-            self.comm = self.comm.for_device(self.home.device)
-            self.reduce_comm = self.reduce_comm.for_device(self.home.device)
-        is_another = (shard.dtype, self.requires_grad_each, self.home.device) != (dtype, requires_grad, device)
-        if self.pieces is not None and (is_another or shard.data_ptr() != address):
-            self.pieces.alias()
-        if is_another or (self.whole.is_shard and shard.data_ptr() != address):
-            self._precision.check(self.name, shard.dtype, shard.requires_grad)
-            self._build()
 
     # --- unshard and reshard ------------------------------------------------------------------------------------
 
@@ -292,8 +169,11 @@ class FlatParamHandle(TakesGradients):
     def gather(self) -> None:
         """Start to fetch the whole parameter; nothing happens if it is here or on its way."""
         self.absorb()
-        if self.phase is not Phase.SHARDED:
-            if self.phase is Phase.GATHERING or self.shard_state == self._gathered:
+        if self.phase is Phase.GATHERING:
+            return
+        self.absorb()
+        if self.phase is Phase.FULL:
+            if self.shard_state == self._gathered:
                 return
             self.reshard()  # the shard was changed since: what is here is stale
         if self.pieces is not None:
@@ -359,17 +239,6 @@ class FlatParamHandle(TakesGradients):
         self.settle()
         copies = [view.clone() for view in self.layout.unpack(full)]
         return [part.dtensor(copy) if part else copy for copy, part in zip(copies, self.flat_param.parts, strict=True)]
-
-    def store(self, slot: int, value: Tensor) -> None:
-        """Keep this rank's part of a whole parameter's new value."""
-        part = self.flat_param.parts[slot]
-        with torch.no_grad():
-            if part is not None:
-                value = part.cut(self.layout.slots[slot].name, value)
-            self.layout.shard_of(slot, value, self.flat_param, self.comm.rank)
-            # Ranks that keep nothing of this parameter must find the shard changed as the others do, or they would
-            # not take part in the next gather.
-            increment_version(self.flat_param)
 
     def settle(self) -> None:
         """Block until the shard may be written: what was sent and copied from it has arrived."""

@@ -5,28 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fsdp._comm import Communicator, Pending
-from fsdp._flat_param import FlatParameter
-from fsdp._gradients import GradientBuffer
-from fsdp._layout import ContiguousLayout
-from fsdp._offload import Home
-from fsdp._pieces import Pieces
+from fsdp._comm import Pending
+from fsdp._handle_state import HandleState
 from fsdp._placeholder import Placeholder, unreduced_gradient
-from fsdp._whole import WholeParameters
 
 
-class TakesGradients:
-    """The half of `FlatParamHandle` that backward needs."""
-
-    flat_param: FlatParameter
-    home: Home
-    pieces: Pieces | None
-    layout: ContiguousLayout
-    reduce_comm: Communicator
-    name: str
-    tag: int
-    gradients: GradientBuffer
-    _wholes: dict[torch.dtype, WholeParameters]
+class TakesGradients(HandleState):
+    """The part of `FlatParamHandle` that backward needs."""
 
     def take_gradient(self, slot: int, leaf: Tensor, divisor: float) -> bool:
         """Move a leaf's gradient into the flat buffer; True when it was the last one missing in this backward."""
@@ -50,7 +35,9 @@ class TakesGradients:
         """Add a reduced gradient to the shard's."""
         self.flat_param._has_unreduced = False
         self.home.check(self.name)
-        self.home.accept(self.flat_param, reduced)
+        self.home.accept(
+            self.flat_param, reduced.to(self.gradients.dtype) if self._precision.keeps_low_gradients else reduced
+        )
 
     def mark_unreduced(self) -> None:
         """Let the shard's missing gradient say why it is missing, if it is and something is accumulated."""

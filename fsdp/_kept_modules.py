@@ -30,27 +30,31 @@ def compute_in_own_dtype(module: nn.Module) -> list[RemovableHandle]:
     Returns:
         What undoes this.
     """
-    tensors = (
-        (inner, name)
-        for inner in module.modules()
-        for name, tensor in (*inner._parameters.items(), *inner._buffers.items())
-        if tensor is not None and tensor.is_floating_point()
-    )
-    first = next(tensors, None)
-    came_in: list[torch.dtype | None] = []  # of the calls that are running; a module may call itself
+    casts = _Casts(module)
+    return [
+        module.register_forward_pre_hook(casts.widen, with_kwargs=True),
+        module.register_forward_hook(casts.narrow),
+    ]
 
-    def widen(module: nn.Module, args: Any, kwargs: Any) -> Any:
+
+class _Casts:
+    def __init__(self, module: nn.Module) -> None:
+        tensors = (
+            (inner, name)
+            for inner in module.modules()
+            for name, tensor in (*inner._parameters.items(), *inner._buffers.items())
+            if tensor is not None and tensor.is_floating_point()
+        )
+        self._first = next(tensors, None)
+        self._came_in: list[torch.dtype | None] = []  # of the calls that are running; a module may call itself
+
+    def widen(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         dtypes: set[torch.dtype] = set()
         map_tensors(lambda tensor: dtypes.add(tensor.dtype) or tensor, (args, kwargs))  # type: ignore[func-returns-value]
         floating = [dtype for dtype in dtypes if dtype.is_floating_point]
-        came_in.append(floating[0] if len(floating) == 1 else None)
-        return cast_floats((args, kwargs), getattr(*first).dtype if first else torch.float32)
+        self._came_in.append(floating[0] if len(floating) == 1 else None)
+        return cast_floats((args, kwargs), getattr(*self._first).dtype if self._first else torch.float32)
 
-    def narrow(module: nn.Module, args: Any, output: Any) -> Any:
-        dtype = came_in.pop()
+    def narrow(self, module: nn.Module, args: Any, output: Any) -> Any:
+        dtype = self._came_in.pop()
         return output if dtype is None else cast_floats(output, dtype)
-
-    return [
-        module.register_forward_pre_hook(widen, with_kwargs=True),
-        module.register_forward_hook(narrow),
-    ]

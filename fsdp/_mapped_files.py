@@ -86,7 +86,7 @@ class MappedFiles:
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: bool) -> None:
-        self._keep = keep
+        self._below, self._keep = os.path.abspath(folder), keep
         self._regions: dict[int, Region] = {}  # by address
         self._shared: tuple[mmap.mmap, str] | None = None
         self._shared_used = 0
@@ -102,6 +102,12 @@ class MappedFiles:
         return_freed_blocks(larger_than=1 << 20)
         if not keep:
             weakref.finalize(self, _remove, self.folder, os.getpid())
+
+    def __deepcopy__(self, memo: Any) -> MappedFiles:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return files_under, (self._below, self._keep)
 
     def allocate(self, numel: int, dtype: torch.dtype, role: str) -> tuple[Tensor, Region]:
         """A tensor ``[numel]`` of zeros, named after what it is for.

@@ -45,6 +45,11 @@ class Home:
         return False
 
     @property
+    def keeps_shards(self) -> bool:
+        """Whether shards and gradients stay where they are when the module is moved."""
+        return False
+
+    @property
     def lane(self) -> Lane:
         """Where copies to and from the compute device are queued."""
         return lane_of(self.device)
@@ -89,6 +94,10 @@ class HostHome(Home):
     @property
     def is_elsewhere(self) -> bool:
         return self._params and self.device.type != "cpu"
+
+    @property
+    def keeps_shards(self) -> bool:
+        return self._params
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         if not self.is_elsewhere:
@@ -159,9 +168,20 @@ class DiskHome(Home):
         self._grad: tuple[Tensor, Region] | None = None
         self._shown: weakref.ref[Tensor] | None = None  # the gradient that lies there
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> DiskHome:
+        copied = memo[id(self)] = DiskHome(self.device, self.files)
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DiskHome, (self.device, self.files)
+
     @property
     def is_elsewhere(self) -> bool:
         return self.device.type != "cpu"
+
+    @property
+    def keeps_shards(self) -> bool:
+        return True
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         made, region = self.files.allocate(numel, dtype, "shard")

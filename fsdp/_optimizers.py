@@ -40,6 +40,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if any(param._is_sharded or is_on_many_ranks(param.owner.parts) for param in ours):
         _refuse_lonely_scaler(optimizer)
     _refuse_original_parameters(optimizer, params)
+    _refuse_low_gradients(optimizer, ours)
     for param in ours:
         what = f"{type(optimizer).__name__}.step() of a flat parameter with {param.owner._names[0]}"
         param.home.check(what, optimizer.state.get(param, {}).values())
@@ -72,6 +73,20 @@ def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[A
             f"this {type(optimizer).__name__} was made before the model was wrapped: it holds original parameters that "
             f"get no gradients any more ({listing}). Make it after wrapping, from the wrapped model's parameters()."
         )
+
+
+def _refuse_low_gradients(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
+    """Raise RuntimeError if torch's optimizer would fail, naming none of this, on gradients of fewer bits."""
+    takes_them = isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults.get("fused")
+    if takes_them or not type(optimizer).__module__.startswith("torch.optim"):
+        return
+    for param in ours:
+        if param.grad is not None and param.grad.dtype != param.dtype:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} takes gradients in the parameters' own dtype, {param.dtype}, and "
+                f"keep_low_precision_grads=True keeps them in {param.grad.dtype}. Leave it out, or use an optimizer "
+                "that widens gradients: torch's SGD (not fused), or one of your own."
+            )
 
 
 # How many calls may lie between a scaler's step and our hook: torch's own have four.

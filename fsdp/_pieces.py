@@ -33,20 +33,17 @@ class Pieces:
         self._flat_param = flat_param
         self._intervals = [layout.interval(slot, rank) for slot in range(len(layout.slots))]
         self.params = [self._new(slot, layout, flat_param.requires_grad) for slot in range(len(layout.slots))]
-        self._addresses: list[tuple[int, int]] = []
+        self._pointers: list[int] = []
         self.alias()
-        self.registered: list[tuple[nn.Module, str, nn.Parameter]] = [
+        self.entries: list[tuple[nn.Module, str, nn.Parameter]] = [
             (place.module, place.name, param) for param, used in zip(self.params, places, strict=True) for place in used
         ]
 
     def _new(self, slot: int, layout: Layout, requires_grad: bool) -> PieceParameter:
+        interval, kept = self._intervals[slot], layout.slots[slot]
+        offset, numel, start = (interval.offset, interval.numel, interval.start) if interval else (0, 0, 0)
         kind = self._flat_param.home.piece_parameter
-        piece = Tensor._make_subclass(kind, self._flat_param.detach()[:0], requires_grad)
-        interval = self._intervals[slot]
-        piece.fqn, piece.whole_shape = layout.slots[slot].name, layout.slots[slot].shape
-        piece.offset = interval.start if interval else 0
-        piece.owner = self._flat_param
-        return piece
+        return kind.of(self._flat_param, offset, numel, requires_grad, kept.name, kept.shape, start)
 
     def _of(self, shard: Tensor, slot: int) -> Tensor:
         interval = self._intervals[slot]
@@ -64,36 +61,32 @@ class Pieces:
         shard = self._flat_param.detach()
         for slot, piece in enumerate(self.params):
             piece.data = self._of(shard, slot)
-        self._addresses = [_address(piece) for piece in self.params]
+        self._pointers = [piece.data_ptr() for piece in self.params]
 
     def absorb(self) -> None:
-        """Write to the shard what users have assigned to the ``.data`` of pieces.
+        """Write to the shard what users have assigned to the ``.data`` of pieces, and follow what they froze.
 
         Raises:
-            RuntimeError: for another shape.
+            RuntimeError: for another shape or dtype.
         """
-        for slot, (piece, address) in enumerate(zip(self.params, self._addresses, strict=True)):
-            if _address(piece) == address:
-                continue
-            ours = self._of(self._flat_param.detach(), slot)
-            if piece.shape == piece.whole_shape and piece.shape != ours.shape:
-                values = piece.detach().reshape(-1)[piece.offset : piece.offset + ours.numel()]
-            elif piece.shape == ours.shape:
-                values = piece.detach()
-            else:
-                raise RuntimeError(
-                    f"{piece.fqn}: its .data was replaced by a tensor of shape {tuple(piece.shape)}; this rank's piece "
-                    f"has shape {tuple(ours.shape)} and the whole parameter {tuple(piece.whole_shape)}. Assign one of "
-                    "these, or change it inside `with model.summon_full_params():`."
-                )
-            ours.copy_(values)
-            piece.data = ours
+        for slot, (piece, pointer) in enumerate(zip(self.params, self._pointers, strict=True)):
+            if piece.data_ptr() != pointer:
+                self._take_back(slot, piece)
         self._flat_param.requires_grad_(any(self.requires_grad))
 
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """Change when a piece is written in place."""
-        return tuple([piece._version for piece in self.params])
+    def _take_back(self, slot: int, piece: PieceParameter) -> None:
+        ours, given = self._of(self._flat_param.detach(), slot), piece.detach()
+        if given.shape == piece.whole_shape and given.shape != ours.shape:
+            given = given.reshape(-1)[piece.offset : piece.offset + ours.numel()]
+        if given.shape != ours.shape or given.dtype != ours.dtype:
+            raise RuntimeError(
+                f"{piece.fqn}: its .data was replaced by {given.dtype} of shape {tuple(piece.shape)}. This rank's "
+                f"piece is {ours.dtype} of shape {tuple(ours.shape)}, the whole parameter is "
+                f"{tuple(piece.whole_shape)}: assign one of these, change it inside "
+                "`with model.summon_full_params():`, or cast the whole model."
+            )
+        ours.copy_(given)
+        piece.data = ours
 
     # --- gradients ----------------------------------------------------------------------------------------------
 

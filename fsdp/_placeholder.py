@@ -11,21 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp._errors import NotCopied
 
-
-class Placeholder(NotCopied, Tensor):
+class Placeholder(Tensor):
     """A tensor without values; any operation on it raises `RuntimeError` with the message that it was made with."""
 
+    _message: str
     stands_for: Tensor | None = None  # what is kept elsewhere, in its place
 
     # Without this, every attribute access would go through Python; operations are caught by the dispatcher below.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, like: Tensor, message: str) -> Placeholder:
+    def __new__(
+        cls, like: Tensor, message: str, device: torch.device | None = None, requires_grad: bool | None = None
+    ) -> Placeholder:
+        needs = like.requires_grad if requires_grad is None else requires_grad
         self = Tensor._make_wrapper_subclass(
-            cls, like.shape, dtype=like.dtype, device=like.device, requires_grad=like.requires_grad
+            cls, like.shape, dtype=like.dtype, device=device or like.device, requires_grad=needs
         )
         self._message = message
         return self
@@ -37,6 +39,14 @@ class Placeholder(NotCopied, Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
+        rebuild, args = self.__reduce_ex__(2)
+        copied = memo[id(self)] = rebuild(*args)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (self.shape, self.dtype, self.device, self.requires_grad, self._message)
+
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(self._message)
 
@@ -45,6 +55,13 @@ class Placeholder(NotCopied, Tensor):
     numpy = tolist = item = data_ptr = untyped_storage = __array__ = __dlpack__ = __copy__ = _refuse
     # These would act on the placeholder, and be forgotten with it.
     requires_grad_ = register_hook = register_post_accumulate_grad_hook = _refuse
+
+
+def _rebuild(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, requires_grad: bool, message: str
+) -> Placeholder:
+    like = torch.empty(shape, dtype=dtype, device="meta")
+    return Placeholder(like, message, device, requires_grad)
 
 
 def _message_in(values: Any) -> str:

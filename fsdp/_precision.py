@@ -41,6 +41,9 @@ class MixedPrecision:
             computation in their own dtype; their outputs are cast back to the dtype of their inputs. Batch norms by
             default.
         full_precision_in_eval: don't cast, and gather in full, while the wrapped module is in ``eval()``.
+        keep_low_precision_grads: leave reduced gradients in the dtype of the reduction, half the bytes between backward
+            and step, for optimizers that widen them themselves. Of torch's, SGD (not fused) does; the others are an
+            error at their step.
 
     Raises:
         ValueError: for a dtype that is not a floating-point one of 16 bits or more.
@@ -53,6 +56,7 @@ class MixedPrecision:
     cast_forward_inputs: bool = True
     full_precision_modules: Sequence[type[nn.Module]] = BATCH_NORMS
     full_precision_in_eval: bool = False
+    keep_low_precision_grads: bool = False
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
@@ -91,6 +95,7 @@ class Precision:
     inputs: InputCast = InputCast.NONE
     kept: tuple[type[nn.Module], ...] = ()
     full_in_eval: bool = False
+    keeps_low_gradients: bool = False
     required: torch.dtype | None = None  # of the parameters that are trained
 
     @classmethod
@@ -103,6 +108,7 @@ class Precision:
             inputs=InputCast.ALWAYS if policy.cast_forward_inputs and policy.param_dtype else InputCast.NONE,
             kept=tuple(policy.full_precision_modules),
             full_in_eval=policy.full_precision_in_eval,
+            keeps_low_gradients=policy.keep_low_precision_grads,
         )
 
     @classmethod
@@ -211,6 +217,9 @@ class Buffers:
         ]
         self._sources: dict[int, tuple[Tensor, int, Tensor]] = {}  # what was cast, by the id of the cast
         self.narrow()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_sources": {}}  # by ids that mean nothing in a copy
 
     def narrow(self) -> None:
         """In the dtype of computation."""

@@ -22,7 +22,7 @@ import torch
 
 from fsdp._agreement import agree
 from fsdp._autograd import BackwardPass, in_backward
-from fsdp._flat_param import FlatParameter
+from fsdp._collect import is_ours
 from fsdp._handle import FlatParamHandle
 from fsdp._memory import return_freed_memory
 from fsdp._names import clean_name
@@ -69,17 +69,17 @@ class Runtime:
         self._backward: BackwardPass | None = None  # the one that is running, or that raised
 
     def _refuse_strangers(self) -> None:
-        ours = {
-            place[:2] for unit in self.units for handle in unit.handles for group in handle.places for place in group
-        }
+        ours = {(place.module, place.name) for unit in self.units for place in unit.places()}
         for name, param in self.root.module.named_parameters():
             path, _, attribute = name.rpartition(".")
-            if isinstance(param, FlatParameter) or (self.root.module.get_submodule(path), attribute) in ours:
+            module = self.root.module.get_submodule(path)
+            is_ignored = any(unit.ignored.has(module, param) for unit in self.units)
+            if is_ours(param) or is_ignored or (module, attribute) in ours:
                 continue
             raise RuntimeError(
                 f"{clean_name(name)} became a parameter after wrapping: it is not sharded, and ranks would train "
-                "it each for itself. Complete the module before wrapping, or assign existing parameters inside "
-                "`with model.summon_full_params():`."
+                "it each for itself. Complete the module before wrapping, or leave it out of sharding with "
+                "ignored_parameters or ignored_modules."
             )
 
     def _adopt(self, named_units: list[tuple[str, Unit]]) -> None:

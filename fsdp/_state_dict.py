@@ -18,27 +18,23 @@ import torch
 from torch import Tensor, nn
 
 from fsdp._agreement import agree
-from fsdp._collect import note_stale
-from fsdp._dtensors import is_dtensor, local_part, whole
+from fsdp._collect import is_ours, note_stale
+from fsdp._dtensors import is_dtensor, local_part, spread_loaded, whole
 from fsdp._handle import FlatParamHandle
 from fsdp._names import FLATTEN_PART, FSDP_PART, clean_name, clean_text
-from fsdp._unit import TrainingState, Unit, units_in
+from fsdp._unit import TrainingState, Unit, own_modules, units_in
 
 
 class Exposure:
     """Collective over the unit's ranks. One unit's modules with whole, ordinary parameters, until closed.
 
     Args:
-        keep_changes: shard changed values on closing. A parameter that was assigned to a module while its unit was
-            sharded counts as a change; without `keep_changes` it is an error.
+        keep_changes: shard changed values on closing.
     """
 
     def __init__(self, unit: Unit, keep_changes: bool) -> None:
         self._unit = unit
         self._keep_changes = keep_changes
-        for handle in unit.handles:
-            if not keep_changes:
-                handle.check_places()
         values = [handle.full_copies() for handle in unit.handles]  # may fail: nothing is changed before
         self._outer_state, unit.state = unit.state, TrainingState.SUMMON_FULL_PARAMS
         unit.buffers.widen()
@@ -66,42 +62,28 @@ class Exposure:
 
 def _install(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> None:
     for slot, (tensor, places) in enumerate(zip(tensors, handle.places, strict=True)):
-        param = handle.replacement(slot)
-        if param is None:
-            param = nn.Parameter(tensor, handle.requires_grad_each[slot])
+        param = nn.Parameter(tensor, handle.requires_grad_each[slot])
         note_stale(param, f"a summoned copy of {places[0].fqn}")
         for place in places:
             place.module.__dict__.pop(place.name, None)
             place.module._parameters[place.name] = param
-    handle.unregister()
+    handle.registry.leave()
     handle.whole.refresh_rnns()
 
 
 def _remove(handle: FlatParamHandle, keep_changes: bool) -> list[str]:
     problems = []
     for slot, places in enumerate(handle.places):
-        values = [place.module._parameters.pop(place.name, None) for place in places]
-        if keep_changes:
-            try:
-                _keep(handle, slot, values)
-            except ValueError as error:
-                problems.append(str(error))
+        try:
+            if keep_changes:
+                handle.keep(slot, handle.registry.replacement(slot))
+        except ValueError as error:
+            problems.append(str(error))
+        for place in places:
+            place.module._parameters.pop(place.name, None)
     handle.fill_places()
-    handle.register()
+    handle.registry.enter()
     return problems
-
-
-def _keep(handle: FlatParamHandle, slot: int, values: Sequence[Tensor | None]) -> None:
-    name, value = handle.layout.slots[slot].name, values[0]
-    if value is None:
-        raise ValueError(f"{name} was removed or is no parameter any more")
-    if any(other is not value for other in values):
-        raise ValueError(f"{name} was replaced under only some of the names that share it")
-    if value.requires_grad is not handle.requires_grad_each[slot]:
-        raise ValueError(
-            f"{name} has requires_grad={value.requires_grad} now: it cannot be changed here, set it before wrapping"
-        )
-    handle.store(slot, value)
 
 
 @contextmanager
@@ -152,12 +134,12 @@ def whole_state(
         dtype: of the unit's floating-point parameters; None leaves them in their own.
     """
     summoned = unit.state is TrainingState.SUMMON_FULL_PARAMS
+    # Exposed parameters belong to nobody else; buffers do, and so do parameters that are ignored or were summoned.
+    others = [param for param in unit.module.parameters() if not is_ours(param)]
     with nullcontext() if summoned else exposed([unit], keep_changes=False):
         state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if not keep_vars:
-            # Exposed parameters belong to nobody else; buffers do, and so do parameters that the user has summoned.
-            others = [*unit.module.buffers(), *(unit.module.parameters() if summoned else ())]
-            live = {local_part(tensor).data_ptr() for tensor in others}
+            live = {local_part(tensor).data_ptr() for tensor in (*others, *unit.module.buffers())}
             _make_whole(state, unit, prefix)
             params = {prefix + place.fqn for handle in unit.handles for places in handle.places for place in places}
             moved: dict[Any, Tensor] = {}  # tied tensors stay tied
@@ -202,44 +184,46 @@ class Loading:
     """Lets `nn.Module.load_state_dict` load a wrapped module as if it was not, one unit at a time.
 
     torch walks the module tree and loads each module from the keys under its path. On entering a wrapper, the keys get
-    the path parts of the wrapper, and the unit's parameters are exposed; on leaving it they are sharded again.
+    the path parts of the wrapper. On entering it, or a module of its unit that is loaded by itself, the unit's
+    parameters are exposed; on leaving it they are sharded again.
     """
 
     def __init__(self, wrapper: nn.Module, unit: Unit) -> None:
         self._unit = unit
-        self._open: list[Exposure] = []
-        wrapper.register_load_state_dict_pre_hook(self._enter)
-        wrapper.register_load_state_dict_post_hook(self._leave)
+        self._open: list[tuple[nn.Module, Exposure]] = []
+        wrapper.register_load_state_dict_pre_hook(self._add_path_parts)
+        wrapper.register_load_state_dict_post_hook(self._clean)
+        for module in (wrapper, *own_modules(unit.module)):
+            module.register_load_state_dict_pre_hook(self._enter)
+            module.register_load_state_dict_pre_hook(spread_loaded)
+            module.register_load_state_dict_post_hook(self._leave)
 
-    def _enter(
-        self,
-        module: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        self._error_msgs = error_msgs
+    def _add_path_parts(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self._error_msgs = rest[-1]
         inner = f"{prefix}{FSDP_PART}.{FLATTEN_PART}."
         for key in [key for key in state_dict if key.startswith(prefix)]:
             if not key.startswith(prefix + FSDP_PART):
                 state_dict[inner + key[len(prefix) :]] = state_dict.pop(key)
-        if self._unit.state is not TrainingState.SUMMON_FULL_PARAMS:
-            ensure_agreed(self._unit)
-            self._open.append(Exposure(self._unit, keep_changes=True))
-            self._unit.close_loading = self.close
 
-    def _leave(self, module: nn.Module, incompatible: object) -> None:
+    def _clean(self, module: nn.Module, incompatible: object) -> None:
         for keys in (incompatible.missing_keys, incompatible.unexpected_keys):  # type: ignore[attr-defined]
             keys[:] = [clean_name(key) for key in keys]
         self._error_msgs[:] = [clean_text(message) for message in self._error_msgs]
-        self.close()
+
+    def _enter(self, module: nn.Module, *rest: Any) -> None:
+        if self._unit.state is not TrainingState.SUMMON_FULL_PARAMS:
+            if self._unit.runtime is not None:
+                self._unit.runtime.ensure_idle("load a state dict")
+            ensure_agreed(self._unit)
+            self._open.append((module, Exposure(self._unit, keep_changes=True)))
+            self._unit.close_loading = self.close
+
+    def _leave(self, module: nn.Module, incompatible: object) -> None:
+        if self._open and self._open[0][0] is module:
+            self.close()
 
     def close(self) -> None:
         """Shard what is still exposed, after an exception too."""
         self._unit.close_loading = None
         opened, self._open = self._open, []
-        close_all(opened)
+        close_all([exposure for _, exposure in opened])

@@ -7,7 +7,7 @@ is the same. A unit knows what belongs to it; when its parameters come and go is
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,9 @@ from torch.compiler import disable
 
 from fsdp._autograd import differentiable_tensors
 from fsdp._comm import Communicator
-from fsdp._dtensors import spread_loaded
-from fsdp._errors import NotCopied
 from fsdp._flat_param import FlatParameter, ParamInfo
 from fsdp._handle import FlatParamHandle, Phase
+from fsdp._ignored import Ignored
 from fsdp._kept_modules import compute_in_own_dtype, kept_modules
 from fsdp._names import clean_name
 from fsdp._precision import Buffers, InputCast, Precision, cast_floats
@@ -41,16 +40,23 @@ class TrainingState(Enum):
     SUMMON_FULL_PARAMS = auto()  # its modules hold whole parameters as ordinary ones
 
 
-# Where a module keeps its unit. On the module, so that both die together, and so that copying or pickling the
-# module meets the unit, which says what to do instead.
+# Where a module keeps its unit. On the module, so that both die together and are copied together.
 _ATTRIBUTE = "_fsdp_unit"
 
 
-class Hook(NotCopied):
+class Hook:
     """A module's hook of ours. A compiler that traces the module leaves it alone: it moves data between ranks."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        self._hooked = function
         self._function = disable(function)
+
+    def __getstate__(self) -> Any:
+        return self._hooked
+
+    def __setstate__(self, hooked: Callable[..., Any]) -> None:
+        self._hooked = hooked
+        self._function = disable(hooked)
 
     def __call__(self, *args: Any) -> Any:
         return self._function(*args)
@@ -67,13 +73,15 @@ class Call:
         self.will_pass = False  # whether backward goes on through its inputs
 
 
-class Unit(NotCopied):
+class Unit:
     """The parameters of one wrapped module that no inner unit took.
 
     Args:
         module: gets the hooks.
         comm: the ranks that share the parameters.
         precision: the dtypes that it computes in.
+        device: where it computes.
+        ignored: what in its module it leaves alone.
         reshard_after_forward: whether memory is given back between forward and backward.
         predivide, postdivide: factors by which gradients are divided before and after they are summed.
         clear_autocast_cache: let go of autocast's copies of weights after each forward.
@@ -85,6 +93,8 @@ class Unit(NotCopied):
         module: nn.Module,
         comm: Communicator,
         precision: Precision,
+        device: torch.device,
+        ignored: Ignored,
         *,
         reshard_after_forward: bool,
         predivide: float,
@@ -94,7 +104,9 @@ class Unit(NotCopied):
     ) -> None:
         self.module = module
         self.comm = comm
-        ours = own_modules(module)
+        self.device = device
+        self.ignored = ignored
+        ours = [inner for inner in own_modules(module) if inner not in ignored.modules]
         kept = kept_modules(ours, precision.kept)
         self._kept = {inner for group in kept.values() for inner in group}
         # Before our own hooks, which then run around those that keep a module's precision.
@@ -105,25 +117,50 @@ class Unit(NotCopied):
         self.in_full_precision = False
         self.export_dtype: torch.dtype | None = None  # of the parameters in the state dict that is being taken
         self.is_inside_mixed = False  # a unit around it casts inputs
-        self.handles: list[FlatParamHandle] = []
+        self._handles: list[FlatParamHandle] = []
+        self._is_asleep = False  # its handles are copies and not complete
         self.reshard_after_forward = reshard_after_forward
         self.predivide, self.postdivide = predivide, postdivide
         self.name = type(module).__name__
         self.state = TrainingState.IDLE
         self.runtime: Runtime | None = None
         self.is_agreed = False  # the ranks have compared what they have
+        self.is_converting = False  # its module is being cast or moved
         self.close_loading: Callable[[], None] | None = None  # set while a state dict is being loaded into it
         self.incomplete: set[FlatParamHandle] = set()  # their gradients are not all there, in this backward
         self.unpassed: set[Call] = set()  # backward has reached their outputs, and not yet left by their inputs
         self.param_order = {m: list(m._parameters) for m in module.modules()}  # before any is taken over
         self._clear_autocast_cache = clear_autocast_cache
         self._new_runtime = new_runtime
-        self._guarded: set[nn.Module] = set()
         module.__dict__[_ATTRIBUTE] = self
         before, after = Hook(self._before_forward), Hook(self._after_forward)
         self._hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._hooks.append(module.register_forward_hook(after, always_call=True))
-        self._guard_state(module)
+
+    @property
+    def handles(self) -> list[FlatParamHandle]:
+        """One for each flat parameter."""
+        if self._is_asleep:
+            self.wake()
+        return self._handles
+
+    def __getstate__(self) -> dict[str, Any]:
+        forgotten: dict[str, Any] = {
+            "runtime": None,
+            "is_agreed": False,
+            "incomplete": set(),
+            "unpassed": set(),
+            "_hooks": [],
+        }
+        return self.__dict__ | forgotten | {"_is_asleep": True}
+
+    def wake(self) -> None:
+        """Complete the handles of a copied or unpickled unit, if all of its modules are there by now."""
+        places = [place for handle in self._handles for used in handle.places for place in used]
+        if self._is_asleep and all("_parameters" in place.module.__dict__ for place in places):
+            self._is_asleep = False
+            for handle in self._handles:
+                handle.wake()
 
     def withdraw(self) -> None:
         """Leave the module as it was found: it could not be wrapped."""
@@ -140,6 +177,18 @@ class Unit(NotCopied):
             self.runtime = self._new_runtime(self)
         self.runtime.before_forward(self, (args, kwargs))
         return self._cast_inputs((args, kwargs))
+
+    def compute(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a method of the module as its forward is run."""
+        cast = self._before_forward(self.module, args, kwargs)
+        args, kwargs = (args, kwargs) if cast is None else cast
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            if self.runtime is not None:
+                self.runtime.give_up_forward(self)
+            raise
+        return self._after_forward(self.module, args, output)
 
     def _cast_inputs(self, inputs: Any) -> Any:
         kind = self.precision.inputs
@@ -175,19 +224,6 @@ class Unit(NotCopied):
                 return tensor.clone()
         return tensor
 
-    def _guard_state(self, module: nn.Module) -> None:
-        if module not in self._guarded:
-            self._guarded.add(module)
-            self._hooks.append(module.register_state_dict_pre_hook(Hook(self._refuse_partial_state)))
-            self._hooks.append(module.register_load_state_dict_pre_hook(Hook(spread_loaded)))
-
-    def _refuse_partial_state(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self.state is not TrainingState.SUMMON_FULL_PARAMS:
-            raise RuntimeError(
-                f"{self.name}: state_dict() of a {type(module).__name__} inside a FullyShardedDataParallel would hold "
-                "this rank's shards, or nothing. Call state_dict() of the wrapper, or be inside summon_full_params()."
-            )
-
     def on_gradient(self, handle: FlatParamHandle, slot: int, leaf: Tensor) -> None:
         """A leaf's gradient is there (called by the handle's hooks)."""
         if handle.take_gradient(slot, leaf, self.predivide) and self.runtime is not None:
@@ -202,10 +238,8 @@ class Unit(NotCopied):
         original: bool = False,
     ) -> None:
         """Run a flat parameter's shard, whose original parameters were used at `places`; see `FlatParamHandle`."""
-        for module in {place.module for group in places for place in group}:
-            self._guard_state(module)
         precision = self.precision_at(places[0])
-        self.handles.append(
+        self._handles.append(
             FlatParamHandle(
                 flat_param, places, self.comm, reduce_comm, registered, precision, self.on_gradient, original
             )
@@ -213,7 +247,7 @@ class Unit(NotCopied):
 
     def restore_order(self) -> None:
         """Have modules list their parameters in the order from before they were wrapped."""
-        for module in {place.module for handle in self.handles for places in handle.places for place in places}:
+        for module in {place.module for place in self.places()}:
             params = dict(module._parameters)
             order = self.param_order.get(module, [])
             module._parameters.clear()
@@ -252,6 +286,20 @@ class Unit(NotCopied):
         for tensor in tensors:
             tensor.register_hook(on_output_gradient)
         return bool(tensors)
+
+    def places(self) -> Iterator[ParamInfo]:
+        """Where its original parameters are used."""
+        for handle in self.handles:
+            for places in handle.places:
+                yield from places
+
+    def follow(self, device: torch.device) -> None:
+        """Follow parameters that were cast or moved, and compute on `device`."""
+        self.device = device
+        self.comm = self.comm.for_device(device)
+        for handle in self.handles:
+            handle.home.device = device
+            handle.follow_shard()
 
     # --- what the runtime asks for ------------------------------------------------------------------------------
 

@@ -55,9 +55,13 @@ class WholeParameters:
             if leaf.requires_grad:
                 # Weakly: the garbage collector does not see into these hooks, and would never free a model.
                 leaf.register_post_accumulate_grad_hook(partial(_tell, weakref.WeakMethod(on_gradient), number))
+        self._numbers: dict[Tensor, int] = {leaf: number for number, leaf in enumerate(self.leaves)}
         self._swaps: list[tuple[dict[str, Any], ParamInfo, Tensor, Tensor]] = []
         for slot, leaf, used in zip(layout.slots, self.leaves, places, strict=True):
-            absent = leaf if is_shard else sharded_weight(slot.name, leaf)
+            placeholder = sharded_weight(slot.name, leaf)
+            # Whoever copies a module that shows a leaf gets no second copy of the weights with it: the shard is copied.
+            leaf.__deepcopy__, leaf.__reduce_ex__ = placeholder.__deepcopy__, placeholder.__reduce_ex__  # type: ignore[method-assign]
+            absent = leaf if is_shard else placeholder
             self._swaps += [(place.module.__dict__, place, leaf, absent) for place in used]
         modules = {place.module: None for used in places for place in used}
         self._rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
@@ -100,7 +104,7 @@ class WholeParameters:
     def hide(self) -> None:
         """Let the modules see placeholders."""
         for attributes, place, leaf, absent in self._swaps:
-            if attributes.get(place.name) is leaf:  # else `check_places` will report what is there
+            if attributes.get(place.name) is leaf:  # else it is `disturbed`
                 attributes[place.name] = absent
         if self._rnns:
             self.refresh_rnns()
@@ -110,16 +114,14 @@ class WholeParameters:
         for module in self._rnns:
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
-    def check_places(self, unit: str) -> None:
-        """Raise RuntimeError if a parameter's attribute is no longer what we put there."""
+    def disturbed(self) -> list[int]:
+        """The numbers of the parameters in whose places is something that is not ours."""
+        found: dict[int, None] = {}
         for attributes, place, leaf, absent in self._swaps:
-            found = attributes.get(place.name)
-            if found is not absent and found is not leaf:
-                raise RuntimeError(
-                    f"{unit}: {place.fqn} was replaced after wrapping. The new value would not be trained, and other "
-                    "ranks would never see it: assign it inside `with model.summon_full_params():`, or load it with "
-                    "load_state_dict()."
-                )
+            value = attributes.get(place.name)
+            if value is not absent and value is not leaf:
+                found[self._numbers[leaf]] = None
+        return list(found)
 
 
 def _leave_as_they_are() -> None:

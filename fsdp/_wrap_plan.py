@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from fsdp._ignored import Ignored
+
 _log = logging.getLogger("fsdp.wrap")
 
 # Called with the keywords module, recurse, unwrapped_params, module_is_root.
@@ -40,10 +42,11 @@ def _join(path: str, name: str) -> str:
 
 
 class ModuleGraph:
-    """Who contains what below a module, where modules and parameters may occur more than once."""
+    """Who contains what below a module, where modules and parameters may occur more than once; `ignored` left out."""
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, ignored: Ignored) -> None:
         self.root = root
+        self._ignored = ignored
         self.modules: list[nn.Module] = []  # children before parents, each once
         self.places: dict[nn.Module, list[tuple[nn.Module, str]]] = {root: []}  # (parent, name in it)
         self.holders: dict[nn.Parameter, list[nn.Module]] = {}
@@ -59,6 +62,8 @@ class ModuleGraph:
     def _visit(self, module: nn.Module, path: str) -> None:
         inside: dict[nn.Parameter, None] = {}
         for name, parameter in _own_parameters(module):
+            if self._ignored.has(module, parameter):
+                continue
             if is_lazy(parameter):
                 raise ValueError(
                     f"auto_wrap can not count {_join(path, name)!r}: {type(module).__name__} has not seen "
@@ -67,7 +72,7 @@ class ModuleGraph:
             inside[parameter] = None
         for parameter in inside:
             self.holders.setdefault(parameter, []).append(module)
-        for name, child in _children(module):
+        for name, child in self.children(module):
             if child not in self.places:
                 self.places[child] = []
                 self._visit(child, _join(path, name))
@@ -77,6 +82,10 @@ class ModuleGraph:
             inside |= self.parameters[child]
         self.parameters[module] = inside
         self.modules.append(module)
+
+    def children(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        """The modules in a module, without those that are ignored."""
+        return [(name, child) for name, child in _children(module) if child not in self._ignored.modules]
 
     def _meet(self, modules: list[nn.Module]) -> nn.Module:
         """The nearest module that dominates all of these, each module counting as dominating itself."""
@@ -155,7 +164,7 @@ def _modules_to_enter(graph: ModuleGraph, policy: AutoWrapPolicy, module_is_root
             shut.update(module.modules())
             return
         entered.add(module)
-        for _, child in _children(module):
+        for _, child in graph.children(module):
             visit(child)
 
     visit(graph.root)

@@ -28,8 +28,6 @@ class WrapperAccess(nn.Module):
     world_size: int
     flatten_parameters: bool
     verbose: bool
-    compute_device: torch.device
-    compute_dtype: torch.dtype
 
     @property
     def module(self) -> FlattenParamsWrapper:
@@ -39,7 +37,7 @@ class WrapperAccess(nn.Module):
     @property
     def params(self) -> list[nn.Parameter]:
         """This wrapper's own parameters, as optimizers see them: its shards, or its pieces of original parameters."""
-        return list(dict.fromkeys(param for handle in self._unit.handles for _, _, param in handle.registered))
+        return [param for handle in self._unit.handles for param in handle.registry.params]
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
@@ -69,6 +67,17 @@ class WrapperAccess(nn.Module):
     def gradient_postdivide_factor(self) -> float:
         """What gradients are divided by after they were summed over the ranks."""
         return self._unit.postdivide
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where the module computes."""
+        return self._unit.device
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """In which dtype it computes: its first parameter's, unless the precision says another."""
+        own = self.params[0].dtype if self.params else torch.float32
+        return self._options.precision.compute_dtype(own)
 
     @property
     def buffer_dtype(self) -> torch.dtype | None:

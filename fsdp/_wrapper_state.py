@@ -12,13 +12,13 @@ from torch import nn
 from fsdp._precision import check_dtype
 from fsdp._state_dict import ensure_agreed, exposed, whole_state, with_wrapped_metadata
 from fsdp._unit import TrainingState, Unit, units_in
-from fsdp._wrapper_access import WrapperAccess
+from fsdp._wrapper_copy import WrapperCopy
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class WrapperState(WrapperAccess):
+class WrapperState(WrapperCopy):
     """The half of `FullyShardedDataParallel` that training does not need."""
 
     @contextmanager

@@ -49,7 +49,7 @@ class FlattenParamsWrapper(nn.Module):
     ) -> None:
         super().__init__()
         self._fpw_module = module
-        found = collect(module) if param_list is None or len(param_list) else {}
+        found = self._find(module) if param_list is None or len(param_list) else {}
         groups = _as_groups(list(found) if param_list is None else param_list)
         self._check_groups(groups, found, type(module).__name__)
         suffixes = [str(number) for number in range(len(groups))] if flat_param_names is None else flat_param_names
@@ -72,6 +72,9 @@ class FlattenParamsWrapper(nn.Module):
             self._show_views()
         self.register_load_state_dict_pre_hook(self._before_load)
         self.register_load_state_dict_post_hook(self._after_load)
+
+    def _find(self, module: nn.Module) -> dict[nn.Parameter, list[ParamInfo]]:
+        return collect(module)
 
     @staticmethod
     def _check_groups(
@@ -311,6 +314,7 @@ class ShardedParamsWrapper(FlattenParamsWrapper):
 
     Args:
         module, param_list: as for `FlattenParamsWrapper`.
+        found: what may be flattened, with the places where it is used.
         rank, world_size: which shard, of how many.
         new_home: makes the place where one flat parameter's shard lives (a `Home`).
     """
@@ -321,13 +325,22 @@ class ShardedParamsWrapper(FlattenParamsWrapper):
         self,
         module: nn.Module,
         param_list: Sequence[Any],
+        found: dict[nn.Parameter, list[ParamInfo]],
         rank: int,
         world_size: int,
         new_home: Callable[[], Home],
     ) -> None:
-        self._new_home = new_home
+        self._found, self._new_home = found, new_home
         self._cut = partial(FlatParameter.shard_of, rank=rank, world_size=world_size)
         super().__init__(module, param_list)
+        del self._found
+
+    def _find(self, module: nn.Module) -> dict[nn.Parameter, list[ParamInfo]]:
+        return self._found
 
     def _flatten(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> FlatParameter:
         return self._cut(params, names, home=self._new_home())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedParamsWrapper:
+        self._fpw_module._apply(fn, recurse)  # which sees to the flat parameters, with its unit
+        return self

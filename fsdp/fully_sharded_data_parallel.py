@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from fsdp._clip import clip_grad_norm, clip_grad_value
-from fsdp._collect import Places, collect, group, names_of, take_over
+from fsdp._collect import GroupKey, Places, collect, group, key_of, names_of, take_over, taken_by
 from fsdp._comm import Group, communicator, default_group, reduce_group
 from fsdp._dtensors import check_ranks
 from fsdp._flat_param import FlatParameter
-from fsdp._offload import Home
+from fsdp._guards import guard
+from fsdp._ignored import Ignored
 from fsdp._optimizers import watch_optimizers
 from fsdp._options import Options
 from fsdp._precision import MixedPrecision
@@ -93,9 +94,15 @@ class FullyShardedDataParallel(WrapperState):
         offload_folder: with "disk", below which folder the files are made; it should be on a fast local disk.
         keep_offload_files: with "disk", leave the files when the process ends. Otherwise they are gone with the
             process, however it ends.
-        use_orig_params: optimizers see the original parameters under their own names, each as this rank's piece of it (1-D,
-            empty where the rank has nothing of it), instead of flat ones: for groups, learning rates and missing
+        use_orig_params: optimizers see the original parameters under their own names, each as this rank's piece of it
+            (1-D, empty where the rank has nothing of it), instead of flat ones: for groups, learning rates and missing
             gradients per parameter. A little slower, because optimizers then work on many small tensors.
+        group_by: called with each parameter's name (from `module`) and the parameter; those for which it returns the
+            same value share a flat parameter, which shows that value as ``flat_param.group``. So optimizers can treat
+            kinds of parameters differently (no weight decay on biases) and still step few, large tensors.
+        ignored_modules: modules inside of `module` that are left as they are, with all that is inside of them: not
+            sharded, not cast, their gradients not summed over the ranks. What they share with others is ignored too.
+        ignored_parameters: the same for single parameters.
         no_broadcast_optim_state, state_dict_on_rank_0_only: only their defaults, for now.
 
     Raises:
@@ -138,47 +145,55 @@ class FullyShardedDataParallel(WrapperState):
         offload_folder: str | os.PathLike[str] | None = None,
         keep_offload_files: bool = False,
         use_orig_params: bool = False,
+        group_by: GroupKey | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        ignored_parameters: Iterable[nn.Parameter] | None = None,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "module", "__class__")}
-        options = Options.resolve(**given)
+        options = Options.resolve(**{name: value for name, value in locals().items() if name != "__class__"})
         super().__init__()
-        _check_module(module)
+        ignored = Ignored.of(ignored_modules, ignored_parameters)
+        ignored.check(taken_by)
+        _check_module(module, ignored)
         watch_optimizers()
         self._options = options
         self.process_group = default_group(process_group)
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.flatten_parameters, self.verbose = flatten_parameters, verbose
-        found = collect(module)
-        params_are_on = _device_of(found, module)
-        self.compute_device = options.device_for(params_are_on)
-        self.compute_dtype = options.precision.compute or next((param.dtype for param in found), torch.float32)
-        self.process_group_reduce_scatter = self._reduce_group(process_group_reduce_scatter)
-        new_home = options.offload.home_on(self.compute_device)
-        self._unit = self._make_unit(module)
-        try:
-            alone = self._cut(module, found, new_home)
-        except BaseException:
-            self._unit.withdraw()
-            raise
-        if options.compute_device is not None or self.compute_device != params_are_on:
-            module.to(self.compute_device)  # buffers; the parameters that are ours have left
-        self._shard_flattened(found) if flatten_parameters else self._shard_one_by_one(found, alone)
-        self._unit.rename(type(module).__name__)
-        self._loading = Loading(self, self._unit)
+        self._wrap(module, ignored, group_by, process_group_reduce_scatter)
 
     # --- construction -------------------------------------------------------------------------------------------
 
-    def _reduce_group(self, wanted: Any) -> Group:
+    def _wrap(self, module: nn.Module, ignored: Ignored, key: GroupKey | None, reduce_over: Any) -> None:
+        found = collect(module, ignored)
+        params_are_on = _device_of(found, module)
+        device = self._options.device_for(params_are_on)
+        self.process_group_reduce_scatter = self._reduce_group(reduce_over, device)
+        self._unit = self._make_unit(module, device, ignored)
+        try:
+            alone = self._cut(module, found, key)
+        except BaseException:
+            self._unit.withdraw()
+            raise
+        if device != params_are_on or self._options.compute_device is not None:
+            module.to(device)  # buffers; the parameters that are ours have left
+        self._shard_flattened(found) if self.flatten_parameters else self._shard_one_by_one(found, alone)
+        self._unit.rename(type(module).__name__)
+        guard(self._unit)
+        self._loading = Loading(self, self._unit)
+
+    def _reduce_group(self, wanted: Any, device: torch.device) -> Group:
         if wanted in (None, ProcessGroupName.reduce_scatter):
-            return reduce_group(self.process_group, self.compute_device)
+            return reduce_group(self.process_group, device)
         return self._options.checked_reduce_group(wanted, self.process_group, ProcessGroupName.default)
 
-    def _make_unit(self, module: nn.Module) -> Unit:
+    def _make_unit(self, module: nn.Module, device: torch.device, ignored: Ignored) -> Unit:
         predivide = self._options.predivide_factor(self.world_size)
         return Unit(
             module,
-            communicator(self.process_group, self.compute_device),
+            communicator(self.process_group, device),
             self._options.precision,
+            device,
+            ignored,
             reshard_after_forward=self._options.reshard_after_forward,
             predivide=predivide,
             postdivide=self.world_size / predivide,
@@ -186,19 +201,24 @@ class FullyShardedDataParallel(WrapperState):
             new_runtime=self._new_runtime,
         )
 
-    def _cut(
-        self, module: nn.Module, found: dict[nn.Parameter, Places], new_home: Callable[[], Home]
-    ) -> list[FlatParameter]:
+    def _cut(self, module: nn.Module, found: dict[nn.Parameter, Places], key: GroupKey | None) -> list[FlatParameter]:
         """Make the shards: of groups, which the wrapper inside then holds, or (returned) of each parameter alone."""
         for param, places in found.items():
             self._unit.precision_at(places).check(places[0].fqn, param.dtype, param.requires_grad)
             for ranks in (self.process_group, self.process_group_reduce_scatter):
-                check_ranks(places[0].fqn, param, ranks, self.compute_device)
-        groups = group(found, self._unit.precision_at) if self.flatten_parameters else []
-        self._fsdp_wrapped_module = ShardedParamsWrapper(module, groups, self.rank, self.world_size, new_home)
+                check_ranks(places[0].fqn, param, ranks, self._unit.device)
+        groups = group(found, self._unit.precision_at, key) if self.flatten_parameters else []
+        new_home = self._options.offload.home_on(self._unit.device)
+        members = [params for _, params in groups]
+        self._fsdp_wrapped_module = ShardedParamsWrapper(module, members, found, self.rank, self.world_size, new_home)
+        for flat_param, (name, _) in zip(self.module.flat_params, groups, strict=True):
+            flat_param.group = name
         if self.flatten_parameters:
             return []
-        return [self.module._flatten([param], names_of([param], found)) for param in found]
+        alone = [self.module._flatten([param], names_of([param], found)) for param in found]
+        for flat_param, (param, places) in zip(alone, found.items(), strict=True):
+            flat_param.group = key_of(param, places, key)
+        return alone
 
     def _shard_flattened(self, found: dict[nn.Parameter, Places]) -> None:
         found.clear()  # the shards are cut: let the originals go before more memory is taken
@@ -278,7 +298,7 @@ class FullyShardedDataParallel(WrapperState):
         """
         runtime = self._runtime_as_root("clip_grad_value_")
         runtime.ensure_idle("clip gradients")
-        clip_grad_value(runtime.units, float(clip_value))
+        clip_grad_value(self._unit, runtime.units, float(clip_value))
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool = False) -> None:
         """Divide gradients by `pre` before and by `post` after they are summed, whatever the world size.
@@ -292,41 +312,6 @@ class FullyShardedDataParallel(WrapperState):
         self._require_idle("set gradient factors")
         for unit in self._units() if recursive else [self._unit]:
             unit.set_divide_factors(pre, post)
-
-    # --- moving ---------------------------------------------------------------------------------------------------
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FullyShardedDataParallel:
-        self._require_idle("move or cast the module")
-        if self._unit.runtime is not None:
-            self._unit.runtime.release()
-        for unit in self._units():  # all of them, before any is changed
-            for handle in unit.handles:
-                handle.check_cast(fn)
-        self.compute_device = fn(torch.empty(0, device=self.compute_device)).device
-        fn = self._staying_home(fn)
-        for handle in self._unit.handles:
-            handle.absorb()
-        super()._apply(fn, recurse)
-        for handle in self._unit.handles:
-            handle.apply_to_hidden(fn)
-        self._unit.comm = self._unit.comm.for_device(self.compute_device)
-        for handle in self._unit.handles:
-            handle.home.device = self.compute_device
-            handle.follow_shard()
-        if self.params:
-            self.compute_dtype = self._options.precision.compute_dtype(self.params[0].dtype)
-        return self
-
-    def _staying_home(self, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """`fn` for modules that are moved, with shards and gradients that are offloaded cast only."""
-
-        def cast(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            ours = [*self.params, *(handle.flat_param for handle in self._unit.handles)]
-            is_ours = any(tensor is param or tensor is param.grad for param in ours)
-            return moved.to(tensor.device) if is_ours else moved
-
-        return cast if self._options.offload.params else fn
 
     def _runtime_as_root(self, method: str) -> Runtime:
         if self._unit.runtime is None:
@@ -347,7 +332,7 @@ def _device_of(found: dict[nn.Parameter, Places], module: nn.Module) -> torch.de
     return get_fsdp_instances(module, skip_empty=True)[0].compute_device
 
 
-def _check_module(module: Any) -> None:
+def _check_module(module: Any, ignored: Ignored) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"FullyShardedDataParallel wraps an nn.Module, got a {type(module).__name__}")
     managed = isinstance(module, FlattenParamsWrapper) and module._is_managed
@@ -355,9 +340,11 @@ def _check_module(module: Any) -> None:
         raise ValueError(
             f"this {type(module).__name__} is wrapped already: wrap each module once, and the modules around it"
         )
-    if next(module.parameters(), None) is None:
+    if all(ignored.has(inner, param) for inner in module.modules() for param in inner.parameters(recurse=False)):
         raise ValueError(
-            f"{type(module).__name__} has no parameters to shard: leave it unwrapped, or wrap the module around it"
+            f"{type(module).__name__} has no parameters to shard"
+            + (" that are not ignored" if ignored.parameters else "")
+            + ": leave it unwrapped, or wrap the module around it"
         )
 
 

@@ -17,6 +17,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from fsdp._ignored import Ignored
 from fsdp._wrap_plan import AutoWrapPolicy, ModuleGraph, log_ties, make_plan
 
 
@@ -243,7 +244,9 @@ class ConfigAutoWrap:
         if not ConfigAutoWrap.in_autowrap_context or policy is None:
             raise RuntimeError("recursive_wrap needs an active context: call it inside of enable_wrap(...).")
         _refuse_wrapped(module, ConfigAutoWrap.wrapper_cls)
-        graph = ModuleGraph(module)
+        settings = {**ConfigAutoWrap.kwargs, **kwargs}
+        ignored = Ignored.of(settings.get("ignored_modules"), settings.get("ignored_parameters"))
+        graph = ModuleGraph(module, ignored)
         plan = make_plan(graph, policy, module_is_root)
         log_ties(graph, plan)
         for unit in plan.units:
@@ -339,7 +342,8 @@ def auto_wrap(module: nn.Module, auto_wrap_policy: AutoWrapPolicy | None = None,
             neither the module nor anything in it is wrapped, also where that occurs elsewhere), then with
             `recurse=False` from the bottom up whether to wrap it. `unwrapped_params` counts the elements of
             the parameters that are in no inner unit, each parameter once.
-        **kwargs: keywords for every wrapper made here; they win over the context's and a `wrapper_config`.
+        **kwargs: keywords for every wrapper made here; they win over the context's and a `wrapper_config`. What
+            `ignored_modules` and `ignored_parameters` name, here or in the context, is not counted, and in no unit.
 
     Raises:
         ValueError: something inside is an instance of `wrapper_cls` already, is a lazy module that has not

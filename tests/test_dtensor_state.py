@@ -71,21 +71,27 @@ def _save_tied() -> None:
 
 
 @pytest.mark.parametrize("hidden", [7, 1])
-def test_uneven_parts_are_saved_and_loaded(ranks: RankPool, hidden: int) -> None:
-    ranks(4).run(_save_and_load_uneven, hidden)
+@pytest.mark.parametrize("world_size", [4, 3])
+def test_uneven_parts_are_saved_and_loaded(ranks: RankPool, world_size: int, hidden: int) -> None:
+    ranks(world_size).run(_save_and_load_uneven if world_size == 4 else _save_and_load_in_three_parts, hidden)
 
 
 def _save_and_load_uneven(hidden: int) -> None:
-    for mesh, tensor, placements in (
-        (mesh_of(2, 2), "tp", [[Shard(0)], [Shard(1)]]),
-        (cube(), ("a", "b"), [[Shard(0), Shard(0)], [Shard(1), Replicate()]]),
-    ):
-        cut: Any = {"mesh": mesh[tensor], "hidden": hidden, "placements": placements}
-        model, plain = perceptron(over_data(mesh), **cut), perceptron(**cut)
-        assert_equal_states(model.state_dict(), plain.state_dict())
-        doubled = {name: 2 * value for name, value in plain.state_dict().items()}
-        model.load_state_dict(doubled)
-        assert_equal_states(model.state_dict(), doubled)
+    _save_and_load(mesh_of(2, 2), "tp", hidden, [[Shard(0)], [Shard(1)]])
+    _save_and_load(cube(), ("a", "b"), hidden, [[Shard(0), Shard(0)], [Shard(1), Replicate()]])
+
+
+def _save_and_load_in_three_parts(hidden: int) -> None:
+    _save_and_load(mesh_of(1, 3), "tp", hidden, [[Shard(0)], [Shard(1)]])
+
+
+def _save_and_load(mesh: DeviceMesh, tensor: Any, hidden: int, placements: Any) -> None:
+    cut: Any = {"mesh": mesh[tensor], "hidden": hidden, "placements": placements}
+    model, plain = perceptron(over_data(mesh), **cut), perceptron(**cut)
+    assert_equal_states(model.state_dict(), plain.state_dict())
+    doubled = {name: 2 * value for name, value in plain.state_dict().items()}
+    model.load_state_dict(doubled)
+    assert_equal_states(model.state_dict(), doubled)
 
 
 def test_saved_tensors_are_the_callers_own(ranks: RankPool) -> None:

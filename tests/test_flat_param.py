@@ -586,12 +586,9 @@ def _replace_shard() -> None:
 # Attributes that were replaced
 
 
-NEW_VALUES = {"tensor": torch.zeros(7), "parameter": nn.Parameter(torch.zeros(7)), "None": None}
-
-
-@pytest.mark.parametrize("new", NEW_VALUES.values(), ids=NEW_VALUES)
+@pytest.mark.parametrize("new", [torch.zeros(7), None], ids=["tensor", "None"])
 @pytest.mark.parametrize("state", ["sharded", "whole"])
-def test_a_replaced_attribute_is_named(ranks: RankPool, state: str, new: Tensor | None) -> None:
+def test_an_attribute_that_is_no_parameter_any_more_is_named(ranks: RankPool, state: str, new: Tensor | None) -> None:
     ranks(2).run(_replace_attribute, state, new)
 
 
@@ -603,8 +600,27 @@ def _replace_attribute(state: str, new: Tensor | None) -> None:
     module.odd = new
     handle.reshard()  # memory is given back whatever was done to the modules
     assert handle.whole.full.untyped_storage().nbytes() == 0
-    with pytest.raises(RuntimeError, match=r"the unit: odd was replaced after wrapping.*summon_full_params"):
+    with pytest.raises(RuntimeError, match=r"the unit: .* odd, tied was removed.*Assign an nn.Parameter"):
         handle.unshard()
+
+
+@pytest.mark.parametrize("state", ["sharded", "whole"])
+def test_a_parameter_that_was_assigned_is_written_to_the_shard(ranks: RankPool, state: str) -> None:
+    ranks(3).run(_assign_parameter, state)
+
+
+def _assign_parameter(state: str) -> None:
+    module = Odd()
+    handle = handle_of(module)
+    if state == "whole":
+        handle.unshard()
+    module.transposed = nn.Parameter(torch.arange(15.0).view(5, 3))
+    handle.unshard()
+    assert torch.equal(module.transposed, torch.arange(15.0).view(5, 3))
+    assert module.transposed is handle.whole.leaves[2]
+    assert not module._parameters.keys() & set(ALL_NAMES)
+    handle.reshard()
+    assert_sharded(handle, module)
 
 
 def test_the_second_name_of_a_shared_parameter_is_named(ranks: RankPool) -> None:
@@ -614,8 +630,8 @@ def test_the_second_name_of_a_shared_parameter_is_named(ranks: RankPool) -> None
 def _replace_second_name() -> None:
     module = Odd()
     handle = handle_of(module)
-    module.tied = torch.zeros(7)
-    with pytest.raises(RuntimeError, match="the unit: tied was replaced"):
+    module.tied = nn.Parameter(torch.zeros(7))
+    with pytest.raises(RuntimeError, match=r"replaced under only some of its names \(odd, tied\)"):
         handle.unshard()
 
 
@@ -628,11 +644,11 @@ def _replace_and_mend() -> None:
     model = fully_sharded()(nn.Linear(3, 2))
     inner = model.module.module
     for _ in range(2):
-        inner.weight = nn.Parameter(torch.zeros(2, 3))
-        with pytest.raises(RuntimeError, match="weight was replaced after wrapping"):
+        inner.weight = torch.zeros(2, 3)
+        with pytest.raises(RuntimeError, match=r"weight was removed, or is no parameter any more.*nn\.Parameter"):
             model(torch.ones(1, 3))
+        inner.weight = nn.Parameter(torch.ones(2, 3))
         with model.summon_full_params():
-            inner.weight = nn.Parameter(torch.ones(2, 3))
             inner.bias.zero_()
         assert model(torch.ones(1, 3)).tolist() == [[3.0, 3.0]]
 

@@ -83,9 +83,6 @@ MEMORY: dict[str, Way] = {
     "np.from_dlpack": np.from_dlpack,
     "torch.from_dlpack": torch.from_dlpack,
     "copy.copy": copy.copy,
-    "copy.deepcopy": copy.deepcopy,
-    "pickle": pickle.dumps,
-    "torch.save": lambda p: torch.save(p, io.BytesIO()),
     "torch.multiprocessing": lambda p: torch.multiprocessing.reductions.reduce_tensor(p),
 }
 SCALAR: dict[str, Way] = {
@@ -114,6 +111,25 @@ def refused(names: str = "layers.0.weight") -> Iterator[None]:
 
 def weight(*shape: int, trained: bool = True) -> Placeholder:
     return sharded_weight("layers.0.weight", nn.Parameter(torch.ones(shape), trained))
+
+
+def through_a_file(placeholder: Placeholder) -> Placeholder:
+    file = io.BytesIO()
+    torch.save(placeholder, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("travel", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p)), through_a_file])
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_copy_knows_and_refuses_the_same(travel: Way, trained: bool) -> None:
+    original = weight(3, 2, trained=trained)
+    copied = travel(original)
+    assert isinstance(copied, Placeholder)
+    assert (copied.shape, copied.dtype, copied.device) == (original.shape, original.dtype, original.device)
+    assert copied.requires_grad is trained
+    with refused():
+        copied.sum()
 
 
 @ways(READING)

@@ -252,3 +252,58 @@ def _clip(policy: MixedPrecision) -> None:
     assert norm.dtype is SINGLE
     torch.testing.assert_close(norm, torch.cat([value.flatten() for value in before]).norm())
     torch.testing.assert_close(gradients(model), [value * 0.1 / norm for value in before])
+
+
+# Gradients that stay in few bits
+
+
+def every_kind(policy: MixedPrecision) -> dict[str, dict[str, Any]]:
+    return {
+        "flat": {"mixed_precision": policy},
+        "orig": {"mixed_precision": policy, "use_orig_params": True},
+        "offloaded": {"mixed_precision": policy, "offload": "cpu"},
+    }
+
+
+LOW = MixedPrecision(param_dtype=BRAIN, keep_low_precision_grads=True)
+
+
+@pytest.mark.parametrize("kind", every_kind(LOW))
+def test_gradients_are_kept_in_the_dtype_of_the_reduction_if_asked_for(ranks: RankPool, kind: str) -> None:
+    ranks(2).run(_keep_low, kind)
+
+
+def _keep_low(kind: str) -> None:
+    torch.manual_seed(0)
+    low = weights(**every_kind(LOW)[kind])
+    torch.manual_seed(0)
+    wide = weights(**every_kind(MixedPrecision(param_dtype=BRAIN))[kind])
+    for model in (low, wide):
+        for _ in range(2):
+            backward(model, 0.1)
+        model.clip_grad_norm_(0.5)
+    with_grad = [param for param in low.parameters() if param.grad is not None]
+    assert with_grad
+    assert {param.grad.dtype for param in with_grad if param.grad is not None} == {BRAIN}
+    assert {param.dtype for param in with_grad} == {SINGLE}
+    for model in (low, wide):
+        torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9).step()
+    for name, value in wide.state_dict().items():
+        torch.testing.assert_close(low.state_dict()[name], value, rtol=2.0**-7, atol=0)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_optimizers_that_cannot_take_them_say_so(ranks: RankPool, optimizer: Any) -> None:
+    ranks(2).run(_step_low, optimizer)
+
+
+def _step_low(optimizer: Any) -> None:
+    model = weights(mixed_precision=LOW)
+    backward(model, 1.0)
+    before = model.state_dict()
+    with pytest.raises(
+        RuntimeError, match=rf"{optimizer.__name__} takes .*float32.*keep_low_precision_grads=True.*bfloat16"
+    ):
+        optimizer(model.parameters()).step()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])

@@ -1,0 +1,120 @@
+"""What users do to modules inside of a unit, past its wrapper: casting and moving them, and taking their state.
+
+`.to()`, `.half()` and `.cuda()` all come down to `nn.Module._apply`, which changes the parameters that a module lists.
+A unit's are packed into vectors that follow as a whole, so its modules get an ``_apply`` of our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from fsdp._handle import FlatParamHandle
+from fsdp._unit import Hook, TrainingState, Unit, units_in
+
+Conversion = Callable[[Tensor], Tensor]
+
+
+def guard(unit: Unit) -> None:
+    """Watch over the modules of a unit whose handles are complete."""
+    for module in {unit.module: None, **{place.module: None for place in unit.places()}}:
+        module.register_state_dict_pre_hook(Hook(partial(_refuse_partial_state, unit)))
+        module.__dict__["_apply"] = Conversions(unit, module)
+
+
+def _refuse_partial_state(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if unit.state is not TrainingState.SUMMON_FULL_PARAMS:
+        raise RuntimeError(
+            f"{unit.name}: state_dict() of a {type(module).__name__} inside a FullyShardedDataParallel would hold "
+            "this rank's shards, or nothing. Call state_dict() of the wrapper, or be inside summon_full_params()."
+        )
+
+
+class Conversions:
+    """What a unit's module has as ``_apply``."""
+
+    def __init__(self, unit: Unit, module: nn.Module) -> None:
+        self._unit, self._module = unit, module
+
+    def __call__(self, fn: Conversion, recurse: bool = True) -> nn.Module:
+        if not self._unit.is_converting:
+            self._check(fn)
+            if self._module is self._unit.module:
+                return self._convert_unit(fn, recurse)
+        return self._convert(fn, recurse)
+
+    def _convert(self, fn: Conversion, recurse: bool) -> nn.Module:
+        type(self._module)._apply(self._module, fn, recurse)
+        return self._module
+
+    def _check(self, fn: Conversion) -> None:
+        """Raise before anything is changed by what cannot be followed.
+
+        Raises:
+            RuntimeError: for a part of a unit, for whole parameters, and in the middle of a forward or backward.
+            ValueError: for a dtype in which a unit cannot compute as it was asked to.
+        """
+        unit = self._unit
+        if unit.runtime is not None:
+            unit.runtime.ensure_idle("move or cast the module")
+        handles = [handle for handle in unit.handles if _changes(handle, fn)]
+        if unit.state is TrainingState.SUMMON_FULL_PARAMS and handles:
+            raise RuntimeError(
+                f"{unit.name}: inside summon_full_params() there are only copies of the parameters, whose new dtype or "
+                "device would be forgotten. Cast or move the model outside of it."
+            )
+        if self._module is unit.module:
+            for _, inner in units_in(unit):
+                for handle in inner.handles:
+                    handle.check_cast(fn)
+            return
+        for handle in handles:
+            here = [place for places in handle.places for place in places if place.module is self._module]
+            alone = len(handle.places) == 1 and fn(_probe(handle)).device == handle.flat_param.device
+            if here and not alone:
+                raise RuntimeError(
+                    f"{unit.name}: {here[0].fqn} cannot be cast or moved apart from its unit, whose parameters lie in "
+                    "one vector. Cast or move the whole model (model.to(...)), or do it before wrapping: a unit may "
+                    "mix dtypes."
+                )
+
+    def _convert_unit(self, fn: Conversion, recurse: bool) -> nn.Module:
+        unit = self._unit
+        if unit.runtime is not None:
+            unit.runtime.release()
+        device = fn(torch.empty(0, device=unit.device)).device
+        for handle in unit.handles:
+            handle.absorb()
+        unit.is_converting = True
+        try:
+            self._convert(partial(_convert_tensor, unit, fn), recurse)
+            for handle in unit.handles:
+                handle.apply_to_hidden(partial(_convert_tensor, unit, fn))
+        finally:
+            unit.is_converting = False
+        unit.follow(device)
+        return self._module
+
+
+def _probe(handle: FlatParamHandle) -> Tensor:
+    return torch.empty(0, dtype=handle.flat_param.dtype, device=handle.flat_param.device)
+
+
+def _changes(handle: FlatParamHandle, fn: Conversion) -> bool:
+    before = _probe(handle)
+    after = fn(before)
+    return (before.dtype, before.device) != (after.dtype, after.device)
+
+
+def _convert_tensor(unit: Unit, fn: Conversion, tensor: Tensor) -> Tensor:
+    """`fn`, which only casts shards and gradients that are offloaded: they stay where they are."""
+    converted = fn(tensor)
+    for handle in unit.handles:
+        if handle.home.keeps_shards:
+            for param in (handle.flat_param, *handle.registry.params):
+                if tensor is param or tensor is param.grad:
+                    return converted.to(tensor.device)
+    return converted

@@ -1,0 +1,115 @@
+"""How a handle follows what users do to its parameters between steps: replace, assign, cast, move, freeze."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from fsdp._dtensors import check_device
+from fsdp._handle_state import HandleState, Phase
+
+
+class FollowsChanges(HandleState):
+    """The part of `FlatParamHandle` that users' code between steps needs."""
+
+    def check_places(self) -> None:
+        """Raise RuntimeError if a parameter's attribute is no longer what we put there."""
+        for slot in self.whole.disturbed():
+            raise RuntimeError(
+                f"{self.name}: {self.layout.slots[slot].name} was replaced while its unit was computing. Change "
+                "parameters between steps, or inside `with model.summon_full_params():`."
+            )
+
+    def fill_places(self) -> None:
+        """Put where the modules look for their parameters what belongs there in this phase, whatever is there."""
+        self.whole.fill_places(self.phase is Phase.FULL)
+
+    def absorb(self) -> None:
+        """Write to the shard what users have put in the places of parameters, or assigned to ``.data`` of pieces.
+
+        Raises:
+            RuntimeError: for what cannot be written; it is left where it is.
+        """
+        if self.phase is Phase.GATHERING:
+            return  # the shard is being sent; `check_places` will report what is new
+        for slot in self.whole.disturbed():
+            try:
+                self.keep(slot, self.registry.replacement(slot))
+            except ValueError as error:
+                raise RuntimeError(
+                    f"{self.name}: a parameter was replaced after wrapping by what cannot be kept: {error}. Assign an "
+                    "nn.Parameter of the parameter's shape, on every rank."
+                ) from None
+            self.registry.withdraw(slot)
+            self.registry.enter()
+            self.fill_places()
+        if self.pieces is not None:
+            self.pieces.absorb()
+
+    def keep(self, slot: int, value: nn.Parameter) -> None:
+        """Keep this rank's part of what a user has made of a whole parameter.
+
+        Raises:
+            ValueError: if it has another shape or `requires_grad`.
+        """
+        if value.requires_grad is not self.requires_grad_each[slot]:
+            raise ValueError(
+                f"{self.layout.slots[slot].name} has requires_grad={value.requires_grad} now: set that on the "
+                "parameters that the wrapped model lists, not on a new value"
+            )
+        self.store(slot, value)
+
+    def apply_to_hidden(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """What `nn.Module._apply` did to registered parameters, for a shard of which only pieces are registered."""
+        if self.pieces is not None:
+            shard = self.flat_param
+            with torch.no_grad():
+                grad = None if shard.grad is None else fn(shard.grad)  # which may ask whose gradient it is
+                shard.grad = None
+                shard.data = fn(shard)
+                shard.grad = grad
+            self.pieces.alias()
+            self.pieces.show_gradients([0] * len(self.places))
+
+    def check_cast(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Raise ValueError if the shard could not be followed after `fn`."""
+        shard = self.flat_param
+        if any(shard.parts):
+            check_device(self.name, shard.parts, fn(torch.empty(0, device=self.home.device)).device)
+        cast = fn(torch.empty(0, dtype=shard.dtype, device=shard.device))
+        self._precision.check(f"after this cast {self.name}", cast.dtype, shard.requires_grad)
+
+    def follow_shard(self) -> None:
+        """Follow a shard that was moved, cast or frozen (`module.to(...)`): buffer and leaves are made anew."""
+        shard = self.flat_param
+        if shard.numel() != self.layout.shard_numel:
+            raise RuntimeError(
+                f"{self.name}: the flat parameter's shard has {shard.numel()} elements instead of "
+                f"{self.layout.shard_numel}: its .data was replaced by something else. Change parameters inside "
+                "`with model.summon_full_params():`."
+            )
+        self.home.adopt(shard)
+        dtype, requires_grad, address, device = self._built_for
+        if self.home.device != device:
+            self.comm = self.comm.for_device(self.home.device)
+            self.reduce_comm = self.reduce_comm.for_device(self.home.device)
+        is_another = (shard.dtype, self.requires_grad_each, self.home.device) != (dtype, requires_grad, device)
+        if self.pieces is not None and (is_another or shard.data_ptr() != address):
+            self.pieces.alias()
+        if is_another or (self.whole.is_shard and shard.data_ptr() != address):
+            self._precision.check(self.name, shard.dtype, shard.requires_grad)
+            self._build()
+
+    def store(self, slot: int, value: Tensor) -> None:
+        """Keep this rank's part of a whole parameter's new value."""
+        part = self.flat_param.parts[slot]
+        with torch.no_grad():
+            if part is not None:
+                value = part.cut(self.layout.slots[slot].name, value)
+            self.layout.shard_of(slot, value, self.flat_param, self.comm.rank)
+            # Ranks that keep nothing of this parameter must find the shard changed as the others do, or they would
+            # not take part in the next gather.
+            increment_version(self.flat_param)

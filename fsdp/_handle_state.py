@@ -1,0 +1,106 @@
+"""What there is to know of a handle, for all of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from enum import Enum, auto
+
+import torch
+
+from fsdp._comm import Communicator
+from fsdp._flat_param import FlatParameter, ParamInfo
+from fsdp._gradients import GradientBuffer
+from fsdp._layout import ContiguousLayout, Interval
+from fsdp._offload import Home
+from fsdp._pieces import Pieces
+from fsdp._precision import Precision
+from fsdp._registry import Registry
+from fsdp._whole import WholeParameters
+
+
+class Phase(Enum):
+    """What is true of a handle's gathered buffer."""
+
+    SHARDED = auto()  # it has no memory; modules see placeholders
+    GATHERING = auto()  # allocated, the all-gather is in flight; nobody may read it
+    FULL = auto()  # whole and valid; modules see the leaves
+
+
+class HandleState:
+    """The attributes of a `FlatParamHandle`, and what follows from them."""
+
+    flat_param: FlatParameter
+    home: Home
+    layout: ContiguousLayout
+    comm: Communicator
+    reduce_comm: Communicator
+    places: list[list[ParamInfo]]  # for each parameter, where it is used, first the place that names it
+    registry: Registry
+    pieces: Pieces | None  # with `use_orig_params`
+    name: str
+    tag: int  # distinct on its communicator once the ranks have agreed on a plan
+    phase: Phase
+    whole: WholeParameters
+    gradients: GradientBuffer
+    has_frozen: bool
+
+    _precision: Precision
+    _in_full_precision: bool
+    _wholes: dict[torch.dtype, WholeParameters]
+    _built_for: tuple[torch.dtype, list[bool], int, torch.device]
+    _build: Callable[[], None]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether other ranks hold a part of it."""
+        return self.comm.world_size > 1
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.flat_param.requires_grad
+
+    @property
+    def requires_grad_each(self) -> list[bool]:
+        """Of each parameter."""
+        if self.pieces is not None:
+            return self.pieces.requires_grad
+        return [self.flat_param.requires_grad] * len(self.layout.slots)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the computation."""
+        own = self.flat_param.dtype
+        return own if self._in_full_precision else self._precision.compute_dtype(own)
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether it is computed with in another dtype than the optimizer steps it in."""
+        return self._precision.compute_dtype(self.flat_param.dtype) != self.flat_param.dtype
+
+    @property
+    def shard_state(self) -> Hashable:
+        """Changes when the shard is written, cast, moved, frozen or released."""
+        shard = self.flat_param
+        return shard._version, shard.data_ptr(), shard.dtype, shard.device, *self.requires_grad_each
+
+    @property
+    def intervals(self) -> list[Interval]:
+        """What this rank holds: shard metadata in the layout's terms."""
+        return self.layout.intervals(self.comm.rank)
+
+    @property
+    def reduced_nbytes(self) -> int:
+        """Bytes of the whole gradient as it is sent."""
+        return self.layout.padded_numel * self.gradients.dtype.itemsize
+
+    def describe(self) -> str:
+        """All that the ranks must agree on, as text."""
+        slots = ", ".join(
+            f"{slot.name}{list(slot.shape)}" + (f" ({part})" if part else "")
+            for slot, part in zip(self.layout.slots, self.flat_param.parts, strict=True)
+        )
+        kind = f"{self.flat_param.dtype} requires_grad={self.requires_grad}"
+        if self.is_cast or self.gradients.dtype != self.flat_param.dtype:
+            computed = self._precision.compute_dtype(self.flat_param.dtype)
+            kind += f" computed in {computed}, reduced in {self.gradients.dtype},"
+        return f"{kind} over {self.layout.world_size} ranks by {type(self.comm).__name__}: {slots}"

@@ -1,0 +1,70 @@
+"""What a unit leaves alone: `ignored_modules` and `ignored_parameters`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsdp._placeholder import Placeholder
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """Modules, with all that is inside of them, and parameters that are not sharded.
+
+    A parameter that an ignored module uses is ignored wherever else it is used: so ties are kept.
+    """
+
+    modules: frozenset[nn.Module] = frozenset()
+    parameters: frozenset[Tensor] = frozenset()
+
+    @classmethod
+    def of(cls, modules: Iterable[nn.Module] | None, parameters: Iterable[nn.Parameter] | None) -> Ignored:
+        """From a wrapper's arguments.
+
+        Raises:
+            TypeError: if they are not modules, or not parameters.
+        """
+        roots = _checked("ignored_modules", modules, nn.Module)
+        inside = frozenset(inner for root in roots for inner in root.modules())
+        named = _checked("ignored_parameters", parameters, nn.Parameter)
+        return cls(
+            inside,
+            frozenset(named)
+            | {param for module in inside for param in module._parameters.values() if param is not None},
+        )
+
+    def check(self, taken_by: Callable[[Tensor], str | None]) -> None:
+        """Raise ValueError if an inner unit has taken what is ignored now.
+
+        Args:
+            taken_by: the name of the unit's parameter that a parameter has become, None if it was not taken.
+        """
+        names = [name for name in map(taken_by, self.parameters) if name is not None]
+        for module in self.modules:
+            names += [
+                f"{name} of a {type(module).__name__}"
+                for name, value in vars(module).items()
+                if isinstance(value, Placeholder)
+            ]
+        if names:
+            raise ValueError(
+                f"{names[0]} is ignored, but an inner unit has sharded it already: ignore it there as well, or nowhere"
+            )
+
+    def has(self, module: nn.Module, param: Tensor) -> bool:
+        """Whether a parameter of a module is to be left alone."""
+        return module in self.modules or param in self.parameters
+
+
+def _checked(argument: str, given: Any, kind: type[Any]) -> list[Any]:
+    if isinstance(given, Iterator):
+        raise TypeError(f"{argument} is an iterator, which one wrapper would use up: give a list, list(...)")
+    found = [] if given is None else [given] if isinstance(given, kind) else list(given)
+    for item in found:
+        if not isinstance(item, kind):
+            raise TypeError(f"{argument} must be an iterable of {kind.__name__}s, found a {type(item).__name__} in it")
+    return found

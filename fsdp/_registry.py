@@ -1,0 +1,64 @@
+"""What modules list among their parameters while a handle runs them, and what users have put there instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from fsdp._collect import note_stale
+from fsdp._flat_param import ParamInfo
+
+
+class Registry:
+    """The entries of one flat parameter, or of its pieces, in the ``_parameters`` of modules.
+
+    Args:
+        places: for each original parameter, where it is used, first the place that names it.
+        entries: the modules with the name under which, and the parameter that, each is to list.
+    """
+
+    def __init__(
+        self, places: Sequence[Sequence[ParamInfo]], entries: Sequence[tuple[nn.Module, str, nn.Parameter]]
+    ) -> None:
+        self._places = places
+        self.entries = list(entries)
+        self.enter()
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """What optimizers see, each once."""
+        return list(dict.fromkeys(param for _, _, param in self.entries))
+
+    def enter(self) -> None:
+        """Have the modules list the entries."""
+        for module, name, param in self.entries:
+            module._parameters[name] = param
+
+    def leave(self) -> None:
+        """Undo `enter`."""
+        for module, name, param in self.entries:
+            if module._parameters.get(name) is param:
+                del module._parameters[name]
+
+    def replacement(self, slot: int) -> nn.Parameter:
+        """The parameter that a user has assigned where original number `slot` is used.
+
+        Raises:
+            ValueError: if there is none, or not the same one in all places.
+        """
+        ours = [param for _, _, param in self.entries]
+        values = [place.module._parameters.get(place.name) for place in self._places[slot]]
+        new = [value for value in values if value is not None and all(value is not param for param in ours)]
+        names = ", ".join(place.fqn for place in self._places[slot])
+        if not new:
+            raise ValueError(f"{names} was removed, or is no parameter any more")
+        if any(value is not new[0] for value in values):
+            raise ValueError(f"a parameter was replaced under only some of its names ({names})")
+        return new[0]
+
+    def withdraw(self, slot: int) -> None:
+        """Take a replacement out of the modules; an optimizer that was given it will say so."""
+        note_stale(self.replacement(slot), f"a new value of {self._places[slot][0].fqn}, kept in its shard")
+        for place in self._places[slot]:
+            del place.module._parameters[place.name]
