@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fsdp import EMA
+from fsdp._dtensors import MeshPart
 from tests._ranks import RankPool
 from tests.parallel import SENTENCES, assert_parallel_parity, gpt, mesh_of, over_data, own_rows
 from tests.support import sgd_with_momentum
@@ -164,3 +165,20 @@ def _train_grouped() -> None:
     mesh = mesh_of(2, 2)
     options = {"group_by": by_kind}
     assert_parallel_parity(mesh, sgd_with_momentum, model={"kind": "sequence"}, options=options, steps=3, clip=0.3)
+
+
+# Collectives of DTensors' own
+
+
+def test_a_gradient_that_is_still_being_summed_is_awaited(ranks: RankPool) -> None:
+    ranks(2).run(_take_a_gradient_in_flight)
+
+
+def _take_a_gradient_in_flight() -> None:
+    mesh = mesh_of(1, 2)["tp"]
+    part = MeshPart.of(distribute_tensor(torch.zeros(3), mesh, [Replicate()]))
+    assert part is not None
+    partial = DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False)
+    gradient = part.gradient(partial.redistribute(placements=[Replicate()], async_op=True))
+    assert type(gradient) is Tensor
+    assert torch.equal(gradient, torch.full((3,), 2.0))

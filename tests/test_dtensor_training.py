@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from fsdp import auto_wrap, enable_wrap
+from fsdp import auto_wrap, enable_wrap, module_wrap_policy
 from tests._ranks import RankPool
 from tests.models import Wrap, keep
 from tests.pairs import parametrize_pairs
@@ -141,14 +141,16 @@ def _train_units_of_one_layer() -> None:
     assert_parity(make, sgd_with_momentum, 4, wrap=over_data(mesh), own=own_rows(mesh))
 
 
-def test_auto_wrap_finds_units(ranks: RankPool) -> None:
-    ranks(4).run(_train_auto_wrapped)
+# A linear layer that is cut by rows returns what is still being summed over the tensor ranks.
+@pytest.mark.parametrize(("kind", "units"), [(Layer, 3), (nn.Linear, 14)])
+def test_auto_wrap_finds_units(ranks: RankPool, kind: type[nn.Module], units: int) -> None:
+    ranks(4).run(_train_auto_wrapped, kind, units)
 
 
-def _train_auto_wrapped() -> None:
+def _train_auto_wrapped(kind: type[nn.Module], units: int) -> None:
     mesh = mesh_of(2, 2)
     assert_parity(
-        partial(_auto_wrapped, mesh=mesh),
+        partial(_auto_wrapped, mesh=mesh, kind=kind, units=units),
         sgd_with_momentum,
         wrap=over_data(mesh),
         own=own_rows(mesh),
@@ -156,19 +158,15 @@ def _train_auto_wrapped() -> None:
     )
 
 
-def _auto_wrapped(wrap: Wrap, mesh: Any) -> nn.Module:
+def _auto_wrapped(wrap: Wrap, mesh: Any, kind: type[nn.Module], units: int) -> nn.Module:
     if wrap is keep:
         return gpt()
     assert isinstance(wrap, partial)
     model = gpt(lambda module: module, mesh=mesh)
-    with enable_wrap(wrapper_cls=wrap.func, auto_wrap_policy=_layers, **wrap.keywords):
+    with enable_wrap(wrapper_cls=wrap.func, auto_wrap_policy=module_wrap_policy({kind}), **wrap.keywords):
         wrapped = wrap(auto_wrap(model))
-    assert sum(type(module) is type(wrapped) for module in wrapped.modules()) == 3
+    assert sum(type(module) is type(wrapped) for module in wrapped.modules()) == units
     return wrapped
-
-
-def _layers(module: nn.Module, recurse: bool, **_: Any) -> bool:
-    return recurse or isinstance(module, Layer)
 
 
 class ReturnsItsWeight(nn.Module):
