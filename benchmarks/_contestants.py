@@ -1,20 +1,17 @@
 """Who is compared: every way of training one module on several ranks, behind one interface.
 
 A contestant takes a plain module and the list of its units, and gives back the module to train. What differs
-between libraries ends here: the benchmarks know names only. So does asking for another precision, or for offload,
-and leaving out communication, which every library needs done in its own way.
+between libraries ends here: the benchmarks know names only. So does asking for another precision, or for offload.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -32,7 +29,6 @@ from torch.distributed.fsdp import MixedPrecision as TorchMixedPrecision
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp import FullyShardedDataParallel, MixedPrecision
-from fsdp._comm import Communicator, Pending
 
 
 class Kind(Enum):
@@ -80,7 +76,7 @@ class Contestant:
 
     def can_do(self, policy: Policy, device: str) -> bool:
         """Whether it runs like this: FSDP1 pins what it offloads, and fails where there is nothing to pin it for."""
-        return not (policy.offload and device == "cpu" and self.name in (FSDP1_FLAT, FSDP1_ORIG))
+        return not (policy.offload and device == "cpu" and self.name in (FSDP1_FLAT, FSDP1_ORIG, FSDP1_APART))
 
 
 # --- the floors
@@ -91,7 +87,7 @@ def _wrap_floor(module: nn.Module, units: nn.ModuleList, device: torch.device, p
 
 
 class ShardedFloor(nn.Module):
-    """The plain module, of which the optimizer sees only this rank's part of every parameter.
+    """The plain module, of which the optimizer sees only this rank's part of every parameter that is trained.
 
     It does what sharded training computes on one rank (whole forward and backward, one W-th of the
     optimizer's work, and of the casts where it computes in another dtype) with nothing in between; without it, the
@@ -105,6 +101,10 @@ class ShardedFloor(nn.Module):
         self.slices = nn.ParameterList()
         self._casts: list[tuple[Tensor, Tensor]] = []  # where it differs: what is computed with, what is stepped
         for param in module.parameters():
+            if not param.requires_grad:
+                if policy.is_mixed:
+                    param.data = param.detach().to(policy.compute_dtype)
+                continue
             start, stop = (param.numel() * r // world_size for r in (rank, rank + 1))
             part = nn.Parameter(param.detach().view(-1)[start:stop])
             if policy.is_mixed:
@@ -138,7 +138,13 @@ def _wrap_ddp(module: nn.Module, units: nn.ModuleList, device: torch.device, pol
 
 
 def _wrap_fsdp1(
-    module: nn.Module, units: nn.ModuleList, device: torch.device, policy: Policy, *, use_orig_params: bool
+    module: nn.Module,
+    units: nn.ModuleList,
+    device: torch.device,
+    policy: Policy,
+    *,
+    use_orig_params: bool,
+    trained_apart: bool = False,
 ) -> nn.Module:
     dtype = policy.compute_dtype
     mixed = TorchMixedPrecision(param_dtype=dtype, reduce_dtype=dtype) if policy.is_mixed else None
@@ -150,8 +156,22 @@ def _wrap_fsdp1(
         )
 
     for index, unit in enumerate(units):
+        for parent, name, part in _trained_parts(unit) if trained_apart else ():
+            setattr(parent, name, wrap(part))
         units[index] = wrap(unit)
     return wrap(module)
+
+
+def _trained_parts(unit: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """The outermost modules of a unit in which everything is trained, each with its parent and its name there."""
+    parts = []
+    for name, part in unit.named_children():
+        trained = [param.requires_grad for param in part.parameters()]
+        if trained and all(trained):
+            parts.append((unit, name, part))
+        elif any(trained):
+            parts += _trained_parts(part)
+    return parts
 
 
 @functools.cache
@@ -183,11 +203,14 @@ def _wrap_fsdp2(
 # --- ours
 
 
-def _wrap_ours(module: nn.Module, units: nn.ModuleList, device: torch.device, policy: Policy) -> nn.Module:
+def _wrap_ours(
+    module: nn.Module, units: nn.ModuleList, device: torch.device, policy: Policy, *, use_orig_params: bool
+) -> nn.Module:
     wrap = functools.partial(
         FullyShardedDataParallel,
         mixed_precision=MixedPrecision(param_dtype=policy.compute_dtype) if policy.is_mixed else False,
         offload="cpu" if policy.offload else None,
+        use_orig_params=use_orig_params,
     )
     for index, unit in enumerate(units):
         units[index] = wrap(unit)
@@ -195,21 +218,26 @@ def _wrap_ours(module: nn.Module, units: nn.ModuleList, device: torch.device, po
 
 
 OURS = "ours"
+OURS_ORIG = "ours-orig"
 FSDP1_FLAT = "fsdp1-flat"
 FSDP1_ORIG = "fsdp1-orig"
+FSDP1_APART = "fsdp1-orig-apart"
 DDP = "ddp"
 FLOOR = "floor"
 SHARDED_FLOOR = "floor-sharded"
 FSDP2 = "fsdp2"
+FSDP2_PREFETCH = "fsdp2-prefetch"
 
 CONTESTANTS: dict[str, Contestant] = {
     contestant.name: contestant
     for contestant in (
-        Contestant(OURS, Kind.OURS, _wrap_ours),
+        Contestant(OURS, Kind.OURS, functools.partial(_wrap_ours, use_orig_params=False)),
+        Contestant(OURS_ORIG, Kind.OURS, functools.partial(_wrap_ours, use_orig_params=True)),
         Contestant(FSDP1_FLAT, Kind.PEER, functools.partial(_wrap_fsdp1, use_orig_params=False)),
         Contestant(FSDP1_ORIG, Kind.PEER, functools.partial(_wrap_fsdp1, use_orig_params=True)),
+        Contestant(FSDP1_APART, Kind.PEER, functools.partial(_wrap_fsdp1, use_orig_params=True, trained_apart=True)),
         Contestant(FSDP2, Kind.PEER, functools.partial(_wrap_fsdp2, explicit_prefetch=False)),
-        Contestant("fsdp2-prefetch", Kind.PEER, functools.partial(_wrap_fsdp2, explicit_prefetch=True)),
+        Contestant(FSDP2_PREFETCH, Kind.PEER, functools.partial(_wrap_fsdp2, explicit_prefetch=True)),
         Contestant(DDP, Kind.REPLICATED, _wrap_ddp),
         Contestant(FLOOR, Kind.FLOOR, _wrap_floor),
         Contestant(SHARDED_FLOOR, Kind.FLOOR, _wrap_sharded_floor),
@@ -220,106 +248,3 @@ CONTESTANTS: dict[str, Contestant] = {
 def choose(only: Collection[str] | None, among: Iterable[str], always: Collection[str]) -> list[str]:
     """The names in `only` and `always`, or all of `among` when none are given; in the order of `among`."""
     return [name for name in among if only is None or name in only or name in always]
-
-
-# --- leaving out communication
-
-
-class Skip(Enum):
-    NOTHING = "nothing"
-    GATHERS = "gathers"
-    REDUCTIONS = "reductions"
-
-
-class _Done:
-    """A finished collective, as far as the caller of `torch.distributed` looks at it."""
-
-    def wait(self, *_: Any) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-
-def _own_part_only(output: Tensor | list[Tensor], shard: Tensor, group: Any = None, async_op: bool = False) -> Any:
-    """An all-gather that puts this rank's piece where it belongs and fetches nothing."""
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    pieces = output if isinstance(output, list) else output.view(-1).chunk(world_size)
-    pieces[rank].copy_(shard.view_as(pieces[rank]))
-    return _Done() if async_op else None
-
-
-def _own_sum_only(output: Tensor, input: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
-    """A reduce-scatter that takes this rank's piece of its own input, and adds nothing."""
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    output.copy_(input.view(-1).chunk(world_size)[rank].view_as(output))
-    return _Done() if async_op else None
-
-
-# What FSDP1 and FSDP2 call, under the names of torch 2.11 and of 2.13.
-_PEER_GATHERS = ("all_gather", "all_gather_into_tensor", "all_gather_single")
-_PEER_REDUCTIONS = ("reduce_scatter_tensor", "reduce_scatter_single")
-
-
-def set_ddp_reduction(ddp: DistributedDataParallel, reduce: Callable[[Tensor], object]) -> None:
-    """Have DDP call `reduce` on its flat gradients and take them as they are afterwards; can be set once."""
-
-    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
-        reduce(bucket.buffer())
-        done: torch.futures.Future[Tensor] = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
-
-    ddp.register_comm_hook(None, hook)
-
-
-def _our_gather(self: Any, full: Tensor, shard: Tensor, what: str, tag: int) -> Any:
-    full.view(self.world_size, -1)[self.rank].copy_(shard)
-    return Pending(what, (), lambda: full)
-
-
-def _our_reduction(self: Any, full: Tensor, what: str, tag: int, dtype: torch.dtype | None = None) -> Any:
-    own = full.view(self.world_size, -1)[self.rank]
-    own = own.to(dtype or full.dtype, copy=True)  # `full` may be freed before the result is used
-    return Pending(what, (), lambda: own)
-
-
-_OUR_REPLACEMENTS = {"all_gather": _our_gather, "reduce_scatter": _our_reduction}
-
-
-def _our_ways(skip: Skip) -> Iterator[tuple[type, str]]:
-    """Every class of ours that gathers (or reduces) in a way of its own, with the method's name."""
-    method = "all_gather" if skip is Skip.GATHERS else "reduce_scatter"
-    classes = [Communicator]
-    while classes:
-        owner = classes.pop()
-        classes += owner.__subclasses__()
-        if method in vars(owner):
-            yield owner, method
-
-
-@contextlib.contextmanager
-def skipping(skip: Skip, modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Leave out every gather or every reduction of steps run in this block: for timing, results are wrong.
-
-    Args:
-        skip: which.
-        modules: the wrapped modules that will be trained; DDP, which gathers nothing, is told its part by a
-            communication hook that stays registered.
-    """
-    with contextlib.ExitStack() as stack:
-        if skip is not Skip.NOTHING:
-            # What is not fetched is whatever lay in the buffer; computing with subnormal numbers is slow.
-            torch.set_flush_denormal(True)
-            names = _PEER_GATHERS if skip is Skip.GATHERS else _PEER_REDUCTIONS
-            replacement = _own_part_only if skip is Skip.GATHERS else _own_sum_only
-            for name in names:
-                if hasattr(dist, name):
-                    stack.enter_context(mock.patch.object(dist, name, replacement))
-            for owner, method in _our_ways(skip):
-                stack.enter_context(mock.patch.object(owner, method, _OUR_REPLACEMENTS[method]))
-        if skip is Skip.REDUCTIONS:
-            for module in modules:
-                if isinstance(module, DistributedDataParallel):
-                    set_ddp_reduction(module, lambda gradients: None)
-        yield

@@ -51,6 +51,12 @@ class Spread:
         return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
 
 
+def ratio(values: Sequence[float], others: Sequence[float]) -> str:
+    """The ratios with their spread, or the one ratio where each was measured once."""
+    spread = Spread.of_ratios(values, others)
+    return str(spread) if len(values) > 1 else f"{spread.median:.2f}"
+
+
 # --- bytes on the wire
 
 _TCP_INFO_BYTES_SENT = 200  # offsets in Linux's struct tcp_info, which only ever grows at its end

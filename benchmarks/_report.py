@@ -39,7 +39,9 @@ def measure_held_bytes(model: nn.Module, optimizer: optim.Optimizer) -> HeldByte
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
     # Storages, each once: a small view keeps the whole of a large buffer alive, and two views share one.
-    storages = {storage.data_ptr(): storage for storage in (t.untyped_storage() for t in tensors)}
+    # Of a DTensor (known by its method, so that nobody pays for importing it) what this rank has.
+    local = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
+    storages = {storage.data_ptr(): storage for storage in (t.untyped_storage() for t in local)}
     return sum(storage.nbytes() for storage in storages.values())
 
 

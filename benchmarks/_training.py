@@ -1,4 +1,4 @@
-"""What one rank does for `benchmarks.step`: train the GPT with a contestant, and note what that took."""
+"""What one rank does for `benchmarks.step` and `lora`: train a GPT with a contestant, and note what that took."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks._contestants import CONTESTANTS, FLOOR, SHARDED_FLOOR, Contestant, Policy, Skip, skipping
+from benchmarks._contestants import CONTESTANTS, FLOOR, SHARDED_FLOOR, Contestant, Policy
 from benchmarks._measure import (
     bytes_sent,
     forget_peak,
@@ -22,6 +22,8 @@ from benchmarks._measure import (
     synchronize,
 )
 from benchmarks._ranks import this_device
+from benchmarks._report import HeldBytes, measure_held_bytes
+from benchmarks._skipping import Skip, skipping
 from benchmarks.gpt import GPT, SIZES, GPTConfig, next_byte_loss
 
 _SGD_STEPS, _ADAMW_STEPS = 3, 3
@@ -45,6 +47,7 @@ class Setup:
         device: "cpu" or "cuda".
         skip: communication to leave out.
         policy: what the sharded ones are asked for.
+        sgd_rate: learning rate of the steps whose losses are compared.
     """
 
     size: str = "17M"
@@ -54,16 +57,21 @@ class Setup:
     device: str = "cpu"
     skip: Skip = Skip.NOTHING
     policy: Policy = field(default_factory=Policy)
+    sgd_rate: float = 0.1
 
     @property
     def config(self) -> GPTConfig:
         config = SIZES[self.size]
         return replace(config, context=max(config.context, self.context))
 
+    def model(self, config: GPTConfig) -> GPT:
+        """The plain model to train, from torch's random numbers."""
+        return GPT(config)
+
     @property
     def num_parameters(self) -> int:
         with torch.device("meta"):
-            return sum(param.numel() for param in GPT(self.config).parameters())
+            return sum(param.numel() for param in self.model(self.config).parameters())
 
     def windows(self, seed: int, device: torch.device) -> Tensor:
         """One batch `[batch, context + 1]`: the same for every contestant, another on every rank."""
@@ -72,14 +80,19 @@ class Setup:
         return torch.randint(self.config.vocab, shape, generator=generator).to(device)
 
     def adamw(self, module: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=self.foreach, fused=not self.foreach)
+        return torch.optim.AdamW(trained(module), lr=1e-3, foreach=self.foreach, fused=not self.foreach)
 
 
-def build(contestant: Contestant, config: GPTConfig, device: torch.device, policy: Policy) -> nn.Module:
-    """A GPT from the one seed, wrapped block by block."""
+def trained(module: nn.Module) -> list[nn.Parameter]:
+    """What an optimizer is made for."""
+    return [param for param in module.parameters() if param.requires_grad]
+
+
+def build(contestant: Contestant, setup: Setup, device: torch.device, config: GPTConfig | None = None) -> nn.Module:
+    """The model from the one seed, wrapped block by block; of other sizes if a `config` is given."""
     torch.manual_seed(0)
-    model = GPT(config).to(device)
-    return contestant.wrap(model, model.blocks, device, policy)
+    model = setup.model(config or setup.config).to(device)
+    return contestant.wrap(model, model.blocks, device, setup.policy)
 
 
 def train_step(module: nn.Module, optimizer: torch.optim.Optimizer, windows: Tensor) -> Tensor:
@@ -103,6 +116,7 @@ class Rounds:
         sent: bytes per step, one entry a round; empty where the kernel does not tell.
         sent_in_float32: bytes of one step in float32; None if not counted.
         operations: backend operations in one step, by name.
+        held: bytes of parameters, gradients and optimizer state between backward and the next step.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -111,6 +125,7 @@ class Rounds:
     sent: list[float] = field(default_factory=list)
     sent_in_float32: int | None = None
     operations: dict[str, int] = field(default_factory=dict)
+    held: HeldBytes | None = None
 
 
 def first_losses(module: nn.Module, setup: Setup, device: torch.device) -> list[float]:
@@ -119,7 +134,7 @@ def first_losses(module: nn.Module, setup: Setup, device: torch.device) -> list[
     SGD before AdamW: to AdamW a gradient of the wrong scale is as good as the right one.
     """
     windows = setup.windows(0, device)
-    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    sgd = torch.optim.SGD(trained(module), lr=setup.sgd_rate)
     losses = [train_step(module, sgd, windows) for _ in range(_SGD_STEPS)]
     adamw = setup.adamw(module)
     losses += [train_step(module, adamw, windows) for _ in range(_ADAMW_STEPS)]
@@ -136,15 +151,15 @@ def rotated(names: Sequence[str], num_rounds: int) -> Iterator[Sequence[str]]:
 def train_interleaved(setup: Setup, names: Sequence[str], num_rounds: int, steps: int) -> dict[str, Rounds]:
     """All contestants in this process, `steps` steps each in turn; runs on every rank."""
     device = this_device(setup.device)
-    modules = {name: build(CONTESTANTS[name], setup.config, device, setup.policy) for name in names}
+    modules = {name: build(CONTESTANTS[name], setup, device) for name in names}
     results = {name: Rounds() for name in names}
     with skipping(setup.skip, modules.values()):
         for name, module in modules.items():
             results[name].losses = first_losses(module, setup, device)
         optimizers = {name: setup.adamw(module) for name, module in modules.items()}
         batches = [setup.windows(1 + index, device) for index in range(steps)]
-        for module, optimizer in zip(modules.values(), optimizers.values(), strict=True):
-            train_step(module, optimizer, batches[0])  # makes the optimizer's state
+        for name, module in modules.items():
+            results[name].held = _held_in_step(module, optimizers[name], batches[0])  # makes the optimizer's state
         settle()
         for order in rotated(names, num_rounds):
             for name in order:
@@ -161,10 +176,20 @@ def train_interleaved(setup: Setup, names: Sequence[str], num_rounds: int, steps
     return results
 
 
+def _held_in_step(module: nn.Module, optimizer: torch.optim.Optimizer, windows: Tensor) -> HeldBytes:
+    """Make a step, and look before it drops the gradients."""
+    next_byte_loss(module, windows).backward()
+    optimizer.step()
+    held = measure_held_bytes(module, optimizer)
+    optimizer.zero_grad()
+    return held
+
+
 def _sent_in_float32(contestant: Contestant, setup: Setup, device: torch.device) -> int | None:
     """Bytes that this rank sends in a step when nothing is asked for."""
-    module = build(contestant, setup.config, device, replace(setup.policy, compute_dtype=torch.float32))
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    setup = replace(setup, policy=replace(setup.policy, compute_dtype=torch.float32))
+    module = build(contestant, setup, device)
+    optimizer = torch.optim.SGD(trained(module), lr=0.0)
     windows = setup.windows(0, device)
     for _ in range(_STEPS_TO_SETTLE):
         train_step(module, optimizer, windows)
@@ -231,7 +256,7 @@ def train_alone(setup: Setup, name: str, steps: int) -> tuple[Memory, Memory]:
     _train_and_drop(floor, replace(setup.config, num_layers=1), setup, device)
     settle()
     meter = _CudaMeter(device) if device.type == "cuda" else _ProcessMeter()
-    module = build(contestant, setup.config, device, setup.policy)
+    module = build(contestant, setup, device)
     built = meter.peaks()
     optimizer = setup.adamw(module)
     windows = setup.windows(0, device)
@@ -246,7 +271,7 @@ def train_alone(setup: Setup, name: str, steps: int) -> tuple[Memory, Memory]:
 
 
 def _train_and_drop(contestant: Contestant, config: GPTConfig, setup: Setup, device: torch.device) -> None:
-    module = build(contestant, config, device, setup.policy)
+    module = build(contestant, setup, device, config)
     optimizer = setup.adamw(module)
     for _ in range(2):
         train_step(module, optimizer, setup.windows(0, device))

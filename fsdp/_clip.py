@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -120,14 +121,11 @@ def _over_all(comms: Sequence[Communicator], tensor: Tensor, op: str) -> Tensor:
 
 def _local_total(shares: Sequence[tuple[Tensor, int]], norm_type: float, device: torch.device) -> Tensor:
     """This rank's contribution, from gradients with the number of ranks that contribute the same."""
-    wide = max(
-        (torch.promote_types(grad.dtype, torch.float32) for grad, _ in shares), key=_width, default=torch.float32
-    )
-    zero = torch.zeros((), dtype=wide.to_real(), device=device)
-    norms = [torch.linalg.vector_norm(grad.to(wide), norm_type).to(device) for grad, _ in shares if grad.numel()]
+    total_dtype = reduce(torch.promote_types, (grad.dtype.to_real() for grad, _ in shares), torch.float32)
+    norms = [_norm(grad, norm_type).to(device, total_dtype) for grad, _ in shares if grad.numel()]
     if not norms:
-        return zero
-    stacked = torch.stack(norms).to(zero.dtype)
+        return torch.zeros((), dtype=total_dtype, device=device)
+    stacked = torch.stack(norms)
     if math.isinf(norm_type):
         return stacked.max()
     copies = [count for grad, count in shares if grad.numel()]
@@ -135,5 +133,6 @@ def _local_total(shares: Sequence[tuple[Tensor, int]], norm_type: float, device:
     return powers.sum() if set(copies) == {1} else (powers / powers.new_tensor(copies)).sum()
 
 
-def _width(dtype: torch.dtype) -> int:
-    return torch.empty(0, dtype=dtype).element_size()
+def _norm(grad: Tensor, norm_type: float) -> Tensor:
+    # In its own dtype if that is wide enough: one for all would drop imaginary parts, or digits of what is real.
+    return torch.linalg.vector_norm(grad.to(torch.promote_types(grad.dtype, torch.float32)), norm_type)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import nn
 
-from fsdp._dtensors import MeshPart, check_placements, is_dtensor
+from fsdp._dtensors import MeshPart, check_placements, is_dtensor, local_part
 from fsdp._flat_param import FlatParameter, ParamInfo, PieceParameter
 from fsdp._ignored import Ignored
 from fsdp._names import clean_name
@@ -30,8 +30,8 @@ def collect(module: nn.Module, ignored: Ignored | None = None) -> dict[nn.Parame
 
     Raises:
         TypeError: if one is an integer tensor or another kind that cannot be flattened.
-        ValueError: if one was taken over by a unit that doesn't contain this place: a tie would be lost; or has
-            hooks; or is a DTensor of which this rank has no part.
+        ValueError: if one was taken over by a unit that doesn't contain this place, or is tied to another by its memory
+            only: a tie would be lost; or if one has hooks, or is a DTensor of which this rank has no part.
     """
     found: dict[nn.Parameter, Places] = {}
     for prefix, submodule in module.named_modules():
@@ -48,7 +48,21 @@ def collect(module: nn.Module, ignored: Ignored | None = None) -> dict[nn.Parame
                 continue
             _check(fqn, param)
             found.setdefault(param, []).append(ParamInfo(submodule, name, fqn))
+    _refuse_aliases(found)
     return found
+
+
+def _refuse_aliases(found: dict[nn.Parameter, Places]) -> None:
+    seen: dict[int, Places] = {}
+    for param, places in found.items():
+        local = local_part(param)
+        other = seen.setdefault(local.data_ptr(), places) if local.numel() else places
+        if other is not places:
+            raise ValueError(
+                f"{places[0].fqn} is a parameter of its own in the memory of {other[0].fqn}: sharded, they would no "
+                "longer change together. Tie them by making them one parameter (b.weight = a.weight), or give each its "
+                "memory (.clone())."
+            )
 
 
 def _check(fqn: str, param: nn.Parameter) -> None:

@@ -46,6 +46,7 @@ class FlatParameter(nn.Parameter):
     _names: tuple[str, ...]
     _shapes: tuple[torch.Size, ...]  # of `DTensor`s, those of their local parts
     parts: tuple[MeshPart | None, ...]  # what those of them that are `DTensor`s are parts of
+    _align: int  # at a multiple of so many elements each parameter starts
     _is_sharded: bool  # it holds one rank's shard
     _is_managed: bool  # a handle runs it
     _has_unreduced: bool  # gradients were accumulated under `no_sync` and are not in `grad` yet
@@ -74,12 +75,13 @@ class FlatParameter(nn.Parameter):
         self = Tensor._make_subclass(cls, data, requires_grad)
         self._names, self._shapes, self.parts = names, shapes, (None,) * len(shapes)
         self._is_sharded = self._is_managed = self._has_unreduced = False
+        self._align = 1
         self.home = None
         return self
 
     @classmethod
     def shard_of(
-        cls, params: Sequence[nn.Parameter], names: Sequence[str], rank: int, world_size: int, home: Any
+        cls, params: Sequence[nn.Parameter], names: Sequence[str], rank: int, world_size: int, home: Any, align: int = 1
     ) -> FlatParameter:
         """One rank's shard of the flat parameter, cut straight from the parameters: there is never a whole copy.
 
@@ -87,16 +89,17 @@ class FlatParameter(nn.Parameter):
             params, names: what it is made of; of `DTensor`s, their local parts.
             rank, world_size: which shard, of how many.
             home: where it lives (a `Home`).
+            align: each parameter starts at a multiple of so many elements.
         """
         locals_ = [local_part(param) for param in params]
         shapes = tuple(local.shape for local in locals_)
-        layout = ContiguousLayout.of(zip(names, shapes, strict=True), world_size)
+        layout = ContiguousLayout.of(zip(names, shapes, strict=True), world_size, align)
         shard = home.allocate(layout.shard_numel, params[0].dtype)
         for slot, local in enumerate(locals_):
             layout.shard_of(slot, local, shard, rank)
         self = home.flat_parameter._build(shard, params[0].requires_grad, tuple(names), shapes)
         self.parts = tuple(MeshPart.of(param) for param in params)
-        self._is_sharded = world_size > 1 and layout.numel > 0
+        self._is_sharded, self._align = world_size > 1 and layout.numel > 0, align
         self.home = home
         home.release()
         return self
@@ -106,7 +109,7 @@ class FlatParameter(nn.Parameter):
 
     def make_layout(self, world_size: int = 1) -> ContiguousLayout:
         """How the parameters lie in the vector when `world_size` ranks share it."""
-        return ContiguousLayout.of(zip(self._names, self._shapes, strict=True), world_size)
+        return ContiguousLayout.of(zip(self._names, self._shapes, strict=True), world_size, self._align)
 
     @property
     def owner(self) -> FlatParameter:
@@ -148,13 +151,15 @@ class FlatParameter(nn.Parameter):
             ValueError: if the data hasn't as many elements as the original parameters together.
         """
         data = self if external_data is None else external_data
-        numel = self.make_layout().numel
-        if data.numel() != numel:
+        layout = self.make_layout()
+        if data.numel() != layout.numel:
             raise ValueError(
-                f"the {len(self._shapes)} parameters of this FlatParameter have {numel} elements, the data has "
+                f"the {len(self._shapes)} parameters of this FlatParameter have {layout.numel} elements, the data has "
                 f"{data.numel()}" + (" (it holds one rank's shard)" if self._is_sharded else "")
             )
-        pieces = data.view(-1).split([shape.numel() for shape in self._shapes])
+        # One split: of as many slices, each would have a gradient of the whole size.
+        sizes = [size for slot, gap in zip(layout.slots, layout.gaps, strict=True) for size in (slot.numel, gap)]
+        pieces = data.view(-1).split(sizes)[::2]
         return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
 
     def metadata(self) -> tuple[tuple[str, ...], tuple[torch.Size, ...], tuple[int, ...]]:
@@ -169,7 +174,7 @@ class FlatParameter(nn.Parameter):
             home.release()
         copied = memo[id(self)] = type(self)._build(data, self.requires_grad, self._names, self._shapes)
         copied._is_sharded, copied._is_managed, copied.group = self._is_sharded, self._is_managed, self.group
-        copied.parts = self.parts
+        copied.parts, copied._align = self.parts, self._align
         copied.home = home
         return copied
 
@@ -181,6 +186,7 @@ class FlatParameter(nn.Parameter):
             self._names,
             self._shapes,
             self._is_sharded,
+            self._align,
         )
 
 
@@ -223,9 +229,11 @@ class PieceParameter(nn.Parameter):
         return type(self).of, (self.owner, *args)
 
 
-def _rebuild_flat_parameter(data: Tensor, requires_grad: bool, names: Any, shapes: Any, sharded: bool) -> FlatParameter:
+def _rebuild_flat_parameter(
+    data: Tensor, requires_grad: bool, names: Any, shapes: Any, sharded: bool, align: int
+) -> FlatParameter:
     flat = FlatParameter._build(data, requires_grad, names, shapes)
-    flat._is_sharded = sharded
+    flat._is_sharded, flat._align = sharded, align
     return flat
 
 

@@ -120,7 +120,7 @@ class GradientBuffer:
                 self.used[slot] = 1
             else:
                 view.zero_()
-        self._layout.tail(flat).zero_()
+        self._layout.clear_gaps(flat)
         return flat.to(self.dtype)
 
     def drop(self) -> None:

@@ -1,7 +1,8 @@
-"""What users do to modules inside of a unit, past its wrapper: casting and moving them, and taking their state.
+"""What users do to modules inside of a unit, past its wrapper: cast, move and freeze them, and take their state.
 
 `.to()`, `.half()` and `.cuda()` all come down to `nn.Module._apply`, which changes the parameters that a module lists.
-A unit's are packed into vectors that follow as a whole, so its modules get an ``_apply`` of our own.
+A unit's are packed into vectors that follow as a whole, so its modules get an ``_apply`` of our own; and a
+``requires_grad_``, which on a part of a flat parameter could only do nothing.
 """
 
 from __future__ import annotations
@@ -13,16 +14,40 @@ import torch
 from torch import Tensor, nn
 
 from fsdp._handle import FlatParamHandle
-from fsdp._unit import Hook, TrainingState, Unit, units_in
+from fsdp._names import clean_name
+from fsdp._unit import Hook, TrainingState, Unit, own_modules, units_in
 
 Conversion = Callable[[Tensor], Tensor]
 
 
 def guard(unit: Unit) -> None:
     """Watch over the modules of a unit whose handles are complete."""
-    for module in {unit.module: None, **{place.module: None for place in unit.places()}}:
-        module.register_state_dict_pre_hook(Hook(partial(_refuse_partial_state, unit)))
-        module.__dict__["_apply"] = Conversions(unit, module)
+    taken_from = {unit.module, *(place.module for place in unit.places())}
+    for module in own_modules(unit.module):
+        if module in taken_from:
+            module.register_state_dict_pre_hook(Hook(partial(_refuse_partial_state, unit)))
+            module.__dict__["_apply"] = Conversions(unit, module)
+        if module is not unit.module and not taken_from.isdisjoint(module.modules()):
+            module.__dict__["requires_grad_"] = Freezing(unit, module)
+
+
+def refuse_shared_modules(module: nn.Module) -> None:
+    """Raise ValueError if `module` uses a module without the unit that took its parameters."""
+    for submodule in own_modules(module):
+        guarding = submodule.__dict__.get("_apply")
+        if isinstance(guarding, Conversions):
+            owner, kind = guarding.unit, type(submodule).__name__
+            here = [clean_name(name) or kind for name, found in _named_modules(module) if found is submodule]
+            there = [clean_name(name) for name, found in _named_modules(owner.module) if found is submodule]
+            raise ValueError(
+                f"{' = '.join(here)} is the same {kind} as {there[0]} of {owner.name}, a unit that has taken over its "
+                "parameters and would not gather them here. Wrap the shared module itself first, once, and put the "
+                "wrapper in every place; or leave the modules that share it unwrapped (auto_wrap does so by itself)."
+            )
+
+
+def _named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return list(module.named_modules(remove_duplicate=False))
 
 
 def _refuse_partial_state(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -37,12 +62,12 @@ class Conversions:
     """What a unit's module has as ``_apply``."""
 
     def __init__(self, unit: Unit, module: nn.Module) -> None:
-        self._unit, self._module = unit, module
+        self.unit, self._module = unit, module
 
     def __call__(self, fn: Conversion, recurse: bool = True) -> nn.Module:
-        if not self._unit.is_converting:
+        if not self.unit.is_converting:
             self._check(fn)
-            if self._module is self._unit.module:
+            if self._module is self.unit.module:
                 return self._convert_unit(fn, recurse)
         return self._convert(fn, recurse)
 
@@ -57,7 +82,7 @@ class Conversions:
             RuntimeError: for a part of a unit, for whole parameters, and in the middle of a forward or backward.
             ValueError: for a dtype in which a unit cannot compute as it was asked to.
         """
-        unit = self._unit
+        unit = self.unit
         if unit.runtime is not None:
             unit.runtime.ensure_idle("move or cast the module")
         handles = [handle for handle in unit.handles if _changes(handle, fn)]
@@ -82,7 +107,7 @@ class Conversions:
                 )
 
     def _convert_unit(self, fn: Conversion, recurse: bool) -> nn.Module:
-        unit = self._unit
+        unit = self.unit
         if unit.runtime is not None:
             unit.runtime.release()
         device = fn(torch.empty(0, device=unit.device)).device
@@ -96,6 +121,26 @@ class Conversions:
         finally:
             unit.is_converting = False
         unit.follow(device)
+        return self._module
+
+
+class Freezing:
+    """What a module in a unit has as ``requires_grad_``."""
+
+    def __init__(self, unit: Unit, module: nn.Module) -> None:
+        self._unit, self._module = unit, module
+
+    def __call__(self, requires_grad: bool = True) -> nn.Module:
+        inside = set(self._module.modules())
+        for handle in self._unit.handles:
+            here = [place for places in handle.places for place in places if place.module in inside]
+            listed = any(module in inside for module, _, _ in handle.registry.entries)
+            if here and not listed and handle.requires_grad is not requires_grad:
+                raise RuntimeError(
+                    f"{self._unit.name}: {here[0].fqn} cannot be frozen or thawed apart from its flat parameter. "
+                    "Do it before wrapping, wrap with use_orig_params=True, or freeze the whole wrapped module."
+                )
+        type(self._module).requires_grad_(self._module, requires_grad)
         return self._module
 
 

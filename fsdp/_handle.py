@@ -72,7 +72,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         ]
         self.connect(comm, reduce_comm)
         self.layout = flat_param.make_layout(self.comm.world_size)
-        self.name = ""
+        self.name, self._unit_name = "", "its unit"
         self.phase = Phase.SHARDED
         self.pieces = Pieces(flat_param, self.layout, comm.rank, infos) if original else None
         self.places = [list(places) for places in infos]
@@ -105,6 +105,12 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
             self.pieces.alias()
         self._build()
 
+    def rename(self, name: str, unit: str) -> None:
+        """Go by this name, as one of those of `unit`, in messages."""
+        self.name, self._unit_name = name, unit
+        for whole in self._wholes.values():
+            whole.name_unit(unit)
+
     # --- buffers ------------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
@@ -128,6 +134,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
     def _choose_whole(self) -> None:
         if self.dtype not in self._wholes:
             self._wholes[self.dtype] = self._new_whole()
+            self._wholes[self.dtype].name_unit(self._unit_name)
         self.whole = self._wholes[self.dtype]
         self.whole.fill_places(is_whole=False)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter of a layout; `start` counts elements from the first parameter's first, without padding."""
+    """One parameter of a layout; `start` counts elements from the first parameter's first."""
 
     name: str
     shape: torch.Size
@@ -67,17 +67,25 @@ class Layout(ABC):
             raise ValueError(f"world_size must be at least 1, got {self.world_size}")
 
     @classmethod
-    def of(cls, named_shapes: Iterable[tuple[str, torch.Size | Sequence[int]]], world_size: int) -> Self:
-        """Pack parameters, given as (name, shape), in the given order."""
+    def of(
+        cls, named_shapes: Iterable[tuple[str, torch.Size | Sequence[int]]], world_size: int, align: int = 1
+    ) -> Self:
+        """Pack parameters, given as (name, shape), in the given order.
+
+        Args:
+            named_shapes: the parameters.
+            world_size: how many ranks share them.
+            align: every parameter starts at a multiple of so many elements; the gaps belong to none.
+        """
         slots, start = [], 0
         for name, shape in named_shapes:
-            slots.append(Slot(name, torch.Size(shape), start))
+            slots.append(Slot(name, torch.Size(shape), -(-start // align) * align))
             start = slots[-1].stop
         return cls(tuple(slots), world_size)
 
     @cached_property
     def numel(self) -> int:
-        """Elements of all parameters, without padding."""
+        """Elements from the first parameter's first to the last one's last."""
         return self.slots[-1].stop if self.slots else 0
 
     @property
@@ -137,7 +145,7 @@ class Layout(ABC):
 
 
 class ContiguousLayout(Layout):
-    """One flat vector, cut into equal pieces; only its end is padded, by less than `world_size` elements.
+    """One flat vector, cut into equal pieces; its end is padded by less than `world_size` elements.
 
     The gathered buffer *is* the flat vector, so parameters are views of it. These are FairScale's shards
     (the chunks of ``torch.chunk``, each padded to the size of the first).
@@ -155,9 +163,17 @@ class ContiguousLayout(Layout):
             return None
         return Interval(slot, start - kept.start, stop - kept.start, start - begin)
 
-    def tail(self, full: Tensor) -> Tensor:
-        """The padding of a gathered buffer: a view of its end."""
-        return full[self.numel :]
+    @cached_property
+    def gaps(self) -> list[int]:
+        """How many elements of a gathered buffer lie between each parameter and the next, or the end."""
+        nexts = [*(slot.start for slot in self.slots[1:]), self.padded_numel]
+        return [start - slot.stop for slot, start in zip(self.slots, nexts, strict=True)] if self.slots else []
+
+    def clear_gaps(self, full: Tensor) -> None:
+        """Write zeros where a gathered buffer holds no parameter."""
+        for slot, gap in zip(self.slots, self.gaps, strict=True):
+            if gap:
+                full[slot.stop : slot.stop + gap].zero_()
 
     def unpack(self, full: Tensor) -> list[Tensor]:
         self._check(full, self.padded_numel, "gathered buffer")

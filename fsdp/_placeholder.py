@@ -77,11 +77,15 @@ def _message_in(values: Any) -> str:
 
 def sharded_weight(name: str, like: Tensor) -> Placeholder:
     """What a module finds at a parameter's place while its unit is sharded."""
-    return Placeholder(
-        like,
-        f"{name} is sharded: this rank holds only its part of it, and not under this name. Call the wrapped module "
-        "(its forward gathers the weights), or read and change whole parameters inside "
-        "`with model.summon_full_params():`.",
+    return Placeholder(like, sharded_message(name, "its unit"))
+
+
+def sharded_message(name: str, unit: str) -> str:
+    """What is wrong with a weight that is not there, and what to do; `unit` is what it comes and goes with."""
+    return (
+        f"{name} is sharded: outside of the forward and backward of {unit} this rank holds only its part of it, and "
+        "not under this name. Call the wrapped module (its forward gathers the weights; another module that reads them "
+        "must be in the same unit), or read and change whole parameters inside `with model.summon_full_params():`."
     )
 
 

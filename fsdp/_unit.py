@@ -333,7 +333,7 @@ class Unit:
     def rename(self, name: str) -> None:
         self.name = name
         for number, handle in enumerate(self.handles):
-            handle.name = name if len(self.handles) == 1 else f"{name} (flat parameter {number})"
+            handle.rename(name if len(self.handles) == 1 else f"{name} (flat parameter {number})", unit=name)
 
     def gather(self) -> None:
         for handle in self.handles:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fsdp._dtensors import MeshPart, memory_of
 from fsdp._flat_param import ParamInfo
 from fsdp._layout import Layout
-from fsdp._placeholder import sharded_weight
+from fsdp._placeholder import Placeholder, sharded_message, sharded_weight
 
 
 class WholeParameters:
@@ -57,11 +57,12 @@ class WholeParameters:
                 leaf.register_post_accumulate_grad_hook(partial(_tell, weakref.WeakMethod(on_gradient), number))
         self._numbers: dict[Tensor, int] = {leaf: number for number, leaf in enumerate(self.leaves)}
         self._swaps: list[tuple[dict[str, Any], ParamInfo, Tensor, Tensor]] = []
+        self._absent: dict[str, Placeholder] = {}
         for slot, leaf, used in zip(layout.slots, self.leaves, places, strict=True):
             placeholder = sharded_weight(slot.name, leaf)
             # Whoever copies a module that shows a leaf gets no second copy of the weights with it: the shard is copied.
             leaf.__deepcopy__, leaf.__reduce_ex__ = placeholder.__deepcopy__, placeholder.__reduce_ex__  # type: ignore[method-assign]
-            absent = leaf if is_shard else placeholder
+            absent = leaf if is_shard else self._absent.setdefault(slot.name, placeholder)
             self._swaps += [(place.module.__dict__, place, leaf, absent) for place in used]
         modules = {place.module: None for used in places for place in used}
         self._rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
@@ -87,6 +88,11 @@ class WholeParameters:
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is the buffer's, and will be freed."""
         return not self.is_shard and memory_of(tensor) == self.full.untyped_storage().data_ptr()
+
+    def name_unit(self, unit: str) -> None:
+        """Let the placeholders say which unit they belong to."""
+        for name, placeholder in self._absent.items():
+            placeholder._message = sharded_message(name, unit)
 
     def fill_places(self, is_whole: bool) -> None:
         """Put leaves, or placeholders, where the modules look for their parameters, whatever is there."""

@@ -317,6 +317,7 @@ class ShardedParamsWrapper(FlattenParamsWrapper):
         found: what may be flattened, with the places where it is used.
         rank, world_size: which shard, of how many.
         new_home: makes the place where one flat parameter's shard lives (a `Home`).
+        align: each parameter starts at a multiple of so many elements of its flat parameter.
     """
 
     _is_managed = True
@@ -329,9 +330,10 @@ class ShardedParamsWrapper(FlattenParamsWrapper):
         rank: int,
         world_size: int,
         new_home: Callable[[], Home],
+        align: int = 1,
     ) -> None:
         self._found, self._new_home = found, new_home
-        self._cut = partial(FlatParameter.shard_of, rank=rank, world_size=world_size)
+        self._cut = partial(FlatParameter.shard_of, rank=rank, world_size=world_size, align=align)
         super().__init__(module, param_list)
         del self._found
 

@@ -16,7 +16,7 @@ from fsdp._collect import GroupKey, Places, collect, group, key_of, names_of, ta
 from fsdp._comm import Group, communicator, default_group, reduce_group
 from fsdp._dtensors import check_ranks
 from fsdp._flat_param import FlatParameter
-from fsdp._guards import guard
+from fsdp._guards import guard, refuse_shared_modules
 from fsdp._ignored import Ignored
 from fsdp._optimizers import watch_optimizers
 from fsdp._options import Options
@@ -26,6 +26,10 @@ from fsdp._state_dict import Loading
 from fsdp._unit import Unit, unit_of
 from fsdp._wrapper_state import WrapperState
 from fsdp.flatten_params_wrapper import FlattenParamsWrapper, ShardedParamsWrapper
+
+# Elements: 16 bytes of any dtype that is trained in. Compilers of CUDA kernels copy what lies less well at every call.
+# Only where no checkpoint of FairScale's flat shards is to be read or written.
+_ALIGNED = 8
 
 
 class ProcessGroupName(str, Enum):
@@ -154,6 +158,7 @@ class FullyShardedDataParallel(WrapperState):
         ignored = Ignored.of(ignored_modules, ignored_parameters)
         ignored.check(taken_by)
         _check_module(module, ignored)
+        refuse_shared_modules(module)
         watch_optimizers()
         self._options = options
         self.process_group = default_group(process_group)
@@ -205,12 +210,14 @@ class FullyShardedDataParallel(WrapperState):
         """Make the shards: of groups, which the wrapper inside then holds, or (returned) of each parameter alone."""
         for param, places in found.items():
             self._unit.precision_at(places).check(places[0].fqn, param.dtype, param.requires_grad)
-            for ranks in (self.process_group, self.process_group_reduce_scatter):
-                check_ranks(places[0].fqn, param, ranks, self._unit.device)
+            for over in (self.process_group, self.process_group_reduce_scatter):
+                check_ranks(places[0].fqn, param, over, self._unit.device)
         groups = group(found, self._unit.precision_at, key) if self.flatten_parameters else []
         new_home = self._options.offload.home_on(self._unit.device)
         members = [params for _, params in groups]
-        self._fsdp_wrapped_module = ShardedParamsWrapper(module, members, found, self.rank, self.world_size, new_home)
+        align = _ALIGNED if self._options.use_orig_params else 1
+        ranks = self.rank, self.world_size
+        self._fsdp_wrapped_module = ShardedParamsWrapper(module, members, found, *ranks, new_home, align)
         for flat_param, (name, _) in zip(self.module.flat_params, groups, strict=True):
             flat_param.group = name
         if self.flatten_parameters:

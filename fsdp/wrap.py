@@ -48,7 +48,8 @@ def default_auto_wrap_policy(
             calling them; they end up in the unit around them. Default:
             `default_auto_wrap_policy.FORCE_LEAF_MODULES` ({nn.MultiheadAttention}).
         exclude_wrap_modules: classes that are looked into but never wrapped, because they are never called.
-            Default: `default_auto_wrap_policy.EXCLUDE_WRAP_MODULES` ({nn.ModuleList, nn.ModuleDict}).
+            Default: `default_auto_wrap_policy.EXCLUDE_WRAP_MODULES` ({nn.ModuleList, nn.ModuleDict}). What has no
+            forward (`nn.ParameterList`, say) is never wrapped either.
         skip_params_check_for_root: wrap the root however few parameters it has left (unless its class is one
             of the above).
     """
@@ -57,6 +58,7 @@ def default_auto_wrap_policy(
         never = _force_leaf_classes() if force_leaf_modules is None else tuple(force_leaf_modules)
     else:
         never = _exclude_wrap_classes() if exclude_wrap_modules is None else tuple(exclude_wrap_modules)
+        large_enough = large_enough and _is_callable_module(module)
     return large_enough and not isinstance(module, never)
 
 

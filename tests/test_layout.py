@@ -218,6 +218,31 @@ def test_a_contiguous_buffer_is_not_copied() -> None:
         assert value.data_ptr() == full[slot.start :].data_ptr()
 
 
+@for_any(shapes=SHAPES, world_size=WORLD_SIZES, align=st.integers(1, 9))
+def test_aligned_parameters_start_at_multiples(shapes: Shapes, world_size: int, align: int) -> None:
+    named = [(f"p{number}", shape) for number, shape in enumerate(shapes)]
+    layout = ContiguousLayout.of(named, world_size, align)
+    dense = ContiguousLayout.of(named, world_size)
+    assert all(slot.start % align == 0 for slot in layout.slots)
+    assert 0 <= layout.numel - dense.numel <= len(shapes) * (align - 1)
+    values = values_of(layout)
+    full = torch.cat(cut(layout, values))
+    for value, gathered in zip(values, layout.unpack(full), strict=True):
+        assert torch.equal(value, gathered)
+    assert layout.padded_numel == sum(slot.numel for slot in layout.slots) + sum(layout.gaps)
+
+
+@for_any(shapes=SHAPES, world_size=WORLD_SIZES, align=st.integers(1, 9))
+def test_only_what_belongs_to_no_parameter_is_cleared(shapes: Shapes, world_size: int, align: int) -> None:
+    layout = ContiguousLayout.of(((f"p{number}", shape) for number, shape in enumerate(shapes)), world_size, align)
+    full = torch.full((layout.padded_numel,), torch.nan, dtype=torch.float64)
+    values = values_of(layout)
+    for view, value in zip(layout.unpack(full), values, strict=True):
+        view.copy_(value)
+    layout.clear_gaps(full)
+    assert full.sum() == sum(value.sum() for value in values)
+
+
 def test_fewer_elements_than_ranks() -> None:
     layout = pack(ContiguousLayout, [(2,), (1,)], 5)
     assert layout.shard_numel == 1

@@ -6,6 +6,7 @@ plain model beside it (`Twins`) says what each change should mean.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -345,3 +346,21 @@ def _exchange_states() -> None:
     assert list(state) == list(flat.state_dict())
     assert all(torch.equal(value, state[name]) for name, value in flat.state_dict().items())
     score(model(torch.ones(2, 5))).backward()
+
+
+def test_whole_parameters_lie_at_multiples_of_16_bytes(ranks: RankPool) -> None:
+    ranks(3).run(_look_at_addresses)
+
+
+@torch.no_grad()
+def _look_at_addresses() -> None:
+    layers = [nn.Linear(3, 5), nn.Linear(5, 1), nn.Linear(1, 7)]  # nothing of this is a multiple of anything
+    for dtype in (torch.float32, torch.bfloat16):
+        model: Any = fully_sharded(use_orig_params=True)(nn.Sequential(*copy.deepcopy(layers)).to(dtype))
+        seen: list[int] = []
+        model.module.module[2].register_forward_hook(
+            lambda *_, model=model, seen=seen: seen.extend(p.data_ptr() for p in model._unit.handles[0].whole.leaves)
+        )
+        model(torch.ones(1, 3, dtype=dtype))
+        assert len(seen) == 6
+        assert all(address % 16 == 0 for address in seen)

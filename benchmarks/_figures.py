@@ -1,0 +1,141 @@
+"""Steps of several contestants as the whole run saw them: all ranks together, and who is best."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from benchmarks._contestants import CONTESTANTS, FLOOR, SHARDED_FLOOR, Kind
+from benchmarks._measure import NOTHING_KEPT, Spread, count_collectives
+from benchmarks._ranks import run_ranks
+from benchmarks._report import HeldBytes
+from benchmarks._training import Memory, Rounds, Setup, train_alone
+
+_MEMORY_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One contestant, all ranks together: per round where that is possible.
+
+    Args:
+        seconds: step time of the slowest rank.
+        cpu_seconds: mean over the ranks.
+        sent: bytes per step, mean over the ranks; None where the kernel does not tell.
+        sent_in_float32: the same in a step in float32; None where it was not counted.
+        collectives: per step.
+        operations: backend operations per step on rank 0.
+        held: between backward and the next step, of the rank that holds most of each.
+        resident, live: memory of the rank that has most, one entry a run; empty when it was not measured.
+    """
+
+    seconds: list[float]
+    cpu_seconds: list[float]
+    sent: float | None
+    sent_in_float32: float | None
+    collectives: float
+    operations: dict[str, int]
+    held: HeldBytes | None
+    resident: tuple[Memory, ...] = ()
+    live: tuple[Memory, ...] = ()
+
+
+def join(ranks: Sequence[Rounds]) -> Figures:
+    """What all ranks saw of one contestant."""
+    sent = [statistics.median(rank.sent) for rank in ranks if rank.sent]
+    in_float32 = [rank.sent_in_float32 for rank in ranks if rank.sent_in_float32 is not None]
+    return Figures(
+        seconds=[max(values) for values in zip(*(rank.seconds for rank in ranks), strict=True)],
+        cpu_seconds=[statistics.mean(values) for values in zip(*(rank.cpu_seconds for rank in ranks), strict=True)],
+        sent=statistics.mean(sent) if len(sent) == len(ranks) else None,
+        sent_in_float32=statistics.mean(in_float32) if len(in_float32) == len(ranks) else None,
+        collectives=count_collectives(ranks[0].operations, len(ranks)),
+        operations=ranks[0].operations,
+        held=_most([rank.held for rank in ranks if rank.held is not None]),
+    )
+
+
+def _most(held: Sequence[HeldBytes]) -> HeldBytes | None:
+    if not held:
+        return None
+    return HeldBytes(
+        parameters=max(each.parameters for each in held),
+        gradients=max(each.gradients for each in held),
+        optimizer_state=max(each.optimizer_state for each in held),
+    )
+
+
+def with_memory(figures: Mapping[str, Figures], setup: Setup, world_size: int, runs: int = 1) -> dict[str, Figures]:
+    """The figures, with the memory of each contestant over `runs` runs, in which the contestants take turns."""
+    complete = dict(figures)
+    for _ in range(runs):
+        for name, figure in complete.items():
+            resident, live = _measure_memory(setup, name, world_size)
+            complete[name] = replace(figure, resident=(*figure.resident, resident), live=(*figure.live, live))
+    return complete
+
+
+def _measure_memory(setup: Setup, name: str, world_size: int) -> tuple[Memory, Memory]:
+    """Runs a contestant in processes of its own: what the heap keeps must not come from another one."""
+
+    def most(environment: Mapping[str, str] | None) -> tuple[Memory, Memory]:
+        ranks = run_ranks(
+            train_alone, world_size, setup, name, _MEMORY_STEPS, device=setup.device, environment=environment
+        )
+        resident, live = max(ranks, key=lambda pair: pair[0].peak)
+        return resident, live
+
+    resident, live = most(None)
+    if setup.device == "cpu":
+        _, live = most(NOTHING_KEPT)
+    return resident, live
+
+
+# --- what is compared
+
+
+def floor_of(name: str) -> str:
+    """The floor that does the same optimizer work."""
+    return SHARDED_FLOOR if CONTESTANTS[name].is_sharded else FLOOR
+
+
+def cpu_above_floor(figures: Mapping[str, Figures], name: str) -> list[float]:
+    """CPU seconds per step above the floor of the same round."""
+    floor = figures[floor_of(name)]
+    return [mine - least for mine, least in zip(figures[name].cpu_seconds, floor.cpu_seconds, strict=True)]
+
+
+def peak_bytes(figures: Mapping[str, Figures]) -> dict[str, list[float]]:
+    return {name: [run.peak for run in figure.resident] for name, figure in figures.items() if figure.resident}
+
+
+def live_bytes(figures: Mapping[str, Figures]) -> dict[str, list[float]]:
+    return {name: [run.peak for run in figure.live] for name, figure in figures.items() if figure.live}
+
+
+class BestPeers(NamedTuple):
+    """The sharded peer with the lowest figure of each kind; None when no peer has one."""
+
+    step: str | None
+    cpu: str | None
+    peak: str | None
+    live: str | None
+
+
+def best_peers(figures: Mapping[str, Figures]) -> BestPeers:
+    # By ratios of the same round, so that a disturbance in one contestant's turn does not choose.
+    step = {
+        name: Spread.of_ratios(figure.seconds, figures[floor_of(name)].seconds).median
+        for name, figure in figures.items()
+    }
+    cpu = {name: statistics.median(cpu_above_floor(figures, name)) for name in figures}
+    peak = {name: statistics.median(runs) for name, runs in peak_bytes(figures).items()}
+    live = {name: statistics.median(runs) for name, runs in live_bytes(figures).items()}
+
+    def best(values: Mapping[str, float]) -> str | None:
+        peers = [name for name in values if CONTESTANTS[name].kind is Kind.PEER]
+        return min(peers, key=values.__getitem__, default=None)
+
+    return BestPeers(best(step), best(cpu), best(peak), best(live))
