@@ -1,4 +1,9 @@
-"""The norm of gradients that are spread over ranks, and clipping by it."""
+"""The norm of gradients that are spread over ranks, and clipping by it.
+
+With tensor parallelism, gradients are spread over the ranks of the `DTensor`s' meshes as well, and those of parameters
+that are no `DTensor`s, or replicated ones, are found on each of them. All ranks add what they have, divided by the
+number of ranks that have it too; so they all come to the same norm, to the bit, and scale alike.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,12 @@ from collections.abc import Sequence
 from functools import reduce
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp._collect import is_ours
-from fsdp._comm import Communicator
+from fsdp._comm import Communicator, communicator
+from fsdp._dtensors import MeshGroups, MeshPart, settled_gradient
+from fsdp._handle import FlatParamHandle
 from fsdp._unit import Unit
 
 
@@ -24,9 +31,9 @@ def clip_grad_norm(
 ) -> Tensor:
     """Collective. Scale all gradients so that their norm over all ranks is at most `max_norm`.
 
-    Sums of powers are taken per shard in float32 or wider and added over the ranks once. Of ignored parameters, which
-    every rank has for itself, the mean over ranks of these sums is taken: all ranks find the same norm, and the right
-    one where their gradients are alike.
+    Sums of powers are taken per shard in float32 or wider and added over the ranks once; with `DTensor`s once more over
+    each dimension of their mesh. Of ignored parameters, which every rank has for itself, the mean over ranks of these
+    sums is taken: all ranks find the same norm, and the right one where their gradients are alike.
 
     Returns:
         The norm before clipping.
@@ -35,7 +42,7 @@ def clip_grad_norm(
         RuntimeError: if gradients are not reduced yet, or, if that is asked for, the norm is not finite; no gradient is
             changed then.
         ValueError: for a norm that is none.
-        NotImplementedError: if a unit shards over other ranks than the root.
+        NotImplementedError: if a unit shards over other ranks than the root, or meshes of `DTensor`s overlap in part.
     """
     others = [unit.name for unit in units if unit.comm is not root.comm and unit.comm.world_size > 1]
     if others:
@@ -45,11 +52,13 @@ def clip_grad_norm(
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, or inf for the largest absolute value; got {norm_type}")
     grads, unsharded = _reduced_gradients(units), _ignored_gradients(root)
-    local = _local_total(grads, norm_type, device)
-    if unsharded:
-        theirs = _local_total(unsharded, norm_type, device)
-        local = torch.maximum(local, theirs) if math.isinf(norm_type) else local + theirs / root.comm.world_size
-    norm = _total(root.comm, local, norm_type)
+    ours = [part for unit in units for handle in unit.handles for part in handle.flat_param.parts]
+    parallel = MeshGroups.of([*ours, *map(MeshPart.of, root.module.parameters())])
+    # Parameters of one handle are spread over the same ranks.
+    shares = [(grad, parallel.copies(handle.flat_param.parts[0])) for handle, grad in grads.items()]
+    shares += [(grad, parallel.copies(MeshPart.of(param)) * root.comm.world_size) for param, grad in unsharded.items()]
+    comms = [root.comm, *(communicator(group, device) for group in parallel.groups.values())]
+    norm = _total(comms, _local_total(shares, norm_type, device), norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the norm of the gradients is {norm.item()} (of order {norm_type}), so they cannot be clipped; they are "
@@ -57,7 +66,7 @@ def clip_grad_norm(
         )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     # Also where the scale is 1: deciding on the host would make it wait for the device.
-    for grad in (*grads, *unsharded):
+    for grad, _ in shares:
         grad.mul_(scale.to(grad.device, grad.dtype))
     return norm
 
@@ -71,11 +80,11 @@ def clip_grad_value(root: Unit, units: Sequence[Unit], clip_value: float) -> Non
     """
     if not clip_value >= 0:
         raise ValueError(f"clip_value must not be negative, got {clip_value}")
-    for grad in (*_reduced_gradients(units), *_ignored_gradients(root)):
+    for grad in (*_reduced_gradients(units).values(), *_ignored_gradients(root).values()):
         grad.clamp_(-clip_value, clip_value)
 
 
-def _reduced_gradients(units: Sequence[Unit]) -> list[Tensor]:
+def _reduced_gradients(units: Sequence[Unit]) -> dict[FlatParamHandle, Tensor]:
     handles = [handle for unit in units for handle in unit.handles]
     for handle in handles:
         handle.home.check(handle.name)
@@ -87,29 +96,41 @@ def _reduced_gradients(units: Sequence[Unit]) -> list[Tensor]:
                 f"cannot clip: the gradients of {handle.name} accumulated under no_sync() are not reduced over the "
                 "ranks yet. Run the last backward of the step outside no_sync()."
             )
-    return [handle.flat_param.grad for handle in handles if handle.flat_param.grad is not None]
+    return {handle: handle.flat_param.grad for handle in handles if handle.flat_param.grad is not None}
 
 
-def _ignored_gradients(root: Unit) -> list[Tensor]:
-    return [param.grad for param in root.module.parameters() if param.grad is not None and not is_ours(param)]
+def _ignored_gradients(root: Unit) -> dict[nn.Parameter, Tensor]:
+    grads = {param: settled_gradient(param) for param in root.module.parameters() if not is_ours(param)}
+    return {param: grad for param, grad in grads.items() if grad is not None}
 
 
-def _total(comm: Communicator, local: Tensor, norm_type: float) -> Tensor:
+def _total(comms: Sequence[Communicator], local: Tensor, norm_type: float) -> Tensor:
     if not math.isinf(norm_type):
-        return comm.all_reduce(local, "sum").wait().pow(1.0 / norm_type)
+        return _over_all(comms, local, "sum").pow(1.0 / norm_type)
     # A maximum over ranks drops NaN on some backends: whether there was one travels beside it.
     is_nan = local.isnan()
-    both = comm.all_reduce(torch.stack([local.masked_fill(is_nan, 0.0), is_nan.to(local.dtype)]), "max").wait()
+    both = _over_all(comms, torch.stack([local.masked_fill(is_nan, 0.0), is_nan.to(local.dtype)]), "max")
     return both[0].masked_fill(both[1] > 0, math.nan)
 
 
-def _local_total(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    total_dtype = reduce(torch.promote_types, (grad.dtype.to_real() for grad in grads), torch.float32)
-    norms = [_norm(grad, norm_type).to(device, total_dtype) for grad in grads if grad.numel()]
+def _over_all(comms: Sequence[Communicator], tensor: Tensor, op: str) -> Tensor:
+    for comm in comms:
+        tensor = comm.all_reduce(tensor, op).wait()
+    return tensor
+
+
+def _local_total(shares: Sequence[tuple[Tensor, int]], norm_type: float, device: torch.device) -> Tensor:
+    """This rank's contribution, from gradients with the number of ranks that contribute the same."""
+    total_dtype = reduce(torch.promote_types, (grad.dtype.to_real() for grad, _ in shares), torch.float32)
+    norms = [_norm(grad, norm_type).to(device, total_dtype) for grad, _ in shares if grad.numel()]
     if not norms:
         return torch.zeros((), dtype=total_dtype, device=device)
     stacked = torch.stack(norms)
-    return stacked.max() if math.isinf(norm_type) else stacked.pow(norm_type).sum()
+    if math.isinf(norm_type):
+        return stacked.max()
+    copies = [count for grad, count in shares if grad.numel()]
+    powers = stacked.pow(norm_type)
+    return powers.sum() if set(copies) == {1} else (powers / powers.new_tensor(copies)).sum()
 
 
 def _norm(grad: Tensor, norm_type: float) -> Tensor:

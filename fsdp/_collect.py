@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from fsdp._dtensors import MeshPart, check_placements, is_dtensor, local_part
 from fsdp._flat_param import FlatParameter, ParamInfo, PieceParameter
 from fsdp._ignored import Ignored
 from fsdp._names import clean_name
@@ -41,7 +42,7 @@ def collect(module: nn.Module, ignored: Ignored | None = None) -> dict[nn.Parame
     Raises:
         TypeError: if one is an integer tensor or another kind that cannot be flattened.
         ValueError: if one was taken over by a unit that doesn't contain this place, or is tied to another by its memory
-            only: a tie would be lost; or if one has hooks.
+            only: a tie would be lost; or if one has hooks, or is a DTensor of which this rank has no part.
     """
     found: dict[nn.Parameter, Places] = {}
     for prefix, submodule in module.named_modules():
@@ -65,7 +66,8 @@ def collect(module: nn.Module, ignored: Ignored | None = None) -> dict[nn.Parame
 def _refuse_aliases(found: dict[nn.Parameter, Places]) -> None:
     seen: dict[int, Places] = {}
     for param, places in found.items():
-        other = seen.setdefault(param.data_ptr(), places) if param.numel() else places
+        local = local_part(param)
+        other = seen.setdefault(local.data_ptr(), places) if local.numel() else places
         if other is not places:
             raise ValueError(
                 f"{places[0].fqn} is a parameter of its own in the memory of {other[0].fqn}: sharded, they would no "
@@ -80,8 +82,10 @@ def _check(fqn: str, param: nn.Parameter) -> None:
             f"{fqn} is a parameter of {param.dtype}: only floating-point parameters can be sharded. Register it as a "
             "buffer (register_buffer) if it is not trained."
         )
-    if param.layout is not torch.strided or param.device.type == "meta" or type(param) not in _PLAIN:
-        kind = type(param).__name__ if type(param) not in _PLAIN else f"{param.layout} {param.device.type}"
+    check_placements(fqn, param)
+    is_known = type(param) in _PLAIN or is_dtensor(param)
+    if param.layout is not torch.strided or param.device.type == "meta" or not is_known:
+        kind = f"{param.layout} {param.device.type}" if is_known else type(param).__name__
         raise TypeError(
             f"{fqn} is a {kind} parameter: only plain, dense parameters with values can be flattened. Materialize it "
             "(to_empty() and reset_parameters()) or convert it before wrapping."
@@ -134,6 +138,8 @@ def group(
 ) -> list[tuple[Hashable, list[nn.Parameter]]]:
     """Parameters that can share one flat parameter: of one dtype, device, `requires_grad` and key, and used alike.
 
+    `DTensor`s only with others that are spread over the same ranks.
+
     Args:
         params: with the places where each is used.
         kind: what tells uses apart.
@@ -149,7 +155,9 @@ def group(
     keys: dict[Hashable, Hashable] = {}
     for param, places in params.items():
         own = key_of(param, places, key)
-        alike = (param.dtype, param.device, param.requires_grad, kind(places), own)
+        part = MeshPart.of(param)
+        spread = None if part is None else part.kind
+        alike = (param.dtype, param.device, param.requires_grad, spread, kind(places), own)
         keys[alike] = own
         groups.setdefault(alike, []).append(param)
     return [(keys[alike], members) for alike, members in groups.items()]

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fsdp._dtensors import MeshPart, is_dtensor, local_part
 from fsdp._layout import ContiguousLayout
 from fsdp._placeholder import Placeholder, gradient_elsewhere
 
@@ -43,7 +44,8 @@ class FlatParameter(nn.Parameter):
     """
 
     _names: tuple[str, ...]
-    _shapes: tuple[torch.Size, ...]
+    _shapes: tuple[torch.Size, ...]  # of `DTensor`s, those of their local parts
+    parts: tuple[MeshPart | None, ...]  # what those of them that are `DTensor`s are parts of
     _align: int  # at a multiple of so many elements each parameter starts
     _is_sharded: bool  # it holds one rank's shard
     _is_managed: bool  # a handle runs it
@@ -57,7 +59,7 @@ class FlatParameter(nn.Parameter):
         if not isinstance(params, (list, tuple)) or not params:
             raise ValueError(f"FlatParameter needs a non-empty list or tuple of parameters, got {params!r}")
         for param in params:
-            if not isinstance(param, nn.Parameter) or isinstance(param, FlatParameter):
+            if not isinstance(param, nn.Parameter) or isinstance(param, FlatParameter) or is_dtensor(param):
                 raise ValueError(f"FlatParameter flattens plain parameters, got a {type(param).__name__}")
         dtypes = {param.dtype for param in params}
         if len(dtypes) > 1:
@@ -71,7 +73,7 @@ class FlatParameter(nn.Parameter):
         cls, data: Tensor, requires_grad: bool, names: tuple[str, ...], shapes: tuple[torch.Size, ...]
     ) -> FlatParameter:
         self = Tensor._make_subclass(cls, data, requires_grad)
-        self._names, self._shapes = names, shapes
+        self._names, self._shapes, self.parts = names, shapes, (None,) * len(shapes)
         self._is_sharded = self._is_managed = self._has_unreduced = False
         self._align = 1
         self.home = None
@@ -84,17 +86,19 @@ class FlatParameter(nn.Parameter):
         """One rank's shard of the flat parameter, cut straight from the parameters: there is never a whole copy.
 
         Args:
-            params, names: what it is made of.
+            params, names: what it is made of; of `DTensor`s, their local parts.
             rank, world_size: which shard, of how many.
             home: where it lives (a `Home`).
             align: each parameter starts at a multiple of so many elements.
         """
-        shapes = tuple(param.shape for param in params)
+        locals_ = [local_part(param) for param in params]
+        shapes = tuple(local.shape for local in locals_)
         layout = ContiguousLayout.of(zip(names, shapes, strict=True), world_size, align)
         shard = home.allocate(layout.shard_numel, params[0].dtype)
-        for slot, param in enumerate(params):
-            layout.shard_of(slot, param, shard, rank)
+        for slot, local in enumerate(locals_):
+            layout.shard_of(slot, local, shard, rank)
         self = home.flat_parameter._build(shard, params[0].requires_grad, tuple(names), shapes)
+        self.parts = tuple(MeshPart.of(param) for param in params)
         self._is_sharded, self._align = world_size > 1 and layout.numel > 0, align
         self.home = home
         home.release()
@@ -170,7 +174,7 @@ class FlatParameter(nn.Parameter):
             home.release()
         copied = memo[id(self)] = type(self)._build(data, self.requires_grad, self._names, self._shapes)
         copied._is_sharded, copied._is_managed, copied.group = self._is_sharded, self._is_managed, self.group
-        copied._align = self._align
+        copied.parts, copied._align = self.parts, self._align
         copied.home = home
         return copied
 
@@ -189,11 +193,11 @@ class FlatParameter(nn.Parameter):
 class PieceParameter(nn.Parameter):
     """This rank's piece of an original parameter: elements ``offset:offset + numel()`` of it in row-major order.
 
-    1-D, and empty on ranks that have nothing of it.
+    1-D, and empty on ranks that have nothing of it. Of a `DTensor` it is a piece of the local part.
     """
 
     fqn: str  # from the wrapped module
-    whole_shape: torch.Size
+    whole_shape: torch.Size  # of the parameter, or of a DTensor's local part
     offset: int
     owner: FlatParameter  # of whose shard it is a view
 

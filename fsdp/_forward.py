@@ -119,10 +119,11 @@ class ForwardHooks:
 
     def _outlive_buffers(self, tensor: Tensor) -> Tensor:
         # A module may return a parameter, or a part of it: its memory will be given back.
-        if tensor._is_view() or isinstance(tensor, nn.Parameter):
-            for handle in self._unit.handles:
-                if handle.whole.holds(tensor):
-                    return tensor.clone()
+        shows = tensor._is_view() or isinstance(tensor, nn.Parameter)
+        for handle in self._unit.handles:
+            # What comes of a DTensor doesn't show whether it is a view of its local part.
+            if (shows or any(handle.flat_param.parts)) and handle.whole.holds(tensor):
+                return tensor.clone()
         return tensor
 
 

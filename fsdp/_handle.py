@@ -145,6 +145,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         return WholeParameters(
             self.layout,
             self.places,
+            shard.parts,
             shard.detach() if is_shard else self._new_buffer(self.dtype),
             is_shard=is_shard,
             requires_grad=self.requires_grad_each,
@@ -234,7 +235,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         self._enter(Phase.SHARDED)
 
     def full_copies(self) -> list[Tensor]:
-        """Collective. The whole parameters in the shard's dtype, as tensors with memory of their own."""
+        """Collective. The parameters as modules see them in the shard's dtype, with memory of their own."""
         self.home.check(self.name)
         self.absorb()
         is_fresh = self.phase is Phase.FULL and self.shard_state == self._gathered
@@ -243,7 +244,8 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         full = self._new_buffer(self.flat_param.dtype)
         self._gather_into(full).wait()
         self.settle()
-        return [view.clone() for view in self.layout.unpack(full)]
+        copies = [view.clone() for view in self.layout.unpack(full)]
+        return [part.dtensor(copy) if part else copy for copy, part in zip(copies, self.flat_param.parts, strict=True)]
 
     def settle(self) -> None:
         """Block until the shard may be written: what was sent and copied from it has arrived."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from fsdp._dtensors import check_device
 from fsdp._handle_state import HandleState, Phase
 
 
@@ -76,6 +77,8 @@ class FollowsChanges(HandleState):
     def check_cast(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Raise ValueError if the shard could not be followed after `fn`."""
         shard = self.flat_param
+        if any(shard.parts):
+            check_device(self.name, shard.parts, fn(torch.empty(0, device=self.home.device)).device)
         cast = fn(torch.empty(0, dtype=shard.dtype, device=shard.device))
         self._precision.check(f"after this cast {self.name}", cast.dtype, shard.requires_grad)
 
@@ -102,7 +105,10 @@ class FollowsChanges(HandleState):
 
     def store(self, slot: int, value: Tensor) -> None:
         """Keep this rank's part of a whole parameter's new value."""
+        part = self.flat_param.parts[slot]
         with torch.no_grad():
+            if part is not None:
+                value = part.cut(self.layout.slots[slot].name, value)
             self.layout.shard_of(slot, value, self.flat_param, self.comm.rank)
             # Ranks that keep nothing of this parameter must find the shard changed as the others do, or they would
             # not take part in the next gather.

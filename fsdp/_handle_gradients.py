@@ -23,7 +23,8 @@ class TakesGradients(HandleState):
                     f"{self.layout.slots[slot].name} has a gradient of layout {gradient.layout}: flat gradients are "
                     "dense. Make the embedding with sparse=False."
                 )
-            self.gradients.add(slot, gradient, divisor)
+            part = self.flat_param.parts[slot]
+            self.gradients.add(slot, gradient if part is None else part.gradient(gradient), divisor)
         return self.gradients.is_complete
 
     def reduce(self) -> Pending:

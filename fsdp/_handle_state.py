@@ -97,7 +97,10 @@ class HandleState:
 
     def describe(self) -> str:
         """All that the ranks must agree on, as text."""
-        slots = ", ".join(f"{slot.name}{list(slot.shape)}" for slot in self.layout.slots)
+        slots = ", ".join(
+            f"{slot.name}{list(slot.shape)}" + (f" ({part})" if part else "")
+            for slot, part in zip(self.layout.slots, self.flat_param.parts, strict=True)
+        )
         kind = f"{self.flat_param.dtype} requires_grad={self.requires_grad}"
         if self.is_cast or self.gradients.dtype != self.flat_param.dtype:
             computed = self._precision.compute_dtype(self.flat_param.dtype)

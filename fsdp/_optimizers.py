@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp._collect import taken_by
+from fsdp._dtensors import is_on_many_ranks
 from fsdp._flat_param import FlatParameter, PieceParameter
 from fsdp._offload import DiskHome
 
@@ -36,7 +37,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                 f"{type(optimizer).__name__}.step(): gradients that were accumulated under no_sync() are not reduced "
                 "over the ranks yet and would be left out. Run the last backward of the step outside no_sync()."
             )
-    if any(param._is_sharded for param in ours):
+    if any(param._is_sharded or is_on_many_ranks(param.owner.parts) for param in ours):
         _refuse_lonely_scaler(optimizer)
     _refuse_original_parameters(optimizer, params)
     _refuse_low_gradients(optimizer, ours)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fsdp._agreement import agree
 from fsdp._collect import is_ours, note_stale
+from fsdp._dtensors import is_dtensor, local_part, spread_loaded, whole
 from fsdp._forward import TrainingState
 from fsdp._handle import FlatParamHandle
 from fsdp._names import FLATTEN_PART, FSDP_PART, clean_name, clean_text
@@ -139,7 +140,8 @@ def whole_state(
     with nullcontext() if summoned else exposed([unit], keep_changes=False):
         state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if not keep_vars:
-            live = {tensor.data_ptr() for tensor in (*others, *unit.module.buffers())}
+            live = {local_part(tensor).data_ptr() for tensor in (*others, *unit.module.buffers())}
+            _make_whole(state, unit, prefix)
             params = {prefix + place.fqn for handle in unit.handles for places in handle.places for place in places}
             moved: dict[Any, Tensor] = {}  # tied tensors stay tied
             for key, value in state.items():
@@ -150,6 +152,18 @@ def whole_state(
                         moved[place] = _own(value, live, device, wanted)
                     state[key] = moved[place]
     return state
+
+
+def _make_whole(state: dict[str, Any], unit: Unit, prefix: str) -> None:
+    """Collective over their meshes. Whole tensors in the place of `DTensor`s, tied ones once."""
+    for handle in unit.handles:
+        for places in handle.places:
+            names = [prefix + place.fqn for place in places if is_dtensor(state.get(prefix + place.fqn))]
+            if names:
+                state.update(dict.fromkeys(names, whole(state[names[0]])))
+    for key, value in state.items():
+        if key.startswith(prefix) and is_dtensor(value):
+            state[key] = whole(value)
 
 
 def _own(value: Tensor, live: set[int], device: torch.device | None, dtype: torch.dtype | None) -> Tensor:
@@ -182,6 +196,7 @@ class Loading:
         wrapper.register_load_state_dict_post_hook(self._clean)
         for module in (wrapper, *own_modules(unit.module)):
             module.register_load_state_dict_pre_hook(self._enter)
+            module.register_load_state_dict_pre_hook(spread_loaded)
             module.register_load_state_dict_post_hook(self._leave)
 
     def _add_path_parts(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

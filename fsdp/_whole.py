@@ -3,7 +3,7 @@
 The buffer is one tensor made once, whose *storage* is freed and allocated again. The leaves are one per parameter,
 views of it made once and never again; modules compute with them, and autograd accumulates into them. They are made from
 ``.data``, so each has a version counter of its own: gathering into the buffer does not look to autograd like a change
-of the weights that it saved.
+of the weights that it saved. The leaf of a parameter that is a `DTensor` is one again, around such a view.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fsdp._dtensors import MeshPart, memory_of
 from fsdp._flat_param import ParamInfo
 from fsdp._layout import Layout
 from fsdp._placeholder import Placeholder, sharded_message, sharded_weight
@@ -26,6 +27,7 @@ class WholeParameters:
     Args:
         layout: how they lie in the buffer.
         places: for each, where it is used.
+        parts: for each, what it is a part of if it is a `DTensor`.
         full: ``[padded_numel]``, the buffer. If it is the shard itself (`is_shard`) it is never freed.
         requires_grad: of each leaf.
         on_gradient: a method, held weakly: called with a parameter's number and leaf when autograd has finished its
@@ -36,6 +38,7 @@ class WholeParameters:
         self,
         layout: Layout,
         places: Sequence[Sequence[ParamInfo]],
+        parts: Sequence[MeshPart | None],
         full: Tensor,
         *,
         is_shard: bool,
@@ -45,8 +48,9 @@ class WholeParameters:
         self.full = full
         self.is_shard = is_shard
         self._nbytes = full.numel() * full.element_size()
-        views = layout.unpack(full)
-        self.leaves = [nn.Parameter(view.data, needs) for view, needs in zip(views, requires_grad, strict=True)]
+        views = [view.data for view in layout.unpack(full)]
+        seen = [part.dtensor(view) if part else view for view, part in zip(views, parts, strict=True)]
+        self.leaves = [nn.Parameter(tensor, needs) for tensor, needs in zip(seen, requires_grad, strict=True)]
         for number, leaf in enumerate(self.leaves):
             if leaf.requires_grad:
                 # Weakly: the garbage collector does not see into these hooks, and would never free a model.
@@ -83,7 +87,7 @@ class WholeParameters:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is the buffer's, and will be freed."""
-        return not self.is_shard and tensor.untyped_storage().data_ptr() == self.full.untyped_storage().data_ptr()
+        return not self.is_shard and memory_of(tensor) == self.full.untyped_storage().data_ptr()
 
     def name_unit(self, unit: str) -> None:
         """Let the placeholders say which unit they belong to."""

@@ -24,6 +24,12 @@ class WrapperCopy(WrapperAccess):
 
     def __getstate__(self) -> dict[str, Any]:
         self._prepare_copy()
+        for handle in self._unit.handles:
+            if any(handle.flat_param.parts):
+                raise NotImplementedError(
+                    f"{handle.name} has parameters that are DTensors, whose mesh is of these processes: it cannot be "
+                    "pickled. Save its state_dict(), or copy it with copy.deepcopy."
+                )
         return self.__dict__ | dict.fromkeys(_GROUPS, MISSING)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -28,6 +28,8 @@ class WrapperState(WrapperCopy, WrapperHooks):
     def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
         """Collective. Whole parameters as ordinary parameters of the modules, under their plain names.
 
+        Parameters that were `DTensor`s are so again.
+
         Each rank holds all of them at once. What is changed inside (in place, or by assigning a new parameter of the
         same shape) is kept on leaving, each rank keeping its part: make the same changes on every rank. Forward works
         inside without gradients. The tensors stay valid afterwards, as copies.
@@ -79,6 +81,8 @@ class WrapperState(WrapperCopy, WrapperHooks):
     ) -> Any:
         """Collective. The whole state under the module's plain names, in tensors of its own, on every rank.
 
+        Collective over the meshes of parameters that are `DTensor`s as well; they are saved as plain, whole tensors.
+
         Units are gathered one after the other: no rank needs more than the result and one unit besides. Tensors are on
         `state_dict_device`, parameters in the dtype that the optimizer steps, buffers in the one they had before
         wrapping.
@@ -118,6 +122,8 @@ class WrapperState(WrapperCopy, WrapperHooks):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Collective. Load a whole state with plain names, each rank keeping its part, unit by unit.
+
+        For parameters that are `DTensor`s it may have whole plain tensors, or `DTensor`s.
 
         Returns:
             torch's result with ``missing_keys`` and ``unexpected_keys``, in plain names.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fsdp._clip import clip_grad_norm, clip_grad_value
 from fsdp._collect import GroupKey, Places, collect, group, key_of, names_of, take_over, taken_by
 from fsdp._comm import Group, communicator, default_group, reduce_group
+from fsdp._dtensors import check_ranks
 from fsdp._flat_param import FlatParameter
 from fsdp._guards import guard, refuse_shared_modules
 from fsdp._ignored import Ignored
@@ -53,8 +54,9 @@ class FullyShardedDataParallel(WrapperState):
 
     Args:
         module: the module to wrap; its parameters are taken over in place.
-        process_group: ranks to shard over; None means all. An object with ``rank()`` and ``size()`` is enough for a
-            world of one, without `torch.distributed`.
+        process_group: ranks to shard over; None means all. Parameters may be `DTensor`s on a mesh of other ranks, for
+            tensor parallelism: give the group of the data-parallel dimension then. An object with ``rank()`` and
+            ``size()`` is enough for a world of one, without `torch.distributed`.
         process_group_reduce_scatter: ranks to sum gradients over, of the same size (otherwise `process_group` is used,
             with a warning). By default a second NCCL communicator, so that reductions and gathers overlap; on other
             backends, or with a `process_group` of your own, the same group.
@@ -109,9 +111,11 @@ class FullyShardedDataParallel(WrapperState):
 
     Raises:
         RuntimeError: without a process group, or if the disk is too small.
-        TypeError: for integer parameters, or parameters without values (meta device).
+        TypeError: for integer parameters, parameters without values (meta device), or `DTensor`s of other placements
+            than `Shard` and `Replicate`.
         ValueError: for a module that is wrapped already, has no parameters, or shares one with an inner wrapper; for
-            dtypes that cannot be trained as asked, and for options that contradict each other.
+            `DTensor`s on ranks of `process_group`, or on a mesh of another kind of device; for dtypes that cannot be
+            trained as asked, and for options that contradict each other.
         NotImplementedError: for options that are not built yet.
     """
 
@@ -206,6 +210,8 @@ class FullyShardedDataParallel(WrapperState):
         """Make the shards: of groups, which the wrapper inside then holds, or (returned) of each parameter alone."""
         for param, places in found.items():
             self._unit.precision_at(places).check(places[0].fqn, param.dtype, param.requires_grad)
+            for over in (self.process_group, self.process_group_reduce_scatter):
+                check_ranks(places[0].fqn, param, over, self._unit.device)
         groups = group(found, self._unit.precision_at, key) if self.flatten_parameters else []
         new_home = self._options.offload.home_on(self._unit.device)
         members = [params for _, params in groups]
@@ -283,7 +289,7 @@ class FullyShardedDataParallel(WrapperState):
             RuntimeError: on an inner wrapper, inside a forward or backward, if gradients are not reduced yet, or if the
                 norm is not finite and that was to be an error.
             ValueError: if `norm_type` is not positive.
-            NotImplementedError: if an inner wrapper uses other ranks.
+            NotImplementedError: if an inner wrapper uses other ranks, or meshes of `DTensor`s overlap in part.
         """
         runtime = self._runtime_as_root("clip_grad_norm_")
         runtime.ensure_idle("clip gradients")

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from fsdp._comm import Group, communicator, default_group
+from fsdp._dtensors import missing_ranks
 from fsdp._flat_param import FlatParameter, PieceParameter
 
 
@@ -35,7 +36,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         init_scale, growth_factor, backoff_factor, growth_interval: see `torch.amp.GradScaler`.
         enabled: False does nothing, in every method.
         process_group: the ranks that must agree; None means all of them. Choose all that hold a part of the model, if
-            units have groups of their own.
+            units have groups of their own or parameters are DTensors.
         device: of the loss, as a type ("cuda", "cpu"); None: the accelerator's where there is one, else "cpu".
     """
 
@@ -93,6 +94,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             if isinstance(param, (FlatParameter, PieceParameter)):
                 _refuse_unreduced(param)
+                self._refuse_part_of(param)
                 if param.home is not None:
                     param.home.check(f"unscaling of a flat parameter with {param.owner._names[0]}")
                 param.owner.bring_gradient()
@@ -108,6 +110,14 @@ class ShardedGradScaler(torch.amp.GradScaler):
             torch._amp_foreach_non_finite_check_and_unscale_(group, flag, inv_scale.to(device))
         agreed = self._agree(torch.stack([found_inf, *(flag.to(found_inf.device) for flag in flags.values())]).amax(0))
         return {device: agreed.to(device) for device in (flags or {found_inf.device: found_inf})}
+
+    def _refuse_part_of(self, param: Any) -> None:
+        missing = [] if self.process_group is None else missing_ranks(param.owner.parts, self.process_group)
+        if missing:
+            raise ValueError(
+                f"ShardedGradScaler: ranks {missing} hold other parts of {param.owner._names[0]}, which is a DTensor, "
+                "and are not in process_group: they would skip other steps. Leave process_group at None for all ranks."
+            )
 
     def _agree(self, found: Tensor) -> Tensor:
         if self.process_group is None and not (dist.is_available() and dist.is_initialized()):

@@ -154,8 +154,8 @@ class Trained:
 Parts = Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
 
 
-def train_sharded(training: Training, wrap: Wrap | None = None) -> Trained:
-    """Collective. Train the wrapped model, each rank on its part of every batch."""
+def train_sharded(training: Training, wrap: Wrap | None = None, own: Parts | None = None) -> Trained:
+    """Collective. Train the wrapped model, each rank on its part of every batch, or on its `own`."""
     from fsdp import ShardedGradScaler
 
     model = training.model(wrap or fully_sharded())
@@ -164,7 +164,7 @@ def train_sharded(training: Training, wrap: Wrap | None = None) -> Trained:
         return model.clip_grad_norm_(max_norm)  # type: ignore[operator]
 
     scaler = None if training.scaling is None else ShardedGradScaler(device=training.device, **training.scaling)
-    record = _train(training, model, _own_part, model.no_sync, clip, scaler)  # type: ignore[arg-type]
+    record = _train(training, model, own or _own_part, model.no_sync, clip, scaler)  # type: ignore[arg-type]
     record["losses"] = _mean_over_ranks(record["losses"], training)
     return Trained(**record, weights=_owned(model.state_dict()))
 
@@ -326,18 +326,20 @@ def assert_parity(
     steps: int = 3,
     *,
     wrap: Wrap | None = None,
+    own: Parts | None = None,
     tolerance: float | None = None,
     **options: Any,
 ) -> Parity:
     """Collective. The sharded model trains as the unsharded one does on the ranks' batches put together.
 
     Compares each step's loss and gradient norm and the final weights. `wrap` is `fully_sharded()` if not
-    given; `options` are the other fields of `Training`. Two trainings may differ by `tolerance`, a fraction
+    given; `own` is this rank's part of a batch, by default one for each rank; `options` are the other fields of
+    `Training`. Two trainings may differ by `tolerance`, a fraction
     of the larger value; without one, by eight times the float32 noise of this very training plus 1e-6.
     """
     training = Training(make_model=make_model, make_optimizer=make_optimizer, steps=steps, **options)
     reference = train_alone(training)
-    parity = Parity(distance(train_sharded(training, wrap), reference), float32_noise(training, reference))
+    parity = Parity(distance(train_sharded(training, wrap, own), reference), float32_noise(training, reference))
     for quantity in ("loss", "norm", "weight"):
         found, noise = getattr(parity.distance, quantity), getattr(parity.noise, quantity)
         allowed = NOISE_FACTOR * noise + NOISE_FLOOR if tolerance is None else tolerance

@@ -68,6 +68,7 @@ ROOMS: dict[str, set[str]] = {
         "_offload",
         "_mapped_files",
         "_collect",
+        "_dtensors",
         "_memory",
     },
     "collectives": {"_comm", "_streams"},
