@@ -175,7 +175,6 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
 
     def gather(self) -> None:
         """Start to fetch the whole parameter; nothing happens if it is here or on its way."""
-        self.absorb()
         if self.phase is Phase.GATHERING:
             return
         self.absorb()

@@ -83,7 +83,8 @@ class HandleState:
     def shard_state(self) -> Hashable:
         """Changes when the shard is written, cast, moved, frozen or released."""
         shard = self.flat_param
-        return shard._version, shard.data_ptr(), shard.dtype, shard.device, *self.requires_grad_each
+        needs = shard.requires_grad if self.pieces is None else tuple(self.pieces.requires_grad)
+        return shard._version, shard.data_ptr(), shard.dtype, shard.device, needs
 
     @property
     def intervals(self) -> list[Interval]:
