@@ -210,16 +210,17 @@ class FlatParamHandle(TakesGradients):
         """
         if self.phase is Phase.GATHERING:
             return  # the shard is being sent; `check_places` will report what is new
-        for slot in self.whole.disturbed():
-            try:
-                self.keep(slot, self.registry.replacement(slot))
-            except ValueError as error:
-                raise RuntimeError(
-                    f"{self.name}: a parameter was replaced after wrapping by what cannot be kept: {error}. Assign an "
-                    "nn.Parameter of the parameter's shape, on every rank."
-                ) from None
-            self.registry.withdraw(slot)
-            self.registry.enter()
+        slots = list(dict.fromkeys([*self.whole.disturbed(), *self.registry.missing()]))
+        try:
+            for slot in slots:
+                self.keep(slot, self.registry.assigned(slot))
+        except ValueError as error:
+            raise RuntimeError(
+                f"{self.name}: a parameter was replaced after wrapping by what cannot be kept: {error}. Assign an "
+                "nn.Parameter of the parameter's shape, on every rank."
+            ) from None
+        if slots:
+            self.registry.withdraw(slots)
             self.fill_places()
         if self.pieces is not None:
             self.pieces.absorb()
@@ -296,7 +297,6 @@ class FlatParamHandle(TakesGradients):
 
     def gather(self) -> None:
         """Start to fetch the whole parameter; nothing happens if it is here or on its way."""
-        self.absorb()
         if self.phase is Phase.GATHERING:
             return
         self.absorb()
