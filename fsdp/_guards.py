@@ -6,7 +6,7 @@ A unit's are packed into vectors that follow as a whole, so its modules get an `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -14,16 +14,19 @@ from torch import Tensor, nn
 
 from fsdp._errors import NotCopied
 from fsdp._handle import FlatParamHandle
-from fsdp._unit import Hook, TrainingState, Unit, units_in
+from fsdp._unit import Hook, TrainingState, Unit, own_modules, units_in
 
 Conversion = Callable[[Tensor], Tensor]
 
 
 def guard(unit: Unit) -> None:
     """Watch over the modules of a unit whose handles are complete."""
-    for module in {unit.module: None, **{place.module: None for place in unit.places()}}:
-        module.register_state_dict_pre_hook(Hook(partial(_refuse_partial_state, unit)))
-        module.__dict__["_apply"] = Conversions(unit, module)
+    users = {place.module for place in unit.places()}
+    for module in own_modules(unit.module):
+        if module is unit.module or module in users:
+            module.register_state_dict_pre_hook(Hook(partial(_refuse_partial_state, unit)))
+        if module is unit.module or not users.isdisjoint(module.modules()):
+            module.__dict__["_apply"] = Conversions(unit, module)
 
 
 def _refuse_partial_state(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -61,29 +64,43 @@ class Conversions(NotCopied):
         unit = self._unit
         if unit.runtime is not None:
             unit.runtime.ensure_idle("move or cast the module")
-        handles = [handle for handle in unit.handles if _changes(handle, fn)]
-        if unit.state is TrainingState.SUMMON_FULL_PARAMS and handles:
-            raise RuntimeError(
-                f"{unit.name}: inside summon_full_params() there are only copies of the parameters, whose new dtype or "
-                "device would be forgotten. Cast or move the model outside of it."
-            )
-        if self._module is unit.module:
-            for _, inner in units_in(unit):
-                for handle in inner.handles:
-                    handle.check_cast(fn)
-            return
-        for handle in handles:
-            here = [place for places in handle.places for place in places if place.module is self._module]
-            alone = len(handle.places) == 1 and fn(_probe(handle)).device == handle.flat_param.device
-            if here and not alone:
+        is_whole = self._module is unit.module
+        for _, each in units_in(unit) if is_whole else [("", unit)]:
+            changed = [handle for handle in each.handles if _changes(handle, fn)]
+            if each.state is TrainingState.SUMMON_FULL_PARAMS and changed:
                 raise RuntimeError(
-                    f"{unit.name}: {here[0].fqn} cannot be cast or moved apart from its unit, whose parameters lie in "
-                    "one vector. Cast or move the whole model (model.to(...)), or do it before wrapping: a unit may "
-                    "mix dtypes."
+                    f"{each.name}: inside summon_full_params() there are only copies of the parameters, whose new "
+                    "dtype or device would be forgotten. Cast or move the model outside of it."
+                )
+            for handle in changed if is_whole else ():
+                if handle.has_unreduced:
+                    raise RuntimeError(
+                        f"{handle.name}: cannot move or cast gradients that were accumulated under no_sync() and not "
+                        "reduced over the ranks yet. Do it after the last backward of the step, or after zero_grad()."
+                    )
+                handle.check_cast(fn)
+        if not is_whole:
+            self._refuse_part([handle for handle in unit.handles if _changes(handle, fn)], fn)
+
+    def _refuse_part(self, handles: Sequence[FlatParamHandle], fn: Conversion) -> None:
+        inside = set(self._module.modules())
+        for handle in handles:
+            places = [place for used in handle.places for place in used]
+            here = [place for place in places if place.module in inside]
+            # Casting alone what is a flat parameter of its own, and listed here, changes that flat parameter.
+            listed = {entry[:2] for entry in handle.registry.entries} if handle.pieces is None else ()
+            alone = len(handle.places) == 1 and all(place[:2] in listed for place in places) and here == places
+            if here and not (alone and fn(_probe(handle)).device == handle.flat_param.device):
+                raise RuntimeError(
+                    f"{self._unit.name}: {here[0].fqn} cannot be cast or moved apart from its unit, whose parameters "
+                    "lie in one vector. Cast or move the whole model (model.to(...)), or do it before wrapping: a unit "
+                    "may mix dtypes."
                 )
 
     def _convert_unit(self, fn: Conversion, recurse: bool) -> nn.Module:
         unit = self._unit
+        if unit.state is TrainingState.SUMMON_FULL_PARAMS:
+            return self._convert(fn, recurse)  # nothing of the shards changes, or it was refused
         if unit.runtime is not None:
             unit.runtime.release()
         device = fn(torch.empty(0, device=unit.device)).device
