@@ -45,9 +45,8 @@ def clip_grad_norm(
         raise ValueError(f"norm_type must be positive, or inf for the largest absolute value; got {norm_type}")
     grads, unsharded = _reduced_gradients(units), _ignored_gradients(root)
     local = _local_total(grads, norm_type, device)
-    if unsharded:
-        theirs = _local_total(unsharded, norm_type, device)
-        local = torch.maximum(local, theirs) if math.isinf(norm_type) else local + theirs / root.comm.world_size
+    theirs = _local_total(unsharded, norm_type, device).to(_ignored_dtype(root))
+    local = torch.maximum(local, theirs) if math.isinf(norm_type) else local + theirs / root.comm.world_size
     norm = _total(root.comm, local, norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
@@ -89,8 +88,18 @@ def _reduced_gradients(units: Sequence[Unit]) -> list[Tensor]:
     return [handle.flat_param.grad for handle in handles if handle.flat_param.grad is not None]
 
 
+def _ignored(root: Unit) -> list[Tensor]:
+    return [param for param in root.module.parameters() if not is_ours(param)]
+
+
 def _ignored_gradients(root: Unit) -> list[Tensor]:
-    return [param.grad for param in root.module.parameters() if param.grad is not None and not is_ours(param)]
+    return [param.grad for param in _ignored(root) if param.grad is not None]
+
+
+def _ignored_dtype(root: Unit) -> torch.dtype:
+    # By what could have gradients: one rank may have some that others have not, and sums must be of one dtype on all.
+    wide = any(param.requires_grad and param.real.dtype is torch.float64 for param in _ignored(root))
+    return torch.float64 if wide else torch.float32
 
 
 def _total(comm: Communicator, local: Tensor, norm_type: float) -> Tensor:
