@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from fsdp._collect import text_of_key
 from fsdp._comm import LONE_RANK, Communicator, Pending
 from fsdp._errors import InternalError
 from fsdp._flat_param import FlatParameter, ParamInfo, SharedParamInfo
@@ -149,6 +150,8 @@ class FlatParamHandle(TakesGradients):
         if self.is_cast or self.gradients.dtype != self.flat_param.dtype:
             computed = self._precision.compute_dtype(self.flat_param.dtype)
             kind += f" computed in {computed}, reduced in {self.gradients.dtype},"
+        if self.flat_param.group is not None:
+            kind += f" of group {text_of_key(self.flat_param.group)}"
         return f"{kind} over {self.layout.world_size} ranks by {type(self.comm).__name__}: {slots}"
 
     # --- buffers ------------------------------------------------------------------------------------------------
