@@ -101,11 +101,11 @@ class Conversions(NotCopied):
         unit = self._unit
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
             return self._convert(fn, recurse)  # nothing of the shards changes, or it was refused
+        for handle in unit.handles:
+            handle.absorb()
         if unit.runtime is not None:
             unit.runtime.release()
         device = fn(torch.empty(0, device=unit.device)).device
-        for handle in unit.handles:
-            handle.absorb()
         unit.is_converting = True
         try:
             self._convert(partial(_convert_tensor, unit, fn), recurse)

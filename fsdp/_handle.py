@@ -214,7 +214,10 @@ class FlatParamHandle(TakesGradients):
         if self.phase is Phase.GATHERING:
             return  # the shard is being sent; `check_places` will report what is new
         slots = list(dict.fromkeys([*self.whole.disturbed(), *self.registry.missing()]))
+        written = self.whole.written()
         try:
+            for slot in written:
+                self.keep(slot, self.whole.leaves[slot])
             for slot in slots:
                 self.keep(slot, self.registry.assigned(slot))
         except ValueError as error:
@@ -222,6 +225,8 @@ class FlatParamHandle(TakesGradients):
                 f"{self.name}: a parameter was replaced after wrapping by what cannot be kept: {error}. Assign an "
                 "nn.Parameter of the parameter's shape, on every rank."
             ) from None
+        if written:
+            self.whole.restore(written)
         if slots:
             self.registry.withdraw(slots)
             self.fill_places()
@@ -257,8 +262,8 @@ class FlatParamHandle(TakesGradients):
         """Whether to gather the parameters in the shard's own dtype from now on."""
         if wanted is self._in_full_precision or not self.is_cast:
             return
-        self.reshard()
         self.absorb()
+        self.reshard()
         self._in_full_precision = wanted
         self._choose_whole()
 
@@ -303,6 +308,7 @@ class FlatParamHandle(TakesGradients):
         if self.phase is Phase.GATHERING:
             return
         self.absorb()
+        self.whole.begin_pass()
         if self.phase is Phase.FULL:
             if self.shard_state == self._gathered:
                 return

@@ -26,6 +26,7 @@ class TakesGradients:
     name: str
     tag: int
     gradients: GradientBuffer
+    whole: WholeParameters
     _wholes: dict[torch.dtype, WholeParameters]
 
     def take_gradient(self, slot: int, leaf: Tensor, divisor: float) -> bool:
@@ -55,6 +56,7 @@ class TakesGradients:
         """Let the shard's missing gradient say why it is missing, if it is and something is accumulated."""
         if not self.gradients.is_empty:
             self.flat_param._has_unreduced = True
+            self.whole.rest()  # if it stays whole: until the next pass
             if self.flat_param.grad is None:
                 self.flat_param.grad = unreduced_gradient(self.name, self.flat_param)
             if self.pieces is not None:

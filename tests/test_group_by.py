@@ -255,7 +255,7 @@ def test_an_exception_of_the_key_changes_nothing(layout: str) -> None:
             raise KeyError(name)
         return name
 
-    with pytest.raises(KeyError, match="2.linear.weight"):
+    with pytest.raises(KeyError, match=r"2\.linear\.weight"):
         FullyShardedDataParallel(plain, Alone(), group_by=key, **LAYOUTS[layout])
     assert dict(plain.named_parameters()) == expected
     FullyShardedDataParallel(plain, Alone(), group_by=decay, **LAYOUTS[layout])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,8 @@ from fsdp import FullyShardedDataParallel, auto_wrap, default_auto_wrap_policy, 
 from fsdp._flat_param import FlatParameter, PieceParameter
 from tests._ranks import RankPool
 from tests.changing import LAYOUTS, adamw, momentum
-from tests.models import keep
 from tests.pairs import parametrize_pairs
-from tests.support import Alone, MakeOptimizer
+from tests.support import MakeOptimizer
 from tests.twins import batch, score
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
