@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fsdp._handle import Phase
 from fsdp._names import clean_name
 from tests.models import Wrap, keep, nested_mlp
-from tests.support import MakeOptimizer, fully_sharded
+from tests.support import fully_sharded
 from tests.twins import batch, score
 
 # What optimizers see: one vector per unit, this rank's piece of each parameter, a vector per parameter.
@@ -36,7 +36,7 @@ def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in params if p.requires_grad], lr=1e-2, weight_decay=0.1)
 
 
-def find(model: nn.Module, path: str) -> nn.Module:
+def find(model: nn.Module, path: str) -> Any:
     """The user's module of this plain name."""
     return {clean_name(name): module for name, module in model.named_modules()}[path]
 
@@ -48,7 +48,7 @@ class Twins:
         self,
         layout: str = "flat",
         make: Callable[[Wrap], nn.Module] = nested_mlp,
-        make_optimizer: MakeOptimizer = momentum,
+        make_optimizer: Callable[[Any], torch.optim.Optimizer] = momentum,
         *,
         dtype: torch.dtype = torch.float64,
         **options: Any,
@@ -62,7 +62,7 @@ class Twins:
     def models(self) -> tuple[nn.Module, nn.Module]:
         return self.sharded, self.plain
 
-    def new_optimizers(self, make_optimizer: MakeOptimizer) -> None:
+    def new_optimizers(self, make_optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
         self.optimizers = [make_optimizer(model.parameters()) for model in self.models]
 
     def backward(self, *, sync: bool = True) -> None:

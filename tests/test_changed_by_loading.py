@@ -1,4 +1,4 @@
-"""`load_state_dict` of modules inside of a wrapped model is kept in the shards, with torch's own rules and plain names."""
+"""`load_state_dict` of modules inside of a wrapped model is kept in the shards, with torch's rules and plain names."""
 
 from __future__ import annotations
 

@@ -436,7 +436,7 @@ def _refuse_another_size(layout: str, whole: bool) -> None:
     twins = twins_of(layout, whole)
 
     def change() -> None:
-        shard = twins.sharded.params[0]  # type: ignore[index, union-attr]
+        shard = twins.sharded.params[0]  # type: ignore[index]
         before = shard.data
         shard.data = torch.zeros(before.numel() + 1)
         for _ in range(2):

@@ -240,7 +240,7 @@ def test_a_key_that_cannot_be_hashed_is_an_error_and_changes_nothing(layout: str
     plain = layers()
     expected = dict(plain.named_parameters())
     with pytest.raises(TypeError, match=r"group_by\('0\.weight', \.\.\.\) returned \['0\.weight'\], which cannot be"):
-        FullyShardedDataParallel(plain, Alone(), group_by=lambda name, _: [name], **LAYOUTS[layout])  # type: ignore[arg-type]
+        FullyShardedDataParallel(plain, Alone(), group_by=lambda name, _: [name], **LAYOUTS[layout])  # type: ignore[arg-type, return-value]
     assert dict(plain.named_parameters()) == expected
     FullyShardedDataParallel(plain, Alone(), group_by=decay, **LAYOUTS[layout])
 

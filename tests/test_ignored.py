@@ -197,7 +197,7 @@ def _give_collections() -> None:
         )
         assert sorted(ignored_in(wrapped)) == sorted(IGNORED)
     model = mixture()
-    assert len(ignored_in(FullyShardedDataParallel(model, ignored_modules=model.adapter))) == 4  # type: ignore[arg-type]
+    assert len(ignored_in(FullyShardedDataParallel(model, ignored_modules=model.adapter))) == 4
 
 
 class TiedToIgnored(nn.Module):
@@ -338,7 +338,7 @@ def _clip_wide_on_one_rank() -> float:
     plain = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5).double())
     model = FullyShardedDataParallel(plain, ignored_modules=[plain[1]])
     if dist.get_rank() == 0:
-        plain[1].weight.grad = torch.zeros_like(plain[1].weight)
+        plain[1].weight.grad = torch.zeros(5, 5, dtype=torch.float64)
         plain[1].weight.grad[0, 0] = 3
     return float(model.clip_grad_norm_(1.0))
 
@@ -394,7 +394,7 @@ class Counting(nn.Module):
         return inputs * self.weight.to(inputs.dtype) + self.seen.to(inputs.dtype)
 
 
-def counting() -> nn.Sequential:
+def counting() -> Any:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), Counting())
 
@@ -406,7 +406,7 @@ def test_mixed_precision_casts_neither_their_parameters_nor_their_buffers(ranks:
 
 def _mix(layout: str) -> None:
     plain = counting()
-    options = {"mixed_precision": True, "compute_dtype": torch.bfloat16, "buffer_dtype": torch.bfloat16}
+    options: dict[str, Any] = {"mixed_precision": True, "compute_dtype": torch.bfloat16, "buffer_dtype": torch.bfloat16}
     model = FullyShardedDataParallel(plain, ignored_modules=[plain[2]], **options, **LAYOUTS[layout])
     for _ in range(2):
         output = model(torch.ones(4, 5))

@@ -16,7 +16,7 @@ from tests.support import Alone
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
-def layers() -> nn.Sequential:
+def layers() -> Any:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 5), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)))
 
