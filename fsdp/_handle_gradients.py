@@ -54,9 +54,9 @@ class TakesGradients:
 
     def mark_unreduced(self) -> None:
         """Let the shard's missing gradient say why it is missing, if it is and something is accumulated."""
+        self.whole.rest()  # if it stays whole: until the next pass
         if not self.gradients.is_empty:
             self.flat_param._has_unreduced = True
-            self.whole.rest()  # if it stays whole: until the next pass
             if self.flat_param.grad is None:
                 self.flat_param.grad = unreduced_gradient(self.name, self.flat_param)
             if self.pieces is not None:

@@ -14,6 +14,7 @@ from torch import nn
 from fsdp import FullyShardedDataParallel
 from tests._ranks import RankPool
 from tests.changing import LAYOUTS, Twins, find
+from tests.models import Wrap
 from tests.pairs import parametrize_pairs
 
 PATHS = ["entry.weight", "scale", "trunk.0.weight", "trunk.2.0.bias"]
@@ -88,6 +89,28 @@ def _write_alone(write: Callable[[nn.Parameter], None], layout: str) -> None:
                 write(seen_in(model, path))
         twins.step()
         twins.assert_same()
+
+
+@parametrize_pairs(write=[in_place, by_data], layout=list(LAYOUTS))
+def test_frozen_weights_that_are_whole_are_written(
+    ranks: RankPool, write: Callable[[nn.Parameter], None], layout: str
+) -> None:
+    ranks(2).run(_write_frozen, write, layout)
+
+
+def _write_frozen(write: Callable[[nn.Parameter], None], layout: str) -> None:
+    twins = Twins(layout, frozen_first, reshard_after_forward=False)
+
+    def change() -> None:
+        for model in twins.models:
+            write(seen_in(model, "0.weight"))
+
+    twins.train(change, whole=True)
+
+
+def frozen_first(wrap: Wrap) -> nn.Module:
+    torch.manual_seed(0)
+    return wrap(nn.Sequential(nn.Linear(5, 5).requires_grad_(False), nn.Linear(5, 5)))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
