@@ -58,7 +58,7 @@ def clip_grad_norm(
     shares = [(grad, parallel.copies(handle.flat_param.parts[0])) for handle, grad in grads.items()]
     shares += [(grad, parallel.copies(MeshPart.of(param)) * root.comm.world_size) for param, grad in unsharded.items()]
     comms = [root.comm, *(communicator(group, device) for group in parallel.groups.values())]
-    norm = _total(comms, _local_total(shares, norm_type, device), norm_type)
+    norm = _total(comms, _local_total(shares, norm_type, device, _ignored_dtype(root)), norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the norm of the gradients is {norm.item()} (of order {norm_type}), so they cannot be clipped; they are "
@@ -99,9 +99,19 @@ def _reduced_gradients(units: Sequence[Unit]) -> dict[FlatParamHandle, Tensor]:
     return {handle: handle.flat_param.grad for handle in handles if handle.flat_param.grad is not None}
 
 
+def _ignored(root: Unit) -> list[nn.Parameter]:
+    return [param for param in root.module.parameters() if not is_ours(param)]
+
+
 def _ignored_gradients(root: Unit) -> dict[nn.Parameter, Tensor]:
-    grads = {param: settled_gradient(param) for param in root.module.parameters() if not is_ours(param)}
+    grads = {param: settled_gradient(param) for param in _ignored(root)}
     return {param: grad for param, grad in grads.items() if grad is not None}
+
+
+def _ignored_dtype(root: Unit) -> torch.dtype:
+    # By what could have gradients: one rank may have some that others have not, and sums must be of one dtype on all.
+    wide = any(param.requires_grad and param.real.dtype is torch.float64 for param in _ignored(root))
+    return torch.float64 if wide else torch.float32
 
 
 def _total(comms: Sequence[Communicator], local: Tensor, norm_type: float) -> Tensor:
@@ -119,9 +129,14 @@ def _over_all(comms: Sequence[Communicator], tensor: Tensor, op: str) -> Tensor:
     return tensor
 
 
-def _local_total(shares: Sequence[tuple[Tensor, int]], norm_type: float, device: torch.device) -> Tensor:
-    """This rank's contribution, from gradients with the number of ranks that contribute the same."""
-    total_dtype = reduce(torch.promote_types, (grad.dtype.to_real() for grad, _ in shares), torch.float32)
+def _local_total(
+    shares: Sequence[tuple[Tensor, int]], norm_type: float, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """This rank's contribution, from gradients with the number of ranks that contribute the same.
+
+    At least in `dtype`.
+    """
+    total_dtype = reduce(torch.promote_types, (grad.dtype.to_real() for grad, _ in shares), dtype)
     norms = [_norm(grad, norm_type).to(device, total_dtype) for grad, _ in shares if grad.numel()]
     if not norms:
         return torch.zeros((), dtype=total_dtype, device=device)

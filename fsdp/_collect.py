@@ -176,6 +176,13 @@ def key_of(param: nn.Parameter, places: Places, key: GroupKey | None) -> Hashabl
     return found
 
 
+def text_of_key(key: Hashable) -> str:
+    """A key as ranks can compare it: texts of other objects than plain values may differ though the keys are equal."""
+    if isinstance(key, tuple):
+        return f"({', '.join(map(text_of_key, key))})"
+    return repr(key) if isinstance(key, (str, int, float)) else type(key).__name__
+
+
 def take_over(params: dict[nn.Parameter, Places], flat_params: Sequence[FlatParameter], owner: str) -> None:
     """Remove the parameters from their modules; from now on the modules' attributes are ours.
 

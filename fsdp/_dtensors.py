@@ -40,9 +40,22 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def set_local_part(tensor: Tensor, local: Tensor) -> None:
+    """Have a tensor hold `local` from now on, without copying it."""
+    if is_dtensor(tensor):
+        tensor._local_tensor = local  # type: ignore[attr-defined]  # private; no public way (torch 2.11 and 2.13)
+    else:
+        tensor.data = local
+
+
 def arrived(tensor: Tensor) -> Tensor:
     """A tensor that may be the result of a collective of `DTensor`'s in flight, when it is there."""
     return tensor.wait() if _is_in_flight(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def memory_at(tensor: Tensor) -> int:
+    """The address of the first element that this rank holds."""
+    return local_part(tensor).data_ptr()
 
 
 def memory_of(tensor: Tensor) -> int:

@@ -202,6 +202,11 @@ class PieceParameter(nn.Parameter):
     owner: FlatParameter  # of whose shard it is a view
 
     @property
+    def group(self) -> Hashable:
+        """What `group_by` said of it."""
+        return self.owner.group
+
+    @property
     def _is_sharded(self) -> bool:
         return self.owner._is_sharded
 

@@ -7,7 +7,7 @@ A unit's are packed into vectors that follow as a whole, so its modules get an `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -27,9 +27,10 @@ def guard(unit: Unit) -> None:
     for module in own_modules(unit.module):
         if module in taken_from:
             module.register_state_dict_pre_hook(Hook(partial(_refuse_partial_state, unit)))
+        if not taken_from.isdisjoint(module.modules()):
             module.__dict__["_apply"] = Conversions(unit, module)
-        if module is not unit.module and not taken_from.isdisjoint(module.modules()):
-            module.__dict__["requires_grad_"] = Freezing(unit, module)
+            if module is not unit.module:
+                module.__dict__["requires_grad_"] = Freezing(unit, module)
 
 
 def refuse_shared_modules(module: nn.Module) -> None:
@@ -86,34 +87,48 @@ class Conversions:
         unit = self.unit
         if unit.runtime is not None:
             unit.runtime.ensure_idle("move or cast the module")
-        handles = [handle for handle in unit.handles if _changes(handle, fn)]
-        if unit.state is TrainingState.SUMMON_FULL_PARAMS and handles:
-            raise RuntimeError(
-                f"{unit.name}: inside summon_full_params() there are only copies of the parameters, whose new dtype or "
-                "device would be forgotten. Cast or move the model outside of it."
-            )
-        if self._module is unit.module:
-            for _, inner in units_in(unit):
-                for handle in inner.handles:
-                    handle.check_cast(fn)
-            return
-        for handle in handles:
-            here = [place for places in handle.places for place in places if place.module is self._module]
-            alone = len(handle.places) == 1 and fn(_probe(handle)).device == handle.flat_param.device
-            if here and not alone:
+        is_whole = self._module is unit.module
+        for _, each in units_in(unit) if is_whole else [("", unit)]:
+            changed = [handle for handle in each.handles if _changes(handle, fn)]
+            if each.state is TrainingState.SUMMON_FULL_PARAMS and changed:
                 raise RuntimeError(
-                    f"{unit.name}: {here[0].fqn} cannot be cast or moved apart from its unit, whose parameters lie in "
-                    "one vector. Cast or move the whole model (model.to(...)), or do it before wrapping: a unit may "
-                    "mix dtypes."
+                    f"{each.name}: inside summon_full_params() there are only copies of the parameters, whose new "
+                    "dtype or device would be forgotten. Cast or move the model outside of it."
+                )
+            for handle in changed if is_whole else ():
+                if handle.has_unreduced:
+                    raise RuntimeError(
+                        f"{handle.name}: cannot move or cast gradients that were accumulated under no_sync() and not "
+                        "reduced over the ranks yet. Do it after the last backward of the step, or after zero_grad()."
+                    )
+                handle.check_cast(fn)
+        if not is_whole:
+            self._refuse_part([handle for handle in unit.handles if _changes(handle, fn)], fn)
+
+    def _refuse_part(self, handles: Sequence[FlatParamHandle], fn: Conversion) -> None:
+        inside = set(self._module.modules())
+        for handle in handles:
+            places = [place for used in handle.places for place in used]
+            here = [place for place in places if place.module in inside]
+            # Casting alone what is a flat parameter of its own, and listed here, changes that flat parameter.
+            listed = {entry[:2] for entry in handle.registry.entries} if handle.pieces is None else ()
+            alone = len(handle.places) == 1 and all(place[:2] in listed for place in places) and here == places
+            if here and not (alone and fn(_probe(handle)).device == handle.flat_param.device):
+                raise RuntimeError(
+                    f"{self.unit.name}: {here[0].fqn} cannot be cast or moved apart from its unit, whose parameters "
+                    "lie in one vector. Cast or move the whole model (model.to(...)), or do it before wrapping: a unit "
+                    "may mix dtypes."
                 )
 
     def _convert_unit(self, fn: Conversion, recurse: bool) -> nn.Module:
         unit = self.unit
+        if unit.state is TrainingState.SUMMON_FULL_PARAMS:
+            return self._convert(fn, recurse)  # nothing of the shards changes, or it was refused
+        for handle in unit.handles:
+            handle.absorb()
         if unit.runtime is not None:
             unit.runtime.release()
         device = fn(torch.empty(0, device=unit.device)).device
-        for handle in unit.handles:
-            handle.absorb()
         unit.is_converting = True
         try:
             self._convert(partial(_convert_tensor, unit, fn), recurse)

@@ -159,8 +159,8 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         """Whether to gather the parameters in the shard's own dtype from now on."""
         if wanted is self._in_full_precision or not self.is_cast:
             return
-        self.reshard()
         self.absorb()
+        self.reshard()
         self._in_full_precision = wanted
         self._choose_whole()
 
@@ -178,6 +178,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         if self.phase is Phase.GATHERING:
             return
         self.absorb()
+        self.whole.begin_pass()
         if self.phase is Phase.FULL:
             if self.shard_state == self._gathered:
                 return

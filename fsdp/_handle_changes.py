@@ -35,16 +35,22 @@ class FollowsChanges(HandleState):
         """
         if self.phase is Phase.GATHERING:
             return  # the shard is being sent; `check_places` will report what is new
-        for slot in self.whole.disturbed():
-            try:
-                self.keep(slot, self.registry.replacement(slot))
-            except ValueError as error:
-                raise RuntimeError(
-                    f"{self.name}: a parameter was replaced after wrapping by what cannot be kept: {error}. Assign an "
-                    "nn.Parameter of the parameter's shape, on every rank."
-                ) from None
-            self.registry.withdraw(slot)
-            self.registry.enter()
+        slots = list(dict.fromkeys([*self.whole.disturbed(), *self.registry.missing()]))
+        written = self.whole.written()
+        try:
+            for slot in written:
+                self.keep(slot, self.whole.leaves[slot])
+            for slot in slots:
+                self.keep(slot, self.registry.assigned(slot))
+        except ValueError as error:
+            raise RuntimeError(
+                f"{self.name}: a parameter was replaced after wrapping by what cannot be kept: {error}. Assign an "
+                "nn.Parameter of the parameter's shape, on every rank."
+            ) from None
+        if written:
+            self.whole.restore(written)
+        if slots:
+            self.registry.withdraw(slots)
             self.fill_places()
         if self.pieces is not None:
             self.pieces.absorb()

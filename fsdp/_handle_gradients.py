@@ -48,12 +48,20 @@ class TakesGradients(HandleState):
 
     def mark_unreduced(self) -> None:
         """Let the shard's missing gradient say why it is missing, if it is and something is accumulated."""
+        self.whole.rest()  # if it stays whole: until the next pass
         if not self.gradients.is_empty:
             self.flat_param._has_unreduced = True
             if self.flat_param.grad is None:
                 self.flat_param.grad = unreduced_gradient(self.name, self.flat_param)
             if self.pieces is not None:
                 self.pieces.mark_unreduced(self.gradients.filled)
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether gradients wait for their reduction, and were not zeroed."""
+        if self.pieces is not None:
+            self.pieces.forget_zeroed()
+        return self.flat_param._has_unreduced and self.flat_param.grad is not None
 
     def begin_backward(self, is_summing: bool = False) -> None:
         """Expect every gradient; `is_summing` if this backward's are added to, and not reduced at its end."""

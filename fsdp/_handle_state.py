@@ -7,6 +7,7 @@ from enum import Enum, auto
 
 import torch
 
+from fsdp._collect import text_of_key
 from fsdp._comm import Communicator
 from fsdp._comm_hook import CommHook
 from fsdp._flat_param import FlatParameter, ParamInfo
@@ -106,4 +107,6 @@ class HandleState:
         if self.is_cast or self.gradients.dtype != self.flat_param.dtype:
             computed = self._precision.compute_dtype(self.flat_param.dtype)
             kind += f" computed in {computed}, reduced in {self.gradients.dtype},"
+        if self.flat_param.group is not None:
+            kind += f" of group {text_of_key(self.flat_param.group)}"
         return f"{kind} over {self.layout.world_size} ranks by {type(self.comm).__name__}: {slots}"

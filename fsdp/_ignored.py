@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fsdp._placeholder import Placeholder
+from fsdp._flat_param import ParamInfo
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,17 @@ class Ignored:
             | {param for module in inside for param in module._parameters.values() if param is not None},
         )
 
-    def check(self, taken_by: Callable[[Tensor], str | None]) -> None:
+    def check(self, taken_by: Callable[[Tensor], str | None], sharded: Iterable[ParamInfo]) -> None:
         """Raise ValueError if an inner unit has taken what is ignored now.
 
         Args:
             taken_by: the name of the unit's parameter that a parameter has become, None if it was not taken.
+            sharded: where inner units' parameters are used.
         """
         names = [name for name in map(taken_by, self.parameters) if name is not None]
-        for module in self.modules:
-            names += [
-                f"{name} of a {type(module).__name__}"
-                for name, value in vars(module).items()
-                if isinstance(value, Placeholder)
-            ]
+        names += [
+            f"{place.fqn} of a {type(place.module).__name__}" for place in sharded if place.module in self.modules
+        ]
         if names:
             raise ValueError(
                 f"{names[0]} is ignored, but an inner unit has sharded it already: ignore it there as well, or nowhere"
@@ -63,7 +61,8 @@ class Ignored:
 def _checked(argument: str, given: Any, kind: type[Any]) -> list[Any]:
     if isinstance(given, Iterator):
         raise TypeError(f"{argument} is an iterator, which one wrapper would use up: give a list, list(...)")
-    found = [] if given is None else [given] if isinstance(given, kind) else list(given)
+    is_one = isinstance(given, kind) or not isinstance(given, Iterable)
+    found = [] if given is None else [given] if is_one else list(given)
     for item in found:
         if not isinstance(item, kind):
             raise TypeError(f"{argument} must be an iterable of {kind.__name__}s, found a {type(item).__name__} in it")

@@ -61,7 +61,7 @@ class Pieces:
         shard = self._flat_param.detach()
         for slot, piece in enumerate(self.params):
             piece.data = self._of(shard, slot)
-        self._pointers = [piece.data_ptr() for piece in self.params]
+        self._pointers = [_pointer(piece) for piece in self.params]
 
     def absorb(self) -> None:
         """Write to the shard what users have assigned to the ``.data`` of pieces, and follow what they froze.
@@ -70,7 +70,7 @@ class Pieces:
             RuntimeError: for another shape or dtype.
         """
         for slot, (piece, pointer) in enumerate(zip(self.params, self._pointers, strict=True)):
-            if piece.data_ptr() != pointer:
+            if _pointer(piece) != pointer:
                 self._take_back(slot, piece)
         self._flat_param.requires_grad_(any(self.requires_grad))
 
@@ -139,6 +139,11 @@ class Pieces:
             elif _address(piece.grad) != _address(ours):
                 ours.copy_(piece.grad)
                 piece.grad = ours
+
+
+def _pointer(tensor: Tensor) -> int:
+    # Of an empty piece too: a rank that has nothing of a parameter must notice that it was replaced, as the others do.
+    return tensor.data_ptr() or tensor.untyped_storage().data_ptr()
 
 
 def _address(tensor: Tensor) -> tuple[int, int]:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp._collect import note_stale
+from fsdp._collect import is_ours, note_stale
 from fsdp._flat_param import ParamInfo
+
+# What users have assigned, with the place that it was for, while they still hold it.
+_assigned: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class Registry:
@@ -23,6 +27,8 @@ class Registry:
     ) -> None:
         self._places = places
         self.entries = list(entries)
+        numbers = {(place.module, place.name): slot for slot, used in enumerate(places) for place in used}
+        self._listed = [(numbers[entry[:2]], *entry) for entry in self.entries if entry[:2] in numbers]
         self.enter()
 
     @property
@@ -57,8 +63,30 @@ class Registry:
             raise ValueError(f"a parameter was replaced under only some of its names ({names})")
         return new[0]
 
-    def withdraw(self, slot: int) -> None:
-        """Take a replacement out of the modules; an optimizer that was given it will say so."""
-        note_stale(self.replacement(slot), f"a new value of {self._places[slot][0].fqn}, kept in its shard")
-        for place in self._places[slot]:
-            del place.module._parameters[place.name]
+    def missing(self) -> list[int]:
+        """The numbers of the parameters in one of whose places an entry of ours should be listed, and is not."""
+        return [slot for slot, module, name, param in self._listed if module._parameters.get(name) is not param]
+
+    def assigned(self, slot: int) -> nn.Parameter:
+        """As `replacement`, between steps.
+
+        Raises:
+            ValueError: besides, if a tie or hooks would be lost: of the parameter, only the values are kept.
+        """
+        value, name = self.replacement(slot), self._places[slot][0].fqn
+        if is_ours(value) or value._backward_hooks or value._post_accumulate_grad_hooks:
+            raise ValueError(f"{name} was given a parameter with gradient hooks, or one that the model has elsewhere")
+        registry, other, other_name = _assigned.setdefault(value, (id(self), slot, name))
+        if (registry, other) != (id(self), slot):
+            raise ValueError(f"{name} was given the new value of {other_name}: ties must be made before wrapping")
+        return value
+
+    def withdraw(self, slots: Sequence[int]) -> None:
+        """Take replacements out of the modules; an optimizer that was given one will say so."""
+        for slot in slots:
+            note_stale(self.replacement(slot), f"a new value of {self._places[slot][0].fqn}, kept in its shard")
+        for slot in slots:
+            for place in self._places[slot]:
+                if not any(place.module is module and place.name == name for _, module, name, _ in self._listed):
+                    del place.module._parameters[place.name]
+        self.enter()

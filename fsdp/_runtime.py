@@ -71,10 +71,12 @@ class Runtime:
 
     def _refuse_strangers(self) -> None:
         ours = {(place.module, place.name) for unit in self.units for place in unit.places()}
+        # What was put into ignored modules since, is theirs too.
+        ignored = {inner for unit in self.units for module in unit.ignored.modules for inner in module.modules()}
         for name, param in self.root.module.named_parameters():
             path, _, attribute = name.rpartition(".")
             module = self.root.module.get_submodule(path)
-            is_ignored = any(unit.ignored.has(module, param) for unit in self.units)
+            is_ignored = module in ignored or any(param in unit.ignored.parameters for unit in self.units)
             if is_ours(param) or is_ignored or (module, attribute) in ours:
                 continue
             raise RuntimeError(

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fsdp._dtensors import MeshPart, memory_of
+from fsdp._dtensors import MeshPart, local_part, memory_at, memory_of, set_local_part
 from fsdp._flat_param import ParamInfo
 from fsdp._layout import Layout
 from fsdp._placeholder import Placeholder, sharded_message, sharded_weight
@@ -55,6 +55,10 @@ class WholeParameters:
             if leaf.requires_grad:
                 # Weakly: the garbage collector does not see into these hooks, and would never free a model.
                 leaf.register_post_accumulate_grad_hook(partial(_tell, weakref.WeakMethod(on_gradient), number))
+        self._layout = layout
+        self._resting: list[tuple[int, int]] | None = None
+        if is_shard:
+            self.rest()
         self._numbers: dict[Tensor, int] = {leaf: number for number, leaf in enumerate(self.leaves)}
         self._swaps: list[tuple[dict[str, Any], ParamInfo, Tensor, Tensor]] = []
         self._absent: dict[str, Placeholder] = {}
@@ -84,6 +88,7 @@ class WholeParameters:
         """
         if not self.is_shard:
             self.full.untyped_storage().resize_(0)
+            self._resting = None
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is the buffer's, and will be freed."""
@@ -119,6 +124,34 @@ class WholeParameters:
         """Recurrent modules keep their weights in a list besides: make it what their attributes are."""
         for module in self._rnns:
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+
+    def rest(self) -> None:
+        """What is written to the leaves from now on is written by users, not by the module's own forward."""
+        self._resting = [(memory_at(leaf), leaf._version) for leaf in self.leaves]
+
+    def written(self) -> list[int]:
+        """The numbers of the leaves that users have written to, in ways that the shard does not show."""
+        if self._resting is None:
+            return []
+        found = []
+        for number, (leaf, (address, version)) in enumerate(zip(self.leaves, self._resting, strict=True)):
+            if memory_at(leaf) != address or (leaf._version != version and not self.is_shard):
+                found.append(number)
+        return found
+
+    def restore(self, numbers: Sequence[int]) -> None:
+        """Have leaves that were `written` be views of the buffer again, with their new values."""
+        views = self._layout.unpack(self.full.detach())
+        for number in numbers:
+            if memory_at(self.leaves[number]) != views[number].data_ptr():
+                views[number].copy_(local_part(self.leaves[number]).detach())
+                set_local_part(self.leaves[number], views[number].data)
+        self.rest()
+
+    def begin_pass(self) -> None:
+        """From now on a module's forward may write to the leaves, as an embedding with ``max_norm`` does."""
+        if not self.is_shard:
+            self._resting = None
 
     def disturbed(self) -> list[int]:
         """The numbers of the parameters in whose places is something that is not ours."""

@@ -156,9 +156,10 @@ class FullyShardedDataParallel(WrapperState):
         options = Options.resolve(**{name: value for name, value in locals().items() if name != "__class__"})
         super().__init__()
         ignored = Ignored.of(ignored_modules, ignored_parameters)
-        ignored.check(taken_by)
         _check_module(module, ignored)
         refuse_shared_modules(module)
+        inner = [unit for unit in map(unit_of, module.modules()) if unit is not None]
+        ignored.check(taken_by, [place for unit in inner for place in unit.places()])
         watch_optimizers()
         self._options = options
         self.process_group = default_group(process_group)

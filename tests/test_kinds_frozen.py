@@ -161,7 +161,18 @@ def shard_numel(layers: Sequence[Sequence[int]], units: Units, options: dict[str
         vectors = [sum(layer) for layer in layers]
     else:
         vectors = [sum(map(sum, layers))]
+    if options == ORIGINAL:
+        vectors = [
+            aligned(layer)
+            for layer in (layers if units is by_layers else [[size for layer in layers for size in layer]])
+        ]
     return sum(-(-numel // dist.get_world_size()) for numel in vectors)
+
+
+def aligned(sizes: Sequence[int]) -> int:
+    """Elements of a vector in which every parameter starts at a multiple of eight."""
+    *others, last = sizes
+    return sum(-(-size // 8) * 8 for size in others) + last
 
 
 def train_step(model: nn.Module, inputs: Tensor) -> None:
@@ -220,7 +231,9 @@ def _weigh(options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer)
     assert live_bytes() - before == weights
     optimizer = make_optimizer(model.parameters())
     counts = sum(param.requires_grad for param in model.parameters())  # AdamW counts the steps of each
-    state = 4 * (2 * trained + counts) if make_optimizer is adamw else 4 * trained
+    stepped = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    assert stepped <= trained  # pieces are without what lies between them
+    state = 4 * (2 * stepped + counts) if make_optimizer is adamw else 4 * stepped
     # The ranks tell each other which original parameters were used, and gloo's thread may still hold what it sent.
     flags = sum(map(len, TRAINED)) if options == ORIGINAL else 0
     # The gradient of which original parameters had parts is let go by the next forward.
