@@ -156,6 +156,8 @@ class Unit:
 
     def wake(self) -> None:
         """Complete the handles of a copied or unpickled unit, if all of its modules are there by now."""
+        if "_handles" not in self.__dict__:
+            return  # a copy began inside of the wrapper, which is complete before us: the first use will wake it
         places = [place for handle in self._handles for used in handle.places for place in used]
         if self._is_asleep and all("_parameters" in place.module.__dict__ for place in places):
             self._is_asleep = False
