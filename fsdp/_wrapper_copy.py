@@ -48,6 +48,8 @@ class WrapperCopy(WrapperAccess):
                 f"{self._unit.name}: inside summon_full_params() a copy would hold whole parameters that nobody shards "
                 "again. Copy the model outside of it, or take its state_dict()."
             )
+        for handle in self._unit.handles:
+            handle.absorb()  # or a copy would have the values from before users replaced them
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _GROUPS or "_unit" not in self.__dict__ or value == MISSING:
