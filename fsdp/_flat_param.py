@@ -176,6 +176,8 @@ class FlatParameter(nn.Parameter):
             self._names,
             self._shapes,
             self._is_sharded,
+            self.group,
+            type(self),
         )
 
 
@@ -218,11 +220,19 @@ class PieceParameter(nn.Parameter):
         return type(self).of, (self.owner, *args)
 
 
-def _rebuild_flat_parameter(data: Tensor, requires_grad: bool, names: Any, shapes: Any, sharded: bool) -> FlatParameter:
-    flat = FlatParameter._build(data, requires_grad, names, shapes)
-    flat._is_sharded = sharded
+def _rebuild_flat_parameter(
+    data: Tensor,
+    requires_grad: bool,
+    names: Any,
+    shapes: Any,
+    sharded: bool,
+    group: Hashable = None,
+    kind: type[FlatParameter] = FlatParameter,
+) -> FlatParameter:
+    flat = kind._build(data, requires_grad, names, shapes)
+    flat._is_sharded, flat.group = sharded, group
     return flat
 
 
 # So that `torch.load` with its default, `weights_only=True`, reads a flat parameter back.
-torch.serialization.add_safe_globals([_rebuild_flat_parameter])
+torch.serialization.add_safe_globals([_rebuild_flat_parameter, FlatParameter])
