@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ class EMA(AveragedModel):
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"decay must be between 0 and 1, got {decay}")
         super().__init__(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=use_buffers)
+        self.decay = decay
         self.module.requires_grad_(False)
 
     def update_parameters(self, model: nn.Module) -> None:
@@ -41,6 +43,13 @@ class EMA(AveragedModel):
         """
         self._pairs(model)
         super().update_parameters(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"multi_avg_fn": None}  # a function that pickle does not find by name
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.multi_avg_fn = get_ema_multi_avg_fn(self.decay)
 
     @contextmanager
     def applied_to(self, model: nn.Module) -> Iterator[None]:
