@@ -152,6 +152,8 @@ class Unit:
             "unpassed": set(),
             "_hooks": [],
         }
+        if self.runtime is not None and self.runtime.root is self:
+            forgotten["reshard_after_forward"] = self.runtime.root_reshards  # the copy may become an inner one
         return self.__dict__ | forgotten | {"_is_asleep": True}
 
     def wake(self) -> None:
