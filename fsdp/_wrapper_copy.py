@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fsdp._comm import Group, MissingRanks, communicator, reduce_group
+import torch
+
+from fsdp._comm import Group, MissingRanks, communicator, default_group
 from fsdp._unit import TrainingState
 from fsdp._wrapper_access import WrapperAccess
 
@@ -22,6 +25,8 @@ class WrapperCopy(WrapperAccess):
     Gradients are not copied, as torch does not copy those of other modules either.
     """
 
+    _reduce_group: Callable[[Any, torch.device], Group]
+
     def __getstate__(self) -> dict[str, Any]:
         self._prepare_copy()
         return self.__dict__ | dict.fromkeys(_GROUPS, MISSING)
@@ -29,6 +34,11 @@ class WrapperCopy(WrapperAccess):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._unit.wake()
+
+    def __copy__(self) -> Self:
+        copied = type(self).__new__(type(self))  # as torch copies modules shallowly: all is shared, ranks included
+        copied.__dict__.update(self.__dict__)
+        return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         self._prepare_copy()
@@ -52,16 +62,19 @@ class WrapperCopy(WrapperAccess):
             handle.absorb()  # or a copy would have the values from before users replaced them
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _GROUPS or "_unit" not in self.__dict__ or value == MISSING:
+        if name not in _GROUPS or "_unit" not in self.__dict__ or _is_missing(value):
             super().__setattr__(name, value)
-        elif name == "process_group":
-            self._check_group(value)
-            self.__dict__.update(dict.fromkeys(_GROUPS, value))
-            self.__dict__["process_group_reduce_scatter"] = reduce_group(value, self.compute_device)
-            self._connect()
+            return
+        was_missing = _is_missing(self.process_group)
+        if name == "process_group":
+            group = default_group(value)
+            self._check_group(group)
+            given = self.process_group_reduce_scatter if was_missing else None
+            self._connect(group, None if _is_missing(given) else given)
+        elif was_missing:
+            self.__dict__[name] = value  # until there is a group to compare it with
         else:
-            self.__dict__[name] = self.process_group if value is None else value
-            self._connect()
+            self._connect(self.process_group, value)
 
     def _check_group(self, group: Group) -> None:
         if (group.rank(), group.size()) != (self.rank, self.world_size):
@@ -71,16 +84,22 @@ class WrapperCopy(WrapperAccess):
                 "train with other ranks."
             )
 
-    def _connect(self) -> None:
-        if self._unit.runtime is not None:
-            self._unit.runtime.forget()
+    def _connect(self, group: Group, reduce_over: Any) -> None:
         unit, device = self._unit, self.compute_device
-        unit.comm = communicator(self.process_group, device)
+        if unit.runtime is not None:
+            unit.runtime.forget()
+        self.__dict__["process_group"] = group
+        reduce_group = self.__dict__["process_group_reduce_scatter"] = self._reduce_group(reduce_over, device)
+        unit.comm = communicator(group, device)
         unit.is_agreed = False
         for handle in unit.handles:
-            handle.connect(unit.comm, communicator(self.process_group_reduce_scatter, device))
+            handle.connect(unit.comm, communicator(reduce_group, device))
 
     @property
     def is_connected(self) -> bool:
         """Whether it has its ranks; False after unpickling, until `process_group` is assigned."""
         return not isinstance(self._unit.comm, MissingRanks)
+
+
+def _is_missing(group: Any) -> bool:
+    return isinstance(group, str) and group == MISSING
