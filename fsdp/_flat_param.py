@@ -157,6 +157,7 @@ class FlatParameter(nn.Parameter):
         """Names, shapes and numbers of elements of the original parameters."""
         return self._names, self._shapes, tuple(shape.numel() for shape in self._shapes)
 
+    @torch.inference_mode(False)  # or the copy could not be trained
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
         home = copy.deepcopy(self.home, memo)
         data = self.detach().as_subclass(Tensor).clone() if home is None else home.allocate(self.numel(), self.dtype)
@@ -209,6 +210,7 @@ class PieceParameter(nn.Parameter):
         piece.fqn, piece.whole_shape, piece.offset, piece.owner = fqn, shape, offset, owner
         return piece
 
+    @torch.inference_mode(False)
     def __deepcopy__(self, memo: dict[int, Any]) -> PieceParameter:
         build, (owner, *others) = self.__reduce_ex__(2)
         copied = memo[id(self)] = build(copy.deepcopy(owner, memo), *others)

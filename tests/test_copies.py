@@ -118,6 +118,23 @@ def _copy_after_forward(options: dict[str, Any]) -> None:
 
 
 @every_form
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_copy_made_in_inference_mode_trains(ranks: RankPool, options: dict[str, Any], world_size: int) -> None:
+    ranks(world_size).run(_copy_in_inference, options)
+
+
+def _copy_in_inference(options: dict[str, Any]) -> None:
+    first = Twins.of(nested, sgd_with_momentum, **options)
+    with torch.inference_mode():
+        first.sharded(batch(0, 0))
+        copied = copy.deepcopy(first.sharded)
+        copied(batch(0, 0))
+    second = Twins(copied, first.plain, (sgd_with_momentum(copied.parameters()), first.optimizers[1]))
+    second.train(0, 1)
+    second.assert_equal()
+
+
+@every_form
 def test_gradients_are_not_copied(ranks: RankPool, options: dict[str, Any]) -> None:
     """Neither those of a backward nor what is accumulated; the original keeps both."""
     ranks(3).run(_leave_gradients, options)
@@ -307,6 +324,24 @@ def _nest_copy() -> None:
     outer = FullyShardedDataParallel(nn.Sequential(copied, nn.Linear(1, 1)))
     train(outer, sgd_with_momentum(outer.parameters()), 0, 1)
     assert copied.reshard_after_forward
+
+
+class RefusesToLoad(nn.Linear):
+    def _load_from_state_dict(self, *args: Any) -> None:
+        raise KeyError("it has other plans")
+
+
+@every_travel
+def test_a_load_that_was_given_up_does_not_stand_in_the_way(ranks: RankPool, travel: Travel) -> None:
+    """It leaves its unit whole until the next use."""
+    ranks(2).run(_copy_after_failed_load, travel)
+
+
+def _copy_after_failed_load(travel: Travel) -> None:
+    parent = nn.Sequential(FullyShardedDataParallel(nn.Sequential(nn.Linear(5, 5), RefusesToLoad(5, 3))))
+    with pytest.raises(KeyError):
+        parent.load_state_dict({})
+    train(travel(parent), sgd_with_momentum(parent.parameters()), 0)
 
 
 # When it is refused
