@@ -39,7 +39,7 @@ class EMA(AveragedModel):
         """Move the average towards the model's weights, after each optimizer step. Every rank for itself.
 
         Raises:
-            ValueError: if `model` has other parameters than the one that was copied.
+            ValueError: if `model` has other parameters than the one that was copied, or was cast since.
         """
         self._pairs(model)
         super().update_parameters(model)
@@ -58,7 +58,7 @@ class EMA(AveragedModel):
         For code that holds the model itself. Not between a forward and its backward, and don't step inside.
 
         Raises:
-            ValueError: if `model` has other parameters than the one that was copied.
+            ValueError: if `model` has other parameters than the one that was copied, or was cast since.
         """
         self._exchange(model)
         try:
@@ -75,9 +75,9 @@ class EMA(AveragedModel):
 
     def _pairs(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
         ours, theirs = list(self.module.parameters()), list(model.parameters())
-        if [average.shape for average in ours] != [param.shape for param in theirs]:
+        if [(average.shape, average.dtype) for average in ours] != [(param.shape, param.dtype) for param in theirs]:
             raise ValueError(
                 f"this average is of another model: it has {len(ours)} parameters on this rank, the "
-                f"{type(model).__name__} has {len(theirs)}, or they differ in shape. Make a new EMA of it."
+                f"{type(model).__name__} has {len(theirs)}, or they differ in shape or dtype. Make a new EMA of it."
             )
         return list(zip(ours, theirs, strict=True))

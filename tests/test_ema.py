@@ -367,6 +367,21 @@ def _refuse_another_model() -> None:
     assert_same(state_of(other), before[1])
 
 
+def test_a_model_that_was_cast_since_is_refused(ranks: RankPool) -> None:
+    ranks(2).run(_refuse_cast_model)
+
+
+def _refuse_cast_model() -> None:
+    model = nested(fully_sharded())
+    ema = fsdp.EMA(model)
+    model.double()
+    with pytest.raises(ValueError, match="or they differ in shape or dtype"):
+        ema.update_parameters(model)
+    ema.module.double()
+    ema.update_parameters(model)
+    assert_same(state_of(ema.module), state_of(model))
+
+
 @pytest.mark.parametrize("decay", [-0.1, 1.5, float("nan")])
 def test_a_decay_out_of_range_is_refused(decay: float) -> None:
     with pytest.raises(ValueError, match="decay must be between 0 and 1"):
