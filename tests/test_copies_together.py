@@ -33,19 +33,22 @@ from tests.twins import batch, score
 # Memory
 
 
-@pytest.mark.parametrize("used", [False, True], ids=["unused", "after a forward"])
+@pytest.mark.parametrize("used", ["unused", "after a forward", "with accumulated gradients"])
 @every_form
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_copy_costs_its_shards_to_the_byte(
-    ranks: RankPool, world_size: int, options: dict[str, Any], used: bool
+    ranks: RankPool, world_size: int, options: dict[str, Any], used: str
 ) -> None:
     ranks(world_size).run(_weigh_copy, options, used)
 
 
-def _weigh_copy(options: dict[str, Any], used: bool) -> None:
+def _weigh_copy(options: dict[str, Any], used: str) -> None:
     model = nested(fully_sharded(**options))
-    if used:
+    if used == "after a forward":
         model(batch(0, 0).float())
+    if used == "with accumulated gradients":
+        with model.no_sync():
+            score(model(batch(0, 0).float())).backward()
     copy.deepcopy(model.module.module.gate)  # what torch makes once is not counted
     between = live_bytes()
     for source in (model, model.module.module, nn.Sequential(model)):

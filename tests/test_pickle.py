@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import FullyShardedDataParallel
-from fsdp._comm import communicator
+from fsdp._comm import DirectExchange, communicator
 from fsdp._offload import DiskFlatParameter
 from tests._ranks import RankPool
 from tests.copying import (
@@ -234,7 +235,7 @@ def _use_early(use: str, options: dict[str, Any]) -> None:
     train(model, sgd_with_momentum(model.parameters()), 0)
 
 
-def test_a_wrapper_that_was_forgotten_is_noticed(ranks: RankPool) -> None:
+def test_a_wrapper_that_was_forgotten_is_noticed_before_anything_is_gathered(ranks: RankPool) -> None:
     ranks(2).run(_forget_one)
 
 
@@ -244,11 +245,25 @@ def _forget_one() -> None:
     for wrapper in wrappers_in(model):
         if wrapper is not forgotten:
             wrapper.process_group = dist.group.WORLD
-    with pytest.raises(RuntimeError, match=ASK_FOR_GROUPS):
+    begun = mock.patch.object(DirectExchange, "all_gather", side_effect=AssertionError("something was gathered"))
+    with begun, pytest.raises(RuntimeError, match=ASK_FOR_GROUPS):
         model(torch.ones(1, 5))
     assert [wrapper.is_connected for wrapper in wrappers_in(model)].count(False) == 1
     forgotten.process_group = dist.group.WORLD
     train(model, sgd_with_momentum(model.parameters()), 0)
+
+
+def test_a_gather_that_could_not_begin_leaves_the_model_usable(ranks: RankPool) -> None:
+    ranks(2).run(_fail_to_gather)
+
+
+def _fail_to_gather() -> None:
+    model = nested(fully_sharded())
+    lost = mock.patch.object(DirectExchange, "all_gather", side_effect=ConnectionError("a peer is gone"))
+    for _ in range(2):
+        with lost, pytest.raises(ConnectionError):
+            model(torch.ones(1, 5))
+    assert_goes_on_alike(model, sgd_with_momentum, through_pickle)
 
 
 class Stranger:
