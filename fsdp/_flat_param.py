@@ -210,7 +210,6 @@ class PieceParameter(nn.Parameter):
         piece.fqn, piece.whole_shape, piece.offset, piece.owner = fqn, shape, offset, owner
         return piece
 
-    @torch.inference_mode(False)
     def __deepcopy__(self, memo: dict[int, Any]) -> PieceParameter:
         build, (owner, *others) = self.__reduce_ex__(2)
         copied = memo[id(self)] = build(copy.deepcopy(owner, memo), *others)
