@@ -18,8 +18,13 @@ def agree(comm: Communicator, units: Sequence[tuple[str, Unit]]) -> None:
     Handles get tags that nobody else on their communicator has, so that messages of different units never mix.
 
     Raises:
-        RuntimeError: naming the first rank that differs from rank 0, the unit, and what each of the two has.
+        RuntimeError: naming the first rank that differs from rank 0, the unit, and what each of the two has; or if a
+            unit was unpickled and has no group of ranks yet.
     """
+    for _, unit in units:
+        for handle in unit.handles:
+            handle.comm.ensure_connected()
+            handle.reduce_comm.ensure_connected()
     if comm.peers_answer:
         _compare(comm, [(name, [handle.describe() for handle in unit.handles]) for name, unit in units])
     for _, unit in units:

@@ -88,6 +88,9 @@ class Communicator(ABC):
         """The way to the same ranks for tensors on another device."""
         return self
 
+    def ensure_connected(self) -> None:  # noqa: B027 (there always is, but after unpickling)
+        """Raise RuntimeError if there is no way to the ranks."""
+
     def __deepcopy__(self, memo: Any) -> Communicator:
         return self  # the ranks are the same ones
 
@@ -135,7 +138,7 @@ class MissingRanks(Communicator):
             "before use"
         )
 
-    all_gather = reduce_scatter = all_reduce = broadcast = all_gather_bytes = _refuse
+    all_gather = reduce_scatter = all_reduce = broadcast = all_gather_bytes = ensure_connected = _refuse
 
 
 class LoneRank(Communicator):

@@ -166,6 +166,7 @@ class FlatParameter(nn.Parameter):
         """Names, shapes and numbers of elements of the original parameters."""
         return self._names, self._shapes, tuple(shape.numel() for shape in self._shapes)
 
+    @torch.inference_mode(False)  # or the copy could not be trained
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
         home = copy.deepcopy(self.home, memo)
         data = self.detach().as_subclass(Tensor).clone() if home is None else home.allocate(self.numel(), self.dtype)
@@ -187,6 +188,8 @@ class FlatParameter(nn.Parameter):
             self._shapes,
             self._is_sharded,
             self._align,
+            self.group,
+            type(self),
         )
 
 
@@ -235,12 +238,19 @@ class PieceParameter(nn.Parameter):
 
 
 def _rebuild_flat_parameter(
-    data: Tensor, requires_grad: bool, names: Any, shapes: Any, sharded: bool, align: int
+    data: Tensor,
+    requires_grad: bool,
+    names: Any,
+    shapes: Any,
+    sharded: bool,
+    align: int = 1,
+    group: Hashable = None,
+    kind: type[FlatParameter] = FlatParameter,
 ) -> FlatParameter:
-    flat = FlatParameter._build(data, requires_grad, names, shapes)
-    flat._is_sharded, flat._align = sharded, align
+    flat = kind._build(data, requires_grad, names, shapes)
+    flat._is_sharded, flat._align, flat.group = sharded, align, group
     return flat
 
 
 # So that `torch.load` with its default, `weights_only=True`, reads a flat parameter back.
-torch.serialization.add_safe_globals([_rebuild_flat_parameter])
+torch.serialization.add_safe_globals([_rebuild_flat_parameter, FlatParameter])

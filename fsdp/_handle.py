@@ -188,12 +188,12 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         self.follow_shard()
         self.home.check(self.name)
         self._gathered = self.shard_state
-        self._enter(Phase.GATHERING)
         if self.whole.is_shard:
             self.home.read_ahead()
         else:
             self.whole.allocate()
             self._pending = self._gather_into(self.whole.full)
+        self._enter(Phase.GATHERING)  # if that did not raise
 
     def _gather_into(self, full: Tensor) -> Pending:
         if not self.home.is_elsewhere:

@@ -126,16 +126,20 @@ class _OnDisk:
         kwargs = kwargs or {}
         fill = _LIKENESSES.get(func)
         like = kwargs.get("input", args[0] if args else None)
-        if fill is None or not isinstance(like, _OnDisk) or kwargs.get("device") not in (None, _HOST):
+        home = like.home if isinstance(like, _OnDisk) else None  # one that was unpickled by itself is in memory
+        if fill is None or home is None or kwargs.get("device") not in (None, _HOST):
             with torch._C.DisableTorchFunctionSubclass():  # as Parameter's own, which leaves out this whole method
                 return func(*args, **kwargs)
-        numel, dtype = like.numel(), kwargs.get("dtype") or like.dtype  # type: ignore[attr-defined]
-        made, _ = like.home.files.allocate(numel, dtype, "optimizer state")
+        numel, dtype = like.numel(), kwargs.get("dtype") or like.dtype
+        made, _ = home.files.allocate(numel, dtype, "optimizer state")
         return fill(made, args, kwargs).requires_grad_(kwargs.get("requires_grad", False))
 
 
 class DiskFlatParameter(_OnDisk, FlatParameter):
     """A shard in a mapped file."""
+
+
+torch.serialization.add_safe_globals([DiskFlatParameter])
 
 
 class DiskPieceParameter(_OnDisk, PieceParameter):

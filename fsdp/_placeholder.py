@@ -6,6 +6,8 @@ can read. A placeholder raises an error that names what is missing and the way t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,12 +42,16 @@ class Placeholder(Tensor):
         return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
-        rebuild, args = self.__reduce_ex__(2)
-        copied = memo[id(self)] = rebuild(*args)
+        copied = memo[id(self)] = _rebuild(*self._looks())
         return copied
 
+    def _looks(self) -> tuple[Any, ...]:
+        return self.shape, self.dtype, self.device, self.requires_grad, self._message
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (self.shape, self.dtype, self.device, self.requires_grad, self._message)
+        if not is_model_under_way():
+            raise RuntimeError(f"{self._message} (To pickle a module, pickle the FullyShardedDataParallel around it.)")
+        return _rebuild, self._looks()
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(self._message)
@@ -55,6 +61,46 @@ class Placeholder(Tensor):
     numpy = tolist = item = data_ptr = untyped_storage = __array__ = __dlpack__ = __copy__ = _refuse
     # These would act on the placeholder, and be forgotten with it.
     requires_grad_ = register_hook = register_post_accumulate_grad_hook = _refuse
+
+
+# A placeholder is pickled only as a part of a model: by itself, values would be expected of it, and be found missing
+# when the file is read. Pickle calls nobody when it is done with an object, but it goes through its state in order; so
+# a model's state ends with an `Arrival`.
+_under_way = 0
+
+
+class Arrival:
+    """The end of a model's state, as pickle sees it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        _count(-1)
+        return Arrival, ()
+
+
+def depart() -> Arrival:
+    """A model is being pickled, until what is returned is."""
+    _count(1)
+    return Arrival()
+
+
+@contextmanager
+def under_way() -> Iterator[None]:
+    """A model is being copied."""
+    _count(1)
+    try:
+        yield
+    finally:
+        _count(-1)
+
+
+def is_model_under_way() -> bool:
+    """Whether a model is being pickled or copied."""
+    return _under_way > 0
+
+
+def _count(step: int) -> None:
+    global _under_way
+    _under_way = max(0, _under_way + step)
 
 
 def _rebuild(

@@ -219,7 +219,13 @@ class Buffers:
         self.narrow()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_sources": {}}  # by ids that mean nothing in a copy
+        # Ids mean nothing in a copy, and its tensors count their versions anew.
+        unchanged = [(cast, source) for cast, version, source in self._sources.values() if cast._version == version]
+        return self.__dict__ | {"_sources": unchanged}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        sources = {id(cast): (cast, cast._version, source) for cast, source in state["_sources"]}
+        self.__dict__.update(state | {"_sources": sources})
 
     def narrow(self) -> None:
         """In the dtype of computation."""

@@ -59,7 +59,7 @@ class Runtime:
         agree(root.comm, named_units)
         self._adopt(named_units)
         return_freed_memory()
-        self._root_reshards = root.reshard_after_forward
+        self.root_reshards = root.reshard_after_forward
         if keep_root:
             root.reshard_after_forward = False
         self.sync_gradients = True
@@ -319,7 +319,7 @@ class Runtime:
         self.release()
         for unit in self.units:
             unit.runtime = None
-        self.root.reshard_after_forward = self._root_reshards
+        self.root.reshard_after_forward = self.root_reshards
 
     def release(self) -> None:
         """Free what is kept whole between passes (after `no_sync` without resharding, or without a backward)."""

@@ -107,10 +107,14 @@ class Unit:
             "unpassed": set(),
             "_hooks": [],
         }
+        if self.runtime is not None and self.runtime.root is self:
+            forgotten["reshard_after_forward"] = self.runtime.root_reshards  # the copy may become an inner one
         return self.__dict__ | forgotten | {"_is_asleep": True}
 
     def wake(self) -> None:
         """Complete the handles of a copied or unpickled unit, if all of its modules are there by now."""
+        if "_handles" not in self.__dict__:
+            return  # a copy began inside of the wrapper, which is complete before us: the first use will wake it
         places = [place for handle in self._handles for used in handle.places for place in used]
         if self._is_asleep and all("_parameters" in place.module.__dict__ for place in places):
             self._is_asleep = False

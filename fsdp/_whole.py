@@ -8,6 +8,7 @@ of the weights that it saved. The leaf of a parameter that is a `DTensor` is one
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from fsdp._dtensors import MeshPart, local_part, memory_at, memory_of, set_local_part
 from fsdp._flat_param import ParamInfo
 from fsdp._layout import Layout
-from fsdp._placeholder import Placeholder, sharded_message, sharded_weight
+from fsdp._placeholder import Placeholder, is_model_under_way, sharded_message, sharded_weight
 
 
 class WholeParameters:
@@ -64,8 +65,10 @@ class WholeParameters:
         self._absent: dict[str, Placeholder] = {}
         for slot, leaf, used in zip(layout.slots, self.leaves, places, strict=True):
             placeholder = sharded_weight(slot.name, leaf)
-            # Whoever copies a module that shows a leaf gets no second copy of the weights with it: the shard is copied.
-            leaf.__deepcopy__, leaf.__reduce_ex__ = placeholder.__deepcopy__, placeholder.__reduce_ex__  # type: ignore[method-assign]
+            # Whoever copies a model gets no second copy of the weights with what its modules show: shards are copied.
+            itself = weakref.ref(leaf)
+            leaf.__dict__["__deepcopy__"] = partial(_copy_leaf, itself, placeholder)
+            leaf.__dict__["__reduce_ex__"] = partial(_reduce_leaf, itself, placeholder)
             absent = leaf if is_shard else self._absent.setdefault(slot.name, placeholder)
             self._swaps += [(place.module.__dict__, place, leaf, absent) for place in used]
         modules = {place.module: None for used in places for place in used}
@@ -161,6 +164,22 @@ class WholeParameters:
             if value is not absent and value is not leaf:
                 found[self._numbers[leaf]] = None
         return list(found)
+
+
+def _copy_leaf(leaf: weakref.ref[nn.Parameter], placeholder: Placeholder, memo: dict[int, Any]) -> Tensor:
+    return copy.deepcopy(placeholder, memo) if is_model_under_way() else _apart(leaf, placeholder)
+
+
+def _reduce_leaf(leaf: weakref.ref[nn.Parameter], placeholder: Placeholder, protocol: Any) -> Any:
+    return (placeholder if is_model_under_way() else _apart(leaf, placeholder)).__reduce_ex__(protocol)
+
+
+def _apart(leaf: weakref.ref[nn.Parameter], placeholder: Placeholder) -> Tensor:
+    """A copy of a leaf with its values, if it has any: it may be met in a module that does not show it any more."""
+    found = leaf()
+    if found is None or (found.numel() and not local_part(found).untyped_storage().nbytes()):
+        return placeholder
+    return nn.Parameter(found.detach().clone(), found.requires_grad)
 
 
 def _leave_as_they_are() -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fsdp._comm import Group, MissingRanks, communicator, reduce_group
+import torch
+
+from fsdp._comm import Group, MissingRanks, communicator, default_group
 from fsdp._forward import TrainingState
+from fsdp._placeholder import depart, under_way
 from fsdp._wrapper_access import WrapperAccess
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 MISSING = "MISSING"  # what FairScale puts in the place of a process group
+_END = "_end_of_state"
 _GROUPS = ("process_group", "process_group_reduce_scatter")
 
 
@@ -22,6 +27,8 @@ class WrapperCopy(WrapperAccess):
     Gradients are not copied, as torch does not copy those of other modules either.
     """
 
+    _reduce_group: Callable[[Any, torch.device], Group]
+
     def __getstate__(self) -> dict[str, Any]:
         self._prepare_copy()
         for handle in self._unit.handles:
@@ -30,22 +37,31 @@ class WrapperCopy(WrapperAccess):
                     f"{handle.name} has parameters that are DTensors, whose mesh is of these processes: it cannot be "
                     "pickled. Save its state_dict(), or copy it with copy.deepcopy."
                 )
-        return self.__dict__ | dict.fromkeys(_GROUPS, MISSING)
+        return self.__dict__ | dict.fromkeys(_GROUPS, MISSING) | {_END: depart()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        state.pop(_END, None)
         super().__setstate__(state)
         self._unit.wake()
+
+    def __copy__(self) -> Self:
+        copied = type(self).__new__(type(self))  # as torch copies modules shallowly: all is shared, ranks included
+        copied.__dict__.update(self.__dict__)
+        return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         self._prepare_copy()
         copied = memo[id(self)] = type(self).__new__(type(self))
         for name in _GROUPS:
             memo[id(self.__dict__[name])] = self.__dict__[name]  # the ranks are the same ones
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        with under_way():
+            copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         copied._unit.wake()
         return copied
 
     def _prepare_copy(self) -> None:
+        if self._unit.close_loading is not None:
+            self._unit.close_loading()  # a load that was given up by an exception
         if self._unit.runtime is not None:
             self._unit.runtime.ensure_idle("copy the model")
             self._unit.runtime.release()
@@ -54,18 +70,23 @@ class WrapperCopy(WrapperAccess):
                 f"{self._unit.name}: inside summon_full_params() a copy would hold whole parameters that nobody shards "
                 "again. Copy the model outside of it, or take its state_dict()."
             )
+        for handle in self._unit.handles:
+            handle.absorb()  # or a copy would have the values from before users replaced them
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _GROUPS or "_unit" not in self.__dict__ or value == MISSING:
+        if name not in _GROUPS or "_unit" not in self.__dict__ or _is_missing(value):
             super().__setattr__(name, value)
-        elif name == "process_group":
-            self._check_group(value)
-            self.__dict__.update(dict.fromkeys(_GROUPS, value))
-            self.__dict__["process_group_reduce_scatter"] = reduce_group(value, self.compute_device)
-            self._connect()
+            return
+        was_missing = _is_missing(self.process_group)
+        if name == "process_group":
+            group = default_group(value)
+            self._check_group(group)
+            given = self.process_group_reduce_scatter if was_missing else None
+            self._connect(group, None if _is_missing(given) else given)
+        elif was_missing:
+            self.__dict__[name] = value  # until there is a group to compare it with
         else:
-            self.__dict__[name] = self.process_group if value is None else value
-            self._connect()
+            self._connect(self.process_group, value)
 
     def _check_group(self, group: Group) -> None:
         if (group.rank(), group.size()) != (self.rank, self.world_size):
@@ -75,16 +96,22 @@ class WrapperCopy(WrapperAccess):
                 "train with other ranks."
             )
 
-    def _connect(self) -> None:
-        if self._unit.runtime is not None:
-            self._unit.runtime.forget()
+    def _connect(self, group: Group, reduce_over: Any) -> None:
         unit, device = self._unit, self.compute_device
-        unit.comm = communicator(self.process_group, device)
+        if unit.runtime is not None:
+            unit.runtime.forget()
+        self.__dict__["process_group"] = group
+        reduce_group = self.__dict__["process_group_reduce_scatter"] = self._reduce_group(reduce_over, device)
+        unit.comm = communicator(group, device)
         unit.is_agreed = False
         for handle in unit.handles:
-            handle.connect(unit.comm, communicator(self.process_group_reduce_scatter, device))
+            handle.connect(unit.comm, communicator(reduce_group, device))
 
     @property
     def is_connected(self) -> bool:
         """Whether it has its ranks; False after unpickling, until `process_group` is assigned."""
         return not isinstance(self._unit.comm, MissingRanks)
+
+
+def _is_missing(group: Any) -> bool:
+    return isinstance(group, str) and group == MISSING

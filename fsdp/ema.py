@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,16 +32,24 @@ class EMA(AveragedModel):
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"decay must be between 0 and 1, got {decay}")
         super().__init__(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=use_buffers)
+        self.decay = decay
         self.module.requires_grad_(False)
 
     def update_parameters(self, model: nn.Module) -> None:
         """Move the average towards the model's weights, after each optimizer step. Every rank for itself.
 
         Raises:
-            ValueError: if `model` has other parameters than the one that was copied.
+            ValueError: if `model` has other parameters than the one that was copied, or was cast since.
         """
         self._pairs(model)
         super().update_parameters(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"multi_avg_fn": None}  # a function that pickle does not find by name
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.multi_avg_fn = get_ema_multi_avg_fn(self.decay)
 
     @contextmanager
     def applied_to(self, model: nn.Module) -> Iterator[None]:
@@ -49,7 +58,7 @@ class EMA(AveragedModel):
         For code that holds the model itself. Not between a forward and its backward, and don't step inside.
 
         Raises:
-            ValueError: if `model` has other parameters than the one that was copied.
+            ValueError: if `model` has other parameters than the one that was copied, or was cast since.
         """
         self._exchange(model)
         try:
@@ -66,9 +75,9 @@ class EMA(AveragedModel):
 
     def _pairs(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
         ours, theirs = list(self.module.parameters()), list(model.parameters())
-        if [average.shape for average in ours] != [param.shape for param in theirs]:
+        if [(average.shape, average.dtype) for average in ours] != [(param.shape, param.dtype) for param in theirs]:
             raise ValueError(
                 f"this average is of another model: it has {len(ours)} parameters on this rank, the "
-                f"{type(model).__name__} has {len(theirs)}, or they differ in shape. Make a new EMA of it."
+                f"{type(model).__name__} has {len(theirs)}, or they differ in shape or dtype. Make a new EMA of it."
             )
         return list(zip(ours, theirs, strict=True))
