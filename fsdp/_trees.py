@@ -19,7 +19,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 def _mapped(function: Callable[[Tensor], Tensor], tree: Any) -> tuple[Any, bool]:
-    """The new tree, and whether it is another. Told by a flag: compilers, which trace this, cannot compare containers."""
+    """The new tree, and whether it is another. By a flag, because compilers cannot tell containers from each other."""
     if isinstance(tree, Tensor):
         new = function(tree)
         return new, new is not tree

@@ -113,7 +113,7 @@ class WrapperAccess(nn.Module):
             yield clean_name(name) if plain else name, param
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As `nn.Module.compile`, of the wrapped module: our hooks run around what is compiled, without graph breaks."""
+        """As `nn.Module.compile`, of the wrapped module: gathering and freeing happen around what is compiled."""
         self.module.module.compile(*args, **kwargs)
 
     def extra_repr(self) -> str:

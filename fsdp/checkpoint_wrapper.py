@@ -7,6 +7,7 @@ checkpoint saves (`_Call`), and a second computation has no effect but its activ
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 import weakref
@@ -84,7 +85,7 @@ class _CheckpointedForward:
         self._own = own  # a forward that the module had besides its class's
         self.offload = offload
         if offload:
-            _keep_offload_from_compilers()
+            _keep_from_compilers()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.module, self._own, self.offload)
@@ -106,7 +107,11 @@ class _CheckpointedForward:
             return self.__wrapped__(*args, **kwargs)
         if self.offload:
             return self._compute(args, kwargs, is_compiling())
-        return self._compute_compiled(args, kwargs) if is_compiling() else self._compute(args, kwargs)
+        if is_compiling():
+            return self._compute_compiled(args, kwargs)
+        if "torch._dynamo" in sys.modules:
+            _keep_from_compilers()
+        return self._compute(args, kwargs)
 
     def _compute(self, args: Any, kwargs: Any, drops_compile: bool = False) -> Any:
         if drops_compile:
@@ -123,19 +128,22 @@ class _CheckpointedForward:
             return checkpoint(call, *call.take_tensors(), use_reentrant=False)
 
     def _compute_compiled(self, args: Any, kwargs: Any) -> Any:
-        # A compiler knows what a checkpoint is, and plans the recomputation itself. What we do besides it could not
-        # follow (stand-ins are told apart by their ids: a graph for every call), and what it computes has no side effects.
+        # A compiler knows what a checkpoint is, and plans the recomputation itself, without side effects.
         module, own = self.module, self._own
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
+            # After a graph break inside, the checkpoint is torch's, uncompiled, and computes this again in backward.
+            is_again = not is_compiling() and in_backward()
+            with _statistics_kept(module) if is_again else nullcontext():
+                return type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
 
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 @cache
-def _keep_offload_from_compilers() -> None:
-    # When first needed, because it imports for seconds.
+def _keep_from_compilers() -> None:
+    # Stand-ins are told apart by their ids, which would be a graph for every call. Only when it may be needed, because
+    # it imports for seconds.
     _CheckpointedForward._compute = disable(_CheckpointedForward._compute)  # type: ignore[method-assign]
 
 
