@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable
 from enum import Enum, auto
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,18 +40,22 @@ class Hook:
     """A module's hook of ours. A compiler that traces the module leaves it alone: it moves data between ranks."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._hooked = function
-        self._function = disable(function)
+        self._function = function
+        _keep_from_compilers()
 
-    def __getstate__(self) -> Any:
-        return self._hooked
-
-    def __setstate__(self, hooked: Callable[..., Any]) -> None:
-        self._hooked = hooked
-        self._function = disable(hooked)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _keep_from_compilers()
 
     def __call__(self, *args: Any) -> Any:
         return self._function(*args)
+
+
+@cache
+def _keep_from_compilers() -> None:
+    # The call of the class, not the function in it: a module that is compiled in place calls its hooks uncompiled, one
+    # by one, and each would be a frame to trace, with a graph break in it. Only now, because it imports for seconds.
+    Hook.__call__ = disable(Hook.__call__)  # type: ignore[method-assign]
 
 
 class ForwardHooks:

@@ -15,23 +15,33 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     What a nest holds besides is left as it is; containers in which nothing changed are returned themselves, so
     that types that cannot be rebuilt are only a problem where something inside must be replaced.
     """
+    return _mapped(function, tree)[0]
+
+
+def _mapped(function: Callable[[Tensor], Tensor], tree: Any) -> tuple[Any, bool]:
+    """The new tree, and whether it is another. By a flag, because compilers cannot tell containers from each other."""
     if isinstance(tree, Tensor):
-        return function(tree)
+        new = function(tree)
+        return new, new is not tree
     if isinstance(tree, (list, tuple)):
-        items = [map_tensors(function, item) for item in tree]
-        if all(new is old for new, old in zip(items, tree, strict=True)):
-            return tree
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+        results = [_mapped(function, item) for item in tree]
+        if not any(changed for _, changed in results):
+            return tree, False
+        items = [item for item, _ in results]
+        return (type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)), True
     if isinstance(tree, Mapping):
-        values = {key: map_tensors(function, value) for key, value in tree.items()}
-        changed = {key: value for key, value in values.items() if value is not tree[key]}
-        return _updated(tree, changed) if changed else tree
+        values = _changed(function, dict(tree.items()))
+        return (_updated(tree, values), True) if values else (tree, False)
     if is_dataclass(tree) and not isinstance(tree, type):
-        old_values = {field.name: getattr(tree, field.name) for field in fields(tree) if field.init}
-        values = {name: map_tensors(function, value) for name, value in old_values.items()}
-        changed = {name: value for name, value in values.items() if value is not old_values[name]}
-        return replace(tree, **changed) if changed else tree
-    return tree
+        values = _changed(function, {field.name: getattr(tree, field.name) for field in fields(tree) if field.init})
+        return (replace(tree, **values), True) if values else (tree, False)
+    return tree, False
+
+
+def _changed(function: Callable[[Tensor], Tensor], values: dict[Any, Any]) -> dict[Any, Any]:
+    """Of these values, the new ones of those that change."""
+    results = {key: _mapped(function, value) for key, value in values.items()}
+    return {key: value for key, (value, changed) in results.items() if changed}
 
 
 def _updated(mapping: Mapping[Any, Any], changed: dict[Any, Any]) -> Mapping[Any, Any]:

@@ -122,6 +122,10 @@ class WrapperAccess(nn.Module):
         for name, param in super().named_parameters(*args, **kwargs):
             yield clean_name(name) if plain else name, param
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As `nn.Module.compile`, of the wrapped module: gathering and freeing happen around what is compiled."""
+        self.module.module.compile(*args, **kwargs)
+
     def extra_repr(self) -> str:
         text = f"world_size={self.world_size}, flatten_parameters={self.flatten_parameters}, "
         text += f"mixed_precision={bool(self._options.mixed_precision)}"

@@ -7,16 +7,20 @@ checkpoint saves (`_Call`), and a second computation has no effect but its activ
 
 from __future__ import annotations
 
+import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.compiler import disable, is_compiling
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
@@ -80,6 +84,8 @@ class _CheckpointedForward:
         self._module = weakref.ref(module)
         self._own = own  # a forward that the module had besides its class's
         self.offload = offload
+        if offload:
+            _keep_from_compilers()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.module, self._own, self.offload)
@@ -99,11 +105,46 @@ class _CheckpointedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if _modes.disabled or not torch.is_grad_enabled():
             return self.__wrapped__(*args, **kwargs)
+        if self.offload:
+            return self._compute(args, kwargs, is_compiling())
+        if is_compiling():
+            return self._compute_compiled(args, kwargs)
+        if "torch._dynamo" in sys.modules:
+            _keep_from_compilers()
+        return self._compute(args, kwargs)
+
+    def _compute(self, args: Any, kwargs: Any, drops_compile: bool = False) -> Any:
+        if drops_compile:
+            warnings.warn(
+                f"torch.compile leaves {type(self.module).__name__} uncompiled, because checkpoint_wrapper("
+                "offload_to_cpu=True) cannot be compiled. Compile what is checkpointed: "
+                "checkpoint_wrapper(torch.compile(module), offload_to_cpu=True).",
+                stacklevel=3,
+            )
         call = _Call(self.module, self.__wrapped__, args, kwargs)
         # What the checkpoint saves inside of another one is dropped with that one's activations.
         is_inside = _modes.checkpointing or _modes.recomputing
         with _offloading() if self.offload and not is_inside else nullcontext():
             return checkpoint(call, *call.take_tensors(), use_reentrant=False)
+
+    def _compute_compiled(self, args: Any, kwargs: Any) -> Any:
+        # A compiler knows what a checkpoint is, and plans the recomputation itself, without side effects.
+        module, own = self.module, self._own
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # After a graph break inside, the checkpoint is torch's, uncompiled, and computes this again in backward.
+            is_again = not is_compiling() and in_backward()
+            with _statistics_kept(module) if is_again else nullcontext():
+                return type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
+
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+@cache
+def _keep_from_compilers() -> None:
+    # Stand-ins are told apart by their ids, which would be a graph for every call. Only when it may be needed, because
+    # it imports for seconds.
+    _CheckpointedForward._compute = disable(_CheckpointedForward._compute)  # type: ignore[method-assign]
 
 
 class _Call:
