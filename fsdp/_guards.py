@@ -23,7 +23,8 @@ Conversion = Callable[[Tensor], Tensor]
 
 def guard(unit: Unit) -> None:
     """Watch over the modules of a unit whose handles are complete."""
-    taken_from = {unit.module, *(place.module for place in unit.places())}
+    tied = {place.module for one in unit.wanted for place in one.places}
+    taken_from = {unit.module, *(place.module for place in unit.places()), *tied}
     for module in own_modules(unit.module):
         if module in taken_from:
             module.register_state_dict_pre_hook(Hook(partial(_refuse_partial_state, unit)))
@@ -86,8 +87,9 @@ class Conversions:
         unit = self.unit
         if unit.runtime is not None:
             unit.runtime.ensure_idle("move or cast the module")
-        handles = [handle for handle in unit.handles if _changes(handle, fn)]
-        if unit.state is TrainingState.SUMMON_FULL_PARAMS and handles:
+        handles = [handle for handle in unit.seen if _changes(handle, fn)]
+        is_summoned = unit.state is TrainingState.SUMMON_FULL_PARAMS
+        if any(is_summoned or handle.is_exposed for handle in handles):
             raise RuntimeError(
                 f"{unit.name}: inside summon_full_params() there are only copies of the parameters, whose new dtype or "
                 "device would be forgotten. Cast or move the model outside of it."
@@ -112,7 +114,7 @@ class Conversions:
         if unit.runtime is not None:
             unit.runtime.release()
         device = fn(torch.empty(0, device=unit.device)).device
-        for handle in unit.handles:
+        for handle in unit.seen:
             handle.absorb()
         unit.is_converting = True
         try:
@@ -158,7 +160,7 @@ def _changes(handle: FlatParamHandle, fn: Conversion) -> bool:
 def _convert_tensor(unit: Unit, fn: Conversion, tensor: Tensor) -> Tensor:
     """`fn`, which only casts shards and gradients that are offloaded: they stay where they are."""
     converted = fn(tensor)
-    for handle in unit.handles:
+    for handle in unit.seen:
         if handle.home.keeps_shards:
             for param in (handle.flat_param, *handle.registry.params):
                 if tensor is param or tensor is param.grad:

@@ -32,6 +32,8 @@ class FollowsChanges(HandleState):
         Raises:
             RuntimeError: for what cannot be written; it is left where it is.
         """
+        if self.is_exposed:
+            return  # changes are kept, or not, when that ends
         if self.phase is Phase.GATHERING:
             return  # the shard is being sent; `check_places` will report what is new
         for slot in self.whole.disturbed():

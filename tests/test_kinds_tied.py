@@ -15,7 +15,9 @@ from fsdp import FullyShardedDataParallel, get_fsdp_instances
 from fsdp._names import clean_name
 from tests._ranks import RankPool
 from tests.kinds import (
+    FLAT,
     FORMS,
+    ORIGINAL,
     SideBySide,
     Units,
     assert_same_state,
@@ -202,7 +204,7 @@ def two_blocks() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("options", FORMS, ids=str)
+@pytest.mark.parametrize("options", [FLAT, ORIGINAL], ids=str)  # for unflattened ones see test_append_shared_param
 def test_pain_point_03_a_tie_that_cannot_be_kept_is_an_error_that_names_both(
     ranks: RankPool, options: dict[str, Any]
 ) -> None:
