@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,10 +103,31 @@ def three_sharers(model: Any, wrap: Wrap) -> nn.Module:
     return model
 
 
+class Recurrent(nn.Module):
+    """These keep their weights in a list as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.own = nn.GRU(5, 5), nn.GRU(5, 5), nn.Linear(5, 5)
+        self.second.weight_hh_l0, self.second.bias_hh_l0 = self.first.weight_hh_l0, self.first.bias_hh_l0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden, _ = self.first(torch.stack([inputs, 2 * inputs]))
+        return self.own(self.second(hidden)[0][-1])
+
+
+def two_recurrent(model: Any, wrap: Wrap) -> nn.Module:
+    model.first, model.second = unflattened(wrap)(model.first), unflattened(wrap)(model.second)
+    for name in ("weight_hh_l0", "bias_hh_l0"):
+        share_between(model.first, model.second, name=name)
+    return wrap(model)
+
+
 KINDS: list[tuple[Callable[[], nn.Module], Callable[[nn.Module, Wrap], nn.Module]]] = [
     (Siblings, under_the_root),
     (Deep, under_a_unit_deep_inside),
     (Three, three_sharers),
+    (Recurrent, two_recurrent),
 ]
 OUTER: list[dict[str, Any]] = [{}, {"flatten_parameters": False}]
 
@@ -112,7 +136,7 @@ OUTER: list[dict[str, Any]] = [{}, {"flatten_parameters": False}]
 
 
 @parametrize_pairs(
-    kind=[0, 1, 2],
+    kind=[0, 1, 2, 3],
     world_size=[2, 3, 1, 4],
     make_optimizer=[sgd_with_momentum, adamw],
     reshard_after_forward=[True, False],
@@ -174,6 +198,31 @@ def _train_mixed() -> None:
     torch.testing.assert_close(output.float(), plain(inputs), rtol=0.05, atol=0.05)
     score(output).backward()
     assert all(param.grad is not None for param in model.parameters())
+
+
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+def test_trains_offloaded(ranks: RankPool, offload: str, tmp_path: Path) -> None:
+    options = {"offload": offload} | ({"offload_folder": tmp_path} if offload == "disk" else {})
+    ranks(2).run(assert_trains_like_plain, Siblings, under_the_root, adamw, options)
+
+
+def test_an_optimizer_from_before_wrapping_is_handed_over(ranks: RankPool) -> None:
+    ranks(2).run(_hand_over)
+
+
+def _hand_over() -> None:
+    pair = SideBySide(Siblings, under_the_root)
+    pair.sharded = seeded(Siblings)
+    pair.optimizers = [adamw(model.parameters()) for model in (pair.sharded, pair.plain)]
+    pair.on_both(lambda model: score(model(batch(0, 0))).backward())
+    for optimizer in pair.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    pair.sharded = under_the_root(pair.sharded, UNFLATTENED)
+    pair.sharded.reshard_optimizer(pair.optimizers[0])
+    for number in range(3):
+        pair.step(number)
+    pair.assert_equal()
 
 
 # Who has it
@@ -299,6 +348,22 @@ def _rest() -> None:
         assert handles == {handle for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles}
     elements = sum(param.numel() for param in Deep().parameters())
     assert sum(param.numel() for param in model.parameters()) <= elements // 2 + len(handles)
+
+
+def test_a_model_that_is_dropped_is_freed(ranks: RankPool) -> None:
+    ranks(2).run(_drop)
+
+
+def _drop() -> None:
+    plain = seeded(Siblings)
+    originals = [weakref.ref(param) for param in plain.parameters()]
+    model: Any = under_the_root(plain, UNFLATTENED)
+    assert [original() for original in originals] == [None] * len(originals)
+    score(model(batch(0, 0).float())).backward()
+    kept = [weakref.ref(one) for one in (*model.parameters(), model.l1, model.l3)]
+    del plain, model
+    gc.collect()
+    assert [one() for one in kept] == [None] * len(kept)
 
 
 def test_a_copy_is_shared_by_its_own_modules(ranks: RankPool) -> None:

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp import MixedPrecision
 from tests._ranks import RankPool
 from tests.kinds import SideBySide, assert_same_state, seeded
+from tests.models import Wrap
 from tests.support import Alone, fully_sharded
 from tests.test_append_shared_param import KINDS, UNFLATTENED, Siblings, share_between, under_the_root, wrapped_siblings
 
@@ -104,6 +105,44 @@ def _save_one(sibling: str, is_used: bool) -> None:
     with torch.no_grad():
         plain.weight.mul_(2)
     pair.assert_equal()
+    pair.step(1)
+    pair.assert_equal()
+
+
+@pytest.mark.parametrize("block", ["left", "right"])
+@used
+def test_that_of_a_unit_around_one_sibling_is_complete(ranks: RankPool, block: str, is_used: bool) -> None:
+    ranks(2).run(_save_block, block, is_used)
+
+
+class Blocks(nn.Module):
+    """Each block has one of the siblings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)) for _ in range(2))
+        self.right[0].weight = self.left[0].weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.right(self.left(inputs))
+
+
+def wrapped_blocks(model: Any, wrap: Wrap) -> nn.Module:
+    model.left[0], model.right[0] = UNFLATTENED(model.left[0]), UNFLATTENED(model.right[0])
+    share_between(model.left[0], model.right[0])
+    model.left, model.right = wrap(model.left), wrap(model.right)
+    return wrap(model)
+
+
+def _save_block(block: str, is_used: bool) -> None:
+    pair = SideBySide(Blocks, wrapped_blocks)
+    if is_used:
+        pair.step(0)
+    ours, plain = getattr(pair.sharded, block), getattr(pair.plain, block)
+    assert_same_state(ours.state_dict(), plain.state_dict())
+    assert {value.dtype for value in ours.state_dict(dtype=torch.float16).values()} == {torch.float16}
+    with pytest.raises(RuntimeError, match=r"state_dict\(\) of a .* inside a FullyShardedDataParallel"):
+        ours.module.module.state_dict()
     pair.step(1)
     pair.assert_equal()
 
