@@ -20,7 +20,7 @@ from fsdp._forward import TrainingState
 from fsdp._handle import FlatParamHandle
 from fsdp._names import clean_name
 from fsdp._precision import Precision
-from fsdp._unit import Unit, unit_of
+from fsdp._unit import Unit, unit_of, units_in
 
 
 @dataclass(eq=False)
@@ -216,8 +216,8 @@ def _reaches(root: Unit, modules: set[nn.Module], without: Unit) -> bool:
 
 
 def exported_around(unit: Unit) -> set[int]:
-    """Addresses of what the unit shares with one around it whose state dict is being taken, and will have it."""
-    around = [one for one in unit.shares if one.holder is not unit and one.holder.is_exporting]
+    """Addresses of shared parameters that belong to the state dict of a unit around this one, which is being taken."""
+    around = [one for _, inner in units_in(unit) for one in inner.shares if one.holder.is_exporting]
     places = [one.handle.places[0][0] for one in around if one.handle.is_exposed]
     values = [place.module._parameters[place.name] for place in places]
     return {value.data_ptr() for value in values if value is not None}

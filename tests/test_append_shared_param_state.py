@@ -8,16 +8,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp import MixedPrecision
 from tests._ranks import RankPool
 from tests.kinds import SideBySide, assert_same_state, seeded
-from tests.models import Wrap
+from tests.siblings import (
+    KINDS,
+    UNFLATTENED,
+    Blocks,
+    Siblings,
+    share_between,
+    under_the_root,
+    wrapped_blocks,
+    wrapped_siblings,
+)
 from tests.support import Alone, fully_sharded
-from tests.test_append_shared_param import KINDS, UNFLATTENED, Siblings, share_between, under_the_root, wrapped_siblings
 
-every_kind = pytest.mark.parametrize("kind", [0, 1, 2], ids=["siblings", "deep", "three"])
+every_kind = pytest.mark.parametrize("kind", [0, 1, 2, 4], ids=["siblings", "deep", "three", "blocks"])
 used = pytest.mark.parametrize("is_used", [False, True], ids=["before use", "after use"])
 
 
@@ -113,25 +121,6 @@ def _save_one(sibling: str, is_used: bool) -> None:
 @used
 def test_that_of_a_unit_around_one_sibling_is_complete(ranks: RankPool, block: str, is_used: bool) -> None:
     ranks(2).run(_save_block, block, is_used)
-
-
-class Blocks(nn.Module):
-    """Each block has one of the siblings."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = (nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)) for _ in range(2))
-        self.right[0].weight = self.left[0].weight
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.right(self.left(inputs))
-
-
-def wrapped_blocks(model: Any, wrap: Wrap) -> nn.Module:
-    model.left[0], model.right[0] = UNFLATTENED(model.left[0]), UNFLATTENED(model.right[0])
-    share_between(model.left[0], model.right[0])
-    model.left, model.right = wrap(model.left), wrap(model.right)
-    return wrap(model)
 
 
 def _save_block(block: str, is_used: bool) -> None:
