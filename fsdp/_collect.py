@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ class Taken(NamedTuple):
     description: str
     flat_param: weakref.ref[FlatParameter] | None  # which has its values now; None for a summoned copy
     slot: int  # its number there
+    lender: weakref.ref[Any] | None = None  # the unit that took it, if others may share it
 
 
 # Parameters that a unit has taken over, by id, while somebody still holds them: a tied module outside of the
@@ -32,12 +33,19 @@ class Taken(NamedTuple):
 _taken: dict[int, Taken] = {}
 
 
-def collect(module: nn.Module, ignored: Ignored | None = None) -> dict[nn.Parameter, Places]:
+def collect(
+    module: nn.Module,
+    ignored: Ignored | None = None,
+    tied: dict[nn.Parameter, Places] | None = None,
+    claimed: Collection[tuple[nn.Module, str]] = (),
+) -> dict[nn.Parameter, Places]:
     """The parameters below `module` that no inner unit took, each with every place where it is used.
 
     Args:
         module: the root to look below.
         ignored: what to leave out.
+        tied: if given, gets the parameters that another unit took and can share, with their places here.
+        claimed: places that inner units see to.
 
     Raises:
         TypeError: if one is an integer tensor or another kind that cannot be flattened.
@@ -53,13 +61,18 @@ def collect(module: nn.Module, ignored: Ignored | None = None) -> dict[nn.Parame
                     f"{fqn} is a FlatParameter that no FullyShardedDataParallel made: it would not be sharded. Wrap "
                     "the plain module, without a FlattenParamsWrapper around it or inside."
                 )
-            if param is None or is_ours(param):
+            if param is None or is_ours(param) or (submodule, name) in claimed:
                 continue
             if ignored is not None and ignored.has(submodule, param):
                 continue
             _check(fqn, param)
-            found.setdefault(param, []).append(ParamInfo(submodule, name, fqn))
-    _refuse_aliases(found)
+            kind = found
+            if tied is not None and lender_of(param) is not None:
+                kind = tied
+            else:
+                _refuse_taken(fqn, param)
+            kind.setdefault(param, []).append(ParamInfo(submodule, name, fqn))
+    _refuse_aliases(found | (tied or {}))
     return found
 
 
@@ -95,6 +108,9 @@ def _check(fqn: str, param: nn.Parameter) -> None:
             f"{fqn} has gradient hooks, which would never run: another tensor takes its place. Remove them before "
             "wrapping; gradients can be hooked afterwards on the wrapper's `params`, flat and reduced."
         )
+
+
+def _refuse_taken(fqn: str, param: nn.Parameter) -> None:
     owner = taken_by(param)
     if owner is not None:
         raise ValueError(
@@ -119,13 +135,23 @@ def taken_by(param: torch.Tensor) -> str | None:
     return None if taken is None else taken.description
 
 
+def lender_of(param: torch.Tensor) -> Any | None:
+    """The unit that took over this original parameter alone, and can share it with others; None if none did."""
+    taken = taken_over(param)
+    return None if taken is None or taken.lender is None else taken.lender()
+
+
 def note_stale(
-    param: nn.Parameter, description: str, flat_param: weakref.ref[FlatParameter] | None = None, slot: int = 0
+    param: nn.Parameter,
+    description: str,
+    flat_param: weakref.ref[FlatParameter] | None = None,
+    slot: int = 0,
+    lender: weakref.ref[Any] | None = None,
 ) -> None:
     """Remember that `param` is not, or not for long, what the model trains."""
     key = id(param)
     reference = weakref.ref(param, lambda _: _taken.pop(key, None))
-    _taken[key] = Taken(reference, description, flat_param, slot)
+    _taken[key] = Taken(reference, description, flat_param, slot, lender)
 
 
 def is_ours(param: torch.Tensor) -> bool:
@@ -183,17 +209,21 @@ def text_of_key(key: Hashable) -> str:
     return repr(key) if isinstance(key, (str, int, float)) else type(key).__name__
 
 
-def take_over(params: dict[nn.Parameter, Places], flat_params: Sequence[FlatParameter], owner: str) -> None:
+def take_over(
+    params: dict[nn.Parameter, Places], flat_params: Sequence[FlatParameter], owner: str, lender: Any = None
+) -> None:
     """Remove the parameters from their modules; from now on the modules' attributes are ours.
 
     Args:
         params: in the order in which they lie in the flat parameters.
         flat_params: what they have become.
         owner: of which module they were.
+        lender: the unit that can share them with others.
     """
+    lent_by = None if lender is None else weakref.ref(lender)
     slots = [(weakref.ref(flat), slot) for flat in flat_params for slot in range(len(flat.metadata()[0]))]
     for (param, places), (flat_param, slot) in zip(params.items(), slots, strict=True):
-        note_stale(param, f"{places[0].fqn} of {owner}", flat_param, slot)
+        note_stale(param, f"{places[0].fqn} of {owner}", flat_param, slot, lent_by)
         for place in places:
             del place.module._parameters[place.name]
 

@@ -23,7 +23,8 @@ Conversion = Callable[[Tensor], Tensor]
 
 def guard(unit: Unit) -> None:
     """Watch over the modules of a unit whose handles are complete."""
-    taken_from = {unit.module, *(place.module for place in unit.places())}
+    tied = {place.module for one in unit.wanted for place in one.places}
+    taken_from = {unit.module, *(place.module for place in unit.places()), *tied}
     for module in own_modules(unit.module):
         if module in taken_from:
             module.register_state_dict_pre_hook(Hook(partial(_refuse_partial_state, unit)))
@@ -89,8 +90,9 @@ class Conversions:
             unit.runtime.ensure_idle("move or cast the module")
         is_whole = self._module is unit.module
         for _, each in units_in(unit) if is_whole else [("", unit)]:
-            changed = [handle for handle in each.handles if _changes(handle, fn)]
-            if each.state is TrainingState.SUMMON_FULL_PARAMS and changed:
+            changed = [handle for handle in each.seen if _changes(handle, fn)]
+            is_summoned = each.state is TrainingState.SUMMON_FULL_PARAMS
+            if any(is_summoned or handle.is_exposed for handle in changed):
                 raise RuntimeError(
                     f"{each.name}: inside summon_full_params() there are only copies of the parameters, whose new "
                     "dtype or device would be forgotten. Cast or move the model outside of it."
@@ -103,7 +105,7 @@ class Conversions:
                     )
                 handle.check_cast(fn)
         if not is_whole:
-            self._refuse_part([handle for handle in unit.handles if _changes(handle, fn)], fn)
+            self._refuse_part([handle for handle in unit.seen if _changes(handle, fn)], fn)
 
     def _refuse_part(self, handles: Sequence[FlatParamHandle], fn: Conversion) -> None:
         inside = set(self._module.modules())
@@ -124,7 +126,7 @@ class Conversions:
         unit = self.unit
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
             return self._convert(fn, recurse)  # nothing of the shards changes, or it was refused
-        for handle in unit.handles:
+        for handle in unit.seen:
             handle.absorb()
         if unit.runtime is not None:
             unit.runtime.release()
@@ -173,7 +175,7 @@ def _changes(handle: FlatParamHandle, fn: Conversion) -> bool:
 def _convert_tensor(unit: Unit, fn: Conversion, tensor: Tensor) -> Tensor:
     """`fn`, which only casts shards and gradients that are offloaded: they stay where they are."""
     converted = fn(tensor)
-    for handle in unit.handles:
+    for handle in unit.seen:
         if handle.home.keeps_shards:
             for param in (handle.flat_param, *handle.registry.params):
                 if tensor is param or tensor is param.grad:

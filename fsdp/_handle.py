@@ -66,10 +66,6 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
     ) -> None:
         self.flat_param = flat_param
         self.home = flat_param.home
-        self.param_infos = [places[0] for places in infos]
-        self.shared_param_infos = [
-            SharedParamInfo(*place, primary=places[0]) for places in infos for place in places[1:]
-        ]
         self.connect(comm, reduce_comm)
         self.layout = flat_param.make_layout(self.comm.world_size)
         self.name, self._unit_name = "", "its unit"
@@ -85,6 +81,34 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         flat_param._is_managed = True
         self._build()
 
+    @property
+    def param_infos(self) -> list[ParamInfo]:
+        """Of each parameter the place that names it."""
+        return [places[0] for places in self.places]
+
+    @property
+    def shared_param_infos(self) -> list[SharedParamInfo]:
+        """All other places."""
+        return [SharedParamInfo(*place, primary=places[0]) for places in self.places for place in places[1:]]
+
+    def use_at(self, places: Sequence[ParamInfo]) -> None:
+        """Have its only parameter seen and listed in more places, where nothing is now."""
+        self.reshard()
+        self.places[0] += places
+        for whole in self._wholes.values():
+            whole.use_at(0, places)
+        self.registry.add(places, self.flat_param)
+        self.fill_places()
+
+    @property
+    def precision(self) -> Precision:
+        """The dtypes of computation and reduction."""
+        return self._precision
+
+    def report_to(self, on_gradient: Callable[[FlatParamHandle, int, Tensor], None]) -> None:
+        """Have gradients announced there from now on."""
+        self._on_gradient = on_gradient
+
     def connect(self, comm: Communicator, reduce_comm: Communicator) -> None:
         """Gather from, and reduce over, these ranks."""
         if self.flat_param.make_layout().numel == 0:
@@ -92,7 +116,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         self.comm, self.reduce_comm = comm, reduce_comm
 
     def __getstate__(self) -> dict[str, Any]:
-        rebuilt = ("gradients", "whole", "_wholes", "_pending", "_built_for")
+        rebuilt = ("gradients", "whole", "_wholes", "_pending", "_built_for", "_on_gradient")
         kept = {name: value for name, value in self.__dict__.items() if name not in rebuilt}
         return kept | {"phase": Phase.SHARDED, "_gathered": None}
 
@@ -175,6 +199,11 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
 
     def gather(self) -> None:
         """Start to fetch the whole parameter; nothing happens if it is here or on its way."""
+        if self.is_exposed:
+            raise RuntimeError(
+                f"{self.name}: another unit that shares its parameter is inside summon_full_params() or a load. Leave "
+                "it first, or summon the outermost wrapper instead."
+            )
         if self.phase is Phase.GATHERING:
             return
         self.absorb()

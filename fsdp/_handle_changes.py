@@ -33,6 +33,8 @@ class FollowsChanges(HandleState):
         Raises:
             RuntimeError: for what cannot be written; it is left where it is.
         """
+        if self.is_exposed:
+            return  # changes are kept, or not, when that ends
         if self.phase is Phase.GATHERING:
             return  # the shard is being sent; `check_places` will report what is new
         slots = list(dict.fromkeys([*self.whole.disturbed(), *self.registry.missing()]))

@@ -46,6 +46,7 @@ class HandleState:
     gradients: GradientBuffer
     has_frozen: bool
     comm_hook: CommHook | None = None
+    is_exposed = False  # its places hold whole, ordinary parameters
 
     _precision: Precision
     _in_full_precision: bool

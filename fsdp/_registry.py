@@ -36,6 +36,12 @@ class Registry:
         """What optimizers see, each once."""
         return list(dict.fromkeys(param for _, _, param in self.entries))
 
+    def add(self, places: Sequence[ParamInfo], param: nn.Parameter) -> None:
+        """Have `param`, which is listed elsewhere already, listed at these places too."""
+        self.entries += [(place.module, place.name, param) for place in places]
+        self._listed += [(0, place.module, place.name, param) for place in places]
+        self.enter()
+
     def enter(self) -> None:
         """Have the modules list the entries."""
         for module, name, param in self.entries:

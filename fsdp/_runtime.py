@@ -29,6 +29,7 @@ from fsdp._memory import return_freed_memory
 from fsdp._names import clean_name
 from fsdp._reductions import Reductions
 from fsdp._schedule import ExecutionOrder
+from fsdp._sharing import settle_shares
 from fsdp._unit import Unit, units_in
 from fsdp._usage import show_gradients
 
@@ -55,6 +56,7 @@ class Runtime:
         self.root = root
         named_units = units_in(root)
         self.units = [unit for _, unit in named_units]
+        settle_shares(root, named_units, all_inside=True)
         self._refuse_strangers()
         agree(root.comm, named_units)
         self._adopt(named_units)

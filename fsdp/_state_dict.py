@@ -23,6 +23,7 @@ from fsdp._dtensors import is_dtensor, local_part, spread_loaded, whole
 from fsdp._forward import TrainingState
 from fsdp._handle import FlatParamHandle
 from fsdp._names import FLATTEN_PART, FSDP_PART, clean_name, clean_text
+from fsdp._sharing import exported_around, keys_of, settle_shares
 from fsdp._unit import Unit, own_modules, units_in
 
 
@@ -36,10 +37,12 @@ class Exposure:
     def __init__(self, unit: Unit, keep_changes: bool) -> None:
         self._unit = unit
         self._keep_changes = keep_changes
-        values = [handle.full_copies() for handle in unit.handles]  # may fail: nothing is changed before
+        # Not what a unit around this one shows already, which shares it.
+        self._handles = [handle for handle in unit.seen if not handle.is_exposed]
+        values = [handle.full_copies() for handle in self._handles]  # may fail: nothing is changed before
         self._outer_state, unit.state = unit.state, TrainingState.SUMMON_FULL_PARAMS
         unit.buffers.widen()
-        for handle, tensors in zip(unit.handles, values, strict=True):
+        for handle, tensors in zip(self._handles, values, strict=True):
             _install(handle, tensors)
         unit.restore_order()
 
@@ -51,7 +54,7 @@ class Exposure:
                 shape. Everything else is kept, and the unit is usable.
         """
         problems: list[str] = []
-        for handle in self._unit.handles:
+        for handle in self._handles:
             problems += _remove(handle, self._keep_changes)
         self._unit.restore_order()
         if not self._unit.in_full_precision:
@@ -69,11 +72,13 @@ def _install(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> None:
             place.module.__dict__.pop(place.name, None)
             place.module._parameters[place.name] = param
     handle.registry.leave()
+    handle.is_exposed = True
     handle.whole.refresh_rnns()
 
 
 def _remove(handle: FlatParamHandle, keep_changes: bool) -> list[str]:
     problems = []
+    handle.is_exposed = False
     for slot, places in enumerate(handle.places):
         try:
             if keep_changes:
@@ -115,6 +120,7 @@ def ensure_agreed(root: Unit) -> None:
     """Collective the first time. The ranks compare what they have before they trust each other's shards."""
     named_units = units_in(root)
     if not all(unit.is_agreed for _, unit in named_units):
+        settle_shares(root, named_units, all_inside=False)
         agree(root.comm, named_units)
 
 
@@ -138,14 +144,16 @@ def whole_state(
     # Exposed parameters belong to nobody else; buffers do, and so do parameters that are ignored or were summoned.
     others = [param for param in unit.module.parameters() if not is_ours(param)]
     with nullcontext() if summoned else exposed([unit], keep_changes=False):
-        state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        with _exporting(unit):
+            state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if not keep_vars:
             live = {local_part(tensor).data_ptr() for tensor in (*others, *unit.module.buffers())}
             _make_whole(state, unit, prefix)
-            params = {prefix + place.fqn for handle in unit.handles for places in handle.places for place in places}
+            params = {prefix + key for key in keys_of(unit)}
+            left = exported_around(unit)
             moved: dict[Any, Tensor] = {}  # tied tensors stay tied
             for key, value in state.items():
-                if key.startswith(prefix) and isinstance(value, Tensor):
+                if key.startswith(prefix) and isinstance(value, Tensor) and value.data_ptr() not in left:
                     wanted = dtype if key in params and value.is_floating_point() else None
                     place = (value.data_ptr(), value.shape, value.stride(), value.dtype, wanted)
                     if place not in moved or value.numel() == 0:
@@ -164,6 +172,15 @@ def _make_whole(state: dict[str, Any], unit: Unit, prefix: str) -> None:
     for key, value in state.items():
         if key.startswith(prefix) and is_dtensor(value):
             state[key] = whole(value)
+
+
+@contextmanager
+def _exporting(unit: Unit) -> Iterator[None]:
+    unit.is_exporting = True
+    try:
+        yield
+    finally:
+        unit.is_exporting = False
 
 
 def _own(value: Tensor, live: set[int], device: torch.device | None, dtype: torch.dtype | None) -> Tensor:

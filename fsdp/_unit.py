@@ -23,6 +23,7 @@ from fsdp._precision import Buffers, Precision
 
 if TYPE_CHECKING:
     from fsdp._runtime import Runtime
+    from fsdp._sharing import Share, Wanted
 
 
 # Where a module keeps its unit. On the module, so that both die together and are copied together.
@@ -74,6 +75,10 @@ class Unit:
         self.export_dtype: torch.dtype | None = None  # of the parameters in the state dict that is being taken
         self.is_inside_mixed = False  # a unit around it casts inputs
         self._handles: list[FlatParamHandle] = []
+        self.own: list[FlatParamHandle] = []  # of the parameters that it took, whoever runs them
+        self.wanted: list[Wanted] = []  # parameters of its module that another unit took
+        self.shares: list[Share] = []  # what it uses together with other units, or runs for them
+        self.is_exporting = False  # its state dict is being taken
         self._is_asleep = False  # its handles are copies and not complete
         self.reshard_after_forward = reshard_after_forward
         self.predivide, self.postdivide = predivide, postdivide
@@ -94,10 +99,21 @@ class Unit:
 
     @property
     def handles(self) -> list[FlatParamHandle]:
-        """One for each flat parameter."""
+        """Those that it runs, one for each flat parameter."""
         if self._is_asleep:
             self.wake()
         return self._handles
+
+    @property
+    def borrowed(self) -> list[FlatParamHandle]:
+        """Of the parameters that it uses and another unit took."""
+        return [one.handle for one in self.shares if self in one.members[1:]]
+
+    @property
+    def seen(self) -> list[FlatParamHandle]:
+        """Those that it runs, and those that others run and its modules see."""
+        shared = [handle for one in self.shares for handle in one.holder.handles if handle is one.handle]
+        return list(dict.fromkeys([*self.handles, *shared]))
 
     def __getstate__(self) -> dict[str, Any]:
         forgotten: dict[str, Any] = {
@@ -106,6 +122,9 @@ class Unit:
             "incomplete": set(),
             "unpassed": set(),
             "_hooks": [],
+            # What moved to a unit around it is back: that may not be copied.
+            "_handles": list(self.own),
+            "shares": [one for one in self.shares if self in one.members],
         }
         if self.runtime is not None and self.runtime.root is self:
             forgotten["reshard_after_forward"] = self.runtime.root_reshards  # the copy may become an inner one
@@ -113,12 +132,13 @@ class Unit:
 
     def wake(self) -> None:
         """Complete the handles of a copied or unpickled unit, if all of its modules are there by now."""
-        if "_handles" not in self.__dict__:
-            return  # a copy began inside of the wrapper, which is complete before us: the first use will wake it
+        if any("places" not in handle.__dict__ for handle in self.__dict__.get("_handles", [self])):
+            return  # units that share a parameter are copied from within each other
         places = [place for handle in self._handles for used in handle.places for place in used]
         if self._is_asleep and all("_parameters" in place.module.__dict__ for place in places):
             self._is_asleep = False
             for handle in self._handles:
+                handle.report_to(self.on_gradient)
                 handle.wake()
 
     def ensure_runtime(self) -> Runtime:
@@ -151,17 +171,35 @@ class Unit:
     ) -> None:
         """Run a flat parameter's shard, whose original parameters were used at `places`; see `FlatParamHandle`."""
         precision = self.precision_at(places[0])
-        self._handles.append(
-            FlatParamHandle(
-                flat_param, places, self.comm, reduce_comm, registered, precision, self.on_gradient, original
-            )
+        handle = FlatParamHandle(
+            flat_param, places, self.comm, reduce_comm, registered, precision, self.on_gradient, original
         )
+        self._handles.append(handle)
+        self.own.append(handle)
+
+    def adopt(self, handle: FlatParamHandle) -> None:
+        """Run a handle that another unit ran."""
+        handle.compute_in_full(self.in_full_precision)
+        handle.report_to(self.on_gradient)
+        handle.comm_hook = self.comm_hook
+        self._handles.append(handle)
+
+    def give_up(self, handle: FlatParamHandle) -> None:
+        """Leave it to another unit to run this handle."""
+        handle.reshard()
+        self._handles.remove(handle)
+        self.incomplete.discard(handle)
 
     def restore_order(self) -> None:
         """Have modules list their parameters in the order from before they were wrapped."""
-        for module in {place.module for place in self.places()}:
+        for unit in dict.fromkeys([self, *(member for one in self.shares for member in one.members)]):
+            unit._restore_own_order()
+
+    def _restore_own_order(self) -> None:
+        wanted = [place.module for one in self.wanted for place in one.places]
+        for module in {*wanted, *(place.module for handle in self.seen for used in handle.places for place in used)}:
             params = dict(module._parameters)
-            order = self.param_order.get(module, [])
+            order = self.param_order.get(module, list(params))
             module._parameters.clear()
             module._parameters.update({name: params.pop(name) for name in order if name in params})
             module._parameters.update(params)

@@ -71,12 +71,22 @@ class WholeParameters:
             leaf.__dict__["__reduce_ex__"] = partial(_reduce_leaf, itself, placeholder)
             absent = leaf if is_shard else self._absent.setdefault(slot.name, placeholder)
             self._swaps += [(place.module.__dict__, place, leaf, absent) for place in used]
-        modules = {place.module: None for used in places for place in used}
+        self._find_rnns()
+        self.free()
+
+    def _find_rnns(self) -> None:
+        modules = {place.module: None for _, place, _, _ in self._swaps}
         self._rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
         for module in self._rnns:
             # It would move the weights into memory of cuDNN's choice; ours lie one after the other already.
             module.__dict__["flatten_parameters"] = _leave_as_they_are
-        self.free()
+
+    def use_at(self, slot: int, places: Sequence[ParamInfo]) -> None:
+        """Have a parameter seen in more places."""
+        leaf = self.leaves[slot]
+        absent = next(absent for _, _, other, absent in self._swaps if other is leaf)
+        self._swaps += [(place.module.__dict__, place, leaf, absent) for place in places]
+        self._find_rnns()
 
     def allocate(self) -> None:
         """Give the buffer memory."""

@@ -10,9 +10,11 @@ from torch import nn
 
 from fsdp._comm import Group
 from fsdp._forward import TrainingState
+from fsdp._handle import FlatParamHandle
 from fsdp._names import clean_name
 from fsdp._options import Options
 from fsdp._precision import MixedPrecision
+from fsdp._sharing import share
 from fsdp._unit import Unit
 from fsdp.flatten_params_wrapper import FlattenParamsWrapper
 
@@ -38,7 +40,11 @@ class WrapperAccess(nn.Module):
     @property
     def params(self) -> list[nn.Parameter]:
         """This wrapper's own parameters, as optimizers see them: its shards, or its pieces of original parameters."""
-        return [param for handle in self._unit.handles for param in handle.registry.params]
+        return [param for handle in self._listed_handles for param in handle.registry.params]
+
+    @property
+    def _listed_handles(self) -> list[FlatParamHandle]:
+        return [*self._unit.own, *self._unit.borrowed]
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
@@ -47,7 +53,31 @@ class WrapperAccess(nn.Module):
 
     def non_shared_params(self) -> list[nn.Parameter]:
         """The own parameters without those of `append_shared_param`."""
-        return self.params
+        return [param for handle in self._unit.own for param in handle.registry.params]
+
+    def append_shared_param(self, p: nn.Parameter) -> None:
+        """Share a parameter that another wrapper's module has in common with this one's and that the other one took.
+
+        For modules that were tied and then wrapped one by one, each with ``flatten_parameters=False``, the same
+        options and at least one parameter of its own. Call it on every wrapper but the first, before the first use. The
+        parameter is then in `params` of both, in ``parameters()`` once, and under both names in state dicts. The lowest
+        wrapper around all that share it gathers it, for as long as that one computes. Doing it twice changes nothing.
+
+        Args:
+            p: the parameter, as the first wrapper's module shows it (``first.module.weight``), as its ``params`` list
+                it, or as it was before wrapping.
+
+        Raises:
+            ValueError: if this wrapper flattens its parameters, if `p` is not tied to a parameter of its module or was
+                not taken by another such wrapper, or if the two differ in ranks, device or precision.
+            RuntimeError: after the first use of either, and inside `summon_full_params`.
+        """
+        if self.flatten_parameters:
+            raise ValueError(
+                f"append_shared_param: {self._unit.name} has flatten_parameters=True, so its parameters lie in one "
+                "vector and cannot be shared one by one. Wrap all that share it with flatten_parameters=False."
+            )
+        share(self._unit, p)
 
     @property
     def reshard_after_forward(self) -> bool:
@@ -94,7 +124,7 @@ class WrapperAccess(nn.Module):
     @property
     def numel_padded_per_param(self) -> list[int]:
         """For each of `params`, how many of its elements are padding: none in pieces of original parameters."""
-        pad = [handle.layout.padding(handle.comm.rank) for handle in self._unit.handles]
+        pad = [handle.layout.padding(handle.comm.rank) for handle in self._listed_handles]
         return [0] * len(self.params) if self._options.use_orig_params else pad
 
     def __getattr__(self, name: str) -> Any:

@@ -22,6 +22,7 @@ from fsdp._optimizers import watch_optimizers
 from fsdp._options import Options
 from fsdp._precision import MixedPrecision
 from fsdp._runtime import Runtime
+from fsdp._sharing import claimed_in, refuse_nothing_own, wanted
 from fsdp._state_dict import Loading
 from fsdp._unit import Unit, unit_of
 from fsdp._wrapper_state import WrapperState
@@ -170,7 +171,9 @@ class FullyShardedDataParallel(WrapperState):
     # --- construction -------------------------------------------------------------------------------------------
 
     def _wrap(self, module: nn.Module, ignored: Ignored, key: GroupKey | None, reduce_over: Any) -> None:
-        found = collect(module, ignored)
+        tied: dict[nn.Parameter, Places] = {}
+        found = collect(module, ignored, None if self.flatten_parameters else tied, claimed_in(module))
+        refuse_nothing_own(found, tied, type(module).__name__)
         params_are_on = _device_of(found, module)
         device = self._options.device_for(params_are_on)
         self.process_group_reduce_scatter = self._reduce_group(reduce_over, device)
@@ -184,6 +187,8 @@ class FullyShardedDataParallel(WrapperState):
             module.to(device)  # buffers; the parameters that are ours have left
         self._shard_flattened(found) if self.flatten_parameters else self._shard_one_by_one(found, alone)
         self._unit.rename(type(module).__name__)
+        self._unit.wanted = wanted(tied)
+        self._unit.restore_order()
         guard(self._unit)
         self._loading = Loading(self, self._unit)
 
@@ -238,10 +243,9 @@ class FullyShardedDataParallel(WrapperState):
                 self._shard(flat_param, places, [])
             else:
                 self._shard(flat_param, places, [(outer, name), (inner, name)])
-        self._unit.restore_order()
 
     def _shard_one_by_one(self, found: dict[nn.Parameter, Places], flat_params: Sequence[FlatParameter]) -> None:
-        take_over(found, flat_params, type(self.module.module).__name__)
+        take_over(found, flat_params, type(self.module.module).__name__, self._unit)
         for flat_param, places in zip(flat_params, found.values(), strict=True):
             self._shard(flat_param, [places], [(place.module, place.name) for place in places])
 

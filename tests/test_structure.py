@@ -49,6 +49,7 @@ ROOMS: dict[str, set[str]] = {
         "_kept_modules",
         "_usage",
         "_guards",
+        "_sharing",
         "_forward",
     },
     "storage": {
