@@ -40,6 +40,7 @@ lint: $(VENV)/.fsdp-dev
 bench: $(VENV)/.fsdp-train
 	$(py) -m benchmarks.step $(ARGS)
 	$(py) -m benchmarks.overhead
+	$(py) -m benchmarks.lora
 
 clean:
 	rm -rf runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
