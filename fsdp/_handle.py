@@ -79,6 +79,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         self._on_gradient = on_gradient
         self.tag = 0
         flat_param._is_managed = True
+        self.gradients = self._new_gradients()
         self._build()
 
     @property
@@ -127,6 +128,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         self.home.adopt(shard)
         if self.pieces is not None:
             self.pieces.alias()
+        self.gradients = self._new_gradients()
         self._build()
 
     def rename(self, name: str, unit: str) -> None:
@@ -141,19 +143,22 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         """Make everything beside the shard anew, for its present dtype and the present device."""
         shard = self.flat_param
         self._built_for = (shard.dtype, self.requires_grad_each, shard.data_ptr(), self.home.device)
-        needs = self.requires_grad_each
-        self.has_frozen = not all(needs)
-        dtypes = self._precision.reduce_dtype(shard.dtype), shard.dtype
-        if hasattr(self, "gradients") and self.gradients.fits(*dtypes, self.home.device):
-            self.gradients.expect(needs)  # frozen or thawed in the middle of an accumulation
+        self.has_frozen = not all(self.requires_grad_each)
+        if self.gradients.fits(self._precision.reduce_dtype(shard.dtype), shard.dtype, self.home.device):
+            self.gradients.expect(self.requires_grad_each)  # frozen or thawed in the middle of an accumulation
         else:
-            self.gradients = GradientBuffer(self.layout, *dtypes, self.home.device, needs)
+            self.gradients = self._new_gradients()
         if self._precision.keeps_low_gradients:
             for param in (shard, *self.registry.params):
                 param.grad_dtype = None  # any
         self._wholes: dict[torch.dtype, WholeParameters] = {}
         self._gathered: Hashable = None
         self._choose_whole()
+
+    def _new_gradients(self) -> GradientBuffer:
+        own = self.flat_param.dtype
+        dtype, needs = self._precision.reduce_dtype(own), self.requires_grad_each
+        return GradientBuffer(self.layout, dtype, own, self.home.device, needs)
 
     def _choose_whole(self) -> None:
         if self.dtype not in self._wholes:

@@ -334,7 +334,7 @@ def half_frozen(wrap: Wrap) -> nn.Module:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("make_optimizers", [one_sgd, decay_matrices_only])
-def test_pain_point_4_frozen_parameters_beside_trained_ones(
+def test_pain_point_04_frozen_parameters_beside_trained_ones(
     ranks: RankPool, world_size: int, make_optimizers: MakeOptimizers
 ) -> None:
     ranks(world_size).run(_train_half_frozen, make_optimizers)
@@ -353,7 +353,7 @@ def _train_half_frozen(make_optimizers: MakeOptimizers) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["default", "kept"])
-def test_pain_point_4_parameters_are_frozen_and_thawed_between_steps(
+def test_pain_point_04_parameters_are_frozen_and_thawed_between_steps(
     ranks: RankPool, world_size: int, options: dict[str, Any]
 ) -> None:
     ranks(world_size).run(_toggle, options)
@@ -379,7 +379,7 @@ def _toggle_each(params: dict[str, nn.Parameter], names: Sequence[str]) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_pain_point_5_no_weight_decay_on_biases_and_norms(ranks: RankPool, world_size: int) -> None:
+def test_pain_point_05_no_weight_decay_on_biases_and_norms(ranks: RankPool, world_size: int) -> None:
     ranks(world_size).run(_decay_with_no_gradient_to_speak_of)
 
 
