@@ -32,6 +32,7 @@ from tests.support import (
     adamw,
     assert_bit_equal,
     assert_parity,
+    distance,
     fully_sharded,
     sgd_with_momentum,
     train_sharded,
@@ -453,7 +454,11 @@ def _train_flat_and_original(
     )
     with on(machine):
         flat = train_sharded(plan, precision.wrap(**options))
-        assert_bit_equal(train_sharded(plan, precision.wrap(use_orig_params=True, **options)), flat)
+        original = train_sharded(plan, precision.wrap(use_orig_params=True, **options))
+        if plan.clip is None:
+            assert_bit_equal(original, flat)
+        else:  # ranks hold other parts, because of the gaps, so norms are added up in another order
+            assert distance(original, flat).weight < 1e-5
 
 
 @pytest.mark.parametrize("how", HOW, ids=["default", "fused", "foreach"])
