@@ -37,12 +37,17 @@ class FollowsChanges(HandleState):
             return  # changes are kept, or not, when that ends
         if self.phase is Phase.GATHERING:
             return  # the shard is being sent; `check_places` will report what is new
-        slots = list(dict.fromkeys([*self.whole.disturbed(), *self.registry.missing()]))
-        written = self.whole.written()
+        disturbed, missing, written = self.whole.disturbed(), self.registry.missing(), self.whole.written()
+        if disturbed or missing or written:
+            self._take_back(list(dict.fromkeys([*disturbed, *missing])), written)
+        if self.pieces is not None:
+            self.pieces.absorb()
+
+    def _take_back(self, replaced: list[int], written: list[int]) -> None:
         try:
             for slot in written:
                 self.keep(slot, self.whole.leaves[slot])
-            for slot in slots:
+            for slot in replaced:
                 self.keep(slot, self.registry.assigned(slot))
         except ValueError as error:
             raise RuntimeError(
@@ -51,11 +56,9 @@ class FollowsChanges(HandleState):
             ) from None
         if written:
             self.whole.restore(written)
-        if slots:
-            self.registry.withdraw(slots)
+        if replaced:
+            self.registry.withdraw(replaced)
             self.fill_places()
-        if self.pieces is not None:
-            self.pieces.absorb()
 
     def keep(self, slot: int, value: nn.Parameter) -> None:
         """Keep this rank's part of what a user has made of a whole parameter.

@@ -167,13 +167,13 @@ class WholeParameters:
             self._resting = None
 
     def disturbed(self) -> list[int]:
-        """The numbers of the parameters in whose places is something that is not ours."""
-        found: dict[int, None] = {}
+        """The numbers of the parameters in whose places is something that is not ours, once for each such place."""
+        found: list[int] = []
         for attributes, place, leaf, absent in self._swaps:
             value = attributes.get(place.name)
             if value is not absent and value is not leaf:
-                found[self._numbers[leaf]] = None
-        return list(found)
+                found.append(self._numbers[leaf])
+        return found
 
 
 def _copy_leaf(leaf: weakref.ref[nn.Parameter], placeholder: Placeholder, memo: dict[int, Any]) -> Tensor:
