@@ -91,7 +91,7 @@ def _reduced_gradients(units: Sequence[Unit]) -> dict[FlatParamHandle, Tensor]:
         if handle.pieces is not None:
             handle.pieces.collect_gradients()  # what users zeroed or replaced
         handle.flat_param.bring_gradient()
-        if handle.flat_param._has_unreduced and handle.flat_param.grad is not None:
+        if handle.flat_param.has_unreduced:
             raise RuntimeError(
                 f"cannot clip: the gradients of {handle.name} accumulated under no_sync() are not reduced over the "
                 "ranks yet. Run the last backward of the step outside no_sync()."

@@ -117,6 +117,11 @@ class FlatParameter(nn.Parameter):
         return self
 
     @property
+    def has_unreduced(self) -> bool:
+        """Whether gradients wait for their reduction, and were not zeroed."""
+        return self._has_unreduced and self.grad is not None
+
+    @property
     def held_gradient(self) -> Tensor | None:
         """The reduced gradient, wherever it is; None without one."""
         grad = self.grad
@@ -212,6 +217,11 @@ class PieceParameter(nn.Parameter):
     @property
     def _is_sharded(self) -> bool:
         return self.owner._is_sharded
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether gradients wait for their reduction, and this one was not zeroed."""
+        return self.owner._has_unreduced and self.grad is not None
 
     @property
     def home(self) -> Any:

@@ -61,7 +61,7 @@ class TakesGradients(HandleState):
         """Whether gradients wait for their reduction, and were not zeroed."""
         if self.pieces is not None:
             self.pieces.forget_zeroed()
-        return self.flat_param._has_unreduced and self.flat_param.grad is not None
+        return self.flat_param.has_unreduced
 
     def begin_backward(self, is_summing: bool = False) -> None:
         """Expect every gradient; `is_summing` if this backward's are added to, and not reduced at its end."""

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fsdp._collect import taken_over
-from fsdp._flat_param import FlatParameter, PieceParameter
+from fsdp._collect import is_ours, taken_over
+from fsdp._flat_param import FlatParameter
 from fsdp._handle import FlatParamHandle
 from fsdp._unit import Unit, units_in
 
@@ -237,7 +237,7 @@ def _refuse_strangers(optimizer: torch.optim.Optimizer, ours: Mapping[FlatParame
             summoned.append(taken.description)
         elif taken is not None and _taken_by(param)[0] not in ours:
             strangers.append(taken.description)
-        elif isinstance(param, (FlatParameter, PieceParameter)) and param.owner._is_managed and param.owner not in ours:
+        elif is_ours(param) and param.owner._is_managed and param.owner not in ours:
             strangers.append(f"the shard with {param.owner._names[0]}")
     if summoned:
         raise ValueError(

@@ -15,9 +15,8 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fsdp._collect import taken_by
+from fsdp._collect import is_ours, taken_by
 from fsdp._dtensors import is_on_many_ranks
-from fsdp._flat_param import FlatParameter, PieceParameter
 from fsdp._offload import DiskHome
 
 
@@ -32,7 +31,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     params = [param for group in optimizer.param_groups for param in group["params"]]
     ours = _ours(params)
     for param in ours:
-        if param.owner._has_unreduced and param.grad is not None:
+        if param.has_unreduced:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step(): gradients that were accumulated under no_sync() are not reduced "
                 "over the ranks yet and would be left out. Run the last backward of the step outside no_sync()."
@@ -61,7 +60,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 def _ours(params: Iterable[Any]) -> list[Any]:
     """Those that are shards, or pieces of shards."""
-    return [p for p in params if isinstance(p, (FlatParameter, PieceParameter)) and p.owner._is_managed]
+    return [p for p in params if is_ours(p) and p.owner._is_managed]
 
 
 def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[Any]) -> None:

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from fsdp._collect import is_ours
 from fsdp._comm import Group, communicator, default_group
 from fsdp._dtensors import missing_ranks
-from fsdp._flat_param import FlatParameter, PieceParameter
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -92,7 +92,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         # themselves) pass through. The signature is the same from torch 1.6 on; tried with 2.11 and 2.13.
         grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for param in (param for group in optimizer.param_groups for param in group["params"]):
-            if isinstance(param, (FlatParameter, PieceParameter)):
+            if is_ours(param):
                 _refuse_unreduced(param)
                 self._refuse_part_of(param)
                 if param.home is not None:
@@ -126,7 +126,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
 
 def _refuse_unreduced(param: Any) -> None:
-    if param.owner._has_unreduced and param.grad is not None:
+    if param.has_unreduced:
         raise RuntimeError(
             "ShardedGradScaler: gradients that were accumulated under no_sync() are not reduced over the ranks yet. "
             "Run the last backward of the step outside no_sync()."

@@ -16,6 +16,7 @@ from fsdp import FullyShardedDataParallel, auto_wrap, default_auto_wrap_policy, 
 from fsdp._flat_param import FlatParameter, PieceParameter
 from tests._ranks import RankPool
 from tests.changing import LAYOUTS, adamw, momentum
+from tests.copying import assert_close
 from tests.pairs import parametrize_pairs
 from tests.support import MakeOptimizer
 from tests.twins import batch, score
@@ -102,10 +103,6 @@ class Twins:
         assert list(found) == list(expected)
         for name, value in expected.items():
             assert_close(found[name], value, name)
-
-
-def assert_close(found: Tensor, expected: Tensor, name: str) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11, msg=lambda text: f"{name}: {text}")
 
 
 def ignored_in(model: nn.Module) -> dict[str, nn.Parameter]:
