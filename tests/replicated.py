@@ -61,11 +61,12 @@ def machines_of(ranks: int | None) -> Iterator[None]:
 def assert_replicas_agree(model: nn.Module) -> None:
     """Collective. All who hold the same shards hold the same bits of them, and of their gradients."""
     for wrapper in get_fsdp_instances(model):
-        for param in wrapper.params if wrapper.replicate_group is not None else ():
+        replicas: Any = wrapper.replicate_group
+        for param in wrapper.params if replicas is not None else ():
             for tensor in (param.detach(), param.grad):
                 if tensor is not None:
-                    copies = [torch.empty_like(tensor) for _ in range(wrapper.replicate_group.size())]
-                    dist.all_gather(copies, tensor.contiguous(), group=wrapper.replicate_group)
+                    copies = [torch.empty_like(tensor) for _ in range(replicas.size())]
+                    dist.all_gather(copies, tensor.contiguous(), group=replicas)
                     if any(not torch.equal(copy, tensor) for copy in copies):
                         raise AssertionError(f"replicas of {wrapper} differ by {copies[0] - copies[-1]}")
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import MixedPrecision, ShardingStrategy, use_torch_collectives
+from fsdp._comm import communicator, default_group
 from fsdp._reductions import summed
 from tests._ranks import RankPool
 from tests.models import Wrap, nested_mlp, tiny_transformer
@@ -73,7 +74,7 @@ def _train(
         wrap = fully_sharded(process_group=group_option(how, *shape), **options)
         training = {"steps": 3, "accumulate": accumulate, "clip": clip, **training}
         assert_parity(partial(_noted, nested_mlp, made), sgd_with_momentum, wrap=wrap, **training)
-    sharded = [model for model in made if hasattr(model, "process_group")]
+    sharded: list[Any] = [model for model in made if hasattr(model, "process_group")]
     assert len(sharded) == 1
     for model in sharded:
         assert (model.world_size, model.replicate_group is not None) == (shape[1], how != "machine" or shape[0] > 1)
@@ -187,7 +188,7 @@ def test_divide_factors_count_replicas(ranks: RankPool) -> None:
 
 
 def _divide() -> None:
-    model = fully_sharded(process_group=mesh_of(2, 2))(nn.Linear(4, 1, bias=False))
+    model: Any = fully_sharded(process_group=mesh_of(2, 2))(nn.Linear(4, 1, bias=False))
     assert model.gradient_predivide_factor * model.gradient_postdivide_factor == 4
     model(torch.ones(1, 4)).sum().backward()
     assert model.params[0].grad.tolist() == [1.0, 1.0]
@@ -211,11 +212,9 @@ def test_a_sum_in_stages(ranks: RankPool, numel: int, dtype: torch.dtype, torchs
 
 
 def _sum_in_stages(numel: int, dtype: torch.dtype, torchs: bool) -> list[float]:
-    from fsdp._comm import communicator
-
     use_torch_collectives(torchs)
     try:
-        comm = communicator(dist.group.WORLD, torch.device("cpu"))
+        comm = communicator(default_group(None), torch.device("cpu"))
     finally:
         use_torch_collectives(False)
     stages = summed(comm, torch.arange(numel, dtype=torch.float32) + comm.rank, dtype, "a sum", comm.new_tag())
