@@ -25,7 +25,7 @@ _SMALL_BYTES = 1 << 20
 Stages = Generator[None, None, None]
 
 
-@dataclass
+@dataclass(eq=False)
 class Bucket:
     """Gradients that are reduced at one time: their handles, and what to divide the sums by.
 
@@ -33,6 +33,7 @@ class Bucket:
     """
 
     divisors: dict[FlatParamHandle, float] = field(default_factory=dict)
+    is_abandoned: bool = False  # nobody wants what will arrive
 
     def reduce(self) -> Stages:
         """Sum the gradients over the ranks; the last step gives each shard its own."""
@@ -51,7 +52,8 @@ class Bucket:
             pieces = [(yield from summing).to(first.flat_param.dtype)]
         if len(pieces) < len(handles):
             pieces = list(pieces[0].split([handle.layout.shard_numel for handle in handles]))
-        self._accept(handles, pieces)
+        if not self.is_abandoned:
+            self._accept(handles, pieces)
 
     def _accept(self, handles: Sequence[FlatParamHandle], pieces: Sequence[Tensor]) -> None:
         for handle, piece in zip(handles, pieces, strict=True):
@@ -111,7 +113,7 @@ class Reductions:
 
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
-        self._in_flight: list[Stages] = []
+        self._in_flight: list[tuple[Bucket, Stages]] = []  # the oldest first
         self._companions: dict[FlatParamHandle, list[FlatParamHandle]] = {}
         self._waiting: dict[int, Bucket] = {}  # by the number of the first companion
 
@@ -151,14 +153,16 @@ class Reductions:
         self._drain()
 
     def abandon(self) -> None:
-        """After a failed backward: let what is in flight end, and forget what waits."""
+        """After a failed backward: let what is in flight end, and forget it, and what waits."""
         self._waiting.clear()
+        for bucket, _ in self._in_flight:
+            bucket.is_abandoned = True  # gradients may have been zeroed since
         self._drain()
 
     def _start(self, bucket: Bucket) -> None:
         # The new one is on its way before older ones are awaited, so the wire is not idle. Of those, only the youngest
         # can hold a unit's whole gradient, and it is to send across while the others are awaited: so it is the first.
-        older, started = self._in_flight[::-1], bucket.reduce()
+        older, started = self._in_flight[::-1], (bucket, bucket.reduce())
         self._in_flight.append(started)
         for reduction in (started, *older):
             self._advance(reduction)
@@ -168,8 +172,9 @@ class Reductions:
             for reduction in self._in_flight[::-1]:
                 self._advance(reduction)
 
-    def _advance(self, reduction: Stages) -> None:
+    def _advance(self, reduction: tuple[Bucket, Stages]) -> None:
         place = self._in_flight.index(reduction)
         del self._in_flight[place]  # also if it raises
-        if next(reduction, reduction) is not reduction:
+        _, stages = reduction
+        if next(stages, stages) is not stages:
             self._in_flight.insert(place, reduction)

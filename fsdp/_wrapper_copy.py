@@ -121,7 +121,7 @@ class WrapperCopy(WrapperAccess):
     @property
     def is_connected(self) -> bool:
         """Whether it has its ranks; False after unpickling, until `process_group` is assigned."""
-        return not isinstance(self._unit.comm, MissingRanks)
+        return not any(isinstance(comm, MissingRanks) for comm in self._unit.everyone)
 
 
 def _is_missing(group: Any) -> bool:
