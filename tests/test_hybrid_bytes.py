@@ -6,8 +6,9 @@ gather and for the reduction, and 2 (R - 1) / R * P / S across.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -143,18 +144,62 @@ def test_what_goes_across_overlaps_with_what_stays_within(ranks: RankPool, shape
 def _order(shape: tuple[int, int]) -> list[str]:
     model = tower(process_group=mesh_of(*shape), bucket_cap_mb=0)
     started: list[str] = []
+    with noting(lambda what: started.extend([what] * (not what.startswith("all-gather")))):
+        step(model)
+    return started
 
-    def noting(name: str) -> Any:
+
+@contextmanager
+def noting(note: Callable[[str], object]) -> Iterator[None]:
+    """Calls `note` with what an exchange is of, before it starts."""
+
+    def noted(name: str) -> Any:
         method = getattr(DirectExchange, name)
 
-        def note(self: Communicator, *args: Any) -> Pending:
-            what = next(arg for arg in args if isinstance(arg, str))
-            started.extend([what] * (not what.startswith("all-gather")))
+        def call(self: Communicator, *args: Any) -> Pending:
+            note(next(arg for arg in args if isinstance(arg, str)))
             pending: Pending = method(self, *args)
             return pending
 
-        return mock.patch.object(DirectExchange, name, note)
+        return mock.patch.object(DirectExchange, name, call)
 
-    with noting("reduce_scatter"), noting("all_gather"):
+    with noted("reduce_scatter"), noted("all_gather"):
+        yield
+
+
+@pytest.mark.parametrize("strategy", [None, ShardingStrategy.NO_SHARD])
+def test_small_gradients_go_across_together(ranks: RankPool, strategy: ShardingStrategy | None) -> None:
+    ranks(4).run(_send_together, strategy)
+
+
+def _send_together(strategy: ShardingStrategy | None) -> None:
+    model = tower(process_group=mesh_of(2, 2)) if strategy is None else tower(sharding_strategy=strategy)
+    sent: list[str] = []
+    with noting(lambda what: sent.extend([what] * (not what.startswith("all-gather")))):
         step(model)
-    return started
+    across = ["sum over replicas of root (Tower) to layers.2"] * 2
+    assert sent == (["reduce-scatter of root (Tower) to layers.2"] if strategy is None else []) + across
+
+
+def test_at_most_two_whole_gradients_are_held(ranks: RankPool) -> None:
+    # The one that is being sent within, and the one that was just completed; what goes across is a shard.
+    for held in ranks(4).run(_hold):
+        assert max(held) == 2
+
+
+def _hold() -> list[int]:
+    # In 16 bits, and the rest in 64, so that gradients have a size of their own.
+    torch.set_default_dtype(torch.float64)
+    policy = MixedPrecision(reduce_dtype=torch.bfloat16)
+    model = tower(process_group=mesh_of(2, 2), bucket_cap_mb=0, mixed_precision=policy)
+    held: list[int] = []
+    with noting(lambda what: held.append(storages_of(WIDTH * WIDTH * 2))):
+        step(model)
+    return held
+
+
+def storages_of(nbytes: int) -> int:
+    """How many storages of this size there are."""
+    tensors = [item for item in gc.get_objects() if type(item) is Tensor]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return len({storage.data_ptr() for storage in storages if storage.nbytes() == nbytes})
