@@ -183,11 +183,12 @@ def _send_together(strategy: ShardingStrategy | None) -> None:
 
 def test_at_most_two_whole_gradients_are_held(ranks: RankPool) -> None:
     # The one that is being sent within, and the one that was just completed; what goes across is a shard.
-    for held in ranks(4).run(_hold):
+    for held, left in ranks(4).run(_hold):
         assert max(held) == 2
+        assert left == 0, "what was sent to replicas is kept"
 
 
-def _hold() -> list[int]:
+def _hold() -> tuple[list[int], int]:
     # In 16 bits, and the rest in 64, so that gradients have a size of their own.
     torch.set_default_dtype(torch.float64)
     policy = MixedPrecision(reduce_dtype=torch.bfloat16)
@@ -195,7 +196,7 @@ def _hold() -> list[int]:
     held: list[int] = []
     with noting(lambda what: held.append(storages_of(WIDTH * WIDTH * 2))):
         step(model)
-    return held
+    return held, storages_of(WIDTH * WIDTH * 2 // 4)
 
 
 def storages_of(nbytes: int) -> int:

@@ -263,12 +263,20 @@ def test_units_that_share_a_parameter_must_have_the_same_replicas(ranks: RankPoo
 
 
 def _share() -> None:
-    first, second = (nn.Linear(5, 5), nn.Linear(5, 5))
-    second.weight = first.weight
-    one: Any = fully_sharded(flatten_parameters=False, **two_by_two())(first)
-    other: Any = fully_sharded(flatten_parameters=False, process_group=neighbours(2))(second)
+    layers = [nn.Linear(5, 5) for _ in range(3)]
+    for layer in layers[1:]:
+        layer.weight = layers[0].weight
+    unreplicated = {"process_group": mesh_of(2, 2).get_group("shard")}
+    groups = (two_by_two(), two_by_two(), unreplicated)
+    one, same, other = (
+        fully_sharded(flatten_parameters=False, **group)(layer) for group, layer in zip(groups, layers, strict=True)
+    )
     with pytest.raises(ValueError, match="wrappers differ in process_group"):
-        other.append_shared_param(one.params[0])
+        other.append_shared_param(one.params[0])  # type: ignore[operator,index]
+    same.append_shared_param(one.params[0])  # type: ignore[operator,index]
+    around = fully_sharded(**unreplicated)(nn.Sequential(one, same, nn.Linear(5, 5)))
+    with pytest.raises(RuntimeError, match="it differs from them in process_group"):
+        around(torch.ones(1, 5))
 
 
 # Tensor parallelism beside it
