@@ -196,7 +196,7 @@ def _hold() -> tuple[list[int], int]:
     held: list[int] = []
     with noting(lambda what: held.append(storages_of(WIDTH * WIDTH * 2))):
         step(model)
-    return held, storages_of(WIDTH * WIDTH * 2 // 4)
+    return held, storages_of(WIDTH * 2 // 4)  # of the root, which was the last
 
 
 def storages_of(nbytes: int) -> int:
