@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 from collections.abc import Sequence
 
 from fsdp._comm import Communicator
@@ -12,10 +13,14 @@ from fsdp._unit import Unit
 Plan = list[tuple[str, list[str]]]
 
 
-def agree(comm: Communicator, units: Sequence[tuple[str, Unit]]) -> None:
+def agree(ranks: Sequence[Communicator], units: Sequence[tuple[str, Unit]]) -> None:
     """Collective. Make sure that all ranks have the same units with the same parameters, and number them alike.
 
-    Handles get tags that nobody else on their communicator has, so that messages of different units never mix.
+    Handles get tags that nobody else on their communicators has, so that messages of different units never mix.
+
+    Args:
+        ranks: over each of these in turn, all that hold a part of the root are reached.
+        units: all in the root, with their names.
 
     Raises:
         RuntimeError: naming the first rank that differs from rank 0, the unit, and what each of the two has; or if a
@@ -25,12 +30,13 @@ def agree(comm: Communicator, units: Sequence[tuple[str, Unit]]) -> None:
         for handle in unit.handles:
             handle.comm.ensure_connected()
             handle.reduce_comm.ensure_connected()
-    if comm.peers_answer:
-        _compare(comm, [(name, [handle.describe() for handle in unit.handles]) for name, unit in units])
+            handle.replicas.ensure_connected()
+    if all(comm.peers_answer for comm in ranks):
+        _compare(ranks, [(name, [handle.describe() for handle in unit.handles]) for name, unit in units])
     for _, unit in units:
         unit.is_agreed = True
-        for handle in unit.handles:
-            handle.tag = handle.comm.new_tag()
+    for number, handle in enumerate(handle for _, unit in units for handle in unit.handles):
+        handle.number_as(number)
 
 
 def agree_on(comm: Communicator, things: str, name: str) -> None:
@@ -50,16 +56,29 @@ def agree_on(comm: Communicator, things: str, name: str) -> None:
             )
 
 
-def _compare(comm: Communicator, plan: Plan) -> None:
+def from_everyone(ranks: Sequence[Communicator], payload: bytes) -> list[bytes]:
+    """Collective. The payloads of all who are reached over each of `ranks` in turn; those of the first change fastest.
+
+    Everybody hears everybody, so that nobody raises an error while others still wait for an answer.
+    """
+    payloads = [payload]
+    for comm in ranks:
+        payloads = [heard for other in comm.all_gather_bytes(pickle.dumps(payloads)) for heard in pickle.loads(other)]
+    return payloads
+
+
+def _compare(ranks: Sequence[Communicator], plan: Plan) -> None:
     text = json.dumps(plan).encode()
-    digests = comm.all_gather_bytes(hashlib.sha256(text).digest())
+    digests = from_everyone(ranks, hashlib.sha256(text).digest())
     if len(set(digests)) == 1:
         return
-    plans = [json.loads(other) for other in comm.all_gather_bytes(text)]
+    plans, own = [json.loads(other) for other in from_everyone(ranks, text)], 0
+    for comm in reversed(ranks):
+        own = own * comm.world_size + comm.rank
     for rank, other in enumerate(plans):
         if other != plans[0]:
             raise RuntimeError(
-                f"rank {comm.rank}: the ranks have built different models. {_difference(plans[0], other, rank)} "
+                f"rank {own}: the ranks have built different models. {_difference(plans[0], other, rank)} "
                 "Build and wrap the same modules in the same order on every rank."
             )
 

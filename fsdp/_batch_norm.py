@@ -7,19 +7,10 @@ from typing import Any
 from torch import nn
 
 from fsdp._comm import Group
+from fsdp._groups import LoneGroup
 from fsdp._precision import BATCH_NORMS
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp.wrap import auto_wrap, enable_wrap, module_wrap_policy
-
-
-class _AloneGroup:
-    """A group of this rank only. No process group is made: that would take all ranks."""
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 1
 
 
 def auto_wrap_bn(
@@ -58,7 +49,7 @@ def auto_wrap_bn(
     config = fsdp_config
     if config is None:
         config = {
-            "process_group": _AloneGroup() if single_rank_pg else process_group,
+            "process_group": LoneGroup() if single_rank_pg else process_group,
             "mixed_precision": False,
             "flatten_parameters": False,
             "reshard_after_forward": False,

@@ -33,7 +33,8 @@ def clip_grad_norm(
 
     Sums of powers are taken per shard in float32 or wider and added over the ranks once; with `DTensor`s once more over
     each dimension of their mesh. Of ignored parameters, which every rank has for itself, the mean over ranks of these
-    sums is taken: all ranks find the same norm, and the right one where their gradients are alike.
+    sums is taken: all ranks find the same norm, and the right one where their gradients are alike. A unit with ranks of
+    its own counts once for each group of ranks that shares (or replicates) it, since each group trains its own.
 
     Returns:
         The norm before clipping.
@@ -41,13 +42,15 @@ def clip_grad_norm(
     Raises:
         RuntimeError: if gradients are not reduced yet, or, if that is asked for, the norm is not finite; no gradient is
             changed then.
-        ValueError: for a norm that is none.
-        NotImplementedError: if a unit shards over other ranks than the root, or meshes of `DTensor`s overlap in part.
+        ValueError: for a norm that is none, or if a unit spans ranks that the root does not.
+        NotImplementedError: if meshes of `DTensor`s overlap in part.
     """
-    others = [unit.name for unit in units if unit.comm is not root.comm and unit.comm.world_size > 1]
-    if others:
-        raise NotImplementedError(
-            f"clip_grad_norm_ over units with process groups of their own ({', '.join(others)}) is not built yet"
+    beyond = [unit.name for unit in units if root.ranks and not unit.ranks <= root.ranks]
+    if beyond:
+        raise ValueError(
+            f"clip_grad_norm_ adds up what the ranks of the outermost wrapper have ({sorted(root.ranks)}), and inner "
+            f"ones are spread over more ({', '.join(beyond)}). Wrap the outermost module with a process_group of all "
+            "these ranks."
         )
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, or inf for the largest absolute value; got {norm_type}")
@@ -55,9 +58,13 @@ def clip_grad_norm(
     ours = [part for unit in units for handle in unit.handles for part in handle.flat_param.parts]
     parallel = MeshGroups.of([*ours, *map(MeshPart.of, root.module.parameters())])
     # Parameters of one handle are spread over the same ranks.
-    shares = [(grad, parallel.copies(handle.flat_param.parts[0])) for handle, grad in grads.items()]
-    shares += [(grad, parallel.copies(MeshPart.of(param)) * root.comm.world_size) for param, grad in unsharded.items()]
-    comms = [root.comm, *(communicator(group, device) for group in parallel.groups.values())]
+    shares = [
+        (grad, parallel.copies(handle.flat_param.parts[0]) * handle.replicas.world_size)
+        for handle, grad in grads.items()
+    ]
+    every = math.prod(comm.world_size for comm in root.everyone)
+    shares += [(grad, parallel.copies(MeshPart.of(param)) * every) for param, grad in unsharded.items()]
+    comms = [*root.everyone, *(communicator(group, device) for group in parallel.groups.values())]
     norm = _total(comms, _local_total(shares, norm_type, device, _ignored_dtype(root)), norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(

@@ -74,6 +74,7 @@ class Communicator(ABC):
     """The ranks of one group. Every method is collective over them."""
 
     peers_answer = True  # False where the other ranks are only simulated, so comparing with them means nothing.
+    sends_pieces = False  # True where it is up to us what goes from rank to rank, under the tag.
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -113,7 +114,7 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
+    def all_reduce(self, tensor: Tensor, op: str = "sum", what: str = "all-reduce") -> Pending:
         """Reduce `tensor` in place by "sum" or "max"."""
 
     @abstractmethod
@@ -158,8 +159,8 @@ class LoneRank(Communicator):
     def reduce_scatter(self, full: Tensor, what: str, tag: int, dtype: torch.dtype | None = None) -> Pending:
         return Pending(what, (), lambda: full.to(dtype or full.dtype))
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
-        return Pending("all-reduce", (), lambda: tensor)
+    def all_reduce(self, tensor: Tensor, op: str = "sum", what: str = "all-reduce") -> Pending:
+        return Pending(what, (), lambda: tensor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
         return Pending("broadcast", (), lambda: tensor)
@@ -209,9 +210,9 @@ class TorchCollectives(Communicator):
         work = getattr(dist, _REDUCE_SCATTER)(out, full, group=self._group, async_op=True)
         return Pending(what, (work,), lambda: _after_use_of(full, out).to(dtype or full.dtype))
 
-    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Pending:
+    def all_reduce(self, tensor: Tensor, op: str = "sum", what: str = "all-reduce") -> Pending:
         work = dist.all_reduce(tensor, op=_OPS[op], group=self._group, async_op=True)
-        return Pending("all-reduce", (work,), lambda: tensor)
+        return Pending(what, (work,), lambda: tensor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
         source = dist.get_global_rank(self._group, source)
@@ -245,6 +246,8 @@ class _Sending:
 
 class DirectExchange(TorchCollectives):
     """gloo on CPU: pieces go from rank to rank directly, each received where it belongs."""
+
+    sends_pieces = True
 
     def __init__(self, group: Any) -> None:
         super().__init__(group)

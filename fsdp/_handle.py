@@ -47,6 +47,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         flat_param: this rank's shard (`FlatParameter.shard_of`).
         infos: for each of its parameters, the places where it is used, first the one that names it.
         comm, reduce_comm: the ranks to gather from, and to reduce over.
+        replicas: the ranks that hold the same shard, over which what was reduced is summed.
         registered: the modules, with the name, that are to list `flat_param` among their parameters.
         precision: the dtypes of computation and reduction.
         on_gradient: called with the handle, a parameter's number and its leaf when autograd has finished that gradient.
@@ -59,6 +60,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         infos: Sequence[Sequence[ParamInfo]],
         comm: Communicator,
         reduce_comm: Communicator,
+        replicas: Communicator,
         registered: Sequence[tuple[nn.Module, str]],
         precision: Precision,
         on_gradient: Callable[[FlatParamHandle, int, Tensor], None],
@@ -66,7 +68,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
     ) -> None:
         self.flat_param = flat_param
         self.home = flat_param.home
-        self.connect(comm, reduce_comm)
+        self.connect(comm, reduce_comm, replicas)
         self.layout = flat_param.make_layout(self.comm.world_size)
         self.name, self._unit_name = "", "its unit"
         self.phase = Phase.SHARDED
@@ -77,7 +79,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         self._precision = precision
         self._in_full_precision = False
         self._on_gradient = on_gradient
-        self.tag = 0
+        self.number = self.tag = self.reduce_tag = self.replica_tag = 0
         flat_param._is_managed = True
         self.gradients = self._new_gradients()
         self._build()
@@ -110,11 +112,16 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         """Have gradients announced there from now on."""
         self._on_gradient = on_gradient
 
-    def connect(self, comm: Communicator, reduce_comm: Communicator) -> None:
-        """Gather from, and reduce over, these ranks."""
+    def connect(self, comm: Communicator, reduce_comm: Communicator, replicas: Communicator) -> None:
+        """Gather from, reduce over, and then sum over these ranks."""
         if self.flat_param.make_layout().numel == 0:
-            comm = reduce_comm = LONE_RANK  # there is nothing to say to other ranks
-        self.comm, self.reduce_comm = comm, reduce_comm
+            comm = reduce_comm = replicas = LONE_RANK  # there is nothing to say to other ranks
+        self.comm, self.reduce_comm, self.replicas = comm, reduce_comm, replicas
+
+    def number_as(self, number: int) -> None:
+        """Be known under this number, and take tags; all ranks that it talks to do so in the same order."""
+        self.number, self.tag, self.replica_tag = number, self.comm.new_tag(), self.replicas.new_tag()
+        self.reduce_tag = self.tag if self.reduce_comm is self.comm else self.reduce_comm.new_tag()
 
     def __getstate__(self) -> dict[str, Any]:
         rebuilt = ("gradients", "whole", "_wholes", "_pending", "_built_for", "_on_gradient")

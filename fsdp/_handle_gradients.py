@@ -28,15 +28,21 @@ class TakesGradients(HandleState):
         return self.gradients.is_complete
 
     def reduce(self) -> Pending:
-        """Start to sum the accumulated gradient over the ranks; the result is the shard's, in its dtype.
+        """Start to sum the accumulated gradient over the ranks; the result is the shard's, in `reduced_dtype`.
 
         With a hook it is an average, and here when this returns.
         """
-        what, gradient, dtype = f"reduce-scatter of {self.name}", self.gradients.take(), self.flat_param.dtype
+        what, gradient, dtype = f"reduce-scatter of {self.name}", self.gradients.take(), self.reduced_dtype
         if self.comm_hook is None or not self.layout.numel:
-            return self.reduce_comm.reduce_scatter(gradient, what, self.tag, dtype)
-        shard = self.comm_hook.reduce(gradient, HookCall(self.name, self.reduce_comm, self.tag), dtype)
+            return self.reduce_comm.reduce_scatter(gradient, what, self.reduce_tag, dtype)
+        shard = self.comm_hook.reduce(gradient, HookCall(self.name, self.reduce_comm, self.reduce_tag), dtype)
         return Pending(what, (), lambda: shard)
+
+    @property
+    def reduced_dtype(self) -> torch.dtype:
+        """Of what `reduce` brings: the shard's dtype; what is to be summed further does not lose digits before."""
+        own = self.flat_param.dtype
+        return torch.promote_types(own, self.gradients.dtype) if self.is_replicated else own
 
     def accept(self, reduced: Tensor) -> None:
         """Add a reduced gradient to the shard's."""

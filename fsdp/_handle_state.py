@@ -36,11 +36,17 @@ class HandleState:
     layout: ContiguousLayout
     comm: Communicator
     reduce_comm: Communicator
+    replicas: Communicator  # the ranks that hold the same shard; the lone rank if there are no others
     places: list[list[ParamInfo]]  # for each parameter, where it is used, first the place that names it
     registry: Registry
     pieces: Pieces | None  # with `use_orig_params`
     name: str
-    tag: int  # distinct on its communicator once the ranks have agreed on a plan
+    # Alike on all ranks once they have agreed on a plan: its place among all handles of the root, and tags that are its
+    # own on each of the communicators.
+    number: int
+    tag: int
+    reduce_tag: int
+    replica_tag: int
     phase: Phase
     whole: WholeParameters
     gradients: GradientBuffer
@@ -58,6 +64,11 @@ class HandleState:
     def is_sharded(self) -> bool:
         """Whether other ranks hold a part of it."""
         return self.comm.world_size > 1
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether other ranks hold the same part of it, and train it together with this one."""
+        return self.replicas.world_size > 1
 
     @property
     def requires_grad(self) -> bool:
@@ -110,4 +121,7 @@ class HandleState:
             kind += f" computed in {computed}, reduced in {self.gradients.dtype},"
         if self.flat_param.group is not None:
             kind += f" of group {text_of_key(self.flat_param.group)}"
-        return f"{kind} over {self.layout.world_size} ranks by {type(self.comm).__name__}: {slots}"
+        ranks = f"over {self.layout.world_size} ranks by {type(self.comm).__name__}"
+        if self.is_replicated:
+            ranks += f" and {self.replicas.world_size} replicas by {type(self.replicas).__name__}"
+        return f"{kind} {ranks}: {slots}"

@@ -58,7 +58,7 @@ class Runtime:
         self.units = [unit for _, unit in named_units]
         settle_shares(root, named_units, all_inside=True)
         self._refuse_strangers()
-        agree(root.comm, named_units)
+        agree(root.everyone, named_units)
         self._adopt(named_units)
         return_freed_memory()
         self.root_reshards = root.reshard_after_forward
@@ -344,7 +344,7 @@ class Runtime:
 
     def _settle(self) -> None:
         handles = [handle for unit in self.units for handle in unit.handles]
-        for comm in {handle.comm for handle in handles}:
+        for comm in {comm for handle in handles for comm in (handle.comm, handle.replicas)}:
             comm.settle()
         for lane in {handle.home.lane for handle in handles}:
             lane.settle()

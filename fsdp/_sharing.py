@@ -54,7 +54,7 @@ class Share:
             return
         owner, precision = self.members[0], self.handle.precision
         for what, differ in (
-            ("process_group", unit.comm is not owner.comm),
+            ("process_group", unit.everyone != owner.everyone),
             ("compute_device", unit.device != owner.device),
             ("full_precision_in_eval", self.handle.is_cast and unit.precision.full_in_eval != precision.full_in_eval),
         ):
@@ -134,7 +134,7 @@ def _check(unit: Unit, asked: Wanted) -> None:
             )
     ours, theirs = _dtypes(unit.precision_at(asked.places)), _dtypes(asked.handle.precision)
     for what, differ in (
-        ("process_group", unit.comm is not owner.comm),
+        ("process_group", unit.everyone != owner.everyone),
         ("compute_device", unit.device != owner.device),
         ("precision", ours != theirs),
     ):

@@ -121,7 +121,7 @@ def ensure_agreed(root: Unit) -> None:
     named_units = units_in(root)
     if not all(unit.is_agreed for _, unit in named_units):
         settle_shares(root, named_units, all_inside=False)
-        agree(root.comm, named_units)
+        agree(root.everyone, named_units)
 
 
 def whole_state(

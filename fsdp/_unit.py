@@ -36,6 +36,8 @@ class Unit:
     Args:
         module: gets the hooks.
         comm: the ranks that share the parameters.
+        replicas: the ranks that hold the same shards as this one, and sum gradients with it.
+        ranks: the numbers of all that its gradients are summed over, as far as torch knows them.
         precision: the dtypes that it computes in.
         device: where it computes.
         ignored: what in its module it leaves alone.
@@ -49,6 +51,8 @@ class Unit:
         self,
         module: nn.Module,
         comm: Communicator,
+        replicas: Communicator,
+        ranks: frozenset[int],
         precision: Precision,
         device: torch.device,
         ignored: Ignored,
@@ -60,7 +64,7 @@ class Unit:
         new_runtime: Callable[[Unit], Runtime],
     ) -> None:
         self.module = module
-        self.comm = comm
+        self.comm, self.replicas, self.ranks = comm, replicas, ranks
         self.device = device
         self.ignored = ignored
         ours = [inner for inner in own_modules(module) if inner not in ignored.modules]
@@ -103,6 +107,11 @@ class Unit:
         if self._is_asleep:
             self.wake()
         return self._handles
+
+    @property
+    def everyone(self) -> tuple[Communicator, Communicator]:
+        """Over the one and then the other, all ranks are reached that hold a part of it."""
+        return self.comm, self.replicas
 
     @property
     def borrowed(self) -> list[FlatParamHandle]:
@@ -172,7 +181,15 @@ class Unit:
         """Run a flat parameter's shard, whose original parameters were used at `places`; see `FlatParamHandle`."""
         precision = self.precision_at(places[0])
         handle = FlatParamHandle(
-            flat_param, places, self.comm, reduce_comm, registered, precision, self.on_gradient, original
+            flat_param,
+            places,
+            self.comm,
+            reduce_comm,
+            self.replicas,
+            registered,
+            precision,
+            self.on_gradient,
+            original,
         )
         self._handles.append(handle)
         self.own.append(handle)
@@ -218,7 +235,7 @@ class Unit:
     def follow(self, device: torch.device) -> None:
         """Follow parameters that were cast or moved, and compute on `device`."""
         self.device = device
-        self.comm = self.comm.for_device(device)
+        self.comm, self.replicas = self.comm.for_device(device), self.replicas.for_device(device)
         for handle in self.handles:
             handle.home.device = device
             handle.follow_shard()

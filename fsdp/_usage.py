@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp._comm import Communicator, Pending
+from fsdp._comm import Communicator
 from fsdp._handle import FlatParamHandle
 from fsdp._unit import Unit
 
@@ -18,21 +18,21 @@ def show_gradients(units: Sequence[Unit]) -> None:
     can tell. They exchange one byte per parameter, all units together, and a rank reads the answer only if something
     was not used on it: so nobody waits for the device otherwise.
     """
-    by_comm: dict[Communicator, list[FlatParamHandle]] = {}
+    by_ranks: dict[tuple[Communicator, ...], list[FlatParamHandle]] = {}
     for unit in units:
         for handle in unit.handles:
             if handle.pieces is not None and handle.requires_grad:
-                by_comm.setdefault(handle.reduce_comm, []).append(handle)
-    for comm, handles in by_comm.items():
-        _show(comm, handles)
+                by_ranks.setdefault((handle.reduce_comm, handle.replicas), []).append(handle)
+    for ranks, handles in by_ranks.items():
+        _show(ranks, handles)
 
 
-def _show(comm: Communicator, handles: Sequence[FlatParamHandle]) -> None:
+def _show(ranks: Sequence[Communicator], handles: Sequence[FlatParamHandle]) -> None:
     here = b"".join(bytes(handle.gradients.used) for handle in handles)
     flags = torch.tensor(list(here), dtype=torch.uint8).to(handles[0].home.device)
-    pending: Pending = comm.all_reduce(flags, "max")
-    anywhere = pending.wait()
-    used = list(here) if all(here) else anywhere.tolist()
+    for comm in ranks:
+        flags = comm.all_reduce(flags, "max").wait()
+    used = list(here) if all(here) else flags.tolist()
     for handle in handles:
         count = len(handle.gradients.used)
         mine, used = used[:count], used[count:]

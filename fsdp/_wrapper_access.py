@@ -10,6 +10,7 @@ from torch import nn
 
 from fsdp._comm import Group
 from fsdp._forward import TrainingState
+from fsdp._groups import ShardingStrategy
 from fsdp._handle import FlatParamHandle
 from fsdp._names import clean_name
 from fsdp._options import Options
@@ -27,6 +28,8 @@ class WrapperAccess(nn.Module):
     _unit: Unit
     process_group: Group
     process_group_reduce_scatter: Group
+    replicate_group: Group | None
+    sharding_strategy: ShardingStrategy
     rank: int
     world_size: int
     flatten_parameters: bool
@@ -159,6 +162,8 @@ class WrapperAccess(nn.Module):
     def extra_repr(self) -> str:
         text = f"world_size={self.world_size}, flatten_parameters={self.flatten_parameters}, "
         text += f"mixed_precision={bool(self._options.mixed_precision)}"
+        if self.replicate_group is not None:
+            text += f", sharding_strategy={self.sharding_strategy.name}, replicas={self._unit.replicas.world_size}"
         if self.verbose:
             text += (
                 f", rank={self.rank}, reshard_after_forward={self.reshard_after_forward}, "
@@ -195,5 +200,5 @@ class WrapperAccess(nn.Module):
 
     @property
     def children_share_process_group(self) -> bool:
-        """Whether all inner wrappers shard over the same ranks as this one."""
-        return all(unit.comm is self._unit.comm for unit in self._units())
+        """Whether all inner wrappers shard, and replicate, over the same ranks as this one."""
+        return all(unit.everyone == self._unit.everyone for unit in self._units())

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp._comm import Group, MissingRanks, communicator, default_group
+from fsdp._comm import Group, MissingRanks, communicator
 from fsdp._forward import TrainingState
+from fsdp._groups import Groups
 from fsdp._placeholder import depart, under_way
 from fsdp._wrapper_access import WrapperAccess
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 MISSING = "MISSING"  # what FairScale puts in the place of a process group
 _END = "_end_of_state"
-_GROUPS = ("process_group", "process_group_reduce_scatter")
+_ASSIGNED = ("process_group", "process_group_reduce_scatter")
+_GROUPS = (*_ASSIGNED, "replicate_group")
 
 
 class WrapperCopy(WrapperAccess):
@@ -37,7 +39,8 @@ class WrapperCopy(WrapperAccess):
                     f"{handle.name} has parameters that are DTensors, whose mesh is of these processes: it cannot be "
                     "pickled. Save its state_dict(), or copy it with copy.deepcopy."
                 )
-        return self.__dict__ | dict.fromkeys(_GROUPS, MISSING) | {_END: depart()}
+        groups = [name for name in _GROUPS if self.__dict__[name] is not None]
+        return self.__dict__ | dict.fromkeys(groups, MISSING) | {_END: depart()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state.pop(_END, None)
@@ -74,43 +77,51 @@ class WrapperCopy(WrapperAccess):
             handle.absorb()  # or a copy would have the values from before users replaced them
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _GROUPS or "_unit" not in self.__dict__ or _is_missing(value):
+        if name not in _ASSIGNED or "_unit" not in self.__dict__ or _is_missing(value):
             super().__setattr__(name, value)
             return
         was_missing = _is_missing(self.process_group)
         if name == "process_group":
-            group = default_group(value)
-            self._check_group(group)
+            groups = Groups.resolve(value, self.sharding_strategy)
+            self._check_groups(groups)
             given = self.process_group_reduce_scatter if was_missing else None
-            self._connect(group, None if _is_missing(given) else given)
+            self._connect(groups, None if _is_missing(given) else given)
         elif was_missing:
             self.__dict__[name] = value  # until there is a group to compare it with
         else:
-            self._connect(self.process_group, value)
+            groups = Groups(self.process_group, self.replicate_group, self.sharding_strategy, self._unit.ranks)
+            self._connect(groups, value)
 
-    def _check_group(self, group: Group) -> None:
+    def _check_groups(self, groups: Groups) -> None:
+        group, replicas = groups.shard, self._unit.replicas.world_size
         if (group.rank(), group.size()) != (self.rank, self.world_size):
             raise ValueError(
                 f"{self._unit.name} holds the shards of rank {self.rank} of {self.world_size}, and this process group "
                 f"makes it rank {group.rank()} of {group.size()}. Load a state dict into a newly wrapped model to "
                 "train with other ranks."
             )
+        if groups.replicas != replicas:
+            raise ValueError(
+                f"{self._unit.name} divides gradients by its {replicas} replicas, and this process group makes it "
+                f"{groups.replicas}. Load a state dict into a newly wrapped model to train with other ranks."
+            )
 
-    def _connect(self, group: Group, reduce_over: Any) -> None:
+    def _connect(self, groups: Groups, reduce_over: Any) -> None:
         unit, device = self._unit, self.compute_device
         if unit.runtime is not None:
             unit.runtime.forget()
-        self.__dict__["process_group"] = group
+        self.__dict__["process_group"], self.__dict__["replicate_group"] = groups.shard, groups.replicate
         reduce_group = self.__dict__["process_group_reduce_scatter"] = self._reduce_group(reduce_over, device)
-        unit.comm = communicator(group, device)
+        unit.comm, unit.replicas = groups.communicators(device)
+        unit.ranks = groups.ranks
         unit.is_agreed = False
         for handle in unit.handles:
-            handle.connect(unit.comm, communicator(reduce_group, device))
+            handle.connect(unit.comm, communicator(reduce_group, device), unit.replicas)
 
     @property
     def is_connected(self) -> bool:
         """Whether it has its ranks; False after unpickling, until `process_group` is assigned."""
-        return not isinstance(self._unit.comm, MissingRanks)
+        return not any(isinstance(comm, MissingRanks) for comm in self._unit.everyone)
 
 
 def _is_missing(group: Any) -> bool:

@@ -38,7 +38,8 @@ class WrapperHooks(WrapperAccess):
             TypeError: if `hook` cannot be called.
             RuntimeError: on an inner wrapper, inside a forward or backward, if one is registered already, or if the
                 ranks register different ones.
-            ValueError: if other factors to divide gradients by were asked for, which a hook replaces.
+            ValueError: if other factors to divide gradients by were asked for, which a hook replaces, or if shards
+                have replicas (HYBRID_SHARD, NO_SHARD), over which gradients would be summed without the hook.
         """
         if not callable(hook):
             raise TypeError(f"register_comm_hook needs a function hook(state, gradient, shard), got {hook!r}")
@@ -59,6 +60,13 @@ def _check_free(wrapper: WrapperAccess) -> None:
         raise RuntimeError(
             f"{unit.name}: a communication hook ({unit.comm_hook.name}) is registered already, and there can be only "
             "one. Write one hook that does both, or change what is in its state."
+        )
+    if unit.replicas.world_size > 1:
+        raise ValueError(
+            f"{unit.name}: gradients are summed over {unit.replicas.world_size} replicas besides "
+            f"({wrapper.sharding_strategy.name}), and a communication hook does not see that. Wrap with one "
+            "process_group to shard over; or leave the hook out, and say in which dtype to send with "
+            "MixedPrecision(reduce_dtype=...)."
         )
     predivide = options.predivide_factor(wrapper.world_size)
     found, default = (unit.predivide, unit.postdivide), (predivide, wrapper.world_size / predivide)

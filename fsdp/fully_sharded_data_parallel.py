@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from fsdp._clip import clip_grad_norm, clip_grad_value
 from fsdp._collect import GroupKey, Places, collect, group, key_of, names_of, take_over, taken_by
-from fsdp._comm import Group, communicator, default_group, reduce_group
+from fsdp._comm import Group, communicator, reduce_group
 from fsdp._dtensors import check_ranks
 from fsdp._flat_param import FlatParameter
+from fsdp._groups import Groups, ShardingStrategy, reshards_after_forward
 from fsdp._guards import guard, refuse_shared_modules
 from fsdp._ignored import Ignored
 from fsdp._optimizers import watch_optimizers
@@ -55,9 +56,11 @@ class FullyShardedDataParallel(WrapperState):
 
     Args:
         module: the module to wrap; its parameters are taken over in place.
-        process_group: ranks to shard over; None means all. Parameters may be `DTensor`s on a mesh of other ranks, for
-            tensor parallelism: give the group of the data-parallel dimension then. An object with ``rank()`` and
-            ``size()`` is enough for a world of one, without `torch.distributed`.
+        process_group: ranks to shard over; None means all. A pair of groups, ``(shard_group, replicate_group)``, or a
+            2-D `DeviceMesh`, whose dim 0 replicates and dim 1 shards, is hybrid sharding: gathers stay within the
+            first, gradients are summed over both. A 1-D mesh stands for its group. Parameters may be `DTensor`s on a
+            mesh of other ranks, for tensor parallelism: give the group (or mesh) of the data-parallel dimension then.
+            An object with ``rank()`` and ``size()`` is enough for a world of one, without `torch.distributed`.
         process_group_reduce_scatter: ranks to sum gradients over, of the same size (otherwise `process_group` is used,
             with a warning). By default a second NCCL communicator, so that reductions and gathers overlap; on other
             backends, or with a `process_group` of your own, the same group.
@@ -88,9 +91,9 @@ class FullyShardedDataParallel(WrapperState):
             holds whole weights until the autocast context ends.
         force_input_to_fp32: in a wrapper of full precision, cast 16-bit inputs to float32.
         cpu_offload: old name of `move_params_to_cpu`.
-        gradient_predivide_factor: divide gradients by it before they are summed, and by ``world_size`` over it
-            afterwards, to keep 16-bit sums in range. None: the smallest power of two whose square is at least the
-            world size, or that does not divide it.
+        gradient_predivide_factor: divide gradients by it before they are summed, and by the number of ranks (replicas
+            included) over it afterwards, to keep 16-bit sums in range. None: the smallest power of two whose square is
+            at least that number, or that does not divide it.
         verbose: print more in ``repr``.
         allow_reset_parameters: let `reset_parameters` reach the module, instead of raising.
         offload: "cpu" is both `move_params_to_cpu` and `move_grads_to_cpu`. "disk" keeps shards, gradients and
@@ -108,6 +111,10 @@ class FullyShardedDataParallel(WrapperState):
         ignored_modules: modules inside of `module` that are left as they are, with all that is inside of them: not
             sharded, not cast, their gradients not summed over the ranks. What they share with others is ignored too.
         ignored_parameters: the same for single parameters.
+        sharding_strategy: a `ShardingStrategy`, or torch's of the same name; see there. None means what
+            `process_group` and `reshard_after_forward` say. With HYBRID_SHARD and one group, or None, shards are within
+            a machine (of ``LOCAL_WORLD_SIZE`` ranks, which torchrun sets) and replicas across. NO_SHARD keeps whole
+            parameters on every rank of `process_group`. Making groups is collective over `process_group`.
         no_broadcast_optim_state, state_dict_on_rank_0_only: only their defaults, for now.
 
     Raises:
@@ -123,7 +130,7 @@ class FullyShardedDataParallel(WrapperState):
     def __init__(
         self,
         module: nn.Module,
-        process_group: Group | None = None,
+        process_group: Any = None,
         process_group_reduce_scatter: Any = ProcessGroupName.reduce_scatter,
         reshard_after_forward: bool = True,
         disable_reshard_on_root: bool = True,
@@ -153,7 +160,9 @@ class FullyShardedDataParallel(WrapperState):
         group_by: GroupKey | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         ignored_parameters: Iterable[nn.Parameter] | None = None,
+        sharding_strategy: ShardingStrategy | None = None,
     ) -> None:
+        reshard_after_forward = reshards_after_forward(sharding_strategy, reshard_after_forward)
         options = Options.resolve(**{name: value for name, value in locals().items() if name != "__class__"})
         super().__init__()
         ignored = Ignored.of(ignored_modules, ignored_parameters)
@@ -163,21 +172,25 @@ class FullyShardedDataParallel(WrapperState):
         ignored.check(taken_by, [place for unit in inner for place in unit.places()])
         watch_optimizers()
         self._options = options
-        self.process_group = default_group(process_group)
+        groups = Groups.resolve(process_group, sharding_strategy, reshard_after_forward)
+        self.process_group, self.replicate_group = groups.shard, groups.replicate
+        self.sharding_strategy = groups.strategy
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.flatten_parameters, self.verbose = flatten_parameters, verbose
-        self._wrap(module, ignored, group_by, process_group_reduce_scatter)
+        self._wrap(module, ignored, group_by, process_group_reduce_scatter, groups)
 
     # --- construction -------------------------------------------------------------------------------------------
 
-    def _wrap(self, module: nn.Module, ignored: Ignored, key: GroupKey | None, reduce_over: Any) -> None:
+    def _wrap(
+        self, module: nn.Module, ignored: Ignored, key: GroupKey | None, reduce_over: Any, groups: Groups
+    ) -> None:
         tied: dict[nn.Parameter, Places] = {}
         found = collect(module, ignored, None if self.flatten_parameters else tied, claimed_in(module))
         refuse_nothing_own(found, tied, type(module).__name__)
         params_are_on = _device_of(found, module)
         device = self._options.device_for(params_are_on)
         self.process_group_reduce_scatter = self._reduce_group(reduce_over, device)
-        self._unit = self._make_unit(module, device, ignored)
+        self._unit = self._make_unit(module, device, ignored, groups)
         try:
             alone = self._cut(module, found, key)
         except BaseException:
@@ -197,17 +210,19 @@ class FullyShardedDataParallel(WrapperState):
             return reduce_group(self.process_group, device)
         return self._options.checked_reduce_group(wanted, self.process_group, ProcessGroupName.default)
 
-    def _make_unit(self, module: nn.Module, device: torch.device, ignored: Ignored) -> Unit:
-        predivide = self._options.predivide_factor(self.world_size)
+    def _make_unit(self, module: nn.Module, device: torch.device, ignored: Ignored, groups: Groups) -> Unit:
+        averaged = self.world_size * groups.replicas
+        predivide = self._options.predivide_factor(averaged)
         return Unit(
             module,
-            communicator(self.process_group, device),
+            *groups.communicators(device),
+            groups.ranks,
             self._options.precision,
             device,
             ignored,
             reshard_after_forward=self._options.reshard_after_forward,
             predivide=predivide,
-            postdivide=self.world_size / predivide,
+            postdivide=averaged / predivide,
             clear_autocast_cache=self._options.clear_autocast_cache,
             new_runtime=self._new_runtime,
         )
@@ -216,7 +231,7 @@ class FullyShardedDataParallel(WrapperState):
         """Make the shards: of groups, which the wrapper inside then holds, or (returned) of each parameter alone."""
         for param, places in found.items():
             self._unit.precision_at(places).check(places[0].fqn, param.dtype, param.requires_grad)
-            for over in (self.process_group, self.process_group_reduce_scatter):
+            for over in filter(None, (self.process_group, self.process_group_reduce_scatter, self.replicate_group)):
                 check_ranks(places[0].fqn, param, over, self._unit.device)
         groups = group(found, self._unit.precision_at, key) if self.flatten_parameters else []
         new_home = self._options.offload.home_on(self._unit.device)
@@ -259,7 +274,7 @@ class FullyShardedDataParallel(WrapperState):
     # --- training -----------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward. Collective over the process group, as is the backward through its outputs."""
+        """The module's forward. Collective over its ranks, as is the backward through its outputs."""
         try:
             return self.module(*args, **kwargs)
         except BaseException:
@@ -293,8 +308,8 @@ class FullyShardedDataParallel(WrapperState):
         Raises:
             RuntimeError: on an inner wrapper, inside a forward or backward, if gradients are not reduced yet, or if the
                 norm is not finite and that was to be an error.
-            ValueError: if `norm_type` is not positive.
-            NotImplementedError: if an inner wrapper uses other ranks, or meshes of `DTensor`s overlap in part.
+            ValueError: if `norm_type` is not positive, or an inner wrapper spans ranks that this one does not.
+            NotImplementedError: if meshes of `DTensor`s overlap in part.
         """
         runtime = self._runtime_as_root("clip_grad_norm_")
         runtime.ensure_idle("clip gradients")

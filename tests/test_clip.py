@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests._ranks import RankPool
 from tests.models import Wrap, keep, nested_mlp
 from tests.pairs import parametrize_pairs
-from tests.support import fully_sharded
+from tests.support import Alone, fully_sharded
 
 NORM_TYPES = [2.0, 1.0, 3.0, math.inf, 2, 0.5]
 
@@ -217,13 +217,17 @@ def _clip_unreduced(sync_first: bool) -> None:
     assert float(model.clip_grad_norm_(1.0)) > 0
 
 
-def test_units_that_shard_over_other_ranks(ranks: RankPool) -> None:
-    ranks(2).run(_clip_over_other_ranks)
+def test_units_that_span_more_ranks_than_the_root(ranks: RankPool) -> None:
+    ranks(2).run(_clip_beyond_the_root)
 
 
-def _clip_over_other_ranks() -> None:
-    inner = fully_sharded(process_group=dist.new_group())(nn.Linear(5, 5))
-    model = fully_sharded()(nn.Sequential(inner, nn.Linear(5, 5)))
+def _clip_beyond_the_root() -> None:
+    inner = fully_sharded()(nn.Linear(5, 5))
+    model = fully_sharded(process_group=Alone())(nn.Sequential(inner, nn.Linear(5, 5)))
     backward(model, 0)
-    with pytest.raises(NotImplementedError, match=r"process groups of their own \(.*0.*\)"):
-        model.clip_grad_norm_(1.0)
+    before = inner.params[0].grad.clone()
+    with pytest.raises(
+        ValueError, match=r"outermost wrapper have \(\[\d\]\), and inner ones .* \(0\).*of all these ranks"
+    ):
+        model.clip_grad_norm_(1e-3)
+    assert torch.equal(inner.params[0].grad, before)

@@ -24,6 +24,7 @@ ROOMS: dict[str, set[str]] = {
         "wrap",
         "flatten_params_wrapper",
         "_options",
+        "_groups",
         "_wrapper_access",
         "_wrapper_state",
         "_forward_methods",
