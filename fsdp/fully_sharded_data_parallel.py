@@ -24,6 +24,7 @@ from fsdp._precision import MixedPrecision
 from fsdp._runtime import Runtime
 from fsdp._sharing import claimed_in, refuse_nothing_own, wanted
 from fsdp._state_dict import Loading
+from fsdp._synchronise import take_states_of_first
 from fsdp._unit import Unit, unit_of
 from fsdp._wrapper_state import WrapperState
 from fsdp.flatten_params_wrapper import FlattenParamsWrapper, ShardedParamsWrapper
@@ -49,7 +50,8 @@ class FullyShardedDataParallel(WrapperState):
     inner modules first (see `fsdp.auto_wrap`): only one wrapper's parameters, and the next one's, are whole at a time.
     Make the optimizer afterwards, from ``parameters()`` of the outermost wrapper.
 
-    Every rank must wrap the same modules with the same values in the same order; nothing is broadcast. The
+    Every rank must wrap the same modules with the same values in the same order; nothing is broadcast but for
+    `sync_module_states`, and ranks compare their values at the first use. The
     arguments are FairScale's, in its order, and after them our own, by keyword only. Those that this version does not
     build yet raise `NotImplementedError` when set to anything but their default.
 
@@ -108,6 +110,8 @@ class FullyShardedDataParallel(WrapperState):
         ignored_modules: modules inside of `module` that are left as they are, with all that is inside of them: not
             sharded, not cast, their gradients not summed over the ranks. What they share with others is ignored too.
         ignored_parameters: the same for single parameters.
+        sync_module_states: collective; take parameters and buffers from the group's rank 0 before they are cut, without
+            those of inner wrappers, which have an argument of their own, and of what is ignored.
         no_broadcast_optim_state, state_dict_on_rank_0_only: only their defaults, for now.
 
     Raises:
@@ -153,6 +157,7 @@ class FullyShardedDataParallel(WrapperState):
         group_by: GroupKey | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         ignored_parameters: Iterable[nn.Parameter] | None = None,
+        sync_module_states: bool = False,
     ) -> None:
         options = Options.resolve(**{name: value for name, value in locals().items() if name != "__class__"})
         super().__init__()
@@ -177,6 +182,8 @@ class FullyShardedDataParallel(WrapperState):
         params_are_on = _device_of(found, module)
         device = self._options.device_for(params_are_on)
         self.process_group_reduce_scatter = self._reduce_group(reduce_over, device)
+        if self._options.sync_module_states:
+            take_states_of_first(module, found, ignored, [communicator(self.process_group, device)], device)
         self._unit = self._make_unit(module, device, ignored)
         try:
             alone = self._cut(module, found, key)

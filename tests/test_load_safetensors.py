@@ -1,0 +1,533 @@
+"""`load_safetensors`: each rank reads what it keeps, and the model then has the values of the files.
+
+`test_pain_point_20_...` are about host memory that explodes while a model is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from fsdp import FullyShardedDataParallel, MixedPrecision, get_fsdp_instances, load_safetensors
+from tests._ranks import RankPool
+from tests.models import Wrap, keep, nested_mlp, tiny_transformer
+from tests.pairs import parametrize_pairs
+from tests.support import TOKENS, Alone, assert_parity, fully_sharded, sgd_with_momentum
+
+FOLDER = "offload folder"
+
+
+def save(folder: Path, state: dict[str, Tensor], files: int = 1) -> Path:
+    """A state in one file, or spread over several with an index."""
+    names = list(state)
+    if files == 1:
+        save_file(state, folder / "model.safetensors")
+        return folder
+    places = {name: f"part-{number % files}.safetensors" for number, name in enumerate(names)}
+    for file in set(places.values()):
+        save_file({name: state[name] for name in names if places[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return folder
+
+
+def other_values() -> dict[str, Tensor]:
+    """A state of `nested_mlp` that no model is made with."""
+    return nested_mlp(seed=1).state_dict()
+
+
+def assert_equal_states(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@contextmanager
+def counted_reads() -> Iterator[list[int]]:
+    """The bytes of each read."""
+    sizes: list[int] = []
+
+    def preadv(fd: int, buffers: list[Any], offset: int, do: Callable[..., int] = os.preadv) -> int:
+        sizes.append(do(fd, buffers, offset))
+        return sizes[-1]
+
+    with mock.patch("os.preadv", preadv):
+        yield sizes
+
+
+def shard_bytes(model: nn.Module) -> int:
+    """Of this rank's parameters, without padding."""
+    handles = [handle for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]
+    return sum(each.numel * handle.flat_param.element_size() for handle in handles for each in handle.intervals)
+
+
+# Values
+
+
+OPTIONS = [
+    {},
+    {"flatten_parameters": False},
+    {"use_orig_params": True},
+    {"offload": "cpu"},
+    {"offload": "disk", "offload_folder": FOLDER},
+    {"mixed_precision": True, "compute_dtype": torch.bfloat16},
+    {"use_orig_params": True, "offload": "disk", "offload_folder": FOLDER},
+]
+
+
+def with_folder(options: dict[str, Any], folder: Path) -> dict[str, Any]:
+    return {name: folder if value is FOLDER or value == FOLDER else value for name, value in options.items()}
+
+
+@parametrize_pairs(world_size=[3, 1, 2, 4], options=OPTIONS, nested=[True, False], files=[1, 2])
+def test_the_model_has_the_values_of_the_files(
+    ranks: RankPool, tmp_path: Path, world_size: int, options: dict[str, Any], nested: bool, files: int
+) -> None:
+    save(tmp_path, other_values(), files)
+    ranks(world_size).run(_load, tmp_path, with_folder(options, tmp_path / "offload"), nested)
+
+
+def _load(path: Path, options: dict[str, Any], nested: bool) -> None:
+    model = nested_mlp(fully_sharded(**options), nested=nested)
+    result = load_safetensors(model, path)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    assert_equal_states(model.state_dict(), other_values())
+
+
+@parametrize_pairs(options=OPTIONS, world_size=[2, 3])
+def test_a_forward_before_does_not_leave_stale_parameters(
+    ranks: RankPool, tmp_path: Path, options: dict[str, Any], world_size: int
+) -> None:
+    save(tmp_path, other_values())
+    ranks(world_size).run(_load_between_steps, tmp_path, with_folder(options, tmp_path / "offload"))
+
+
+def _load_between_steps(path: Path, options: dict[str, Any]) -> None:
+    model = nested_mlp(fully_sharded(**options, reshard_after_forward=False))
+    inputs = torch.ones(2, 5)
+    with model.no_sync():
+        model(inputs).sum().backward()  # leaves parameters whole
+    load_safetensors(model, path)
+    expected = nested_mlp(fully_sharded(**options))
+    expected.load_state_dict(other_values())
+    assert torch.equal(model(inputs), expected(inputs))
+
+
+class _Loaded:
+    """Wraps a model and loads it."""
+
+    def __init__(self, make: Callable[..., nn.Module], path: Path, **options: Any) -> None:
+        self._make, self._path, self._wrap = make, path, fully_sharded(**options)
+
+    def __call__(self, wrap: Wrap) -> nn.Module:
+        if wrap is keep:
+            return self._make(seed=1)
+        model = self._make(self._wrap)
+        load_safetensors(model, self._path)
+        return model
+
+
+@parametrize_pairs(options=OPTIONS[:4], world_size=[3, 4])
+def test_a_loaded_model_trains_like_the_plain_one(
+    ranks: RankPool, tmp_path: Path, options: dict[str, Any], world_size: int
+) -> None:
+    save(tmp_path, other_values())
+    ranks(world_size).run(_train, tmp_path, options)
+
+
+def _train(path: Path, options: dict[str, Any]) -> None:
+    assert_parity(_Loaded(nested_mlp, path, **options), sgd_with_momentum, wrap=fully_sharded())
+
+
+def test_ranks_that_keep_nothing_of_a_parameter_gather_it_again(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path, {"scale": torch.tensor(-3.0)})
+    ranks(3).run(_load_one_number, tmp_path)
+
+
+def _load_one_number(path: Path) -> None:
+    model = nested_mlp(fully_sharded(reshard_after_forward=False))
+    inputs = torch.ones(2, 5)
+    with model.no_sync():
+        before = model(inputs)
+    load_safetensors(model, path, strict=False)
+    assert not torch.equal(model(inputs), before)
+
+
+# Other dtypes
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_values_of_another_dtype_are_cast(ranks: RankPool, tmp_path: Path, dtype: torch.dtype) -> None:
+    save(tmp_path, {name: value.to(dtype) for name, value in other_values().items()})
+    ranks(3).run(_load_cast, tmp_path, dtype)
+
+
+def _load_cast(path: Path, dtype: torch.dtype) -> None:
+    model = nested_mlp(fully_sharded())
+    load_safetensors(model, path)
+    assert_equal_states(model.state_dict(), {name: v.to(dtype).float() for name, v in other_values().items()})
+
+
+def test_shards_keep_the_precision_of_the_optimizer(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path, other_values())
+    ranks(2).run(_load_under_policy, tmp_path)
+
+
+def _load_under_policy(path: Path) -> None:
+    policy = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    model = nested_mlp(fully_sharded(mixed_precision=policy))
+    load_safetensors(model, path)
+    assert_equal_states(model.state_dict(), other_values())
+
+
+def test_complex_values_do_not_become_real(tmp_path: Path) -> None:
+    save(tmp_path, {"weight": torch.ones(2, 2, dtype=torch.complex64), "bias": torch.ones(2)})
+    model = FullyShardedDataParallel(nn.Linear(2, 2), Alone())
+    with pytest.raises(RuntimeError, match=r"weight in .* is of torch.complex64, and the model's of torch.float32"):
+        load_safetensors(model, tmp_path)
+
+
+# What is not flat
+
+
+class WithBuffers(nn.Module):
+    """A batch norm beside a layer, a table that is not in memory in row-major order, and one that is not saved."""
+
+    table: Tensor
+    own: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("table", torch.zeros(4, 3).t())
+        self.register_buffer("own", torch.ones(2), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(self.norm(inputs)) @ self.table
+
+
+def state_with_buffers() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    state = WithBuffers().state_dict()
+    return {
+        name: torch.rand(value.shape, generator=generator) if value.is_floating_point() else torch.tensor(7)
+        for name, value in state.items()
+    }
+
+
+POLICY = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+
+
+@parametrize_pairs(options=[{}, {"mixed_precision": POLICY}, {"use_orig_params": True}], world_size=[2, 3])
+def test_buffers_are_read_whole_on_every_rank(
+    ranks: RankPool, tmp_path: Path, options: dict[str, Any], world_size: int
+) -> None:
+    save(tmp_path, state_with_buffers())
+    ranks(world_size).run(_load_buffers, tmp_path, options)
+
+
+def _load_buffers(path: Path, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = FullyShardedDataParallel(WithBuffers(), **options)
+    with counted_reads() as sizes:
+        load_safetensors(model, path)
+    assert sum(sizes) == shard_bytes(model) + sum(b.nbytes for b in WithBuffers().buffers()) - 2 * 4
+    assert_equal_states(model.state_dict(), state_with_buffers())
+    assert torch.equal(model.module.own, torch.ones(2, dtype=model.module.own.dtype))
+    inputs = torch.rand(4, 3)
+    plain = WithBuffers().eval()
+    plain.load_state_dict(state_with_buffers())
+    tolerance = {"rtol": 0.1, "atol": 0.1} if options.get("mixed_precision") else {}
+    torch.testing.assert_close(model.eval()(inputs).float(), plain(inputs), **tolerance)
+
+
+def test_buffers_without_memory_get_some(tmp_path: Path) -> None:
+    save(tmp_path, state_with_buffers())
+    module = WithBuffers()
+    module.table = module.table.to("meta")
+    model = FullyShardedDataParallel(module, Alone())
+    load_safetensors(model, tmp_path)
+    assert torch.equal(model.state_dict()["table"], state_with_buffers()["table"])
+
+
+def test_ignored_parameters_are_read_whole(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path, other_values())
+    ranks(3).run(_load_ignored, tmp_path)
+
+
+def _load_ignored(path: Path) -> None:
+    plain = nested_mlp()
+    model = FullyShardedDataParallel(plain, ignored_modules=[plain.entry], ignored_parameters=[plain.scale])
+    weight = plain.entry.weight
+    load_safetensors(model, path)
+    assert_equal_states(model.state_dict(), other_values())
+    assert plain.entry.weight is weight
+
+
+def test_a_plain_model_with_units_inside_is_loaded_as_a_whole(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path, other_values())
+    ranks(3).run(_load_plain_around_units, tmp_path)
+
+
+def _load_plain_around_units(path: Path) -> None:
+    model = nested_mlp()
+    model.trunk = FullyShardedDataParallel(model.trunk)
+    model.gate = FullyShardedDataParallel(model.gate, flatten_parameters=False)
+    load_safetensors(model, path)
+    assert_equal_states(model.state_dict(), other_values())
+
+
+def test_a_model_without_units_is_loaded_in_place(tmp_path: Path) -> None:
+    save(tmp_path, other_values())
+    model = nested_mlp()
+    before = {name: (id(param), param._version) for name, param in model.named_parameters()}
+    load_safetensors(model, tmp_path)
+    assert_equal_states(model.state_dict(), other_values())
+    assert {name: (id(param), param._version - 1) for name, param in model.named_parameters()} == before
+
+
+def test_one_unit_of_a_model_is_loaded_by_itself(ranks: RankPool, tmp_path: Path) -> None:
+    state = {name.removeprefix("trunk."): value for name, value in other_values().items() if name.startswith("trunk.")}
+    save(tmp_path, state)
+    ranks(3).run(_load_one_unit, tmp_path)
+
+
+def _load_one_unit(path: Path) -> None:
+    model = nested_mlp(fully_sharded())
+    load_safetensors(model.trunk, path)
+    own, other = nested_mlp().state_dict(), other_values()
+    assert_equal_states(model.state_dict(), {name: (other if "trunk." in name else own)[name] for name in own})
+
+
+def test_frozen_parameters_are_loaded_and_stay_frozen(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path, other_values())
+    ranks(2).run(_load_frozen, tmp_path)
+
+
+def _load_frozen(path: Path) -> None:
+    plain = nested_mlp()
+    plain.trunk.requires_grad_(False)
+    model = FullyShardedDataParallel(plain)
+    needs = [param.requires_grad for param in model.parameters()]
+    load_safetensors(model, path)
+    assert_equal_states(model.state_dict(), other_values())
+    assert [param.requires_grad for param in model.parameters()] == needs == [True, False]
+
+
+# Names
+
+
+@parametrize_pairs(
+    stored=["tokens.weight", "head.weight"], options=[{}, {"use_orig_params": True}, {"flatten_parameters": False}]
+)
+def test_a_tied_parameter_is_loaded_under_any_of_its_names(
+    ranks: RankPool, tmp_path: Path, stored: str, options: dict[str, Any]
+) -> None:
+    state = tiny_transformer(tied=True, seed=1).state_dict()
+    for name in {"tokens.weight", "head.weight"} - {stored}:
+        del state[name]
+    save(tmp_path, state)
+    ranks(3).run(_load_tied, tmp_path, options)
+
+
+def _load_tied(path: Path, options: dict[str, Any]) -> None:
+    model = tiny_transformer(fully_sharded(**options), tied=True)
+    result = load_safetensors(model, path)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    assert_equal_states(model.state_dict(), tiny_transformer(tied=True, seed=1).state_dict())
+
+
+def test_a_tied_model_trains_on(ranks: RankPool, tmp_path: Path) -> None:
+    state = tiny_transformer(tied=True, seed=1).state_dict()
+    del state["head.weight"]
+    save(tmp_path, state)
+    ranks(2).run(_train_tied, tmp_path)
+
+
+def _train_tied(path: Path) -> None:
+    def make(wrap: Wrap = keep, seed: int = 0) -> nn.Module:
+        return tiny_transformer(wrap, tied=True, seed=seed)
+
+    assert_parity(_Loaded(make, path), sgd_with_momentum, wrap=fully_sharded(), task=TOKENS)
+
+
+def test_names_that_torchs_wrappers_add_are_not_needed(tmp_path: Path) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    save(tmp_path, {"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)})
+    module = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)))
+    model = FullyShardedDataParallel(module, Alone())
+    load_safetensors(model, tmp_path)
+    assert all(bool((value == 1).all()) for value in model.state_dict().values())
+
+
+# What does not fit
+
+
+def test_without_strict_the_result_says_what_does_not_fit(ranks: RankPool, tmp_path: Path) -> None:
+    state = other_values()
+    del state["entry.bias"]
+    save(tmp_path, state | {"more": torch.ones(1)})
+    ranks(3).run(_load_loosely, tmp_path)
+
+
+def _load_loosely(path: Path) -> None:
+    model = nested_mlp(fully_sharded())
+    result = load_safetensors(model, path, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == (["entry.bias"], ["more"])
+    expected = other_values() | {"entry.bias": nested_mlp().state_dict()["entry.bias"]}
+    assert_equal_states(model.state_dict(), {name: expected[name] for name in other_values()})
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_one_error_names_all_that_does_not_fit_and_nothing_is_changed(
+    ranks: RankPool, tmp_path: Path, strict: bool
+) -> None:
+    state = other_values()
+    del state["entry.bias"]
+    save(tmp_path, state | {"more": torch.ones(1), "trunk.0.weight": torch.ones(7, 11)})
+    ranks(3).run(_refuse, tmp_path, strict)
+
+
+def _refuse(path: Path, strict: bool) -> None:
+    model = nested_mlp(fully_sharded())
+    with pytest.raises(RuntimeError) as caught:
+        load_safetensors(model, path, strict=strict)
+    message = str(caught.value)
+    assert "trunk.0.weight in " in message
+    assert "has shape [7, 11], and the model's [11, 7]" in message
+    assert ("missing: entry.bias" in message) is strict
+    assert ("unexpected: more" in message) is strict
+    assert_equal_states(model.state_dict(), nested_mlp().state_dict())
+
+
+def test_a_model_in_use_is_left_alone(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path, other_values())
+    ranks(2).run(_load_in_use, tmp_path)
+
+
+def _load_in_use(path: Path) -> None:
+    model = nested_mlp(fully_sharded())
+    errors: list[str] = []
+
+    def load(*args: Any) -> None:
+        with pytest.raises(RuntimeError) as caught:
+            load_safetensors(model, path)
+        errors.append(str(caught.value))
+
+    hook = model.module.module.exit.register_forward_hook(load)
+    model(torch.ones(2, 5))
+    hook.remove()
+    with model.summon_full_params():
+        load()
+    assert "cannot load safetensors files in the middle of a forward" in errors[0]
+    assert "inside summon_full_params() there are only copies" in errors[1]
+    assert_equal_states(model.state_dict(), nested_mlp().state_dict())
+
+
+def test_a_part_of_a_unit_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, {"weight": torch.ones(7, 5), "bias": torch.ones(7)})
+    model = FullyShardedDataParallel(nested_mlp(), Alone())
+    with pytest.raises(
+        RuntimeError, match=r"this Linear is a part of NestedMlp.* Load safetensors files into the wrap"
+    ):
+        load_safetensors(model.module.module.entry, tmp_path)
+
+
+def test_a_plain_parameter_without_memory_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, {"weight": torch.ones(2, 2), "bias": torch.ones(2)})
+    with pytest.raises(RuntimeError, match="weight is on the meta device: give it memory first"):
+        load_safetensors(nn.Linear(2, 2, device="meta"), tmp_path)
+
+
+def test_ranks_with_different_files_are_told(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path, other_values())
+    (tmp_path / "other").mkdir()
+    save(tmp_path / "other", other_values() | {"more": torch.ones(1)})
+    ranks(3).run(_load_different_files, tmp_path)
+
+
+def _load_different_files(path: Path) -> None:
+    model = nested_mlp(fully_sharded())
+    with pytest.raises(RuntimeError, match=r"different safetensors files: rank 0 has .* and rank 2 has .*other/model"):
+        load_safetensors(model, path / "other" if dist.get_rank() == 2 else path, strict=False)
+
+
+def test_a_rank_without_the_file_does_not_leave_the_others_waiting(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path, other_values())
+    ranks(3).run(_load_missing_file, tmp_path)
+
+
+def _load_missing_file(path: Path) -> None:
+    model = nested_mlp(fully_sharded())
+    if dist.get_rank() == 1:
+        with pytest.raises(FileNotFoundError, match="nowhere"):
+            load_safetensors(model, path / "nowhere")
+    else:
+        with pytest.raises(RuntimeError, match=r"rank 1 could not open its safetensors files.*FileNotFound.*nowhere"):
+            load_safetensors(model, path)
+
+
+def test_a_rank_that_cannot_read_does_not_leave_the_others_waiting(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path, other_values())
+    ranks(3).run(_load_unreadable, tmp_path)
+
+
+def _load_unreadable(path: Path) -> None:
+    model = nested_mlp(fully_sharded())
+    is_broken = dist.get_rank() == 1
+    broken = mock.patch("os.preadv", side_effect=OSError("the disk is gone"))
+    raised = OSError if is_broken else RuntimeError
+    with broken if is_broken else nullcontext(), pytest.raises(raised, match="the disk is gone"):
+        load_safetensors(model, path)
+
+
+# What it costs
+
+
+@parametrize_pairs(world_size=[1, 2, 3, 4], options=OPTIONS)
+def test_pain_point_20_each_rank_reads_only_what_it_keeps(
+    ranks: RankPool, tmp_path: Path, world_size: int, options: dict[str, Any]
+) -> None:
+    save(tmp_path, other_values())
+    read = ranks(world_size).run(_count, tmp_path, with_folder(options, tmp_path / "offload"))
+    assert sum(read) == sum(value.nbytes for value in other_values().values())
+
+
+def _count(path: Path, options: dict[str, Any]) -> int:
+    model = nested_mlp(fully_sharded(**options))
+    with counted_reads() as sizes:
+        load_safetensors(model, path)
+    assert sum(sizes) == shard_bytes(model)
+    return sum(sizes)
+
+
+@parametrize_pairs(dtype=[torch.float32, torch.bfloat16], world_size=[2, 4], offload=["no", "disk"])
+def test_pain_point_20_no_rank_holds_a_whole_parameter(
+    ranks: RankPool, tmp_path: Path, dtype: torch.dtype, world_size: int, offload: str
+) -> None:
+    save_file({"weight": torch.ones(2048, 2048).to(dtype)}, tmp_path / "model.safetensors")
+    options = {"offload": "disk", "offload_folder": tmp_path / "offload"} if offload == "disk" else {}
+    ranks(world_size).run(_load_large, tmp_path, options)
+
+
+def _load_large(path: Path, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = FullyShardedDataParallel(nn.Linear(2048, 2048, bias=False), **options)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        load_safetensors(model, path)
+    largest = max((event.cpu_memory_usage for event in profile.events()), default=0)
+    assert largest <= 4 << 20  # the buffer for casts
+    with model.summon_full_params():
+        assert bool((model.module.weight == 1).all())
