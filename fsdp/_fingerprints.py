@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 _WORDS = 1 << 16  # of 8 bytes, at a time: what is computed with stays in the processor's cache
-_ROWS_ELSEWHERE = 32  # so many times that at once where starting a kernel costs more than memory
+# How many times that at once, by kind of device: elsewhere starting a kernel costs more than memory.
+_BLOCKS = {"cpu": 1}
+_BLOCKS_ELSEWHERE = 32
 _STEP = 6364136223846793005  # an odd multiplier (Knuth's, of his generator of 64 bits)
 _MASK = (1 << 64) - 1
 
@@ -31,9 +33,9 @@ def fingerprint(tensor: Tensor) -> int:
     """
     # As bytes: a parameter need not begin or end at a whole word.
     data = tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
-    weights = _weights(data.device)
+    weights = _weights(data.device, _WORDS)
     sums: list[Tensor] = []
-    block = 8 * _WORDS * (1 if data.device.type == "cpu" else _ROWS_ELSEWHERE)
+    block = 8 * _WORDS * _BLOCKS.get(data.device.type, _BLOCKS_ELSEWHERE)
     for start in range(0, data.numel(), block):
         part = data[start : start + block]
         whole = part.numel() // (8 * _WORDS) * 8 * _WORDS
@@ -55,13 +57,13 @@ def _products(part: Tensor) -> Tensor:
         padded[: part.numel()] = part
         part = padded
     words = part.view(torch.int64)
-    return (words >> 32).bitwise_xor_(words)
+    return (words >> 32).bitwise_and_(0xFFFFFFFF).bitwise_xor_(words)  # the shift fills up with the topmost bit
 
 
 @cache
-def _weights(device: torch.device) -> Tensor:
+def _weights(device: torch.device, count: int) -> Tensor:
     generator = torch.Generator().manual_seed(0x5EED)  # leaves the user's random numbers alone
-    numbers = torch.randint(-(1 << 62), 1 << 62, (_WORDS,), generator=generator, device="cpu")
+    numbers = torch.randint(-(1 << 62), 1 << 62, (count,), generator=generator, device="cpu")
     return (2 * numbers + 1).to(device)
 
 

@@ -39,7 +39,7 @@ def take_states_of_first(
     """
     tensors = {f"{places[0].fqn}": local_part(param) for param, places in found.items()} | _buffers(module, ignored)
     described = [f"{name}{list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()]
-    for comm in comms:
+    for comm in (one for one in comms if one.world_size > 1):
         if comm.peers_answer:
             agree_on_plan(comm, [(type(module).__name__, described)])
         with torch.no_grad():
