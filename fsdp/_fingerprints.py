@@ -81,7 +81,7 @@ class Fingerprints:
     @classmethod
     def of(cls, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> Fingerprints:
         """Of whole parameters (of `DTensor`s, local parts), and of what this rank keeps of each."""
-        return cls(map(fingerprint, wholes), map(fingerprint, parts))
+        return cls((None if whole.is_meta else fingerprint(whole) for whole in wholes), map(fingerprint, parts))
 
     def forget(self, slots: Iterable[int]) -> None:
         """These parameters got other values."""

@@ -49,7 +49,7 @@ class FollowsChanges(HandleState):
                 self.keep(slot, self.whole.leaves[slot])
             for slot in replaced:
                 self.keep(slot, self.registry.assigned(slot))
-            self.note_values([*written, *replaced])
+            self.note_written([*written, *replaced])
         except ValueError as error:
             raise RuntimeError(
                 f"{self.name}: a parameter was replaced after wrapping by what cannot be kept: {error}. Assign an "
@@ -131,22 +131,23 @@ class FollowsChanges(HandleState):
 
         It is not called on ranks that keep nothing of the parameter.
         """
+        self.follow_shard()
         interval = self.layout.interval(slot, self.comm.rank)
         if interval is not None:
             read(self._shard[interval.offset : interval.offset + interval.numel], interval.start)
         increment_version(self.flat_param)  # as in `store`, and because memory may be written past its counter
-        self.note_values([slot])
+        self.note_written([slot])
 
     # --- what was seen at wrapping ------------------------------------------------------------------------------
 
-    def note_values(self, slots: Iterable[int]) -> None:
+    def note_written(self, slots: Iterable[int]) -> None:
         """These parameters were given new values, on purpose."""
         if self.fingerprints is not None:
             self.fingerprints.forget(slots)
 
     def settle_fingerprints(self) -> None:
         """Forget those of parameters that were written in ways which nobody announced."""
-        if self.fingerprints is not None:
+        if self.fingerprints is not None and self.flat_param.numel() == self.layout.shard_numel:
             self.fingerprints.forget_written(self.layout.parts(self._shard, self.comm.rank))
             self.home.release()
 

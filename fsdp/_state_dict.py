@@ -60,7 +60,8 @@ class Exposure:
         problems: list[str] = []
         for handle, slot, param, version in self._shown if self._keep_changes else ():
             if _listed(handle.places[slot][0]) is not param or param._version != version:
-                handle.note_values([slot])  # what was only looked at, is as the ranks have wrapped it
+                handle.note_written([slot])  # what was only looked at, is as the ranks have wrapped it
+        self._shown = []
         for handle in self._handles:
             problems += _remove(handle, self._keep_changes)
         self._unit.restore_order()

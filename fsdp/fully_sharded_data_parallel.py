@@ -183,7 +183,8 @@ class FullyShardedDataParallel(WrapperState):
         device = self._options.device_for(params_are_on)
         self.process_group_reduce_scatter = self._reduce_group(reduce_over, device)
         if self._options.sync_module_states:
-            take_states_of_first(module, found, ignored, [communicator(self.process_group, device)], device)
+            comms = [communicator(self.process_group, device)]
+            found = take_states_of_first(module, found, ignored, comms, device)
         self._unit = self._make_unit(module, device, ignored)
         try:
             alone = self._cut(module, found, key)

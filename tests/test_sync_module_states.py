@@ -12,7 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, auto_wrap, enable_wrap, module_wrap_policy
-from fsdp._comm import LoneRank
+from fsdp._comm import LoneRank, communicator
+from fsdp._flat_param import ParamInfo
+from fsdp._ignored import Ignored
+from fsdp._synchronise import take_states_of_first
 from tests._ranks import RankPool
 from tests.models import Wrap, keep, nested_mlp, tiny_transformer
 from tests.pairs import parametrize_pairs
@@ -207,6 +210,33 @@ def _allocate() -> None:
     with mock.patch("torch.distributed.broadcast", broadcast):
         FullyShardedDataParallel(plain, sync_module_states=True)
     assert sorted(sent) == sorted(places)
+
+
+def test_what_has_no_memory_on_other_ranks_gets_some(ranks: RankPool) -> None:
+    ranks(3).run(_send_to_meta)
+
+
+def _send_to_meta() -> None:
+    module = nn.BatchNorm1d(3, device="cpu" if dist.get_rank() == 0 else "meta")
+    module.running_mean = torch.full((3,), 5.0, device=module.weight.device)
+    found = {param: [ParamInfo(module, name, name)] for name, param in module.named_parameters()}
+    comms = [communicator(dist.group.WORLD, torch.device("cpu"))]
+    changed = take_states_of_first(module, found, Ignored(), comms, torch.device("cpu"))
+    assert list(changed) == list(module.parameters())
+    expected = {"weight": 1, "bias": 0, "running_mean": 5, "running_var": 1, "num_batches_tracked": 0}
+    assert {name: value.unique().item() for name, value in module.state_dict().items()} == expected
+
+
+def test_rank_0_needs_values(ranks: RankPool) -> None:
+    ranks(2).run(_send_nothing)
+
+
+def _send_nothing() -> None:
+    module = nn.BatchNorm1d(3)
+    if dist.get_rank() == 0:
+        module.running_mean = torch.empty(3, device="meta")
+    with pytest.raises(RuntimeError, match="running_mean is on the meta device on rank 0"):
+        FullyShardedDataParallel(module, sync_module_states=True)
 
 
 def test_a_rank_that_has_built_another_model_is_named(ranks: RankPool) -> None:
