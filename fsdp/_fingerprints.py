@@ -32,7 +32,7 @@ def fingerprint(tensor: Tensor) -> int:
     nothing else of the topmost bit.
     """
     # As bytes: a parameter need not begin or end at a whole word.
-    data = tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    data = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
     weights = _weights(data.device, _WORDS)
     sums: list[Tensor] = []
     block = 8 * _WORDS * _BLOCKS.get(data.device.type, _BLOCKS_ELSEWHERE)

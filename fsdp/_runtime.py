@@ -143,6 +143,7 @@ class Runtime:
         if not self._has_compared_values:
             agree_on_values([(unit.name, unit) for unit in self.units])
             self._has_compared_values = True
+            return_freed_memory()
         self._forward_order.begin()
 
     def _fetch(self, unit: Unit, order: ExecutionOrder[Unit]) -> None:
