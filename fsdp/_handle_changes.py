@@ -131,7 +131,6 @@ class FollowsChanges(HandleState):
 
         It is not called on ranks that keep nothing of the parameter.
         """
-        self.follow_shard()
         interval = self.layout.interval(slot, self.comm.rank)
         if interval is not None:
             read(self._shard[interval.offset : interval.offset + interval.numel], interval.start)

@@ -63,6 +63,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
         ensure_agreed(unit)
     for handle in _handles(units):
         handle.absorb()
+        handle.follow_shard()
     comms = list(dict.fromkeys(unit.comm for unit in outermost))
     with _opened(path, comms) as files:
         targets = [*_sharded(model, units), *_unsharded(model, units)]
@@ -116,7 +117,6 @@ class _Slot:
         return self.handle.flat_param.parts[self.slot]
 
     def fill(self, files: SafetensorsFiles, key: str) -> None:
-        self.handle.settle()
         self.handle.home.check(self.handle.name)
         self.handle.fill(self.slot, lambda shard, start: _read_part(files, key, shard, start, self.part))
         self.handle.home.release()

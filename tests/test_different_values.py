@@ -227,13 +227,14 @@ def _written(change: str, options: dict[str, Any]) -> None:
     forward(model)
 
 
-def test_files_that_were_loaded_are_not_compared(ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
+def test_files_that_were_loaded_are_not_compared(ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
     save_file(nested_mlp(seed=0).state_dict(), tmp_path / "model.safetensors")
-    ranks(3).run(_written_by_files, tmp_path)
+    ranks(3).run(_written_by_files, tmp_path, options)
 
 
-def _written_by_files(path: Path) -> None:
-    model = seeded_by_rank()
+def _written_by_files(path: Path, options: dict[str, Any]) -> None:
+    model = seeded_by_rank(**options)
     load_safetensors(model, path)
     assert torch.equal(model(INPUTS), nested_mlp(seed=0)(INPUTS))
 
@@ -244,9 +245,16 @@ def test_assigned_parameters_are_not_compared(ranks: RankPool) -> None:
 
 def _assigned() -> None:
     torch.manual_seed(dist.get_rank())
-    model = FullyShardedDataParallel(nn.Linear(5, 1, bias=False))
-    model.module.module.weight = nn.Parameter(torch.ones(1, 5))
-    assert torch.equal(model(INPUTS), torch.full((2, 1), 5.0))
+    model = FullyShardedDataParallel(nn.Linear(5, 1), flatten_parameters=False)
+    layer = model.module.module
+    layer.weight = nn.Parameter(torch.ones(1, 5))
+    layer.bias = nn.Parameter(bias_of(seed=0))  # all of it is on rank 0, which has this value already
+    assert torch.equal(model(INPUTS), 5 + bias_of(seed=0).expand(2, 1))
+
+
+def bias_of(seed: int) -> Tensor:
+    torch.manual_seed(seed)
+    return nn.Linear(5, 1).bias.detach()
 
 
 @pytest.mark.parametrize("what", ["look", "load a part"])
@@ -273,7 +281,7 @@ def test_a_model_that_was_cast_since_is_still_compared(ranks: RankPool) -> None:
 def _cast() -> None:
     assert_refused(seeded_by_rank().double().half(), lambda model: model(INPUTS.half()))
     model = seeded_by_rank()
-    load_state_dict(model)
+    write_to_shards(model)
     model.double()(INPUTS.double())
 
 

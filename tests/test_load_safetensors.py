@@ -116,6 +116,20 @@ def _load_one_number(path: Path) -> None:
     assert not torch.equal(model(inputs), before)
 
 
+def test_what_was_assigned_gives_way(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path, other_values())
+    ranks(2).run(_assign_and_load, tmp_path)
+
+
+def _assign_and_load(path: Path) -> None:
+    model = nested_mlp(fully_sharded())
+    model.entry.bias = nn.Parameter(torch.ones(7))
+    with counted_reads() as sizes:
+        load_safetensors(model, path)
+    assert sum(sizes) == shard_bytes(model)
+    assert_equal_states(model.state_dict(), other_values())
+
+
 # Other dtypes
 
 

@@ -80,6 +80,14 @@ def _load_in_use(path: Path) -> None:
     assert_equal_states(model.state_dict(), nested_mlp().state_dict())
 
 
+def test_a_shard_that_was_replaced_by_something_else_is_named(tmp_path: Path) -> None:
+    save(tmp_path, other_values())
+    model = FullyShardedDataParallel(nested_mlp(), Alone())
+    model.params[0].data = torch.zeros(3)
+    with pytest.raises(RuntimeError, match=r"shard has 3 elements instead of \d+: its \.data was replaced"):
+        load_safetensors(model, tmp_path)
+
+
 def test_a_part_of_a_unit_is_refused(tmp_path: Path) -> None:
     save(tmp_path, {"weight": torch.ones(7, 5), "bias": torch.ones(7)})
     model = FullyShardedDataParallel(nested_mlp(), Alone())
