@@ -62,7 +62,7 @@ def _products(part: Tensor) -> Tensor:
 
 @cache
 def _weights(device: torch.device, count: int) -> Tensor:
-    generator = torch.Generator().manual_seed(0x5EED)  # leaves the user's random numbers alone
+    generator = torch.Generator("cpu").manual_seed(0x5EED)  # leaves the user's random numbers alone
     numbers = torch.randint(-(1 << 62), 1 << 62, (count,), generator=generator, device="cpu")
     return (2 * numbers + 1).to(device)
 

@@ -158,7 +158,7 @@ class SafetensorsFiles:
             self._fill(stored, flat, begin)
             return
         step = _CHUNK_BYTES // stored.dtype.itemsize
-        buffer = torch.empty(min(step, flat.numel()), dtype=stored.dtype)
+        buffer = torch.empty(min(step, flat.numel()), dtype=stored.dtype, device="cpu")
         for first in range(0, flat.numel(), step):
             part = buffer[: flat.numel() - first]
             self._fill(stored, part, begin + first * stored.dtype.itemsize)

@@ -420,6 +420,14 @@ def test_how_much_is_done_at_once_does_not_count() -> None:
         assert fingerprint(value) == expected
 
 
+def test_the_default_device_does_not_count() -> None:
+    value = torch.arange(50.0)
+    with mock.patch("fsdp._fingerprints._WORDS", 17):
+        with torch.device("meta"):
+            found = fingerprint(value)
+        assert found == fingerprint(value.clone())
+
+
 def test_random_numbers_of_the_user_are_left_alone() -> None:
     before = torch.get_rng_state()
     fingerprint(torch.ones(3))

@@ -131,6 +131,14 @@ def test_other_dtypes_are_cast_in_pieces_of_4_mib(tmp_path: Path) -> None:
     assert sizes == [4 << 20, 4 << 20, 12_000_000 - (8 << 20)]
 
 
+def test_the_default_device_does_not_matter(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "a.safetensors")
+    found = torch.empty(3, 4, dtype=torch.float64)
+    with SafetensorsFiles(tmp_path / "a.safetensors") as files, torch.device("meta"):
+        files.read("matrix", found)
+    assert torch.equal(found, TENSORS["matrix"].double())
+
+
 def test_a_read_that_comes_in_parts_is_completed(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "a.safetensors")
 
