@@ -43,7 +43,7 @@ class Exposure:
         values = [handle.full_copies() for handle in self._handles]  # may fail: nothing is changed before
         self._outer_state, unit.state = unit.state, TrainingState.SUMMON_FULL_PARAMS
         unit.buffers.widen()
-        self._shown = [
+        self._installed = [
             (handle, slot, param, param._version)
             for handle, tensors in zip(self._handles, values, strict=True)
             for slot, param in enumerate(_install(handle, tensors))
@@ -58,10 +58,10 @@ class Exposure:
                 shape. Everything else is kept, and the unit is usable.
         """
         problems: list[str] = []
-        for handle, slot, param, version in self._shown if self._keep_changes else ():
+        for handle, slot, param, version in self._installed if self._keep_changes else ():
             if _listed(handle.places[slot][0]) is not param or param._version != version:
                 handle.note_written([slot])  # what was only looked at, is as the ranks have wrapped it
-        self._shown = []
+        self._installed = []
         for handle in self._handles:
             problems += _remove(handle, self._keep_changes)
         self._unit.restore_order()
