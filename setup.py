@@ -33,7 +33,7 @@ setup(
     install_requires=["torch>=2.11", "numpy"],
     extras_require={
         "train": ["tqdm"],
-        "test": ["pytest>=8", "parameterized", "hypothesis"],
+        "test": ["pytest>=8", "parameterized", "hypothesis", "safetensors"],
         "dev": ["ruff", "mypy"],
     },
     zip_safe=False,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -150,6 +150,47 @@ class MeshPart:
                 start = min(self.mesh.get_local_rank(number) * each, total)
                 value = value.narrow(dim, start, min(each, total - start))
         return value
+
+    def cut_dim(self, name: str) -> int | None:
+        """The only dimension along which it is cut; None if every rank of the mesh has all of it.
+
+        Raises:
+            NotImplementedError: if it is cut along several, or is neither cut nor copied.
+        """
+        if not all(placement.is_shard() or placement.is_replicate() for placement in self.placements):
+            raise NotImplementedError(
+                f"{name} has placements {list(self.placements)}: only Shard and Replicate are read"
+            )
+        dims = {self.placements[number].dim % len(self.shape) for number in self.sharded_dims}  # type: ignore[attr-defined]
+        if len(dims) > 1:
+            raise NotImplementedError(
+                f"{name} is cut along dimensions {sorted(dims)} ({self}): a file can be read into parameters that are "
+                "cut along one. Load it with load_state_dict."
+            )
+        return dims.pop() if dims else None
+
+    def ranges(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Where elements ``start:stop`` of the row-major local part are in the row-major whole, in their order.
+
+        One range if it is cut along dimension 0, otherwise one for each row of what is before the dimension.
+        """
+        dim = self.cut_dim(name)
+        if dim is None:
+            yield start, stop
+            return
+        first, size = 0, self.shape[dim]
+        for number in self.sharded_dims:
+            each = -(-size // self.mesh.size(number))
+            begin = min(self.mesh.get_local_rank(number) * each, size)
+            first, size = first + begin, min(each, size - begin)
+        inner = math.prod(self.shape[dim + 1 :])
+        ours, theirs = size * inner, self.shape[dim] * inner
+        while start < stop:
+            row, place = divmod(start, ours)
+            count = min(stop - start, ours - place)
+            begin = row * theirs + first * inner + place
+            yield begin, begin + count
+            start += count
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp._dtensors import MeshPart, is_dtensor, local_part
+from fsdp._fingerprints import Fingerprints
 from fsdp._layout import ContiguousLayout
 from fsdp._placeholder import Placeholder, gradient_elsewhere
 
@@ -52,6 +53,7 @@ class FlatParameter(nn.Parameter):
     _has_unreduced: bool  # gradients were accumulated under `no_sync` and are not in `grad` yet
     home: Any  # where a shard and its gradient live
     group: Hashable = None  # what `group_by` said of its parameters
+    fingerprints: Fingerprints | None = None  # of what it was cut from, until a handle takes them over
 
     def __new__(
         cls, params: Sequence[nn.Parameter], requires_grad: bool = True, names: Sequence[str] | None = None
@@ -81,7 +83,14 @@ class FlatParameter(nn.Parameter):
 
     @classmethod
     def shard_of(
-        cls, params: Sequence[nn.Parameter], names: Sequence[str], rank: int, world_size: int, home: Any, align: int = 1
+        cls,
+        params: Sequence[nn.Parameter],
+        names: Sequence[str],
+        rank: int,
+        world_size: int,
+        home: Any,
+        align: int = 1,
+        replicas: int = 1,
     ) -> FlatParameter:
         """One rank's shard of the flat parameter, cut straight from the parameters: there is never a whole copy.
 
@@ -90,6 +99,7 @@ class FlatParameter(nn.Parameter):
             rank, world_size: which shard, of how many.
             home: where it lives (a `Home`).
             align: each parameter starts at a multiple of so many elements.
+            replicas: how many ranks hold this shard.
         """
         locals_ = [local_part(param) for param in params]
         shapes = tuple(local.shape for local in locals_)
@@ -100,6 +110,8 @@ class FlatParameter(nn.Parameter):
         self = home.flat_parameter._build(shard, params[0].requires_grad, tuple(names), shapes)
         self.parts = tuple(MeshPart.of(param) for param in params)
         self._is_sharded, self._align = world_size > 1 and layout.numel > 0, align
+        if world_size * replicas > 1 and layout.numel > 0:  # later nobody knows what the others have seen
+            self.fingerprints = Fingerprints.of(locals_, layout.parts(shard, rank))
         self.home = home
         home.release()
         return self

@@ -247,7 +247,7 @@ def _by_machine(group: Group) -> tuple[Group, Group | None]:
     given = os.environ.get("LOCAL_WORLD_SIZE", "missing")
     local = int(given) if given.isdecimal() else 0
     if (group, local) not in _made:
-        agree_on(communicator(group, _HOST), "values of LOCAL_WORLD_SIZE", given)
+        agree_on([communicator(group, _HOST)], "values of LOCAL_WORLD_SIZE", given)
         _made[group, local] = _split(group, local, given)
     return _made[group, local]
 

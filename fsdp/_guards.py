@@ -128,6 +128,7 @@ class Conversions:
             return self._convert(fn, recurse)  # nothing of the shards changes, or it was refused
         for handle in unit.seen:
             handle.absorb()
+            handle.settle_fingerprints()
         if unit.runtime is not None:
             unit.runtime.release()
         device = fn(torch.empty(0, device=unit.device)).device

@@ -68,6 +68,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
     ) -> None:
         self.flat_param = flat_param
         self.home = flat_param.home
+        self.fingerprints, flat_param.fingerprints = flat_param.fingerprints, None
         self.connect(comm, reduce_comm, replicas)
         self.layout = flat_param.make_layout(self.comm.world_size)
         self.name, self._unit_name = "", "its unit"

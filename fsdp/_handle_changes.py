@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,7 @@ class FollowsChanges(HandleState):
                 self.keep(slot, self.whole.leaves[slot])
             for slot in replaced:
                 self.keep(slot, self.registry.assigned(slot))
+            self.note_written([*written, *replaced])
         except ValueError as error:
             raise RuntimeError(
                 f"{self.name}: a parameter was replaced after wrapping by what cannot be kept: {error}. Assign an "
@@ -125,3 +126,37 @@ class FollowsChanges(HandleState):
             # Ranks that keep nothing of this parameter must find the shard changed as the others do, or they would
             # not take part in the next gather.
             increment_version(self.flat_param)
+
+    def fill(self, slot: int, read: Callable[[Tensor, int], None]) -> None:
+        """Have `read` write this rank's part of a parameter: it gets that, and the number of its first element.
+
+        It is not called on ranks that keep nothing of the parameter.
+        """
+        interval = self.layout.interval(slot, self.comm.rank)
+        if interval is not None:
+            read(self._shard[interval.offset : interval.offset + interval.numel], interval.start)
+        increment_version(self.flat_param)  # as in `store`, and because memory may be written past its counter
+        self.note_written([slot])
+
+    # --- what was seen at wrapping ------------------------------------------------------------------------------
+
+    def note_written(self, slots: Iterable[int]) -> None:
+        """These parameters were given new values, on purpose."""
+        if self.fingerprints is not None:
+            self.fingerprints.forget(slots)
+
+    def settle_fingerprints(self) -> None:
+        """Forget those of parameters that were written in ways which nobody announced."""
+        if self.fingerprints is not None and self.flat_param.numel() == self.layout.shard_numel:
+            self.fingerprints.forget_written(self.layout.parts(self._shard, self.comm.rank))
+            self.home.release()
+
+    def renew_fingerprints(self) -> None:
+        """The shard was cast or moved since `settle_fingerprints`."""
+        if self.fingerprints is not None:
+            self.fingerprints.follow(self.layout.parts(self._shard, self.comm.rank))
+            self.home.release()
+
+    @property
+    def _shard(self) -> Tensor:
+        return self.flat_param.detach().as_subclass(Tensor)

@@ -10,6 +10,7 @@ import torch
 from fsdp._collect import text_of_key
 from fsdp._comm import Communicator
 from fsdp._comm_hook import CommHook
+from fsdp._fingerprints import Fingerprints
 from fsdp._flat_param import FlatParameter, ParamInfo
 from fsdp._gradients import GradientBuffer
 from fsdp._layout import ContiguousLayout, Interval
@@ -52,6 +53,7 @@ class HandleState:
     gradients: GradientBuffer
     has_frozen: bool
     comm_hook: CommHook | None = None
+    fingerprints: Fingerprints | None = None  # until the ranks have compared them, and where there are others
     is_exposed = False  # its places hold whole, ordinary parameters
 
     _precision: Precision

@@ -123,6 +123,11 @@ class Layout(ABC):
         self._check(shard, self.shard_numel, "shard")
         return {i.slot: shard[i.offset : i.offset + i.numel] for i in self.intervals(rank)}
 
+    def parts(self, shard: Tensor, rank: int) -> list[Tensor]:
+        """As `pieces`, of every parameter: empty where the rank has nothing of it."""
+        pieces = self.pieces(shard, rank)
+        return [pieces.get(slot, shard[:0]) for slot in range(len(self.slots))]
+
     @abstractmethod
     def unpack(self, full: Tensor) -> list[Tensor]:
         """Every parameter in its shape, from a gathered buffer ``[padded_numel]``; views where possible."""

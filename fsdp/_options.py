@@ -44,6 +44,7 @@ class Options:
     use_orig_params: bool
     verbose: bool
     allow_reset_parameters: bool
+    sync_module_states: bool
 
     # As FairScale's users read them; what they mean is in `precision` and `offload`.
     mixed_precision: bool | MixedPrecision

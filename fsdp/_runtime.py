@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp._agreement import agree
+from fsdp._agreement import agree, agree_on_values
 from fsdp._autograd import BackwardPass, in_backward
 from fsdp._collect import is_ours
 from fsdp._forward import Call, TrainingState
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 class Runtime:
     """Decides when the units of one tree gather, free and reduce.
 
-    Collective at construction: the ranks compare what they have built.
+    Collective at construction: the ranks compare what they have built; their values at the first forward.
 
     Args:
         root: the outermost unit.
@@ -59,6 +59,7 @@ class Runtime:
         settle_shares(root, named_units, all_inside=True)
         self._refuse_strangers()
         agree(root.everyone, named_units)
+        self._has_compared_values = False  # not yet: a checkpoint may be loaded before anything is computed
         self._adopt(named_units)
         return_freed_memory()
         self.root_reshards = root.reshard_after_forward
@@ -139,6 +140,10 @@ class Runtime:
                     f"a second root: unit '{unit.name}' now belongs to another root, since it was wrapped and called "
                     "there. Use only one of the two, or call `_reset_lazy_init()` on this one first."
                 )
+        if not self._has_compared_values:
+            agree_on_values([(unit.name, unit) for unit in self.units])
+            self._has_compared_values = True
+            return_freed_memory()
         self._forward_order.begin()
 
     def _fetch(self, unit: Unit, order: ExecutionOrder[Unit]) -> None:

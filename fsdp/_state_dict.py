@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp._agreement import agree
+from fsdp._agreement import agree, agree_on_values
 from fsdp._collect import is_ours, note_stale
 from fsdp._dtensors import is_dtensor, local_part, spread_loaded, whole
+from fsdp._flat_param import ParamInfo
 from fsdp._forward import TrainingState
 from fsdp._handle import FlatParamHandle
 from fsdp._names import FLATTEN_PART, FSDP_PART, clean_name, clean_text
@@ -42,8 +43,11 @@ class Exposure:
         values = [handle.full_copies() for handle in self._handles]  # may fail: nothing is changed before
         self._outer_state, unit.state = unit.state, TrainingState.SUMMON_FULL_PARAMS
         unit.buffers.widen()
-        for handle, tensors in zip(self._handles, values, strict=True):
-            _install(handle, tensors)
+        self._installed = [
+            (handle, slot, param, param._version)
+            for handle, tensors in zip(self._handles, values, strict=True)
+            for slot, param in enumerate(_install(handle, tensors))
+        ]
         unit.restore_order()
 
     def close(self) -> None:
@@ -54,6 +58,10 @@ class Exposure:
                 shape. Everything else is kept, and the unit is usable.
         """
         problems: list[str] = []
+        for handle, slot, param, version in self._installed if self._keep_changes else ():
+            if _listed(handle.places[slot][0]) is not param or param._version != version:
+                handle.note_written([slot])  # what was only looked at, is as the ranks have wrapped it
+        self._installed = []
         for handle in self._handles:
             problems += _remove(handle, self._keep_changes)
         self._unit.restore_order()
@@ -64,9 +72,11 @@ class Exposure:
             raise RuntimeError(f"{self._unit.name}: these changes could not be kept: " + "; ".join(problems))
 
 
-def _install(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> None:
+def _install(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[nn.Parameter]:
+    params = []
     for slot, (tensor, places) in enumerate(zip(tensors, handle.places, strict=True)):
         param = nn.Parameter(tensor, handle.requires_grad_each[slot])
+        params.append(param)
         note_stale(param, f"a summoned copy of {places[0].fqn}")
         for place in places:
             place.module.__dict__.pop(place.name, None)
@@ -74,6 +84,11 @@ def _install(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> None:
     handle.registry.leave()
     handle.is_exposed = True
     handle.whole.refresh_rnns()
+    return params
+
+
+def _listed(place: ParamInfo) -> nn.Parameter | None:
+    return place.module._parameters.get(place.name)
 
 
 def _remove(handle: FlatParamHandle, keep_changes: bool) -> list[str]:
@@ -122,6 +137,12 @@ def ensure_agreed(root: Unit) -> None:
     if not all(unit.is_agreed for _, unit in named_units):
         settle_shares(root, named_units, all_inside=False)
         agree(root.everyone, named_units)
+
+
+def ensure_same_values(root: Unit) -> None:
+    """Collective the first time. As `ensure_agreed`, of what the shards were cut from; for who is about to read it."""
+    if root.state is not TrainingState.SUMMON_FULL_PARAMS:
+        agree_on_values(units_in(root))
 
 
 def whole_state(

@@ -239,6 +239,7 @@ class Unit:
         for handle in self.handles:
             handle.home.device = device
             handle.follow_shard()
+            handle.renew_fingerprints()
 
     # --- what the runtime asks for ------------------------------------------------------------------------------
 

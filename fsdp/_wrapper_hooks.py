@@ -49,7 +49,7 @@ class WrapperHooks(WrapperAccess):
             if isinstance(wrapper, WrapperAccess):
                 _check_free(wrapper)
         comm_hook = CommHook(hook, state)
-        agree_on(self._unit.comm, "communication hooks", comm_hook.name)
+        agree_on(self._unit.everyone, "communication hooks", comm_hook.name)
         for unit in runtime.units:
             unit.use_comm_hook(comm_hook)
 

@@ -12,7 +12,7 @@ from torch import nn
 from fsdp._forward import TrainingState
 from fsdp._handover import reshard_optimizer
 from fsdp._precision import check_dtype
-from fsdp._state_dict import ensure_agreed, exposed, whole_state, with_wrapped_metadata
+from fsdp._state_dict import ensure_agreed, ensure_same_values, exposed, whole_state, with_wrapped_metadata
 from fsdp._unit import Unit, units_in
 from fsdp._wrapper_copy import WrapperCopy
 from fsdp._wrapper_hooks import WrapperHooks
@@ -47,6 +47,8 @@ class WrapperState(WrapperCopy, WrapperHooks):
         if summoned:
             raise RuntimeError(f"summon_full_params cannot be nested: {summoned[0]} is summoned already")
         ensure_agreed(self._unit)
+        if volatile:
+            ensure_same_values(self._unit)
         with exposed(units, keep_changes=not volatile):
             yield
 
@@ -101,6 +103,7 @@ class WrapperState(WrapperCopy, WrapperHooks):
         for before in self._state_dict_pre_hooks.values():
             before(self, prefix, keep_vars)
         ensure_agreed(self._unit)
+        ensure_same_values(self._unit)
         device = self._options.state_dict_device
         state = whole_state(self._unit, destination, prefix, keep_vars, device, self._unit.export_dtype)
         for after in self._state_dict_hooks.values():

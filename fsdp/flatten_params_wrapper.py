@@ -319,6 +319,7 @@ class ShardedParamsWrapper(FlattenParamsWrapper):
         rank, world_size: which shard, of how many.
         new_home: makes the place where one flat parameter's shard lives (a `Home`).
         align: each parameter starts at a multiple of so many elements of its flat parameter.
+        replicas: how many ranks hold the same shards.
     """
 
     _is_managed = True
@@ -332,9 +333,10 @@ class ShardedParamsWrapper(FlattenParamsWrapper):
         world_size: int,
         new_home: Callable[[], Home],
         align: int = 1,
+        replicas: int = 1,
     ) -> None:
         self._found, self._new_home = found, new_home
-        self._cut = partial(FlatParameter.shard_of, rank=rank, world_size=world_size, align=align)
+        self._cut = partial(FlatParameter.shard_of, rank=rank, world_size=world_size, align=align, replicas=replicas)
         super().__init__(module, param_list)
         del self._found
 

@@ -25,6 +25,7 @@ from fsdp._precision import MixedPrecision
 from fsdp._runtime import Runtime
 from fsdp._sharing import claimed_in, refuse_nothing_own, wanted
 from fsdp._state_dict import Loading
+from fsdp._synchronise import take_states_of_first
 from fsdp._unit import Unit, unit_of
 from fsdp._wrapper_state import WrapperState
 from fsdp.flatten_params_wrapper import FlattenParamsWrapper, ShardedParamsWrapper
@@ -50,7 +51,8 @@ class FullyShardedDataParallel(WrapperState):
     inner modules first (see `fsdp.auto_wrap`): only one wrapper's parameters, and the next one's, are whole at a time.
     Make the optimizer afterwards, from ``parameters()`` of the outermost wrapper.
 
-    Every rank must wrap the same modules with the same values in the same order; nothing is broadcast. The
+    Every rank must wrap the same modules with the same values in the same order; nothing is broadcast but for
+    `sync_module_states`, and ranks compare their values at the first use. The
     arguments are FairScale's, in its order, and after them our own, by keyword only. Those that this version does not
     build yet raise `NotImplementedError` when set to anything but their default.
 
@@ -115,6 +117,8 @@ class FullyShardedDataParallel(WrapperState):
             `process_group` and `reshard_after_forward` say. With HYBRID_SHARD and one group, or None, shards are within
             a machine (of ``LOCAL_WORLD_SIZE`` ranks, which torchrun sets) and replicas across. NO_SHARD keeps whole
             parameters on every rank of `process_group`. Making groups is collective over `process_group`.
+        sync_module_states: collective; take parameters and buffers from the group's rank 0 before they are cut, without
+            those of inner wrappers, which have an argument of their own, and of what is ignored.
         no_broadcast_optim_state, state_dict_on_rank_0_only: only their defaults, for now.
 
     Raises:
@@ -161,6 +165,7 @@ class FullyShardedDataParallel(WrapperState):
         ignored_modules: Iterable[nn.Module] | None = None,
         ignored_parameters: Iterable[nn.Parameter] | None = None,
         sharding_strategy: ShardingStrategy | None = None,
+        sync_module_states: bool = False,
     ) -> None:
         reshard_after_forward = reshards_after_forward(sharding_strategy, reshard_after_forward)
         options = Options.resolve(**{name: value for name, value in locals().items() if name != "__class__"})
@@ -190,6 +195,8 @@ class FullyShardedDataParallel(WrapperState):
         params_are_on = _device_of(found, module)
         device = self._options.device_for(params_are_on)
         self.process_group_reduce_scatter = self._reduce_group(reduce_over, device)
+        if self._options.sync_module_states:
+            found = take_states_of_first(module, found, ignored, groups.communicators(device), device)
         self._unit = self._make_unit(module, device, ignored, groups)
         try:
             alone = self._cut(module, found, key)
@@ -237,8 +244,8 @@ class FullyShardedDataParallel(WrapperState):
         new_home = self._options.offload.home_on(self._unit.device)
         members = [params for _, params in groups]
         align = _ALIGNED if self._options.use_orig_params else 1
-        ranks = self.rank, self.world_size
-        self._fsdp_wrapped_module = ShardedParamsWrapper(module, members, found, *ranks, new_home, align)
+        ranks, replicas = (self.rank, self.world_size), self._unit.replicas.world_size
+        self._fsdp_wrapped_module = ShardedParamsWrapper(module, members, found, *ranks, new_home, align, replicas)
         for flat_param, (name, _) in zip(self.module.flat_params, groups, strict=True):
             flat_param.group = name
         if self.flatten_parameters:

@@ -359,8 +359,9 @@ def double_inside(wrap: Any) -> nn.Module:
 
 
 def two_before_one(wrap: Any) -> nn.Module:
-    last = wrap(nn.Linear(7, 3))
-    return wrap(nn.Sequential(wrap(nn.Linear(5, 7)), last))
+    one, two = nn.Linear(5, 7), nn.Linear(7, 3)  # of the same random numbers as `usual`'s
+    last = wrap(two)
+    return wrap(nn.Sequential(wrap(one), last))
 
 
 def call(model: nn.Module) -> None:

@@ -37,7 +37,7 @@ ROOMS: dict[str, set[str]] = {
         "checkpoint_wrapper",
         "_wrap_plan",
     },
-    "state": {"_state_dict", "_handover"},
+    "state": {"_state_dict", "_handover", "_loading"},
     "runtime": {
         "_runtime",
         "_unit",
@@ -51,9 +51,12 @@ ROOMS: dict[str, set[str]] = {
         "_usage",
         "_guards",
         "_sharing",
+        "_synchronise",
         "_forward",
     },
     "storage": {
+        "_safetensors",
+        "_fingerprints",
         "_flat_param",
         "_handle",
         "_comm_hook",
