@@ -5,6 +5,7 @@ from fsdp._comm import use_torch_collectives as use_torch_collectives
 from fsdp._flat_param import FlatParameter as FlatParameter
 from fsdp._forward import TrainingState as TrainingState
 from fsdp._forward_methods import register_fsdp_forward_method as register_fsdp_forward_method
+from fsdp._materialize import materialize as materialize
 from fsdp._precision import MixedPrecision as MixedPrecision
 from fsdp._version import __version__ as __version__
 from fsdp.checkpoint_wrapper import checkpoint_wrapper as checkpoint_wrapper

@@ -32,6 +32,7 @@ from fsdp._schedule import ExecutionOrder
 from fsdp._sharing import settle_shares
 from fsdp._unit import Unit, units_in
 from fsdp._usage import show_gradients
+from fsdp._values import require_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -114,6 +115,8 @@ class Runtime:
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
             self._refuse_training_while_summoned(unit)
             return
+        if not self._running and any(one.awaits_values for one in self.units):
+            require_values(unit.module, "compute")
         call = Call(unit, recomputed=self._is_in_backward and in_backward())
         if not call.recomputed and (not self._running or unit is self.root):
             self._begin_forward()

@@ -14,6 +14,7 @@ from fsdp._handover import reshard_optimizer
 from fsdp._precision import check_dtype
 from fsdp._state_dict import ensure_agreed, exposed, whole_state, with_wrapped_metadata
 from fsdp._unit import Unit, units_in
+from fsdp._values import require_values
 from fsdp._wrapper_copy import WrapperCopy
 from fsdp._wrapper_hooks import WrapperHooks
 
@@ -39,13 +40,15 @@ class WrapperState(WrapperCopy, WrapperHooks):
             volatile: forget changes.
 
         Raises:
-            RuntimeError: inside a forward or backward, when nested, or for changes that cannot be kept.
+            RuntimeError: inside a forward or backward, when nested, while there are parameters without values, or for
+                changes that cannot be kept.
         """
         self._require_idle("summon full parameters")
         units = self._units() if recurse else [self._unit]
         summoned = [unit.name for unit in units if unit.state is TrainingState.SUMMON_FULL_PARAMS]
         if summoned:
             raise RuntimeError(f"summon_full_params cannot be nested: {summoned[0]} is summoned already")
+        require_values(self._unit.module, "summon full parameters", recurse)
         ensure_agreed(self._unit)
         with exposed(units, keep_changes=not volatile):
             yield
@@ -92,12 +95,13 @@ class WrapperState(WrapperCopy, WrapperHooks):
             dtype: cast floating-point parameters (not buffers) to this one.
 
         Raises:
-            RuntimeError: inside a forward or backward.
+            RuntimeError: inside a forward or backward, or while there are parameters without values.
             ValueError: for a `dtype` that is no floating-point one, or together with `keep_vars`.
         """
         if dtype is not None:
             return self._cast_state_dict(destination, prefix, keep_vars, dtype)
         self._require_idle("take a state dict")
+        require_values(self._unit.module, "take a state dict")
         for before in self._state_dict_pre_hooks.values():
             before(self, prefix, keep_vars)
         ensure_agreed(self._unit)

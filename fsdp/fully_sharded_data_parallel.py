@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from fsdp._clip import clip_grad_norm, clip_grad_value
-from fsdp._collect import GroupKey, Places, collect, group, key_of, names_of, take_over, taken_by
-from fsdp._comm import Group, communicator, default_group, reduce_group
+from fsdp._collect import GroupKey, Places, collect, device_of, group, key_of, names_of, take_over, taken_by
+from fsdp._comm import Group, communicator, default_group, reduce_group, served_device
 from fsdp._dtensors import check_ranks
 from fsdp._flat_param import FlatParameter
-from fsdp._guards import guard, refuse_shared_modules
+from fsdp._guards import guard, move_values, refuse_shared_modules
 from fsdp._ignored import Ignored
+from fsdp._materialize import ParamInit, materialize_unit
 from fsdp._optimizers import watch_optimizers
 from fsdp._options import Options
 from fsdp._precision import MixedPrecision
@@ -82,7 +83,8 @@ class FullyShardedDataParallel(WrapperState):
         move_grads_to_cpu: reduced gradients live in host memory; None means as `move_params_to_cpu`. If only one of the
             two is moved, clipping, unscaling or the optimizer's step bring gradients to their parameters.
         compute_device: where to compute; None means where the parameters are, or, if those are offloaded and on the
-            host, the current CUDA device if there is one.
+            host, the current CUDA device if there is one; so also if all are on the meta device and the group serves
+            CUDA.
         state_dict_device: where the tensors of `state_dict` are put, unit by unit; None means `compute_device`.
         clear_autocast_cache: clear autocast's cache of cast weights after each forward of the module, which otherwise
             holds whole weights until the autocast context ends.
@@ -108,12 +110,14 @@ class FullyShardedDataParallel(WrapperState):
         ignored_modules: modules inside of `module` that are left as they are, with all that is inside of them: not
             sharded, not cast, their gradients not summed over the ranks. What they share with others is ignored too.
         ignored_parameters: the same for single parameters.
+        param_init_fn: called with each module of this unit that has parameters or buffers without values (meta device),
+            to initialise them, when it is wrapped; see `fsdp.materialize`. Without it they wait for values.
         no_broadcast_optim_state, state_dict_on_rank_0_only: only their defaults, for now.
 
     Raises:
         RuntimeError: without a process group, or if the disk is too small.
-        TypeError: for integer parameters, parameters without values (meta device), or `DTensor`s of other placements
-            than `Shard` and `Replicate`.
+        TypeError: for integer parameters, or `DTensor`s without values (meta device) or of other placements than
+            `Shard` and `Replicate`.
         ValueError: for a module that is wrapped already, has no parameters, or shares one with an inner wrapper; for
             `DTensor`s on ranks of `process_group`, or on a mesh of another kind of device; for dtypes that cannot be
             trained as asked, and for options that contradict each other.
@@ -153,6 +157,7 @@ class FullyShardedDataParallel(WrapperState):
         group_by: GroupKey | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         ignored_parameters: Iterable[nn.Parameter] | None = None,
+        param_init_fn: ParamInit | None = None,
     ) -> None:
         options = Options.resolve(**{name: value for name, value in locals().items() if name != "__class__"})
         super().__init__()
@@ -167,14 +172,17 @@ class FullyShardedDataParallel(WrapperState):
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.flatten_parameters, self.verbose = flatten_parameters, verbose
         self._wrap(module, ignored, group_by, process_group_reduce_scatter)
+        if param_init_fn is not None:
+            materialize_unit(self._unit, param_init_fn)
 
     # --- construction -------------------------------------------------------------------------------------------
 
     def _wrap(self, module: nn.Module, ignored: Ignored, key: GroupKey | None, reduce_over: Any) -> None:
         tied: dict[nn.Parameter, Places] = {}
-        found = collect(module, ignored, None if self.flatten_parameters else tied, claimed_in(module))
+        tied_ones = None if self.flatten_parameters else tied
+        found = collect(module, ignored, tied_ones, claimed_in(module), with_values=False)
         refuse_nothing_own(found, tied, type(module).__name__)
-        params_are_on = _device_of(found, module)
+        params_are_on = _device_of(found, module, self.process_group)
         device = self._options.device_for(params_are_on)
         self.process_group_reduce_scatter = self._reduce_group(reduce_over, device)
         self._unit = self._make_unit(module, device, ignored)
@@ -183,8 +191,8 @@ class FullyShardedDataParallel(WrapperState):
         except BaseException:
             self._unit.withdraw()
             raise
-        if device != params_are_on or self._options.compute_device is not None:
-            module.to(device)  # buffers; the parameters that are ours have left
+        if device != params_are_on or self._options.compute_device is not None or self._unit.awaits_values:
+            move_values(module, device)  # buffers; the parameters that are ours have left
         self._shard_flattened(found) if self.flatten_parameters else self._shard_one_by_one(found, alone)
         self._unit.rename(type(module).__name__)
         self._unit.wanted = wanted(tied)
@@ -335,11 +343,10 @@ class FullyShardedDataParallel(WrapperState):
         return runtime
 
 
-def _device_of(found: dict[nn.Parameter, Places], module: nn.Module) -> torch.device:
+def _device_of(found: dict[nn.Parameter, Places], module: nn.Module, over: Group) -> torch.device:
     """Where a module is: its own parameters, or what its inner units compute on."""
-    own = next(iter(found), None)
-    if own is not None:
-        return own.device
+    if found:
+        return device_of(found) or served_device(over)
     return get_fsdp_instances(module, skip_empty=True)[0].compute_device
 
 

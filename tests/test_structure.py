@@ -36,7 +36,7 @@ ROOMS: dict[str, set[str]] = {
         "checkpoint_wrapper",
         "_wrap_plan",
     },
-    "state": {"_state_dict", "_handover"},
+    "state": {"_state_dict", "_handover", "_materialize"},
     "runtime": {
         "_runtime",
         "_unit",
@@ -51,6 +51,8 @@ ROOMS: dict[str, set[str]] = {
         "_guards",
         "_sharing",
         "_forward",
+        "_values",
+        "_lacks",
     },
     "storage": {
         "_flat_param",
@@ -71,6 +73,7 @@ ROOMS: dict[str, set[str]] = {
         "_collect",
         "_dtensors",
         "_memory",
+        "_blanks",
     },
     "collectives": {"_comm", "_streams"},
     "layout": {"_layout"},
