@@ -11,6 +11,10 @@ from fsdp._names import clean_name
 from fsdp._unit import Unit, own_modules, unit_of
 
 _NAMED = 5  # in messages
+_REMEDY = (
+    "Give them values first, on every rank: fsdp.materialize(model), with param_init_fn=... for modules without "
+    "reset_parameters(); or load them (load_state_dict, fsdp.load_safetensors)."
+)
 
 
 def require_values(module: nn.Module, what: str, recurse: bool = True) -> None:
@@ -36,9 +40,7 @@ def require_values(module: nn.Module, what: str, recurse: bool = True) -> None:
         owner = units[0][1].name
         raise RuntimeError(
             f"{owner}: cannot {what}: {len(missing)} of its parameters and buffers have no values yet, because they "
-            f"were on the meta device when it was wrapped: {', '.join(missing[:_NAMED])}{more}. Give them values "
-            "first, on every rank: fsdp.materialize(model), with param_init_fn=... for modules without reset_parameters(); or "
-            "load them (load_state_dict, fsdp.load_safetensors)."
+            f"were on the meta device when it was wrapped: {', '.join(missing[:_NAMED])}{more}. {_REMEDY}"
         )
 
 
