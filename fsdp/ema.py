@@ -34,7 +34,7 @@ class EMA(AveragedModel):
     def __init__(self, model: nn.Module, decay: float = 0.999, *, use_buffers: bool = False) -> None:
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"decay must be between 0 and 1, got {decay}")
-        require_values(model, "make an EMA of it")
+        require_values(model, "make an EMA")
         super().__init__(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=use_buffers)
         self.decay = decay
         self.module.requires_grad_(False)
