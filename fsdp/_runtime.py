@@ -66,6 +66,7 @@ class Runtime:
         if keep_root:
             root.reshard_after_forward = False
         self.sync_gradients = True
+        self._await_values = True  # some units, until it was looked at
         self._reductions = Reductions(bucket_bytes)
         self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._backward_order: ExecutionOrder[Unit] = ExecutionOrder()
@@ -115,8 +116,9 @@ class Runtime:
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
             self._refuse_training_while_summoned(unit)
             return
-        if not self._running and any(one.awaits_values for one in self.units):
+        if self._await_values and not self._running:
             require_values(unit.module, "compute")
+            self._await_values = any(one.awaits_values for one in self.units)
         call = Call(unit, recomputed=self._is_in_backward and in_backward())
         if not call.recomputed and (not self._running or unit is self.root):
             self._begin_forward()
