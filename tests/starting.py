@@ -67,7 +67,7 @@ class Rotary(nn.Module):
         self.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.layer(inputs * self.inv_freq)
+        return self.layer(inputs * self.get_buffer("inv_freq"))
 
 
 def mlp(wrap: Wrap = keep) -> nn.Module:
