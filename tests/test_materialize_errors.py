@@ -47,6 +47,10 @@ def to_meta(module: Any) -> None:
     nn.init.zeros_(module.bias)
 
 
+def emptied_on_meta(module: Any) -> None:
+    module.to_empty(device="meta", recurse=False)
+
+
 def half(module: Any) -> None:
     nn.init.zeros_(module.bias)
 
@@ -67,6 +71,7 @@ def removed(module: Any) -> None:
         (nothing, r"0 \(Linear\): its initialisation left weight without values"),
         (half, r"0 \(Linear\): its initialisation left weight without values"),
         (to_meta, r"0 \(Linear\): its initialisation left weight on the meta device"),
+        (emptied_on_meta, r"0 \(Linear\): its initialisation left weight on the meta device"),
         (reshaped, r"0 \(Linear\): its initialisation gave weight the shape \(3, 2\); it is \(2, 3\)"),
         (removed, r"0 \(Linear\): its initialisation removed weight"),
     ],
