@@ -24,6 +24,7 @@ from fsdp._placeholder import Placeholder
 from tests._ranks import RankPool
 from tests.copying import live_bytes, through_pickle
 from tests.models import Wrap
+from tests.offloading import on
 from tests.pairs import parametrize_pairs
 from tests.starting import (
     FLAT,
@@ -135,8 +136,10 @@ def test_what_is_wrapped_while_the_default_device_is_meta_has_its_shards_in_memo
     form: dict[str, Any], tmp_path: Path
 ) -> None:
     for offload in ({}, {"offload": "cpu"}, {"offload": "disk", "offload_folder": str(tmp_path)}):
-        model = on_meta(mlp, alone(**form, **offload))
-        assert {param.device.type for param in model.parameters()} == {"cpu"}
+        for machine in ("plain", "accelerated"):
+            with on(machine):
+                model = on_meta(mlp, alone(**form, **offload))
+            assert {param.device.type for param in model.parameters()} == {"cpu"}
 
 
 def test_dtensors_without_values_are_refused(ranks: RankPool) -> None:
@@ -363,3 +366,28 @@ def _most_bytes_alive(form: dict[str, Any], when: str) -> int:
         fsdp.materialize(model, param_init_fn=init)
     assert len(found) == 7
     return max(found)
+
+
+def test_pain_point_20_values_that_are_there_cost_no_memory_while_others_are_drawn() -> None:
+    model: Any = alone()(Headed())
+    state = {"layer.weight": torch.zeros(WIDTH, WIDTH), "layer.bias": torch.zeros(WIDTH)}
+    model.load_state_dict(state, strict=False)
+    del state
+    before, found = live_bytes(), [0]
+
+    def init(module: Any) -> None:
+        found.append(live_bytes() - before)
+        nn.init.zeros_(module.scale)
+
+    fsdp.materialize(model, param_init_fn=init)
+    assert len(found) == 2
+    assert max(found) <= 1.1 * 4 * WIDTH * (WIDTH + 1)  # the unit, once
+
+
+class Headed(nn.Module):
+    """A large layer, and a small parameter beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, device="meta")
+        self.scale = nn.Parameter(torch.empty(1, device="meta"))
