@@ -368,8 +368,12 @@ def _most_bytes_alive(form: dict[str, Any], when: str) -> int:
     return max(found)
 
 
-def test_pain_point_20_values_that_are_there_cost_no_memory_while_others_are_drawn() -> None:
-    model: Any = alone()(Headed())
+def test_pain_point_20_values_that_are_there_cost_no_memory_while_others_are_drawn(ranks: RankPool) -> None:
+    ranks(1).run(_draw_beside_values)
+
+
+def _draw_beside_values() -> None:
+    model: Any = sharded()(Headed())
     state = {"layer.weight": torch.zeros(WIDTH, WIDTH), "layer.bias": torch.zeros(WIDTH)}
     model.load_state_dict(state, strict=False)
     del state
