@@ -55,11 +55,6 @@ class Lack:
         is_here = value is not None and not is_ours(value) and not isinstance(value, Placeholder)
         return value.data_ptr() if value is not None and is_here else None
 
-    def is_below(self, module: nn.Module) -> bool:
-        """Whether it is in a module that is inside of this one."""
-        first = self.places[0][0]
-        return first is not module and any(first is inner for inner in module.modules())
-
     def give_memory(self, device: torch.device) -> None:
         """A unit's parameters have it already."""
         if self._blank is not None:
@@ -115,20 +110,18 @@ def _at(place: ParamInfo) -> tuple[nn.Module, str]:
     return place.module, place.name
 
 
-def others_in(
-    module: nn.Module, lacks: Sequence[Lack], filled: Sequence[Lack], scratch: Collection[int]
-) -> list[Entry]:
+def others_in(module: nn.Module, lacks: Sequence[Lack], below: Sequence[Lack], scratch: Collection[int]) -> list[Entry]:
     """Where an initialisation of `module` may find values that are not its to change: in itself and below.
 
     What children were given just now it may change, but not what it has in common with another module.
 
     Args:
         module: is to initialise `lacks`.
-        lacks, filled: what it gives values to, and what was given some before.
+        lacks, below: what it gives values to, and what modules inside of it were given before.
         scratch: ids of parameters that will be forgotten anyway.
     """
     own = {id(lack.value) for lack in lacks} | set(scratch)
-    drawn = {id(lack.value) for lack in filled} | own
+    drawn = {id(lack.value) for lack in below} | own
     found = []
     for inner in module.modules():
         entries: dict[str, Tensor | None]

@@ -91,10 +91,10 @@ class _Materializing:
         for unit in self._units:
             _require_idle(unit)
         self._device = _device_beside(model, self._units)
-        self._filled: list[Lack] = []  # what was filled and modules see
+        self._filled: dict[nn.Module, list[Lack]] = {}  # what was filled and modules see, by the module that did it
         self._scratch: set[int] = set()  # by id, parameters that stand for those that have values
         self._lacks: dict[nn.Module, list[Lack]] = {}  # by the module that is to initialise them
-        numbers = {module: number for number, module in enumerate(self._order)}
+        numbers = self._numbers = {module: number for number, module in enumerate(self._order)}
         for lack in lacks_in(self._order, self._units):
             inside = [place for place in lack.places if place[0] in numbers]
             if inside:
@@ -122,14 +122,12 @@ class _Materializing:
         }
         if not any(found.values()):
             return
-        wanted = [lack for lacks in found.values() for lack in lacks]
-        before = list(self._filled)
-        with _filling(unit, wanted) as filling:
+        with _filling(unit, [lack for lacks in found.values() for lack in lacks]) as filling:
             self._scratch = filling.scratch
-            for module in self._order:
-                if found.get(module):
-                    self._fill_module(module, found[module], unit.device)
-        self._filled = before + [lack for lack in wanted if lack.handle is None]
+            for module in sorted(found, key=self._numbers.__getitem__):
+                self._fill_module(module, found[module], unit.device)
+        for module, lacks in found.items():
+            self._filled[module] = [lack for lack in lacks if lack.handle is None]  # the others are sharded now
         unit.awaits_values = True  # until it is looked at
         return_freed_memory()
 
@@ -141,21 +139,23 @@ class _Materializing:
         init = self._init or _own_init(module, text, lacks)
         for lack in lacks:
             lack.give_memory(device)
-        others = others_in(module, lacks, self._filled, self._scratch)
-        below = [(lack, lack.address) for lack in self._filled if lack.is_below(module)]
+        inside = [inner for inner in module.modules() if inner is not module]
+        below = [lack for inner in inside for lack in self._filled.get(inner, ())]
+        others = others_in(module, lacks, below, self._scratch)
+        before = [lack.address for lack in below]
         try:
             with out_of_reach(others), _drawing_from(self._seed, self._names[module], device), torch.no_grad():
                 init(module)
             for lack in lacks:
                 lack.check(text)
-            _refuse_moved(below, text)
+            _refuse_moved(below, before, text)
         except BaseException:
             for lack in lacks:
                 lack.take_back()
             raise
         for lack in lacks:
             lack.settle()
-        self._filled += lacks
+        self._filled[module] = list(lacks)
 
 
 def _children_first(model: nn.Module) -> list[nn.Module]:
@@ -255,9 +255,9 @@ def _filling(unit: Unit, wanted: Sequence[Lack]) -> Iterator[_Filling]:
         unit.is_filling = False
 
 
-def _refuse_moved(below: Sequence[tuple[Lack, int | None]], module: str) -> None:
+def _refuse_moved(below: Sequence[Lack], before: Sequence[int | None], module: str) -> None:
     """Raise if what children were given is elsewhere now: without values, most likely."""
-    moved = [lack.name for lack, address in below if lack.address != address]
+    moved = [lack.name for lack, address in zip(below, before, strict=True) if lack.address != address]
     if moved:
         raise RuntimeError(
             f"{module}: its initialisation gave other memory to parameters or buffers of modules inside of it, which "
