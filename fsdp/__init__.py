@@ -7,6 +7,7 @@ from fsdp._forward import TrainingState as TrainingState
 from fsdp._forward_methods import register_fsdp_forward_method as register_fsdp_forward_method
 from fsdp._groups import ShardingStrategy as ShardingStrategy
 from fsdp._loading import load_safetensors as load_safetensors
+from fsdp._materialize import materialize as materialize
 from fsdp._precision import MixedPrecision as MixedPrecision
 from fsdp._version import __version__ as __version__
 from fsdp.checkpoint_wrapper import checkpoint_wrapper as checkpoint_wrapper

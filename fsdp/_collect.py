@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,8 @@ def collect(
     ignored: Ignored | None = None,
     tied: dict[nn.Parameter, Places] | None = None,
     claimed: Collection[tuple[nn.Module, str]] = (),
+    *,
+    with_values: bool = True,
 ) -> dict[nn.Parameter, Places]:
     """The parameters below `module` that no inner unit took, each with every place where it is used.
 
@@ -46,6 +48,7 @@ def collect(
         ignored: what to leave out.
         tied: if given, gets the parameters that another unit took and can share, with their places here.
         claimed: places that inner units see to.
+        with_values: refuse parameters without values, those on the meta device.
 
     Raises:
         TypeError: if one is an integer tensor or another kind that cannot be flattened.
@@ -65,7 +68,7 @@ def collect(
                 continue
             if ignored is not None and ignored.has(submodule, param):
                 continue
-            _check(fqn, param)
+            _check(fqn, param, with_values)
             kind = found
             if tied is not None and lender_of(param) is not None:
                 kind = tied
@@ -80,7 +83,7 @@ def _refuse_aliases(found: dict[nn.Parameter, Places]) -> None:
     seen: dict[int, Places] = {}
     for param, places in found.items():
         local = local_part(param)
-        other = seen.setdefault(local.data_ptr(), places) if local.numel() else places
+        other = seen.setdefault(local.data_ptr(), places) if local.numel() and not local.is_meta else places
         if other is not places:
             raise ValueError(
                 f"{places[0].fqn} is a parameter of its own in the memory of {other[0].fqn}: sharded, they would no "
@@ -89,7 +92,7 @@ def _refuse_aliases(found: dict[nn.Parameter, Places]) -> None:
             )
 
 
-def _check(fqn: str, param: nn.Parameter) -> None:
+def _check(fqn: str, param: nn.Parameter, with_values: bool) -> None:
     if not param.is_floating_point() and not param.is_complex():
         raise TypeError(
             f"{fqn} is a parameter of {param.dtype}: only floating-point parameters can be sharded. Register it as a "
@@ -97,7 +100,12 @@ def _check(fqn: str, param: nn.Parameter) -> None:
         )
     check_placements(fqn, param)
     is_known = type(param) in _PLAIN or is_dtensor(param)
-    if param.layout is not torch.strided or param.device.type == "meta" or not is_known:
+    if is_known and is_dtensor(param) and local_part(param).is_meta:
+        raise TypeError(
+            f"{fqn} is a DTensor without values (its local part is on the meta device), which cannot be given any once "
+            "it is sharded. Give it values before (to_empty() and reset_parameters()), or distribute a tensor that has."
+        )
+    if param.layout is not torch.strided or (param.is_meta and with_values) or not is_known:
         kind = f"{param.layout} {param.device.type}" if is_known else type(param).__name__
         raise TypeError(
             f"{fqn} is a {kind} parameter: only plain, dense parameters with values can be flattened. Materialize it "
@@ -179,14 +187,22 @@ def group(
     """
     groups: dict[Hashable, list[nn.Parameter]] = {}
     keys: dict[Hashable, Hashable] = {}
+    usual = device_of(params)
     for param, places in params.items():
         own = key_of(param, places, key)
         part = MeshPart.of(param)
         spread = None if part is None else part.kind
-        alike = (param.dtype, param.device, param.requires_grad, spread, kind(places), own)
+        # What has no values is nowhere: it must lie beside the same others as on a rank that has its values.
+        device = usual if param.is_meta else param.device
+        alike = (param.dtype, device, param.requires_grad, spread, kind(places), own)
         keys[alike] = own
         groups.setdefault(alike, []).append(param)
     return [(keys[alike], members) for alike, members in groups.items()]
+
+
+def device_of(params: Iterable[nn.Parameter]) -> torch.device | None:
+    """Where the first of the parameters is that has values; None if none has."""
+    return next((param.device for param in params if not param.is_meta), None)
 
 
 def key_of(param: nn.Parameter, places: Places, key: GroupKey | None) -> Hashable:

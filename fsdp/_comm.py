@@ -360,6 +360,13 @@ def default_group(group: Group | None) -> Group:
     )
 
 
+def served_device(group: Group) -> torch.device:
+    """Where to compute if nothing else tells: the current GPU if `group` serves GPUs and there is one, else the CPU."""
+    if "cuda" in _backend_names(group) and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def reduce_group(group: Group, device: torch.device) -> Group:
     """The group for gradients when the user names none.
 

@@ -81,7 +81,11 @@ class Fingerprints:
     @classmethod
     def of(cls, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> Fingerprints:
         """Of whole parameters (of `DTensor`s, local parts), and of what this rank keeps of each."""
-        return cls((None if whole.is_meta else fingerprint(whole) for whole in wholes), map(fingerprint, parts))
+        seen = [not whole.is_meta for whole in wholes]
+        return cls(
+            (fingerprint(whole) if is_seen else None for whole, is_seen in zip(wholes, seen, strict=True)),
+            (fingerprint(part) if is_seen else 0 for part, is_seen in zip(parts, seen, strict=True)),
+        )
 
     def forget(self, slots: Iterable[int]) -> None:
         """These parameters got other values."""

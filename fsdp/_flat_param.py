@@ -51,6 +51,7 @@ class FlatParameter(nn.Parameter):
     _is_sharded: bool  # it holds one rank's shard
     _is_managed: bool  # a handle runs it
     _has_unreduced: bool  # gradients were accumulated under `no_sync` and are not in `grad` yet
+    valueless: set[int]  # the numbers of those that have no values yet: they came from the meta device
     home: Any  # where a shard and its gradient live
     group: Hashable = None  # what `group_by` said of its parameters
     fingerprints: Fingerprints | None = None  # of what it was cut from, until a handle takes them over
@@ -78,6 +79,7 @@ class FlatParameter(nn.Parameter):
         self._names, self._shapes, self.parts = names, shapes, (None,) * len(shapes)
         self._is_sharded = self._is_managed = self._has_unreduced = False
         self._align = 1
+        self.valueless = set()
         self.home = None
         return self
 
@@ -95,7 +97,7 @@ class FlatParameter(nn.Parameter):
         """One rank's shard of the flat parameter, cut straight from the parameters: there is never a whole copy.
 
         Args:
-            params, names: what it is made of; of `DTensor`s, their local parts.
+            params, names: what it is made of; of `DTensor`s, their local parts. Zeros stand for what has no values.
             rank, world_size: which shard, of how many.
             home: where it lives (a `Home`).
             align: each parameter starts at a multiple of so many elements.
@@ -106,10 +108,12 @@ class FlatParameter(nn.Parameter):
         layout = ContiguousLayout.of(zip(names, shapes, strict=True), world_size, align)
         shard = home.allocate(layout.shard_numel, params[0].dtype)
         for slot, local in enumerate(locals_):
-            layout.shard_of(slot, local, shard, rank)
+            if not local.is_meta:
+                layout.shard_of(slot, local, shard, rank)
         self = home.flat_parameter._build(shard, params[0].requires_grad, tuple(names), shapes)
         self.parts = tuple(MeshPart.of(param) for param in params)
         self._is_sharded, self._align = world_size > 1 and layout.numel > 0, align
+        self.valueless = {slot for slot, local in enumerate(locals_) if local.is_meta and local.numel()}
         if world_size * replicas > 1 and layout.numel > 0:  # later nobody knows what the others have seen
             self.fingerprints = Fingerprints.of(locals_, layout.parts(shard, rank))
         self.home = home
@@ -193,6 +197,7 @@ class FlatParameter(nn.Parameter):
         copied = memo[id(self)] = type(self)._build(data, self.requires_grad, self._names, self._shapes)
         copied._is_sharded, copied._is_managed, copied.group = self._is_sharded, self._is_managed, self.group
         copied.parts, copied._align = self.parts, self._align
+        copied.valueless = set(self.valueless)
         copied.home = home
         return copied
 
@@ -207,6 +212,7 @@ class FlatParameter(nn.Parameter):
             self._align,
             self.group,
             type(self),
+            tuple(self.valueless),
         )
 
 
@@ -268,9 +274,11 @@ def _rebuild_flat_parameter(
     align: int = 1,
     group: Hashable = None,
     kind: type[FlatParameter] = FlatParameter,
+    valueless: tuple[int, ...] = (),
 ) -> FlatParameter:
     flat = kind._build(data, requires_grad, names, shapes)
     flat._is_sharded, flat._align, flat.group = sharded, align, group
+    flat.valueless = set(valueless)
     return flat
 
 

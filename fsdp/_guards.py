@@ -34,6 +34,11 @@ def guard(unit: Unit) -> None:
                 module.__dict__["requires_grad_"] = Freezing(unit, module)
 
 
+def move_values(module: nn.Module, device: torch.device) -> None:
+    """As ``module.to(device)``, but what has no values stays on the meta device."""
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+
+
 def refuse_shared_modules(module: nn.Module) -> None:
     """Raise ValueError if `module` uses a module without the unit that took its parameters."""
     for submodule in own_modules(module):
@@ -68,6 +73,8 @@ class Conversions:
         self.unit, self._module = unit, module
 
     def __call__(self, fn: Conversion, recurse: bool = True) -> nn.Module:
+        if self.unit.is_filling:
+            return self._convert(fn, recurse)  # `to_empty` in an initialisation, of tensors that are nobody's yet
         if not self.unit.is_converting:
             self._check(fn)
             if self._module is self.unit.module:
@@ -174,7 +181,9 @@ def _changes(handle: FlatParamHandle, fn: Conversion) -> bool:
 
 
 def _convert_tensor(unit: Unit, fn: Conversion, tensor: Tensor) -> Tensor:
-    """`fn`, which only casts shards and gradients that are offloaded: they stay where they are."""
+    """`fn`, which only casts what is offloaded (shards, gradients) or has no values: that stays where it is."""
+    if tensor.is_meta:
+        return tensor.to(fn(torch.empty(0, dtype=tensor.dtype, device=unit.device)).dtype)
     converted = fn(tensor)
     for handle in unit.seen:
         if handle.home.keeps_shards:

@@ -186,6 +186,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
             shard.detach() if is_shard else self._new_buffer(self.dtype),
             is_shard=is_shard,
             requires_grad=self.requires_grad_each,
+            valueless=self.valueless,
             on_gradient=self._leaf_has_gradient,
         )
 
@@ -288,6 +289,11 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         self.settle()
         copies = [view.clone() for view in self.layout.unpack(full)]
         return [part.dtensor(copy) if part else copy for copy, part in zip(copies, self.flat_param.parts, strict=True)]
+
+    def blanks(self) -> list[Tensor]:
+        """Memory for the parameters as modules see them, in the shard's dtype; no rank needs another for it."""
+        dtype, device = self.flat_param.dtype, self.home.device
+        return [torch.empty(slot.shape, dtype=dtype, device=device) for slot in self.layout.slots]
 
     def settle(self) -> None:
         """Block until the shard may be written: what was sent and copied from it has arrived."""

@@ -65,8 +65,10 @@ class FollowsChanges(HandleState):
         """Keep this rank's part of what a user has made of a whole parameter.
 
         Raises:
-            ValueError: if it has another shape or `requires_grad`.
+            ValueError: if it has another shape or `requires_grad`, or no values.
         """
+        if value.is_meta:
+            raise ValueError(f"{self.layout.slots[slot].name} has no values now: what was assigned is on meta")
         if value.requires_grad is not self.requires_grad_each[slot]:
             raise ValueError(
                 f"{self.layout.slots[slot].name} has requires_grad={value.requires_grad} now: set that on the "
@@ -126,6 +128,7 @@ class FollowsChanges(HandleState):
             # Ranks that keep nothing of this parameter must find the shard changed as the others do, or they would
             # not take part in the next gather.
             increment_version(self.flat_param)
+        self.note_values(slot)
 
     def fill(self, slot: int, read: Callable[[Tensor, int], None]) -> None:
         """Have `read` write this rank's part of a parameter: it gets that, and the number of its first element.
@@ -137,6 +140,14 @@ class FollowsChanges(HandleState):
             read(self._shard[interval.offset : interval.offset + interval.numel], interval.start)
         increment_version(self.flat_param)  # as in `store`, and because memory may be written past its counter
         self.note_written([slot])
+        self.note_values(slot)
+
+    def note_values(self, slot: int) -> None:
+        """The shard has this parameter's values now, if it had none."""
+        if slot in self.valueless:
+            self.valueless.discard(slot)
+            for whole in self._wholes.values():
+                whole.reveal(slot)
 
     # --- what was seen at wrapping ------------------------------------------------------------------------------
 

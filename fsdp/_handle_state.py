@@ -77,6 +77,11 @@ class HandleState:
         return self.flat_param.requires_grad
 
     @property
+    def valueless(self) -> set[int]:
+        """The numbers of the parameters that have no values yet; the shard holds zeros for them."""
+        return self.flat_param.valueless
+
+    @property
     def requires_grad_each(self) -> list[bool]:
         """Of each parameter."""
         if self.pieces is not None:

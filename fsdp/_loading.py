@@ -20,13 +20,10 @@ from fsdp._flat_param import FlatParameter
 from fsdp._forward import TrainingState
 from fsdp._guards import Conversions
 from fsdp._handle import FlatParamHandle
-from fsdp._names import clean_name
+from fsdp._names import clean_name, plain_name
 from fsdp._safetensors import SafetensorsFiles, StoredTensor
 from fsdp._state_dict import ensure_agreed
 from fsdp._unit import Unit, own_modules, unit_of
-
-# Parts of names that torch's wrappers add, and files do not have.
-_WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))
 
 
 def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> Any:
@@ -217,8 +214,8 @@ def _paths(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def _with_aliases(names: list[str]) -> tuple[list[str], list[str]]:
-    plain = [".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in names]
-    return names, [name for name in plain if name not in names]
+    # Parts of names that torch's wrappers add, and files do not have.
+    return names, [name for name in map(plain_name, names) if name not in names]
 
 
 def _handles(units: Sequence[Unit]) -> list[FlatParamHandle]:

@@ -7,6 +7,10 @@ FLATTEN_PART = "_fpw_module"
 _PARTS = frozenset((FSDP_PART, FLATTEN_PART))
 
 
+# What torch's own wrappers of modules add: a compiled module, and one that recomputes.
+_TORCH_PARTS = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))
+
+
 def clean_text(text: str) -> str:
     """A message with the names in it cleaned."""
     for part in _PARTS:
@@ -17,3 +21,8 @@ def clean_text(text: str) -> str:
 def clean_name(name: str) -> str:
     """`name` without the parts that wrappers put into it: ``a._fsdp_wrapped_module._fpw_module.b`` is ``a.b``."""
     return ".".join(part for part in name.split(".") if part not in _PARTS)
+
+
+def plain_name(name: str) -> str:
+    """`clean_name`, and without what torch's wrappers put into it: as in the model before anything was done to it."""
+    return ".".join(part for part in clean_name(name).split(".") if part not in _TORCH_PARTS)

@@ -102,7 +102,7 @@ class HostHome(Home):
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         if not self.is_elsewhere:
             return super().allocate(numel, dtype)
-        return torch.zeros(numel, dtype=dtype, pin_memory=self.device.type == "cuda")
+        return torch.zeros(numel, dtype=dtype, device=_HOST, pin_memory=self.device.type == "cuda")
 
     def adopt(self, flat_param: FlatParameter) -> None:
         is_pinned = self.device.type != "cuda" or flat_param.is_pinned()

@@ -87,6 +87,7 @@ class Pieces:
             )
         ours.copy_(given)
         piece.data = ours
+        self._flat_param.valueless.discard(slot)
 
     # --- gradients ----------------------------------------------------------------------------------------------
 

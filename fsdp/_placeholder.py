@@ -135,6 +135,15 @@ def sharded_message(name: str, unit: str) -> str:
     )
 
 
+def valueless_weight(name: str, like: Tensor) -> Placeholder:
+    """What a module finds, in a world of one, at the place of a parameter that has no values yet."""
+    return Placeholder(
+        like,
+        f"{name} has no values yet: it was on the meta device when it was wrapped. Give it values with "
+        "fsdp.materialize(model), or load them.",
+    )
+
+
 def unreduced_gradient(name: str, like: Tensor) -> Placeholder:
     """What an optimizer finds as gradient after a backward under `no_sync`."""
     return Placeholder(

@@ -32,6 +32,7 @@ from fsdp._schedule import ExecutionOrder
 from fsdp._sharing import settle_shares
 from fsdp._unit import Unit, units_in
 from fsdp._usage import show_gradients
+from fsdp._values import require_values_everywhere
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,6 +67,7 @@ class Runtime:
         if keep_root:
             root.reshard_after_forward = False
         self.sync_gradients = True
+        self._await_values = True  # some units, until it was looked at
         self._reductions = Reductions(bucket_bytes)
         self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._backward_order: ExecutionOrder[Unit] = ExecutionOrder()
@@ -115,6 +117,9 @@ class Runtime:
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
             self._refuse_training_while_summoned(unit)
             return
+        if self._await_values and not self._running:
+            require_values_everywhere(unit, "compute")
+            self._await_values = any(one.awaits_values_somewhere for one in self.units)
         call = Call(unit, recomputed=self._is_in_backward and in_backward())
         if not call.recomputed and (not self._running or unit is self.root):
             self._begin_forward()

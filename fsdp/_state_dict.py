@@ -10,7 +10,7 @@ stays valid memory.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp._agreement import agree, agree_on_values
+from fsdp._blanks import Blank, blanks_in, is_marked, mark
 from fsdp._collect import is_ours, note_stale
 from fsdp._dtensors import is_dtensor, local_part, spread_loaded, whole
 from fsdp._flat_param import ParamInfo
@@ -39,8 +40,8 @@ class Exposure:
         self._unit = unit
         self._keep_changes = keep_changes
         # Not what a unit around this one shows already, which shares it.
-        self._handles = [handle for handle in unit.seen if not handle.is_exposed]
-        values = [handle.full_copies() for handle in self._handles]  # may fail: nothing is changed before
+        self._handles = self._shown(unit)
+        values = [self._values(handle) for handle in self._handles]  # may fail: nothing is changed before
         self._outer_state, unit.state = unit.state, TrainingState.SUMMON_FULL_PARAMS
         unit.buffers.widen()
         self._installed = [
@@ -63,13 +64,29 @@ class Exposure:
                 handle.note_written([slot])  # what was only looked at, is as the ranks have wrapped it
         self._installed = []
         for handle in self._handles:
-            problems += _remove(handle, self._keep_changes)
+            problems += _remove(handle, self._keep if self._keep_changes else None)
         self._unit.restore_order()
         if not self._unit.in_full_precision:
             self._unit.buffers.narrow()
         self._unit.state = self._outer_state
         if problems:
             raise RuntimeError(f"{self._unit.name}: these changes could not be kept: " + "; ".join(problems))
+
+    def _shown(self, unit: Unit) -> list[FlatParamHandle]:
+        return [handle for handle in unit.seen if not handle.is_exposed]
+
+    def _values(self, handle: FlatParamHandle) -> list[Tensor]:
+        """What to show. Gathered on every rank, since others may have values that are missing here."""
+        tensors = handle.full_copies()
+        for slot in handle.valueless:
+            mark(tensors[slot])
+        return tensors
+
+    def _keep(self, handle: FlatParamHandle, slot: int) -> None:
+        """Keep what a parameter is now; one that had no values, and got none, goes on having none."""
+        value = handle.registry.replacement(slot)
+        if slot not in handle.valueless or not is_marked(value):
+            handle.keep(slot, value)
 
 
 def _install(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[nn.Parameter]:
@@ -91,13 +108,13 @@ def _listed(place: ParamInfo) -> nn.Parameter | None:
     return place.module._parameters.get(place.name)
 
 
-def _remove(handle: FlatParamHandle, keep_changes: bool) -> list[str]:
+def _remove(handle: FlatParamHandle, keep: Callable[[FlatParamHandle, int], None] | None) -> list[str]:
     problems = []
     handle.is_exposed = False
     for slot, places in enumerate(handle.places):
         try:
-            if keep_changes:
-                handle.keep(slot, handle.registry.replacement(slot))
+            if keep is not None:
+                keep(handle, slot)
         except ValueError as error:
             problems.append(str(error))
         for place in places:
@@ -230,6 +247,7 @@ class Loading:
     def __init__(self, wrapper: nn.Module, unit: Unit) -> None:
         self._unit = unit
         self._open: list[tuple[nn.Module, Exposure]] = []
+        self._blanks: list[Blank] = []  # memory for buffers that had no values
         wrapper.register_load_state_dict_pre_hook(self._add_path_parts)
         wrapper.register_load_state_dict_post_hook(self._clean)
         for module in (wrapper, *own_modules(unit.module)):
@@ -255,6 +273,10 @@ class Loading:
                 self._unit.runtime.ensure_idle("load a state dict")
             ensure_agreed(self._unit)
             self._open.append((module, Exposure(self._unit, keep_changes=True)))
+            if self._unit.awaits_values:
+                self._blanks = blanks_in(own_modules(self._unit.module))
+                for blank in self._blanks:
+                    blank.give_memory(self._unit.device)
             self._unit.close_loading = self.close
 
     def _leave(self, module: nn.Module, incompatible: object) -> None:
@@ -265,4 +287,7 @@ class Loading:
         """Shard what is still exposed, after an exception too."""
         self._unit.close_loading = None
         opened, self._open = self._open, []
+        blanks, self._blanks = self._blanks, []
+        for blank in blanks:
+            blank.keep_if_filled()
         close_all([exposure for _, exposure in opened])

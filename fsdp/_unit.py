@@ -91,6 +91,15 @@ class Unit:
         self.state = TrainingState.IDLE
         self.runtime: Runtime | None = None
         self.is_agreed = False  # the ranks have compared what they have
+        # Something of it may have no values yet: set while it is wrapped, taken back when values are found to be there.
+        self.awaits_values = any(
+            tensor.is_meta
+            for inner in own_modules(module)
+            for tensor in (*inner._parameters.values(), *inner._buffers.values())
+            if tensor is not None
+        )
+        self.awaits_values_somewhere = True  # on any rank; until all have told each other that nothing is missing
+        self.is_filling = False  # its modules give their parameters first values
         self.is_converting = False  # its module is being cast or moved
         self.close_loading: Callable[[], None] | None = None  # set while a state dict is being loaded into it
         self.incomplete: set[FlatParamHandle] = set()  # their gradients are not all there, in this backward
@@ -193,6 +202,7 @@ class Unit:
         )
         self._handles.append(handle)
         self.own.append(handle)
+        self.awaits_values |= bool(handle.valueless)
 
     def adopt(self, handle: FlatParamHandle) -> None:
         """Run a handle that another unit ran."""

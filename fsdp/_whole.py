@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fsdp._dtensors import MeshPart, local_part, memory_at, memory_of, set_local_part
 from fsdp._flat_param import ParamInfo
 from fsdp._layout import Layout
-from fsdp._placeholder import Placeholder, is_model_under_way, sharded_message, sharded_weight
+from fsdp._placeholder import Placeholder, is_model_under_way, sharded_message, sharded_weight, valueless_weight
 
 
 class WholeParameters:
@@ -31,6 +31,7 @@ class WholeParameters:
         parts: for each, what it is a part of if it is a `DTensor`.
         full: ``[padded_numel]``, the buffer. If it is the shard itself (`is_shard`) it is never freed.
         requires_grad: of each leaf.
+        valueless: the numbers of those without values: where the buffer is the shard, they are not seen until `reveal`.
         on_gradient: a method, held weakly: called with a parameter's number and leaf when autograd has finished its
             gradient.
     """
@@ -44,6 +45,7 @@ class WholeParameters:
         *,
         is_shard: bool,
         requires_grad: Sequence[bool],
+        valueless: Collection[int],
         on_gradient: Callable[[int, Tensor], None],
     ) -> None:
         self.full = full
@@ -63,13 +65,15 @@ class WholeParameters:
         self._numbers: dict[Tensor, int] = {leaf: number for number, leaf in enumerate(self.leaves)}
         self._swaps: list[tuple[dict[str, Any], ParamInfo, Tensor, Tensor]] = []
         self._absent: dict[str, Placeholder] = {}
-        for slot, leaf, used in zip(layout.slots, self.leaves, places, strict=True):
+        for number, (slot, leaf, used) in enumerate(zip(layout.slots, self.leaves, places, strict=True)):
             placeholder = sharded_weight(slot.name, leaf)
             # Whoever copies a model gets no second copy of the weights with what its modules show: shards are copied.
             itself = weakref.ref(leaf)
             leaf.__dict__["__deepcopy__"] = partial(_copy_leaf, itself, placeholder)
             leaf.__dict__["__reduce_ex__"] = partial(_reduce_leaf, itself, placeholder)
-            absent = leaf if is_shard else self._absent.setdefault(slot.name, placeholder)
+            absent: Tensor = leaf if is_shard else self._absent.setdefault(slot.name, placeholder)
+            if is_shard and number in valueless:
+                absent = valueless_weight(slot.name, leaf)
             self._swaps += [(place.module.__dict__, place, leaf, absent) for place in used]
         self._find_rnns()
         self.free()
@@ -132,6 +136,15 @@ class WholeParameters:
                 attributes[place.name] = absent
         if self._rnns:
             self.refresh_rnns()
+
+    def reveal(self, number: int) -> None:
+        """A parameter has values now: where the buffer is the shard, let modules see it from now on."""
+        shown = self.leaves[number]
+        for at, (attributes, place, leaf, absent) in enumerate(self._swaps):
+            if self.is_shard and leaf is shown:
+                self._swaps[at] = attributes, place, leaf, leaf
+                if attributes.get(place.name) is absent:
+                    attributes[place.name] = leaf
 
     def refresh_rnns(self) -> None:
         """Recurrent modules keep their weights in a list besides: make it what their attributes are."""

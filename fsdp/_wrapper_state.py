@@ -14,6 +14,7 @@ from fsdp._handover import reshard_optimizer
 from fsdp._precision import check_dtype
 from fsdp._state_dict import ensure_agreed, ensure_same_values, exposed, whole_state, with_wrapped_metadata
 from fsdp._unit import Unit, units_in
+from fsdp._values import require_values_everywhere
 from fsdp._wrapper_copy import WrapperCopy
 from fsdp._wrapper_hooks import WrapperHooks
 
@@ -39,7 +40,8 @@ class WrapperState(WrapperCopy, WrapperHooks):
             volatile: forget changes.
 
         Raises:
-            RuntimeError: inside a forward or backward, when nested, or for changes that cannot be kept.
+            RuntimeError: inside a forward or backward, when nested, while there are parameters without values, or for
+                changes that cannot be kept.
         """
         self._require_idle("summon full parameters")
         units = self._units() if recurse else [self._unit]
@@ -47,6 +49,7 @@ class WrapperState(WrapperCopy, WrapperHooks):
         if summoned:
             raise RuntimeError(f"summon_full_params cannot be nested: {summoned[0]} is summoned already")
         ensure_agreed(self._unit)
+        require_values_everywhere(self._unit, "summon full parameters", recurse)
         if volatile:
             ensure_same_values(self._unit)
         with exposed(units, keep_changes=not volatile):
@@ -94,7 +97,7 @@ class WrapperState(WrapperCopy, WrapperHooks):
             dtype: cast floating-point parameters (not buffers) to this one.
 
         Raises:
-            RuntimeError: inside a forward or backward.
+            RuntimeError: inside a forward or backward, or while there are parameters without values.
             ValueError: for a `dtype` that is no floating-point one, or together with `keep_vars`.
         """
         if dtype is not None:
@@ -103,6 +106,7 @@ class WrapperState(WrapperCopy, WrapperHooks):
         for before in self._state_dict_pre_hooks.values():
             before(self, prefix, keep_vars)
         ensure_agreed(self._unit)
+        require_values_everywhere(self._unit, "take a state dict")
         ensure_same_values(self._unit)
         device = self._options.state_dict_device
         state = whole_state(self._unit, destination, prefix, keep_vars, device, self._unit.export_dtype)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from fsdp._values import require_values
+
 
 class EMA(AveragedModel):
     """A copy of a model whose weights follow the model's: ``average = decay * average + (1 - decay) * weight``.
@@ -26,11 +28,13 @@ class EMA(AveragedModel):
 
     Raises:
         ValueError: for a decay out of range.
+        RuntimeError: for a model without values yet (meta device): give it values first.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999, *, use_buffers: bool = False) -> None:
         if not 0.0 <= decay <= 1.0:
             raise ValueError(f"decay must be between 0 and 1, got {decay}")
+        require_values(model, "make an EMA")
         super().__init__(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=use_buffers)
         self.decay = decay
         self.module.requires_grad_(False)

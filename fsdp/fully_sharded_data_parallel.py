@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from fsdp._clip import clip_grad_norm, clip_grad_value
-from fsdp._collect import GroupKey, Places, collect, group, key_of, names_of, take_over, taken_by
-from fsdp._comm import Group, communicator, reduce_group
+from fsdp._collect import GroupKey, Places, collect, device_of, group, key_of, names_of, take_over, taken_by
+from fsdp._comm import Group, communicator, reduce_group, served_device
 from fsdp._dtensors import check_ranks
 from fsdp._flat_param import FlatParameter
 from fsdp._groups import Groups, ShardingStrategy, reshards_after_forward
-from fsdp._guards import guard, refuse_shared_modules
+from fsdp._guards import guard, move_values, refuse_shared_modules
 from fsdp._ignored import Ignored
+from fsdp._materialize import ParamInit, materialize_unit
 from fsdp._optimizers import watch_optimizers
 from fsdp._options import Options
 from fsdp._precision import MixedPrecision
@@ -87,7 +88,8 @@ class FullyShardedDataParallel(WrapperState):
         move_grads_to_cpu: reduced gradients live in host memory; None means as `move_params_to_cpu`. If only one of the
             two is moved, clipping, unscaling or the optimizer's step bring gradients to their parameters.
         compute_device: where to compute; None means where the parameters are, or, if those are offloaded and on the
-            host, the current CUDA device if there is one.
+            host, the current CUDA device if there is one; so also if all are on the meta device and the group serves
+            CUDA.
         state_dict_device: where the tensors of `state_dict` are put, unit by unit; None means `compute_device`.
         clear_autocast_cache: clear autocast's cache of cast weights after each forward of the module, which otherwise
             holds whole weights until the autocast context ends.
@@ -119,12 +121,14 @@ class FullyShardedDataParallel(WrapperState):
             parameters on every rank of `process_group`. Making groups is collective over `process_group`.
         sync_module_states: collective; take parameters and buffers from the group's rank 0 before they are cut, without
             those of inner wrappers, which have an argument of their own, and of what is ignored.
+        param_init_fn: called with each module of this unit that has parameters or buffers without values (meta device),
+            to initialise them, when it is wrapped; see `fsdp.materialize`. Without it they wait for values.
         no_broadcast_optim_state, state_dict_on_rank_0_only: only their defaults, for now.
 
     Raises:
         RuntimeError: without a process group, or if the disk is too small.
-        TypeError: for integer parameters, parameters without values (meta device), or `DTensor`s of other placements
-            than `Shard` and `Replicate`.
+        TypeError: for integer parameters, or `DTensor`s without values (meta device) or of other placements than
+            `Shard` and `Replicate`.
         ValueError: for a module that is wrapped already, has no parameters, or shares one with an inner wrapper; for
             `DTensor`s on ranks of `process_group`, or on a mesh of another kind of device; for dtypes that cannot be
             trained as asked, and for options that contradict each other.
@@ -166,6 +170,7 @@ class FullyShardedDataParallel(WrapperState):
         ignored_parameters: Iterable[nn.Parameter] | None = None,
         sharding_strategy: ShardingStrategy | None = None,
         sync_module_states: bool = False,
+        param_init_fn: ParamInit | None = None,
     ) -> None:
         reshard_after_forward = reshards_after_forward(sharding_strategy, reshard_after_forward)
         options = Options.resolve(**{name: value for name, value in locals().items() if name != "__class__"})
@@ -183,6 +188,8 @@ class FullyShardedDataParallel(WrapperState):
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.flatten_parameters, self.verbose = flatten_parameters, verbose
         self._wrap(module, ignored, group_by, process_group_reduce_scatter, groups)
+        if param_init_fn is not None:
+            materialize_unit(self._unit, param_init_fn)
 
     # --- construction -------------------------------------------------------------------------------------------
 
@@ -190,9 +197,10 @@ class FullyShardedDataParallel(WrapperState):
         self, module: nn.Module, ignored: Ignored, key: GroupKey | None, reduce_over: Any, groups: Groups
     ) -> None:
         tied: dict[nn.Parameter, Places] = {}
-        found = collect(module, ignored, None if self.flatten_parameters else tied, claimed_in(module))
+        tied_ones = None if self.flatten_parameters else tied
+        found = collect(module, ignored, tied_ones, claimed_in(module), with_values=False)
         refuse_nothing_own(found, tied, type(module).__name__)
-        params_are_on = _device_of(found, module)
+        params_are_on = _device_of(found, module, self.process_group)
         device = self._options.device_for(params_are_on)
         self.process_group_reduce_scatter = self._reduce_group(reduce_over, device)
         if self._options.sync_module_states:
@@ -203,8 +211,8 @@ class FullyShardedDataParallel(WrapperState):
         except BaseException:
             self._unit.withdraw()
             raise
-        if device != params_are_on or self._options.compute_device is not None:
-            module.to(device)  # buffers; the parameters that are ours have left
+        if device != params_are_on or self._options.compute_device is not None or self._unit.awaits_values:
+            move_values(module, device)  # buffers; the parameters that are ours have left
         self._shard_flattened(found) if self.flatten_parameters else self._shard_one_by_one(found, alone)
         self._unit.rename(type(module).__name__)
         self._unit.wanted = wanted(tied)
@@ -357,11 +365,10 @@ class FullyShardedDataParallel(WrapperState):
         return runtime
 
 
-def _device_of(found: dict[nn.Parameter, Places], module: nn.Module) -> torch.device:
+def _device_of(found: dict[nn.Parameter, Places], module: nn.Module, over: Group) -> torch.device:
     """Where a module is: its own parameters, or what its inner units compute on."""
-    own = next(iter(found), None)
-    if own is not None:
-        return own.device
+    if found:
+        return device_of(found) or served_device(over)
     return get_fsdp_instances(module, skip_empty=True)[0].compute_device
 
 

@@ -94,7 +94,7 @@ def test_parameters_without_values() -> None:
     with torch.device("meta"):
         module = layers()
     with pytest.raises(TypeError, match=r"0\.weight is a .*meta parameter.*to_empty"):
-        wrap_alone(module)
+        FlattenParamsWrapper(module)
     with pytest.raises(TypeError, match="weight is a UninitializedParameter parameter"):
         wrap_alone(nn.LazyLinear(3))
 

@@ -37,7 +37,7 @@ ROOMS: dict[str, set[str]] = {
         "checkpoint_wrapper",
         "_wrap_plan",
     },
-    "state": {"_state_dict", "_handover", "_loading"},
+    "state": {"_state_dict", "_handover", "_loading", "_materialize"},
     "runtime": {
         "_runtime",
         "_unit",
@@ -53,6 +53,8 @@ ROOMS: dict[str, set[str]] = {
         "_sharing",
         "_synchronise",
         "_forward",
+        "_values",
+        "_lacks",
     },
     "storage": {
         "_safetensors",
@@ -75,6 +77,7 @@ ROOMS: dict[str, set[str]] = {
         "_collect",
         "_dtensors",
         "_memory",
+        "_blanks",
     },
     "collectives": {"_comm", "_streams"},
     "layout": {"_layout"},

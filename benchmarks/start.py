@@ -1,0 +1,162 @@
+"""What a rank's memory grows by while a large model is started from the meta device, with ours and with torch's way.
+
+    python -m benchmarks.start
+    python -m benchmarks.start --gigabytes 0.25 --ranks 2 --only ours
+
+A GPT is built on the meta device, wrapped block by block, and given values. What is resident at the highest, above what
+was before the model was built, is compared with the least that is possible if units are whole one after the other: the
+rank's shard and the largest unit. Exits with 1 when ours needs more than 1.1 times that on any rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+if not __package__:  # run as a file: the folder above has `benchmarks` and `fsdp`
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks._measure import (
+    NOTHING_KEPT,
+    forget_peak,
+    peak_resident_bytes,
+    resident_bytes,
+    settle,
+    table,
+    warn_if_busy,
+)
+from benchmarks._ranks import run_ranks
+from benchmarks.gpt import GPT, GPTConfig
+from fsdp import FullyShardedDataParallel, materialize
+
+OURS, TORCH = "ours", "fsdp2"
+ALLOWED = 1.1
+_WIDTH = 1536
+_BYTES = 4  # of a float32
+
+
+@dataclass(frozen=True)
+class Started:
+    """What one rank has seen of one start."""
+
+    shard: int  # bytes that it keeps
+    largest_unit: int
+    growth: int  # of resident memory, at the highest
+    seconds: float
+
+    @property
+    def ratio(self) -> float:
+        return self.growth / (self.shard + self.largest_unit)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    config = _config(options.gigabytes)
+    with torch.device("meta"):
+        numel = sum(param.numel() for param in GPT(config).parameters())
+    size = f"{config.num_layers} blocks, {numel * _BYTES / 1e9:.2f} GB in float32"
+    print(f"A GPT of {size}, started on {options.ranks} ranks.")
+    warn_if_busy()
+    holds, rows = True, []
+    for name in options.only:
+        # One contestant after the other, each in processes of its own: memory that one has left would hide another's.
+        found = run_ranks(_measure, options.ranks, name, config, environment=NOTHING_KEPT)
+        rows += [_row(name, rank, started) for rank, started in enumerate(found)]
+        holds &= name != OURS or all(started.ratio <= ALLOWED for started in found)
+    print(table(["", "rank", "peak/(shard+unit)", "peak MB", "shard MB", "unit MB", "seconds"], rows), flush=True)
+    if not holds:
+        print(f"Ours needs more than {ALLOWED} times its shard and the largest unit.")
+    return 0 if holds else 1
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.start", description="Memory while a model is started from the meta device."
+    )
+    add = parser.add_argument
+    add("--gigabytes", type=float, default=2.0, help="size of the model in float32 (%(default)s)")
+    add("--ranks", type=int, default=4, help="processes (%(default)s)")
+    add("--only", nargs="+", choices=sorted(WAYS), default=sorted(WAYS, reverse=True), help="contestants")
+    return parser.parse_args(arguments)
+
+
+def _config(gigabytes: float) -> GPTConfig:
+    per_block = (12 * _WIDTH * _WIDTH + 13 * _WIDTH) * _BYTES
+    return GPTConfig(num_layers=max(1, round(gigabytes * 1e9 / per_block)), num_heads=16, width=_WIDTH)
+
+
+def _row(name: str, rank: int, started: Started) -> list[str]:
+    sizes = [f"{count / 1e6:.0f}" for count in (started.growth, started.shard, started.largest_unit)]
+    return [name, str(rank), f"{started.ratio:.3f}", *sizes, f"{started.seconds:.1f}"]
+
+
+# --- on a rank
+
+
+def _measure(name: str, config: GPTConfig) -> Started:
+    WAYS[name](GPTConfig(num_layers=1, num_heads=1, width=8))  # what is loaded at first use is not the model's
+    settle()
+    dist.barrier()
+    before = resident_bytes()
+    forget_peak()
+    began = time.perf_counter()
+    model = WAYS[name](config)
+    seconds = time.perf_counter() - began
+    growth = peak_resident_bytes() - before
+    units = _unit_numels(config)
+    world_size = dist.get_world_size()
+    shard = sum(-(-numel // world_size) for numel in units) * _BYTES
+    del model
+    return Started(shard, max(units) * _BYTES, growth, seconds)
+
+
+def _unit_numels(config: GPTConfig) -> list[int]:
+    """Of each block, and of what is left for the root."""
+    with torch.device("meta"):
+        model = GPT(config)
+    blocks = [sum(param.numel() for param in block.parameters()) for block in model.blocks]
+    return [*blocks, sum(param.numel() for param in model.parameters()) - sum(blocks)]
+
+
+def _on_meta(config: GPTConfig) -> GPT:
+    with torch.device("meta"):
+        return GPT(config)
+
+
+def _ours(config: GPTConfig) -> nn.Module:
+    model = _on_meta(config)
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = FullyShardedDataParallel(block)
+    sharded = FullyShardedDataParallel(model)
+    materialize(sharded, seed=0)
+    return sharded
+
+
+def _fsdp2(config: GPTConfig) -> nn.Module:
+    model = _on_meta(config)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding, nn.LayerNorm)):
+            module.reset_parameters()
+    return model
+
+
+# By name, what builds a model of this size and gives it values. Another source of values is another entry.
+WAYS: dict[str, Callable[[GPTConfig], nn.Module]] = {OURS: _ours, TORCH: _fsdp2}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
