@@ -112,7 +112,10 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
     machines = tuple(Machine(f"fsdp-{os.getpid()}-{_serial}-{end}", f"192.0.2.{1 + end}") for end in range(2))
     made: list[Machine] = []
     try:
-        _make(machines, made)
+        try:
+            _make(machines, made)
+        except RuntimeError as error:
+            raise NotAllowedError(str(error)) from error
         yield machines[0], machines[1]
     finally:
         for machine in made:
@@ -122,7 +125,7 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
 
 def _make(machines: Sequence[Machine], made: list[Machine]) -> None:
     if sys.platform != "linux":
-        raise NotAllowedError(f"network namespaces are Linux's, and this is {sys.platform}")
+        raise RuntimeError(f"network namespaces are Linux's, and this is {sys.platform}")
     first, second = machines
     for machine in machines:
         _run("ip", "netns", "add", machine.name)
@@ -142,7 +145,7 @@ def _tool(name: str) -> str:
     # Often not on the path of who is not root by login.
     found = shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))
     if found is None:
-        raise NotAllowedError(f"there is no program `{name}` here (it is part of iproute2)")
+        raise RuntimeError(f"there is no program `{name}` here (it is part of iproute2)")
     return found
 
 
@@ -150,7 +153,7 @@ def _run(tool: str, *arguments: str) -> str:
     done = subprocess.run([_tool(tool), *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         reason = done.stderr.strip() or f"status {done.returncode}"
-        raise NotAllowedError(f"`{tool} {' '.join(arguments)}` failed: {reason}")
+        raise RuntimeError(f"`{tool} {' '.join(arguments)}` failed: {reason}")
     return done.stdout
 
 
