@@ -24,7 +24,7 @@ _PORT = 29400  # of the rendezvous; the first machine's own, so nobody else's
 _PATIENCE = 180.0  # seconds for each thing that is waited for
 # A machine counts as dead after three seconds of silence, not fifteen: this one's neighbour is on the same board.
 _KEEP_ALIVE = "keep_alive_interval=1,keep_alive_max_attempt=3"
-# By default torchrun (2.5 to 2.13) tells where its store is in the first round only: a machine that joins a survivor
+# By default torchrun (seen in 2.13) tells where its store is in the first round only: a machine that joins a survivor
 # waits for the answer until it gives up.
 _ELASTIC = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
