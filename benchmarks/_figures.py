@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from benchmarks._contestants import CONTESTANTS, FLOOR, SHARDED_FLOOR, Kind
+from benchmarks._machines import Machine
 from benchmarks._measure import NOTHING_KEPT, Spread, count_collectives
 from benchmarks._ranks import run_ranks
 from benchmarks._report import HeldBytes
@@ -67,22 +68,29 @@ def _most(held: Sequence[HeldBytes]) -> HeldBytes | None:
     )
 
 
-def with_memory(figures: Mapping[str, Figures], setup: Setup, world_size: int, runs: int = 1) -> dict[str, Figures]:
+def with_memory(
+    figures: Mapping[str, Figures], setup: Setup, world_size: int, runs: int = 1, machines: Sequence[Machine] = ()
+) -> dict[str, Figures]:
     """The figures, with the memory of each contestant over `runs` runs, in which the contestants take turns."""
     complete = dict(figures)
     for _ in range(runs):
         for name, figure in complete.items():
-            resident, live = _measure_memory(setup, name, world_size)
+            resident, live = _measure_memory(setup, name, world_size, machines)
             complete[name] = replace(figure, resident=(*figure.resident, resident), live=(*figure.live, live))
     return complete
 
 
-def _measure_memory(setup: Setup, name: str, world_size: int) -> tuple[Memory, Memory]:
+def _measure_memory(setup: Setup, name: str, world_size: int, machines: Sequence[Machine]) -> tuple[Memory, Memory]:
     """Runs a contestant in processes of its own: what the heap keeps must not come from another one."""
 
     def most(environment: Mapping[str, str] | None) -> tuple[Memory, Memory]:
         ranks = run_ranks(
-            train_alone, world_size, setup, name, _MEMORY_STEPS, device=setup.device, environment=environment
+            train_alone,
+            world_size,
+            *(setup, name, _MEMORY_STEPS),
+            device=setup.device,
+            environment=environment,
+            machines=machines,
         )
         resident, live = max(ranks, key=lambda pair: pair[0].peak)
         return resident, live

@@ -7,7 +7,7 @@ import os
 import pickle
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.testing._internal.distributed.fake_pg import FakeStore  # the only way to a fake group
+
+from benchmarks._machines import Machine
 
 # One thread each, decided before the ranks import torch; and kineto would announce every profile on stderr.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99"}
@@ -32,6 +34,7 @@ def run_ranks(
     *args: Any,
     device: str = "cpu",
     environment: Mapping[str, str] | None = None,
+    machines: Sequence[Machine] = (),
 ) -> list[Any]:
     """Run `job(*args)` on `world_size` new processes with a process group between them.
 
@@ -42,6 +45,7 @@ def run_ranks(
         *args: handed to `job`; must be picklable, as must the result.
         device: "cpu" (gloo) or "cuda" (NCCL, one GPU a rank).
         environment: variables for these processes only, for example glibc's `MALLOC_*`.
+        machines: where the ranks are, in turn; by default all are here.
 
     Returns:
         What `job` returned, in rank order.
@@ -50,7 +54,7 @@ def run_ranks(
         torch.multiprocessing.ProcessRaisedException: a rank failed; carries that rank's traceback.
     """
     backend = "gloo" if device == "cpu" else "nccl"
-    return _spawn(world_size, world_size, backend, job, args, environment or {})
+    return _spawn(world_size, world_size, backend, job, args, environment or {}, machines)
 
 
 def run_fake_rank(job: Callable[..., Any], world_size: int, *args: Any) -> Any:
@@ -66,17 +70,26 @@ def _spawn(
     job: Callable[..., Any],
     args: tuple[Any, ...],
     environment: Mapping[str, str],
+    machines: Sequence[Machine] = (),
 ) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         with _environment({**_ENVIRONMENT, **environment}):
-            mp.spawn(_rank_main, args=(world_size, backend, folder, job, args), nprocs=num_processes)
+            mp.spawn(_rank_main, args=(world_size, backend, folder, machines, job, args), nprocs=num_processes)
         return [pickle.loads(_result_file(folder, rank).read_bytes()) for rank in range(num_processes)]
 
 
 def _rank_main(
-    rank: int, world_size: int, backend: str, folder: str, job: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    world_size: int,
+    backend: str,
+    folder: str,
+    machines: Sequence[Machine],
+    job: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    if machines:
+        machines[rank % len(machines)].enter()
     _ignore_peer_warnings()
     if backend == "nccl":
         torch.cuda.set_device(rank)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -148,8 +148,13 @@ def rotated(names: Sequence[str], num_rounds: int) -> Iterator[Sequence[str]]:
         yield [*names[cut:], *names[:cut]]
 
 
-def train_interleaved(setup: Setup, names: Sequence[str], num_rounds: int, steps: int) -> dict[str, Rounds]:
-    """All contestants in this process, `steps` steps each in turn; runs on every rank."""
+def train_interleaved(
+    setup: Setup, names: Sequence[str], num_rounds: int, steps: int, *, before_rounds: Callable[[], None] | None = None
+) -> dict[str, Rounds]:
+    """All contestants in this process, `steps` steps each in turn; runs on every rank.
+
+    `before_rounds` is called when all are warm and the timed rounds begin.
+    """
     device = this_device(setup.device)
     modules = {name: build(CONTESTANTS[name], setup, device) for name in names}
     results = {name: Rounds() for name in names}
@@ -161,6 +166,8 @@ def train_interleaved(setup: Setup, names: Sequence[str], num_rounds: int, steps
         for name, module in modules.items():
             results[name].held = _held_in_step(module, optimizers[name], batches[0])  # makes the optimizer's state
         settle()
+        if before_rounds is not None:
+            before_rounds()
         for order in rotated(names, num_rounds):
             for name in order:
                 _one_round(results[name], modules[name], optimizers[name], batches, device)

@@ -257,12 +257,18 @@ class DirectExchange(TorchCollectives):
 
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: int) -> Pending:
         pieces = full.view(self.world_size, -1)
-        received = [self._group.recv([pieces[peer]], peer, _FIRST_TAG + 2 * tag) for peer in self._peers]
-        works = [self._group.send([shard], peer, _FIRST_TAG + 2 * tag) for peer in self._peers]
+        received, works = self._post(what, 2 * tag, pieces, dict.fromkeys(self._peers, shard))
         sending = _Sending(works, shard, what)
         self._sent.append(sending)
         pieces[self.rank].copy_(shard)
         return Pending(what, received, lambda: self._answer(sending, full))
+
+    def _post(self, what: str, tag: int, incoming: Any, outgoing: Any) -> tuple[list[Any], list[Any]]:
+        try:
+            asked = [self._group.recv([incoming[peer]], peer, _FIRST_TAG + tag) for peer in self._peers]
+            return asked, [self._group.send([outgoing[peer]], peer, _FIRST_TAG + tag) for peer in self._peers]
+        except RuntimeError as error:  # a peer is known to be gone
+            raise _incomplete(what, error) from error
 
     def _answer(self, sending: _Sending, full: Tensor) -> Tensor:
         # A shard that was cast only to be sent should go when its messages are through. Peers ask for ours before they
@@ -277,10 +283,9 @@ class DirectExchange(TorchCollectives):
     def reduce_scatter(self, full: Tensor, what: str, tag: int, dtype: torch.dtype | None = None) -> Pending:
         pieces = full.view(self.world_size, -1)
         received = {peer: torch.empty_like(pieces[peer]) for peer in self._peers}
-        works = [self._group.recv([received[peer]], peer, _FIRST_TAG + 2 * tag + 1) for peer in self._peers]
-        works += [self._group.send([pieces[peer]], peer, _FIRST_TAG + 2 * tag + 1) for peer in self._peers]
+        asked, sent = self._post(what, 2 * tag + 1, received, pieces)
         received[self.rank] = pieces[self.rank]
-        return Pending(what, works, lambda: self._sum_in_rank_order(received, dtype or full.dtype))
+        return Pending(what, asked + sent, lambda: self._sum_in_rank_order(received, dtype or full.dtype))
 
     def _sum_in_rank_order(self, pieces: dict[int, Tensor], dtype: torch.dtype) -> Tensor:
         # In rank order, so that a run repeats to the bit. Into a received piece: our own is part of the buffer
@@ -394,8 +399,12 @@ def _finish(work: Any, what: str) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        raise RuntimeError(
-            f"rank {rank}: {what} did not complete: {error}. Every rank of the group must run the same units in every "
-            "step; look at what the other ranks were doing, one may have failed or taken another path."
-        ) from error
+        raise _incomplete(what, error) from error
+
+
+def _incomplete(what: str, error: RuntimeError) -> RuntimeError:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return RuntimeError(
+        f"rank {rank}: {what} did not complete: {error}. Every rank of the group must run the same units in every "
+        "step; look at what the other ranks were doing, one may have failed or taken another path."
+    )

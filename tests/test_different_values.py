@@ -333,7 +333,7 @@ def _count_exchanges() -> None:
     model = nested_mlp(fully_sharded())
     with mock.patch("torch.distributed.all_gather_object", wraps=dist.all_gather_object) as exchange:
         forward(model)
-        assert exchange.call_count == 2  # what was built, and with which values
+        assert exchange.call_count == 3  # what was built, whether values are there, and which
         forward(model)
         model.state_dict()
         assert exchange.call_count == 2

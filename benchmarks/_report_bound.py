@@ -1,0 +1,67 @@
+"""How near a step on a slow link comes to what is physically possible."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+
+import torch
+
+from benchmarks._contestants import CONTESTANTS, Kind
+from benchmarks._figures import Figures, floor_of
+from benchmarks._measure import Spread, table
+from benchmarks._training import Setup
+
+_BYTES = 4  # of a float32 parameter
+
+
+def least_bytes(name: str, setup: Setup, world_size: int) -> float:
+    """What a rank must send in a step at least, by the contestant's own strategy.
+
+    A gather, and a reduction, moves (W - 1) / W of what it is about. Sharded: all units are gathered for forward, all
+    but those that are kept for backward again, and all are reduced. Ours keeps the root and the last block, the peers
+    the root. Replicated: the sum is reduced and gathered.
+    """
+    with torch.device("meta"):
+        model = setup.model(setup.config)
+    total = sum(param.numel() for param in model.parameters())
+    if CONTESTANTS[name].kind is Kind.FLOOR:
+        return 0.0
+    if CONTESTANTS[name].kind is Kind.REPLICATED:
+        moved = 2 * total
+    else:
+        blocks = [sum(param.numel() for param in block.parameters()) for block in model.blocks]
+        kept = total - sum(blocks) + (blocks[-1] if CONTESTANTS[name].kind is Kind.OURS else 0)
+        moved = 3 * total - kept
+    return moved * _BYTES * (world_size - 1) / world_size
+
+
+def bounds(figures: Mapping[str, Figures], name: str, wire_seconds: float) -> list[float]:
+    """Of each round, the least seconds of a step: its computation, or its bytes on the wire."""
+    return [max(compute, wire_seconds) for compute in figures[floor_of(name)].seconds]
+
+
+def of_the_bound(figures: Mapping[str, Figures], name: str, wire_seconds: float) -> Spread:
+    """Which part of its own least time a contestant's step time would be: 1 is all that can be had."""
+    return Spread.of_ratios(bounds(figures, name, wire_seconds), figures[name].seconds)
+
+
+def report_bounds(figures: Mapping[str, Figures], setup: Setup, bandwidth: float, world_size: int) -> None:
+    """Print the table; `bandwidth` is the measured one, in bytes a second."""
+    rows = []
+    for name, figure in figures.items():
+        if CONTESTANTS[name].kind is Kind.FLOOR:
+            continue
+        least = least_bytes(name, setup, world_size)
+        wire = least / bandwidth
+        rows.append(
+            [
+                name,
+                str(of_the_bound(figures, name, wire)),
+                f"{figure.sent / least:.2f}" if figure.sent is not None else "-",
+                *(f"{1000 * statistics.median(each):.0f}" for each in (figures[floor_of(name)].seconds, [wire])),
+                str(Spread.of([1000 * seconds for seconds in figure.seconds])),
+            ]
+        )
+    print("\nThe physical bound: the larger of computing alone and of the least bytes at the measured bandwidth.")
+    print(table(["", "bound / step", "sent / least", "compute ms", "wire ms", "step ms"], rows), flush=True)
