@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from fsdp._comm import Group
 from fsdp._groups import LoneGroup
 from fsdp._precision import BATCH_NORMS
+from fsdp._process_groups import Group
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp.wrap import auto_wrap, enable_wrap, module_wrap_policy
 

@@ -24,11 +24,13 @@ import itertools
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from fsdp._process_groups import Group, backend_names
 
 # torch 2.12 renamed these; both are looked up at each call, because tools count collectives by replacing them.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -36,13 +38,6 @@ _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_singl
 
 # Tags below this are left to the user's own point-to-point messages on the same group.
 _FIRST_TAG = 1 << 20
-
-
-class Group(Protocol):
-    """What we need of a process group; dummies with only these two serve for a world of one."""
-
-    def rank(self) -> int: ...
-    def size(self) -> int: ...
 
 
 class Pending:
@@ -196,7 +191,7 @@ class TorchCollectives(Communicator):
     def __init__(self, group: Any) -> None:
         super().__init__(group.rank(), group.size())
         self._group = group
-        self.peers_answer = "fake" not in _backend_names(group).values()
+        self.peers_answer = "fake" not in backend_names(group).values()
 
     def for_device(self, device: torch.device) -> Communicator:
         return communicator(self._group, device)
@@ -332,60 +327,9 @@ def communicator(group: Group, device: torch.device) -> Communicator:
 
 
 def _kind_of(group: Group, device: torch.device) -> type[TorchCollectives]:
-    if _only_torch or not hasattr(group, "send") or _backend_names(group).get(device.type) != "gloo":
+    if _only_torch or not hasattr(group, "send") or backend_names(group).get(device.type) != "gloo":
         return TorchCollectives
     return DirectExchange if device.type == "cpu" else StagedExchange
-
-
-def _backend_names(group: Any) -> dict[str, str]:
-    """Backend by device type, e.g. ``{"cpu": "gloo", "cuda": "nccl"}``; empty for a proxy that torch doesn't know."""
-    try:
-        config = dist.get_backend_config(group)
-    except (ValueError, RuntimeError, AttributeError, TypeError):
-        return {}
-    return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
-
-
-def default_group(group: Group | None) -> Group:
-    """`group`, or the group of all ranks; an error that says how to make one if there is none."""
-    if group is not None:
-        if not callable(getattr(group, "rank", None)) or not callable(getattr(group, "size", None)):
-            raise TypeError(
-                f"process_group must be a process group that this rank is in, got {group!r}. (dist.new_group returns a "
-                "number on ranks that are not in the group: wrap the module only on its members.)"
-            )
-        return group
-    if dist.is_available() and dist.is_initialized():
-        return cast(Group, dist.group.WORLD)
-    raise RuntimeError(
-        "FullyShardedDataParallel needs a process group and torch.distributed is not initialized. Start the script "
-        "with torchrun and put these two lines before the model is wrapped:\n"
-        "    import torch.distributed as dist\n"
-        '    dist.init_process_group("gloo")  # "nccl" where the model is on GPUs'
-    )
-
-
-def served_device(group: Group) -> torch.device:
-    """Where to compute if nothing else tells: the current GPU if `group` serves GPUs and there is one, else the CPU."""
-    if "cuda" in _backend_names(group) and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def reduce_group(group: Group, device: torch.device) -> Group:
-    """The group for gradients when the user names none.
-
-    On NCCL a second communicator over all ranks, so that reductions do not queue behind gathers (collective over all
-    ranks the first time); elsewhere, and for a group of the user's own, the same group.
-    """
-    if dist.is_initialized() and group is dist.group.WORLD and _backend_names(group).get(device.type) == "nccl":
-        if (group, "reduce") not in _second_groups:
-            _second_groups[group, "reduce"] = dist.new_group()
-        return _second_groups[group, "reduce"]
-    return group
-
-
-_second_groups: dict[tuple[Any, str], Any] = {}
 
 
 def _after_use_of(sent: Tensor, result: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp._comm import Group
+from fsdp._process_groups import Group
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

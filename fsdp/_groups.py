@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp._agreement import agree_on
-from fsdp._comm import LONE_RANK, Communicator, Group, communicator, default_group
+from fsdp._comm import LONE_RANK, Communicator, communicator
+from fsdp._process_groups import Group, default_group
 
 _HOST = torch.device("cpu")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from fsdp._comm import Group
 from fsdp._offload import Offload
 from fsdp._precision import MixedPrecision, Precision
+from fsdp._process_groups import Group
 
 # Arguments of FairScale's that are not built yet, with the only values that mean what is done today.
 _NOT_YET: dict[str, tuple[Any, ...]] = {

@@ -92,12 +92,7 @@ class Unit:
         self.runtime: Runtime | None = None
         self.is_agreed = False  # the ranks have compared what they have
         # Something of it may have no values yet: set while it is wrapped, taken back when values are found to be there.
-        self.awaits_values = any(
-            tensor.is_meta
-            for inner in own_modules(module)
-            for tensor in (*inner._parameters.values(), *inner._buffers.values())
-            if tensor is not None
-        )
+        self.awaits_values = _lists_meta(own_modules(module))
         self.awaits_values_somewhere = True  # on any rank; until all have told each other that nothing is missing
         self.is_filling = False  # its modules give their parameters first values
         self.is_converting = False  # its module is being cast or moved
@@ -360,3 +355,9 @@ def units_in(root: Unit) -> list[tuple[str, Unit]]:
     """The units of a tree with the plain names of their modules, outer before inner."""
     found = [(name, unit_of(module)) for name, module in root.module.named_modules()]
     return [(clean_name(name) or f"root ({type(root.module).__name__})", unit) for name, unit in found if unit]
+
+
+def _lists_meta(modules: Sequence[nn.Module]) -> bool:
+    """Whether modules list anything without values themselves."""
+    tensors = (tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values()))
+    return any(tensor is not None and tensor.is_meta for tensor in tensors)

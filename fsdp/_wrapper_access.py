@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp._comm import Group
 from fsdp._forward import TrainingState
 from fsdp._groups import ShardingStrategy
 from fsdp._handle import FlatParamHandle
 from fsdp._names import clean_name
 from fsdp._options import Options
 from fsdp._precision import MixedPrecision
+from fsdp._process_groups import Group
 from fsdp._sharing import share
 from fsdp._unit import Unit
 from fsdp.flatten_params_wrapper import FlattenParamsWrapper

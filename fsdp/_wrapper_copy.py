@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp._comm import Group, MissingRanks, communicator
+from fsdp._comm import MissingRanks, communicator
 from fsdp._forward import TrainingState
 from fsdp._groups import Groups
 from fsdp._placeholder import depart, under_way
+from fsdp._process_groups import Group
 from fsdp._wrapper_access import WrapperAccess
 
 if TYPE_CHECKING:

@@ -16,8 +16,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fsdp._comm import Group, communicator, default_group
+from fsdp._comm import communicator
 from fsdp._comm_hook import running_call
+from fsdp._process_groups import Group, default_group
 
 
 def reduce_scatter(tensor: Tensor, group: Group | None = None, dtype: torch.dtype | None = None) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -12,10 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp._clip import clip_grad_norm, clip_grad_value
-from fsdp._collect import GroupKey, Places, collect, device_of, group, key_of, names_of, take_over, taken_by
-from fsdp._comm import Group, communicator, reduce_group, served_device
-from fsdp._dtensors import check_ranks
-from fsdp._flat_param import FlatParameter
+from fsdp._collect import GroupKey, Places, collect, device_of, taken_by
 from fsdp._groups import Groups, ShardingStrategy, reshards_after_forward
 from fsdp._guards import guard, move_values, refuse_shared_modules
 from fsdp._ignored import Ignored
@@ -23,17 +20,14 @@ from fsdp._materialize import ParamInit, materialize_unit
 from fsdp._optimizers import watch_optimizers
 from fsdp._options import Options
 from fsdp._precision import MixedPrecision
+from fsdp._process_groups import Group, reduce_group, served_device
 from fsdp._runtime import Runtime
 from fsdp._sharing import claimed_in, refuse_nothing_own, wanted
 from fsdp._state_dict import Loading
 from fsdp._synchronise import take_states_of_first
-from fsdp._unit import Unit, unit_of
-from fsdp._wrapper_state import WrapperState
-from fsdp.flatten_params_wrapper import FlattenParamsWrapper, ShardedParamsWrapper
-
-# Elements: 16 bytes of any dtype that is trained in. Compilers of CUDA kernels copy what lies less well at every call.
-# Only where no checkpoint of FairScale's flat shards is to be read or written.
-_ALIGNED = 8
+from fsdp._unit import unit_of
+from fsdp._wrapper_shards import WrapperShards
+from fsdp.flatten_params_wrapper import FlattenParamsWrapper
 
 
 class ProcessGroupName(str, Enum):
@@ -43,7 +37,7 @@ class ProcessGroupName(str, Enum):
     reduce_scatter = "reduce_scatter"
 
 
-class FullyShardedDataParallel(WrapperState):
+class FullyShardedDataParallel(WrapperShards):
     """Train a module whose parameters, gradients and optimizer state are spread over the ranks.
 
     The parameters of `module` that no inner wrapper took become one flat parameter (one for each combination of
@@ -224,67 +218,6 @@ class FullyShardedDataParallel(WrapperState):
         if wanted in (None, ProcessGroupName.reduce_scatter):
             return reduce_group(self.process_group, device)
         return self._options.checked_reduce_group(wanted, self.process_group, ProcessGroupName.default)
-
-    def _make_unit(self, module: nn.Module, device: torch.device, ignored: Ignored, groups: Groups) -> Unit:
-        averaged = self.world_size * groups.replicas
-        predivide = self._options.predivide_factor(averaged)
-        return Unit(
-            module,
-            *groups.communicators(device),
-            groups.ranks,
-            self._options.precision,
-            device,
-            ignored,
-            reshard_after_forward=self._options.reshard_after_forward,
-            predivide=predivide,
-            postdivide=averaged / predivide,
-            clear_autocast_cache=self._options.clear_autocast_cache,
-            new_runtime=self._new_runtime,
-        )
-
-    def _cut(self, module: nn.Module, found: dict[nn.Parameter, Places], key: GroupKey | None) -> list[FlatParameter]:
-        """Make the shards: of groups, which the wrapper inside then holds, or (returned) of each parameter alone."""
-        for param, places in found.items():
-            self._unit.precision_at(places).check(places[0].fqn, param.dtype, param.requires_grad)
-            for over in filter(None, (self.process_group, self.process_group_reduce_scatter, self.replicate_group)):
-                check_ranks(places[0].fqn, param, over, self._unit.device)
-        groups = group(found, self._unit.precision_at, key) if self.flatten_parameters else []
-        new_home = self._options.offload.home_on(self._unit.device)
-        members = [params for _, params in groups]
-        align = _ALIGNED if self._options.use_orig_params else 1
-        ranks, replicas = (self.rank, self.world_size), self._unit.replicas.world_size
-        self._fsdp_wrapped_module = ShardedParamsWrapper(module, members, found, *ranks, new_home, align, replicas)
-        for flat_param, (name, _) in zip(self.module.flat_params, groups, strict=True):
-            flat_param.group = name
-        if self.flatten_parameters:
-            return []
-        alone = [self.module._flatten([param], names_of([param], found)) for param in found]
-        for flat_param, (param, places) in zip(alone, found.items(), strict=True):
-            flat_param.group = key_of(param, places, key)
-        return alone
-
-    def _shard_flattened(self, found: dict[nn.Parameter, Places]) -> None:
-        found.clear()  # the shards are cut: let the originals go before more memory is taken
-        outer, inner = self.module, self.module.module
-        for name, flat_param, places in zip(outer.flat_param_names, outer.flat_params, outer.param_infos, strict=True):
-            # On the user's module as well, so that its own `parameters()`, `dtype` and `device` go on working.
-            if self._options.use_orig_params:
-                del outer._parameters[name]
-                self._shard(flat_param, places, [])
-            else:
-                self._shard(flat_param, places, [(outer, name), (inner, name)])
-
-    def _shard_one_by_one(self, found: dict[nn.Parameter, Places], flat_params: Sequence[FlatParameter]) -> None:
-        take_over(found, flat_params, type(self.module.module).__name__, self._unit)
-        for flat_param, places in zip(flat_params, found.values(), strict=True):
-            self._shard(flat_param, [places], [(place.module, place.name) for place in places])
-
-    def _shard(self, flat_param: FlatParameter, places: Any, registered: list[tuple[nn.Module, str]]) -> None:
-        reduce_comm = communicator(self.process_group_reduce_scatter, self.compute_device)
-        self._unit.add_handle(flat_param, places, registered, reduce_comm, self._options.use_orig_params)
-
-    def _new_runtime(self, root: Unit) -> Runtime:
-        return Runtime(root, keep_root=self._options.disable_reshard_on_root, bucket_bytes=self._options.bucket_bytes)
 
     # --- training -----------------------------------------------------------------------------------------------
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from fsdp._collect import is_ours
-from fsdp._comm import Group, communicator, default_group
+from fsdp._comm import communicator
 from fsdp._dtensors import missing_ranks
+from fsdp._process_groups import Group, default_group
 
 
 class ShardedGradScaler(torch.amp.GradScaler):

@@ -24,9 +24,8 @@ from fsdp._comm import (
     StagedExchange,
     TorchCollectives,
     communicator,
-    default_group,
-    reduce_group,
 )
+from fsdp._process_groups import default_group, reduce_group
 from tests._ranks import RankPool
 from tests.support import Alone
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import MixedPrecision, ShardingStrategy, use_torch_collectives
-from fsdp._comm import communicator, default_group
+from fsdp._comm import communicator
+from fsdp._process_groups import default_group
 from fsdp._reductions import summed
 from tests._ranks import RankPool
 from tests.models import Wrap, nested_mlp, tiny_transformer

@@ -26,6 +26,7 @@ ROOMS: dict[str, set[str]] = {
         "_options",
         "_groups",
         "_wrapper_access",
+        "_wrapper_shards",
         "_wrapper_state",
         "_forward_methods",
         "_wrapper_copy",
@@ -79,7 +80,7 @@ ROOMS: dict[str, set[str]] = {
         "_memory",
         "_blanks",
     },
-    "collectives": {"_comm", "_streams"},
+    "collectives": {"_comm", "_process_groups", "_streams"},
     "layout": {"_layout"},
 }
 # What every room may import; these import nothing of the package.
