@@ -45,7 +45,7 @@ class Exposure:
         self._outer_state, unit.state = unit.state, TrainingState.SUMMON_FULL_PARAMS
         unit.buffers.widen()
         self._installed = [
-            (handle, slot, param, param._version)
+            (handle, slot, param, _version_of(param))
             for handle, tensors in zip(self._handles, values, strict=True)
             for slot, param in enumerate(_install(handle, tensors))
         ]
@@ -60,7 +60,7 @@ class Exposure:
         """
         problems: list[str] = []
         for handle, slot, param, version in self._installed if self._keep_changes else ():
-            if _listed(handle.places[slot][0]) is not param or param._version != version:
+            if version is None or _listed(handle.places[slot][0]) is not param or _version_of(param) != version:
                 handle.note_written([slot])  # what was only looked at, is as the ranks have wrapped it
         self._installed = []
         for handle in self._handles:
@@ -102,6 +102,11 @@ def _install(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[nn.Para
     handle.is_exposed = True
     handle.whole.refresh_rnns()
     return params
+
+
+def _version_of(param: nn.Parameter) -> int | None:
+    """How often it was written; None if that is not known, in inference mode."""
+    return None if param.is_inference() else param._version
 
 
 def _listed(place: ParamInfo) -> nn.Parameter | None:

@@ -243,16 +243,3 @@ def _lack_values(use: Callable[[Any], None], odd: int, form: dict[str, Any]) -> 
             use(model)
     fsdp.materialize(model, param_init_fn=initialise)
     use(model)
-
-
-@every_use
-def test_values_of_which_each_rank_lacks_others_are_all_asked_for(ranks: RankPool, use: Callable[[Any], None]) -> None:
-    ranks(2).run(_lack_other_values, use)
-
-
-def _lack_other_values(use: Callable[[Any], None]) -> None:
-    device = ["cpu", "meta"] if dist.get_rank() == 0 else ["meta", "cpu"]
-    wrap = sharded()
-    model: Any = wrap(nn.Sequential(*(wrap(nn.Linear(5, 5, device=each)) for each in device)))
-    with pytest.raises(RuntimeError, match=r"1\.weight" if dist.get_rank() == 0 else r"0\.weight"):
-        use(model)
