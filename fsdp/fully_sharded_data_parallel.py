@@ -113,8 +113,9 @@ class FullyShardedDataParallel(WrapperShards):
             `process_group` and `reshard_after_forward` say. With HYBRID_SHARD and one group, or None, shards are within
             a machine (of ``LOCAL_WORLD_SIZE`` ranks, which torchrun sets) and replicas across. NO_SHARD keeps whole
             parameters on every rank of `process_group`. Making groups is collective over `process_group`.
-        sync_module_states: collective; take parameters and buffers from the group's rank 0 before they are cut, without
-            those of inner wrappers, which have an argument of their own, and of what is ignored.
+        sync_module_states: collective; take parameters and buffers from the group's rank 0 (with replicas, the first of
+            all) before they are cut, without those of inner wrappers, which have an argument of their own, and of what
+            is ignored. Other ranks may have theirs on the meta device.
         param_init_fn: called with each module of this unit that has parameters or buffers without values (meta device),
             to initialise them, when it is wrapped; see `fsdp.materialize`. Without it they wait for values.
         no_broadcast_optim_state, state_dict_on_rank_0_only: only their defaults, for now.
