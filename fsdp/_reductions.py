@@ -83,17 +83,28 @@ class Reductions:
             if filled + nbytes < self._bucket_bytes:
                 filling[key] = (companions, filled + nbytes)
 
-    def submit(self, handle: FlatParamHandle, divisor: float) -> None:
-        """Sum what the handle has accumulated over the ranks, now or with others, and divide it by `divisor`."""
+    def submit(self, handle: FlatParamHandle, divisor: float, *, keep: bool = False) -> None:
+        """Sum what the handle has accumulated over the ranks, now or with others, and divide it by `divisor`.
+
+        Args:
+            handle: whose gradient.
+            divisor: of the sum.
+            keep: don't wait for older ones, however many, before `drain`: other ranks may be about to do something in
+                which they need this one, before they send theirs.
+        """
         companions = self._companions.get(handle)
         if companions is None:
-            self._start(Bucket({handle: divisor}))
+            self._start(Bucket({handle: divisor}), keep)
             return
         name = companions[0].tag
         bucket = self._waiting.setdefault(name, Bucket())
         bucket.divisors[handle] = divisor
         if len(bucket.divisors) == len(companions):
-            self._start(self._waiting.pop(name))
+            self._start(self._waiting.pop(name), keep)
+
+    def drain(self) -> None:
+        """Wait for all but as many as may be in flight."""
+        self._drain(leave=_MAX_IN_FLIGHT)
 
     def finish(self) -> None:
         """Send what still waits, and wait until every shard has its gradient."""
@@ -106,10 +117,11 @@ class Reductions:
         self._waiting.clear()
         self._drain(leave=0)
 
-    def _start(self, bucket: Bucket) -> None:
+    def _start(self, bucket: Bucket, keep: bool = False) -> None:
         # The new one is on its way before an older one is awaited, so the wire is not idle.
         self._in_flight.append(bucket.send())
-        self._drain(leave=_MAX_IN_FLIGHT)
+        if not keep:
+            self.drain()
 
     def _drain(self, leave: int) -> None:
         while len(self._in_flight) > leave:

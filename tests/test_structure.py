@@ -35,6 +35,7 @@ ROOMS: dict[str, set[str]] = {
         "ema",
         "checkpoint_wrapper",
         "_wrap_plan",
+        "conditional",
     },
     "state": {"_state_dict", "_handover"},
     "runtime": {
@@ -51,6 +52,11 @@ ROOMS: dict[str, set[str]] = {
         "_guards",
         "_sharing",
         "_forward",
+        "_talk",
+        "_regions",
+        "_serving",
+        "_visits",
+        "_joining",
     },
     "storage": {
         "_flat_param",
