@@ -110,7 +110,7 @@ class Joining:
         self.tell(Kind.CLIP_VALUE, 0, _bits(clip_value))
 
     def _before_step(self, number: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if args or any(value is not None for value in kwargs.values()):
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise NotImplementedError(
                 "fsdp.join: optimizer.step(closure) runs forwards of its own, which ranks that have finished do not "
                 "know about. Call backward before, and step() without a closure."

@@ -105,10 +105,10 @@ class Runtime:
         _last = weakref.ref(self)
         if self._running or self._backward is not None:
             self._recover()
-        for unit in self.units:
-            if unit.runtime is not self:
+        for other in self.units:
+            if other.runtime is not self:
                 raise RuntimeError(
-                    f"a second root: unit '{unit.name}' now belongs to another root, since it was wrapped and called "
+                    f"a second root: unit '{other.name}' now belongs to another root, since it was wrapped and called "
                     "there. Use only one of the two, or call `_reset_lazy_init()` on this one first."
                 )
         self.visits.begin_root(unit)

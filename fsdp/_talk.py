@@ -35,11 +35,9 @@ class Kind(IntEnum):
 
 
 _PASSIVE = (Kind.WAIT, Kind.FINISHED)
-_TURNS = {
-    Kind.FORWARD: 0,
-    Kind.BACKWARD: 0,
-    Kind.REDUCE: 1,
-}  # what others can take part in whatever they are about to do
+# What others can take part in whatever they are about to do, in this order.
+_TURNS: dict[int, int] = {Kind.FORWARD: 0, Kind.BACKWARD: 0, Kind.REDUCE: 1}
+_LAST = 2
 
 
 class Message(NamedTuple):
@@ -100,20 +98,18 @@ class Talk:
         Raises:
             RuntimeError: naming ranks and what they do, if there is nothing that can be done first.
         """
-        events = sorted(
-            (_TURNS.get(message.kind, 2), rank) for rank, message in enumerate(messages) if message.is_event
-        )
+        events = [(rank, message) for rank, message in enumerate(messages) if message.is_event]
         if not events:
             return None
-        turn, first = events[0]
-        for _, rank in events if turn == 2 else ():
-            if messages[rank].topic != messages[first].topic:
+        first, event = min(events, key=lambda one: _TURNS.get(one[1].kind, _LAST))
+        for rank, other in events if event.kind not in _TURNS else ():
+            if other.topic != event.topic:
                 raise RuntimeError(
-                    f"the ranks of the model run different things: rank {first} is at {self._describe(messages[first])}"
-                    f" and rank {rank} at {self._describe(messages[rank])}. Every rank must call fsdp.cond for the same "
-                    "modules in the same order, inside of the same others."
+                    f"the ranks of the model run different things: rank {first} is at {self._describe(event)} and rank "
+                    f"{rank} at {self._describe(other)}. Every rank must call fsdp.cond for the same modules in the "
+                    "same order, inside of the same others."
                 )
-        return max((one for one in messages if one.topic == messages[first].topic), key=lambda one: one.argument)
+        return max((one for _, one in events if one.topic == event.topic), key=lambda one: one.argument)
 
     def _refuse_failed(self, messages: Sequence[Message]) -> None:
         for rank, message in enumerate(messages):
