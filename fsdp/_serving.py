@@ -196,9 +196,6 @@ class Serving:
             self._follow_backward(event)
         elif unit.state is TrainingState.IDLE:
             unit.follow_mode()
-        visit = self.mixed_visit(unit, is_backward)
-        if visit is not None:
-            visit.add(unit)
         self._note(event)
         if event.argument:
             for handle in unit.handles:
@@ -239,3 +236,5 @@ class Serving:
         if noted:
             region = self._directory.region_of_number(noted - 1)
             region.order(message.kind == Kind.BACKWARD).enter(self._directory.units[message.subject])
+            if region.last is not None:
+                region.last.add(self._directory.units[message.subject])

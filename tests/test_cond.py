@@ -32,9 +32,9 @@ def nothing_but(*parts: str) -> Choice:
 # Results
 
 
-@pytest.mark.parametrize("world_size", [3, 2])
-def test_500_steps_of_random_choices_equal_the_unsharded_model_pain_point_8(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size, timeout=300).run(_random_steps, 500 if world_size == 3 else 50)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_steps_of_random_choices_equal_the_unsharded_model_pain_point_8(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size, timeout=300).run(_random_steps, 500 if world_size == 2 else 60)
 
 
 def _random_steps(steps: int) -> None:
@@ -42,8 +42,9 @@ def _random_steps(steps: int) -> None:
     for step in range(steps):
         pair.backward()
         pair.step()
-        if step % 50 == 49:
+        if step % 50 == 9:
             pair.assert_equal()
+    pair.assert_equal()
     assert_at_rest(pair.model)
 
 
@@ -67,7 +68,7 @@ def test_choices_equal_the_unsharded_model(
 
 def _choices(recompute: bool | None, accumulate: int, options: dict[str, Any]) -> None:
     pair = Pair(recompute=recompute, **options)
-    for _ in range(12):
+    for _ in range(8):
         for turn in range(accumulate):
             pair.backward(sync=turn == accumulate - 1)
         pair.step()
