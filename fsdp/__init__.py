@@ -16,6 +16,8 @@ from fsdp.checkpoint_wrapper import is_checkpointing as is_checkpointing
 from fsdp.checkpoint_wrapper import is_recomputing as is_recomputing
 from fsdp.checkpoint_wrapper import patch_batchnorm as patch_batchnorm
 from fsdp.comm_hooks import bf16_compress_hook as bf16_compress_hook
+from fsdp.conditional import cond as cond
+from fsdp.conditional import join as join
 from fsdp.ema import EMA as EMA
 from fsdp.flatten_params_wrapper import FlattenParamsWrapper as FlattenParamsWrapper
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as FullyShardedDataParallel

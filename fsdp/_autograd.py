@@ -40,6 +40,12 @@ class BackwardPass:
         return self._callback() is not None
 
 
+class FollowedPass:
+    """Stands for a backward that other ranks run, and this one only takes part in."""
+
+    is_alive = True
+
+
 def differentiable_tensors(tree: Any) -> list[Tensor]:
     """The tensors of a nest that require a gradient, those in attributes of any objects included."""
     if isinstance(tree, Tensor):

@@ -75,10 +75,16 @@ class Communicator(ABC):
         self.rank = rank
         self.world_size = world_size
         self._tags = itertools.count()
+        self.talk_tag = self.new_tag()  # of what belongs to no handle
 
     def new_tag(self) -> int:
         """A tag for one handle. Every rank of the group must ask equally often."""
         return next(self._tags)
+
+    @property
+    def talk_device(self) -> torch.device:
+        """Where short messages should be: on the host where that can be, so that nobody waits for the device."""
+        return torch.device("cpu")
 
     def for_device(self, device: torch.device) -> Communicator:
         """The way to the same ranks for tensors on another device."""
@@ -192,6 +198,11 @@ class TorchCollectives(Communicator):
         super().__init__(group.rank(), group.size())
         self._group = group
         self.peers_answer = "fake" not in backend_names(group).values()
+
+    @property
+    def talk_device(self) -> torch.device:
+        names = backend_names(self._group)
+        return torch.device("cpu" if "cpu" in names or not names else next(iter(names)))
 
     def for_device(self, device: torch.device) -> Communicator:
         return communicator(self._group, device)

@@ -23,6 +23,7 @@ from fsdp._precision import InputCast, cast_floats
 from fsdp._trees import map_tensors
 
 if TYPE_CHECKING:
+    from fsdp._regions import Visit
     from fsdp._unit import Unit
 
 
@@ -141,6 +142,9 @@ class Call:
         self.shards: list[Hashable] = []  # the state of those that it computed with
         self.in_full_precision = False  # what it computed in
         self.will_pass = False  # whether backward goes on through its inputs
+        self.position = 0  # in the order of the forward; see `_visits`
+        self.visit: Visit | None = None  # of a region that other ranks don't run
+        self.backward: object = None  # the last one that has come to its outputs
 
     def watch_inputs(self, inputs: Any) -> None:
         """Have the runtime told when backward has the gradients of the inputs, if it will compute any."""

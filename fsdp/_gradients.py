@@ -38,6 +38,7 @@ class GradientBuffer:
         self._device = device
         self._is_summing = False
         self._flat: Tensor | None = None
+        self._owes = False  # other ranks have gradients: this one contributes zeros if it has none
         self._filled = bytearray(len(layout.slots))
         self._arrived = bytearray(len(layout.slots))
         self._expected = sum(expected)
@@ -47,7 +48,7 @@ class GradientBuffer:
 
     @property
     def is_empty(self) -> bool:
-        return self._flat is None
+        return self._flat is None and not self._owes
 
     @property
     def is_complete(self) -> bool:
@@ -68,9 +69,7 @@ class GradientBuffer:
     def add(self, slot: int, grad: Tensor, divisor: float) -> None:
         """Put ``grad / divisor`` at its place, or add it to what is there."""
         if self._flat is None:
-            dtype = self._sum_dtype if self._is_summing else self.dtype
-            self._flat = torch.empty(self._layout.padded_numel, dtype=dtype, device=self._device)
-            self._views = self._layout.unpack(self._flat)
+            self._allocate()
         place = self._views[slot]
         if self._filled[slot]:
             place.add_(grad, alpha=1.0 / divisor)
@@ -85,10 +84,19 @@ class GradientBuffer:
             self._arrived[slot] = 1
             self._missing -= 1
 
+    def _allocate(self) -> None:
+        dtype = self._sum_dtype if self._is_summing else self.dtype
+        self._flat = torch.empty(self._layout.padded_numel, dtype=dtype, device=self._device)
+        self._views = self._layout.unpack(self._flat)
+
+    def owe(self) -> None:
+        """Have zeros to give when others reduce theirs, if nothing arrives here."""
+        self._owes = True
+
     @property
     def filled(self) -> bytes:
-        """For which parameters something is accumulated."""
-        return bytes(self._filled)
+        """For which parameters something is accumulated, here or on other ranks."""
+        return b"\1" * len(self._filled) if self._owes else bytes(self._filled)
 
     def forget(self, slots: Sequence[int]) -> None:
         """Drop what is accumulated for some parameters."""
@@ -111,6 +119,8 @@ class GradientBuffer:
 
     def take(self) -> Tensor:
         """The flat gradient in `dtype`, zero where nothing arrived; the buffer is empty afterwards."""
+        if self._flat is None and self._owes:
+            self._allocate()
         flat, views, filled = self._flat, self._views, self._filled
         if flat is None:
             raise ValueError("nothing has been accumulated")
@@ -124,5 +134,5 @@ class GradientBuffer:
         return flat.to(self.dtype)
 
     def drop(self) -> None:
-        self._flat, self._views = None, []
+        self._flat, self._views, self._owes = None, [], False
         self._filled = bytearray(len(self._filled))

@@ -211,6 +211,11 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
             )
         self.phase = phase
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole parameter is here, and as the shard is now."""
+        return self.whole.is_shard or (self.phase is Phase.FULL and self.shard_state == self._gathered)
+
     def gather(self) -> None:
         """Start to fetch the whole parameter; nothing happens if it is here or on its way."""
         if self.is_exposed:
@@ -281,8 +286,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         """Collective. The parameters as modules see them in the shard's dtype, with memory of their own."""
         self.home.check(self.name)
         self.absorb()
-        is_fresh = self.phase is Phase.FULL and self.shard_state == self._gathered
-        if self.dtype == self.flat_param.dtype and (is_fresh or self.whole.is_shard):
+        if self.dtype == self.flat_param.dtype and self.is_whole:
             return [leaf.detach().clone() for leaf in self.whole.leaves]
         full = self._new_buffer(self.flat_param.dtype)
         self._gather_into(full).wait()
@@ -294,6 +298,15 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         """Memory for the parameters as modules see them, in the shard's dtype; no rank needs another for it."""
         dtype, device = self.flat_param.dtype, self.home.device
         return [torch.empty(slot.shape, dtype=dtype, device=device) for slot in self.layout.slots]
+
+    def serve_gather(self) -> None:
+        """Take part in a gather that only other ranks need; what is here stays as it is."""
+        if self.is_sharded:
+            self.absorb()
+            self.follow_shard()
+            self.home.check(self.name)
+            self._gather_into(self._new_buffer(self.dtype)).wait()
+            self.home.release()
 
     def settle(self) -> None:
         """Block until the shard may be written: what was sent and copied from it has arrived."""

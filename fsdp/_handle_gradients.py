@@ -69,6 +69,16 @@ class TakesGradients(HandleState):
             self.pieces.forget_zeroed()
         return self.flat_param.has_unreduced
 
+    @property
+    def has_no_gradient(self) -> bool:
+        """Whether nothing is there that the next gradient would be added to."""
+        return all(param.grad is None for param in self.registry.params)
+
+    def zero_grad(self) -> None:
+        """Have no gradient, as after an optimizer's ``zero_grad()``."""
+        for param in self.registry.params:
+            param.grad = None
+
     def begin_backward(self, is_summing: bool = False) -> None:
         """Expect every gradient; `is_summing` if this backward's are added to, and not reduced at its end."""
         if self.pieces is not None:

@@ -134,17 +134,30 @@ class Reductions:
             if filled + nbytes < self._bucket_bytes:
                 filling[key] = (companions, filled + nbytes)
 
-    def submit(self, handle: FlatParamHandle, divisor: float) -> None:
-        """Sum what the handle has accumulated over the ranks, now or with others, and divide it by `divisor`."""
+    def submit(self, handle: FlatParamHandle, divisor: float, *, keep: bool = False) -> None:
+        """Sum what the handle has accumulated over the ranks, now or with others, and divide it by `divisor`.
+
+        Args:
+            handle: whose gradient.
+            divisor: of the sum.
+            keep: don't wait for older ones, however many, before `drain`: other ranks may be about to do something in
+                which they need this one, before they send theirs.
+        """
         companions = self._companions.get(handle)
         if companions is None:
-            self._start(Bucket({handle: divisor}))
+            self._start(Bucket({handle: divisor}), keep)
             return
         first = companions[0].number
         bucket = self._waiting.setdefault(first, Bucket())
         bucket.divisors[handle] = divisor
         if len(bucket.divisors) == len(companions):
-            self._start(self._waiting.pop(first))
+            self._start(self._waiting.pop(first), keep)
+
+    def drain(self) -> None:
+        """Wait for all but the last one."""
+        while len(self._in_flight) > 1:
+            for reduction in self._in_flight[-2::-1]:
+                self._advance(reduction)
 
     def finish(self) -> None:
         """Send what still waits, and wait until every shard has its gradient."""
@@ -159,10 +172,10 @@ class Reductions:
             bucket.is_abandoned = True  # gradients may have been zeroed since
         self._drain()
 
-    def _start(self, bucket: Bucket) -> None:
+    def _start(self, bucket: Bucket, keep: bool = False) -> None:
         # The new one is on its way before older ones are awaited, so the wire is not idle. Of those, only the youngest
         # can hold a unit's whole gradient, and it is to send across while the others are awaited: so it is the first.
-        older, started = self._in_flight[::-1], (bucket, bucket.reduce())
+        older, started = [] if keep else self._in_flight[::-1], (bucket, bucket.reduce())
         self._in_flight.append(started)
         for reduction in (started, *older):
             self._advance(reduction)

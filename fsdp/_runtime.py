@@ -15,30 +15,32 @@ So at most the units in computation, one prefetched unit and two reductions are 
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp._agreement import agree, agree_on_values
-from fsdp._autograd import BackwardPass, in_backward
-from fsdp._collect import is_ours
+from fsdp._adoption import adopt, refuse_strangers
+from fsdp._agreement import agree
+from fsdp._autograd import BackwardPass, FollowedPass, in_backward
+from fsdp._following import FollowsOthers
 from fsdp._forward import Call, TrainingState
 from fsdp._handle import FlatParamHandle
 from fsdp._memory import return_freed_memory
-from fsdp._names import clean_name
 from fsdp._reductions import Reductions
+from fsdp._regions import Region
 from fsdp._schedule import ExecutionOrder
 from fsdp._sharing import settle_shares
 from fsdp._unit import Unit, units_in
 from fsdp._usage import show_gradients
-from fsdp._values import require_values_everywhere
+from fsdp._visits import Visits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-class Runtime:
+class Runtime(FollowsOthers):
     """Decides when the units of one tree gather, free and reduce.
 
     Collective at construction: the ranks compare what they have built; their values at the first forward.
@@ -58,55 +60,21 @@ class Runtime:
         named_units = units_in(root)
         self.units = [unit for _, unit in named_units]
         settle_shares(root, named_units, all_inside=True)
-        self._refuse_strangers()
+        refuse_strangers(root, self.units)
         agree(root.everyone, named_units)
-        self._has_compared_values = False  # not yet: a checkpoint may be loaded before anything is computed
-        self._adopt(named_units)
+        adopt(self, named_units)
         return_freed_memory()
         self.root_reshards = root.reshard_after_forward
         if keep_root:
             root.reshard_after_forward = False
         self.sync_gradients = True
-        self._await_values = True  # some units, until it was looked at
         self._reductions = Reductions(bucket_bytes)
         self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._backward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._running: list[Call] = []  # forwards that are running, the innermost last
-        self._backward: BackwardPass | None = None  # the one that is running, or that raised
-
-    def _refuse_strangers(self) -> None:
-        ours = {(place.module, place.name) for unit in self.units for place in unit.places()}
-        # What was put into ignored modules since, is theirs too.
-        ignored = {inner for unit in self.units for module in unit.ignored.modules for inner in module.modules()}
-        for name, param in self.root.module.named_parameters():
-            path, _, attribute = name.rpartition(".")
-            module = self.root.module.get_submodule(path)
-            is_ignored = module in ignored or any(param in unit.ignored.parameters for unit in self.units)
-            if is_ours(param) or is_ignored or (module, attribute) in ours:
-                continue
-            raise RuntimeError(
-                f"{clean_name(name)} became a parameter after wrapping: it is not sharded, and ranks would train "
-                "it each for itself. Complete the module before wrapping, or leave it out of sharding with "
-                "ignored_parameters or ignored_modules."
-            )
-
-    def _adopt(self, named_units: list[tuple[str, Unit]]) -> None:
-        for name, unit in named_units:
-            if unit is not self.root and unit.runtime is not None and unit.runtime.root is unit:
-                raise RuntimeError(
-                    f"a second root: unit '{name}' was called on its own before the "
-                    f"{type(self.root.module).__name__} around it, and became a root itself. Call the outermost "
-                    "unit first, or `_reset_lazy_init()` on the inner one before the outer one is used."
-                )
-        for name, unit in named_units:
-            if unit.runtime is not None:
-                unit.runtime.ensure_idle(f"become part of another {type(self.root.module).__name__}")
-            unit.runtime = self
-            unit.rename(name)
-            unit.is_inside_mixed = False
-        for _, unit in named_units:
-            for _, inner in units_in(unit) if unit.precision.is_mixed else ():
-                inner.is_inside_mixed |= inner is not unit
+        self._backward: BackwardPass | FollowedPass | None = None  # the one that is running, or that raised
+        self.handles = [handle for unit in self.units for handle in unit.handles]
+        self.visits = Visits(self)
 
     # --- forward ------------------------------------------------------------------------------------------------
 
@@ -117,51 +85,64 @@ class Runtime:
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
             self._refuse_training_while_summoned(unit)
             return
-        if self._await_values and not self._running:
-            require_values_everywhere(unit, "compute")
-            self._await_values = any(one.awaits_values_somewhere for one in self.units)
-        call = Call(unit, recomputed=self._is_in_backward and in_backward())
+        call = Call(unit, recomputed=self.is_in_backward and in_backward())
         if not call.recomputed and (not self._running or unit is self.root):
-            self._begin_forward()
+            self._begin_forward(unit)
         self._running.append(call)
+        self.visits.enter(unit, call)
         if call.recomputed:
             if unit.state is not TrainingState.BACKWARD_PRE:
                 unit.follow_mode()  # a re-entrant checkpoint left nothing else that tells what its forward was in
-            self._fetch_for_backward(unit)
+            self._fetch_for_backward(unit, announced=self.visits.recomputes_alone(unit))
         else:
             unit.state = TrainingState.FORWARD
             unit.follow_mode()
-            self._fetch(unit, self._forward_order)
+            self._fetch(unit, is_backward=False)
         # A frozen parameter has no gradient whose arrival would tell that backward is done with it.
         if unit.has_frozen_handle and torch.is_grad_enabled():
             call.watch_inputs(inputs)
 
-    def _begin_forward(self) -> None:
+    def _begin_forward(self, unit: Unit) -> None:
+        global _last
+        _last = weakref.ref(self)
         if self._running or self._backward is not None:
             self._recover()
-        for unit in self.units:
-            if unit.runtime is not self:
+        for other in self.units:
+            if other.runtime is not self:
                 raise RuntimeError(
-                    f"a second root: unit '{unit.name}' now belongs to another root, since it was wrapped and called "
+                    f"a second root: unit '{other.name}' now belongs to another root, since it was wrapped and called "
                     "there. Use only one of the two, or call `_reset_lazy_init()` on this one first."
                 )
-        if not self._has_compared_values:
-            agree_on_values([(unit.name, unit) for unit in self.units])
-            self._has_compared_values = True
-            return_freed_memory()
-        self._forward_order.begin()
+        if not self.visits.is_inside:
+            self.trust_values(unit)
+        self.visits.begin_root(unit)
+        if not self.visits.is_inside:
+            self._forward_order.begin()
 
-    def _fetch(self, unit: Unit, order: ExecutionOrder[Unit]) -> None:
-        ahead = order.enter(unit)
+    def _fetch(self, unit: Unit, is_backward: bool, announced: bool = False) -> None:
+        region = None if announced else self.visits.region_of(unit, is_backward)
+        ahead: list[Unit] = []  # ranks that don't run the unit cannot know what this one expects
+        if announced or self.visits.mixed_visit(unit, is_backward) is not None:
+            self.visits.gather(unit, is_backward, region)
+        else:
+            ahead = self._order(region, is_backward).enter(unit)
+            if is_backward and self.visits.is_uneven:
+                ahead = []
+                if unit is not self.root:
+                    unit.reshard()  # some ranks have it already, from a recomputation
         unit.gather()
         for number, following in enumerate(ahead):
             if number == 0:
-                if order is self._forward_order:
+                if not is_backward:
                     following.follow_mode()
                 following.gather()
             else:
                 following.read_ahead()
         unit.unshard()
+
+    def _order(self, region: Region | None, is_backward: bool) -> ExecutionOrder[Unit]:
+        own = self._backward_order if is_backward else self._forward_order
+        return own if region is None else region.order(is_backward)
 
     def after_forward(self, unit: Unit, output: Any, failed: bool) -> None:
         """Hook: `unit` has computed, or `failed` to."""
@@ -173,12 +154,15 @@ class Runtime:
                 self._end_failed_forward(unit)
             return
         needs_backward = torch.is_grad_enabled() and call.watch_outputs(output)
+        if needs_backward:
+            self.visits.expect_backward(unit, call)
         if call.recomputed:
             return
         unit.state = TrainingState.IDLE
-        needed_at_once = needs_backward and self._forward_order.at_expected_end()
-        if unit.reshard_after_forward and not needed_at_once:
+        needed_at_once = needs_backward and self._order(self.visits.region_of(unit, False), False).at_expected_end()
+        if call.visit is not None or (unit.reshard_after_forward and not needed_at_once):
             unit.reshard()
+        self.visits.end_root(unit, output)
         if not self._running:
             self._end_forward(keep=needs_backward)
 
@@ -192,6 +176,7 @@ class Runtime:
     def _end_failed_forward(self, unit: Unit) -> None:
         unit.state = TrainingState.IDLE
         unit.reshard()
+        self.visits.fail_root(unit)
         if not self._running:
             self._end_forward(keep=False)
 
@@ -213,10 +198,6 @@ class Runtime:
 
     # --- backward -----------------------------------------------------------------------------------------------
 
-    @property
-    def _is_in_backward(self) -> bool:
-        return self._backward is not None and self._backward.is_alive
-
     def before_backward(self, unit: Unit, call: Call) -> None:
         """Hook: backward has reached an output of a call of `unit`."""
         if torch.is_grad_enabled():
@@ -232,6 +213,12 @@ class Runtime:
                 "before the change, or forward again after it."
             )
         self.ensure_backward()
+        if call.backward is not self._backward:
+            call.backward = self._backward
+            self.visits.reach(unit, call)
+            self.visits.wait(call)
+            if self.visits.is_uneven:
+                self._reductions.drain()
         if call.in_full_precision is not unit.in_full_precision:
             if unit.state is TrainingState.BACKWARD_PRE:
                 raise RuntimeError(
@@ -247,21 +234,26 @@ class Runtime:
 
     def ensure_backward(self) -> None:
         """A backward is running: the first to notice begins it."""
-        if self._is_in_backward:
+        if self.is_in_backward:
             return
         if self._backward is not None:
             self._recover()  # the last one raised
         self._backward = BackwardPass(self._end_backward)
+        self._begin_backward()
+
+    def _begin_backward(self) -> None:
+        self.backward_mode = self.sync_gradients + 2 * all(handle.has_no_gradient for handle in self.handles)
         self._backward_order.begin()
+        self.visits.begin_backward()
         for unit in self.units:
             unit.begin_backward(is_summing=not self.sync_gradients)
         if self.sync_gradients:
             self._reductions.begin(handle for unit in reversed(self.units) for handle in unit.handles)
 
-    def _fetch_for_backward(self, unit: Unit) -> None:
+    def _fetch_for_backward(self, unit: Unit, announced: bool = False) -> None:
         if not unit.incomplete:
             unit.expect_gradients()  # a second round: a re-entrant checkpoint, or an output found late
-        self._fetch(unit, self._backward_order)
+        self._fetch(unit, is_backward=True, announced=announced)
 
     def gradient_complete(self, unit: Unit, handle: FlatParamHandle) -> None:
         """Hook: every parameter of `handle` has its gradient."""
@@ -270,13 +262,20 @@ class Runtime:
         unit.incomplete.discard(handle)
         handle.gradients.begin_round()  # re-entrant checkpoints may bring a second round
         self._free_after_backward(unit)
+        self.reduce(unit, handle)
+
+    def reduce(self, unit: Unit, handle: FlatParamHandle) -> None:
+        """Have a handle's gradient reduced, unless it goes on to accumulate."""
+        if self.visits.is_touched(handle):
+            return  # until the end, when it is its turn on the ranks that have no gradient of it as well
+        self.visits.announce_gradient(unit, handle)
         if self.sync_gradients:
-            self._reductions.submit(handle, unit.postdivide)
+            self._reductions.submit(handle, unit.postdivide, keep=self.visits.is_uneven)
 
     def passed(self, unit: Unit, call: Call) -> None:
         """Hook: backward has the gradients of the inputs of a call."""
         unit.unpassed.discard(call)
-        if self._is_in_backward:
+        if self.is_in_backward:
             self._free_after_backward(unit)
 
     def _free_after_backward(self, unit: Unit) -> None:
@@ -289,6 +288,14 @@ class Runtime:
             unit.state = TrainingState.BACKWARD_POST
 
     def _end_backward(self) -> None:
+        self.visits.end_backward()
+        self._finish_backward()
+
+    def _finish_backward(self) -> None:
+        mixed = self.visits.take_mixed()
+        for handle in self.visits.take_touched():
+            if handle.requires_grad:
+                handle.gradients.owe()
         for unit in self.units:
             for handle in unit.handles:
                 if not self.sync_gradients:
@@ -299,7 +306,7 @@ class Runtime:
         for unit in self.units:
             unit.state = TrainingState.IDLE
             unit.unpassed.clear()
-            if self.sync_gradients or unit.reshard_after_forward or unit.is_gathering:
+            if self.sync_gradients or unit.reshard_after_forward or unit.is_gathering or unit in mixed:
                 unit.reshard()
         self._settle()
         if self.sync_gradients:
@@ -311,17 +318,29 @@ class Runtime:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside accumulate whole gradients without reducing them."""
-        self.ensure_idle("enter no_sync()")
+        self.ensure_idle("enter no_sync()", is_served=True)
         outer, self.sync_gradients = self.sync_gradients, False
         try:
             yield
         finally:
             self.sync_gradients = outer
 
-    def ensure_idle(self, what: str) -> None:
-        """Raise RuntimeError unless nothing runs; what a failed forward or backward left behind is cleared first."""
-        if self._running or (self._is_in_backward and in_backward()):
+    @property
+    def is_computing(self) -> bool:
+        """Whether a forward or backward is running."""
+        return bool(self._running) or (self.is_in_backward and in_backward())
+
+    def ensure_idle(self, what: str, *, is_served: bool = False) -> None:
+        """Raise RuntimeError unless nothing runs; what a failed forward or backward left behind is cleared first.
+
+        Inside of `fsdp.join` too, where ranks that have finished would not take part, unless it `is_served` there.
+        """
+        if self.is_computing:
             raise RuntimeError(f"cannot {what} in the middle of a forward or backward of {self.root.name}")
+        if self.visits.joining is not None and not is_served:
+            raise RuntimeError(
+                f"cannot {what} inside fsdp.join: ranks that have finished don't. Do it after the context"
+            )
         if self._backward is not None:
             self._recover()
 
@@ -343,6 +362,7 @@ class Runtime:
         """Back to idle after a forward or backward that was given up; its unreduced gradients are dropped."""
         self._running.clear()
         self._backward = None
+        self.visits.abandon()
         self._reductions.abandon()
         for unit in self.units:
             unit.state = TrainingState.IDLE
@@ -358,3 +378,12 @@ class Runtime:
             comm.settle()
         for lane in {handle.home.lane for handle in handles}:
             lane.settle()
+
+
+_last: weakref.ref[Runtime] | None = None
+
+
+def running() -> Runtime | None:
+    """Of the root whose forward or backward runs now; the one that began last, if there are several."""
+    runtime = None if _last is None else _last()
+    return runtime if runtime is not None and runtime.is_computing else None

@@ -260,6 +260,11 @@ class Unit:
     def is_gathering(self) -> bool:
         return any(handle.phase is Phase.GATHERING for handle in self.handles)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether its parameters are here, and as the shards are now."""
+        return all(handle.is_whole for handle in self.handles)
+
     def compute_in_full(self, wanted: bool) -> None:
         """Whether to compute in the shards' own precision from now on."""
         if wanted is not self.in_full_precision:

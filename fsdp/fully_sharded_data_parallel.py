@@ -261,9 +261,11 @@ class FullyShardedDataParallel(WrapperShards):
             NotImplementedError: if meshes of `DTensor`s overlap in part.
         """
         runtime = self._runtime_as_root("clip_grad_norm_")
-        runtime.ensure_idle("clip gradients")
-        norm_type, device = float(norm_type), self.compute_device
-        return clip_grad_norm(self._unit, runtime.units, float(max_norm), norm_type, device, error_if_nonfinite)
+        runtime.ensure_idle("clip gradients", is_served=True)
+        max_norm, norm_type, device = float(max_norm), float(norm_type), self.compute_device
+        if (joining := runtime.visits.joining) is not None:
+            joining.tell_clip_norm(max_norm, norm_type, error_if_nonfinite)
+        return clip_grad_norm(self._unit, runtime.units, max_norm, norm_type, device, error_if_nonfinite)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every element of all gradients to at most `clip_value` in absolute value. No rank needs another for it.
@@ -273,7 +275,9 @@ class FullyShardedDataParallel(WrapperShards):
             ValueError: if `clip_value` is negative.
         """
         runtime = self._runtime_as_root("clip_grad_value_")
-        runtime.ensure_idle("clip gradients")
+        runtime.ensure_idle("clip gradients", is_served=True)
+        if (joining := runtime.visits.joining) is not None:
+            joining.tell_clip_value(float(clip_value))
         clip_grad_value(self._unit, runtime.units, float(clip_value))
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool = False) -> None:

@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import OptState
 from fsdp._collect import is_ours
 from fsdp._comm import communicator
 from fsdp._dtensors import missing_ranks
+from fsdp._joining import refuse_in_join
 from fsdp._process_groups import Group, default_group
 
 
@@ -91,6 +92,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         # Private in torch, but the one place that both `unscale_` and the step of fused optimizers (which unscale by
         # themselves) pass through. The signature is the same from torch 1.6 on; tried with 2.11 and 2.13.
+        refuse_in_join("ShardedGradScaler")
         grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             if is_ours(param):

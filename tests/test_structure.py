@@ -37,6 +37,7 @@ ROOMS: dict[str, set[str]] = {
         "ema",
         "checkpoint_wrapper",
         "_wrap_plan",
+        "conditional",
     },
     "state": {"_state_dict", "_handover", "_loading", "_materialize"},
     "runtime": {
@@ -56,6 +57,13 @@ ROOMS: dict[str, set[str]] = {
         "_forward",
         "_values",
         "_lacks",
+        "_talk",
+        "_following",
+        "_adoption",
+        "_regions",
+        "_serving",
+        "_visits",
+        "_joining",
     },
     "storage": {
         "_safetensors",

@@ -1,0 +1,56 @@
+"""Whose units and parameters are whose, when it is known which unit is the outermost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fsdp._collect import is_ours
+from fsdp._names import clean_name
+from fsdp._unit import Unit, units_in
+
+if TYPE_CHECKING:
+    from fsdp._runtime import Runtime
+
+
+def refuse_strangers(root: Unit, units: Sequence[Unit]) -> None:
+    """Raise RuntimeError if a parameter was added after wrapping."""
+    ours = {(place.module, place.name) for unit in units for place in unit.places()}
+    # What was put into ignored modules since, is theirs too.
+    ignored = {inner for unit in units for module in unit.ignored.modules for inner in module.modules()}
+    for name, param in root.module.named_parameters():
+        path, _, attribute = name.rpartition(".")
+        module = root.module.get_submodule(path)
+        is_ignored = module in ignored or any(param in unit.ignored.parameters for unit in units)
+        if is_ours(param) or is_ignored or (module, attribute) in ours:
+            continue
+        raise RuntimeError(
+            f"{clean_name(name)} became a parameter after wrapping: it is not sharded, and ranks would train it each "
+            "for itself. Complete the module before wrapping, or leave it out of sharding with ignored_parameters or "
+            "ignored_modules."
+        )
+
+
+def adopt(runtime: Runtime, named_units: Sequence[tuple[str, Unit]]) -> None:
+    """Have a root's runtime run all units inside.
+
+    Raises:
+        RuntimeError: if one has become a root itself.
+    """
+    root = runtime.root
+    for name, unit in named_units:
+        if unit is not root and unit.runtime is not None and unit.runtime.root is unit:
+            raise RuntimeError(
+                f"a second root: unit '{name}' was called on its own before the {type(root.module).__name__} around "
+                "it, and became a root itself. Call the outermost unit first, or `_reset_lazy_init()` on the inner one "
+                "before the outer one is used."
+            )
+    for name, unit in named_units:
+        if unit.runtime is not None:
+            unit.runtime.ensure_idle(f"become part of another {type(root.module).__name__}")
+        unit.runtime = runtime
+        unit.rename(name)
+        unit.is_inside_mixed = False
+    for _, unit in named_units:
+        for _, inner in units_in(unit) if unit.precision.is_mixed else ():
+            inner.is_inside_mixed |= inner is not unit
