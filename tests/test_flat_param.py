@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fsdp import FlatParameter, FullyShardedDataParallel
 from fsdp._collect import collect, names_of, take_over
-from fsdp._comm import Communicator, LoneRank, communicator
+from fsdp._comm import LONE_RANK, Communicator, LoneRank, communicator
 from fsdp._errors import InternalError
 from fsdp._handle import FlatParamHandle, Phase
 from fsdp._layout import ContiguousLayout
@@ -195,7 +195,7 @@ def handle_of(
     module.register_parameter("flat_param_0", flat)
     places = list(found.values())
     registered = [(module, "flat_param_0")]
-    handle = FlatParamHandle(flat, places, comm, comm, registered, Precision(), on_gradient)
+    handle = FlatParamHandle(flat, places, comm, comm, LONE_RANK, registered, Precision(), on_gradient)
     handle.name = "the unit"
     return handle
 
