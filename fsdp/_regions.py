@@ -67,8 +67,7 @@ class Visit:
         self.reached: set[Call] = set()
         self.is_differentiable = False  # backward may come to its outputs
         self.is_reentrant = False  # only its recomputation has a graph
-        self.was_owed = False
-        self.inner: list[Visit] = []  # visits inside of it
+        self.was_owed = False  # its forward had a graph
         self.reduced: set[FlatParamHandle] = set()
 
     def add(self, unit: Unit) -> None:

@@ -44,7 +44,7 @@ class Serving:
         self._owed: list[Visit] = []  # mixed ones whose backward may come
         self._mixed: set[Unit] = set()  # units of mixed visits, which may be whole on some ranks only
         self._touched: set[FlatParamHandle] = set()  # of units around regions that ran somewhere
-        self._is_uneven = False  # ranks run different things in this backward
+        self.is_uneven = False  # ranks run, and recompute, different things in this backward
         self.joining: Joining | None = None
 
     # --- what the runtime asks in backward ----------------------------------------------------------------------
@@ -55,12 +55,7 @@ class Serving:
             region.backward_order.begin()
         for visit in self._owed:
             visit.reduced.clear()
-        self._is_uneven = bool(self._owed)
-
-    @property
-    def is_uneven(self) -> bool:
-        """Whether ranks run, and recompute, different things in this backward."""
-        return self._is_uneven
+        self.is_uneven = bool(self._owed)
 
     def wait(self, call: Call) -> None:
         """In backward, before the unit of `call`: serve until no rank is further from the end than this one."""
@@ -114,7 +109,7 @@ class Serving:
 
     def take_mixed(self) -> set[Unit]:
         """Units that may be whole on some ranks only; backward is over, so they should be whole on none."""
-        self._is_uneven = False
+        self.is_uneven = False
         mixed, self._mixed = self._mixed, {unit for visit in self._owed for unit in visit.units}
         return mixed
 

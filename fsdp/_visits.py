@@ -245,9 +245,7 @@ class Visits(Serving):
             self._mixed.update(visit.units)
             if torch.is_grad_enabled():
                 self._touched.update(region.around)
-        if self._open:
-            self._open[-1].inner.append(visit)
-        elif self.joining is not None:
+        if not self._open and self.joining is not None:
             self.joining.is_uneven, self.joining.running_ranks = visit.is_mixed, sum(runs)
         region.forward_order.begin()
         self._open.append(visit)
@@ -271,7 +269,7 @@ class Visits(Serving):
         if is_owed:
             visit.was_owed = True
             self._owed.append(visit)
-            self._is_uneven = self._runtime.is_in_backward
+            self.is_uneven = self._runtime.is_in_backward
 
     def _next_position(self) -> int:
         if not self._open:
