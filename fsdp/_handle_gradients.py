@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -68,6 +70,50 @@ class TakesGradients(HandleState):
         if self.pieces is not None:
             self.pieces.forget_zeroed()
         return self.flat_param.has_unreduced
+
+    def full_gradients(self) -> list[Tensor | None]:
+        """Collective. The whole reduced gradients, with memory of their own; None for parameters without.
+
+        Raises:
+            RuntimeError: if gradients are not reduced yet.
+        """
+        if self.has_unreduced:
+            raise RuntimeError(
+                f"the gradients of {self.name} accumulated under no_sync() are not reduced over the ranks yet, so none "
+                "can be shown. Run the last backward of the step outside no_sync()."
+            )
+        if self.pieces is not None:
+            self.pieces.collect_gradients()
+        self.flat_param.bring_gradient()
+        grad = self.flat_param.grad
+        if grad is None:
+            return [None] * len(self.places)
+        shard = grad.detach().to(self.home.device)
+        full = shard.new_empty(self.layout.padded_numel)
+        self.comm.all_gather(full, shard, f"all-gather of the gradient of {self.name}", self.tag).wait()
+        self.comm.settle()
+        shown: list[Tensor | None] = []
+        for slot, (view, part) in enumerate(zip(self.layout.unpack(full), self.flat_param.parts, strict=True)):
+            has_none = self.pieces is not None and self.pieces.params[slot].grad is None
+            shown.append(None if has_none else part.dtensor(view.clone()) if part else view.clone())
+        return shown
+
+    def keep_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Have this rank's part of whole gradients, in the place of those that it has."""
+        self.zero_grad()
+        self.flat_param.forget_gradient()
+        if all(gradient is None for gradient in gradients):
+            return
+        shard = torch.zeros(self.layout.shard_numel, dtype=self.flat_param.dtype, device=self.home.device)
+        for slot, gradient in enumerate(gradients):
+            if gradient is not None:
+                part = self.flat_param.parts[slot]
+                whole = gradient.detach() if part is None else part.cut(self.layout.slots[slot].name, gradient.detach())
+                self.layout.shard_of(slot, whole, shard, self.comm.rank)
+        self.home.accept(self.flat_param, shard)
+        if self.pieces is not None:
+            self.home.lane.settle()
+            self.pieces.show_gradients([gradient is not None for gradient in gradients])
 
     @property
     def has_no_gradient(self) -> bool:

@@ -47,7 +47,7 @@ class Exposure:
         self._installed = [
             (handle, slot, param, _version_of(param))
             for handle, tensors in zip(self._handles, values, strict=True)
-            for slot, param in enumerate(_install(handle, tensors))
+            for slot, param in enumerate(self._install(handle, tensors))
         ]
         unit.restore_order()
 
@@ -59,18 +59,31 @@ class Exposure:
                 shape. Everything else is kept, and the unit is usable.
         """
         problems: list[str] = []
-        for handle, slot, param, version in self._installed if self._keep_changes else ():
-            if version is None or _listed(handle.places[slot][0]) is not param or _version_of(param) != version:
-                handle.note_written([slot])  # what was only looked at, is as the ranks have wrapped it
+        for handle, slot in self._changed() if self._keep_changes else ():
+            handle.note_written([slot])  # what was only looked at, is as the ranks have wrapped it
         self._installed = []
         for handle in self._handles:
-            problems += _remove(handle, self._keep if self._keep_changes else None)
+            problems += self._remove(handle)
         self._unit.restore_order()
         if not self._unit.in_full_precision:
             self._unit.buffers.narrow()
         self._unit.state = self._outer_state
         if problems:
             raise RuntimeError(f"{self._unit.name}: these changes could not be kept: " + "; ".join(problems))
+
+    def _install(self, handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[nn.Parameter]:
+        return _install(handle, tensors)
+
+    def _remove(self, handle: FlatParamHandle) -> list[str]:
+        return _remove(handle, self._keep if self._keep_changes else None)
+
+    def _changed(self) -> list[tuple[FlatParamHandle, int]]:
+        """Which parameters were written, or replaced."""
+        return [
+            (handle, slot)
+            for handle, slot, param, version in self._installed
+            if version is None or listed_at(handle.places[slot][0]) is not param or _version_of(param) != version
+        ]
 
     def _shown(self, unit: Unit) -> list[FlatParamHandle]:
         return [handle for handle in unit.seen if not handle.is_exposed]
@@ -109,7 +122,8 @@ def _version_of(param: nn.Parameter) -> int | None:
     return None if param.is_inference() else param._version
 
 
-def _listed(place: ParamInfo) -> nn.Parameter | None:
+def listed_at(place: ParamInfo) -> nn.Parameter | None:
+    """What a module lists there."""
     return place.module._parameters.get(place.name)
 
 

@@ -12,7 +12,8 @@ from torch import nn
 from fsdp._forward import TrainingState
 from fsdp._handover import reshard_optimizer
 from fsdp._precision import check_dtype
-from fsdp._state_dict import ensure_agreed, ensure_same_values, exposed, whole_state, with_wrapped_metadata
+from fsdp._state_dict import ensure_agreed, ensure_same_values, whole_state, with_wrapped_metadata
+from fsdp._summon import summoned
 from fsdp._unit import Unit, units_in
 from fsdp._values import require_values_everywhere
 from fsdp._wrapper_copy import WrapperCopy
@@ -26,7 +27,9 @@ class WrapperState(WrapperCopy, WrapperHooks):
     """The half of `FullyShardedDataParallel` that training does not need."""
 
     @contextmanager
-    def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:
+    def summon_full_params(
+        self, recurse: bool = True, volatile: bool = False, *, rank0_only: bool = False, with_grads: bool = False
+    ) -> Iterator[None]:
         """Collective. Whole parameters as ordinary parameters of the modules, under their plain names.
 
         Parameters that were `DTensor`s are so again.
@@ -38,21 +41,25 @@ class WrapperState(WrapperCopy, WrapperHooks):
         Args:
             recurse: inner wrappers' parameters as well.
             volatile: forget changes.
+            rank0_only: only the first rank (of the process group, and of the first replica) holds them; elsewhere the
+                modules stay sharded. What is changed there is sent to all, so no rank else needs the memory.
+            with_grads: show the reduced gradients as well, whole, in ``grad``; changed or assigned ones are kept. Those
+                that a parameter doesn't have stay None.
 
         Raises:
-            RuntimeError: inside a forward or backward, when nested, while there are parameters without values, or for
-                changes that cannot be kept.
+            RuntimeError: inside a forward or backward, when nested, while there are parameters without values, for
+                changes that cannot be kept, or with `with_grads` while gradients are not reduced.
         """
         self._require_idle("summon full parameters")
         units = self._units() if recurse else [self._unit]
-        summoned = [unit.name for unit in units if unit.state is TrainingState.SUMMON_FULL_PARAMS]
-        if summoned:
-            raise RuntimeError(f"summon_full_params cannot be nested: {summoned[0]} is summoned already")
+        already = [unit.name for unit in units if unit.state is TrainingState.SUMMON_FULL_PARAMS]
+        if already:
+            raise RuntimeError(f"summon_full_params cannot be nested: {already[0]} is summoned already")
         ensure_agreed(self._unit)
         require_values_everywhere(self._unit, "summon full parameters", recurse)
         if volatile:
             ensure_same_values(self._unit)
-        with exposed(units, keep_changes=not volatile):
+        with summoned(units, not volatile, with_grads, rank0_only):
             yield
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:

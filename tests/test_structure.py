@@ -39,7 +39,7 @@ ROOMS: dict[str, set[str]] = {
         "_wrap_plan",
         "conditional",
     },
-    "state": {"_state_dict", "_handover", "_loading", "_materialize"},
+    "state": {"_state_dict", "_handover", "_loading", "_materialize", "_summon"},
     "runtime": {
         "_runtime",
         "_unit",
