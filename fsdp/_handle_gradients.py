@@ -104,7 +104,8 @@ class TakesGradients(HandleState):
         self.flat_param.forget_gradient()
         if all(gradient is None for gradient in gradients):
             return
-        shard = torch.zeros(self.layout.shard_numel, dtype=self.flat_param.dtype, device=self.home.device)
+        dtype = self.gradients.dtype if self._precision.keeps_low_gradients else self.flat_param.dtype
+        shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=self.home.device)
         for slot, gradient in enumerate(gradients):
             if gradient is not None:
                 part = self.flat_param.parts[slot]

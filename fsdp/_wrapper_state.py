@@ -42,7 +42,7 @@ class WrapperState(WrapperCopy, WrapperHooks):
             recurse: inner wrappers' parameters as well.
             volatile: forget changes.
             rank0_only: only the first rank (of the process group, and of the first replica) holds them; elsewhere the
-                modules stay sharded. What is changed there is sent to all, so no rank else needs the memory.
+                modules stay sharded. What is changed there is sent to all, so no other rank needs the memory.
             with_grads: show the reduced gradients as well, whole, in ``grad``; changed or assigned ones are kept. Those
                 that a parameter doesn't have stay None.
 
