@@ -39,7 +39,16 @@ ROOMS: dict[str, set[str]] = {
         "_wrap_plan",
         "conditional",
     },
-    "state": {"_state_dict", "_handover", "_loading", "_materialize", "_summon"},
+    "state": {
+        "_state_dict",
+        "_load_state_dict",
+        "_first_rank",
+        "_exposure",
+        "_handover",
+        "_loading",
+        "_materialize",
+        "_summon",
+    },
     "runtime": {
         "_runtime",
         "_unit",
@@ -64,6 +73,7 @@ ROOMS: dict[str, set[str]] = {
         "_serving",
         "_visits",
         "_joining",
+        "_transfers",
     },
     "storage": {
         "_safetensors",
@@ -87,8 +97,9 @@ ROOMS: dict[str, set[str]] = {
         "_dtensors",
         "_memory",
         "_blanks",
+        "_assembling",
     },
-    "collectives": {"_comm", "_process_groups", "_streams"},
+    "collectives": {"_comm", "_communicator", "_process_groups", "_streams"},
     "layout": {"_layout"},
 }
 # What every room may import; these import nothing of the package.
