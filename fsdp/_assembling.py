@@ -103,9 +103,10 @@ def deal(handle: FlatParamHandle, slots: Sequence[int], wholes: Mapping[int, Ten
     pieces = {slot: piece.to(device) for slot, piece in layout.pieces(shard, comm.rank).items() if slot in slots}
     incoming, outgoing = {}, {}
     if is_first(handle):
-        flat = {slot: wholes[slot].detach().to(device, shard.dtype).reshape(-1) for slot in slots}
+        flat = {slot: wholes[slot].detach().reshape(-1) for slot in slots}
         for peer in range(1, comm.world_size):
-            outgoing[peer] = [flat[i.slot][i.start : i.stop] for i in layout.intervals(peer) if i.slot in flat]
+            ranges = [flat[i.slot][i.start : i.stop] for i in layout.intervals(peer) if i.slot in flat]
+            outgoing[peer] = [values.to(device, shard.dtype) for values in ranges]
     elif handle.replicas.rank == 0:
         incoming[0] = list(pieces.values())
     comm.exchange(incoming, outgoing, f"values of {handle.name}", handle.tag).wait()

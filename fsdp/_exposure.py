@@ -71,7 +71,9 @@ class Exposure:
             raise RuntimeError(f"{self._unit.name}: these changes could not be kept: " + "; ".join(problems))
 
     def _install(self, handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[nn.Parameter]:
-        return _install(handle, tensors)
+        """List parameters with these values in the modules."""
+        needs = handle.requires_grad_each
+        return install(handle, [nn.Parameter(each, need) for each, need in zip(tensors, needs, strict=True)])
 
     def _remove(self, handle: FlatParamHandle) -> list[str]:
         return _remove(handle, self._keep if self._keep_changes else None)
@@ -101,11 +103,9 @@ class Exposure:
             handle.keep(slot, value)
 
 
-def _install(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[nn.Parameter]:
-    params = []
-    for slot, (tensor, places) in enumerate(zip(tensors, handle.places, strict=True)):
-        param = nn.Parameter(tensor, handle.requires_grad_each[slot])
-        params.append(param)
+def install(handle: FlatParamHandle, params: list[nn.Parameter]) -> list[nn.Parameter]:
+    """List these parameters in the modules, instead of what stands for them."""
+    for param, places in zip(params, handle.places, strict=True):
         note_stale(param, f"a summoned copy of {places[0].fqn}")
         for place in places:
             place.module.__dict__.pop(place.name, None)

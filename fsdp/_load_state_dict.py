@@ -1,10 +1,9 @@
 """Loading a state dict as if nothing was wrapped: every rank its own, or all of them the first one's.
 
 torch's own walk over the modules does it, twice. The first time there are only shapes, in the model and in the state
-dict, so that one which does not fit changes nothing. In the second, each unit's parameters get memory when the walk
-comes to its module, and every rank keeps its part of what was written there when the walk leaves it. What was in the
-parameters before is not needed for that, so nothing is gathered; but it is for modules whose own load hooks or methods
-might read it.
+dict, so that one which does not fit changes nothing. In the second, each unit's parameters remember what is copied into
+them, and when the walk leaves the unit's module every rank keeps its part of that. So nothing is gathered, and there is
+no copy of whole parameters; but for modules whose own load hooks or methods might read or write them, there is.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,10 +20,11 @@ from torch import Tensor, nn
 
 from fsdp._agreement import from_everyone, number_among, peers_answer
 from fsdp._assembling import blanks, shapes_of
+from fsdp._awaiting import Awaiting
 from fsdp._blanks import Blank, blanks_in
 from fsdp._collect import is_ours
 from fsdp._dtensors import is_dtensor, spread_loaded
-from fsdp._exposure import Exposure, close_all, deal_changes
+from fsdp._exposure import Exposure, close_all, deal_changes, install, listed_at
 from fsdp._first_rank import received
 from fsdp._forward import TrainingState
 from fsdp._handle import FlatParamHandle
@@ -178,7 +178,7 @@ def _close_loads(unit: Unit) -> None:
 
 
 class _Loaded(Exposure):
-    """Collective unless it is a trial. A unit's modules with whole parameters that are to be written.
+    """A unit's modules with whole parameters that are to be written. Collective if they may be read, too.
 
     Args:
         unit: whose modules.
@@ -187,26 +187,47 @@ class _Loaded(Exposure):
 
     def __init__(self, unit: Unit, form: LoadPass) -> None:
         self._is_trial, self._source = form.is_trial, form.source_of(unit)
+        self._is_here = not form.is_trial and (self._source is None or self._source.is_here)
+        self._is_read = not form.is_trial and unit in form.read
         self._written: set[tuple[FlatParamHandle, int]] = set()
         self._kept: dict[tuple[FlatParamHandle, int], Tensor] = {}
-        # In inference mode it is not known what was written, and all of it is kept.
-        self._is_read = not form.is_trial and (unit in form.read or torch.is_inference_mode_enabled())
         super().__init__(unit, keep_changes=not form.is_trial, at_first=self._source is not None)
 
     def _values(self, handle: FlatParamHandle) -> list[Tensor]:
         if self._is_read:
             return super()._values(handle)
-        has_memory = not self._is_trial and (self._source is None or self._source.is_here)
-        tensors = blanks(handle) if has_memory else shapes_of(handle)
+        if not any(handle.flat_param.parts):
+            return shapes_of(handle)
+        tensors = blanks(handle) if self._is_here else shapes_of(handle)
         return [
             part.dtensor(each) if part else each for each, part in zip(tensors, handle.flat_param.parts, strict=True)
         ]
 
+    def _install(self, handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[nn.Parameter]:
+        if self._is_read or any(handle.flat_param.parts):
+            return super()._install(handle, tensors)
+        params: list[nn.Parameter] = []
+        for tensor, needs in zip(tensors, handle.requires_grad_each, strict=True):
+            params.append(Awaiting.of(tensor.shape, tensor.dtype, needs, may_get_shapes=not self._is_here))
+        return install(handle, params)
+
+    def _changed(self) -> list[tuple[FlatParamHandle, int]]:
+        slots = [(handle, slot) for handle in self._handles for slot in range(len(handle.places))]
+        listed = [(handle, slot, listed_at(handle.places[slot][0])) for handle, slot in slots]
+        copied = [
+            (handle, slot) for handle, slot, param in listed if isinstance(param, Awaiting) and param.source is not None
+        ]
+        return [*copied, *super()._changed()]
+
     def _keep(self, handle: FlatParamHandle, slot: int) -> None:
         value = handle.registry.replacement(slot)
         if (handle, slot) in self._written:
-            super()._keep(handle, slot)
-            self._kept[handle, slot] = value
+            if isinstance(value, Awaiting) and value.source is not None:
+                self._kept[handle, slot] = value.source
+                handle.store(slot, value.source)
+            else:
+                self._kept[handle, slot] = value
+                super()._keep(handle, slot)
 
     def close(self) -> None:
         """See `Exposure.close`. If only the first rank has values, all raise what that one does."""
@@ -215,7 +236,7 @@ class _Loaded(Exposure):
         if source is None or self._is_trial:
             super().close()
             return
-        self._keep_changes = source.is_here and not source.is_over
+        self._keep_changes = self._is_here and not source.is_over
         problem = ""
         try:
             super().close()

@@ -668,7 +668,7 @@ class LiveBytes(TorchDispatchMode):
 def at_most(nbytes: int) -> Iterator[None]:
     with LiveBytes() as live:
         yield
-    assert 0 < live.peak <= nbytes + 4096, f"{live.peak} bytes were alive, {nbytes} are allowed"
+    assert (0 < live.peak or not nbytes) and live.peak <= nbytes + 4096, f"{live.peak} bytes were alive, {nbytes} are allowed"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -681,9 +681,9 @@ def _measure_saving_and_loading() -> None:
     model = wrap(nn.Sequential(*(wrap(nn.Linear(64, 64, bias=False)) for _ in range(LAYERS)), nn.Linear(64, 1)))
     with at_most(LAYERS * LAYER_BYTES):  # the result, in which pieces are received
         state = model.state_dict()
-    with at_most(LAYER_BYTES):  # one unit
+    with at_most(0):  # every rank cuts its part from what it is given
         model.load_state_dict(state)
     holder = nn.ModuleDict({"model": model})
     state = holder.state_dict()
-    with at_most(LAYER_BYTES):
+    with at_most(0):
         holder.load_state_dict(state)

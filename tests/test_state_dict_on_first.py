@@ -133,7 +133,7 @@ def _measure() -> None:
     if is_first():
         with at_most(LAYERS * LAYER_BYTES):
             state = model.state_dict(rank0_only=True)
-        with at_most(LAYER_BYTES):
+        with at_most(0):
             model.load_state_dict(state, rank0_only=True)
         return
     with LiveBytes() as live:

@@ -98,6 +98,7 @@ ROOMS: dict[str, set[str]] = {
         "_memory",
         "_blanks",
         "_assembling",
+        "_awaiting",
     },
     "collectives": {"_comm", "_communicator", "_process_groups", "_streams"},
     "layout": {"_layout"},
