@@ -9,6 +9,7 @@ from fsdp._groups import ShardingStrategy as ShardingStrategy
 from fsdp._loading import load_safetensors as load_safetensors
 from fsdp._materialize import materialize as materialize
 from fsdp._precision import MixedPrecision as MixedPrecision
+from fsdp._state_dict import no_pre_load_state_dict_hook as no_pre_load_state_dict_hook
 from fsdp._version import __version__ as __version__
 from fsdp.checkpoint_wrapper import checkpoint_wrapper as checkpoint_wrapper
 from fsdp.checkpoint_wrapper import disable_checkpointing as disable_checkpointing

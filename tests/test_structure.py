@@ -27,6 +27,7 @@ ROOMS: dict[str, set[str]] = {
         "_groups",
         "_wrapper_access",
         "_wrapper_shards",
+        "_wrapper_local",
         "_wrapper_state",
         "_forward_methods",
         "_wrapper_copy",
@@ -39,7 +40,7 @@ ROOMS: dict[str, set[str]] = {
         "_wrap_plan",
         "conditional",
     },
-    "state": {"_state_dict", "_handover", "_loading", "_materialize", "_summon"},
+    "state": {"_state_dict", "_local_state", "_consolidate", "_handover", "_loading", "_materialize", "_summon"},
     "runtime": {
         "_runtime",
         "_unit",
