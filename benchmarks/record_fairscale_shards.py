@@ -17,26 +17,41 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-_ROOT = Path(__file__).resolve().parent.parent
 if not __package__:  # run as a file: the folder above has `benchmarks` and `fsdp`
-    sys.path.insert(0, str(_ROOT))
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._ranks import run_ranks
-from fsdp import FullyShardedDataParallel
+from fsdp import FullyShardedDataParallel, MixedPrecision
 
-# The model, its ranks, and FairScale's arguments.
-CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "flat-2": (2, {}),
-    "flat-3": (3, {}),
-    "unflattened-3": (3, {"flatten_parameters": False}),
-    "mixed-2": (2, {"mixed_precision": True}),
+_OUT = Path(__file__).resolve().parent.parent / "tests" / "data" / "fairscale"
+
+
+class Case(NamedTuple):
+    """One recording."""
+
+    ranks: int
+    theirs: dict[str, Any]  # FairScale's arguments
+    ours: dict[str, Any]  # arguments of ours that mean the same
+    is_alone: bool = False  # each rank has an inner unit of its own
+
+
+# FairScale has batch norms of mixed precision in one flat parameter with the rest.
+_MIXED = MixedPrecision(param_dtype=torch.float16, full_precision_modules=())
+
+CASES = {
+    "flat-2": Case(2, {}, {}),
+    "flat-3": Case(3, {}, {}),
+    "unflattened-3": Case(3, {"flatten_parameters": False}, {"flatten_parameters": False}),
+    "mixed-2": Case(2, {"mixed_precision": True}, {"mixed_precision": _MIXED}),
+    "alone-2": Case(2, {}, {}, is_alone=True),
 }
 _NAMES = ("fp32_to_fp16", "all_gather", "post_backward")
 
@@ -44,9 +59,9 @@ Wrap = Callable[[nn.Module], nn.Module]
 
 
 class Model(nn.Module):
-    """A unit in a unit, each with a tied parameter and a batch norm. `tests/fairscale_shards.py` has the same one."""
+    """A unit in a unit, each with a tied parameter and a batch norm."""
 
-    def __init__(self, wrap: Wrap, *, tied: bool = True) -> None:
+    def __init__(self, wrap: Wrap, *, tied: bool = True, wrap_inner: Wrap | None = None) -> None:
         super().__init__()
         self.first = nn.Linear(5, 5)
         self.norm = nn.BatchNorm1d(5)
@@ -54,15 +69,28 @@ class Model(nn.Module):
         self.last = nn.Linear(5, 5, bias=False)
         if tied:
             inner[2].weight, self.last.weight = inner[0].weight, self.first.weight
-        self.inner = wrap(inner)
+        self.inner = (wrap_inner or wrap)(inner)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.last(self.inner(self.norm(self.first(inputs))))
 
 
-def make_model(wrap: Wrap, *, tied: bool = True) -> nn.Module:
+def make_model(wrap: Wrap, **how: Any) -> nn.Module:
+    """`Model`, with the same values on every call."""
     torch.manual_seed(0)
-    return wrap(Model(wrap, tied=tied))
+    return wrap(Model(wrap, **how))
+
+
+def make_wrapped(kind: Any, case: Case, options: dict[str, Any], **how: Any) -> nn.Module:
+    """Collective. The model in wrappers of a kind, FairScale's or ours."""
+
+    def wrap(module: nn.Module, **more: Any) -> nn.Module:
+        return kind(module, **options, **more)
+
+    if case.is_alone:
+        groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+        how["wrap_inner"] = partial(wrap, process_group=groups[dist.get_rank()])
+    return make_model(wrap, **how)
 
 
 class _NoStream:
@@ -79,11 +107,14 @@ def _fairscale() -> Any:
     """FairScale's class, with stand-ins for what it needs of CUDA."""
     from fairscale.nn.data_parallel import FullyShardedDataParallel as Theirs  # type: ignore[import-not-found]
 
+    if hasattr(Theirs, "is_on_cpu"):
+        return Theirs
+    Theirs.is_on_cpu = True
     stream = _NoStream()
-    torch.cuda.current_stream = lambda *_: stream  # type: ignore[assignment, return-value]
+    torch.cuda.current_stream = lambda *_: stream  # type: ignore[assignment]
     torch.cuda.stream = lambda _: nullcontext()  # type: ignore[assignment, return-value]
     torch.cuda.synchronize = lambda *_: None
-    Tensor.record_stream = lambda *_: None  # type: ignore[assignment, method-assign]
+    Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
     make_others = Theirs._setup_streams
 
     def setup_streams(self: Any) -> None:
@@ -95,43 +126,43 @@ def _fairscale() -> Any:
     return Theirs
 
 
-def record(folder: str, options: dict[str, Any]) -> None:
+def record(folder: str, name: str) -> None:
     """On each rank: train and save."""
     warnings.simplefilter("ignore")
-    theirs, cpu = _fairscale(), torch.device("cpu")
-    model = make_model(lambda module: theirs(module, compute_device=cpu, bucket_cap_mb=0, **options))
+    model = _theirs(CASES[name])
     inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(inputs).float().square().sum().backward()
     optimizer.step()
-    rank = dist.get_rank()
-    shards = {"weights": model.local_state_dict(), "metadata": model.local_metadata_dict()}  # type: ignore[operator]
-    torch.save(shards, Path(folder) / f"rank{rank}.pt")
-    whole = {name: value.clone() for name, value in model.state_dict().items()}
-    if rank == 0:
+    shards = {"weights": model.local_state_dict(), "metadata": model.local_metadata_dict()}
+    torch.save(shards, Path(folder) / f"rank{dist.get_rank()}.pt")
+    whole = {key: value.clone() for key, value in model.state_dict().items()}
+    if dist.get_rank() == 0:
         torch.save(whole, Path(folder) / "whole.pt")
 
 
-def check_ours(options: dict[str, Any]) -> None:
+def check_ours(name: str) -> None:
     """On each rank: FairScale puts our shards together, and loads them."""
     warnings.simplefilter("ignore")
-    theirs, cpu = _fairscale(), torch.device("cpu")
-    # It fails on its own shards, too, of an inner unit with ties that is the last one.
-    ours, plain = (make_model(wrap, tied=False) for wrap in (_ours(options), _keep))
+    case, plain = CASES[name], make_model(_keep)
+    # Untied, because of an inner unit with ties that is the last one it cannot read its own shards either.
+    untied: Any = make_wrapped(FullyShardedDataParallel, case, case.ours, tied=False)
     shards: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shards, (ours.local_state_dict(), ours.local_metadata_dict()))  # type: ignore[operator]
-    _compare(theirs.consolidate_shard_weights(*map(list, zip(*shards, strict=True))), plain.state_dict())
-    model = make_model(lambda module: theirs(module, compute_device=cpu, bucket_cap_mb=0, **options))
+    dist.all_gather_object(shards, (untied.local_state_dict(), untied.local_metadata_dict()))
+    whole = _fairscale().consolidate_shard_weights(*map(list, zip(*shards, strict=True)))
+    _compare(whole, make_model(_keep, tied=False).state_dict())
+    model = _theirs(case)
     model(torch.randn(4, 5))  # it cannot load before its first use; and now buffers are others
     for param in model.parameters():
         nn.init.zeros_(param)
-    ours = make_model(_ours(options))
-    model.load_local_state_dict(ours.local_state_dict())  # type: ignore[operator]
-    _compare(model.state_dict(), make_model(_keep).state_dict())
+    ours: Any = make_wrapped(FullyShardedDataParallel, case, case.ours)
+    model.load_local_state_dict(ours.local_state_dict())
+    _compare(model.state_dict(), plain.state_dict())
 
 
-def _ours(options: dict[str, Any]) -> Wrap:
-    return lambda module: FullyShardedDataParallel(module, **options)
+def _theirs(case: Case) -> Any:
+    options = {"compute_device": torch.device("cpu"), "bucket_cap_mb": 0, **case.theirs}
+    return make_wrapped(_fairscale(), case, options)
 
 
 def _keep(module: nn.Module) -> nn.Module:
@@ -146,14 +177,14 @@ def _compare(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=_ROOT / "tests" / "data" / "fairscale")
+    parser.add_argument("--out", type=Path, default=_OUT)
     out = parser.parse_args().out
-    for case, (ranks, options) in CASES.items():
-        (out / case).mkdir(parents=True, exist_ok=True)
-        run_ranks(record, ranks, str(out / case), options)
-        run_ranks(check_ours, ranks, options)
-        size = sum(path.stat().st_size for path in (out / case).iterdir())
-        print(f"{case}: {ranks} ranks, {size} bytes; FairScale reads ours")
+    for name, case in CASES.items():
+        (out / name).mkdir(parents=True, exist_ok=True)
+        run_ranks(record, case.ranks, str(out / name), name)
+        run_ranks(check_ours, case.ranks, name)
+        size = sum(path.stat().st_size for path in (out / name).iterdir())
+        print(f"{name}: {case.ranks} ranks, {size} bytes; FairScale reads ours")
 
 
 if __name__ == "__main__":

@@ -240,8 +240,9 @@ def _add_unlisted(whole: dict[str, Any], first: _Shard, with_module_buffers: boo
         value = first.get(key)
         source = at.get(_memory(value))
         if source is not None:
-            renamed = _renamed(source, key, gives[source])
-            whole |= {new: whole[old] for old, new in renamed.items() if old in whole}
+            whole |= {new: whole[old] for old, new in _renamed(source, key, gives[source]).items() if old in whole}
+        elif key in whole or any(_renamed(one, key, names).values() & whole.keys() for one, names in gives.items()):
+            continue  # a second name that the metadata do name, of a shard that was copied since
         elif key.rpartition(".")[2] == "_extra_state":
             whole |= {key: value} if with_module_buffers else {}
         elif strict:
