@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from fsdp._blanks import blanks_in
 from fsdp._collect import is_ours
 from fsdp._consolidate import mark_shard, shard_mark
+from fsdp._dtensors import is_dtensor
 from fsdp._forward import TrainingState
 from fsdp._handle import FlatParamHandle
 from fsdp._names import clean_name, join
@@ -65,6 +66,9 @@ def local(root: Unit, what: str) -> Iterator[None]:
     Raises:
         RuntimeError: inside `summon_full_params`.
     """
+    if root.is_local:  # an inner unit's state is taken as a part of this one's, perhaps by a subclass
+        yield
+        return
     units = [unit for _, unit in units_in(root)]
     summoned = [unit.name for unit in units if unit.state is TrainingState.SUMMON_FULL_PARAMS]
     if summoned:
@@ -76,23 +80,19 @@ def local(root: Unit, what: str) -> Iterator[None]:
     for handle in _handles(units):
         handle.absorb()  # what users have put in the places of parameters belongs to the shards
         handle.home.check(handle.name)
-    before = [unit.is_local for unit in units]  # a subclass's state dict is a local one inside another one's
     try:
         for unit in units:
             unit.is_local = True
         yield
     finally:
-        for unit, was_local in zip(units, before, strict=True):
-            unit.is_local = was_local
+        for unit in units:
+            unit.is_local = False
 
 
 def local_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool) -> Any:
     """Inside `local`: the `state_dict` of a unit's module, with shards under the names that modules list them by."""
     with _stored_buffers([unit]):
         state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-    for key, value in () if keep_vars else state.items():
-        if key.startswith(prefix) and is_ours(value):
-            state[key] = value.as_subclass(Tensor)
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
         mark_shard(metadata.setdefault(prefix[:-1], {}), unit.comm.rank, unit.comm.world_size)
@@ -253,8 +253,10 @@ class LocalLoad:
             value = self._values.get(key)
             if own is None or value is None or (key not in self._shards and self._is_left_alone(key)):
                 continue
-            if not isinstance(value, Tensor):
+            if not isinstance(value, Tensor) or (key in self._shards and is_dtensor(value)):
                 yield f"{key!r} is a {type(value).__name__} instead of a tensor"
+            elif value.is_meta:
+                yield f"{key!r} has no values: it is on the meta device"
             elif key in self._shards and value.numel() != own.numel():
                 handle = self._handle(own)
                 yield (
@@ -337,10 +339,11 @@ def _handles(units: Sequence[Unit]) -> list[FlatParamHandle]:
 @contextmanager
 def _stored_buffers(units: Sequence[Unit]) -> Iterator[None]:
     """Buffers are in the dtype in which they are saved, and those that had no values have memory to load them into."""
-    blanks = [blank for unit in units if unit.awaits_values for blank in blanks_in(own_modules(unit.module))]
-    for blank in blanks:
-        blank.give_memory(units[0].device)
+    blanks = []
     for unit in units:
+        for blank in blanks_in(own_modules(unit.module)) if unit.awaits_values else ():
+            blank.give_memory(unit.device)
+            blanks.append(blank)
         unit.buffers.widen()
     try:
         yield

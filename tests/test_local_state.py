@@ -65,12 +65,15 @@ def _takes_the_arguments_of_nn_module() -> None:
 
 
 @every_form
-def test_tensors_are_the_model_s_own_and_plain(ranks: RankPool, form: dict[str, Any]) -> None:
-    ranks(3).run(_are_plain_aliases, form)
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+def test_tensors_are_the_model_s_own_and_plain(
+    ranks: RankPool, tmp_path: Path, form: dict[str, Any], on_disk: bool
+) -> None:
+    ranks(3).run(_are_plain_aliases, form, {"offload": "disk", "offload_folder": tmp_path} if on_disk else {})
 
 
-def _are_plain_aliases(form: dict[str, Any]) -> None:
-    model: Any = nested_mlp(fully_sharded(**form))
+def _are_plain_aliases(form: dict[str, Any], offload: dict[str, Any]) -> None:
+    model: Any = nested_mlp(fully_sharded(**form, **offload))
     state, live = model.local_state_dict(), model.local_state_dict(keep_vars=True)
     assert list(state) == list(live)
     for name, value in state.items():
