@@ -86,6 +86,20 @@ def _load_consolidated(folder: Path) -> None:
     assert_same_state(model.state_dict(), awkward().state_dict())
 
 
+def test_the_only_rank_s_parameters_may_have_their_shapes() -> None:
+    """As FairScale leaves them if there is nothing to cut."""
+    value = torch.arange(6.0).view(2, 3)
+    described = {"names": ["weight"], "shapes": [value.shape], "numels": [6], "padding": 0}
+    entry = {
+        "fsdp_path": "a",
+        "params": {"weight": described},
+        "no_broadcast_optim_state": False,
+        "shared_param_info": [],
+    }
+    metadata = {"param_metadata": [entry], "buffer_names": []}
+    assert_same_state(consolidated(([{"a.weight": value}], [metadata])), {"a.weight": value})
+
+
 # Ties
 
 
@@ -236,3 +250,15 @@ def _without_buffers(folder: Path) -> None:
 
 def _named_everywhere(model: nn.Module) -> Any:
     return model.named_parameters(remove_duplicate=False)
+
+
+def test_shards_in_another_order_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_swapped, tmp_path)
+
+
+def _swapped(folder: Path) -> None:
+    weights, metadata = through_files(nested_mlp(fully_sharded()), folder)
+    with pytest.raises(
+        ValueError, match="'flat_param_0': what was given as rank 1 is shard 0 of 2, after shard 1 of 2"
+    ):
+        consolidated((weights[::-1], metadata))

@@ -124,6 +124,55 @@ def _step(model: nn.Module, number: int) -> None:
     optimizer.step()
 
 
+def test_ranks_may_be_given_different_keys(ranks: RankPool) -> None:
+    ranks(2).run(_loads_different_keys)
+
+
+def _loads_different_keys() -> None:
+    """A unit that stays whole must be gathered again by all ranks, though one of them was given nothing."""
+    model: Any = nested_mlp(fully_sharded(reshard_after_forward=False, disable_reshard_on_root=True))
+    inputs = torch.randn(4, 5)
+    model(inputs)  # and no backward
+    expected = model.state_dict()
+    state = {key: value + 1 for key, value in model.local_state_dict().items() if dist.get_rank() == 0}
+    result = model.load_local_state_dict(state, strict=False)
+    assert bool(result.missing_keys) is (dist.get_rank() == 1)
+    model(inputs).sum().backward()
+    found = model.state_dict()
+    assert torch.equal(found["trunk.0.weight"][:5], expected["trunk.0.weight"][:5] + 1)
+    assert torch.equal(found["trunk.0.weight"][6:], expected["trunk.0.weight"][6:])
+
+
+def test_ranks_that_were_wrapped_with_different_values_agree_after_loading(ranks: RankPool) -> None:
+    ranks(3).run(_agree_after_loading)
+
+
+def _agree_after_loading() -> None:
+    state = nested_mlp(fully_sharded()).local_state_dict()  # type: ignore[operator]
+    model: Any = nested_mlp(fully_sharded(), seed=dist.get_rank())
+    model.load_local_state_dict(state)
+    model(torch.randn(4, 5))
+    assert_same_state(model.state_dict(), nested_mlp().state_dict())
+
+
+def test_so_they_do_if_each_had_its_own_part_right(ranks: RankPool) -> None:
+    ranks(3).run(_agree_on_what_was_there)
+
+
+def _agree_on_what_was_there() -> None:
+    def make(odd: slice) -> Any:
+        layer = nn.Linear(6, 1, bias=False)
+        nn.init.zeros_(layer.weight)
+        layer.weight.data[0, odd] = 1.0
+        return FullyShardedDataParallel(layer)
+
+    rank = dist.get_rank()
+    state = make(slice(0)).local_state_dict()
+    model = make(slice(2, 4) if rank != 1 else slice(4, 6))  # elsewhere than in its own two elements
+    model.load_local_state_dict(state)
+    assert torch.equal(model(torch.ones(1, 6)), torch.zeros(1, 1))
+
+
 def test_an_optimizer_keeps_stepping_what_was_loaded(ranks: RankPool) -> None:
     ranks(2).run(_optimizer_goes_on)
 
