@@ -143,10 +143,10 @@ class Groups:
         if strategy is None:
             strategy = ShardingStrategy.FULL_SHARD if reshards else ShardingStrategy.SHARD_GRAD_OP
         if strategy is ShardingStrategy.NO_SHARD:
-            return cls(LoneGroup(), group, strategy, frozenset(_ranks_of(group)))
+            return cls(LoneGroup(), group, strategy, frozenset(ranks_of(group)))
         if strategy.is_hybrid:
-            return cls(*_by_machine(group), strategy, frozenset(_ranks_of(group)))
-        return cls(group, None, strategy, frozenset(_ranks_of(group)))
+            return cls(*_by_machine(group), strategy, frozenset(ranks_of(group)))
+        return cls(group, None, strategy, frozenset(ranks_of(group)))
 
 
 def _is_mesh(given: Any) -> bool:
@@ -191,7 +191,7 @@ def _group_of(given: Any) -> Group:
     return given.get_group() if _is_mesh(given) else default_group(given)
 
 
-def _ranks_of(group: Any) -> Sequence[int]:
+def ranks_of(group: Any) -> Sequence[int]:
     """The numbers of a group's ranks, in its order; of the user's own objects, what can be known of them."""
     try:
         return dist.get_process_group_ranks(group)
@@ -213,7 +213,7 @@ def _all_ranks(shard: Group, replicate: Group) -> frozenset[int]:
     """
     key = (shard, replicate)
     if key not in _checked:
-        rows, columns = [_ranks_of(shard)], [_ranks_of(replicate)]
+        rows, columns = [ranks_of(shard)], [ranks_of(replicate)]
         over_shard, over_replicas = communicator(shard, _HOST), communicator(replicate, _HOST)
         if over_shard.peers_answer and over_replicas.peers_answer:
             # Everybody asks before anybody raises an error.
@@ -232,7 +232,7 @@ def _check_rectangle(rows: Sequence[Any], columns: Sequence[Any], shard: Group, 
     turned = [list(row) for row in zip(*columns, strict=True)] if len({*map(len, columns)}) == 1 else []
     if len(set(flat)) == len(flat) and [list(row) for row in rows] == turned:
         return
-    ours, theirs = list(_ranks_of(shard)), list(_ranks_of(replicate))
+    ours, theirs = list(ranks_of(shard)), list(ranks_of(replicate))
     raise ValueError(
         f"process_group is a pair of groups that do not fit: rank {dist.get_rank()} shards over ranks {ours} and "
         f"replicates over {theirs}, whose other ranks shard over {list(rows)}. Shard groups must be disjoint and of "
@@ -254,7 +254,7 @@ def _by_machine(group: Group) -> tuple[Group, Group | None]:
 
 
 def _split(group: Group, local: int, given: str) -> tuple[Group, Group | None]:
-    ranks = sorted(_ranks_of(group))
+    ranks = sorted(ranks_of(group))
     machines: dict[int, list[int]] = {}
     for rank in ranks if local else ():
         machines.setdefault(rank // local, []).append(rank)

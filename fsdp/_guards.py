@@ -59,7 +59,7 @@ def _named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _refuse_partial_state(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    if unit.state is not TrainingState.SUMMON_FULL_PARAMS:
+    if unit.state is not TrainingState.SUMMON_FULL_PARAMS and not unit.is_local:
         raise RuntimeError(
             f"{unit.name}: state_dict() of a {type(module).__name__} inside a FullyShardedDataParallel would hold "
             "this rank's shards, or nothing. Call state_dict() of the wrapper, or be inside summon_full_params()."

@@ -142,6 +142,21 @@ class FollowsChanges(HandleState):
         self.note_written([slot])
         self.note_values(slot)
 
+    def fill_local(self, value: Tensor, slot: int | None = None) -> None:
+        """Have these values in this rank's shard, or in its piece of one parameter. `touch` it on every rank."""
+        own = self._shard if slot is None else self.layout.parts(self._shard, self.comm.rank)[slot]
+        with torch.no_grad():
+            own.copy_(value.detach().reshape(-1))
+        slots = range(len(self.layout.slots)) if slot is None else [slot]
+        self.note_written(slots)
+        for each in slots:
+            self.note_values(each)
+        self.home.release()
+
+    def touch(self) -> None:
+        """Count as changed."""
+        increment_version(self.flat_param)
+
     def note_values(self, slot: int) -> None:
         """The shard has this parameter's values now, if it had none."""
         if slot in self.valueless:

@@ -13,6 +13,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -257,6 +258,23 @@ def with_wrapped_metadata(state_dict: Any, root: nn.Module) -> Any:
     return copied
 
 
+_adds_path_parts: ContextVar[bool] = ContextVar("_adds_path_parts", default=True)
+
+
+@contextmanager
+def no_pre_load_state_dict_hook() -> Iterator[None]:
+    """Inside, ``load_state_dict`` takes raw names only, with the wrappers' path parts, and adds none to plain ones.
+
+    For a state dict that no wrapper made, such as ``dict(model.named_parameters())`` of a tool that knows them. Keys
+    with path parts are taken as they are outside of it as well. FairScale's name.
+    """
+    token = _adds_path_parts.set(False)
+    try:
+        yield
+    finally:
+        _adds_path_parts.reset(token)
+
+
 class Loading:
     """Lets `nn.Module.load_state_dict` load a wrapped module as if it was not, one unit at a time.
 
@@ -280,16 +298,20 @@ class Loading:
     def _add_path_parts(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         self._error_msgs = rest[-1]
         inner = f"{prefix}{FSDP_PART}.{FLATTEN_PART}."
-        for key in [key for key in state_dict if key.startswith(prefix)]:
+        for key in [key for key in state_dict if key.startswith(prefix)] if _adds_path_parts.get() else ():
             if not key.startswith(prefix + FSDP_PART):
                 state_dict[inner + key[len(prefix) :]] = state_dict.pop(key)
 
     def _clean(self, module: nn.Module, incompatible: object) -> None:
+        if not _adds_path_parts.get():
+            return  # or a key without its path parts would be called missing and unexpected by the same name
         for keys in (incompatible.missing_keys, incompatible.unexpected_keys):  # type: ignore[attr-defined]
             keys[:] = [clean_name(key) for key in keys]
         self._error_msgs[:] = [clean_text(message) for message in self._error_msgs]
 
     def _enter(self, module: nn.Module, *rest: Any) -> None:
+        if self._unit.is_local:
+            return  # the shards are loaded already
         if self._unit.state is not TrainingState.SUMMON_FULL_PARAMS:
             if self._unit.runtime is not None:
                 self._unit.runtime.ensure_idle("load a state dict")

@@ -26,3 +26,8 @@ def clean_name(name: str) -> str:
 def plain_name(name: str) -> str:
     """`clean_name`, and without what torch's wrappers put into it: as in the model before anything was done to it."""
     return ".".join(part for part in clean_name(name).split(".") if part not in _TORCH_PARTS)
+
+
+def join(path: str, name: str) -> str:
+    """The name of what is called `name` in the module at `path`, which is empty for the root."""
+    return f"{path}.{name}" if path else name

@@ -279,6 +279,8 @@ class FlattenParamsWrapper(nn.Module):
             self._flatten_after_load = True
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
+        if self._is_managed:
+            return
         for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
             keys[:] = [clean_name(key) for key in keys]
         self._load_errors[:] = [clean_text(message) for message in self._load_errors]

@@ -1,0 +1,268 @@
+"""Whole weights from all ranks' shards, offline: no process group, no wrapped model, one parameter at a time.
+
+A rank's shards come with metadata that say what they are made of (`local_metadata_dict`). What a parameter's ranks hold
+of it, without their padding, is its elements in rank order; so nothing here knows how shards are cut. The format is
+FairScale's, whose shards are read as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp._names import clean_name, join
+
+_ENTRY = ("fsdp_path", "params", "no_broadcast_optim_state", "shared_param_info")
+_BACKING = ("names", "shapes", "numels", "padding")
+_MARK = "fsdp_shard"  # where a state dict's own metadata say which shard of how many each unit's is
+
+
+def consolidate(
+    shard_weights: Sequence[Mapping[str, Any]],
+    shard_metadata: Sequence[Mapping[str, Any]],
+    with_module_buffers: bool,
+    strict: bool,
+) -> dict[str, Any]:
+    """The whole state; see `FullyShardedDataParallel.consolidate_shard_weights`."""
+    if len(shard_weights) != len(shard_metadata) or not shard_weights:
+        raise ValueError(
+            "consolidating takes the weights and the metadata of every rank, at least of one: got "
+            f"{len(shard_weights)} of weights and {len(shard_metadata)} of metadata"
+        )
+    shards = [_Shard(rank, *given) for rank, given in enumerate(zip(shard_weights, shard_metadata, strict=True))]
+    first = shards[0]
+    for other in shards[1:]:
+        other.check_alike(first)
+    whole: dict[str, Any] = {}
+    for number, entry in enumerate(first.entries):
+        path = entry["fsdp_path"]
+        holders = shards[:1] if entry["no_broadcast_optim_state"] else shards
+        for backing in entry["params"]:
+            if first.has(join(path, backing)) or strict:
+                whole |= _Backing(number, backing, holders).parameters()
+    for entry in first.entries:
+        for source, copy in entry["shared_param_info"]:
+            if join(entry["fsdp_path"], source) in whole:
+                whole[join(entry["fsdp_path"], copy)] = whole[join(entry["fsdp_path"], source)]
+    for name in first.buffer_names if with_module_buffers else ():
+        if first.has(name) or strict:
+            whole[name] = _own(first.get(name))
+    _add_unlisted(whole, first, with_module_buffers, strict)
+    return whole
+
+
+def mark_shard(metadata: dict[str, Any], rank: int, world_size: int) -> None:
+    """Note in a state dict's own metadata of a module which shard of how many it has."""
+    metadata[_MARK] = (rank, world_size)
+
+
+def shard_mark(weights: Any, path: str) -> tuple[int, int] | None:
+    """Which shard of how many the unit at `path` (a plain name) has here; None if nobody noted that."""
+    metadata = getattr(weights, "_metadata", None) or {}
+    found = metadata.get(path, {}).get(_MARK)
+    return None if found is None else tuple(found)
+
+
+class _Shard:
+    """What one rank has saved.
+
+    Args:
+        rank: its place in the lists.
+        weights, metadata: as given.
+    """
+
+    def __init__(self, rank: int, weights: Any, metadata: Any) -> None:
+        for what, given in (("weights", weights), ("metadata", metadata)):
+            if not isinstance(given, Mapping):
+                raise ValueError(f"the {what} of rank {rank} are a {type(given).__name__}, not a dict")
+        self.rank, self.weights = rank, weights
+        self._keys = {clean_name(key): key for key in weights}
+        try:
+            self.entries: list[dict[str, Any]] = [_checked(entry) for entry in metadata["param_metadata"]]
+            self.buffer_names: list[str] = list(metadata["buffer_names"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"the metadata of rank {rank} are not what local_metadata_dict() gives: {type(error).__name__}: {error}"
+            ) from None
+
+    def has(self, key: str) -> bool:
+        return key in self._keys
+
+    def get(self, key: str) -> Any:
+        if key not in self._keys:
+            raise ValueError(
+                f"rank {self.rank}: {key!r} is missing in its weights, and its metadata name it. Is the file of "
+                "another model, or cut short? (strict=False leaves out what rank 0 does not have; so also buffers with "
+                "persistent=False, which FairScale names and does not save.)"
+            )
+        return self.weights[self._keys[key]]
+
+    def backings(self) -> Iterator[tuple[str, str, list[str]]]:
+        """Of each flat parameter its key, its unit's path, and the names in it."""
+        for entry in self.entries:
+            for backing, described in entry["params"].items():
+                yield join(entry["fsdp_path"], backing), entry["fsdp_path"], list(described["names"])
+
+    def beside(self, known: Iterable[str]) -> list[str]:
+        """The keys that the metadata do not name."""
+        return [key for key in self._keys if key not in known]
+
+    def check_alike(self, first: _Shard) -> None:
+        """Raise ValueError unless the metadata describe what those of the first rank do; padding may differ."""
+        for (where, own), (_, others) in zip(self._description(), first._description(), strict=False):
+            if own != others:
+                raise ValueError(
+                    f"rank {self.rank} and rank 0 have shards of different models: {where} is {own!r} on rank "
+                    f"{self.rank} and {others!r} on rank 0"
+                )
+
+    def _description(self) -> Iterator[tuple[str, Any]]:
+        yield "the list of units", [entry["fsdp_path"] for entry in self.entries]
+        for entry in self.entries:
+            unit = f"unit {entry['fsdp_path'] or '(root)'}"
+            yield f"the list of parameters in {unit}", list(entry["params"])
+            for backing, described in entry["params"].items():
+                for what in _BACKING[:-1]:
+                    yield f"{what!r} of {backing} in {unit}", list(described[what])
+
+
+class _Backing:
+    """One flat parameter, or one parameter that is sharded by itself.
+
+    Args:
+        number: of its unit in the metadata.
+        name: its own, below the unit.
+        shards: of the ranks that hold it.
+    """
+
+    def __init__(self, number: int, name: str, shards: Sequence[_Shard]) -> None:
+        entry = shards[0].entries[number]
+        self._path, self.key = entry["fsdp_path"], join(entry["fsdp_path"], name)
+        self._described = entry["params"][name]
+        self._pieces = [self._piece(shard, shard.entries[number]["params"][name]["padding"]) for shard in shards]
+        self._check_order(shards)
+        self._check_size(shards)
+
+    def _piece(self, shard: _Shard, padding: int) -> Tensor:
+        value = shard.get(self.key)
+        if not isinstance(value, Tensor):
+            raise ValueError(f"rank {shard.rank}: {self.key!r} is a {type(value).__name__}, not a tensor")
+        if not 0 <= padding <= value.numel():
+            raise ValueError(
+                f"rank {shard.rank}: {self.key!r} has {value.numel()} elements, of which its metadata call {padding} "
+                "padding. The file is cut short, or weights and metadata are of different ranks or models."
+            )
+        return value.detach().reshape(-1)[: value.numel() - padding]
+
+    def _check_order(self, shards: Sequence[_Shard]) -> None:
+        """Only what comes last is padded; and some state dicts say which shard they have."""
+        kinds = {piece.dtype for piece in self._pieces}
+        if len(kinds) > 1:
+            dtypes = ", ".join(str(piece.dtype) for piece in self._pieces)
+            raise ValueError(f"{self.key!r} has another dtype on each of some ranks: {dtypes}")
+        held = [(shard, piece) for shard, piece in zip(shards, self._pieces, strict=True) if piece.numel()]
+        for (shard, piece), (after, _) in pairwise(held):
+            padding = shard.get(self.key).numel() - piece.numel()
+            if padding:
+                raise ValueError(
+                    f"rank {shard.rank}: {self.key!r} ends with {padding} elements of padding, and rank {after.rank} "
+                    "goes on after it. Give the ranks in order, each with its own metadata."
+                )
+        marks = [(shard.rank, mark) for shard, _ in held if (mark := shard_mark(shard.weights, self._path)) is not None]
+        for (rank, mark), (next_rank, following) in pairwise(marks):
+            if following != (mark[0] + 1, mark[1]):
+                raise ValueError(
+                    f"{self.key!r}: what was given as rank {next_rank} is shard {following[0]} of {following[1]}, "
+                    f"after shard {mark[0]} of {mark[1]} of rank {rank}. Give all shards of one saving, in order."
+                )
+
+    def _check_size(self, shards: Sequence[_Shard]) -> None:
+        found, wanted = sum(piece.numel() for piece in self._pieces), sum(self._described["numels"])
+        if found == wanted:
+            return
+        sizes = ", ".join(
+            f"{piece.numel()} on rank {shard.rank}" for shard, piece in zip(shards, self._pieces, strict=True)
+        )
+        names = self._described["names"]
+        raise ValueError(
+            f"{self.key!r} has {found} elements on the {len(shards)} ranks given ({sizes}, without padding), and its "
+            f"metadata say {wanted} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}). "
+            + (
+                "A rank's shard is missing, or a file is cut short: give those of all ranks."
+                if found < wanted
+                else "Weights and metadata are of different models, or a unit was sharded over fewer ranks than its "
+                "root: then give the ranks of its first group only."
+            )
+        )
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The original parameters, each in memory of its own."""
+        ahead = iter([piece for piece in self._pieces if piece.numel()])
+        rest = self._pieces[0][:0]
+        for name, shape, numel in zip(*(self._described[what] for what in _BACKING[:-1]), strict=True):
+            whole = torch.empty(shape, dtype=rest.dtype, device=self._pieces[0].device)
+            flat, done = whole.view(-1), 0
+            while done < numel:
+                rest = rest if rest.numel() else next(ahead)
+                part = rest[: numel - done]
+                flat[done : done + part.numel()].copy_(part)
+                done, rest = done + part.numel(), rest[part.numel() :]
+            yield join(self._path, name), whole
+
+
+def _checked(entry: Any) -> dict[str, Any]:
+    """A unit's entry in the metadata; KeyError or ValueError if it is none."""
+    found = {what: entry[what] for what in _ENTRY}
+    for backing, described in found["params"].items():
+        names, shapes, numels, _ = (described[what] for what in _BACKING)
+        if not len(names) == len(shapes) == len(numels):
+            raise ValueError(f"{backing} has {len(names)} names, {len(shapes)} shapes and {len(numels)} numels")
+        for name, shape, numel in zip(names, shapes, numels, strict=True):
+            if torch.Size(shape).numel() != numel:
+                raise ValueError(f"{name} of {backing} has shape {tuple(shape)} and {numel} elements")
+    return found
+
+
+def _own(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _add_unlisted(whole: dict[str, Any], first: _Shard, with_module_buffers: bool, strict: bool) -> None:
+    """What no metadata name: FairScale's leave out second names, which are known by their memory, and extra state."""
+    gives = {key: [join(path, name) for name in names] for key, path, names in first.backings()}
+    gives |= {name: [name] for name in first.buffer_names}
+    at = {_memory(first.get(key)): key for key in gives if first.has(key)}
+    for key in first.beside(gives):
+        value = first.get(key)
+        source = at.get(_memory(value))
+        if source is not None:
+            whole |= {new: whole[old] for old, new in _renamed(source, key, gives[source]).items() if old in whole}
+        elif key in whole or any(_renamed(one, key, names).values() & whole.keys() for one, names in gives.items()):
+            continue  # a second name that the metadata do name, of a shard that was copied since
+        elif key.rpartition(".")[2] == "_extra_state":
+            whole |= {key: value} if with_module_buffers else {}
+        elif strict:
+            raise ValueError(
+                f"rank 0: {key!r} is in its weights, and its metadata do not name it: they are of another model, or of "
+                "another version of it. strict=False leaves it out."
+            )
+
+
+def _memory(value: Any) -> Any:
+    """Where a tensor lies; of what has no memory, what no other has."""
+    if not isinstance(value, Tensor) or value.numel() == 0:
+        return object()
+    return value.data_ptr(), value.shape, value.stride(), value.dtype
+
+
+def _renamed(source: str, key: str, names: Sequence[str]) -> dict[str, str]:
+    """The names under which `key` has what `source` has: a parameter, or a unit's flat one."""
+    if list(names) == [source]:
+        return {source: key}
+    path, _, backing = source.rpartition(".")
+    other, _, same = key.rpartition(".")
+    return {name: join(other, name[len(path) + 1 if path else 0 :]) for name in names} if same == backing else {}
