@@ -114,12 +114,7 @@ def test_a_tie_that_wrapping_by_hand_would_cut() -> None:
 
 
 class OptionErrors(RanksTestCase):
-    @parameterized.expand(
-        [
-            ("no_broadcast_optim_state", True),
-            ("state_dict_on_rank_0_only", True),
-        ]
-    )
+    @parameterized.expand([("no_broadcast_optim_state", True)])
     def test_not_built_yet(self, name: str, value: Any) -> None:
         module = layers()
         with pytest.raises(NotImplementedError, match=f"{name}={re.escape(repr(value))} is not built yet"):
