@@ -109,6 +109,8 @@ class WrapperState(WrapperCopy, WrapperHooks):
         """
         if dtype is not None:
             return self._cast_state_dict(destination, prefix, keep_vars, dtype)
+        if self._unit.shows_parts:
+            return self._state_of_parts(destination, prefix, keep_vars)
         self._require_idle("take a state dict")
         for before in self._state_dict_pre_hooks.values():
             before(self, prefix, keep_vars)
@@ -133,6 +135,16 @@ class WrapperState(WrapperCopy, WrapperHooks):
         finally:
             for unit in self._units():
                 unit.export_dtype = None
+
+    def _state_of_parts(self, destination: Any, prefix: str, keep_vars: bool) -> Any:
+        """Of modules that show this rank's parts (`_sharded_state`): nothing is to be gathered."""
+        for before in self._state_dict_pre_hooks.values():
+            before(self, prefix, keep_vars)
+        state = self._unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        for after in self._state_dict_hooks.values():
+            changed = after(self, state, prefix, state._metadata.get(prefix[:-1], {}))
+            state = state if changed is None else changed
+        return state
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Collective. Load a whole state with plain names, each rank keeping its part, unit by unit.

@@ -28,6 +28,7 @@ ROOMS: dict[str, set[str]] = {
         "_wrapper_access",
         "_wrapper_shards",
         "_wrapper_state",
+        "_wrapper_sharded",
         "_forward_methods",
         "_wrapper_copy",
         "_wrapper_hooks",
@@ -39,7 +40,7 @@ ROOMS: dict[str, set[str]] = {
         "_wrap_plan",
         "conditional",
     },
-    "state": {"_state_dict", "_handover", "_loading", "_materialize", "_summon"},
+    "state": {"_state_dict", "_handover", "_loading", "_materialize", "_summon", "_sharded_state"},
     "runtime": {
         "_runtime",
         "_unit",
@@ -87,9 +88,10 @@ ROOMS: dict[str, set[str]] = {
         "_dtensors",
         "_memory",
         "_blanks",
+        "_tensor_part",
     },
     "collectives": {"_comm", "_process_groups", "_streams"},
-    "layout": {"_layout"},
+    "layout": {"_layout", "_boxes"},
 }
 # What every room may import; these import nothing of the package.
 SHARED = {"_errors", "_version", "_names", "_trees"}
