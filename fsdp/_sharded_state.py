@@ -88,7 +88,9 @@ class _Parts(Exposure):
 
     def _held(self, handle: FlatParamHandle, slot: int, flat: Tensor) -> Held:
         is_blank = slot in handle.valueless
-        return Held(flat, is_borrowed=True, is_blank=is_blank, unfit=_VALUELESS if is_blank else self._unfit)
+        return Held(
+            flat, lent_by=id(handle.flat_param), is_blank=is_blank, unfit=_VALUELESS if is_blank else self._unfit
+        )
 
     def _show_blanks(self) -> None:
         """Buffers and ignored parameters without values: memory that can be loaded, and is not saved by mistake."""
@@ -199,6 +201,8 @@ def load_sharded_state(root: Unit, units: Sequence[Unit], load: Callable[[], Any
 
 def _keep(handle: FlatParamHandle, slot: int, value: Tensor) -> None:
     handle.home.check(handle.name)
+    if isinstance(value, TensorPart) and value.is_lent_by(handle.flat_param):
+        return  # nothing was loaded, on no rank, so values that ranks were wrapped with are still to be compared
     if isinstance(value, TensorPart):
         handle.fill(slot, partial(_copy, value.local))
     else:

@@ -77,21 +77,22 @@ class Held:
 
     Attributes:
         flat: ``[stop - start]``.
-        is_borrowed: they lie in somebody else's memory, which a load must leave alone until it is complete.
+        lent_by: the id of the tensor in whose memory they lie, which a load must leave alone until it is complete; 0 if
+            they have their own.
         is_blank: they have no values, and no load was begun.
         unfit: why they must not be saved; empty if they may be.
         apart: the keys under which other ranks have a tensor of their own.
     """
 
     flat: Tensor
-    is_borrowed: bool = False
+    lent_by: int = 0
     is_blank: bool = False
     unfit: str = ""
     apart: set[str] = field(default_factory=set)
 
     def copied(self, change: Callable[[Tensor], Tensor]) -> Held:
         """With what `change` makes of the elements, in memory of its own."""
-        return Held(change(self.flat), False, self.is_blank, self.unfit, set(self.apart))
+        return Held(change(self.flat), 0, self.is_blank, self.unfit, set(self.apart))
 
 
 class TensorPart(Tensor):
@@ -132,6 +133,10 @@ class TensorPart(Tensor):
     def is_alias_of(self, other: TensorPart) -> bool:
         """Whether both are the same, under different names."""
         return self._held is other._held
+
+    def is_lent_by(self, tensor: Tensor) -> bool:
+        """Whether it lies in the memory of `tensor` still, since nothing was loaded."""
+        return self._held.lent_by == id(tensor)
 
     def refuse_key(self, key: str) -> None:
         """Refuse to be saved under a key under which other ranks have a tensor of their own."""
@@ -189,8 +194,8 @@ class TensorPart(Tensor):
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         held = self._held
-        if held.is_borrowed:
-            held.flat, held.is_borrowed = held.flat.clone(), False
+        if held.lent_by:
+            held.flat, held.lent_by = held.flat.clone(), 0
         held.is_blank, held.unfit = False, ""
         return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in self.part.boxes]
 
@@ -248,7 +253,7 @@ class Target(TensorPart):
 
 
 def _rebuild(facts: tuple[Any, ...], flat: Tensor, is_blank: bool, unfit: str, apart: list[str]) -> TensorPart:
-    return TensorPart.around(Part(*facts), Held(flat, False, is_blank, unfit, set(apart)))
+    return TensorPart.around(Part(*facts), Held(flat, 0, is_blank, unfit, set(apart)))
 
 
 # So that `torch.load` with its default, `weights_only=True`, reads a sharded state dict back.

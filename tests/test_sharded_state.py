@@ -19,19 +19,27 @@ from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from tests._ranks import RankPool
 from tests.models import Wrap, keep, nested_mlp
 from tests.pairs import parametrize_pairs
-from tests.sharded import alone_warning, assert_whole_state, everything, load_sharded, save_sharded, state_in
-from tests.support import assert_parity, fully_sharded, sgd_with_momentum
+from tests.sharded import (
+    Everything,
+    alone_warning,
+    assert_same_state,
+    assert_whole_state,
+    everything,
+    load_sharded,
+    save_sharded,
+    state_in,
+)
+from tests.support import Alone, assert_parity, fully_sharded, sgd_with_momentum
 
 FOLDER = "offload folder"
 POLICY = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16)
 
-OPTIONS: list[dict[str, Any]] = [
+FORMS: list[dict[str, Any]] = [{}, {"use_orig_params": True}, {"flatten_parameters": False}]
+REST: list[dict[str, Any]] = [
     {},
-    {"use_orig_params": True},
-    {"flatten_parameters": False},
     {"mixed_precision": POLICY},
     {"offload": "cpu"},
-    {"offload": "disk", "offload_folder": FOLDER, "use_orig_params": True},
+    {"offload": "disk", "offload_folder": FOLDER},
     {"sharding_strategy": ShardingStrategy.NO_SHARD},
 ]
 
@@ -45,17 +53,23 @@ def with_folder(options: dict[str, Any], folder: Path) -> dict[str, Any]:
 # Round trips
 
 
-@parametrize_pairs(saved_by=[3, 1, 2, 4], loaded_by=[2, 4, 1, 3], saving=OPTIONS, loading=OPTIONS)
-def test_another_number_of_ranks_loads_what_was_saved(
+@parametrize_pairs(
+    saved_by=[3, 1, 2, 4], loaded_by=[2, 4, 1, 3], saving=FORMS, loading=FORMS, saving_too=REST, loading_too=REST
+)
+def test_another_number_of_ranks_loads_what_was_saved_and_so_does_a_plain_model(
     ranks: RankPool,
     tmp_path: Path,
     saved_by: int,
     loaded_by: int,
     saving: dict[str, Any],
     loading: dict[str, Any],
+    saving_too: dict[str, Any],
+    loading_too: dict[str, Any],
 ) -> None:
-    ranks(saved_by).run(_save, tmp_path / "state", with_folder(saving, tmp_path / "saving"))
-    ranks(loaded_by).run(_load, tmp_path / "state", with_folder(loading, tmp_path / "loading"))
+    folder = tmp_path / "state"
+    ranks(saved_by).run(_save, folder, with_folder(saving | saving_too, tmp_path / "saving"))
+    ranks(loaded_by).run(_load, folder, with_folder(loading | loading_too, tmp_path / "loading"))
+    assert_same_state(state_in(folder, everything), everything(seed=1).state_dict())
 
 
 def _save(folder: Path, options: dict[str, Any]) -> None:
@@ -69,25 +83,15 @@ def _load(folder: Path, options: dict[str, Any]) -> None:
     assert_whole_state(model, everything, seed=1)
 
 
-@parametrize_pairs(world_size=[3, 1, 2, 4], options=OPTIONS)
-def test_a_plain_model_loads_what_was_saved(
-    ranks: RankPool, tmp_path: Path, world_size: int, options: dict[str, Any]
-) -> None:
-    ranks(world_size).run(_save, tmp_path / "state", with_folder(options, tmp_path / "saving"))
-    found, expected = state_in(tmp_path / "state", everything), everything(seed=1).state_dict()
-    assert list(found) == list(expected)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-@parametrize_pairs(world_size=[3, 1, 2, 4], options=OPTIONS)
+@parametrize_pairs(world_size=[3, 1, 2, 4], form=FORMS, rest=REST[:4])
 def test_what_a_plain_model_has_saved_is_loaded(
-    ranks: RankPool, tmp_path: Path, world_size: int, options: dict[str, Any]
+    ranks: RankPool, tmp_path: Path, world_size: int, form: dict[str, Any], rest: dict[str, Any]
 ) -> None:
     dcp.save(everything(seed=1).state_dict(), checkpoint_id=tmp_path / "state", no_dist=True)
-    ranks(world_size).run(_load, tmp_path / "state", with_folder(options, tmp_path / "loading"))
+    ranks(world_size).run(_load, tmp_path / "state", with_folder(form | rest, tmp_path / "loading"))
 
 
-@parametrize_pairs(world_size=[2, 3, 4], options=OPTIONS[:4])
+@parametrize_pairs(world_size=[2, 3, 4], options=FORMS)
 def test_whole_and_sharded_states_are_read_as_each_other(
     ranks: RankPool, tmp_path: Path, world_size: int, options: dict[str, Any]
 ) -> None:
@@ -125,7 +129,7 @@ class _Resumed:
         return model
 
 
-@parametrize_pairs(options=[*OPTIONS[:3], OPTIONS[4], {"reshard_after_forward": False}], world_size=[3, 2, 4])
+@parametrize_pairs(options=[*FORMS, {"offload": "cpu"}, {"reshard_after_forward": False}], world_size=[3, 4])
 def test_a_loaded_model_trains_like_the_plain_one(
     ranks: RankPool, tmp_path: Path, options: dict[str, Any], world_size: int
 ) -> None:
@@ -156,7 +160,7 @@ def _load_one_number(folder: Path) -> None:
 # Models without values
 
 
-@parametrize_pairs(options=OPTIONS[:3], world_size=[3, 1, 4])
+@parametrize_pairs(options=FORMS, world_size=[3, 1])
 def test_a_model_from_the_meta_device_is_loaded(
     ranks: RankPool, tmp_path: Path, options: dict[str, Any], world_size: int
 ) -> None:
@@ -165,8 +169,6 @@ def test_a_model_from_the_meta_device_is_loaded(
 
 
 def _on_meta(**options: Any) -> Any:
-    from tests.sharded import Everything
-
     wrap = fully_sharded(**options)
     model = everything()
     inner = model.inner.to("meta")
@@ -242,19 +244,17 @@ def test_a_wrapper_inside_has_a_sharded_state_of_its_own(ranks: RankPool, tmp_pa
 
 
 def _save_one_unit(folder: Path) -> None:
-    model = nested_mlp(fully_sharded(), seed=1)
-    dcp.save(model.trunk.sharded_state_dict(prefix="trunk."), checkpoint_id=folder)  # type: ignore[operator,union-attr]
+    model: Any = nested_mlp(fully_sharded(), seed=1)
+    dcp.save(model.trunk.sharded_state_dict(prefix="trunk."), checkpoint_id=folder)
     other: Any = nested_mlp()
     state = {name: value for name, value in other.state_dict().items() if name.startswith("trunk.")}
     dcp.load(state, checkpoint_id=folder)
     other.load_state_dict(state, strict=False)
-    expected = nested_mlp(seed=1).trunk.state_dict()  # type: ignore[operator,union-attr]
-    assert all(torch.equal(value, expected[name]) for name, value in other.trunk.state_dict().items())
+    source: Any = nested_mlp(seed=1)
+    assert_same_state(other.trunk.state_dict(), source.trunk.state_dict())
 
 
 def test_a_world_of_one_needs_no_process_group(tmp_path: Path) -> None:
-    from tests.support import Alone
-
     save_sharded(FullyShardedDataParallel(everything(seed=1), Alone()), tmp_path)
     model = FullyShardedDataParallel(everything(), Alone())
     load_sharded(model, tmp_path)

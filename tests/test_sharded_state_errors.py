@@ -279,6 +279,20 @@ def _seed_differently(folder: Path) -> None:
     save_sharded(model, folder / "now")
 
 
+def test_what_was_not_loaded_is_still_compared(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(3).run(_load_a_part, tmp_path)
+
+
+def _load_a_part(folder: Path) -> None:
+    dcp.save({"scale": torch.tensor(2.0)}, checkpoint_id=folder)
+    model: Any = nested_mlp(fully_sharded(), seed=dist.get_rank())
+    state = model.sharded_state_dict()
+    dcp.load(state, checkpoint_id=folder, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+    model.load_sharded_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"wrapped with different values.*of entry.weight of unit"):
+        model(torch.ones(2, 5))
+
+
 def test_other_models_on_other_ranks(ranks: RankPool) -> None:
     ranks(2).run(_build_differently)
 

@@ -56,10 +56,10 @@ def _tied(wrap: Wrap = keep, seed: int = 0) -> nn.Module:
 def _save_tied(folder: Path, options: dict[str, Any]) -> None:
     save_sharded(_tied(fully_sharded(**options), seed=1), folder)
     assert_same_state(state_in(folder, _tied), _tied(seed=1).state_dict())
-    model = _tied(fully_sharded(**options))
+    model: Any = _tied(fully_sharded(**options))
     load_sharded(model, folder)
     assert_whole_state(model, _tied, seed=1)
-    with model.summon_full_params():  # type: ignore[operator]
+    with model.summon_full_params():
         assert model.head.weight is model.tokens.weight
 
 
@@ -121,10 +121,10 @@ def test_extra_state_is_saved_and_loaded(ranks: RankPool, tmp_path: Path) -> Non
 
 
 def _save_extra(folder: Path) -> None:
-    model = FullyShardedDataParallel(WithExtraState(3, 4))
+    model: Any = FullyShardedDataParallel(WithExtraState(3, 4))
     model.module.module.note = "second"
     save_sharded(model, folder)
-    other = FullyShardedDataParallel(WithExtraState(3, 4))
+    other: Any = FullyShardedDataParallel(WithExtraState(3, 4))
     load_sharded(other, folder)
     assert other.module.module.note == "second"
 
@@ -286,9 +286,9 @@ def test_batch_norms_that_each_rank_trains_are_saved_as_buffers_are(ranks: RankP
 
 
 def _save_norms(folder: Path) -> None:
-    model = fully_sharded()(auto_wrap_bn(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), single_rank_pg=True))
+    model: Any = fully_sharded()(auto_wrap_bn(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), single_rank_pg=True))
     with torch.no_grad():
-        model.module.module[1].weight.fill_(dist.get_rank() + 1)  # type: ignore[index,operator,union-attr]
+        model.module.module[1].weight.fill_(dist.get_rank() + 1)
     save_sharded(model, folder)
     assert state_in(folder, lambda seed: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))["1.weight"][0] in (1, 2)
 

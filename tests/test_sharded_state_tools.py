@@ -173,7 +173,7 @@ def _get_and_set() -> None:
     model = nested_mlp(fully_sharded())
     options = StateDictOptions(full_state_dict=True)
     assert_same_state(get_model_state_dict(model, options=options), nested_mlp().state_dict())  # type: ignore[arg-type]
-    set_model_state_dict(model, nested_mlp(seed=1).state_dict())  # type: ignore[arg-type]
+    set_model_state_dict(model, nested_mlp(seed=1).state_dict())
     assert_whole_state(model, nested_mlp, seed=1)
 
 

@@ -26,7 +26,7 @@ WHOLE = torch.arange(20.0).view(4, 5)
 def part_of(whole: Tensor = WHOLE, start: int = 3, stop: int = 17, **facts: Any) -> Any:
     """Rank 1's part of a tensor, in the memory of it."""
     part = Part(whole.shape, whole.shape, (0,) * whole.dim(), start, stop, "layer.weight", 1, is_alone=False)
-    return TensorPart.around(part, Held(whole.view(-1)[start:stop], is_borrowed=True, **facts))
+    return TensorPart.around(part, Held(whole.view(-1)[start:stop], lent_by=id(whole), **facts))
 
 
 def shards(tensor: TensorPart) -> list[tuple[tuple[int, ...], Tensor]]:
@@ -145,7 +145,7 @@ def staged(tensor: Any) -> Any:
 
 
 def staged_while_blocking(tensor: Any) -> Any:
-    return BlockingAsyncStager().stage({"weight": tensor})["weight"]  # type: ignore[index]
+    return BlockingAsyncStager().stage({"weight": tensor})["weight"]
 
 
 def cast(tensor: Any) -> Any:
