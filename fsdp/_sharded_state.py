@@ -187,11 +187,10 @@ def load_sharded_state(root: Unit, units: Sequence[Unit], load: Callable[[], Any
             error = found
         agree_on_outcome([everyone], "load its part of a sharded state", error)
         received = [one for each in shown for one in each.received()]
-        names = sorted(handle.layout.slots[slot].name for handle, slot, _ in received)
-        digest = hashlib.sha256(repr(names).encode()).hexdigest()
-        agree_on(
-            everyone, "keys in the sharded state that they load", digest, f"{len(names)} parameters ({digest[:8]})"
-        )
+        numbers = sorted((handle.number, slot) for handle, slot, _ in received)  # which are alike on all ranks
+        digest = hashlib.sha256(repr(numbers).encode()).hexdigest()
+        shown_as = f"those of {len(numbers)} parameters ({digest[:8]})"
+        agree_on(everyone, "keys in the sharded state that they load", digest, shown_as)
     for handle in dict.fromkeys(handle for handle, _, _ in received):
         handle.settle()
     for handle, slot, value in received:
