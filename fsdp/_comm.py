@@ -20,16 +20,20 @@ and time out with an error that names the unit, instead of exchanging each other
 
 from __future__ import annotations
 
-import itertools
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp._communicator import LONE_RANK as LONE_RANK
+from fsdp._communicator import Communicator as Communicator
+from fsdp._communicator import LoneRank as LoneRank
+from fsdp._communicator import Messages, finish, incomplete
+from fsdp._communicator import MissingRanks as MissingRanks
+from fsdp._communicator import Pending as Pending
 from fsdp._process_groups import Group, backend_names
 
 # torch 2.12 renamed these; both are looked up at each call, because tools count collectives by replacing them.
@@ -38,143 +42,6 @@ _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_singl
 
 # Tags below this are left to the user's own point-to-point messages on the same group.
 _FIRST_TAG = 1 << 20
-
-
-class Pending:
-    """A collective in flight; `wait` is the only way to its result."""
-
-    def __init__(self, what: str, works: Sequence[Any], result: Callable[[], Tensor]) -> None:
-        self._what = what
-        self._works = works
-        self._result: Callable[[], Tensor] | None = result
-        self._arrived: Tensor
-
-    def after(self, work: Any) -> Pending:
-        """The same, which besides waits for `work`."""
-        self._works = [work, *self._works]
-        return self
-
-    def wait(self) -> Tensor:
-        if self._result is not None:
-            works, self._works = self._works, ()  # gloo would wait for another message the second time
-            for work in works:
-                _finish(work, self._what)
-            # What was sent is held by this until now, and not a moment longer.
-            result, self._result = self._result, None
-            self._arrived = result()
-        return self._arrived
-
-
-class Communicator(ABC):
-    """The ranks of one group. Every method is collective over them."""
-
-    peers_answer = True  # False where the other ranks are only simulated, so comparing with them means nothing.
-    sends_pieces = False  # True where it is up to us what goes from rank to rank, under the tag.
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self._tags = itertools.count()
-        self.talk_tag = self.new_tag()  # of what belongs to no handle
-
-    def new_tag(self) -> int:
-        """A tag for one handle. Every rank of the group must ask equally often."""
-        return next(self._tags)
-
-    @property
-    def talk_device(self) -> torch.device:
-        """Where short messages should be: on the host where that can be, so that nobody waits for the device."""
-        return torch.device("cpu")
-
-    def for_device(self, device: torch.device) -> Communicator:
-        """The way to the same ranks for tensors on another device."""
-        return self
-
-    def ensure_connected(self) -> None:  # noqa: B027 (there always is, but after unpickling)
-        """Raise RuntimeError if there is no way to the ranks."""
-
-    def __deepcopy__(self, memo: Any) -> Communicator:
-        return self  # the ranks are the same ones
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return MissingRanks, (self.rank, self.world_size)
-
-    @abstractmethod
-    def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: int) -> Pending:
-        """Fill `full` ``[world_size * n]`` with every rank's `shard` ``[n]``, which must not change until `settle`.
-
-        Both are of one dtype.
-        """
-
-    @abstractmethod
-    def reduce_scatter(self, full: Tensor, what: str, tag: int, dtype: torch.dtype | None = None) -> Pending:
-        """Sum `full` ``[world_size * n]`` over the ranks; the result of `wait` is this rank's ``[n]`` of it.
-
-        It is sent in its own dtype. The result is of `dtype` (None: the same), in which we sum where that is up to us.
-        `full` must be left alone until `wait` has returned, and may share memory with the result.
-        """
-
-    @abstractmethod
-    def all_reduce(self, tensor: Tensor, op: str = "sum", what: str = "all-reduce") -> Pending:
-        """Reduce `tensor` in place by "sum" or "max"."""
-
-    @abstractmethod
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
-        """Overwrite `tensor` in place with that of the group's rank `source`."""
-
-    @abstractmethod
-    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, of any length, in rank order; blocks."""
-
-    def settle(self) -> None:  # noqa: B027 (where sending is part of the collective nothing is left to settle)
-        """Block until peers have taken all that this rank sent, so that shards may be written again."""
-
-
-class MissingRanks(Communicator):
-    """What was a group before it was pickled: its size and this rank are known, the way there is not."""
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
-            f"this model was unpickled as rank {self.rank} of {self.world_size}, and groups of ranks cannot be "
-            "pickled: assign `process_group` on every FullyShardedDataParallel in it (fsdp.get_fsdp_instances(model)) "
-            "before use"
-        )
-
-    all_gather = reduce_scatter = all_reduce = broadcast = all_gather_bytes = ensure_connected = _refuse
-
-
-class LoneRank(Communicator):
-    """A world of one: what is gathered and reduced is already here."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _lone_rank, ()
-
-    def __init__(self) -> None:
-        super().__init__(rank=0, world_size=1)
-
-    def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: int) -> Pending:
-        if full.data_ptr() != shard.data_ptr():
-            full.copy_(shard, non_blocking=True)
-        return Pending(what, (), lambda: full)
-
-    def reduce_scatter(self, full: Tensor, what: str, tag: int, dtype: torch.dtype | None = None) -> Pending:
-        return Pending(what, (), lambda: full.to(dtype or full.dtype))
-
-    def all_reduce(self, tensor: Tensor, op: str = "sum", what: str = "all-reduce") -> Pending:
-        return Pending(what, (), lambda: tensor)
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
-        return Pending("broadcast", (), lambda: tensor)
-
-    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        return [payload]
-
-
-LONE_RANK = LoneRank()
-
-
-def _lone_rank() -> LoneRank:
-    return LONE_RANK
 
 
 _only_torch = False
@@ -225,6 +92,15 @@ class TorchCollectives(Communicator):
         work = dist.broadcast(tensor, src=source, group=self._group, async_op=True)
         return Pending("broadcast", (work,), lambda: tensor)
 
+    def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: int) -> Pending:
+        asked = [self._message(dist.irecv, tensor, peer) for peer, tensors in incoming.items() for tensor in tensors]
+        sent = [self._message(dist.isend, tensor, peer) for peer, tensors in outgoing.items() for tensor in tensors]
+        works = dist.batch_isend_irecv(asked + sent) if asked or sent else []
+        return Pending(what, works, lambda: torch.empty(0))
+
+    def _message(self, way: Any, tensor: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(way, tensor, group=self._group, group_peer=peer)
+
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         payloads: list[Any] = [None] * self.world_size
         dist.all_gather_object(payloads, payload, group=self._group)
@@ -234,20 +110,20 @@ class TorchCollectives(Communicator):
 class _Sending:
     """A shard on its way to the peers."""
 
-    def __init__(self, works: Sequence[Any], shard: Tensor, what: str) -> None:
+    def __init__(self, works: Sequence[Any], kept: Any, what: str) -> None:
         self._works = works
-        self._shard: Tensor | None = shard
+        self._kept = kept  # what is being sent lives until then
         self._what = what
 
     @property
     def is_finished(self) -> bool:
-        return self._shard is None
+        return self._kept is None
 
     def finish(self) -> None:
         works, self._works = self._works, ()
         for work in works:
-            _finish(work, self._what)
-        self._shard = None
+            finish(work, self._what)
+        self._kept = None
 
 
 class DirectExchange(TorchCollectives):
@@ -274,7 +150,17 @@ class DirectExchange(TorchCollectives):
             asked = [self._group.recv([incoming[peer]], peer, _FIRST_TAG + tag) for peer in self._peers]
             return asked, [self._group.send([outgoing[peer]], peer, _FIRST_TAG + tag) for peer in self._peers]
         except RuntimeError as error:  # a peer is known to be gone
-            raise _incomplete(what, error) from error
+            raise incomplete(what, error) from error
+
+    def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: int) -> Pending:
+        tag = _FIRST_TAG + 2 * tag
+        try:
+            asked = [self._group.recv([each], peer, tag) for peer, tensors in incoming.items() for each in tensors]
+            works = [self._group.send([each], peer, tag) for peer, tensors in outgoing.items() for each in tensors]
+        except RuntimeError as error:  # a peer is known to be gone
+            raise incomplete(what, error) from error
+        self._sent.append(_Sending(works, outgoing, what))
+        return Pending(what, asked, lambda: torch.empty(0))
 
     def _answer(self, sending: _Sending, full: Tensor) -> Tensor:
         # A shard that was cast only to be sent should go when its messages are through. Peers ask for ours before they
@@ -321,6 +207,22 @@ class StagedExchange(DirectExchange):
         reduced = super().reduce_scatter(full.cpu(), what, tag, dtype)
         return Pending(what, (), lambda: reduced.wait().to(full.device))
 
+    def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: int) -> Pending:
+        hosts = {
+            peer: [torch.empty(each.shape, dtype=each.dtype) for each in tensors] for peer, tensors in incoming.items()
+        }
+        sent = {peer: [each.cpu() for each in tensors] for peer, tensors in outgoing.items()}
+        arrived = super().exchange(hosts, sent, what, tag)
+
+        def deliver() -> Tensor:
+            arrived.wait()
+            for peer, tensors in incoming.items():
+                for each, host in zip(tensors, hosts[peer], strict=True):
+                    each.copy_(host)
+            return torch.empty(0)
+
+        return Pending(what, (), deliver)
+
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
 _communicators: dict[tuple[Any, str, bool], Communicator] = {}
@@ -346,20 +248,3 @@ def _kind_of(group: Group, device: torch.device) -> type[TorchCollectives]:
 def _after_use_of(sent: Tensor, result: Tensor) -> Tensor:
     """`result`; `sent` is named only so that it lives until the collective that reads it has been awaited."""
     return result
-
-
-def _finish(work: Any, what: str) -> None:
-    if work is None:
-        return
-    try:
-        work.wait()
-    except RuntimeError as error:
-        raise _incomplete(what, error) from error
-
-
-def _incomplete(what: str, error: RuntimeError) -> RuntimeError:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return RuntimeError(
-        f"rank {rank}: {what} did not complete: {error}. Every rank of the group must run the same units in every "
-        "step; look at what the other ranks were doing, one may have failed or taken another path."
-    )

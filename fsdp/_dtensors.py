@@ -353,4 +353,5 @@ def spread_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_
     for name, own in (*module._parameters.items(), *module._buffers.items()):
         value, part = state_dict.get(prefix + name), None if own is None else MeshPart.of(own)
         if part is not None and isinstance(value, Tensor) and value.shape == part.shape:
-            state_dict[prefix + name] = part.dtensor(part.cut(name, value).to(part.mesh.device_type))
+            local = part.cut(name, value)
+            state_dict[prefix + name] = part.dtensor(local if local.is_meta else local.to(part.mesh.device_type))

@@ -282,22 +282,12 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         self.whole.free()
         self._enter(Phase.SHARDED)
 
-    def full_copies(self) -> list[Tensor]:
-        """Collective. The parameters as modules see them in the shard's dtype, with memory of their own."""
-        self.home.check(self.name)
-        self.absorb()
-        if self.dtype == self.flat_param.dtype and self.is_whole:
-            return [leaf.detach().clone() for leaf in self.whole.leaves]
+    def gathered(self) -> Tensor:
+        """Collective. A buffer of its own with the whole parameter, in the shard's dtype."""
         full = self._new_buffer(self.flat_param.dtype)
         self._gather_into(full).wait()
-        self.settle()
-        copies = [view.clone() for view in self.layout.unpack(full)]
-        return [part.dtensor(copy) if part else copy for copy, part in zip(copies, self.flat_param.parts, strict=True)]
-
-    def blanks(self) -> list[Tensor]:
-        """Memory for the parameters as modules see them, in the shard's dtype; no rank needs another for it."""
-        dtype, device = self.flat_param.dtype, self.home.device
-        return [torch.empty(slot.shape, dtype=dtype, device=device) for slot in self.layout.slots]
+        self.home.release()
+        return full
 
     def serve_gather(self) -> None:
         """Take part in a gather that only other ranks need; what is here stays as it is."""

@@ -17,14 +17,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from fsdp._assembling import blanks
 from fsdp._blanks import mark
+from fsdp._exposure import Exposure
 from fsdp._forward import TrainingState
 from fsdp._guards import Conversions
 from fsdp._handle import FlatParamHandle
 from fsdp._lacks import Lack, lacks_in, others_in, out_of_reach
 from fsdp._memory import return_freed_memory
 from fsdp._names import plain_name
-from fsdp._state_dict import Exposure
 from fsdp._unit import Unit, own_modules, unit_of
 
 ParamInit = Callable[[nn.Module], object]
@@ -224,7 +225,7 @@ class _Filling(Exposure):
         return _shown_by(unit)
 
     def _values(self, handle: FlatParamHandle) -> list[Tensor]:
-        tensors = handle.blanks()
+        tensors = blanks(handle)
         for slot, tensor in enumerate(tensors):
             if (handle, slot) in self._wanted:
                 mark(tensor)

@@ -15,7 +15,6 @@ from fsdp._process_groups import Group
 # Arguments of FairScale's that are not built yet, with the only values that mean what is done today.
 _NOT_YET: dict[str, tuple[Any, ...]] = {
     "no_broadcast_optim_state": (False, None),
-    "state_dict_on_rank_0_only": (False,),
 }
 
 # Arguments that say in flags what a `MixedPrecision` says in one object, with the values that say nothing.
@@ -45,6 +44,7 @@ class Options:
     verbose: bool
     allow_reset_parameters: bool
     sync_module_states: bool
+    state_dict_on_rank_0_only: bool
 
     # As FairScale's users read them; what they mean is in `precision` and `offload`.
     mixed_precision: bool | MixedPrecision
@@ -89,7 +89,10 @@ class Options:
             "no_broadcast_optim_state": False,
         }
         resolved |= {name: _device(given[name]) for name in ("compute_device", "state_dict_device")}
-        resolved |= {name: bool(given[name]) for name in ("fp32_reduce_scatter", "force_input_to_fp32")}
+        resolved |= {
+            name: bool(given[name])
+            for name in ("fp32_reduce_scatter", "force_input_to_fp32", "state_dict_on_rank_0_only")
+        }
         return cls(**resolved, **{name: given[name] for name in _FIELDS - resolved.keys()})
 
     @property

@@ -1,6 +1,6 @@
 """Sharded state dicts: the state of a model with this rank's parts in the place of whole parameters.
 
-As for whole parameters (`_state_dict`), the parts are registered in the modules for as long as the state is taken or
+As for whole parameters (`_exposure`), the parts are registered in the modules for as long as the state is taken or
 loaded, so that names, order and hooks are those of `nn.Module`. Nothing is gathered, and no memory is used.
 """
 
@@ -20,9 +20,10 @@ from fsdp._agreement import agree_on, agree_on_outcome, number_among
 from fsdp._blanks import Blank, blanks_in
 from fsdp._collect import is_ours
 from fsdp._dtensors import is_dtensor, local_part
+from fsdp._exposure import Exposure, close_all, listed_at
 from fsdp._handle import FlatParamHandle
 from fsdp._precision import BATCH_NORMS
-from fsdp._state_dict import Exposure, close_all, ensure_agreed, ensure_same_values, listed_at
+from fsdp._state_dict import ensure_agreed, ensure_same_values
 from fsdp._tensor_part import Held, Part, Target, TensorPart
 from fsdp._unit import Unit, own_modules
 

@@ -1,4 +1,4 @@
-"""`summon_full_params` in all its forms: with gradients, and with whole parameters on the first rank only."""
+"""`summon_full_params` in all its forms: with gradients, on the host, on the first rank only, unit by unit."""
 
 from __future__ import annotations
 
@@ -11,28 +11,42 @@ import torch
 from torch import Tensor, nn
 
 from fsdp._agreement import from_everyone, number_among
+from fsdp._collect import is_ours
+from fsdp._exposure import Exposure, close_all, deal_changes, listed_at
+from fsdp._forward import TrainingState
 from fsdp._handle import FlatParamHandle
-from fsdp._state_dict import Exposure, close_all, listed_at
+from fsdp._transfers import Summoning
 from fsdp._unit import Unit
 
 
 class Summoned(Exposure):
-    """Collective over the unit's ranks and their replicas. An exposure that may show gradients, or be on one rank only.
+    """Collective over the unit's ranks and their replicas. An exposure in one of many forms.
 
     Args:
         unit: whose parameters.
-        keep_changes: shard changed values, and gradients, on closing.
-        with_grads: show whole gradients, where there are any.
-        rank0_only: show nothing on other ranks than the first; they get what is changed there.
+        form: what is shown, and where; changes are those of values and gradients.
     """
 
-    def __init__(self, unit: Unit, keep_changes: bool, with_grads: bool, rank0_only: bool) -> None:
-        self._is_here = not rank0_only or number_among(unit.everyone) == 0
-        self._rank0_only, self._with_grads = rank0_only, with_grads
-        shown = self._shown(unit) if with_grads else []
+    def __init__(self, unit: Unit, form: Summoning) -> None:
+        self._is_here = not form.rank0_only or number_among(unit.everyone) == 0
+        self._form = form
+        shown = self._shown(unit) if form.with_grads else []
+        if form.on_host:
+            _require_plain(self._shown(unit))
         self._kept: set[tuple[FlatParamHandle, int]] = set()
-        self._grads = {handle: handle.full_gradients() for handle in shown}
-        super().__init__(unit, keep_changes)
+        self._grads: dict[FlatParamHandle, list[Tensor | None]] = {}
+        for handle in shown:
+            gradients = handle.full_gradients()
+            if self._is_here:
+                self._grads[handle] = [self._placed(gradient) for gradient in gradients]
+        super().__init__(unit, form.keeps_changes, at_first=form.rank0_only)
+        unit.summoned = form
+
+    def _values(self, handle: FlatParamHandle) -> list[Tensor]:
+        return [tensor if tensor.is_meta else self._placed(tensor) for tensor in super()._values(handle)]
+
+    def _placed(self, tensor: Any) -> Any:
+        return tensor.cpu() if self._form.on_host and tensor is not None else tensor
 
     def _install(self, handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[nn.Parameter]:
         if not self._is_here:
@@ -54,7 +68,8 @@ class Summoned(Exposure):
         return []
 
     def close(self) -> None:
-        """Shard the values again; see `Exposure.close`. With `rank0_only`, all ranks raise what the first one does."""
+        """Shard the values again; see `Exposure.close`. With ``rank0_only``, all raise what the first rank does."""
+        self._unit.summoned = None
         changed = self._changed() if self._keep_changes else []
         params = {handle: [listed_at(places[0]) for places in handle.places] for handle in self._handles}
         self._kept.clear()
@@ -64,10 +79,10 @@ class Summoned(Exposure):
         except RuntimeError as error:
             problems.append(str(error))
         grads = {handle: [getattr(param, "grad", None) for param in listed] for handle, listed in params.items()}
-        if self._keep_changes and self._rank0_only:
+        if self._keep_changes and self._form.rank0_only:
             kept = {(handle, slot): params[handle][slot] for handle, slot in changed if (handle, slot) in self._kept}
             problems = self._share(kept, grads, problems)
-        elif self._keep_changes and self._with_grads and not problems:
+        elif self._keep_changes and self._form.with_grads and not problems:
             for handle in self._handles:
                 handle.keep_gradients(grads[handle])
         if problems:
@@ -82,15 +97,10 @@ class Summoned(Exposure):
         problems: list[str],
     ) -> list[str]:
         changed = [(self._handles.index(handle), slot) for handle, slot in values]
-        have = [[grad is not None for grad in grads[handle]] for handle in self._handles if self._with_grads]
+        have = [[grad is not None for grad in grads[handle]] for handle in self._handles if self._form.with_grads]
         told = from_everyone(self._unit.everyone, json.dumps([changed, have, problems]).encode())
         changed, have, problems = json.loads(told[0])
-        for number, slot in changed:
-            handle = self._handles[number]
-            received = self._sent(handle, slot, values.get((handle, slot)))
-            if not self._is_here:
-                handle.store(slot, received)
-                handle.note_written([slot])
+        deal_changes(self._handles, changed, values)
         for handle, flags in zip(self._handles, have, strict=False):
             own = enumerate(grads[handle])
             handle.keep_gradients([self._sent(handle, slot, grad) if flags[slot] else None for slot, grad in own])
@@ -110,13 +120,39 @@ class Summoned(Exposure):
         return tensor if part is None else part.dtensor(tensor)
 
 
+def _require_plain(handles: Sequence[FlatParamHandle]) -> None:
+    for handle in handles:
+        if any(handle.flat_param.parts) and handle.home.device.type != "cpu":
+            raise NotImplementedError(
+                f"summon_full_params(offload_to_cpu=True): {handle.name} has DTensors, which are on the device of "
+                "their mesh. Summon without it, and move what you need (full_tensor().cpu())."
+            )
+
+
 @contextmanager
-def summoned(units: Sequence[Unit], keep_changes: bool, with_grads: bool, rank0_only: bool) -> Iterator[None]:
-    """Collective. As `exposed`, in the forms of `Summoned`."""
+def summoned(units: Sequence[Unit], form: Summoning) -> Iterator[None]:
+    """Collective. The units' modules hold whole parameters inside, those that do already included.
+
+    Raises:
+        RuntimeError: if a unit is summoned already, and not in this form.
+    """
+    closed = []
+    for unit in units:
+        if unit.state is TrainingState.SUMMON_FULL_PARAMS:
+            form.require_shown_by(unit.summoned, unit)
+        else:
+            closed.append(unit)
     exposures: list[Exposure] = []
     try:
-        for unit in units:
-            exposures.append(Summoned(unit, keep_changes, with_grads, rank0_only))
+        for unit in closed:
+            exposures.append(Summoned(unit, form))
         yield
     finally:
         close_all(exposures)
+
+
+def params_shown(unit: Unit, prefix: str) -> dict[str, nn.Parameter]:
+    """The parameters that a summoned unit shows on this rank, by their names with a prefix, tied ones once."""
+    places = [places[0] for handle in unit.seen if handle.is_exposed for places in handle.places]
+    listed = {prefix + place.fqn: listed_at(place) for place in places}
+    return {name: param for name, param in listed.items() if param is not None and not is_ours(param)}

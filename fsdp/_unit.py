@@ -24,6 +24,7 @@ from fsdp._precision import Buffers, Precision
 if TYPE_CHECKING:
     from fsdp._runtime import Runtime
     from fsdp._sharing import Share, Wanted
+    from fsdp._transfers import LoadPass, Saving, Summoning
 
 
 # Where a module keeps its unit. On the module, so that both die together and are copied together.
@@ -76,7 +77,9 @@ class Unit:
         self.precision = precision.without_casts() if module in self._kept else precision
         self.buffers = Buffers([inner for inner in ours if inner not in self._kept], precision.buffers)
         self.in_full_precision = False
-        self.export_dtype: torch.dtype | None = None  # of the parameters in the state dict that is being taken
+        self.saving: Saving | None = None  # set while a state dict of it, or of a unit around it, is being taken
+        self.loading: LoadPass | None = None  # and while one is being loaded
+        self.summoned: Summoning | None = None  # by `summon_full_params`
         self.is_inside_mixed = False  # a unit around it casts inputs
         self._handles: list[FlatParamHandle] = []
         self.own: list[FlatParamHandle] = []  # of the parameters that it took, whoever runs them
@@ -135,6 +138,8 @@ class Unit:
             "is_agreed": False,
             "incomplete": set(),
             "unpassed": set(),
+            "saving": None,
+            "loading": None,
             "_hooks": [],
             # What moved to a unit around it is back: that may not be copied.
             "_handles": list(self.own),
@@ -293,6 +298,11 @@ class Unit:
     def unshard(self) -> None:
         for handle in self.handles:
             handle.unshard()
+
+    def settle(self) -> None:
+        """Block until its shards may be written."""
+        for handle in self.handles:
+            handle.settle()
 
     def reshard(self) -> None:
         for handle in self.handles:

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from fsdp._forward import TrainingState
+from fsdp._load_state_dict import with_wrapped_metadata
 from fsdp._sharded_state import load_sharded_state, sharded_state
-from fsdp._state_dict import with_wrapped_metadata
 from fsdp._tensor_part import TensorPart
 from fsdp._wrapper_state import WrapperState
 
@@ -71,6 +71,7 @@ class WrapperSharded(WrapperState):
 
     def _require_shards(self, what: str) -> None:
         self._require_idle(what)
-        summoned = [unit.name for unit in self._units() if unit.state is TrainingState.SUMMON_FULL_PARAMS]
+        inside = TrainingState.SUMMON_FULL_PARAMS
+        summoned = [unit.name for unit in self._units() if unit.state is inside or unit.summoned is not None]
         if summoned:
             raise RuntimeError(f"cannot {what}: {summoned[0]} is inside summon_full_params(). Leave it first.")

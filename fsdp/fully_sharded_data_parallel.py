@@ -16,6 +16,7 @@ from fsdp._collect import GroupKey, Places, collect, device_of, taken_by
 from fsdp._groups import Groups, ShardingStrategy, reshards_after_forward
 from fsdp._guards import guard, move_values, refuse_shared_modules
 from fsdp._ignored import Ignored
+from fsdp._load_state_dict import Loading
 from fsdp._materialize import ParamInit, materialize_unit
 from fsdp._optimizers import watch_optimizers
 from fsdp._options import Options
@@ -23,7 +24,6 @@ from fsdp._precision import MixedPrecision
 from fsdp._process_groups import Group, reduce_group, served_device
 from fsdp._runtime import Runtime
 from fsdp._sharing import claimed_in, refuse_nothing_own, wanted
-from fsdp._state_dict import Loading
 from fsdp._synchronise import take_states_of_first
 from fsdp._unit import unit_of
 from fsdp._wrapper_shards import WrapperShards

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FlatParameter, FullyShardedDataParallel
+from fsdp._assembling import assembled
 from fsdp._collect import collect, names_of, take_over
 from fsdp._comm import LONE_RANK, Communicator, LoneRank, communicator
 from fsdp._errors import InternalError
@@ -774,7 +775,7 @@ def _copy_out(state: str) -> None:
     handle = handle_of(module)
     if state == "whole":
         handle.unshard()
-    copies = handle.full_copies()
+    copies = assembled(handle)
     assert all(map(torch.equal, copies, VALUES.values()))
     for value in copies:
         value.fill_(math.nan)
@@ -792,7 +793,7 @@ def _copy_out_changed() -> None:
     handle.unshard()
     handle.comm.settle()
     _add_one(handle)
-    assert torch.equal(handle.full_copies()[3], VALUES["odd"] + 1)
+    assert torch.equal(assembled(handle)[3], VALUES["odd"] + 1)
 
 
 @two_or_three
@@ -878,7 +879,7 @@ def _shard_nothing() -> None:
         handle.accept(handle.reduce().wait())
         handle.reshard()
     assert handle.flat_param.shape == handle.flat_param.grad.shape == (0,)
-    assert handle.full_copies()[0].shape == (3, 0)
+    assert assembled(handle)[0].shape == (3, 0)
 
 
 def test_alone_the_whole_is_the_shard_itself() -> None:

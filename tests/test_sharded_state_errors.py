@@ -223,14 +223,15 @@ def _load_damaged(folder: Path) -> None:
 # At the wrong time
 
 
-def test_not_inside_summon_full_params(ranks: RankPool) -> None:
-    ranks(2).run(_take_while_summoned)
+@pytest.mark.parametrize("rank0_only", [False, True])
+def test_not_inside_summon_full_params(ranks: RankPool, rank0_only: bool) -> None:
+    ranks(2).run(_take_while_summoned, rank0_only)
 
 
-def _take_while_summoned() -> None:
+def _take_while_summoned(rank0_only: bool) -> None:
     model: Any = nested_mlp(fully_sharded())
     state = model.sharded_state_dict()
-    with model.summon_full_params():
+    with model.summon_full_params(rank0_only=rank0_only):
         with pytest.raises(RuntimeError, match=r"cannot take a sharded state dict: .* is inside summon_full_params"):
             model.sharded_state_dict()
         with pytest.raises(RuntimeError, match=r"cannot load a sharded state dict: .* is inside summon_full_params"):

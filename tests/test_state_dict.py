@@ -394,7 +394,7 @@ LOADS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 class Loads(RanksTestCase):
-    """Whatever the dictionary is, keys, errors and values are those of the plain module."""
+    """Whatever the dictionary is, keys, errors and values are those of the plain module. An error changes nothing."""
 
     @parameterized.expand([(name, strict) for name in LOADS for strict in (True, False)])
     def test_it_loads_as_the_plain_module_does(self, name: str, strict: bool) -> None:
@@ -404,7 +404,8 @@ class Loads(RanksTestCase):
 def _load_both(name: str, strict: bool) -> None:
     found, expected = (_outcome(zoo(wrap), name, strict) for wrap in (fully_sharded(), keep))
     assert found[0] == expected[0]
-    assert_same_state(found[1], expected[1])
+    is_error = isinstance(found[0], list)
+    assert_same_state(found[1], zoo().state_dict() if is_error else expected[1])
 
 
 def _outcome(model: nn.Module, name: str, strict: bool) -> tuple[Any, dict[str, Any]]:
@@ -654,7 +655,7 @@ class LiveBytes(TorchDispatchMode):
         given = {StorageWeakRef(arg.untyped_storage()) for arg in args if isinstance(arg, Tensor)}
         made = func(*args, **(kwargs or {}))
         for tensor in made if isinstance(made, (list, tuple)) else [made]:
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
                 storage = StorageWeakRef(tensor.untyped_storage())
                 if storage not in given:
                     self._storages[storage] = tensor.untyped_storage().nbytes()
@@ -667,7 +668,7 @@ class LiveBytes(TorchDispatchMode):
 def at_most(nbytes: int) -> Iterator[None]:
     with LiveBytes() as live:
         yield
-    assert 0 < live.peak <= nbytes + 4096, f"{live.peak} bytes were alive, {nbytes} are allowed"
+    assert (0 < live.peak or not nbytes) and live.peak <= nbytes + 4096, f"{live.peak} bytes were alive, {nbytes} are allowed"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -678,11 +679,11 @@ def test_no_rank_holds_two_full_copies(ranks: RankPool, world_size: int) -> None
 def _measure_saving_and_loading() -> None:
     wrap = fully_sharded()
     model = wrap(nn.Sequential(*(wrap(nn.Linear(64, 64, bias=False)) for _ in range(LAYERS)), nn.Linear(64, 1)))
-    with at_most((LAYERS + 1) * LAYER_BYTES):  # the result, and the buffer that one unit was gathered in
+    with at_most(LAYERS * LAYER_BYTES):  # the result, in which pieces are received
         state = model.state_dict()
-    with at_most(2 * LAYER_BYTES):  # one unit gathered, and its copies
+    with at_most(0):  # every rank cuts its part from what it is given
         model.load_state_dict(state)
     holder = nn.ModuleDict({"model": model})
     state = holder.state_dict()
-    with at_most(2 * LAYER_BYTES):
+    with at_most(0):
         holder.load_state_dict(state)

@@ -40,7 +40,17 @@ ROOMS: dict[str, set[str]] = {
         "_wrap_plan",
         "conditional",
     },
-    "state": {"_state_dict", "_handover", "_loading", "_materialize", "_summon", "_sharded_state"},
+    "state": {
+        "_state_dict",
+        "_load_state_dict",
+        "_first_rank",
+        "_exposure",
+        "_handover",
+        "_loading",
+        "_materialize",
+        "_summon",
+        "_sharded_state",
+    },
     "runtime": {
         "_runtime",
         "_unit",
@@ -65,6 +75,7 @@ ROOMS: dict[str, set[str]] = {
         "_serving",
         "_visits",
         "_joining",
+        "_transfers",
     },
     "storage": {
         "_safetensors",
@@ -89,8 +100,10 @@ ROOMS: dict[str, set[str]] = {
         "_memory",
         "_blanks",
         "_tensor_part",
+        "_assembling",
+        "_awaiting",
     },
-    "collectives": {"_comm", "_process_groups", "_streams"},
+    "collectives": {"_comm", "_communicator", "_process_groups", "_streams"},
     "layout": {"_layout", "_boxes"},
 }
 # What every room may import; these import nothing of the package.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp import FullyShardedDataParallel
+from fsdp import FullyShardedDataParallel, TrainingState, get_fsdp_instances
 from tests._ranks import RankPool
 from tests.models import nested_mlp
 from tests.pairs import parametrize_pairs
@@ -146,3 +146,82 @@ def _not_reduced() -> None:
         pass
     with model.summon_full_params():
         pass
+
+
+def test_on_the_host_values_and_gradients_are_kept_as_well(ranks: RankPool) -> None:
+    ranks(2).run(_on_the_host)
+
+
+def _on_the_host() -> None:
+    plain, model = pair()
+    with model.summon_full_params(with_grads=True, offload_to_cpu=True):
+        shown = dict(model.named_parameters())
+        assert {param.device.type for param in shown.values()} == {"cpu"}
+        with torch.no_grad():
+            shown["entry.weight"].mul_(3.0)
+    with torch.no_grad():
+        plain.entry.weight.mul_(3.0)
+    torch.testing.assert_close(model.state_dict()["entry.weight"], plain.state_dict()["entry.weight"])
+
+
+def test_no_state_dict_while_other_ranks_are_sharded(ranks: RankPool) -> None:
+    ranks(2).run(_save_while_on_first)
+
+
+def _save_while_on_first() -> None:
+    _, model = pair()
+    with (
+        model.summon_full_params(rank0_only=True),
+        pytest.raises(RuntimeError, match=r"Take it outside, with state_dict\(rank0_only=True\)"),
+    ):
+        model.state_dict()
+
+
+# Unit by unit
+
+
+@parametrize_pairs(world_size=[2, 1, 3], rank0_only=[False, True], volatile=[False, True], options=FORMS)
+def test_units_are_shown_one_after_the_other(
+    ranks: RankPool, world_size: int, rank0_only: bool, volatile: bool, options: dict[str, Any]
+) -> None:
+    ranks(world_size).run(_unit_by_unit, rank0_only, volatile, options)
+
+
+def _unit_by_unit(rank0_only: bool, volatile: bool, options: dict[str, Any]) -> None:
+    plain, model = pair(**options)
+    before, found = model.state_dict(), {}
+    wrappers = get_fsdp_instances(model)
+    for number, (module, params) in enumerate(model.summon_units(volatile=volatile, rank0_only=rank0_only)):
+        assert module is wrappers[number].module.module
+        summoned = [each.training_state is TrainingState.SUMMON_FULL_PARAMS for each in wrappers]
+        assert summoned == [each is wrappers[number] for each in wrappers], "one unit at a time"
+        found.update({name: param.detach().clone() for name, param in params.items()})
+        with torch.no_grad():
+            for param in params.values():
+                param.mul_(2.0)
+    expected = dict(plain.named_parameters()) if dist.get_rank() == 0 or not rank0_only else {}
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name].detach())
+    for name, value in model.state_dict().items():
+        is_param = name in dict(plain.named_parameters(remove_duplicate=False))
+        torch.testing.assert_close(value, before[name] * (2 if is_param and not volatile else 1))
+    assert_at_rest(model)
+
+
+def test_leaving_the_loop_shards_the_unit_again(ranks: RankPool) -> None:
+    ranks(2).run(_leave_the_loop)
+
+
+def _leave_the_loop() -> None:
+    _, model = pair()
+    for _, params in model.summon_units():
+        with torch.no_grad():
+            params["entry.weight"].zero_()
+        break
+    assert_at_rest(model)
+    assert not model.state_dict()["entry.weight"].any()
+    with pytest.raises(KeyError):  # noqa: PT012 - raised inside the loop
+        for _, params in model.summon_units():
+            params["missing"].zero_()
+    assert_at_rest(model)

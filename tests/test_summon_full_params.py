@@ -405,7 +405,7 @@ def _forward_inside() -> None:
 # The wrong moment
 
 
-def test_it_does_not_nest(ranks: RankPool) -> None:
+def test_it_nests_in_the_same_form(ranks: RankPool) -> None:
     for world_size in (1, 2):
         ranks(world_size).run(_nest)
 
@@ -414,15 +414,45 @@ def _nest() -> None:
     model, plain = nested_mlp(fully_sharded()), nested_mlp()
     trunk = users(model).trunk
     with model.summon_full_params():
+        shown = users(model).entry.weight
         for each in (model, trunk):
-            with pytest.raises(RuntimeError, match=r"summon_full_params cannot be nested: .* is summoned already"):
-                each.summon_full_params().__enter__()
-        assert torch.equal(users(model).entry.weight, plain.entry.weight), "the outer one goes on"
+            with each.summon_full_params(), torch.no_grad():
+                assert users(model).entry.weight is shown
+                trunk.module[0].weight.add_(1.0)
         model.assert_state(TrainingState.SUMMON_FULL_PARAMS)
-    with trunk.summon_full_params():
-        with pytest.raises(RuntimeError, match="cannot be nested"):
-            model.summon_full_params().__enter__()
-        assert torch.equal(trunk.module[0].weight, plain.trunk[0].weight)
+        assert users(model).entry.weight is shown, "the outer one goes on"
+    with trunk.summon_full_params(), torch.no_grad():
+        with model.summon_full_params():
+            users(model).entry.weight.add_(1.0)
+        model.assert_state(TrainingState.IDLE)
+        trunk.assert_state(TrainingState.SUMMON_FULL_PARAMS)
+        trunk.module[0].weight.add_(1.0)
+    with torch.no_grad():
+        plain.trunk[0].weight.add_(1.0).add_(1.0).add_(1.0)
+        plain.entry.weight.add_(1.0)
+    assert_equals(model, plain)
+    step(model)
+
+
+def test_it_does_not_nest_in_another_form(ranks: RankPool) -> None:
+    ranks(2).run(_nest_otherwise)
+
+
+def _nest_otherwise() -> None:
+    model, plain = nested_mlp(fully_sharded()), nested_mlp()
+    trunk = users(model).trunk
+    for outer, inner, missing in (
+        ({}, {"volatile": True}, "volatile=True"),
+        ({"volatile": True}, {}, "volatile=False"),
+        ({}, {"rank0_only": True}, "rank0_only=True"),
+        ({}, {"with_grads": True, "offload_to_cpu": True}, "offload_to_cpu=True, with_grads=True"),
+    ):
+        with model.summon_full_params(**outer):
+            with pytest.raises(RuntimeError, match=rf"nested in another form: .* already, and without {missing}\."):
+                trunk.summon_full_params(**inner).__enter__()
+            assert torch.equal(users(model).entry.weight, plain.entry.weight), "the outer one goes on"
+    with model.summon_full_params(with_grads=True), trunk.summon_full_params():
+        pass
     assert_equals(model, plain)
     step(model)
 
