@@ -118,7 +118,8 @@ class FullyShardedDataParallel(WrapperShards):
             is ignored. Other ranks may have theirs on the meta device.
         param_init_fn: called with each module of this unit that has parameters or buffers without values (meta device),
             to initialise them, when it is wrapped; see `fsdp.materialize`. Without it they wait for values.
-        no_broadcast_optim_state, state_dict_on_rank_0_only: only their defaults, for now.
+        state_dict_on_rank_0_only: `state_dict` is empty on other ranks than the first.
+        no_broadcast_optim_state: only its default, for now.
 
     Raises:
         RuntimeError: without a process group, or if the disk is too small.
