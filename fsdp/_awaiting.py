@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fsdp._tensor_part import TensorPart
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -36,6 +38,10 @@ class Awaiting(nn.Parameter):
         if func is Tensor.copy_ and isinstance(args[0], Awaiting):
             if args[1].is_meta and not args[0].may_get_shapes:
                 raise NotImplementedError("it is on the meta device, and has no values to copy")
+            if isinstance(args[1], TensorPart):
+                raise NotImplementedError(
+                    f"it is a part of a tensor, {args[1]}. Load a sharded state with load_sharded_state_dict()"
+                )
             args[0].source = args[1].detach()
             return args[0]
         if func == Tensor.is_meta.__get__:  # type: ignore[attr-defined]

@@ -96,6 +96,23 @@ class MeshPart:
         """The dimensions of the mesh along which ranks hold different elements."""
         return tuple(number for number, placement in enumerate(self.placements) if placement.is_shard())
 
+    @cached_property
+    def _extents(self) -> tuple[tuple[int, int], ...]:
+        """Along each dimension, where the local part begins in the whole, and its size."""
+        found = [(0, size) for size in self.shape]
+        for number in self.sharded_dims:
+            dim = self.placements[number].dim  # type: ignore[attr-defined]
+            first, size = found[dim]
+            each = -(-size // self.mesh.size(number))
+            begin = min(self.mesh.get_local_rank(number) * each, size)
+            found[dim] = first + begin, min(each, size - begin)
+        return tuple(found)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where the local part begins in the whole, along each dimension."""
+        return tuple(first for first, _ in self._extents)
+
     @property
     def kind(self) -> Hashable:
         """What parameters of one flat parameter have in common: which ranks hold the same elements of them."""
@@ -178,11 +195,7 @@ class MeshPart:
         if dim is None:
             yield start, stop
             return
-        first, size = 0, self.shape[dim]
-        for number in self.sharded_dims:
-            each = -(-size // self.mesh.size(number))
-            begin = min(self.mesh.get_local_rank(number) * each, size)
-            first, size = first + begin, min(each, size - begin)
+        first, size = self._extents[dim]
         inner = math.prod(self.shape[dim + 1 :])
         ours, theirs = size * inner, self.shape[dim] * inner
         while start < stop:

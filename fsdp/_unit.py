@@ -87,6 +87,7 @@ class Unit:
         self.shares: list[Share] = []  # what it uses together with other units, or runs for them
         self.is_exporting = False  # its state dict is being taken
         self.is_local = False  # state dicts are of its shards now
+        self.shows_parts = False  # its modules list this rank's parts of parameters, for a sharded state dict
         self._is_asleep = False  # its handles are copies and not complete
         self.reshard_after_forward = reshard_after_forward
         self.predivide, self.postdivide = predivide, postdivide

@@ -162,6 +162,8 @@ class WrapperState(WrapperCopy, WrapperHooks):
             check_dtype("dtype", dtype)
             if keep_vars:
                 raise ValueError("state_dict(keep_vars=True) gives the tensors themselves, which have their own dtype")
+        if self._unit.shows_parts:
+            return self._state_of_parts(destination, prefix, keep_vars)
         self._require_idle("take a state dict")
         if self._unit.summoned is not None and self._unit.summoned.rank0_only:
             raise RuntimeError(
@@ -187,6 +189,16 @@ class WrapperState(WrapperCopy, WrapperHooks):
             if not form.is_here:
                 for key in [key for key in state if key.startswith(prefix)]:
                     del state[key]
+        return state
+
+    def _state_of_parts(self, destination: Any, prefix: str, keep_vars: bool) -> Any:
+        """Of modules that show this rank's parts (`_sharded_state`): nothing is to be gathered."""
+        for before in self._state_dict_pre_hooks.values():
+            before(self, prefix, keep_vars)
+        state = self._unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        for after in self._state_dict_hooks.values():
+            changed = after(self, state, prefix, state._metadata.get(prefix[:-1], {}))
+            state = state if changed is None else changed
         return state
 
     def load_state_dict(

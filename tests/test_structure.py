@@ -29,6 +29,7 @@ ROOMS: dict[str, set[str]] = {
         "_wrapper_shards",
         "_wrapper_local",
         "_wrapper_state",
+        "_wrapper_sharded",
         "_forward_methods",
         "_wrapper_copy",
         "_wrapper_hooks",
@@ -51,6 +52,7 @@ ROOMS: dict[str, set[str]] = {
         "_loading",
         "_materialize",
         "_summon",
+        "_sharded_state",
     },
     "runtime": {
         "_runtime",
@@ -100,11 +102,12 @@ ROOMS: dict[str, set[str]] = {
         "_dtensors",
         "_memory",
         "_blanks",
+        "_tensor_part",
         "_assembling",
         "_awaiting",
     },
     "collectives": {"_comm", "_communicator", "_process_groups", "_streams"},
-    "layout": {"_layout"},
+    "layout": {"_layout", "_boxes"},
 }
 # What every room may import; these import nothing of the package.
 SHARED = {"_errors", "_version", "_names", "_trees"}
