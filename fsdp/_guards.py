@@ -59,7 +59,7 @@ def _named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _refuse_partial_state(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    if unit.state is not TrainingState.SUMMON_FULL_PARAMS and not unit.is_local:
+    if unit.state is not TrainingState.SUMMON_FULL_PARAMS and not unit.access.is_local:
         raise RuntimeError(
             f"{unit.name}: state_dict() of a {type(module).__name__} inside a FullyShardedDataParallel would hold "
             "this rank's shards, or nothing. Call state_dict() of the wrapper, or be inside summon_full_params()."
@@ -73,9 +73,9 @@ class Conversions:
         self.unit, self._module = unit, module
 
     def __call__(self, fn: Conversion, recurse: bool = True) -> nn.Module:
-        if self.unit.is_filling:
+        if self.unit.access.is_filling:
             return self._convert(fn, recurse)  # `to_empty` in an initialisation, of tensors that are nobody's yet
-        if not self.unit.is_converting:
+        if not self.unit.access.is_converting:
             self._check(fn)
             if self._module is self.unit.module:
                 return self._convert_unit(fn, recurse)
@@ -139,13 +139,13 @@ class Conversions:
         if unit.runtime is not None:
             unit.runtime.release()
         device = fn(torch.empty(0, device=unit.device)).device
-        unit.is_converting = True
+        unit.access.is_converting = True
         try:
             self._convert(partial(_convert_tensor, unit, fn), recurse)
             for handle in unit.handles:
                 handle.apply_to_hidden(partial(_convert_tensor, unit, fn))
         finally:
-            unit.is_converting = False
+            unit.access.is_converting = False
         unit.follow(device)
         return self._module
 

@@ -174,8 +174,8 @@ def _agree_to_read(unit: Unit, error: Exception | None) -> frozenset[Unit]:
 
 def _close_loads(unit: Unit) -> None:
     for _, each in units_in(unit):
-        if each.close_loading is not None:
-            each.close_loading()
+        if each.access.close_loading is not None:
+            each.access.close_loading()
 
 
 class _Loaded(Exposure):
@@ -310,21 +310,21 @@ class Loading:
         self._error_msgs[:] = [clean_text(message) for message in self._error_msgs]
 
     def _enter(self, module: nn.Module, *rest: Any) -> None:
-        if self._unit.is_local:
+        if self._unit.access.is_local:
             return  # the shards are loaded already
         if self._unit.state is not TrainingState.SUMMON_FULL_PARAMS:
             if self._unit.runtime is not None:
                 self._unit.runtime.ensure_idle("load a state dict")
-            if self._unit.loading is None:
+            if self._unit.access.loading is None:
                 ensure_agreed(self._unit)
                 self._form.enter_context(loading(self._unit, LoadPass(read=_agree_to_read(self._unit, None))))
-            form = self._unit.loading or LoadPass()
+            form = self._unit.access.loading or LoadPass()
             if self._unit.awaits_values and not form.is_trial:
                 self._blanks = blanks_in(own_modules(self._unit.module))
                 for blank in self._blanks:
                     blank.give_memory(self._unit.device)
             self._open.append((module, _Loaded(self._unit, form)))
-            self._unit.close_loading = self.close
+            self._unit.access.close_loading = self.close
 
     def _leave(self, module: nn.Module, incompatible: object) -> None:
         if self._open and self._open[0][0] is module:
@@ -332,7 +332,7 @@ class Loading:
 
     def close(self) -> None:
         """Shard what is still exposed, after an exception too."""
-        self._unit.close_loading = None
+        self._unit.access.close_loading = None
         opened, self._open = self._open, []
         blanks, self._blanks = self._blanks, []
         for blank in blanks:

@@ -242,8 +242,8 @@ def _outermost(module: nn.Module) -> Iterator[Unit]:
 
 def _require_rest(model: nn.Module, units: Sequence[Unit]) -> None:
     for unit in units:
-        if unit.close_loading is not None:
-            unit.close_loading()  # a load that was given up by an exception
+        if unit.access.close_loading is not None:
+            unit.access.close_loading()  # a load that was given up by an exception
         if unit.runtime is not None:
             unit.runtime.ensure_idle("load safetensors files")
         if unit.state is TrainingState.SUMMON_FULL_PARAMS or any(handle.is_exposed for handle in unit.seen):

@@ -66,7 +66,7 @@ def local(root: Unit, what: str) -> Iterator[None]:
     Raises:
         RuntimeError: inside `summon_full_params`.
     """
-    if root.is_local:  # an inner unit's state is taken as a part of this one's, perhaps by a subclass
+    if root.access.is_local:  # an inner unit's state is taken as a part of this one's, perhaps by a subclass
         yield
         return
     units = [unit for _, unit in units_in(root)]
@@ -82,11 +82,11 @@ def local(root: Unit, what: str) -> Iterator[None]:
         handle.home.check(handle.name)
     try:
         for unit in units:
-            unit.is_local = True
+            unit.access.is_local = True
         yield
     finally:
         for unit in units:
-            unit.is_local = False
+            unit.access.is_local = False
 
 
 def local_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool) -> Any:

@@ -174,8 +174,8 @@ def _children_first(model: nn.Module) -> list[nn.Module]:
 
 
 def _require_idle(unit: Unit) -> None:
-    if unit.close_loading is not None:
-        unit.close_loading()
+    if unit.access.close_loading is not None:
+        unit.access.close_loading()
     if unit.runtime is not None:
         unit.runtime.ensure_idle("materialize")
     if unit.state is TrainingState.SUMMON_FULL_PARAMS:
@@ -244,7 +244,7 @@ class _Filling(Exposure):
 @contextmanager
 def _filling(unit: Unit, wanted: Sequence[Lack]) -> Iterator[_Filling]:
     filling = _Filling(unit, wanted)
-    unit.is_filling = True
+    unit.access.is_filling = True
     try:
         yield filling
     except BaseException:
@@ -253,7 +253,7 @@ def _filling(unit: Unit, wanted: Sequence[Lack]) -> Iterator[_Filling]:
     else:
         filling.close()
     finally:
-        unit.is_filling = False
+        unit.access.is_filling = False
 
 
 def _refuse_moved(below: Sequence[Lack], before: Sequence[int | None], module: str) -> None:

@@ -80,8 +80,8 @@ class Runtime(FollowsOthers):
 
     def before_forward(self, unit: Unit, inputs: Any) -> None:
         """Hook: `unit` is about to compute."""
-        if unit.close_loading is not None:
-            unit.close_loading()  # a load that was given up by an exception
+        if unit.access.close_loading is not None:
+            unit.access.close_loading()  # a load that was given up by an exception
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
             self._refuse_training_while_summoned(unit)
             return

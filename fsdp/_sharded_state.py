@@ -46,7 +46,7 @@ class _Parts(Exposure):
     def __init__(self, unit: Unit, rank: int, kind: type[TensorPart], unfit: str = "") -> None:
         self._rank, self._kind, self._unfit = rank, kind, unfit
         super().__init__(unit, keep_changes=False)
-        unit.shows_parts = True
+        unit.access.shows_parts = True
         self._blanks: list[Blank] = []
         if kind is TensorPart and unit.awaits_values:
             self._show_blanks()
@@ -54,7 +54,7 @@ class _Parts(Exposure):
     def close(self) -> None:
         for blank in self._blanks:
             blank.take_back()
-        self._unit.shows_parts = False
+        self._unit.access.shows_parts = False
         super().close()
 
     @property

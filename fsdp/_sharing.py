@@ -217,7 +217,7 @@ def _reaches(root: Unit, modules: set[nn.Module], without: Unit) -> bool:
 
 def exported_around(unit: Unit) -> set[int]:
     """Addresses of shared parameters that belong to the state dict of a unit around this one, which is being taken."""
-    around = [one for _, inner in units_in(unit) for one in inner.shares if one.holder.is_exporting]
+    around = [one for _, inner in units_in(unit) for one in inner.shares if one.holder.access.is_exporting]
     places = [one.handle.places[0][0] for one in around if one.handle.is_exposed]
     values = [place.module._parameters[place.name] for place in places]
     return {value.data_ptr() for value in values if value is not None}

@@ -86,11 +86,11 @@ def _make_whole(state: dict[str, Any], unit: Unit, prefix: str) -> None:
 
 @contextmanager
 def _exporting(unit: Unit) -> Iterator[None]:
-    unit.is_exporting = True
+    unit.access.is_exporting = True
     try:
         yield
     finally:
-        unit.is_exporting = False
+        unit.access.is_exporting = False
 
 
 def _own(value: Tensor, live: set[int], device: torch.device | None, dtype: torch.dtype | None) -> Tensor:

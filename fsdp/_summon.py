@@ -40,7 +40,7 @@ class Summoned(Exposure):
             if self._is_here:
                 self._grads[handle] = [self._placed(gradient) for gradient in gradients]
         super().__init__(unit, form.keeps_changes, at_first=form.rank0_only)
-        unit.summoned = form
+        unit.access.summoned = form
 
     def _values(self, handle: FlatParamHandle) -> list[Tensor]:
         return [tensor if tensor.is_meta else self._placed(tensor) for tensor in super()._values(handle)]
@@ -69,7 +69,7 @@ class Summoned(Exposure):
 
     def close(self) -> None:
         """Shard the values again; see `Exposure.close`. With ``rank0_only``, all raise what the first rank does."""
-        self._unit.summoned = None
+        self._unit.access.summoned = None
         changed = self._changed() if self._keep_changes else []
         params = {handle: [listed_at(places[0]) for places in handle.places] for handle in self._handles}
         self._kept.clear()
@@ -139,7 +139,7 @@ def summoned(units: Sequence[Unit], form: Summoning) -> Iterator[None]:
     closed = []
     for unit in units:
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
-            form.require_shown_by(unit.summoned, unit)
+            form.require_shown_by(unit.access.summoned, unit)
         else:
             closed.append(unit)
     exposures: list[Exposure] = []

@@ -145,17 +145,17 @@ class FirstRank:
 @contextmanager
 def saving(root: Unit, form: Saving) -> Iterator[Saving]:
     """All units of the tree take a state dict in this form, or in that which a unit around them has chosen."""
-    if root.saving is not None:
-        yield root.saving
+    if root.access.saving is not None:
+        yield root.access.saving
         return
     units = [unit for _, unit in units_in(root)]
     for unit in units:
-        unit.saving = form
+        unit.access.saving = form
     try:
         yield form
     finally:
         for unit in units:
-            unit.saving = None
+            unit.access.saving = None
 
 
 @contextmanager
@@ -163,9 +163,9 @@ def loading(root: Unit, form: LoadPass) -> Iterator[None]:
     """All units of the tree load a state dict in this form."""
     units = [unit for _, unit in units_in(root)]
     for unit in units:
-        unit.loading = form
+        unit.access.loading = form
     try:
         yield
     finally:
         for unit in units:
-            unit.loading = None
+            unit.access.loading = None

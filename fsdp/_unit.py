@@ -20,11 +20,11 @@ from fsdp._ignored import Ignored
 from fsdp._kept_modules import compute_in_own_dtype, kept_modules
 from fsdp._names import clean_name
 from fsdp._precision import Buffers, Precision
+from fsdp._state_access import StateAccess
 
 if TYPE_CHECKING:
     from fsdp._runtime import Runtime
     from fsdp._sharing import Share, Wanted
-    from fsdp._transfers import LoadPass, Saving, Summoning
 
 
 # Where a module keeps its unit. On the module, so that both die together and are copied together.
@@ -75,19 +75,14 @@ class Unit:
         casting = kept if precision.is_mixed else {}
         self._hooks = [hook for outermost in casting for hook in compute_in_own_dtype(outermost)]
         self.precision = precision.without_casts() if module in self._kept else precision
+        self.access = StateAccess()
         self.buffers = Buffers([inner for inner in ours if inner not in self._kept], precision.buffers)
         self.in_full_precision = False
-        self.saving: Saving | None = None  # set while a state dict of it, or of a unit around it, is being taken
-        self.loading: LoadPass | None = None  # and while one is being loaded
-        self.summoned: Summoning | None = None  # by `summon_full_params`
         self.is_inside_mixed = False  # a unit around it casts inputs
         self._handles: list[FlatParamHandle] = []
         self.own: list[FlatParamHandle] = []  # of the parameters that it took, whoever runs them
         self.wanted: list[Wanted] = []  # parameters of its module that another unit took
         self.shares: list[Share] = []  # what it uses together with other units, or runs for them
-        self.is_exporting = False  # its state dict is being taken
-        self.is_local = False  # state dicts are of its shards now
-        self.shows_parts = False  # its modules list this rank's parts of parameters, for a sharded state dict
         self._is_asleep = False  # its handles are copies and not complete
         self.reshard_after_forward = reshard_after_forward
         self.predivide, self.postdivide = predivide, postdivide
@@ -99,9 +94,6 @@ class Unit:
         # Something of it may have no values yet: set while it is wrapped, taken back when values are found to be there.
         self.awaits_values = _lists_meta(own_modules(module))
         self.awaits_values_somewhere = True  # on any rank; until all have told each other that nothing is missing
-        self.is_filling = False  # its modules give their parameters first values
-        self.is_converting = False  # its module is being cast or moved
-        self.close_loading: Callable[[], None] | None = None  # set while a state dict is being loaded into it
         self.incomplete: set[FlatParamHandle] = set()  # their gradients are not all there, in this backward
         self.unpassed: set[Call] = set()  # backward has reached their outputs, and not yet left by their inputs
         self.param_order = {m: list(m._parameters) for m in module.modules()}  # before any is taken over
@@ -139,8 +131,7 @@ class Unit:
             "is_agreed": False,
             "incomplete": set(),
             "unpassed": set(),
-            "saving": None,
-            "loading": None,
+            "access": StateAccess(),
             "_hooks": [],
             # What moved to a unit around it is back: that may not be copied.
             "_handles": list(self.own),

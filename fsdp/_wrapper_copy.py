@@ -64,8 +64,8 @@ class WrapperCopy(WrapperAccess):
         return copied
 
     def _prepare_copy(self) -> None:
-        if self._unit.close_loading is not None:
-            self._unit.close_loading()  # a load that was given up by an exception
+        if self._unit.access.close_loading is not None:
+            self._unit.access.close_loading()  # a load that was given up by an exception
         if self._unit.runtime is not None:
             self._unit.runtime.ensure_idle("copy the model")
             self._unit.runtime.release()

@@ -18,7 +18,11 @@ class WrapperLocal(WrapperState):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         # Reached for inner wrappers while the outermost one's local state is taken, perhaps through a subclass.
-        return self.local_state_dict(*args, **kwargs) if self._unit.is_local else super().state_dict(*args, **kwargs)
+        return (
+            self.local_state_dict(*args, **kwargs)
+            if self._unit.access.is_local
+            else super().state_dict(*args, **kwargs)
+        )
 
     state_dict.__doc__ = WrapperState.state_dict.__doc__
 
@@ -38,7 +42,7 @@ class WrapperLocal(WrapperState):
             RuntimeError: inside a forward, backward or `summon_full_params`, or while there are parameters without
                 values.
         """
-        if not self._unit.is_local:
+        if not self._unit.access.is_local:
             self._require_idle("take a local state dict")
             require_values(self._unit.module, "take a local state dict")
         with local(self._unit, "take a local state dict"):

@@ -72,6 +72,6 @@ class WrapperSharded(WrapperState):
     def _require_shards(self, what: str) -> None:
         self._require_idle(what)
         inside = TrainingState.SUMMON_FULL_PARAMS
-        summoned = [unit.name for unit in self._units() if unit.state is inside or unit.summoned is not None]
+        summoned = [unit.name for unit in self._units() if unit.state is inside or unit.access.summoned is not None]
         if summoned:
             raise RuntimeError(f"cannot {what}: {summoned[0]} is inside summon_full_params(). Leave it first.")

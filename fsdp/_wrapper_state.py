@@ -162,15 +162,15 @@ class WrapperState(WrapperCopy, WrapperHooks):
             check_dtype("dtype", dtype)
             if keep_vars:
                 raise ValueError("state_dict(keep_vars=True) gives the tensors themselves, which have their own dtype")
-        if self._unit.shows_parts:
+        if self._unit.access.shows_parts:
             return self._state_of_parts(destination, prefix, keep_vars)
         self._require_idle("take a state dict")
-        if self._unit.summoned is not None and self._unit.summoned.rank0_only:
+        if self._unit.access.summoned is not None and self._unit.access.summoned.rank0_only:
             raise RuntimeError(
                 "state_dict(): inside summon_full_params(rank0_only=True) the other ranks' modules are sharded. Take "
                 "it outside, with state_dict(rank0_only=True)."
             )
-        is_outermost = self._unit.saving is None
+        is_outermost = self._unit.access.saving is None
         first_only = self._options.state_dict_on_rank_0_only if rank0_only is None else rank0_only
         asked = Saving(self._unit.everyone, dtype, self._options.state_dict_device, first_only)
         with saving(self._unit, asked) as form:
@@ -254,7 +254,7 @@ class WrapperState(WrapperCopy, WrapperHooks):
         return [unit for _, unit in units_in(self._unit)]
 
     def _require_idle(self, what: str) -> None:
-        if self._unit.close_loading is not None:
-            self._unit.close_loading()
+        if self._unit.access.close_loading is not None:
+            self._unit.access.close_loading()
         if self._unit.runtime is not None:
             self._unit.runtime.ensure_idle(what)

@@ -79,6 +79,7 @@ ROOMS: dict[str, set[str]] = {
         "_visits",
         "_joining",
         "_transfers",
+        "_state_access",
     },
     "storage": {
         "_safetensors",
