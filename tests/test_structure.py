@@ -48,6 +48,12 @@ ROOMS: dict[str, set[str]] = {
         "_loading",
         "_materialize",
         "_summon",
+        "state_dict_utils",
+        "_state_tree",
+        "_state_flat",
+        "_state_leaves",
+        "_state_gather",
+        "_state_broadcast",
     },
     "runtime": {
         "_runtime",

@@ -1,0 +1,237 @@
+"""Gathering a state tree: whole tensors from shards of every kind, on all ranks or on some."""
+
+from __future__ import annotations
+
+import gc
+import io
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp.state_dict_utils import gather_state_dict
+from tests._ranks import RankPool
+from tests.state_trees import assert_same, counting, mesh_of, partial_sums, plain_tree, spread, spread_everywhere
+
+WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+
+
+@WORLDS
+def test_every_placement_becomes_the_whole_bit_for_bit(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(_gather_everything)
+
+
+def _gather_everything() -> None:
+    sharded, wholes = spread_everywhere()
+    before = [tensor.to_local().clone() for tree in sharded.values() for tensor in tree.values()]
+    gathered = gather_state_dict({"model": [sharded], "plain": plain_tree()})
+    assert_same(gathered, {"model": [wholes], "plain": plain_tree()})
+    after = [tensor.to_local() for tree in sharded.values() for tensor in tree.values()]
+    assert_same(after, before)
+
+
+@WORLDS
+def test_partial_tensors_are_summed(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(_gather_sums)
+
+
+def _gather_sums() -> None:
+    assert_same(gather_state_dict([partial_sums(counting(3, 2))]), [counting(3, 2)])
+
+
+def test_what_was_gathered_has_memory_of_its_own_and_no_more_than_it_needs(ranks: RankPool) -> None:
+    ranks(3).run(_weigh_results)
+
+
+def _weigh_results() -> None:
+    sharded, _ = spread_everywhere()
+    for name, tree in gather_state_dict(sharded).items():
+        for key, tensor in tree.items():
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes, (name, key)
+            assert not tensor.requires_grad
+
+
+def test_plain_tensors_share_memory_with_the_result() -> None:
+    weight = torch.nn.Parameter(counting(3))
+    gathered = gather_state_dict({"weight": weight})["weight"]
+    assert gathered.data_ptr() == weight.data_ptr()
+    assert not gathered.requires_grad
+
+
+# Who gets it
+
+
+@pytest.mark.parametrize("wanted", [(0,), (2,), (0, 1), [1]])
+def test_only_chosen_ranks_get_the_result(ranks: RankPool, wanted: tuple[int, ...]) -> None:
+    ranks(3).run(_gather_for, wanted)
+
+
+def _gather_for(wanted: tuple[int, ...]) -> None:
+    whole = counting(7, 5)
+    tree = OrderedDict(weight=spread(whole, mesh_of(3), [Shard(0)]), step=3)
+    result = gather_state_dict(tree, ranks_only=wanted)
+    assert type(result) is OrderedDict
+    assert_same(result, OrderedDict(weight=whole, step=3) if dist.get_rank() in wanted else OrderedDict())
+
+
+def test_ranks_are_counted_in_the_group(ranks: RankPool) -> None:
+    ranks(4).run(_gather_in_a_pair)
+
+
+def _gather_in_a_pair() -> None:
+    mesh = mesh_of(2, 2)
+    pair = mesh.get_group(1)  # ranks 0 and 1, 2 and 3
+    tree = [spread(counting(5), mesh, [Replicate(), Shard(0)])]
+    result = gather_state_dict(tree, pg=pair, ranks_only=(1,))
+    assert_same(result, [counting(5)] if dist.get_rank() % 2 else [])
+
+
+@pytest.mark.parametrize(("tree", "nothing"), [({"a": 1}, {}), ([1], []), ((1,), ()), (1, None)])
+def test_others_get_an_empty_container(ranks: RankPool, tree: Any, nothing: Any) -> None:
+    ranks(2).run(_gather_nothing, tree, nothing)
+
+
+def _gather_nothing(tree: Any, nothing: Any) -> None:
+    assert_same(gather_state_dict(tree, ranks_only=(0,)), nothing if dist.get_rank() else tree)
+
+
+def test_a_rank_outside_of_the_mesh_may_leave_the_result_to_others(ranks: RankPool) -> None:
+    ranks(3).run(_gather_from_a_smaller_mesh)
+
+
+def _gather_from_a_smaller_mesh() -> None:
+    mesh = DeviceMesh("cpu", [0, 1])
+    tree = {"weight": spread(counting(5), mesh, [Shard(0)]) if dist.get_rank() < 2 else _of_others(mesh)}
+    assert_same(gather_state_dict(tree, ranks_only=(1,)), {"weight": counting(5)} if dist.get_rank() == 1 else {})
+    if dist.get_rank() == 2:
+        with pytest.raises(ValueError, match=r"^weight: a DTensor on a mesh that this rank is not in"):
+            gather_state_dict(tree)
+    else:
+        gather_state_dict(tree)
+
+
+def _of_others(mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(torch.empty(0), mesh, [Shard(0)], run_check=False, shape=torch.Size([5]), stride=(1,))
+
+
+# Where it goes
+
+
+@pytest.mark.parametrize("options", [{"cpu_offload": True}, {"device": "cpu"}, {"device": "cpu", "cpu_offload": True}])
+def test_the_result_may_go_to_the_host(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(2).run(_gather_to_the_host, options)
+
+
+def _gather_to_the_host(options: dict[str, Any]) -> None:
+    assert_same(gather_state_dict([spread(counting(5), mesh_of(2), [Shard(0)])], **options), [counting(5)])
+
+
+def test_a_result_may_go_to_any_device(ranks: RankPool) -> None:
+    ranks(2).run(_gather_to_meta)
+
+
+def _gather_to_meta() -> None:
+    # The meta device stands for one that is not there.
+    weight, plain = gather_state_dict([spread(counting(5), mesh_of(2), [Shard(0)]), counting(2)], device="meta")
+    assert weight.is_meta
+    assert weight.shape == (5,)
+    assert plain.is_meta
+
+
+# Memory
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors hold at once beyond what was there, looked at after each operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before = _live_bytes()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.bytes = max(self.bytes, _live_bytes() - self._before)
+        return result
+
+
+def _live_bytes() -> int:
+    storages = {}
+    for item in gc.get_objects():
+        if isinstance(item, Tensor) and not isinstance(item, DTensor):
+            storage = item.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("rows", [12, 13])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_ranks_hold_one_gathered_tensor_beside_their_result(ranks: RankPool, rows: int, dim: int) -> None:
+    ranks(3).run(_weigh_gather, rows, dim)
+
+
+def _weigh_gather(rows: int, dim: int) -> None:
+    mesh = mesh_of(3)
+    whole = counting(rows, rows)
+    tree = [spread(whole, mesh, [Shard(dim)]) for _ in range(8)]
+    gathers = Peak()
+    with gathers:
+        gather_state_dict(tree, ranks_only=(0,))
+    # A gathered tensor is padded to a multiple of the ranks, and a rank's own part is copied to be sent.
+    part = -(-rows // 3) * rows * whole.element_size()
+    result = len(tree) * whole.nbytes if dist.get_rank() == 0 else 0
+    assert max(result, whole.nbytes) <= gathers.bytes <= result + 3 * part + part
+
+
+# What cannot be gathered
+
+
+class Custom:
+    """A type that no one knows."""
+
+    def __init__(self) -> None:
+        self.tensor = counting(2)
+
+
+def test_unknown_types_are_named_with_their_path() -> None:
+    tree = {"state": [1, {"a": Custom()}]}
+    with pytest.raises(TypeError, match=r"^state\.1\.a: a Custom is neither a container .* type_check=False"):
+        gather_state_dict(tree)
+
+
+def test_unknown_types_may_be_carried_along() -> None:
+    custom = Custom()
+    assert gather_state_dict([custom, 1], type_check=False) == [custom, 1]
+
+
+def test_bad_leaves_are_found_before_anything_is_sent(ranks: RankPool) -> None:
+    ranks(2).run(_gather_with_a_bad_leaf)
+
+
+def _gather_with_a_bad_leaf() -> None:
+    sharded = spread(counting(5), mesh_of(2), [Shard(0)])
+    if dist.get_rank() == 0:  # the other rank would have to answer if something was sent
+        with pytest.raises(TypeError, match=r"^custom: "):
+            gather_state_dict({"weight": sharded, "custom": Custom()})
+        with pytest.raises(ValueError, match=r"^lazy: on the meta device"):
+            gather_state_dict({"weight": sharded, "lazy": torch.empty(2, device="meta")})
+
+
+def test_options_that_exclude_each_other_or_name_no_rank_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"cpu_offload=True and device='meta' exclude each other"):
+        gather_state_dict({}, cpu_offload=True, device="meta")
+    with pytest.raises(ValueError, match=r"ranks_only=\(1,\): there is no rank 1, only 0 to 0"):
+        gather_state_dict({}, ranks_only=(1,))
+    with pytest.raises(TypeError, match=r"pg must be a process group that this rank is in, got 5"):
+        gather_state_dict({}, pg=5)  # type: ignore[arg-type]
+
+
+def test_bytes_and_files_are_passed_on_as_they_are() -> None:
+    file = io.BytesIO(b"x")
+    assert gather_state_dict((b"y", file, None)) == (b"y", file, None)
