@@ -18,8 +18,7 @@ from torch import Tensor
 from fsdp._comm import LONE_RANK, Communicator, communicator
 from fsdp._dtensors import is_dtensor
 from fsdp._process_groups import Group, backend_names
-from fsdp._state_leaves import TensorInfo
-from fsdp._state_tree import CompanionMismatch, Path, check_types, leaves, mapped, spelled
+from fsdp._state_tree import CompanionMismatch, Path, TensorInfo, check_types, leaves, mapped, spelled
 
 _ALIGNMENT = 16  # bytes; that of the widest dtype, so that a part of a buffer can be seen as any
 

@@ -1,17 +1,21 @@
 """A `DTensor` made whole, with as little memory as that takes.
 
-`DTensor.full_tensor` pads what does not divide evenly and keeps the padding in the result's storage, where `torch.save`
-writes it as well; it holds up to three whole tensors on every rank, also where nobody wants the result; and it fails
-for dtypes that the backend does not have. Here the parts go, as bytes, into one buffer of whole size; ranks that want
-the result put it together from that, and others drop it.
+`DTensor.full_tensor` (torch 2.11 and 2.13) pads what does not divide evenly and keeps the padding in the result's
+storage, where `torch.save` writes it as well; it holds up to three whole tensors on every rank, also where nobody wants
+the result; it fails for dtypes that the backend does not have; and it takes the order of ranks for that of the mesh.
+Here the parts go, as bytes, into one buffer of whole size; ranks that want the result put it together from that, and
+others drop it.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from fsdp._comm import Communicator, communicator
+from fsdp._comm import communicator
 from fsdp._dtensors import MeshPart, arrived, local_part, whole
 
 
@@ -41,6 +45,13 @@ def has_only_usual_placements(part: MeshPart) -> bool:
     return all(type(placement) in (Replicate, Shard) for placement in part.placements)
 
 
+def usual_part(value: Tensor, part: MeshPart) -> Tensor:
+    """Of a whole value, this rank's plain piece; shares memory."""
+    for cut in cuts(part):
+        value = value.narrow(cut.dim, *cut.range(cut.place))
+    return value
+
+
 def _put_together_by_torch(tensor: Tensor) -> Tensor:
     # Partial ones are to be reduced, and interleaved ones (fully_shard over tensor parallelism) sorted.
     part = MeshPart.of(tensor)
@@ -55,30 +66,60 @@ def _put_together_by_torch(tensor: Tensor) -> Tensor:
     return full.clone() if full.untyped_storage().nbytes() > full.nbytes else full
 
 
-def _joined(local: Tensor, part: MeshPart, is_wanted: bool) -> Tensor | None:
-    """Over one mesh dimension after the other, from the innermost, which was cut last."""
-    cuts, shape = [], list(part.shape)
+@dataclass(frozen=True)
+class Cut:
+    """How one mesh dimension cuts a tensor, of which outer mesh dimensions may have left a part.
+
+    Attributes:
+        mesh_dim: the dimension of the mesh.
+        dim: that of the tensor.
+        total: its size before the cut.
+        each: that of a part; of the last ones less is left, or nothing.
+        place: the number of this rank's part. By its coordinate in the mesh: a group numbers its ranks in rising order,
+            and a mesh need not.
+    """
+
+    mesh_dim: int
+    dim: int
+    total: int
+    each: int
+    place: int
+
+    def range(self, place: int) -> tuple[int, int]:
+        """Where a part begins, and how long it is."""
+        start = min(place * self.each, self.total)
+        return start, min(self.each, self.total - start)
+
+
+def cuts(part: MeshPart) -> list[Cut]:
+    """From the outermost mesh dimension, which cuts first."""
+    shape, found = list(part.shape), []
+    place = part.mesh.get_coordinate() or ()
     for number in part.sharded_dims:
         dim = part.placements[number].dim  # type: ignore[attr-defined]
-        cuts.append((number, dim, shape[dim]))
-        each = -(-shape[dim] // part.mesh.size(number))
-        shape[dim] = max(0, min(each, shape[dim] - part.mesh.get_local_rank(number) * each))
+        cut = Cut(number, dim, shape[dim], -(-shape[dim] // part.mesh.size(number)), place[number])
+        shape[dim] = cut.range(cut.place)[1]
+        found.append(cut)
+    return found
+
+
+def _joined(local: Tensor, part: MeshPart, is_wanted: bool) -> Tensor | None:
+    """Over one mesh dimension after the other, from the innermost, which was cut last."""
     full: Tensor | None = local
-    for left, (number, dim, total) in reversed(list(enumerate(cuts))):
-        comm = communicator(part.mesh.get_group(number), local.device)
-        full = _joined_along(comm, local, dim, total, is_wanted or left > 0)
+    for left, cut in reversed(list(enumerate(cuts(part)))):
+        full = _joined_along(part, cut, local, is_wanted or left > 0)
         local = local if full is None else full
     return full
 
 
-def _joined_along(comm: Communicator, local: Tensor, dim: int, total: int, is_wanted: bool) -> Tensor | None:
+def _joined_along(part: MeshPart, cut: Cut, local: Tensor, is_wanted: bool) -> Tensor | None:
+    group = part.mesh.get_group(cut.mesh_dim)
+    comm = communicator(group, local.device)
     if comm.world_size == 1:
         return local
-    each = -(-total // comm.world_size)
-    sizes = [max(0, min(each, total - rank * each)) for rank in range(comm.world_size)]
     piece = local.resolve_conj().resolve_neg().contiguous()
-    if piece.shape[dim] < each:
-        piece = _padded(piece, dim, each)
+    if piece.shape[cut.dim] < cut.each:
+        piece = _padded(piece, cut.dim, cut.each)
     pieces = piece.new_empty([comm.world_size, *piece.shape])
     if piece.numel():
         # As bytes: no backend has all dtypes, and nothing is computed.
@@ -86,12 +127,25 @@ def _joined_along(comm: Communicator, local: Tensor, dim: int, total: int, is_wa
         comm.settle()
     if not is_wanted:
         return None
-    if dim == 0 and total == comm.world_size * each:
+    places = _places(part, cut, dist.get_process_group_ranks(group))
+    if cut.dim == 0 and cut.total == comm.world_size * cut.each and places == sorted(places):
         return pieces.flatten(0, 1)
-    full = piece.new_empty([total if number == dim else size for number, size in enumerate(piece.shape)])
-    for target, source, size in zip(full.split(sizes, dim), pieces, sizes, strict=True):
-        target.copy_(source.narrow(dim, 0, size))
+    shape = list(piece.shape)
+    shape[cut.dim] = cut.total
+    full = piece.new_empty(shape)
+    for place, source in zip(places, pieces, strict=True):
+        start, size = cut.range(place)
+        full.narrow(cut.dim, start, size).copy_(source.narrow(cut.dim, 0, size))
     return full
+
+
+def _places(part: MeshPart, cut: Cut, ranks: list[int]) -> list[int]:
+    """For each rank of a mesh dimension's group, in the group's order, the number of its part."""
+    line = list(part.mesh.get_coordinate() or ())
+    lines = part.mesh.mesh.movedim(cut.mesh_dim, -1)
+    del line[cut.mesh_dim]
+    in_mesh = lines[tuple(line)].tolist()
+    return [in_mesh.index(rank) for rank in ranks]
 
 
 def _padded(piece: Tensor, dim: int, size: int) -> Tensor:
@@ -109,7 +163,7 @@ def odd_local_part(tensor: Tensor) -> str | None:
     part = MeshPart.of(tensor)
     if part is None or part.mesh.get_coordinate() is None or not has_only_usual_placements(part):
         return None
-    ours, theirs = local_part(tensor).shape, part.cut("value", torch.empty(part.shape, device="meta")).shape
+    ours, theirs = local_part(tensor).shape, usual_part(torch.empty(part.shape, device="meta"), part).shape
     if ours == theirs:
         return None
     return f"the local part is {list(ours)}, and {list(part.placements)} of {list(part.shape)} makes it {list(theirs)}"

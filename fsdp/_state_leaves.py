@@ -5,27 +5,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsdp._dtensors import MeshPart, is_dtensor, local_part, set_local_part
-from fsdp._state_gather import has_only_usual_placements, odd_local_part
-from fsdp._state_tree import Path, own_copy, spelled
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """What a rank must know of a tensor that will arrive."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
+from fsdp._state_gather import has_only_usual_placements, odd_local_part, usual_part
+from fsdp._state_tree import Path, TensorInfo, described, own_copy, spelled
 
 
 def has_part(tensor: Tensor) -> bool:
@@ -43,7 +30,7 @@ def own_part(value: Tensor, target: Tensor) -> Tensor:
     if part is None:
         return value
     if has_only_usual_placements(part):
-        return part.cut("value", value)
+        return usual_part(value, part)
     # Interleaved shards (fully_shard over tensor parallelism): torch knows which indices are ours, for each dimension.
     for dim, size in enumerate(part.shape):
         indices = torch.arange(size, device=part.mesh.device_type)
@@ -83,14 +70,6 @@ def placed(value: Tensor, target: Tensor | None, home: torch.device, is_ours: bo
 
 
 # Comparing leaves
-
-
-def described(value: Any) -> str:
-    """A leaf as messages have it."""
-    if isinstance(value, (Tensor, TensorInfo)):
-        kind = "DTensor" if isinstance(value, Tensor) and is_dtensor(value) else "tensor"
-        return f"{kind} {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
-    return "None" if value is None else f"{type(value).__name__}"
 
 
 def differ_as_values(full: Any, local: Any) -> str | None:

@@ -26,7 +26,7 @@ def spelled(path: Path) -> str:
     return ".".join(map(str, path)) if path else "the whole tree"
 
 
-class CompanionMismatch(ValueError):  # noqa: N818  # the name that torch's users know
+class CompanionMismatch(ValueError):  # noqa: N818  # a name that torch has
     """Two trees that must match do not.
 
     Attributes:
@@ -41,6 +41,27 @@ class CompanionMismatch(ValueError):  # noqa: N818  # the name that torch's user
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.path, self.difference)
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a rank must know of a tensor that will arrive."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+def described(value: Any) -> str:
+    """A node as messages have it."""
+    if isinstance(value, (Tensor, TensorInfo)):
+        # By name, so that the walk need not know torch.distributed.
+        kind = type(value).__name__ if type(value).__name__ == "DTensor" else "tensor"
+        return f"{kind} {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    return "None" if value is None else type(value).__name__
 
 
 # One tree
@@ -114,7 +135,7 @@ def check_types(tree: Any, type_check: bool = True) -> None:
     for path, leaf in leaves(tree) if type_check else ():
         if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
             raise TypeError(
-                f"{spelled(path)}: a tensor of layout {leaf.layout}, and only strided (dense) ones are known here. Convert "
+                f"{spelled(path)}: a tensor of layout {leaf.layout}, and only strided (dense) ones are known. Convert "
                 "it with to_dense(), take it out of the tree, or pass type_check=False."
             )
         if not isinstance(leaf, (Tensor, *PLAIN_LEAVES)):
@@ -161,7 +182,7 @@ class Comparison:
                 raise CompanionMismatch(path, difference)
             return
         if ours is None or theirs is None or _kind(first) is not _kind(second):
-            raise CompanionMismatch(path, self._unlike(_called(first), _called(second)))
+            raise CompanionMismatch(path, self._unlike(described(first), described(second)))
         if isinstance(first, Mapping):
             self._check_keys(ours, theirs, path)
         elif len(ours) != len(theirs):
@@ -184,10 +205,6 @@ class Comparison:
 
 def _kind(node: Any) -> type:
     return Mapping if isinstance(node, Mapping) else list if isinstance(node, list) else tuple
-
-
-def _called(value: Any) -> str:
-    return "a tensor" if isinstance(value, Tensor) else "None" if value is None else f"a {type(value).__name__}"
 
 
 def written(source: Any, target: Any, put: Callable[[Path, Any, Any], Any], path: Path = ()) -> Any:

@@ -25,7 +25,6 @@ from fsdp._state_flat import flatten_state_dict as flatten_state_dict
 from fsdp._state_flat import unflatten_state_dict as unflatten_state_dict
 from fsdp._state_gather import gathered, odd_local_part
 from fsdp._state_leaves import (
-    TensorInfo,
     copied,
     differ_as_parts,
     differ_as_values,
@@ -36,7 +35,18 @@ from fsdp._state_leaves import (
     require_pinning,
 )
 from fsdp._state_tree import CompanionMismatch as CompanionMismatch
-from fsdp._state_tree import Comparison, Path, check_types, emptied, leaves, mapped, own_copy, spelled, written
+from fsdp._state_tree import (
+    Comparison,
+    Path,
+    TensorInfo,
+    check_types,
+    emptied,
+    leaves,
+    mapped,
+    own_copy,
+    spelled,
+    written,
+)
 
 _CPU = torch.device("cpu")
 

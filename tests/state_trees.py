@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Moments(NamedTuple):
@@ -134,3 +136,26 @@ def assert_same(actual: Any, expected: Any, path: str = "tree") -> None:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors hold at once beyond what was there, looked at after each operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before = _live_bytes()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.bytes = max(self.bytes, _live_bytes() - self._before)
+        return result
+
+
+def _live_bytes() -> int:
+    storages = {}
+    for item in gc.get_objects():
+        if isinstance(item, Tensor) and not isinstance(item, DTensor) and not item.is_meta:
+            storage = item.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import io
 from collections import OrderedDict
 from typing import Any
@@ -10,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp.state_dict_utils import gather_state_dict
+from fsdp.state_dict_utils import distribute_state_dict, gather_state_dict
 from tests._ranks import RankPool
-from tests.state_trees import assert_same, counting, mesh_of, partial_sums, plain_tree, spread, spread_everywhere
+from tests.state_trees import Peak, assert_same, counting, mesh_of, partial_sums, plain_tree, spread, spread_everywhere
 
 WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 
@@ -43,6 +40,19 @@ def test_partial_tensors_are_summed(ranks: RankPool, world_size: int) -> None:
 
 def _gather_sums() -> None:
     assert_same(gather_state_dict([partial_sums(counting(3, 2))]), [counting(3, 2)])
+
+
+def test_parts_are_joined_in_the_order_of_the_mesh(ranks: RankPool) -> None:
+    ranks(4).run(_gather_from_unordered_meshes)
+
+
+def _gather_from_unordered_meshes() -> None:
+    for whole in (counting(8, 4), counting(7, 5)):
+        line, square = DeviceMesh("cpu", [2, 0, 3, 1]), DeviceMesh("cpu", [[3, 1], [0, 2]])
+        tree = [spread(whole, line, [Shard(0)]), spread(whole, square, [Shard(1), Shard(0)])]
+        assert_same(gather_state_dict(tree), [whole, whole])
+        local = [torch.zeros_like(tensor) for tensor in tree]
+        assert_same(distribute_state_dict([whole, whole], local, "cpu"), tree)
 
 
 def test_what_was_gathered_has_memory_of_its_own_and_no_more_than_it_needs(ranks: RankPool) -> None:
@@ -145,29 +155,6 @@ def _gather_to_meta() -> None:
 
 
 # Memory
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes that tensors hold at once beyond what was there, looked at after each operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._before = _live_bytes()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.bytes = max(self.bytes, _live_bytes() - self._before)
-        return result
-
-
-def _live_bytes() -> int:
-    storages = {}
-    for item in gc.get_objects():
-        if isinstance(item, Tensor) and not isinstance(item, DTensor):
-            storage = item.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    return sum(storages.values())
 
 
 @pytest.mark.parametrize("rows", [12, 13])
