@@ -31,10 +31,12 @@ def gathered(tensor: Tensor, is_wanted: bool = True) -> Tensor | None:
     home = local_part(tensor).device
     if home.type != part.mesh.device_type:  # offloaded: only the mesh's device can talk to the other ranks
         tensor = tensor.to(part.mesh.device_type)
+    if any(placement.is_partial() for placement in part.placements):
+        tensor, part = _reduced(tensor, part)
     if has_only_usual_placements(part):
         full = _joined(arrived(local_part(tensor)), part, is_wanted)
     else:
-        full = _put_together_by_torch(tensor)
+        full = _put_together_by_torch(tensor, part)
     return full.to(home) if is_wanted and full is not None else None
 
 
@@ -52,17 +54,27 @@ def usual_part(value: Tensor, part: MeshPart) -> Tensor:
     return value
 
 
-def _put_together_by_torch(tensor: Tensor) -> Tensor:
-    # Partial ones are to be reduced, and interleaved ones (fully_shard over tensor parallelism) sorted.
-    part = MeshPart.of(tensor)
-    if part is None or any(placement.is_partial() for placement in part.placements):
-        full = whole(tensor)
-    else:
-        # As bytes, in a dimension of their own behind all others, so that the placements remain true.
-        local = arrived(local_part(tensor)).resolve_conj().resolve_neg().contiguous().unsqueeze(-1).view(torch.uint8)
-        shape = torch.Size([*part.shape, tensor.dtype.itemsize])
-        sent = MeshPart(part.mesh, part.placements, shape).dtensor(local)
-        full = whole(sent).contiguous().view(tensor.dtype).squeeze(-1)
+def _reduced(tensor: Tensor, part: MeshPart) -> tuple[Tensor, MeshPart]:
+    from torch.distributed.tensor import Replicate
+
+    placements = tuple(Replicate() if placement.is_partial() else placement for placement in part.placements)
+    reduced = tensor.redistribute(placements=placements)  # type: ignore[attr-defined]
+    return reduced, MeshPart(part.mesh, placements, part.shape)
+
+
+def _put_together_by_torch(tensor: Tensor, part: MeshPart) -> Tensor:
+    # Interleaved parts (fully_shard over tensor parallelism) are to be sorted, which torch knows how to do.
+    ranks = part.mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise NotImplementedError(
+            f"placements {list(part.placements)} on a mesh of ranks {part.mesh.mesh.tolist()}: torch puts interleaved "
+            "parts together in the order of ranks. Make the mesh with init_device_mesh."
+        )
+    # As bytes, in a dimension of their own behind all others, so that the placements remain true.
+    local = arrived(local_part(tensor)).resolve_conj().resolve_neg().contiguous().unsqueeze(-1).view(torch.uint8)
+    shape = torch.Size([*part.shape, tensor.dtype.itemsize])
+    sent = MeshPart(part.mesh, part.placements, shape).dtensor(local)
+    full = whole(sent).contiguous().view(tensor.dtype).squeeze(-1)
     return full.clone() if full.untyped_storage().nbytes() > full.nbytes else full
 
 

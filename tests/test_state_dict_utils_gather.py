@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp.state_dict_utils import distribute_state_dict, gather_state_dict
 from tests._ranks import RankPool
@@ -53,6 +54,32 @@ def _gather_from_unordered_meshes() -> None:
         assert_same(gather_state_dict(tree), [whole, whole])
         local = [torch.zeros_like(tensor) for tensor in tree]
         assert_same(distribute_state_dict([whole, whole], local, "cpu"), tree)
+
+
+def test_sums_of_parts_are_summed_and_joined(ranks: RankPool) -> None:
+    ranks(4).run(_gather_sums_of_parts)
+
+
+def _gather_sums_of_parts() -> None:
+    whole = counting(7, 5, dtype=torch.int64)
+    for mesh in (mesh_of(2, 2), DeviceMesh("cpu", [[3, 1], [0, 2]])):
+        rows = spread(whole, mesh, [Replicate(), Shard(0)]).to_local()
+        place, _ = mesh.get_coordinate() or (0, 0)
+        summand = 3 * rows if place else -2 * rows
+        tensor = DTensor.from_local(
+            summand, mesh, [Partial(), Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+        assert_same(gather_state_dict([tensor]), [whole])
+
+
+def test_interleaved_parts_on_an_unordered_mesh_are_refused(ranks: RankPool) -> None:
+    ranks(4).run(_gather_interleaved_parts)
+
+
+def _gather_interleaved_parts() -> None:
+    tensor = spread(counting(8), DeviceMesh("cpu", [[3, 1], [0, 2]]), [_StridedShard(0, split_factor=2), Shard(0)])
+    with pytest.raises(NotImplementedError, match=r"on a mesh of ranks \[\[3, 1\], \[0, 2\]\]: .* init_device_mesh"):
+        gather_state_dict([tensor])
 
 
 def test_what_was_gathered_has_memory_of_its_own_and_no_more_than_it_needs(ranks: RankPool) -> None:
