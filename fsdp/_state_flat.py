@@ -11,8 +11,8 @@ from fsdp._state_tree import Path, check_types, children, rebuilt, spelled
 class FlatMapping(dict[str, Path]):
     """For each key of a flattened tree the path that it stands for, and what containers are on the way.
 
-    A path is a tuple of the keys and indices that lead to the value. Containers that hold nothing but what is below
-    them are kept beside the paths, so a mapping can be pickled, and compared, as the dict that it is.
+    A path is a tuple of the keys and indices that lead to the value. It is a dict of paths, compares as one, and can be
+    pickled.
 
     Attributes:
         containers: by path, an empty container of the type that is there.

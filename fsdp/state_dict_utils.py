@@ -81,8 +81,9 @@ def gather_state_dict(
     Raises:
         TypeError: for a leaf of an unknown type.
         ValueError: for a rank that `pg` does not have, a tensor on the meta device, a wanted `DTensor` on a mesh that
-        this
-            rank is not in, or both `cpu_offload` and another `device`.
+            this rank is not in, one whose local part is not of torch's size, or both `cpu_offload` and another `device`.
+        NotImplementedError: for interleaved shards on a mesh whose ranks are not in rising order.
+        RuntimeError: if another rank did not answer.
     """
     home = None if device is None else torch.device(device)
     if cpu_offload:
@@ -190,8 +191,7 @@ def copy_state_dict(source: Any, into: Any, *, non_blocking: bool = False, type_
 
     Raises:
         CompanionMismatch: for keys, lengths, kinds of containers, shapes or placements that differ, for a dtype that
-        would
-            lose values (float to int), or a tensor on the meta device.
+            would lose values (float to int), or a tensor on the meta device.
         TypeError: for a leaf of an unknown type in either tree.
     """
     check_types(source, type_check)

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -60,6 +60,20 @@ def _distribute_to_meta() -> None:
         part = tensor.to_local()  # type: ignore[attr-defined]
         assert part.untyped_storage().data_ptr() not in sources
         assert part.untyped_storage().nbytes() == part.nbytes
+
+
+def test_parameters_take_values_in_place(ranks: RankPool) -> None:
+    ranks(3).run(_distribute_to_parameters)
+
+
+def _distribute_to_parameters() -> None:
+    blank, filled = (spread(whole, mesh_of(3), [Shard(0)]) for whole in (torch.zeros(4, 2), counting(4, 2)))
+    sharded, plain = nn.Parameter(blank), nn.Parameter(torch.zeros(2))
+    result = distribute_state_dict([counting(4, 2), counting(2)], [sharded, plain], CPU)
+    assert result[0] is sharded
+    assert result[1] is plain
+    assert sharded.requires_grad
+    assert_same([sharded.detach(), plain.detach()], [filled, counting(2)])
 
 
 def test_new_tensors_share_no_memory_with_the_full_tree() -> None:
@@ -161,6 +175,11 @@ def test_strict_refuses_keys_that_the_other_lacks(full: Any, local: Any, message
         distribute_state_dict(full, local, CPU, strict=True)
     distribute_state_dict(full, local, CPU)
     assert local == {"a": 1}
+
+
+def test_lists_must_be_of_one_length_in_any_case() -> None:
+    with pytest.raises(CompanionMismatch, match=r"^a: 1 items in the full tree, 2 items in the local one"):
+        distribute_state_dict({"a": [1]}, {"a": [1, 2]}, CPU)
 
 
 def test_only_whole_tensors_with_values_are_distributed(ranks: RankPool) -> None:
