@@ -15,14 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp._comm import communicator
+from fsdp._comm import Communicator, communicator
 from fsdp._dtensors import MeshPart, arrived, local_part, whole
 
 
-def gathered(tensor: Tensor, is_wanted: bool = True) -> Tensor | None:
+def gathered(tensor: Tensor, is_wanted: bool, used: set[Communicator]) -> Tensor | None:
     """Collective over the tensor's mesh. The whole of it where its local part is, or None if it is not wanted.
 
     A plain tensor is whole already. The result has no memory beside its elements, unless it shares that of `tensor`.
+
+    Args:
+        used: is given the ways to other ranks that were used; parts may be written again when all have settled.
     """
     tensor = tensor.detach()
     part = MeshPart.of(tensor)
@@ -34,7 +37,7 @@ def gathered(tensor: Tensor, is_wanted: bool = True) -> Tensor | None:
     if any(placement.is_partial() for placement in part.placements):
         tensor, part = _reduced(tensor, part)
     if has_only_usual_placements(part):
-        full = _joined(arrived(local_part(tensor)), part, is_wanted)
+        full = _joined(arrived(local_part(tensor)), part, is_wanted, used)
     else:
         full = _put_together_by_torch(tensor, part)
     return full.to(home) if is_wanted and full is not None else None
@@ -115,16 +118,16 @@ def cuts(part: MeshPart) -> list[Cut]:
     return found
 
 
-def _joined(local: Tensor, part: MeshPart, is_wanted: bool) -> Tensor | None:
+def _joined(local: Tensor, part: MeshPart, is_wanted: bool, used: set[Communicator]) -> Tensor | None:
     """Over one mesh dimension after the other, from the innermost, which was cut last."""
     full: Tensor | None = local
     for left, cut in reversed(list(enumerate(cuts(part)))):
-        full = _joined_along(part, cut, local, is_wanted or left > 0)
+        full = _joined_along(part, cut, local, is_wanted or left > 0, used)
         local = local if full is None else full
     return full
 
 
-def _joined_along(part: MeshPart, cut: Cut, local: Tensor, is_wanted: bool) -> Tensor | None:
+def _joined_along(part: MeshPart, cut: Cut, local: Tensor, is_wanted: bool, used: set[Communicator]) -> Tensor | None:
     group = part.mesh.get_group(cut.mesh_dim)
     comm = communicator(group, local.device)
     if comm.world_size == 1:
@@ -136,7 +139,7 @@ def _joined_along(part: MeshPart, cut: Cut, local: Tensor, is_wanted: bool) -> T
     if piece.numel():
         # As bytes: no backend has all dtypes, and nothing is computed.
         comm.all_gather(_as_bytes(pieces), _as_bytes(piece), "the gather of a state dict", comm.talk_tag).wait()
-        comm.settle()
+        used.add(comm)
     if not is_wanted:
         return None
     places = _places(part, cut, dist.get_process_group_ranks(group))

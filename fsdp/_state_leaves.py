@@ -32,7 +32,8 @@ def own_part(value: Tensor, target: Tensor) -> Tensor:
     if has_only_usual_placements(part):
         return usual_part(value, part)
     # Interleaved shards (fully_shard over tensor parallelism): torch knows which indices are ours, for each dimension.
-    for dim, size in enumerate(part.shape):
+    for dim in sorted({each.dim for each in part.placements if hasattr(each, "dim")}):
+        size = part.shape[dim]
         indices = torch.arange(size, device=part.mesh.device_type)
         indices = indices.view([size if number == dim else 1 for number in range(len(part.shape))])
         ours = _redistributed(indices, part, dim)
@@ -77,8 +78,6 @@ def differ_as_values(full: Any, local: Any) -> str | None:
     difference = _differ_in_kind(full, local, casts=True)
     if difference is not None or not isinstance(local, Tensor):
         return difference
-    if isinstance(full, Tensor) and is_dtensor(full):
-        return f"{described(full)}, where a whole tensor is expected: gather_state_dict makes one"
     part = MeshPart.of(local)
     if part is None or not has_part(local):
         return None

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp._comm import Communicator
 from fsdp._process_groups import Group
 from fsdp._state_broadcast import Arrivals, agree, description, group_of, ranks_of, shared_description
 from fsdp._state_flat import FlatMapping as FlatMapping
@@ -81,7 +82,7 @@ def gather_state_dict(
     Raises:
         TypeError: for a leaf of an unknown type.
         ValueError: for a rank that `pg` does not have, a tensor on the meta device, a wanted `DTensor` on a mesh that
-            this rank is not in, one whose local part is not of torch's size, or both `cpu_offload` and another `device`.
+            this rank is not in, a local part that is not of torch's size, or both `cpu_offload` and another `device`.
         NotImplementedError: for interleaved shards on a mesh whose ranks are not in rising order.
         RuntimeError: if another rank did not answer.
     """
@@ -95,16 +96,23 @@ def gather_state_dict(
     _check_values(state_dict)
     _check_parts(state_dict, is_wanted)
 
+    used: set[Communicator] = set()
+
     def whole(path: Path, leaf: Any) -> Any:
-        tensor = gathered(leaf) if isinstance(leaf, Tensor) else leaf
-        return tensor.to(home) if home is not None and isinstance(tensor, Tensor) else tensor
+        if not isinstance(leaf, Tensor) or not has_part(leaf):
+            return leaf
+        tensor = gathered(leaf, is_wanted, used)
+        return tensor if home is None or tensor is None else tensor.to(home)
 
     if is_wanted:
-        return mapped(whole, state_dict)
-    for _, leaf in leaves(state_dict):
-        if isinstance(leaf, Tensor) and has_part(leaf):
-            gathered(leaf, is_wanted=False)
-    return emptied(state_dict)
+        result = mapped(whole, state_dict)
+    else:
+        for path, leaf in leaves(state_dict):
+            whole(path, leaf)
+        result = emptied(state_dict)
+    for comm in used:
+        comm.settle()
+    return result
 
 
 def _check_parts(tree: Any, is_wanted: bool) -> None:

@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp._comm import TorchCollectives
-from fsdp.state_dict_utils import CompanionMismatch, broadcast_state_dict
+from fsdp.state_dict_utils import CompanionMismatch, broadcast_state_dict, gather_state_dict
 from tests._ranks import RankPool
 from tests.state_trees import (
     Moments,
@@ -149,6 +150,27 @@ def test_without_ranks_it_is_a_copy() -> None:
     assert_same(local.pop("more"), 1)
     assert_same(local["model"]["weight"], counting(2, 3))  # type: ignore[index]
     assert local["state"][0]["moments"].first.data_ptr() != full["state"][0]["moments"].first.data_ptr()  # type: ignore[index]
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_a_model_of_another_library_is_loaded_and_saved(ranks: RankPool, on_meta: bool) -> None:
+    ranks(3).run(_load_a_fully_sharded_model, on_meta)
+
+
+def _load_a_fully_sharded_model(on_meta: bool) -> None:
+    with torch.device("meta" if on_meta else "cpu"):
+        model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 2))
+        plain = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 2)).to_empty(device="cpu")
+    for tensor in plain.state_dict().values():
+        tensor.copy_(torch.rand(tensor.shape) * 100)
+    fully_shard(model, mesh=mesh_of(3))
+    local = model.state_dict()
+    broadcast_state_dict(from_rank_0(plain.state_dict()), local, CPU, strict=True, max_coalesced_bytes=100)
+    if on_meta:
+        model.load_state_dict(local, assign=True)
+    assert_same(gather_state_dict(model.state_dict()), plain.state_dict())
+    inputs = torch.rand(4, 5)
+    torch.testing.assert_close(model(inputs), plain(inputs))
 
 
 # Places without values

@@ -64,8 +64,10 @@ def test_a_tree_put_together_twice_shares_no_container() -> None:
 
 def test_values_may_be_replaced_in_between() -> None:
     flat, mapping = flatten_state_dict({"a": [1, 2]})
-    flat["a.1"] = {"nested": 3}
-    assert unflatten_state_dict(flat, mapping) == {"a": [1, {"nested": 3}]}
+    flat["a.1"] = value = OrderedDict(nested=3)
+    tree = unflatten_state_dict(flat, mapping)
+    assert tree == {"a": [1, {"nested": 3}]}
+    assert tree["a"][1] is value
 
 
 def test_a_mapping_can_be_pickled() -> None:
