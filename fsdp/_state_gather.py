@@ -3,12 +3,12 @@
 `DTensor.full_tensor` (torch 2.11 and 2.13) pads what does not divide evenly and keeps the padding in the result's
 storage, where `torch.save` writes it as well; it holds up to three whole tensors on every rank, also where nobody wants
 the result; it fails for dtypes that the backend does not have; and it takes the order of ranks for that of the mesh.
-Here the parts go, as bytes, into one buffer of whole size; ranks that want the result put it together from that, and
-others drop it.
+Here each part goes, as bytes, straight to the ranks that want the result.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -17,30 +17,77 @@ from torch import Tensor
 
 from fsdp._comm import Communicator, communicator
 from fsdp._dtensors import MeshPart, arrived, local_part, whole
+from fsdp._process_groups import Group
+
+_WHAT = "the gather of a state dict"
 
 
-def gathered(tensor: Tensor, is_wanted: bool, used: set[Communicator]) -> Tensor | None:
-    """Collective over the tensor's mesh. The whole of it where its local part is, or None if it is not wanted.
-
-    A plain tensor is whole already. The result has no memory beside its elements, unless it shares that of `tensor`.
+class Gathering:
+    """The gather of one tree: who wants the result, and which ways to other ranks were used.
 
     Args:
-        used: is given the ways to other ranks that were used; parts may be written again when all have settled.
+        group: the ranks that `ranks_only` counts, on this rank; None where there are no others.
+        ranks_only: those that want the result; all of them if empty.
     """
-    tensor = tensor.detach()
-    part = MeshPart.of(tensor)
-    if part is None:
-        return tensor if is_wanted else None
-    home = local_part(tensor).device
-    if home.type != part.mesh.device_type:  # offloaded: only the mesh's device can talk to the other ranks
-        tensor = tensor.to(part.mesh.device_type)
-    if any(placement.is_partial() for placement in part.placements):
-        tensor, part = _reduced(tensor, part)
-    if has_only_usual_placements(part):
-        full = _joined(arrived(local_part(tensor)), part, is_wanted, used)
-    else:
-        full = _put_together_by_torch(tensor, part)
-    return full.to(home) if is_wanted and full is not None else None
+
+    def __init__(self, group: Group | None, ranks_only: Collection[int]) -> None:
+        rank, size = (group.rank(), group.size()) if group is not None else (0, 1)
+        for each in ranks_only:
+            if not 0 <= each < size:
+                raise ValueError(f"ranks_only={tuple(ranks_only)}: there is no rank {each}, only 0 to {size - 1}")
+        self.is_wanted = not ranks_only or rank in ranks_only
+        members = dist.get_process_group_ranks(group) if ranks_only and group is not None else []  # type: ignore[arg-type]
+        self._wants = {member: number in ranks_only for number, member in enumerate(members)}
+        self._used: set[Communicator] = set()
+
+    def settle(self) -> None:
+        """Block until all parts have been sent, so that they may be written again."""
+        for comm in self._used:
+            comm.settle()
+
+    def whole(self, tensor: Tensor) -> Tensor | None:
+        """Collective over the tensor's mesh. The whole of it where its local part is, or None if it is not wanted.
+
+        A plain tensor is whole already. The result has no memory beside its elements, unless it shares that of
+        `tensor`.
+        """
+        tensor = tensor.detach()
+        part = MeshPart.of(tensor)
+        if part is None:
+            return tensor if self.is_wanted else None
+        home = local_part(tensor).device
+        if home.type != part.mesh.device_type:  # offloaded: only the mesh's device can talk to the other ranks
+            tensor = tensor.to(part.mesh.device_type)
+        if any(placement.is_partial() for placement in part.placements):
+            tensor, part = _reduced(tensor, part)
+        if has_only_usual_placements(part):
+            full = self._joined(arrived(local_part(tensor)), part)
+        else:
+            full = _put_together_by_torch(tensor, part)
+        return full.to(home) if self.is_wanted and full is not None else None
+
+    def _joined(self, local: Tensor, part: MeshPart) -> Tensor | None:
+        """Over one mesh dimension after the other, from the innermost, which was cut last."""
+        full: Tensor | None = local
+        for left, cut in reversed(list(enumerate(cuts(part)))):
+            group = part.mesh.get_group(cut.mesh_dim)
+            comm = communicator(group, local.device)
+            if comm.world_size == 1:
+                continue
+            ranks = dist.get_process_group_ranks(group)
+            wants = [left > 0 or self._wants.get(rank, False) for rank in ranks]
+            if not all(rank in self._wants for rank in ranks):
+                wants = [True] * len(ranks)  # of some of them it is not known here
+            self._used.add(comm)
+            piece = local.resolve_conj().resolve_neg().contiguous()
+            places = _places(part, cut, ranks)
+            # A backend whose collectives are its own has a better way to all ranks than messages.
+            join = _joined_by_messages if comm.sends_pieces or not all(wants) else _joined_by_all_gather
+            full = join(comm, cut, piece, places, wants)
+            if left > 0 or piece is not local:
+                comm.settle()  # what is only made to be sent should not pile up
+            local = local if full is None else full
+        return full
 
 
 def has_only_usual_placements(part: MeshPart) -> bool:
@@ -118,40 +165,53 @@ def cuts(part: MeshPart) -> list[Cut]:
     return found
 
 
-def _joined(local: Tensor, part: MeshPart, is_wanted: bool, used: set[Communicator]) -> Tensor | None:
-    """Over one mesh dimension after the other, from the innermost, which was cut last."""
-    full: Tensor | None = local
-    for left, cut in reversed(list(enumerate(cuts(part)))):
-        full = _joined_along(part, cut, local, is_wanted or left > 0, used)
-        local = local if full is None else full
+def _joined_by_messages(
+    comm: Communicator, cut: Cut, piece: Tensor, places: list[int], wants: list[bool]
+) -> Tensor | None:
+    """Each part straight to those who want it, and into its place where that is one range of memory."""
+    outgoing = {rank: [_as_bytes(piece)] for rank, wanted in enumerate(wants) if wanted and rank != comm.rank}
+    incoming: dict[int, list[Tensor]] = {}
+    beside: list[tuple[Tensor, Tensor]] = []
+    full: Tensor | None = None
+    if wants[comm.rank]:
+        full = _blank(cut, piece)
+        for rank, place in enumerate(places):
+            target = full.narrow(cut.dim, *cut.range(place))
+            if rank == comm.rank:
+                target.copy_(piece)
+            elif target.numel():
+                # Not empty_like, which would keep the strides.
+                received = target if target.is_contiguous() else target.new_empty(target.shape)
+                incoming[rank] = [_as_bytes(received)]
+                beside.append((target, received))
+    # As bytes: no backend has all dtypes, and nothing is computed.
+    comm.exchange(incoming, outgoing if piece.numel() else {}, _WHAT, comm.talk_tag).wait()
+    for target, received in beside:
+        if target is not received:
+            target.copy_(received)
     return full
 
 
-def _joined_along(part: MeshPart, cut: Cut, local: Tensor, is_wanted: bool, used: set[Communicator]) -> Tensor | None:
-    group = part.mesh.get_group(cut.mesh_dim)
-    comm = communicator(group, local.device)
-    if comm.world_size == 1:
-        return local
-    piece = local.resolve_conj().resolve_neg().contiguous()
+def _joined_by_all_gather(
+    comm: Communicator, cut: Cut, piece: Tensor, places: list[int], wants: list[bool]
+) -> Tensor | None:
+    """All parts, padded to one size, to all ranks."""
     if piece.shape[cut.dim] < cut.each:
         piece = _padded(piece, cut.dim, cut.each)
     pieces = piece.new_empty([comm.world_size, *piece.shape])
     if piece.numel():
-        # As bytes: no backend has all dtypes, and nothing is computed.
-        comm.all_gather(_as_bytes(pieces), _as_bytes(piece), "the gather of a state dict", comm.talk_tag).wait()
-        used.add(comm)
-    if not is_wanted:
-        return None
-    places = _places(part, cut, dist.get_process_group_ranks(group))
+        comm.all_gather(_as_bytes(pieces), _as_bytes(piece), _WHAT, comm.talk_tag).wait()
     if cut.dim == 0 and cut.total == comm.world_size * cut.each and places == sorted(places):
         return pieces.flatten(0, 1)
-    shape = list(piece.shape)
-    shape[cut.dim] = cut.total
-    full = piece.new_empty(shape)
+    full = _blank(cut, piece)
     for place, source in zip(places, pieces, strict=True):
         start, size = cut.range(place)
         full.narrow(cut.dim, start, size).copy_(source.narrow(cut.dim, 0, size))
     return full
+
+
+def _blank(cut: Cut, piece: Tensor) -> Tensor:
+    return piece.new_empty([cut.total if dim == cut.dim else size for dim, size in enumerate(piece.shape)])
 
 
 def _places(part: MeshPart, cut: Cut, ranks: list[int]) -> list[int]:

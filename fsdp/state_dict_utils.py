@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp._comm import Communicator
 from fsdp._process_groups import Group
 from fsdp._state_broadcast import Arrivals, agree, description, group_of, ranks_of, shared_description
 from fsdp._state_flat import FlatMapping as FlatMapping
 from fsdp._state_flat import flatten_state_dict as flatten_state_dict
 from fsdp._state_flat import unflatten_state_dict as unflatten_state_dict
-from fsdp._state_gather import gathered, odd_local_part
+from fsdp._state_gather import Gathering, odd_local_part
 from fsdp._state_leaves import (
     copied,
     differ_as_parts,
@@ -65,8 +64,9 @@ def gather_state_dict(
     """Collective. A tree in which every `DTensor` has become a whole, plain tensor.
 
     All ranks of the tensors' meshes call it, with the same `DTensor`s in the same order; `Partial` ones are reduced.
-    The tensors are gathered one after the other. A rank that does not want them drops each at once, so that it never
-    holds more than one beside its shards; others hold the result and at most one more.
+    The tensors are gathered one after the other. A rank that wants them holds the result and at most one tensor more;
+    one that does not only sends its parts, if `pg` has all ranks of the mesh. (Interleaved shards, and sums over the
+    mesh, are made whole on every rank, and dropped at once.)
 
     Tensors that are whole already are not copied: plain and replicated ones share memory with the result, unless they
     are moved. Each entry is gathered by itself, tied ones too.
@@ -76,7 +76,8 @@ def gather_state_dict(
         pg: the ranks that `ranks_only` counts. None means all. Where the shards are is known from the tensors.
         device: where the result goes. None leaves each tensor where its local part is.
         cpu_offload: the same as ``device="cpu"``: each tensor is copied to the host before the next is gathered.
-        ranks_only: the ranks of `pg` that get the result; the others get an empty container. All of them if empty.
+        ranks_only: the ranks of `pg` that get the result; the others get an empty container. All of them if empty. The
+            same on every rank.
         type_check: see the module.
 
     Raises:
@@ -91,27 +92,24 @@ def gather_state_dict(
         if home not in (None, _CPU):
             raise ValueError(f"cpu_offload=True and device={str(home)!r} exclude each other: pass one of them")
         home = _CPU
-    is_wanted = _is_wanted(pg, ranks_only)
+    gathering = Gathering(group_of(pg), ranks_only)
     check_types(state_dict, type_check)
     _check_values(state_dict)
-    _check_parts(state_dict, is_wanted)
-
-    used: set[Communicator] = set()
+    _check_parts(state_dict, gathering.is_wanted)
 
     def whole(path: Path, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not has_part(leaf):
             return leaf
-        tensor = gathered(leaf, is_wanted, used)
+        tensor = gathering.whole(leaf)
         return tensor if home is None or tensor is None else tensor.to(home)
 
-    if is_wanted:
+    if gathering.is_wanted:
         result = mapped(whole, state_dict)
     else:
         for path, leaf in leaves(state_dict):
             whole(path, leaf)
         result = emptied(state_dict)
-    for comm in used:
-        comm.settle()
+    gathering.settle()
     return result
 
 
@@ -126,15 +124,6 @@ def _check_parts(tree: Any, is_wanted: bool) -> None:
             )
         if difference := odd_local_part(leaf):
             raise ValueError(f"{spelled(path)}: {difference}. Make it with distribute_tensor.")
-
-
-def _is_wanted(pg: Group | None, ranks_only: Collection[int]) -> bool:
-    group = group_of(pg)
-    rank, size = (group.rank(), group.size()) if group is not None else (0, 1)
-    for wanted in ranks_only:
-        if not 0 <= wanted < size:
-            raise ValueError(f"ranks_only={tuple(ranks_only)}: there is no rank {wanted}, only 0 to {size - 1}")
-    return not ranks_only or rank in ranks_only
 
 
 def _check_values(tree: Any) -> None:
@@ -162,7 +151,7 @@ def offload_state_dict_to_cpu(state_dict: Any, *, ranks_only: Collection[int] = 
     """
     check_types(state_dict, type_check)
     _check_values(state_dict)
-    if not _is_wanted(None, ranks_only):
+    if not Gathering(group_of(None), ranks_only).is_wanted:
         return emptied(state_dict)
     result = mapped(_on_cpu, state_dict)
     _settle(state_dict)

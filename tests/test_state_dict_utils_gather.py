@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from fsdp import use_torch_collectives
 from fsdp.state_dict_utils import distribute_state_dict, gather_state_dict
 from tests._ranks import RankPool
 from tests.state_trees import Peak, assert_same, counting, mesh_of, partial_sums, plain_tree, spread, spread_everywhere
@@ -54,6 +55,42 @@ def _gather_from_unordered_meshes() -> None:
         assert_same(gather_state_dict(tree), [whole, whole])
         local = [torch.zeros_like(tensor) for tensor in tree]
         assert_same(distribute_state_dict([whole, whole], local, "cpu"), tree)
+
+
+@pytest.mark.parametrize("wanted", [(), (1,)])
+def test_backends_with_collectives_of_their_own_gather_the_same(ranks: RankPool, wanted: tuple[int, ...]) -> None:
+    ranks(4).run(_gather_by_collectives, wanted)
+
+
+def _gather_by_collectives(wanted: tuple[int, ...]) -> None:
+    sharded, wholes = spread_everywhere()
+    use_torch_collectives()
+    try:
+        gathered = gather_state_dict(sharded, ranks_only=wanted)
+    finally:
+        use_torch_collectives(False)
+    assert_same(gathered, wholes if not wanted or dist.get_rank() in wanted else {})
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1, 3)])
+def test_every_placement_is_gathered_for_some(ranks: RankPool, wanted: tuple[int, ...]) -> None:
+    ranks(4).run(_gather_everything_for, wanted)
+
+
+def _gather_everything_for(wanted: tuple[int, ...]) -> None:
+    sharded, wholes = spread_everywhere()
+    result = gather_state_dict(sharded, ranks_only=wanted)
+    assert_same(result, wholes if dist.get_rank() in wanted else {})
+
+
+def test_a_mesh_may_reach_beyond_the_group(ranks: RankPool) -> None:
+    ranks(4).run(_gather_beyond_the_group)
+
+
+def _gather_beyond_the_group() -> None:
+    tree = [spread(counting(7), mesh_of(4), [Shard(0)])]
+    result = gather_state_dict(tree, pg=mesh_of(2, 2).get_group(1), ranks_only=(1,))
+    assert_same(result, [counting(7)] if dist.get_rank() % 2 else [])
 
 
 def test_sums_of_parts_are_summed_and_joined(ranks: RankPool) -> None:
@@ -186,7 +223,7 @@ def _gather_to_meta() -> None:
 
 @pytest.mark.parametrize("rows", [12, 13])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_ranks_hold_one_gathered_tensor_beside_their_result(ranks: RankPool, rows: int, dim: int) -> None:
+def test_ranks_hold_their_result_and_at_most_one_tensor_more(ranks: RankPool, rows: int, dim: int) -> None:
     ranks(3).run(_weigh_gather, rows, dim)
 
 
@@ -197,11 +234,10 @@ def _weigh_gather(rows: int, dim: int) -> None:
     gathers = Peak()
     with gathers:
         gather_state_dict(tree, ranks_only=(0,))
-    # A gathered tensor is padded to a multiple of the ranks. A rank's own part is copied to be sent, and the one before
-    # may still be on its way.
-    part = -(-rows // 3) * rows * whole.element_size()
+    # Rows are received in their place. Of columns those of other ranks are received beside it.
+    beside = whole.nbytes if dim else 0
     result = len(tree) * whole.nbytes if dist.get_rank() == 0 else 0
-    assert max(result, whole.nbytes) <= gathers.bytes <= result + 3 * part + 2 * part
+    assert result <= gathers.bytes <= (result + beside if dist.get_rank() == 0 else 0)
 
 
 # What cannot be gathered
