@@ -53,6 +53,12 @@ ROOMS: dict[str, set[str]] = {
         "_materialize",
         "_summon",
         "_sharded_state",
+        "state_dict_utils",
+        "_state_tree",
+        "_state_flat",
+        "_state_leaves",
+        "_state_gather",
+        "_state_broadcast",
     },
     "runtime": {
         "_runtime",

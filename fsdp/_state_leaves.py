@@ -1,0 +1,198 @@
+"""What is done with one tensor of a state tree, plain or a `DTensor`: placed, compared, given host memory."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp._dtensors import MeshPart, is_dtensor, local_part, set_local_part
+from fsdp._state_gather import has_only_usual_placements, odd_local_part, usual_part
+from fsdp._state_tree import Path, TensorInfo, described, own_copy, spelled
+
+
+def has_part(tensor: Tensor) -> bool:
+    """Whether this rank holds something of a tensor: not of a `DTensor` on other ranks' mesh."""
+    part = MeshPart.of(tensor)
+    return part is None or part.mesh.get_coordinate() is not None
+
+
+# Whole values into trees
+
+
+def own_part(value: Tensor, target: Tensor) -> Tensor:
+    """Of a whole value, what this rank holds in `target`. Without communication; shares memory where it can."""
+    part = MeshPart.of(target)
+    if part is None:
+        return value
+    if has_only_usual_placements(part):
+        return usual_part(value, part)
+    # Interleaved shards (fully_shard over tensor parallelism): torch knows which indices are ours, for each dimension.
+    for dim in sorted({each.dim for each in part.placements if hasattr(each, "dim")}):
+        size = part.shape[dim]
+        indices = torch.arange(size, device=part.mesh.device_type)
+        indices = indices.view([size if number == dim else 1 for number in range(len(part.shape))])
+        ours = _redistributed(indices, part, dim)
+        value = value.index_select(dim, ours.flatten().to(value.device))
+    return value
+
+
+def _redistributed(indices: Tensor, part: MeshPart, dim: int) -> Tensor:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    nowhere = [Replicate()] * part.mesh.ndim
+    there = [each if getattr(each, "dim", None) == dim else Replicate() for each in part.placements]
+    return local_part(DTensor.from_local(indices, part.mesh, nowhere, run_check=False).redistribute(placements=there))
+
+
+def placed(value: Tensor, target: Tensor | None, home: torch.device, is_ours: bool = False) -> Tensor:
+    """Store a whole value in `target`, or in a new tensor at `home` where there is none or it is on the meta device.
+
+    Args:
+        is_ours: nobody else has the memory of `value`, so it may become the new tensor.
+    """
+    if target is None:
+        return value.to(home, copy=not is_ours)
+    if not has_part(target):
+        return target
+    part = own_part(value, target)
+    if not target.is_meta:
+        local_part(target).detach().copy_(part)
+        return target
+    if is_ours and part is value and not is_dtensor(target):
+        return value.to(home, target.dtype)
+    new = torch.empty_like(target.detach(), device=home, memory_format=torch.contiguous_format)
+    local_part(new).copy_(part)
+    return new
+
+
+# Comparing leaves
+
+
+def differ_as_values(full: Any, local: Any) -> str | None:
+    """Why a whole value cannot be stored in a leaf; None if it can."""
+    difference = _differ_in_kind(full, local, casts=True)
+    if difference is not None or not isinstance(local, Tensor):
+        return difference
+    part = MeshPart.of(local)
+    if part is None or not has_part(local):
+        return None
+    if any(placement.is_partial() for placement in part.placements):
+        return f"placements {list(part.placements)}: a Partial has no part of a whole value"
+    return odd_local_part(local)
+
+
+def differ_as_parts(source: Any, into: Any) -> str | None:
+    """Why a leaf cannot be copied into another one, each rank its part; None if it can."""
+    difference = _differ_in_kind(source, into, casts=True) or _differ_in_spread(source, into)
+    if difference is None and isinstance(source, Tensor):
+        for name, tensor in (("source", source), ("target", into)):
+            if tensor.is_meta:
+                return f"the {name} is on the meta device, where there are no values"
+    return difference
+
+
+def differ_in_form(first: Any, second: Any) -> str | None:
+    """What two leaves differ in beside their values; None if in nothing."""
+    if not isinstance(first, Tensor) and not isinstance(second, Tensor):
+        return None if type(first) is type(second) else f"{described(first)} and {described(second)}"
+    return _differ_in_kind(first, second, casts=False) or _differ_in_spread(first, second)
+
+
+def _differ_in_kind(first: Any, second: Any, casts: bool) -> str | None:
+    tensors = [isinstance(value, (Tensor, TensorInfo)) for value in (first, second)]
+    if not any(tensors):
+        return None
+    if not all(tensors) or first.shape != second.shape:
+        return f"{described(first)} and {described(second)}"
+    fits = torch.can_cast(first.dtype, second.dtype) if casts else first.dtype == second.dtype
+    return None if fits else f"dtypes {first.dtype} and {second.dtype}" + ", which loses values" * casts
+
+
+def _differ_in_spread(first: Any, second: Any) -> str | None:
+    if not isinstance(first, Tensor):
+        return None
+    ours, theirs = MeshPart.of(first), MeshPart.of(second)
+    if ours != theirs:
+        return f"{'a plain tensor' if ours is None else ours} and {'a plain tensor' if theirs is None else theirs}"
+    shapes = local_part(first).shape, local_part(second).shape
+    return None if shapes[0] == shapes[1] else f"local parts {list(shapes[0])} and {list(shapes[1])}"
+
+
+def copied(path: Path, leaf: Any, into: Any, non_blocking: bool) -> Any:
+    """`into` with the values of `leaf`, or a copy of a leaf that is no tensor."""
+    if not isinstance(leaf, Tensor):
+        return own_copy(leaf)
+    local_part(into).detach().copy_(local_part(leaf).detach(), non_blocking=non_blocking)
+    return into
+
+
+# Host memory
+
+
+def host_twin(path: Path, tensor: Tensor, pin_memory: bool, share_memory: bool) -> Tensor:
+    """A tensor of the same shape, dtype and placements in new host memory, its values undefined."""
+    local = local_part(tensor)
+    new = host_memory(path, local.shape, local.dtype, pin_memory, share_memory)
+    if not is_dtensor(tensor):
+        return new
+    twin = torch.empty_like(tensor.detach(), device="cpu")
+    set_local_part(twin, new)
+    return twin
+
+
+def host_memory(path: Path, shape: torch.Size, dtype: torch.dtype, pin_memory: bool, share_memory: bool) -> Tensor:
+    """A new tensor on the host. Without elements it has no memory, so there is nothing to pin.
+
+    Raises:
+        RuntimeError: if the system grants no more shared or pinned memory.
+    """
+    pin_memory = pin_memory and math.prod(shape) > 0
+    if not share_memory:
+        return torch.empty(shape, dtype=dtype, pin_memory=pin_memory)
+    try:
+        tensor = torch.empty(shape, dtype=dtype).share_memory_()
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{spelled(path)}: no shared memory for {list(shape)} of {dtype}: {error}. With torch's default sharing "
+            "strategy each tensor keeps a file open: raise the limit (ulimit -n), or call "
+            'torch.multiprocessing.set_sharing_strategy("file_system"); and see that /dev/shm is large enough.'
+        ) from error
+    if pin_memory:
+        _register(path, tensor)
+    return tensor
+
+
+def _register(path: Path, tensor: Tensor) -> None:
+    """Pin memory that is shared already. It stays so for as long as anything views it.
+
+    By CUDA's own call, because torch pins only memory that it allocates itself. What is not unregistered before it is
+    unmapped makes a later registration at the same address fail.
+    """
+    cudart: Any = torch.cuda.cudart()
+    storage = tensor.untyped_storage()
+    status = int(cudart.cudaHostRegister(storage.data_ptr(), storage.nbytes(), 1))  # 1: for the contexts of all devices
+    if status:
+        raise RuntimeError(
+            f"{spelled(path)}: cudaHostRegister refused to pin {storage.nbytes()} bytes of shared memory, with error "
+            f"{status}. The limit of locked memory may be too low (ulimit -l)."
+        )
+    # By the storage, since views may outlive the tensor. Not at exit: CUDA may be gone, and the system frees it.
+    weakref.finalize(storage, _unregister, cudart.cudaHostUnregister, storage.data_ptr()).atexit = False
+
+
+def _unregister(unregister: Callable[[int], Any], address: int) -> None:
+    unregister(address)
+
+
+def require_pinning() -> None:
+    """Raise RuntimeError where host memory cannot be pinned."""
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            "pin_memory=True needs CUDA, which copies from and to pinned memory, and torch.cuda.is_available() is "
+            "False. Pass pin_memory=torch.cuda.is_available()."
+        )
