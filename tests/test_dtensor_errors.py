@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -80,6 +80,18 @@ def _wrap_outside() -> None:
     if dist.get_rank() == 2:
         with pytest.raises(ValueError, match=r"weight is a DTensor .* rank 2 is not in that mesh"):
             FullyShardedDataParallel(Holder(weight), groups[2])
+
+
+def test_a_mesh_in_another_order_than_its_ranks_is_refused(ranks: RankPool) -> None:
+    ranks(2).run(_wrap_on_a_mesh_in_another_order)
+
+
+def _wrap_on_a_mesh_in_another_order() -> None:
+    mesh = DeviceMesh("cpu", [1, 0])
+    module = Holder(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)], src_data_rank=None))
+    lone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    with pytest.raises(ValueError, match="weight is a DTensor on .*, along which ranks do not rise"):
+        FullyShardedDataParallel(module, lone)
 
 
 def test_a_mesh_of_another_device_is_refused(ranks: RankPool) -> None:
