@@ -249,8 +249,8 @@ def check_placements(name: str, param: Tensor) -> None:
     for number in part.sharded_dims:
         if bool((part.mesh.mesh.movedim(number, -1).diff() < 0).any()):
             raise ValueError(
-                f"{name} is a DTensor on {part.mesh}, along which ranks do not rise: torch cuts tensors in the order of "
-                "the mesh and puts them together in that of the ranks. Make the mesh with rising ranks."
+                f"{name} is a DTensor on {part.mesh}, along which ranks do not rise: torch cuts tensors in the order "
+                "of the mesh and puts them together in that of the ranks. Make the mesh with rising ranks."
             )
 
 

@@ -90,7 +90,7 @@ def _wrap_on_a_mesh_in_another_order() -> None:
     mesh = DeviceMesh("cpu", [1, 0])
     module = Holder(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)], src_data_rank=None))
     lone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    with pytest.raises(ValueError, match="weight is a DTensor on .*, along which ranks do not rise"):
+    with pytest.raises(ValueError, match=r"weight is a DTensor on .*, along which ranks do not rise"):
         FullyShardedDataParallel(module, lone)
 
 
