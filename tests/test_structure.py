@@ -38,6 +38,7 @@ ROOMS: dict[str, set[str]] = {
         "checkpoint_wrapper",
         "_wrap_plan",
         "conditional",
+        "stager",
     },
     "state": {"_state_dict", "_handover", "_loading", "_materialize", "_summon"},
     "runtime": {
@@ -87,6 +88,8 @@ ROOMS: dict[str, set[str]] = {
         "_dtensors",
         "_memory",
         "_blanks",
+        "_host_memory",
+        "_tree_copy",
     },
     "collectives": {"_comm", "_process_groups", "_streams"},
     "layout": {"_layout"},
