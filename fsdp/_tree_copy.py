@@ -166,7 +166,10 @@ class TreeCopy:
 
     def _wrapper(self, original: Any) -> Tensor:
         names, context = original.__tensor_flatten__()
-        parts = {name: self._part(name, getattr(original, name)) for name in names}
+        parts = {name: getattr(original, name) for name in names}
+        for name, part in parts.items():
+            if isinstance(part, Tensor):  # else it belongs to the process, as the mesh of a `DTensor` does
+                parts[name] = self._part(name, part)
         copied = type(original).__tensor_unflatten__(parts, context, original.size(), original.stride())
         if copied.requires_grad != original.requires_grad:
             copied.requires_grad_(original.requires_grad)
@@ -180,7 +183,7 @@ class TreeCopy:
             if name not in copied.__dict__:  # a wrapper was given its parts already
                 copied.__dict__[name] = self._part(name, value)
         for name in _slots(type(original)):
-            if hasattr(original, name):
+            if hasattr(original, name) and not hasattr(copied, name):
                 setattr(copied, name, self._part(name, getattr(original, name)))
         return copied
 
@@ -311,7 +314,8 @@ def _is_wrapper(tensor: Tensor, storage: UntypedStorage) -> bool:
 
 
 def _described(tensor: Tensor) -> str:
-    return f"a {_name(type(tensor))} of shape {tuple(tensor.shape)} and dtype {tensor.dtype}"
+    shape = "several shapes" if tensor.is_nested else f"shape {tuple(tensor.shape)}"
+    return f"a {_name(type(tensor))} of {shape} and dtype {tensor.dtype}"
 
 
 def _name(kind: type) -> str:
