@@ -15,14 +15,18 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from fsdp import StateDictStager
-from fsdp._host_memory import _MAPPED_BYTES
 from tests.pairs import parametrize_pairs
 
 KIB = 256  # float32 values in a KiB
-MAPPED = _MAPPED_BYTES // 4  # float32 values from which on memory is mapped
+MAPPED = 1 << 16  # float32 values from which on memory is mapped, here
 
 every_size = pytest.mark.parametrize("numel", [1, KIB, MAPPED + 3], ids=["4 bytes", "1 KiB", "mapped"])
 every_memory = pytest.mark.parametrize("share_memory", [False, True], ids=["private", "shared"])
+
+
+@pytest.fixture(autouse=True)
+def _map_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp._host_memory._MAPPED_BYTES", 4 * MAPPED)
 
 
 def address(tensor: Tensor) -> int:
