@@ -7,6 +7,7 @@ import math
 import threading
 import time
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from fsdp import StateDictStager
+from fsdp._streams import Arrival, Lane
 from tests.pairs import parametrize_pairs
 
 KIB = 256  # float32 values in a KiB
@@ -379,20 +381,74 @@ def test_no_room_for_shared_memory_says_what_to_do(monkeypatch: pytest.MonkeyPat
 # Without waiting
 
 
-def test_on_a_cpu_a_copy_is_there_at_once() -> None:
-    stager = StateDictStager()
-    original = torch.ones(3)
-    pending = stager.stage({"w": original}, non_blocking=True)
+class RecordingLane(Lane):
+    """A stream that notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def fork(self) -> AbstractContextManager[None]:
+        self.calls.append("fork")
+        return nullcontext()
+
+    def arrival(self) -> Arrival:
+        calls = self.calls
+
+        class Noting(Arrival):
+            def wait(self) -> None:
+                calls.append("stream waits")
+
+            def synchronize(self) -> None:
+                calls.append("host waits")
+
+        return Noting()
+
+
+@pytest.fixture
+def lane(monkeypatch: pytest.MonkeyPatch) -> RecordingLane:
+    lane = RecordingLane()
+    monkeypatch.setattr("fsdp.stager.new_lane", lambda device: lane)
+    return lane
+
+
+def test_all_copies_are_queued_on_one_stream_and_awaited_once(lane: RecordingLane) -> None:
+    StateDictStager().stage([torch.ones(KIB) for _ in range(5)])
+    assert lane.calls == ["fork", "host waits"]
+
+
+def test_without_blocking_the_caller_says_when_to_wait(lane: RecordingLane) -> None:
+    pending = StateDictStager().stage([torch.ones(KIB)], non_blocking=True)
+    assert lane.calls == ["fork"]
     pending.protect()
+    assert lane.calls == ["fork", "stream waits"]
+    pending.wait()
+    assert lane.calls == ["fork", "stream waits", "host waits"]
+
+
+def test_originals_live_until_a_copy_has_arrived(lane: RecordingLane) -> None:
+    original = torch.ones(KIB)
+    alive = weakref.ref(original.untyped_storage())
+    pending = StateDictStager().stage([original], non_blocking=True)
+    del original
+    assert alive() is not None
+    pending.wait()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("then", ["stage", "close"])
+def test_a_copy_under_way_is_awaited_before_its_memory_is_used_or_released(lane: RecordingLane, then: str) -> None:
+    stager = StateDictStager()
+    original = torch.ones(KIB)
+    stager.stage([original], non_blocking=True)
+    lane.calls.clear()
+    stager.close() if then == "close" else stager.stage([original])
+    assert lane.calls[0] == "host waits"
+    assert stager.held_bytes == (0 if then == "close" else 1024)
+
+
+def test_on_a_cpu_a_copy_is_there_at_once() -> None:
+    original = torch.ones(3)
+    pending = StateDictStager().stage({"w": original}, non_blocking=True)
     original.zero_()
     assert pending.wait()["w"].tolist() == [1, 1, 1]
     assert pending.wait() is pending.wait()
-
-
-def test_a_copy_under_way_is_settled_by_the_next() -> None:
-    stager = StateDictStager()
-    original = torch.ones(KIB)
-    stager.stage(original, non_blocking=True)
-    stager.stage(original, non_blocking=True)
-    stager.stage(original)
-    assert stager.held_bytes == 1024
