@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import threading
@@ -182,6 +183,20 @@ def test_closing_releases_what_nobody_holds_and_leaves_the_rest() -> None:
         stager.stage(held)
 
 
+def test_what_copies_itself_is_staged_in_memory_of_the_stager() -> None:
+    class CopiesItself:
+        def __init__(self, weight: Tensor) -> None:
+            self.weight = weight
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> CopiesItself:
+            return CopiesItself(copy.deepcopy(self.weight, memo))
+
+    stager = StateDictStager()
+    made = stager.stage(CopiesItself(torch.nn.Parameter(torch.ones(KIB))))
+    assert made.weight.sum() == KIB
+    assert stager.held_bytes == 1024
+
+
 def test_a_copy_outlives_the_stager() -> None:
     copied = StateDictStager().stage(torch.ones(MAPPED))
     gc.collect()
@@ -219,16 +234,17 @@ def test_what_is_kept_to_be_used_again_makes_room() -> None:
     assert stager.held_bytes == 1024
 
 
-def test_only_as_much_is_evicted_as_it_takes_and_the_oldest_first() -> None:
+def test_only_as_much_is_evicted_as_it_takes_and_what_was_not_staged_for_longest_first() -> None:
     stager = StateDictStager(max_bytes=3 * 1024)
-    old, recent, new = (torch.zeros(KIB) for _ in range(3))
-    stager.stage(old)
-    where = address(stager.stage(recent))
+    used, idle, other, new = (torch.zeros(KIB) for _ in range(4))
+    for original in (used, idle, other):
+        stager.stage(original)
+    kept = address(stager.stage(used))
     stager.stage(new)
     assert stager.held_bytes == 3 * 1024
-    stager.stage(torch.zeros(KIB))
-    assert address(stager.stage(recent)) == where
+    del new
     assert stager.held_bytes == 2 * 1024
+    assert address(stager.stage(used)) == kept
 
 
 def test_a_copy_that_is_garbage_makes_room() -> None:
