@@ -32,6 +32,7 @@ from fsdp import StateDictStager
 OURS, TORCH, DEEPCOPY = "ours", "torch's", "deepcopy"
 _CALLS = 1000
 _MAY_GROW = 1 << 20  # bytes over all calls
+_KINDS = ("again", "first")  # into memory that is there, and by a new stager
 
 MAKERS: dict[str, Callable[[], Copy]] = {
     OURS: lambda: StateDictStager().stage,
@@ -125,30 +126,25 @@ def _print_times(state: dict[str, Any], rounds: int, device: torch.device, pin: 
         makers[OURS] = lambda: StateDictStager(pin_memory=True).stage
         makers[TORCH] = lambda: TorchStager(pin_memory=True).stage
     size = sum(value.nbytes for value in state.values())
-    first: dict[str, list[float]] = {name: [] for name in makers}
-    again: dict[str, list[float]] = {name: [] for name in makers}
     kept = {name: make() for name, make in makers.items()}
     for stage in kept.values():
         stage(state)
+    taken: dict[tuple[str, str], list[tuple[float, float]]] = {(kind, name): [] for kind in _KINDS for name in makers}
     for number in range(rounds):
-        for name in _turned(list(makers), number):
-            first[name].append(_timed(makers[name](), state, device))
-        for name in _turned(list(makers), number):
-            again[name].append(_timed(kept[name], state, device))
-    print(f"\nTime of a copy of {size / 1e6:.0f} MB in {len(state)} tensors; {rounds} rounds, ratios within each\n")
-    rows = [
-        [
-            name,
-            ratio(again[name], again[TORCH]),
-            ratio(first[name], first[TORCH]),
-            f"{1e3 * Spread.of(again[name]).median:.1f}",
-            f"{1e3 * Spread.of(first[name]).median:.1f}",
-        ]
-        for name in makers
-    ]
-    print(table(["", "again / torch's", "first / torch's", "again ms", "first ms"], rows), flush=True)
-    ours = [Spread.of_ratios(times[OURS], times[TORCH]) for times in (again, first)]
-    return all(spread.low <= 1 for spread in ours)
+        for kind in _KINDS:
+            for name in _turned(list(makers), number):
+                stage = kept[name] if kind == "again" else makers[name]()
+                taken[kind, name].append(_timed(stage, state, device))
+    print(f"\nTime of a copy of {size / 1e6:.0f} MB, {len(state)} tensors; ratios to torch's, {rounds} rounds\n")
+    columns = [(kind, unit) for kind in _KINDS for unit in (0, 1)]
+    times = {(kind, name, unit): [pair[unit] for pair in taken[kind, name]] for kind, name in taken for unit in (0, 1)}
+    header = ["", *(f"{kind}{', CPU' * unit}" for kind, unit in columns), *(f"{kind} ms" for kind in _KINDS)]
+    rows = []
+    for name in makers:
+        ratios = [ratio(times[kind, name, unit], times[kind, TORCH, unit]) for kind, unit in columns]
+        rows.append([name, *ratios, *(f"{1e3 * Spread.of(times[kind, name, 0]).median:.1f}" for kind in _KINDS)])
+    print(table(header, rows), flush=True)
+    return all(Spread.of_ratios(times[kind, OURS, 0], times[kind, TORCH, 0]).low <= 1 for kind in _KINDS)
 
 
 def _turned(names: list[str], number: int) -> list[str]:
@@ -156,11 +152,12 @@ def _turned(names: list[str], number: int) -> list[str]:
     return names[start:] + names[:start]
 
 
-def _timed(stage: Copy, state: dict[str, Any], device: torch.device) -> float:
+def _timed(stage: Copy, state: dict[str, Any], device: torch.device) -> tuple[float, float]:
+    """Seconds by the clock, and of this thread's computing, which others on the machine disturb less."""
     synchronize(device)
-    began = time.perf_counter()
+    began, began_cpu = time.perf_counter(), time.thread_time()
     copied = stage(state)
-    taken = time.perf_counter() - began
+    taken = time.perf_counter() - began, time.thread_time() - began_cpu
     del copied  # outside of what is timed, as whoever writes a checkpoint does
     return taken
 
