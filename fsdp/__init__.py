@@ -25,6 +25,7 @@ from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as FullySh
 from fsdp.fully_sharded_data_parallel import ProcessGroupName as ProcessGroupName
 from fsdp.fully_sharded_data_parallel import get_fsdp_instances as get_fsdp_instances
 from fsdp.grad_scaler import ShardedGradScaler as ShardedGradScaler
+from fsdp.stager import StateDictStager as StateDictStager
 from fsdp.wrap import ConfigAutoWrap as ConfigAutoWrap
 from fsdp.wrap import auto_wrap as auto_wrap
 from fsdp.wrap import config_auto_wrap_policy as config_auto_wrap_policy

@@ -22,6 +22,9 @@ class Arrival:
     def wait(self) -> None:
         """What is queued from now on runs after it."""
 
+    def synchronize(self) -> None:
+        """Block until it has happened."""
+
 
 class Lane:
     """Where everything happens in order: on a CPU, and on devices whose streams we do not know."""
@@ -52,7 +55,6 @@ class CudaArrival(Arrival):
         torch.cuda.current_stream(self._stream.device).wait_event(self._event)
 
     def synchronize(self) -> None:
-        """Block until it has happened."""
         self._event.synchronize()
 
 
@@ -115,3 +117,8 @@ def lane_of(device: torch.device) -> Lane:
     if device.type != "cuda":
         return _CPU_LANE
     return _cuda_lane(torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index))
+
+
+def new_lane(device: torch.device) -> Lane:
+    """One besides, for copies that nothing else should wait for."""
+    return CudaLane(device) if device.type == "cuda" else _CPU_LANE

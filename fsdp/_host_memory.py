@@ -1,0 +1,240 @@
+"""Host memory for copies of storages: one block for each original, used again as soon as nobody holds it.
+
+A block is lent as a storage. Whether a tensor still looks at it is seen from its number of holders, so a copy is never
+written over while somebody has it, and nobody needs to give anything back. A block whose original is gone belongs to
+those who hold it, and goes with them.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+import torch
+from torch import UntypedStorage
+
+# From this size on glibc maps memory anew for each block anyway. Mapping it here lets the system use huge pages, with
+# which first writing 200 MB took a third of the time.
+_MAPPED_BYTES = 32 << 20
+
+# Smaller blocks are taken from torch's pinned memory, since registering costs more than a small copy; larger ones are
+# not, because there every size is rounded up to a power of two.
+_REGISTERED_BYTES = 1 << 20
+
+_POLL_SECONDS = 0.005
+
+
+class _Account:
+    """How many bytes exist. Storages die in any thread and at any time: their deaths are noted, and counted later."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+        self._alive: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
+        self._gone: deque[weakref.ref[UntypedStorage]] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, storage: UntypedStorage, nbytes: int) -> None:
+        noted = weakref.ref(storage, self._gone.append)
+        with self._lock:
+            self._bytes += nbytes
+            self._alive[id(noted)] = noted, nbytes
+            self._count_gone()
+
+    @property
+    def bytes(self) -> int:
+        with self._lock:
+            self._count_gone()
+            return self._bytes
+
+    def _count_gone(self) -> None:
+        while self._gone:
+            self._bytes -= self._alive.pop(id(self._gone.popleft()))[1]
+
+
+class _Block:
+    """Memory for one copy of a storage."""
+
+    def __init__(self, nbytes: int, pin: bool, share: bool) -> None:
+        self.storage = _allocate(nbytes, pin, share)
+        self._alone = self._holders()
+
+    def _holders(self) -> tuple[int, int]:
+        # Tensors hold torch's storage, Python's variables the object that stands for it.
+        return torch._C._storage_Use_Count(self.storage._cdata), sys.getrefcount(self.storage)
+
+    @property
+    def is_free(self) -> bool:
+        return self._holders() == self._alone
+
+
+class _Kept:
+    """The blocks of one original."""
+
+    def __init__(self, original: UntypedStorage, forget: Callable[[object], None]) -> None:
+        self.original = weakref.ref(original, forget)
+        self.blocks: list[_Block] = []
+
+    def free(self, nbytes: int) -> _Block | None:
+        """A block of this size that nobody holds. Others that nobody holds, or that have another size, are given up."""
+        free: _Block | None = None
+        lent = []
+        for block in self.blocks:
+            if block.storage.nbytes() != nbytes:
+                continue
+            if not block.is_free:
+                lent.append(block)
+            elif free is None:
+                free = block
+        self.blocks = [*lent, free] if free else lent
+        return free
+
+
+class HostMemory:
+    """Blocks by original. One thread at a time may take; copies may be dropped by any.
+
+    Args:
+        pin: page-lock them; needs CUDA.
+        share: in memory that other processes can map.
+        max_bytes: of all blocks that exist, lent or not; None is no limit.
+        wait_seconds: how long to wait for lent blocks when there is no more room.
+    """
+
+    def __init__(self, pin: bool, share: bool, max_bytes: int | None, wait_seconds: float) -> None:
+        self._pin, self._share = pin, share
+        self._max_bytes, self._wait_seconds = max_bytes, wait_seconds
+        self._account = _Account()
+        self._kept: dict[int, _Kept] = {}  # by id; the least recently taken first
+
+    @property
+    def held_bytes(self) -> int:
+        """Of all blocks that exist: lent, lent by originals that are gone, and kept to be used again."""
+        return self._account.bytes
+
+    def take(self, original: UntypedStorage, wanted: Callable[[], int]) -> UntypedStorage:
+        """A block of the original's size that nobody else holds.
+
+        Args:
+            original: a storage that is not empty.
+            wanted: how many bytes are taken in all; asked only when there is no room.
+
+        Raises:
+            MemoryError: if there is no room.
+        """
+        nbytes = original.nbytes()
+        kept = self._kept.pop(id(original), None)
+        if kept is None or kept.original() is not original:
+            kept = _Kept(original, partial(_forget, weakref.ref(self), id(original)))
+        self._kept[id(original)] = kept
+        block = kept.free(nbytes)
+        if block is None:
+            size = _allocated_bytes(nbytes, self._pin, self._share)
+            self._make_room(size, wanted)
+            block = _Block(nbytes, self._pin, self._share)
+            self._account.add(block.storage, size)
+            kept.blocks.append(block)
+        return block.storage
+
+    def clear(self) -> None:
+        """Give up all blocks; those that are lent stay with those who hold them."""
+        self._kept.clear()
+
+    def _make_room(self, nbytes: int, wanted: Callable[[], int]) -> None:
+        if self._max_bytes is None or self._evict(nbytes):
+            return
+        gc.collect()  # copies with cycles may be garbage that nobody has collected
+        total = wanted()
+        deadline = time.monotonic() + self._wait_seconds
+        while not self._evict(nbytes):
+            if total > self._max_bytes or time.monotonic() >= deadline:
+                raise MemoryError(self._no_room(total))
+            time.sleep(_POLL_SECONDS)  # nobody tells when a tensor is dropped
+
+    def _evict(self, nbytes: int) -> bool:
+        """Whether there is room, after giving up as many free blocks as it takes."""
+        most = (self._max_bytes or 0) - nbytes
+        for kept in list(self._kept.values()):
+            if self.held_bytes <= most:
+                return True
+            kept.blocks = [block for block in kept.blocks if not block.is_free]
+        return self.held_bytes <= most
+
+    def _no_room(self, total: int) -> str:
+        if total > (self._max_bytes or 0):
+            return (
+                f"the tree has {total} bytes of tensors, and max_bytes={self._max_bytes} are allowed: allow at least "
+                "as many, or stage it in parts."
+            )
+        return (
+            f"the tree has {total} bytes of tensors, max_bytes={self._max_bytes} are allowed, and earlier copies that "
+            f"still exist leave no room for it (waited {self._wait_seconds:g} s). Drop them before staging again (del, "
+            "or have the thread that writes them end), allow more, or set wait_seconds."
+        )
+
+
+def _forget(memory: weakref.ref[HostMemory], key: int, original: object) -> None:
+    alive = memory()
+    kept = alive._kept.get(key) if alive is not None else None
+    if alive is not None and kept is not None and kept.original is original:  # else its id is another's already
+        alive._kept.pop(key, None)
+
+
+# --- memory of each kind
+
+
+def _allocate(nbytes: int, pin: bool, share: bool) -> UntypedStorage:
+    if share:
+        try:
+            storage = UntypedStorage._new_shared(nbytes, device="cpu")
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"share_memory: no shared memory of {nbytes} bytes: {error}. Each storage takes a file descriptor "
+                "(raise `ulimit -n`, or use torch.multiprocessing.set_sharing_strategy('file_system')) and room in "
+                "/dev/shm."
+            ) from error
+    elif pin and nbytes < _REGISTERED_BYTES:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).untyped_storage()
+    elif nbytes >= _MAPPED_BYTES or pin:
+        storage = _mapped(nbytes)
+    else:
+        return UntypedStorage(nbytes, device="cpu")
+    if pin:
+        _register(storage)
+    return storage
+
+
+def _allocated_bytes(nbytes: int, pin: bool, share: bool) -> int:
+    return 1 << (nbytes - 1).bit_length() if pin and not share and nbytes < _REGISTERED_BYTES else nbytes
+
+
+def _mapped(nbytes: int) -> UntypedStorage:
+    if hasattr(mmap, "MAP_PRIVATE"):
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    else:
+        mapping = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    with torch.device("cpu"):
+        return torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()
+
+
+def _register(storage: UntypedStorage) -> None:
+    """Page-lock memory that torch has not allocated as such, until it is freed."""
+    cudart = torch.cuda.cudart()
+    address = storage.data_ptr()
+    failure = int(cudart.cudaHostRegister(address, storage.nbytes(), 1))  # 1: for all CUDA contexts
+    if failure:
+        raise RuntimeError(
+            f"pin_memory: CUDA cannot page-lock {storage.nbytes()} bytes (error {failure}). Use pin_memory=False, or "
+            "let the process lock more memory (`ulimit -l`)."
+        )
+    # Called before the memory is freed; not at exit, when CUDA may be gone already.
+    weakref.finalize(storage, cudart.cudaHostUnregister, address).atexit = False

@@ -1,0 +1,322 @@
+"""Deep copies of any nest of Python objects, in which the memory of tensors is put elsewhere.
+
+`copy.deepcopy` leaves tensors where they are. Here a tensor is what ``torch.save`` sees: a storage, and how it is
+looked at. Each storage is replaced once, by whoever asks for the copy, and every tensor that looked at it looks at
+the replacement in the same way. For all other objects the rules are those of `copy.deepcopy`.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+
+# Nothing in them can change, or (functions, classes) they stand for themselves.
+_ATOMIC: frozenset[type] = frozenset(
+    {
+        *(type(None), type(Ellipsis), type(NotImplemented), bool, int, float, complex, str, bytes, range),
+        *(type, property, weakref.ref, types.CodeType, types.FunctionType, types.BuiltinFunctionType),
+        *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
+    }
+)
+_COMPRESSED = {
+    torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
+    torch.sparse_bsr: (Tensor.crow_indices, Tensor.col_indices),
+    torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices),
+    torch.sparse_bsc: (Tensor.ccol_indices, Tensor.row_indices),
+}
+_MISSING = object()
+
+
+class TreeCopy:
+    """One copy of one nest; aliases and cycles are those of the original.
+
+    Args:
+        place: given a storage of the original, the one that stands for it. Called once for each storage, and for each
+            tensor without memory. Values are none of our business.
+    """
+
+    def __init__(self, place: Callable[[UntypedStorage], UntypedStorage]) -> None:
+        self._place = place
+        # As `copy.deepcopy` has it, because objects' own `__deepcopy__` take it. It keeps the originals, too: what
+        # lives only while it is copied must not leave its id to others.
+        self._originals: list[Any] = []
+        self._memo: dict[int, Any] = {}
+        self._memo[id(self._memo)] = self._originals
+        self._path: list[Any] = []
+        self._copiers: dict[type, Callable[[TreeCopy, Any], Any]] = dict(_COPIERS)  # and of classes that were met
+
+    def copy(self, original: Any) -> Any:
+        """The copy of a part of the nest.
+
+        Raises:
+            TypeError: for what cannot be copied; says where it is.
+            RuntimeError: for a tensor whose memory was freed; says where it is.
+        """
+        kind = type(original)
+        if kind in _ATOMIC:
+            return original
+        known = self._memo.get(id(original), _MISSING)
+        if known is not _MISSING:
+            return known
+        copier = self._copiers.get(kind)
+        if copier is None:
+            copier = self._copiers[kind] = _copier_of(kind)
+        return copier(self, original)
+
+    def _remember(self, original: Any, copied: Any) -> Any:
+        self._memo[id(original)] = copied
+        self._originals.append(original)
+        return copied
+
+    def _where(self) -> str:
+        return "the tree" + "".join(f"[{key!r}]" for key in self._path)
+
+    # --- containers and objects ---------------------------------------------------------------------------------
+
+    def _part(self, key: Any, original: Any) -> Any:
+        self._path.append(key)
+        copied = self.copy(original)
+        self._path.pop()
+        return copied
+
+    def _dict(self, original: dict[Any, Any]) -> Any:
+        copied = self._remember(original, {})
+        for key, value in original.items():
+            copied[self.copy(key)] = self._part(key, value)
+        return copied
+
+    def _list(self, original: list[Any]) -> Any:
+        copied = self._remember(original, [])
+        for index, value in enumerate(original):
+            copied.append(self._part(index, value))
+        return copied
+
+    def _tuple(self, original: tuple[Any, ...]) -> Any:
+        copied = tuple(self._part(index, value) for index, value in enumerate(original))
+        if id(original) in self._memo:  # one of its parts holds it, and has copied it already
+            return self._memo[id(original)]
+        if all(one is other for one, other in zip(original, copied, strict=True)):
+            return original
+        return self._remember(original, copied)
+
+    def _method(self, original: types.MethodType) -> Any:
+        return types.MethodType(original.__func__, self.copy(original.__self__))
+
+    def _by_itself(self, original: Any) -> Any:
+        # It will hand its parts to `copy.deepcopy`, which looks into the memo first.
+        for found in tensors_in(original):
+            self.copy(found)
+        copied = original.__deepcopy__(self._memo)
+        if copied is original:
+            return original
+        for found in tensors_in(copied):
+            if isinstance(found, Tensor) and found.device.type not in ("cpu", "meta"):
+                raise TypeError(
+                    f"{self._where()}: the __deepcopy__ of {_name(type(original))} makes a tensor on {found.device}, "
+                    "which is not in its attributes. Have it copy its tensors with copy.deepcopy(tensor, memo)."
+                )
+        return self._remember(original, copied)
+
+    def _by_reducing(self, original: Any) -> Any:
+        reduce = copyreg.dispatch_table.get(type(original))
+        try:
+            rebuilt = reduce(original) if reduce else original.__reduce_ex__(4)
+        except TypeError as error:
+            raise TypeError(f"{self._where()}: a {_name(type(original))} cannot be copied: {error}") from error
+        if isinstance(rebuilt, str):  # a global
+            return original
+        build, args, state, items, pairs, set_state = (*rebuilt, None, None, None, None)[:6]
+        copied = self._remember(original, build(*map(self.copy, args)))
+        if state is not None:
+            _give_state(copied, self.copy(state), set_state)
+        for item in items or ():
+            copied.append(self.copy(item))
+        for key, value in pairs or ():
+            copied[self.copy(key)] = self._part(key, value)
+        return copied
+
+    def _same(self, original: Any) -> Any:
+        return original
+
+    # --- tensors ------------------------------------------------------------------------------------------------
+
+    def _storage(self, original: UntypedStorage) -> UntypedStorage:
+        if original.nbytes() == 0:
+            return self._place(original)
+        placed = self._memo.get(id(original))
+        return self._remember(original, self._place(original)) if placed is None else placed
+
+    def _plain(self, original: Tensor) -> Tensor:
+        view = self._view(original)
+        if original.requires_grad:
+            view.requires_grad_()
+        self._remember(original, view)
+        return self._with_attributes(original, view) if original.__dict__ else view
+
+    def _subclass(self, original: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():  # what a class does with operations is not meant for us
+            copied = Tensor._make_subclass(type(original), self._view(original), original.requires_grad)
+        return self._with_attributes(original, self._remember(original, copied))
+
+    def _wrapper(self, original: Any) -> Tensor:
+        names, context = original.__tensor_flatten__()
+        parts = {name: getattr(original, name) for name in names}
+        for name, part in parts.items():
+            if isinstance(part, Tensor):  # else it belongs to the process, as the mesh of a `DTensor` does
+                parts[name] = self._part(name, part)
+        copied = type(original).__tensor_unflatten__(parts, context, original.size(), original.stride())
+        if copied.requires_grad != original.requires_grad:
+            copied.requires_grad_(original.requires_grad)
+        return self._with_attributes(original, self._remember(original, copied))
+
+    def _awaited(self, original: Any) -> Any:
+        return self._remember(original, self.copy(original.trigger_wait()))
+
+    def _with_attributes(self, original: Tensor, copied: Tensor) -> Tensor:
+        for name, value in original.__dict__.items():
+            if name not in copied.__dict__:  # a wrapper was given its parts already
+                copied.__dict__[name] = self._part(name, value)
+        for name in _slots(type(original)):
+            if hasattr(original, name) and not hasattr(copied, name):
+                setattr(copied, name, self._part(name, getattr(original, name)))
+        return copied
+
+    def _view(self, original: Tensor) -> Tensor:
+        """A tensor of no special class that looks at its storage as the original does."""
+        if original.layout != torch.strided:
+            return self._sparse(original)
+        try:
+            storage = original.untyped_storage()
+        except (NotImplementedError, RuntimeError) as error:
+            raise TypeError(f"{self._where()}: {_described(original)} has no storage to copy: {error}") from error
+        self._check(original, storage)
+        placed = self._storage(storage)
+        if original.is_quantized:
+            view = torch.empty_quantized(original.shape, original, device=placed.device)
+        else:
+            view = torch.empty(0, dtype=original.dtype, device=placed.device)
+        view.set_(placed, original.storage_offset(), original.size(), original.stride())
+        if original.is_conj():
+            view = view.conj()
+        return torch._neg_view(view) if original.is_neg() else view
+
+    def _check(self, original: Tensor, storage: UntypedStorage) -> None:
+        if original.is_nested or _is_wrapper(original, storage):
+            raise TypeError(
+                f"{self._where()}: {_described(original)} keeps its values where nobody sees them. A class that wraps "
+                "tensors needs __tensor_flatten__ and __tensor_unflatten__, or a __reduce_ex__ of its own."
+            )
+        extent = original.numel()
+        if extent and not original.is_contiguous():
+            extent = 1 + sum((n - 1) * step for n, step in zip(original.shape, original.stride(), strict=True))
+        needed = (original.storage_offset() + extent) * original.itemsize if extent else 0
+        if needed > storage.nbytes():
+            raise RuntimeError(
+                f"{self._where()}: {_described(original)} needs {needed} bytes of its storage, which has "
+                f"{storage.nbytes()}: its memory was freed (a sharded parameter, say). Stage what state_dict() returns."
+            )
+
+    def _sparse(self, original: Tensor) -> Tensor:
+        if original.layout == torch.sparse_coo:
+            indices, values = self._plain(original._indices()), self._plain(original._values())
+            # Unchecked, because the values may still be on their way.
+            return torch.sparse_coo_tensor(
+                indices, values, original.shape, is_coalesced=original.is_coalesced(), check_invariants=False
+            )
+        if original.layout not in _COMPRESSED:
+            raise TypeError(f"{self._where()}: {_described(original)} has a layout that cannot be copied by its memory")
+        first, second = (self._plain(indices(original)) for indices in _COMPRESSED[original.layout])
+        values = self._plain(original.values())
+        return torch.sparse_compressed_tensor(
+            first, second, values, original.shape, layout=original.layout, check_invariants=False
+        )
+
+
+# By name and not bound, or a copy would be garbage that holds on to its tensors.
+_COPIERS: dict[type, Callable[[TreeCopy, Any], Any]] = {
+    dict: TreeCopy._dict,
+    list: TreeCopy._list,
+    tuple: TreeCopy._tuple,
+    types.MethodType: TreeCopy._method,
+    Tensor: TreeCopy._plain,
+    UntypedStorage: TreeCopy._storage,
+}
+
+
+def _copier_of(kind: type) -> Callable[[TreeCopy, Any], Any]:
+    if issubclass(kind, Tensor):
+        # Those that pickle in a way of their own know how they are rebuilt.
+        is_torchs = kind.__reduce_ex__ in (Tensor.__reduce_ex__, nn.Parameter.__reduce_ex__)
+        if kind in copyreg.dispatch_table or not is_torchs:
+            return TreeCopy._by_reducing
+        if hasattr(kind, "trigger_wait"):  # the result of a collective that may be under way
+            return TreeCopy._awaited
+        return TreeCopy._wrapper if hasattr(kind, "__tensor_flatten__") else TreeCopy._subclass
+    if issubclass(kind, type):
+        return TreeCopy._same
+    return TreeCopy._by_itself if hasattr(kind, "__deepcopy__") else TreeCopy._by_reducing
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor | UntypedStorage]:
+    """Tensors and storages in containers and in the attributes of objects, each once; those of tensors are left out."""
+    seen: dict[int, Any] = {}
+    pending = [tree]
+    while pending:
+        found = pending.pop()
+        if type(found) in _ATOMIC or isinstance(found, (type, types.ModuleType)) or id(found) in seen:
+            continue
+        seen[id(found)] = found
+        if isinstance(found, (Tensor, UntypedStorage)):
+            yield found
+            continue
+        if isinstance(found, dict):
+            pending += [*found.keys(), *found.values()]
+        elif isinstance(found, (list, tuple, set, frozenset)):
+            pending += found
+        pending += getattr(found, "__dict__", {}).values()
+        pending += [getattr(found, name) for name in _slots(type(found)) if hasattr(found, name)]
+
+
+def _slots(kind: type) -> list[str]:
+    return copyreg._slotnames(kind)  # type: ignore[attr-defined]
+
+
+def _give_state(copied: Any, state: Any, set_state: Callable[[Any, Any], None] | None) -> None:
+    """Pickle's rules, with the state in the form in which `__reduce_ex__` gave it."""
+    if set_state is not None:
+        set_state(copied, state)
+    elif hasattr(copied, "__setstate__"):
+        copied.__setstate__(state)
+    else:
+        attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+        if attributes:
+            copied.__dict__.update(attributes)
+        for name, value in (slots or {}).items():
+            setattr(copied, name, value)
+
+
+def _is_wrapper(tensor: Tensor, storage: UntypedStorage) -> bool:
+    """Whether the storage has a size and no memory, or memory that is not the tensor's."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return False
+    if storage.device != tensor.device:
+        return True
+    try:
+        return storage.data_ptr() == 0 and storage.nbytes() > 0 and not tensor.is_meta
+    except RuntimeError:
+        return True
+
+
+def _described(tensor: Tensor) -> str:
+    shape = "several shapes" if tensor.is_nested else f"shape {tuple(tensor.shape)}"
+    return f"a {_name(type(tensor))} of {shape} and dtype {tensor.dtype}"
+
+
+def _name(kind: type) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
