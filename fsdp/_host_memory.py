@@ -63,7 +63,7 @@ class _Block:
     """Memory for one copy of a storage."""
 
     def __init__(self, nbytes: int, pin: bool, share: bool) -> None:
-        self.storage = _allocate(nbytes, pin, share)
+        self.storage = allocate(nbytes, pin, share)
         self._alone = self._holders()
 
     def _holders(self) -> tuple[int, int]:
@@ -189,7 +189,21 @@ def _forget(memory: weakref.ref[HostMemory], key: int, original: object) -> None
 # --- memory of each kind
 
 
-def _allocate(nbytes: int, pin: bool, share: bool) -> UntypedStorage:
+def require_pinning() -> None:
+    """Raise RuntimeError where host memory cannot be page-locked."""
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            "pin_memory=True needs CUDA, which copies from and to pinned memory, and torch.cuda.is_available() is "
+            "False. Pass pin_memory=torch.cuda.is_available()."
+        )
+
+
+def allocate(nbytes: int, pin: bool, share: bool) -> UntypedStorage:
+    """New host memory, of more than no bytes.
+
+    Raises:
+        RuntimeError: if the system grants no more shared or page-locked memory.
+    """
     if share:
         try:
             storage = UntypedStorage._new_shared(nbytes, device="cpu")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsdp._dtensors import MeshPart, is_dtensor, local_part, set_local_part
+from fsdp._host_memory import allocate
 from fsdp._state_gather import has_only_usual_placements, odd_local_part, usual_part
 from fsdp._state_tree import Path, TensorInfo, described, own_copy, spelled
 
@@ -151,48 +150,14 @@ def host_memory(path: Path, shape: torch.Size, dtype: torch.dtype, pin_memory: b
     Raises:
         RuntimeError: if the system grants no more shared or pinned memory.
     """
-    pin_memory = pin_memory and math.prod(shape) > 0
+    strides = torch.empty(shape, device="meta").stride()
+    nbytes = math.prod(shape) * dtype.itemsize
     if not share_memory:
-        return torch.empty(shape, dtype=dtype, pin_memory=pin_memory)
+        return torch.empty(shape, dtype=dtype, pin_memory=pin_memory and nbytes > 0)
+    if nbytes == 0:
+        return torch.empty(shape, dtype=dtype).share_memory_()
     try:
-        tensor = torch.empty(shape, dtype=dtype).share_memory_()
+        storage = allocate(nbytes, pin_memory, share=True)
     except RuntimeError as error:
-        raise RuntimeError(
-            f"{spelled(path)}: no shared memory for {list(shape)} of {dtype}: {error}. With torch's default sharing "
-            "strategy each tensor keeps a file open: raise the limit (ulimit -n), or call "
-            'torch.multiprocessing.set_sharing_strategy("file_system"); and see that /dev/shm is large enough.'
-        ) from error
-    if pin_memory:
-        _register(path, tensor)
-    return tensor
-
-
-def _register(path: Path, tensor: Tensor) -> None:
-    """Pin memory that is shared already. It stays so for as long as anything views it.
-
-    By CUDA's own call, because torch pins only memory that it allocates itself. What is not unregistered before it is
-    unmapped makes a later registration at the same address fail.
-    """
-    cudart: Any = torch.cuda.cudart()
-    storage = tensor.untyped_storage()
-    status = int(cudart.cudaHostRegister(storage.data_ptr(), storage.nbytes(), 1))  # 1: for the contexts of all devices
-    if status:
-        raise RuntimeError(
-            f"{spelled(path)}: cudaHostRegister refused to pin {storage.nbytes()} bytes of shared memory, with error "
-            f"{status}. The limit of locked memory may be too low (ulimit -l)."
-        )
-    # By the storage, since views may outlive the tensor. Not at exit: CUDA may be gone, and the system frees it.
-    weakref.finalize(storage, _unregister, cudart.cudaHostUnregister, storage.data_ptr()).atexit = False
-
-
-def _unregister(unregister: Callable[[int], Any], address: int) -> None:
-    unregister(address)
-
-
-def require_pinning() -> None:
-    """Raise RuntimeError where host memory cannot be pinned."""
-    if not torch.cuda.is_available():
-        raise RuntimeError(
-            "pin_memory=True needs CUDA, which copies from and to pinned memory, and torch.cuda.is_available() is "
-            "False. Pass pin_memory=torch.cuda.is_available()."
-        )
+        raise RuntimeError(f"{spelled(path)}: {error}") from error
+    return torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)

@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 import torch
 from torch import UntypedStorage
 
-from fsdp._host_memory import HostMemory
+from fsdp._host_memory import HostMemory, require_pinning
 from fsdp._streams import Arrival, Lane, new_lane
 from fsdp._tree_copy import TreeCopy
 
@@ -58,8 +58,7 @@ class StateDictStager:
     released.
 
     Args:
-        pin_memory: page-lock host memory, for copies from CUDA that run beside computation. Without CUDA there is
-            nothing to copy from, and memory is ordinary.
+        pin_memory: page-lock host memory, for copies from CUDA that run beside computation.
         share_memory: put it where other processes can map it, so that they get tensors without a copy. A process that
             still reads is not seen: hold the copy until it is done.
         max_bytes: the most host memory at any time, for copies that you hold and for what is kept to be used again.
@@ -69,6 +68,7 @@ class StateDictStager:
 
     Raises:
         ValueError: for a negative `max_bytes` or `wait_seconds`, or a `wait_seconds` without `max_bytes`.
+        RuntimeError: for `pin_memory` without CUDA.
     """
 
     def __init__(
@@ -83,7 +83,9 @@ class StateDictStager:
             raise ValueError(f"max_bytes must be a number of bytes or None, got {max_bytes}")
         if not wait_seconds >= 0 or (wait_seconds and max_bytes is None):
             raise ValueError(f"wait_seconds={wait_seconds} must not be negative, and is for use with max_bytes")
-        self.pin_memory = pin_memory and torch.cuda.is_available()
+        if pin_memory:
+            require_pinning()
+        self.pin_memory = pin_memory
         self.share_memory = share_memory
         self._memory = HostMemory(self.pin_memory, share_memory, max_bytes, wait_seconds)
         self._lock = threading.RLock()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp._host_memory import require_pinning
 from fsdp._process_groups import Group
 from fsdp._state_broadcast import Arrivals, agree, description, group_of, ranks_of, shared_description
 from fsdp._state_flat import FlatMapping as FlatMapping
@@ -32,7 +33,6 @@ from fsdp._state_leaves import (
     has_part,
     host_twin,
     placed,
-    require_pinning,
 )
 from fsdp._state_tree import CompanionMismatch as CompanionMismatch
 from fsdp._state_tree import (

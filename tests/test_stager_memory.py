@@ -378,11 +378,10 @@ def _sum_and_mark(questions: Any, answers: Any) -> None:
         answers.put(sums)
 
 
-def test_without_cuda_pinning_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinning_without_cuda_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    stager = StateDictStager(pin_memory=True)
-    assert not stager.pin_memory
-    assert stager.stage(torch.ones(2)).tolist() == [1, 1]
+    with pytest.raises(RuntimeError, match=r"needs CUDA.* Pass pin_memory=torch.cuda.is_available\(\)"):
+        StateDictStager(pin_memory=True)
 
 
 def test_no_room_for_shared_memory_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
