@@ -6,8 +6,8 @@ from fsdp._flat_param import FlatParameter as FlatParameter
 from fsdp._forward import TrainingState as TrainingState
 from fsdp._forward_methods import register_fsdp_forward_method as register_fsdp_forward_method
 from fsdp._groups import ShardingStrategy as ShardingStrategy
+from fsdp._load_safetensors import load_safetensors as load_safetensors
 from fsdp._load_state_dict import no_pre_load_state_dict_hook as no_pre_load_state_dict_hook
-from fsdp._loading import load_safetensors as load_safetensors
 from fsdp._materialize import materialize as materialize
 from fsdp._precision import MixedPrecision as MixedPrecision
 from fsdp._version import __version__ as __version__

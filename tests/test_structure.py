@@ -49,7 +49,7 @@ ROOMS: dict[str, set[str]] = {
         "_handover",
         "_local_state",
         "_consolidate",
-        "_loading",
+        "_load_safetensors",
         "_materialize",
         "_summon",
         "_sharded_state",
