@@ -23,7 +23,7 @@ from fsdp._consolidate import mark_shard, shard_mark
 from fsdp._dtensors import is_dtensor
 from fsdp._forward import TrainingState
 from fsdp._handle import FlatParamHandle
-from fsdp._load_state_dict import with_wrapped_metadata
+from fsdp._load_state_dict import is_customised, with_wrapped_metadata
 from fsdp._names import clean_name, join
 from fsdp._sharing import settle_shares
 from fsdp._unit import Unit, own_modules, units_in
@@ -320,15 +320,8 @@ def _fits(value: Tensor, own: Tensor) -> bool:
 
 def _loading_alone(root: nn.Module) -> list[str]:
     """The plain paths of modules that do what they want with the keys below them, which nobody can know before."""
-    found = []
-    for path, module in root.named_modules(remove_duplicate=False):
-        loads = type(module)._load_from_state_dict
-        hooks = (getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values())
-        # Torch's own modules differ in what they do for old versions only.
-        is_plain = (getattr(loads, "__module__", None) or "").startswith("torch.nn.")
-        if not is_plain or any(not (getattr(hook, "__module__", None) or "").startswith("fsdp.") for hook in hooks):
-            found.append(clean_name(path))
-    return found
+    named = root.named_modules(remove_duplicate=False)
+    return [clean_name(path) for path, module in named if is_customised(module)]
 
 
 def _handles(units: Sequence[Unit]) -> list[FlatParamHandle]:
