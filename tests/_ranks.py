@@ -194,11 +194,11 @@ class WorkerSet:
         if self._backend is None or any(outcome.worn_out for outcome in outcomes):
             return False
         if endings == {Ending.RETURNED}:
-            return True
+            return _same_groups(outcomes)
         if endings <= {Ending.RAISED, Ending.SKIPPED}:
             # A test of an error that every rank raises at the same point, which is the usual kind.
             answers = self.round(None, Patience(IN_STEP))
-            return all(answer.ending is Ending.RETURNED for answer in answers)
+            return all(answer.ending is Ending.RETURNED for answer in answers) and _same_groups(answers)
         return False
 
     def outputs(self) -> list[str]:
@@ -284,6 +284,11 @@ def _exit_status(code: int | None) -> str:
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exited with status {code} without answering"
+
+
+def _same_groups(outcomes: list[Outcome]) -> bool:
+    """Whether no rank has made more groups than another: the next that some of them make would never be complete."""
+    return len({outcome.groups for outcome in outcomes}) == 1
 
 
 def _found_by_server() -> bool:

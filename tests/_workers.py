@@ -63,6 +63,7 @@ class Outcome:
     headline: str = ""
     details: str = ""
     worn_out: bool = False  # the worker leaked threads or memory and should be replaced
+    groups: int = 0  # how many there are on a rank that returned
 
 
 @dataclass(frozen=True)
@@ -187,11 +188,11 @@ def _answer(request: Request) -> bytes:
     try:
         if request.call is None:
             dist.barrier()
-            outcome = Outcome(Ending.RETURNED)
+            outcome = Outcome(Ending.RETURNED, groups=_groups())
         else:
             with _fresh_state(request.filters):
                 function, args, kwargs = pickle.loads(request.call)
-                outcome = Outcome(Ending.RETURNED, function(*args, **kwargs), worn_out=_worn_out())
+                outcome = Outcome(Ending.RETURNED, function(*args, **kwargs), worn_out=_worn_out(), groups=_groups())
         return pickle.dumps(outcome)
     except pytest.skip.Exception as skipped:
         return pickle.dumps(Outcome(Ending.SKIPPED, headline=str(skipped)))
@@ -254,6 +255,11 @@ def _apply_filters(filters: tuple[tuple[Any, ...], ...]) -> None:
 
 def _pattern(compiled: re.Pattern[str] | str | None) -> str:
     return compiled if isinstance(compiled, str) else compiled.pattern if compiled else ""
+
+
+def _groups() -> int:
+    # Private, and what torch names a group by that only its members make: they must count alike, or wait forever.
+    return len(dist.distributed_c10d._world.pg_names)
 
 
 def _worn_out() -> bool:

@@ -283,6 +283,17 @@ def test_leaked_process_groups_wear_a_worker_out(ranks: RankPool) -> None:
     assert _all_gone(before)
 
 
+def test_ranks_that_made_different_numbers_of_groups_are_replaced(ranks: RankPool) -> None:
+    before = ranks(2).pids
+    ranks(2).run(_make_a_group_on_rank_0)
+    assert _all_gone(before)
+
+
+def _make_a_group_on_rank_0() -> None:
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+
+
 def _leak_groups(count: int) -> None:
     for group in [dist.new_group() for _ in range(count)]:
         dist.barrier(group)
