@@ -17,6 +17,8 @@ install := $(py) -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
 # Ranks share the cores: with more threads each they take turns instead of computing.
 export OMP_NUM_THREADS ?= 1
+# Every rank imports the tests: where Python is told to keep no bytecode, each would compile them anew.
+test: export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help train test lint bench clean
 

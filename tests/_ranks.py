@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from tests._workers import PRELOAD, Ending, Outcome, Request, Station, serve
+from tests._workers import PACKAGE, PRELOAD, Ending, Outcome, Request, Station, serve
 
 TIMEOUT = 60.0  # seconds for one run
 GRACE = 5.0  # seconds that the other ranks are given once one has failed
@@ -97,7 +98,7 @@ class RankPool:
         self._serial = itertools.count()
         self._printed: list[tuple[str, str]] = []
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOAD)
+        self._context.set_forkserver_preload(PRELOAD + [PACKAGE] * _found_by_server())
 
     def __call__(
         self, world_size: int, *, timeout: float = TIMEOUT, grace: float = GRACE, backend: str | None = "gloo"
@@ -193,11 +194,11 @@ class WorkerSet:
         if self._backend is None or any(outcome.worn_out for outcome in outcomes):
             return False
         if endings == {Ending.RETURNED}:
-            return True
+            return _same_groups(outcomes)
         if endings <= {Ending.RAISED, Ending.SKIPPED}:
             # A test of an error that every rank raises at the same point, which is the usual kind.
             answers = self.round(None, Patience(IN_STEP))
-            return all(answer.ending is Ending.RETURNED for answer in answers)
+            return all(answer.ending is Ending.RETURNED for answer in answers) and _same_groups(answers)
         return False
 
     def outputs(self) -> list[str]:
@@ -283,6 +284,17 @@ def _exit_status(code: int | None) -> str:
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exited with status {code} without answering"
+
+
+def _same_groups(outcomes: list[Outcome]) -> bool:
+    """Whether no rank has made more groups than another: the next that some of them make would never be complete."""
+    return len({outcome.groups for outcome in outcomes}) == 1
+
+
+def _found_by_server() -> bool:
+    """Whether the server, which looks in the folder it is started in, imports this copy of the package and no other."""
+    here = Path(__file__).resolve().parent.parent
+    return Path.cwd() == here and not getattr(sys.flags, "safe_path", False)
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -34,11 +34,14 @@ import torch.distributed as dist
 
 # Imported by the fork server, so that each worker finds them ready: the first optimizer step imports dynamo.
 PRELOAD = ["torch", "torch._dynamo", "torch.testing", "numpy", "pytest", "_pytest.assertion"]
+PACKAGE = "fsdp"  # and this one where the server would find the right copy
 
 # Groups that tests make are never destroyed, and each keeps some three threads. A worker beyond these bounds
 # is replaced after its run.
 MAX_THREADS = 100
 MAX_RESIDENT_MIB = 3000
+
+_set_aside = 0  # modules whose objects no collection walks
 
 
 class Ending(Enum):
@@ -60,6 +63,7 @@ class Outcome:
     headline: str = ""
     details: str = ""
     worn_out: bool = False  # the worker leaked threads or memory and should be replaced
+    groups: int = 0  # how many there are on a rank that returned
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,7 @@ def _redirect(station: Station) -> int:
 
 def _set_up(station: Station) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which kills its workers
+    _let_each_other_finish()
     torch.set_num_threads(1)
     torch.set_num_interop_threads(1)
     _rewrite_asserts()
@@ -137,8 +142,17 @@ def _set_up(station: Station) -> None:
         # By default gloo looks for the interface of this machine's name, which a sandbox may not have.
         os.environ["GLOO_SOCKET_IFNAME"] = loopback.pop()
     _join(station)
-    # Everything imported so far lives as long as the process: a collection between runs need not walk it.
-    gc.freeze()
+    _set_aside_modules()
+
+
+def _let_each_other_finish() -> None:
+    """Have threads that wake up wait for a free core, instead of taking one from a thread that is at work.
+
+    Gloo's event loop spins while another thread of its process holds the lock of a connection. It often woke up just
+    to take the core from that thread, and spun until the scheduler's next tick: a third of what the suite computed.
+    """
+    if hasattr(os, "SCHED_BATCH"):  # Linux; all threads of the process inherit it, for none has been started yet
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _join(station: Station) -> None:
@@ -174,11 +188,11 @@ def _answer(request: Request) -> bytes:
     try:
         if request.call is None:
             dist.barrier()
-            outcome = Outcome(Ending.RETURNED)
+            outcome = Outcome(Ending.RETURNED, groups=_groups())
         else:
             with _fresh_state(request.filters):
                 function, args, kwargs = pickle.loads(request.call)
-                outcome = Outcome(Ending.RETURNED, function(*args, **kwargs), worn_out=_worn_out())
+                outcome = Outcome(Ending.RETURNED, function(*args, **kwargs), worn_out=_worn_out(), groups=_groups())
         return pickle.dumps(outcome)
     except pytest.skip.Exception as skipped:
         return pickle.dumps(Outcome(Ending.SKIPPED, headline=str(skipped)))
@@ -192,6 +206,7 @@ def _answer(request: Request) -> bytes:
 @contextmanager
 def _fresh_state(filters: tuple[tuple[Any, ...], ...]) -> Iterator[None]:
     """Every run starts as if in a new process, under the parent's warning filters."""
+    _set_aside_modules()
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -207,6 +222,19 @@ def _fresh_state(filters: tuple[tuple[Any, ...], ...]) -> Iterator[None]:
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
+
+
+def _set_aside_modules() -> None:
+    """Keep collections from walking what is imported, which lives as long as the process.
+
+    A run that compiles imports so much that it would cost each later one a tenth of a second.
+    """
+    global _set_aside
+    if len(sys.modules) != _set_aside:
+        if _set_aside:
+            gc.collect()  # what the last run left behind must not live as long too
+        _set_aside = len(sys.modules)
+        gc.freeze()
 
 
 def _restore(environment: Mapping[str, str]) -> None:
@@ -227,6 +255,11 @@ def _apply_filters(filters: tuple[tuple[Any, ...], ...]) -> None:
 
 def _pattern(compiled: re.Pattern[str] | str | None) -> str:
     return compiled if isinstance(compiled, str) else compiled.pattern if compiled else ""
+
+
+def _groups() -> int:
+    # Private, and what torch names a group by that only its members make: they must count alike, or wait forever.
+    return len(dist.distributed_c10d._world.pg_names)
 
 
 def _worn_out() -> bool:

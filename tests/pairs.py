@@ -6,6 +6,7 @@ them; what needs three is found by chance.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,13 +22,19 @@ def every_pair(**values: Sequence[Any]) -> list[dict[str, Any]]:
     """
     names = list(values)
     rows = [tuple(enumerate(row)) for row in itertools.product(*(range(len(v)) for v in values.values()))]
-    pairs = {row: set(itertools.combinations(row, 2)) for row in rows}
-    missing = set().union(*pairs.values())
+    pairs = [set(itertools.combinations(row, 2)) for row in rows]
+    missing = set().union(*pairs)
+    # By how many missing pairs each row had when it was last looked at, which is never less than it has now.
+    queue = [(-len(found), number) for number, found in enumerate(pairs)]
     chosen = []
     while missing:
-        best = max(rows, key=lambda row: len(pairs[row] & missing))
-        missing -= pairs[best]
-        chosen.append({names[option]: values[names[option]][choice] for option, choice in best})
+        known, number = heapq.heappop(queue)
+        found = len(pairs[number] & missing)
+        if found < -known:
+            heapq.heappush(queue, (-found, number))
+            continue
+        missing -= pairs[number]
+        chosen.append({names[option]: values[names[option]][choice] for option, choice in rows[number]})
     return chosen
 
 

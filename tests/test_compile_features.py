@@ -59,7 +59,7 @@ def compiled_checkpoint(block: nn.Module, backend: Any) -> nn.Module:
 
 
 @parametrize_pairs(
-    world_size=[2, 3, 1],
+    world_size=[2, 1],
     beside=list(BESIDE),
     options=[*OPTIONS, {"reshard_after_forward": False}],
     prepare=[partial(call_compile, fullgraph=True), torch_compile, checkpoint_of_compiled, compiled_checkpoint],

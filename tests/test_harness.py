@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import random
 import signal
@@ -71,6 +73,34 @@ def test_ranks_have_one_thread_and_the_variables_of_a_launcher(ranks: RankPool) 
 
 def _threads_and_variables(variables: list[str]) -> tuple[Any, ...]:
     return torch.get_num_threads(), *(os.environ[name] for name in variables)
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has the policy")
+def test_no_thread_of_a_rank_takes_the_core_from_one_at_work(ranks: RankPool) -> None:
+    assert ranks(2).run(_policies) == [{os.SCHED_BATCH}] * 2
+
+
+def _policies() -> set[int]:
+    dist.barrier()
+    return {os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
+
+
+def test_collections_do_not_walk_what_earlier_runs_have_imported(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "imported_late.py").write_text("objects = [[] for _ in range(100_000)]")
+    ranks(2).run(_import_late, str(tmp_path))
+    assert max(ranks(2).run(_walked)) < 50_000
+
+
+def _import_late(folder: str) -> None:
+    sys.path.insert(0, folder)
+    try:
+        importlib.import_module("imported_late")
+    finally:
+        sys.path.remove(folder)
+
+
+def _walked() -> int:
+    return len(gc.get_objects())
 
 
 def test_without_a_backend_there_is_no_process_group(ranks: RankPool) -> None:
@@ -251,6 +281,17 @@ def test_leaked_process_groups_wear_a_worker_out(ranks: RankPool) -> None:
     before = ranks(2).pids
     ranks(2).run(_leak_groups, 40)
     assert _all_gone(before)
+
+
+def test_ranks_that_made_different_numbers_of_groups_are_replaced(ranks: RankPool) -> None:
+    before = ranks(2).pids
+    ranks(2).run(_make_a_group_on_rank_0)
+    assert _all_gone(before)
+
+
+def _make_a_group_on_rank_0() -> None:
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
 
 
 def _leak_groups(count: int) -> None:

@@ -22,6 +22,7 @@ from fsdp import FlatParameter, FullyShardedDataParallel, get_fsdp_instances
 from fsdp._flat_param import PieceParameter
 from tests._ranks import RankPool
 from tests.models import Wrap, keep, nested_mlp, tiny_transformer
+from tests.pairs import parametrize_pairs
 from tests.support import fully_sharded
 from tests.test_orig_params_training import (
     Twins,
@@ -172,9 +173,9 @@ def _free_gradients() -> None:
 # Values
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("whole", [True, False], ids=["whole", "piece"])
-@pytest.mark.parametrize("then", ["train", "state_dict", "summon", "to", "step", "forward_before"])
+@parametrize_pairs(
+    then=["train", "state_dict", "summon", "to", "step", "forward_before"], world_size=[3, 1, 2], whole=[True, False]
+)
 def test_assigned_data_is_kept(ranks: RankPool, world_size: int, whole: bool, then: str) -> None:
     ranks(world_size).run(_assign_data, whole, then)
 

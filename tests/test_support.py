@@ -5,6 +5,7 @@ A comparison that cannot fail proves nothing, so half of these are about trainin
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -13,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests._ranks import RankError, RankPool
+from tests.pairs import every_pair
 from tests.support import (
     TOKENS,
-    Parity,
     Training,
     adam,
     adamw,
@@ -72,15 +73,15 @@ flat_transformer = partial(tiny_transformer, nested=False, tied=True, recompute=
 @pytest.mark.parametrize("optimizer", [sgd_with_momentum, adam, adamw])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_right_training_is_within_noise(ranks: RankPool, world_size: int, optimizer: Any) -> None:
-    for parity in ranks(world_size).run(_compare_averaged, optimizer):
-        assert 0 < parity.noise.weight < 1e-4, "a noise that hides mistakes, or that was not measured"
-        assert parity.distance.weight < 1e-4
+    ranks(world_size).run(_compare_averaged, optimizer)
 
 
-def _compare_averaged(optimizer: Any) -> Parity:
+def _compare_averaged(optimizer: Any) -> None:
     assert_parity(flat_mlp, optimizer, wrap=Averaged, accumulate=2, clip=0.1, rows=3)
     assert_parity(flat_transformer, optimizer, wrap=Averaged, task=TOKENS, clip=0.5)
-    return assert_parity(flat_mlp, optimizer, steps=10, wrap=Averaged)
+    parity = assert_parity(flat_mlp, optimizer, steps=10, wrap=Averaged)
+    assert 0 < parity.noise.weight < 1e-4, "a noise that hides mistakes, or that was not measured"
+    assert parity.distance.weight < 1e-4
 
 
 @pytest.mark.parametrize("optimizer", [sgd_with_momentum, adam, adamw])
@@ -105,6 +106,14 @@ def _compare_different_trainings() -> None:
     assert_bit_equal(train_alone(training), train_ddp(training))
 
 
+def test_equal_trainings_are_not_compared_with_noise(ranks: RankPool) -> None:
+    assert ranks(1).run(_noise_was_measured) == [False]
+
+
+def _noise_was_measured() -> bool:
+    return "noise" in vars(assert_parity(flat_mlp, adam, wrap=Averaged))
+
+
 def test_a_missing_weight_is_named(ranks: RankPool) -> None:
     with pytest.raises(RankError, match=r"different names or shapes: exit\.bias: None against \(1,\)"):
         ranks(1).run(assert_parity, flat_mlp, adam, wrap=_Forgetful)
@@ -115,3 +124,15 @@ class _Forgetful(Averaged):
         state = super().state_dict(*args, **kwargs)
         del state["exit.bias"]
         return state
+
+
+# Samples of grids
+
+
+def test_every_two_values_of_two_options_meet_in_few_rows() -> None:
+    grid: dict[str, list[Any]] = {"a": [1, 2, 3, 4], "b": [True, False], "c": ["x", "y", "z"], "d": [None, 0]}
+    rows = every_pair(**grid)
+    for one, other in itertools.combinations(grid, 2):
+        assert {(row[one], row[other]) for row in rows} == set(itertools.product(grid[one], grid[other]))
+    assert rows[0] == {"a": 1, "b": True, "c": "x", "d": None}
+    assert len(rows) <= 13, "no more than one more than the two longest options need, of 48"
