@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fsdp._agreement import agree_on
 from fsdp._comm import LONE_RANK, Communicator, communicator
-from fsdp._process_groups import Group, default_group
+from fsdp._process_groups import Group, default_group, number_of_groups
 
 _HOST = torch.device("cpu")
 
@@ -267,9 +267,20 @@ def _split(group: Group, local: int, given: str) -> tuple[Group, Group | None]:
         )
     if len(rows) == 1:
         return group, None
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    # All shard groups before all others: only their members may meet to make them.
+    return _new_group(group, rows), _new_group(group, columns)
+
+
+def _new_group(group: Group, parts: Sequence[Sequence[int]]) -> Group:
+    """Collective over `group`. The new group of this rank, when each of the parts becomes one."""
     mine = dist.get_rank()
-    # All shard groups before all others: only their members meet to make them.
-    row = next(row for row in rows if mine in row)
-    shard = dist.new_group(row, use_local_synchronization=True)
-    column = [other[row.index(mine)] for other in rows]
-    return shard, dist.new_group(column, use_local_synchronization=True)
+    if group.size() == dist.get_world_size():
+        made = [dist.new_group(list(part)) for part in parts]
+        return next(each for each, part in zip(made, parts, strict=True) if mine in part)
+    agree_on(
+        [communicator(group, _HOST)],
+        "numbers of process groups, which torch names new ones by",
+        str(number_of_groups()),
+    )
+    return dist.new_group(next(list(part) for part in parts if mine in part), use_local_synchronization=True)

@@ -279,6 +279,25 @@ def _disagree() -> None:
         wrapped(sharding_strategy=HYBRID_2, process_group=group)
 
 
+def test_machines_are_found_by_ranks_that_are_in_different_numbers_of_groups(ranks: RankPool) -> None:
+    ranks(4).run(_split_after_odd_groups)
+
+
+def _split_after_odd_groups() -> None:
+    dist.new_group([0, 3])  # which the others are not in
+    with machines_of(2):
+        model = wrapped(sharding_strategy=HYBRID)
+        model(torch.ones(1, 4)).sum().backward()
+        assert (model.world_size, model.replicate_group.size()) == (2, 2)
+        three = dist.new_group([0, 1, 2])
+    if dist.get_rank() < 3:
+        with (
+            machines_of(1),
+            pytest.raises(RuntimeError, match="different numbers of process groups"),
+        ):
+            wrapped(sharding_strategy=HYBRID_2, process_group=three)
+
+
 # Contradictions
 
 
