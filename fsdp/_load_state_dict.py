@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp._agreement import from_everyone, number_among, peers_answer
+from fsdp._agreement import agree_on_outcome, from_everyone, number_among, peers_answer
 from fsdp._assembling import blanks, shapes_of
 from fsdp._awaiting import Awaiting
 from fsdp._blanks import Blank, blanks_in
@@ -67,7 +67,7 @@ def load_whole(
             if source is not None:
                 source.finish(error)
             else:
-                _agree_to_read(unit, error)
+                agree_on_outcome([unit.everyone], "load its state dict", error)
         finally:
             _close_loads(unit)
     if error is not None:
@@ -110,13 +110,14 @@ def _without_values(wrapper: nn.Module, unit: Unit) -> Iterator[None]:
                 params[name] = nn.Parameter(shape, tensor.requires_grad)
             else:
                 buffers[name] = shape
-    for module in wrapper.modules():
+    extra = [module for module in wrapper.modules() if "set_extra_state" not in module.__dict__]
+    for module in extra:
         module.__dict__["set_extra_state"] = _ignore
     try:
         yield
     finally:
-        for module in wrapper.modules():
-            module.__dict__.pop("set_extra_state", None)
+        for module in extra:
+            del module.__dict__["set_extra_state"]
         for params, buffers, tensors in before:
             for name, tensor in tensors.items():
                 (params if name in params else buffers)[name] = tensor
