@@ -198,6 +198,8 @@ class _Loaded(Exposure):
     def _values(self, handle: FlatParamHandle) -> list[Tensor]:
         if self._is_read:
             return super()._values(handle)
+        handle.home.check(handle.name)
+        handle.absorb()
         if not any(handle.flat_param.parts):
             return shapes_of(handle)
         tensors = blanks(handle) if self._is_here else shapes_of(handle)

@@ -70,17 +70,29 @@ _under_way = 0
 
 
 class Arrival:
-    """The end of a model's state, as pickle sees it."""
+    """The end of a model's state, as pickle sees it; or, if pickle gives up before, what it drops."""
+
+    _is_awaited = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        _count(-1)
+        self._arrive()
         return Arrival, ()
+
+    def __del__(self) -> None:
+        self._arrive()
+
+    def _arrive(self) -> None:
+        if self._is_awaited:
+            self._is_awaited = False
+            _count(-1)
 
 
 def depart() -> Arrival:
-    """A model is being pickled, until what is returned is."""
+    """A model is being pickled, until what is returned is, or is dropped."""
+    arrival = Arrival()
+    arrival._is_awaited = True
     _count(1)
-    return Arrival()
+    return arrival
 
 
 @contextmanager

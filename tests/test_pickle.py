@@ -432,6 +432,23 @@ def _pickle_lambda() -> None:
     assert_goes_on_alike(model, sgd_with_momentum, through_pickle)
 
 
+@pytest.mark.parametrize("save", [pickle.dumps, through_torch], ids=["pickle", "torch.save"])
+def test_a_weight_is_refused_by_itself_also_after_a_pickling_that_failed(
+    ranks: RankPool, save: Callable[[Any], Any]
+) -> None:
+    ranks(2).run(_pickle_a_weight_after_a_failure, save)
+
+
+def _pickle_a_weight_after_a_failure(save: Callable[[Any], Any]) -> None:
+    model = nested(fully_sharded())
+    model.module.module.hook = lambda: None
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        save(model)
+    weight = next(module.weight for module in model.modules() if isinstance(module, nn.Linear))
+    with pytest.raises(RuntimeError, match="sharded"):
+        save(weight)
+
+
 def test_the_safe_way_to_load_refuses_a_model_as_it_does_any_module(ranks: RankPool) -> None:
     ranks(1).run(_load_safely)
 

@@ -237,7 +237,8 @@ def _weigh_gather(rows: int, dim: int) -> None:
     # Rows are received in their place. Of columns those of other ranks are received beside it.
     beside = whole.nbytes if dim else 0
     result = len(tree) * whole.nbytes if dist.get_rank() == 0 else 0
-    assert result <= gathers.bytes <= (result + beside if dist.get_rank() == 0 else 0)
+    allowed = result + beside if dist.get_rank() == 0 else 0
+    assert result <= gathers.bytes <= allowed + 64, "less than a part: torch keeps a mesh's ranks"
 
 
 # What cannot be gathered
