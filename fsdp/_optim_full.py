@@ -153,8 +153,8 @@ def _place_finder(params: Parameters, full: Mapping[str, Any]) -> Callable[[Any]
         raise ValueError(
             f"this optimizer state is of a model with {len(full['param_id_map'])} parameters, and this one has "
             f"{len(params.by_number)}. Numbers count the parameters wrapper by wrapper: wrap the same modules as when "
-            "it was saved, or have it go by names (fsdp.optim_utils.rekey_optim_state_dict, with a model that is wrapped "
-            "as it was then)."
+            "it was saved, or have it go by names (fsdp.optim_utils.rekey_optim_state_dict, with a model that is "
+            "wrapped as it was then)."
         )
 
     def place_of(key: Any) -> Place:
@@ -170,12 +170,18 @@ def _place_finder(params: Parameters, full: Mapping[str, Any]) -> Callable[[Any]
 # --- other keys -----------------------------------------------------------------------------------------------------
 
 
-def rekeyed(full: Mapping[str, Any], to: Mapping[Any, Any], param_id_map: Mapping[int, Any] | None) -> dict[str, Any]:
+def rekeyed(
+    full: Mapping[str, Any],
+    to: Mapping[Any, Any],
+    order: Mapping[Any, Any] | None,
+    param_id_map: Mapping[int, Any] | None,
+) -> dict[str, Any]:
     """A full dictionary with other keys for its parameters. Tensors are shared with `full`, which stays as it is.
 
     Args:
         full: to be read.
         to: the new key for each.
+        order: by new key its rank in the groups, in which optimizers go by order; None leaves that.
         param_id_map: with it, FairScale's additions are made; None leaves them out.
 
     Raises:
@@ -189,6 +195,9 @@ def rekeyed(full: Mapping[str, Any], to: Mapping[Any, Any], param_id_map: Mappin
     kept = {key: value for key, value in full.items() if key not in _OWN}
     state = {to[key]: dict(entry) for key, entry in full["state"].items()}
     groups = [_options(group) | {"params": [to[key] for key in group["params"]]} for group in full["param_groups"]]
+    if order is not None:
+        for group in groups:
+            group["params"].sort(key=order.__getitem__)
     added = {}
     if param_id_map is not None:
         mapped = {number: local if number in state else None for number, local in param_id_map.items()}

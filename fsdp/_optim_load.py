@@ -72,8 +72,8 @@ def _plan(one: Listed, states: Mapping[Place, Mapping[str, Any]]) -> Plan:
             if kinds[first][key] is None and not _same(states[one, first][key], states[one, original][key]):
                 values = [_shown(states[one, other][key]) for other in (first, original)]
                 raise ValueError(
-                    f"the optimizer's state '{key}' of {first.name} is {values[0]}, and of {original.name} {values[1]}; the "
-                    f"two are in one flat parameter. {_APART}"
+                    f"the optimizer's state '{key}' of {first.name} is {values[0]}, and of {original.name} "
+                    f"{values[1]}; the two are in one flat parameter. {_APART}"
                 )
     numbers = {key: states[one, first][key] for key, dtype in kinds[first].items() if dtype is None}
     elements = {key: dtype for key, dtype in kinds[first].items() if dtype is not None}

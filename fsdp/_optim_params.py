@@ -257,9 +257,9 @@ def held_by(params: Parameters, optim: Any, sizes: Sequence[int]) -> list[list[L
                 if one is None:
                     raise ValueError(
                         f"{type(optim).__name__}: parameter {place} of group {number}, of shape {tuple(param.shape)}, "
-                        "is not of this model as it is wrapped now. Call this on the outermost FullyShardedDataParallel, "
-                        "with an optimizer of its parameters() only; hand over one that was made before wrapping with "
-                        "reshard_optimizer."
+                        "is not of this model as it is wrapped now. Call this on the outermost "
+                        "FullyShardedDataParallel, with an optimizer of its parameters() only; hand over one that "
+                        "was made before wrapping with reshard_optimizer."
                     )
         return found  # type: ignore[return-value]
     for every in (params.listed, [one for one in params.listed if one.param.requires_grad]):

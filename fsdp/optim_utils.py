@@ -123,22 +123,24 @@ def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, to: str, o
     if to not in ("names", "numbers"):
         raise ValueError(f"to must be 'names' or 'numbers', got {to!r}")
     check_form(full)
-    by_names = goes_by_names(full)
+    by_names, id_map = goes_by_names(full), None
     if isinstance(model, WrapperOptim):
         params = model._optim_parameters("rekey an optimizer state")
-        names = {name: original.number for name, (_, original) in params.by_name.items()}
+        numbers = {name: original.number for name, (_, original) in params.by_name.items()}
         first = {number: original.name for number, (_, original) in params.by_number.items()}
-        local = {id(one): number for number, one in enumerate(params.listed)}
-        id_map = {original.number: local[id(one)] for one, original in params.numbered} if to == "numbers" else None
+        local = {one: number for number, one in enumerate(params.listed)}
+        id_map = {original.number: local[one] for one, original in params.numbered} if to == "numbers" else None
+        order: dict[Any, Any] = {original.number: (local[one], original.number) for one, original in params.numbered}
     else:
-        names = numbers_of_module(model, optim)
-        first, id_map = {number: name for name, number in names.items()}, None
-    table: dict[Any, Any] = dict(names) if by_names else dict(first)
+        numbers = numbers_of_module(model, optim)
+        first = {number: name for name, number in numbers.items()}
+        order = {number: number for number in first}
+    table: dict[Any, Any] = dict(numbers) if by_names else dict(first)
     if by_names is (to == "names"):
         table = {key: key for key in table}
     if by_names:
         table |= {key: table[clean_name(key)] for key in full["state"] if clean_name(key) in table}
-    return rekeyed(full, table, id_map)
+    return rekeyed(full, table, order if by_names and to == "numbers" else None, id_map)
 
 
 def _wrapper(model: Any) -> WrapperOptim:
