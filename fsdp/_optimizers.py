@@ -91,8 +91,8 @@ def _warn_of_whole_parameters(optimizer: torch.optim.Optimizer, ours: list[Any])
         warnings.warn(
             f"{type(optimizer).__name__} goes by the rows, columns or norms of whole parameters, and gets flat shards, "
             f"as that with {ours[0].owner._names[0]}: it does not train as without sharding, and its state may not be "
-            "saved whole. Use an optimizer that works element by element (Adam, AdamW, SGD, ...), or leave the parameters "
-            "that it needs whole with ignored_parameters, summing their gradients over the ranks yourself.",
+            "saved whole. Use an optimizer that works element by element (Adam, AdamW, SGD, ...), or leave the "
+            "parameters that it needs whole with ignored_parameters, summing their gradients over the ranks yourself.",
             stacklevel=3,
         )
 
