@@ -223,11 +223,11 @@ def groups_as_now(params: Parameters, full: Given, optim: Any) -> list[tuple[dic
             )
         options = full.groups[next(iter(found))][0] if found else {}
         groups.append((options, members))
-    strangers = {one for one, _ in full.states} - {one for members in held for one in members}
+    known = {one for members in held for one in members}
+    strangers = [original.name for one, original in full.states if one not in known]
     if strangers:
-        name = next(iter(strangers)).originals[0].name
         raise ValueError(
-            f"the optimizer state has something of {name}, and the optimizer has not. Make it with the same parameters."
+            f"the optimizer state has something of {strangers[0]}, and the optimizer has not. Make it with the same parameters."
         )
     return groups
 

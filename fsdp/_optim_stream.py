@@ -69,13 +69,13 @@ class Shared:
 class Window:
     """What is on its way, in its order: not more than so many bytes at once."""
 
-    def __init__(self, limit: int = WINDOW) -> None:
-        self._limit, self._bytes = limit, 0
+    def __init__(self) -> None:
+        self._bytes = 0
         self._ahead: deque[tuple[Callable[[], Any], int]] = deque()
 
     def has_room(self, nbytes: int) -> bool:
         """Whether something may be sent before the first one has arrived."""
-        return not self._ahead or self._bytes + nbytes <= self._limit
+        return not self._ahead or self._bytes + nbytes <= WINDOW
 
     def add(self, finish: Callable[[], Any], nbytes: int) -> None:
         self._ahead.append((finish, nbytes))
