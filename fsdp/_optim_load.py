@@ -227,7 +227,8 @@ def groups_as_now(params: Parameters, full: Given, optim: Any) -> list[tuple[dic
     strangers = [original.name for one, original in full.states if one not in known]
     if strangers:
         raise ValueError(
-            f"the optimizer state has something of {strangers[0]}, and the optimizer has not. Make it with the same parameters."
+            f"the optimizer state has something of {strangers[0]}, and the optimizer has not. Make it with the "
+            "same parameters."
         )
     return groups
 
@@ -286,7 +287,7 @@ def described_by_first(
 
 @torch.no_grad()
 def deal_states(
-    params: Parameters, plans: Plans, full: Given, source: FirstRank, forget: Callable[[Listed, str], None]
+    params: Parameters, plans: Plans, full: Given, source: FirstRank, present: Callable[[Listed, str], Any]
 ) -> dict[Listed, dict[str, Any]]:
     """Collective. This rank's part of what the first rank has, which sends each part to the rank that keeps it.
 
@@ -295,7 +296,7 @@ def deal_states(
         plans: what is wanted.
         full: on the first rank the whole values.
         source: the first rank.
-        forget: called with what is about to get new state, and the key.
+        present: what the optimizer has now under a key of the state; it is written to if it fits.
     """
     cut: dict[Listed, dict[str, Tensor]] = {one: {} for one in plans}
     window = Window()
@@ -304,8 +305,10 @@ def deal_states(
             nbytes = one.param.numel() * one.comm.world_size * dtype.itemsize
             while not window.has_room(nbytes):
                 window.first()
-            forget(one, key)
-            made = cut[one][key] = blank(one, dtype, one.param.device)
+            made = present(one, key)
+            if not _fits(one, made, dtype):
+                made = blank(one, dtype, one.param.device)
+            cut[one][key] = made
             values = [full.states[one, original].get(key) for original in one.originals]
             if (one.comm, one.replicas) == tuple(source.ranks):
                 window.add(_deal(one, made, values, source), nbytes)
@@ -319,6 +322,12 @@ def deal_states(
     return {one: _state(one, plan, cut[one]) for one, plan in plans.items()}
 
 
+def _fits(one: Listed, made: Any, dtype: torch.dtype) -> bool:
+    """Whether a tensor is like those that `blank` makes."""
+    wanted = one.param.shape, dtype, one.param.device
+    return isinstance(made, Tensor) and (made.shape, made.dtype, made.device) == wanted and made.is_contiguous()
+
+
 def _deal(one: Listed, made: Tensor, values: Sequence[Tensor | None], source: FirstRank) -> Callable[[], Any]:
     """Begin to send to each rank the elements that it keeps."""
     comm = one.comm
@@ -326,6 +335,7 @@ def _deal(one: Listed, made: Tensor, values: Sequence[Tensor | None], source: Fi
     flat = arriving.view(-1)
     incoming: dict[int, list[Tensor]] = {}
     outgoing: dict[int, list[Tensor]] = {}
+    kept: list[tuple[Tensor, Tensor]] = []
     for original, value in zip(one.originals, values, strict=True):
         mine = one.interval(original, comm.rank)
         if value is not None:
@@ -336,19 +346,21 @@ def _deal(one: Listed, made: Tensor, values: Sequence[Tensor | None], source: Fi
                     part = whole[there.start : there.stop].to(one.device)
                     outgoing.setdefault(rank, []).append(part)
             if mine is not None:
-                flat[mine.offset : mine.offset + mine.numel].copy_(whole[mine.start : mine.stop])
+                kept.append((flat[mine.offset : mine.offset + mine.numel], whole[mine.start : mine.stop]))
         elif mine is not None and one.replicas.rank == 0:
             incoming.setdefault(0, []).append(flat[mine.offset : mine.offset + mine.numel])
     pending = None
     if (incoming or outgoing) and one.handle is not None:
         pending = comm.exchange(incoming, outgoing, f"optimizer state of {one.name}", one.handle.tag)
+    for place, part in kept:  # while the others are on their way
+        place.copy_(part)
 
     def finish() -> None:
         if pending is not None:
             pending.wait()
         if one.replicas.world_size > 1 and flat.numel():
             one.replicas.broadcast(flat.view(torch.uint8)).wait()
-        if outgoing:
+        if outgoing and one.device.type != "cpu":
             comm.settle()  # what was brought to the device only to be sent can go
         if arriving is not made:
             made.copy_(arriving)

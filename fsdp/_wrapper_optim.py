@@ -166,17 +166,16 @@ class WrapperOptim(WrapperState):
 
         plans, found = described_by_first(params, source, read)
         groups = done_by_all(source.ranks, _LOAD, lambda: groups_as_now(params, found, optim))
-        states = deal_states(params, plans, found, source, lambda one, key: _forget(optim, one, key))
+        states = deal_states(params, plans, found, source, lambda one, key: _present(optim, one, key))
         return {**found.beside, **dictionary_of(groups, states)}
 
 
 _LOAD = "load its optimizer state"
 
 
-def _forget(optim: Any, one: Listed, key: str) -> None:
-    """Give the memory of state back that is about to be replaced."""
-    if isinstance(optim, torch.optim.Optimizer):
-        optim.state.get(one.param, {}).pop(key, None)
+def _present(optim: Any, one: Listed, key: str) -> Any:
+    """What an optimizer has now."""
+    return optim.state.get(one.param, {}).get(key) if isinstance(optim, torch.optim.Optimizer) else None
 
 
 def _is_alone(unit: Unit, root: Unit) -> bool:

@@ -93,8 +93,9 @@ def load_full_optim_state_dict(model: nn.Module, optim: Any, full: Any, *, rank0
         model: the outermost wrapper.
         optim: an optimizer of its parameters.
         full: the whole state, by names, or by FairScale's numbers. It is left alone.
-        rank0_only: take the first rank's; others pass None, and are sent their parts. They need memory for their shards
-            only. With tensor parallelism, the first of every data-parallel group has it.
+        rank0_only: take the first rank's; others pass None, and are sent their parts. What the optimizer has already
+            is written in place, so that they need memory for what is new to it only. With tensor
+            parallelism, the first of every data-parallel group has it.
 
     Raises:
         RuntimeError: inside a forward, backward or `summon_full_params`; if another rank could not load it.
