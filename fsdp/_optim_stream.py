@@ -176,13 +176,13 @@ class OptimStream:
         receivers = self._receivers[comm]
         mine = one.interval(original, comm.rank)
         part = None
-        if mine is not None and (receivers or self.is_wanted):
+        if mine is not None and receivers:
             value = self.own.states[one][key].detach().reshape(-1)
             part = value[mine.offset : mine.offset + mine.numel].to(one.device).contiguous()
         if not self.is_wanted:
             made = torch.empty(original.shape, dtype=kind.dtype, device="meta")
-            pending = self._exchange(one, {}, {rank: [part] for rank in receivers} if part is not None else {})
-            return lambda: (pending and pending.wait(), (original, key, made))[1]
+            sending = self._exchange(one, {}, {rank: [part] for rank in receivers} if part is not None else {})
+            return lambda: self._sent(one, sending, (original, key, made))
         made = torch.empty(shape, dtype=kind.dtype, device=one.device)
         flat = made.view(-1)
         incoming = {
@@ -202,6 +202,14 @@ class OptimStream:
             return original, key, tensor.cpu()
 
         return finish
+
+    @staticmethod
+    def _sent(one: Listed, pending: Pending | None, result: Any) -> Any:
+        if pending is not None:
+            pending.wait()
+            if one.device.type != "cpu":
+                one.comm.settle()  # what was copied only to be sent can go
+        return result
 
     @staticmethod
     def _exchange(one: Listed, incoming: Any, outgoing: Any) -> Pending | None:

@@ -13,7 +13,7 @@ from benchmarks.record_fairscale_optim import CASES, Scaled, make_optimizer, tra
 from benchmarks.record_fairscale_shards import make_wrapped
 from fsdp import FullyShardedDataParallel, optim_utils
 from tests._ranks import RankPool
-from tests.optimizing import assert_close, assert_same, from_first, with_plain_steps
+from tests.optimizing import assert_close, assert_same, from_first
 
 RECORDED = Path(__file__).parent / "data" / "fairscale"
 every_case = pytest.mark.parametrize("name", CASES)
@@ -112,9 +112,3 @@ def test_a_singleton_is_a_tensor_without_dimensions() -> None:
     assert optim_utils.is_singleton_tensor(torch.tensor(1.0))
     assert not optim_utils.is_singleton_tensor(torch.ones(1))
     assert not optim_utils.is_singleton_tensor(1.0)
-
-
-def test_what_an_optimizer_has_is_compared_without_steps() -> None:
-    assert with_plain_steps({"state": {0: {"step": torch.tensor(2.0)}}, "param_groups": []})["state"] == {
-        0: {"step": 2.0}
-    }
