@@ -6,13 +6,15 @@ import hashlib
 import json
 import pickle
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from fsdp._comm import Communicator
 from fsdp._fingerprints import first_difference
 from fsdp._handle import FlatParamHandle
 from fsdp._unit import Unit
 
+_T = TypeVar("_T")
 Plan = list[tuple[str, list[str]]]
 # Over each in turn, all that hold a part of something are reached: those that share it, and then their replicas.
 Ranks = Sequence[Communicator]
@@ -114,6 +116,17 @@ def agree_on_outcome(everyone: Iterable[Ranks], what: str, error: Exception | No
         raise error
     if heard:
         raise RuntimeError(f"{own}: {heard}")
+
+
+def done_by_all(ranks: Ranks, what: str, job: Callable[[], _T]) -> _T:
+    """Collective. What `job` returns, if it raises on no rank; otherwise as `agree_on_outcome`."""
+    try:
+        result = job()
+    except Exception as error:
+        agree_on_outcome([ranks], what, error)
+        raise
+    agree_on_outcome([ranks], what, None)
+    return result
 
 
 def agree_on_values(units: Sequence[tuple[str, Unit]]) -> None:

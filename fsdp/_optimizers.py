@@ -6,7 +6,10 @@ what cannot be stepped is refused; after it, what an optimizer made for shards o
 
 from __future__ import annotations
 
+import re
 import sys
+import warnings
+import weakref
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -39,6 +42,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     if any(param._is_sharded or is_on_many_ranks(param.owner.parts) for param in ours):
         _refuse_lonely_scaler(optimizer)
     _refuse_original_parameters(optimizer, params)
+    _warn_of_whole_parameters(optimizer, ours)
     _refuse_low_gradients(optimizer, ours)
     for param in ours:
         what = f"{type(optimizer).__name__}.step() of a flat parameter with {param.owner._names[0]}"
@@ -72,6 +76,24 @@ def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[A
             f"this {type(optimizer).__name__} was made before the model was wrapped: it holds original parameters that "
             f"get no gradients any more ({listing}). Hand it over with reshard_optimizer(optimizer) of the outermost "
             "FullyShardedDataParallel, or make it after wrapping, from the wrapped model's parameters()."
+        )
+
+
+# Optimizers that look at a parameter's rows and columns, or at its norm, by their classes' names.
+_OF_WHOLE_PARAMETERS = re.compile("adafactor|muon|shampoo|lamb(?!da)|lars", re.IGNORECASE)
+_warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def _warn_of_whole_parameters(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
+    """Warn once of an optimizer that cannot do on flat shards what it does on whole parameters."""
+    if ours and optimizer not in _warned and _OF_WHOLE_PARAMETERS.search(type(optimizer).__name__):
+        _warned.add(optimizer)
+        warnings.warn(
+            f"{type(optimizer).__name__} goes by the rows, columns or norms of whole parameters, and gets flat shards, "
+            f"as that with {ours[0].owner._names[0]}: it does not train as without sharding, and its state may not be "
+            "saved whole. Use an optimizer that works element by element (Adam, AdamW, SGD, ...), or leave the "
+            "parameters that it needs whole with ignored_parameters, summing their gradients over the ranks yourself.",
+            stacklevel=3,
         )
 
 

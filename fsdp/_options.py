@@ -12,11 +12,6 @@ from fsdp._offload import Offload
 from fsdp._precision import MixedPrecision, Precision
 from fsdp._process_groups import Group
 
-# Arguments of FairScale's that are not built yet, with the only values that mean what is done today.
-_NOT_YET: dict[str, tuple[Any, ...]] = {
-    "no_broadcast_optim_state": (False, None),
-}
-
 # Arguments that say in flags what a `MixedPrecision` says in one object, with the values that say nothing.
 _PRECISION_FLAGS: dict[str, tuple[Any, ...]] = {
     "fp32_reduce_scatter": (False, None),
@@ -60,14 +55,8 @@ class Options:
         """Check the constructor's arguments.
 
         Raises:
-            NotImplementedError: for an option that this version does not build.
             ValueError: for a value out of range, or options that contradict each other.
         """
-        for name, allowed in _NOT_YET.items():
-            if not any(given[name] is value for value in allowed):
-                raise NotImplementedError(
-                    f"{name}={given[name]!r} is not built yet in this version of fsdp; leave it at its default"
-                )
         factor = given["gradient_predivide_factor"]
         if factor is not None and factor <= 0:
             raise ValueError(f"gradient_predivide_factor must be positive, got {factor}")
@@ -86,12 +75,16 @@ class Options:
             "move_params_to_cpu": offload.params,
             "move_grads_to_cpu": offload.grads,
             "cpu_offload": offload.params,
-            "no_broadcast_optim_state": False,
         }
         resolved |= {name: _device(given[name]) for name in ("compute_device", "state_dict_device")}
         resolved |= {
             name: bool(given[name])
-            for name in ("fp32_reduce_scatter", "force_input_to_fp32", "state_dict_on_rank_0_only")
+            for name in (
+                "fp32_reduce_scatter",
+                "force_input_to_fp32",
+                "state_dict_on_rank_0_only",
+                "no_broadcast_optim_state",
+            )
         }
         return cls(**resolved, **{name: given[name] for name in _FIELDS - resolved.keys()})
 

@@ -117,12 +117,6 @@ class WrapperLocal(WrapperState):
         """
         return consolidate(shard_weights, shard_metadata, with_module_buffers, strict)
 
-    @property
-    def no_broadcast_optim_state(self) -> bool:
-        """Whether the first rank has all of it, inside of an outermost wrapper that is sharded. None uses it yet."""
-        runtime = self._unit.runtime
-        return runtime is not None and self._unit.comm.world_size == 1 < runtime.root.comm.world_size
-
     def _members(self) -> list[Member]:
         """The wrappers in this one, itself first."""
         inner = [(clean_name(path), one) for path, one in self.named_modules() if isinstance(one, WrapperLocal)]

@@ -48,8 +48,7 @@ class FullyShardedDataParallel(WrapperShards):
 
     Every rank must wrap the same modules with the same values in the same order; nothing is broadcast but for
     `sync_module_states`, and ranks compare their values at the first use. The
-    arguments are FairScale's, in its order, and after them our own, by keyword only. Those that this version does not
-    build yet raise `NotImplementedError` when set to anything but their default.
+    arguments are FairScale's, in its order, and after them our own, by keyword only.
 
     Args:
         module: the module to wrap; its parameters are taken over in place.
@@ -119,7 +118,9 @@ class FullyShardedDataParallel(WrapperShards):
         param_init_fn: called with each module of this unit that has parameters or buffers without values (meta device),
             to initialise them, when it is wrapped; see `fsdp.materialize`. Without it they wait for values.
         state_dict_on_rank_0_only: `state_dict` is empty on other ranks than the first.
-        no_broadcast_optim_state: only its default, for now.
+        no_broadcast_optim_state: leave this wrapper's optimizer state out of the gathered one
+            (`gather_full_optim_state_dict`). A wrapper of one rank inside of a sharded one does so by itself, and then
+            the gathered state has that of the rank that gets it.
 
     Raises:
         RuntimeError: without a process group, or if the disk is too small.
@@ -128,7 +129,6 @@ class FullyShardedDataParallel(WrapperShards):
         ValueError: for a module that is wrapped already, has no parameters, or shares one with an inner wrapper; for
             `DTensor`s on ranks of `process_group`, or on a mesh of another kind of device; for dtypes that cannot be
             trained as asked, and for options that contradict each other.
-        NotImplementedError: for options that are not built yet.
     """
 
     def __init__(

@@ -114,14 +114,6 @@ def test_a_tie_that_wrapping_by_hand_would_cut() -> None:
 
 
 class OptionErrors(RanksTestCase):
-    @parameterized.expand([("no_broadcast_optim_state", True)])
-    def test_not_built_yet(self, name: str, value: Any) -> None:
-        module = layers()
-        with pytest.raises(NotImplementedError, match=f"{name}={re.escape(repr(value))} is not built yet"):
-            wrap_alone(module, **{name: value})
-        assert len(list(module.parameters())) == 4, "a refused module stays as it was"
-        step(wrap_alone(module))
-
     @parameterized.expand(
         [
             (ValueError, "gradient_predivide_factor must be positive, got 0", {"gradient_predivide_factor": 0}),

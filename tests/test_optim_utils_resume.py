@@ -1,0 +1,168 @@
+"""Training goes on from a full optimizer state, at any world size and in any form, as if it had not stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp import FullyShardedDataParallel, optim_utils
+from tests._ranks import RankPool
+from tests.optimizing import (
+    MakeOptimizer,
+    adadelta,
+    adam,
+    assert_close,
+    assert_same,
+    from_first,
+    garden,
+    grouped_adamw,
+    is_bias,
+    momentum,
+    nadam,
+    stateless,
+    train,
+    with_plain_steps,
+)
+from tests.pairs import parametrize_pairs
+from tests.support import fully_sharded
+
+FORMS: list[dict[str, Any]] = [{}, {"flatten_parameters": False}, {"use_orig_params": True}, {"group_by": is_bias}]
+OPTIMIZERS: list[MakeOptimizer] = [adam, grouped_adamw, momentum, adadelta, nadam, stateless]
+HALF = 3
+
+
+@parametrize_pairs(saved_at=[2, 1, 3, 4], loaded_at=[3, 1, 2, 4], form=FORMS, make_optimizer=OPTIMIZERS)
+def test_half_of_the_steps_at_another_world_size(
+    ranks: RankPool,
+    tmp_path: Path,
+    saved_at: int,
+    loaded_at: int,
+    form: dict[str, Any],
+    make_optimizer: MakeOptimizer,
+) -> None:
+    ranks(saved_at).run(_train_and_save, tmp_path / "saved", form, make_optimizer)
+    ranks(loaded_at).run(_load_and_train, tmp_path / "saved", form, make_optimizer)
+
+
+def _train_and_save(path: Path, form: dict[str, Any], make_optimizer: MakeOptimizer) -> None:
+    model: Any = garden(fully_sharded(**form))
+    optimizer = make_optimizer(model)
+    train(model, optimizer, range(HALF))
+    weights, full = model.state_dict(), model.gather_full_optim_state_dict(optimizer)
+    assert (full is not None) == (dist.get_rank() == 0)
+    own = optimizer.state_dict()
+    assert_same(model.get_shard_from_optim_state_dict(from_first(full)), with_plain_steps(own))
+    assert_same(optimizer.state_dict(), own)
+    if full is not None:
+        torch.save((weights, full), path)
+
+
+def _load_and_train(path: Path, form: dict[str, Any], make_optimizer: MakeOptimizer) -> None:
+    weights, full = torch.load(path, weights_only=True)
+    model: Any = garden(fully_sharded(**form), seed=1)
+    optimizer = make_optimizer(model)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(model.get_shard_from_optim_state_dict(full))
+    saved = torch.load(path, weights_only=True)[1]
+    gathered = from_first(model.gather_full_optim_state_dict(optimizer))
+    _forget_number_of_ranks(saved), _forget_number_of_ranks(gathered)
+    assert_same(gathered, saved)
+    train(model, optimizer, range(HALF, 2 * HALF))
+    twin = garden()
+    own = _optimizer_like(twin, form, make_optimizer, model, optimizer)
+    train(twin, own, range(2 * HALF), alone=True)
+    # In one flat parameter with others, what is used nowhere has a gradient of zeros: it may be decayed, and has state.
+    assert_close(_without(model.state_dict(), "idle"), _without(twin.state_dict(), "idle"))
+    named = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
+    assert named is not None
+    plain = optim_utils.rekey_optim_state_dict(own.state_dict(), twin, "names", own)
+    for name, state in plain["state"].items():
+        elements = {key: value for key, value in state.items() if value is not None and value.dim()}
+        assert_close({key: named["state"][name][key] for key in elements}, elements, tolerance=1e-4)
+    assert named["state"].keys() - plain["state"].keys() <= {"idle"}
+
+
+def _optimizer_like(
+    twin: Any, form: dict[str, Any], make_optimizer: MakeOptimizer, model: Any, optimizer: torch.optim.Optimizer
+) -> torch.optim.Optimizer:
+    """That of the plain model; with the same parameters in each group."""
+    if make_optimizer is not grouped_adamw or form:
+        return make_optimizer(twin)
+    return torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.1)  # flat parameters have no names of biases
+
+
+def _without(state: Any, name: str) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if key != name}
+
+
+def _forget_number_of_ranks(full: dict[str, Any]) -> None:
+    """0-d tensors are there once for each rank. When they are loaded, torch casts them as the parameter is."""
+    for state in full["state"].values():
+        for key, value in state.items():
+            if isinstance(value, list):
+                state[key] = value[0].item()
+
+
+@parametrize_pairs(saved=FORMS[:3], loaded=FORMS[:3], by=["numbers", "names", "first"])
+def test_the_state_goes_from_one_form_to_another(
+    ranks: RankPool, saved: dict[str, Any], loaded: dict[str, Any], by: str
+) -> None:
+    ranks(3).run(_change_form, saved, loaded, by)
+
+
+def _change_form(saved: dict[str, Any], loaded: dict[str, Any], by: str) -> None:
+    # What is used nowhere has no state by itself, and zeros in one flat parameter with others: leave it out.
+    one: Any = _without_idle(fully_sharded(**saved))
+    optimizer = momentum(one)
+    train(one, optimizer, range(2))
+    full = from_first(one.gather_full_optim_state_dict(optimizer))
+    named = optim_utils.full_optim_state_dict(one, optimizer, recipient_rank=None)
+    assert named is not None
+    other: Any = _without_idle(fully_sharded(**loaded))
+    second = momentum(other)
+    if by == "numbers":
+        optim_utils.load_full_optim_state_dict(other, second, full)
+    elif by == "names":
+        optim_utils.load_full_optim_state_dict(other, second, named)
+    else:
+        given = named if dist.get_rank() == 0 else None
+        optim_utils.load_full_optim_state_dict(other, second, given, rank0_only=True)
+    again = optim_utils.full_optim_state_dict(other, second, recipient_rank=None)
+    assert again is not None
+    assert_same(again["state"], named["state"])
+
+
+def _without_idle(wrap: Any) -> FullyShardedDataParallel:
+    from tests.models import nested_mlp
+
+    model = nested_mlp(wrap)
+    assert isinstance(model, FullyShardedDataParallel)
+    return model
+
+
+@pytest.mark.parametrize("make_optimizer", [adam, nadam])
+def test_an_unsharded_model_goes_on_from_it_and_back(ranks: RankPool, make_optimizer: MakeOptimizer) -> None:
+    ranks(2).run(_to_a_plain_model_and_back, make_optimizer)
+
+
+def _to_a_plain_model_and_back(make_optimizer: MakeOptimizer) -> None:
+    model, twin = garden(fully_sharded(use_orig_params=True)), garden()
+    optimizer, own = make_optimizer(model), make_optimizer(twin)
+    train(model, optimizer, range(2))
+    named = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
+    assert named is not None
+    own.load_state_dict(optim_utils.rekey_optim_state_dict(named, twin, "numbers", own))
+    twin.load_state_dict(model.state_dict())
+    train(model, optimizer, range(2, 4))
+    train(twin, own, range(2, 4), alone=True)
+    assert_close(dict(model.state_dict()), dict(twin.state_dict()))
+    back = optim_utils.rekey_optim_state_dict(own.state_dict(), twin, "names", own)
+    assert "idle" not in back["state"], "it was never used"
+    optim_utils.load_full_optim_state_dict(model, optimizer, back)
+    again = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
+    assert again is not None
+    assert_same(again["state"], back["state"])
