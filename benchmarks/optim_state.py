@@ -12,11 +12,8 @@ the state on the first rank while it saves.
 
 from __future__ import annotations
 
-import argparse
-import functools
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,95 +30,54 @@ if not __package__:  # run as a file: the folder above has `benchmarks` and `fsd
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._contestants import CONTESTANTS, FSDP1_FLAT, FSDP2, OURS, Policy
-from benchmarks._measure import NOTHING_KEPT, bytes_sent, ratio, table, warn_if_busy
+from benchmarks._measure import NOTHING_KEPT, warn_if_busy
 from benchmarks._ranks import run_ranks
+from benchmarks._states import (
+    SLACK,
+    Cost,
+    Way,
+    config_of,
+    measure,
+    options_of,
+    print_costs,
+    print_times,
+    sizes_of,
+    time_all,
+)
 from benchmarks.gpt import GPT, GPTConfig
-from benchmarks.state import _TINY, Cost, _config, _growth, _seconds, _sizes
 from fsdp import optim_utils
-
-_SLACK = 32e6  # what Python and the backend take at the first large exchange
-
-
-@dataclass(frozen=True)
-class Way:
-    """How one library saves an optimizer's state on the first rank, and loads from it."""
-
-    save: Callable[[Any, torch.optim.Optimizer], Any]
-    load: Callable[[Any, torch.optim.Optimizer, Any], None]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parse(arguments)
-    config = _config(options.gigabytes)
-    model, _ = _sizes(config)
+    options = options_of(arguments, "optim_state", "Full optimizer states", 0.4, WAYS)
+    config = config_of(options.gigabytes)
+    model, _ = sizes_of(config)
     print(f"Adam on a GPT of {config.num_layers} blocks: {2 * model / 1e9:.2f} GB of state in float32.")
     warn_if_busy()
     costs = {name: run_ranks(_measure, options.ranks, name, config, environment=NOTHING_KEPT) for name in options.only}
-    rows = [_row(name, rank, cost, 2 * model) for name in options.only for rank, cost in enumerate(costs[name])]
-    print(table(["", "rank", "save MB", "load MB", "sent by both/state"], rows), flush=True)
-    times = run_ranks(_time, options.ranks, options.only, config, options.rounds)[0]
-    print()
-    print(table(["", "save s", "load s", f"save/{OURS}", f"load/{OURS}"], [_times(n, times) for n in options.only]))
+    print_costs(costs, 2 * model)
+    print_times(run_ranks(_time, options.ranks, options.only, config, options.rounds)[0])
     holds = OURS not in costs or all(_holds(rank, cost, model) for rank, cost in enumerate(costs[OURS]))
     if not holds:
         print("Ours needs more memory than it should.")
     return 0 if holds else 1
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.optim_state",
-        description="Full optimizer states on the first rank: time, memory and bytes.",
-    )
-    add = parser.add_argument
-    add("--gigabytes", type=float, default=0.4, help="size of the model in float32 (%(default)s)")
-    add("--ranks", type=int, default=2, help="processes (%(default)s)")
-    add("--rounds", type=int, default=5, help="times that each is saved and loaded (%(default)s)")
-    add("--only", nargs="+", choices=sorted(WAYS), default=list(WAYS), help="contestants")
-    return parser.parse_args(arguments)
-
-
 def _holds(rank: int, cost: Cost, model: int) -> bool:
     # While it loads, the first rank has the state already, and all ranks write into the optimizer's.
-    allowed = 0.1 * model + _SLACK
+    allowed = 0.1 * model + SLACK
     return cost.save_growth <= allowed + (2 * model if rank == 0 else 0) and cost.load_growth <= allowed
-
-
-def _row(name: str, rank: int, cost: Cost, full: int) -> list[str]:
-    growths = [f"{growth / 1e6:.0f}" for growth in (cost.save_growth, cost.load_growth)]
-    return [name, str(rank), *growths, f"{cost.sent / full:.2f}"]
-
-
-def _times(name: str, times: dict[str, list[tuple[float, float]]]) -> list[str]:
-    own, ours = (list(zip(*times[each], strict=True)) for each in (name, OURS if OURS in times else name))
-    medians = [f"{sorted(values)[len(values) // 2]:.2f}" for values in own]
-    return [name, *medians, *(ratio(values, others) for values, others in zip(own, ours, strict=True))]
 
 
 # --- on a rank
 
 
 def _measure(name: str, config: GPTConfig) -> Cost:
-    way = WAYS[name]
-    model, optimizer = _stepped(name, _TINY)  # what is loaded at first use is not the model's
-    way.load(model, optimizer, way.save(model, optimizer))
-    model, optimizer = _stepped(name, config)
-    sent = bytes_sent() or 0
-    state, save_growth = _growth(lambda: way.save(model, optimizer))
-    _, load_growth = _growth(lambda: way.load(model, optimizer, state))
-    return Cost(save_growth, load_growth, (bytes_sent() or 0) - sent)
+    return measure(WAYS[name], _stepped, name, config)
 
 
 def _time(names: Sequence[str], config: GPTConfig, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    made = {name: _stepped(name, config) for name in names}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    for number in range(rounds + 1):
-        for name in [*names[number % len(names) :], *names[: number % len(names)]]:
-            state, saving = _seconds(functools.partial(WAYS[name].save, *made[name]))
-            _, loading = _seconds(functools.partial(WAYS[name].load, *made[name], state))
-            if number:  # the first time connects, and fills caches
-                times[name].append((saving, loading))
-    return times
+    return time_all(WAYS, _stepped, names, config, rounds)
 
 
 def _stepped(name: str, config: GPTConfig) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -25,8 +25,6 @@ from fsdp._layout import Interval
 from fsdp._names import clean_name, join
 from fsdp._unit import Unit, units_in
 
-_NAMED = 5  # in messages
-
 
 @dataclass(frozen=True, eq=False)
 class Original:
@@ -271,8 +269,3 @@ def held_by(params: Parameters, optim: Any, sizes: Sequence[int]) -> list[list[L
         "and it shows no param_groups that would say which. Give it a `param_groups` attribute, or pass the optimizer "
         "inside."
     )
-
-
-def listed_names(names: Sequence[str]) -> str:
-    """Some of them, for a message."""
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")

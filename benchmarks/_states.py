@@ -1,0 +1,138 @@
+"""What benchmarks of states on the first rank share: the model, what saving and loading cost, and how it is printed."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks._contestants import OURS
+from benchmarks._measure import bytes_sent, forget_peak, peak_resident_bytes, ratio, resident_bytes, settle, table
+from benchmarks.gpt import GPT, GPTConfig
+
+SLACK = 32e6  # bytes that Python and the backend take at the first large exchange
+_WIDTH = 1024
+_BYTES = 4  # of a float32
+_TINY = GPTConfig(num_layers=1, num_heads=1, width=8)
+
+Make = Callable[[str, GPTConfig], tuple[Any, ...]]  # what a contestant of a name works on
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one library saves on the first rank, and loads from it; called with what was made, and with the state."""
+
+    save: Callable[..., Any]
+    load: Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What saving and loading once has cost one rank."""
+
+    save_growth: int  # bytes resident at the highest, above those before
+    load_growth: int
+    sent: int  # bytes, of both
+
+
+def options_of(arguments: Sequence[str] | None, name: str, what: str, gigabytes: float, ways: Mapping[str, Way]) -> Any:
+    """The command line of `benchmarks.<name>`."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}", description=f"{what} on the first rank: time, memory and bytes."
+    )
+    add = parser.add_argument
+    add("--gigabytes", type=float, default=gigabytes, help="size of the model in float32 (%(default)s)")
+    add("--ranks", type=int, default=2, help="processes (%(default)s)")
+    add("--rounds", type=int, default=5, help="times that each is saved and loaded (%(default)s)")
+    add("--only", nargs="+", choices=sorted(ways), default=list(ways), help="contestants")
+    return parser.parse_args(arguments)
+
+
+def config_of(gigabytes: float) -> GPTConfig:
+    per_block = (12 * _WIDTH * _WIDTH + 13 * _WIDTH) * _BYTES
+    return GPTConfig(num_layers=max(1, round(gigabytes * 1e9 / per_block)), num_heads=16, width=_WIDTH)
+
+
+def sizes_of(config: GPTConfig) -> tuple[int, int]:
+    """Bytes of the whole state, and of the largest unit."""
+    with torch.device("meta"):
+        model = GPT(config)
+    blocks = [sum(param.numel() for param in block.parameters()) for block in model.blocks]
+    total = sum(param.numel() for param in model.parameters())
+    return total * _BYTES, max(*blocks, total - sum(blocks)) * _BYTES
+
+
+def print_costs(costs: Mapping[str, Sequence[Cost]], nbytes: int) -> None:
+    """Memory and bytes, of each rank, for a state of so many bytes."""
+    rows = [_row(name, rank, cost, nbytes) for name, found in costs.items() for rank, cost in enumerate(found)]
+    print(table(["", "rank", "save MB", "load MB", "sent by both/state"], rows), flush=True)
+
+
+def print_times(times: dict[str, list[tuple[float, float]]]) -> None:
+    """Seconds, and their ratios to ours in the same round."""
+    print()
+    print(table(["", "save s", "load s", f"save/{OURS}", f"load/{OURS}"], [_times(name, times) for name in times]))
+
+
+def _row(name: str, rank: int, cost: Cost, full: int) -> list[str]:
+    growths = [f"{growth / 1e6:.0f}" for growth in (cost.save_growth, cost.load_growth)]
+    return [name, str(rank), *growths, f"{cost.sent / full:.2f}"]
+
+
+def _times(name: str, times: dict[str, list[tuple[float, float]]]) -> list[str]:
+    own, ours = (list(zip(*times[each], strict=True)) for each in (name, OURS if OURS in times else name))
+    medians = [f"{sorted(values)[len(values) // 2]:.2f}" for values in own]
+    return [name, *medians, *(ratio(values, others) for values, others in zip(own, ours, strict=True))]
+
+
+# --- on a rank
+
+
+def measure(way: Way, make: Make, name: str, config: GPTConfig) -> Cost:
+    """What saving and loading once costs."""
+    made = make(name, _TINY)  # what is loaded at first use is not the model's
+    way.load(*made, way.save(*made))
+    made = make(name, config)
+    sent = bytes_sent() or 0
+    state, save_growth = _growth(lambda: way.save(*made))
+    _, load_growth = _growth(lambda: way.load(*made, state))
+    return Cost(save_growth, load_growth, (bytes_sent() or 0) - sent)
+
+
+def _growth(job: Callable[[], Any]) -> tuple[Any, int]:
+    settle()
+    dist.barrier()
+    before = resident_bytes()
+    forget_peak()
+    result = job()
+    dist.barrier()
+    return result, peak_resident_bytes() - before
+
+
+def time_all(
+    ways: Mapping[str, Way], make: Make, names: Sequence[str], config: GPTConfig, rounds: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of saving and loading, in each round by all, who take turns in being the first."""
+    made = {name: make(name, config) for name in names}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for number in range(rounds + 1):
+        for name in [*names[number % len(names) :], *names[: number % len(names)]]:
+            state, saving = _seconds(functools.partial(ways[name].save, *made[name]))
+            _, loading = _seconds(functools.partial(ways[name].load, *made[name], state))
+            if number:  # the first time connects, and fills caches
+                times[name].append((saving, loading))
+    return times
+
+
+def _seconds(job: Callable[[], Any]) -> tuple[Any, float]:
+    dist.barrier()
+    began = time.perf_counter()
+    result = job()
+    dist.barrier()
+    return result, time.perf_counter() - began
