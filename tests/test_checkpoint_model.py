@@ -1,4 +1,4 @@
-"""`fsdp.save` and `fsdp.load` of models: any number of ranks writes what any other reads, and so does everybody else."""
+"""`fsdp.save` and `fsdp.load` of models: any number of ranks writes what any other reads, and everybody else."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def tied_state(make: Callable[..., nn.Module], seed: int) -> dict[str, Tensor]:
     model = make(seed=seed)
     params = dict(model.named_parameters())  # which has them once
     return {
-        name: value for name, value in model.state_dict().items() if name in params or name in dict(model.named_buffers())
+        name: value
+        for name, value in model.state_dict().items()
+        if name in params or name in dict(model.named_buffers())
     }
 
 
@@ -186,9 +188,7 @@ def _save_own_norms(folder: Path) -> Tensor:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_parameters_are_cast_on_their_way_and_buffers_are_not(
-    ranks: RankPool, tmp_path: Path, world_size: int
-) -> None:
+def test_parameters_are_cast_on_their_way_and_buffers_are_not(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
     casts = ranks(world_size).run(_save_cast, tmp_path)
     assert all(cast == casts[0] for cast in casts)
     plain = everything(seed=1)
@@ -254,7 +254,7 @@ def test_generators_go_on_where_as_many_ranks_load(
 ) -> None:
     drawn = ranks(2).run(_save_and_draw, tmp_path)
     found = ranks(loaded_by).run(_load_and_draw, tmp_path)
-    assert len({one for one in drawn}) == 2
+    assert len(set(drawn)) == 2
     assert (found[:2] == [(True, each) for each in drawn]) is goes_on
     assert [flag for flag, _ in found] == [goes_on] * loaded_by
 
