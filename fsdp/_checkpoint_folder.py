@@ -104,9 +104,12 @@ class Destination:
         Path(self.folder, _MARKER).write_text(uuid.uuid4().hex)
 
     @property
-    def token(self) -> str:
-        """What processes that see the same folder all find there."""
-        return Path(self.folder, _MARKER).read_text()
+    def token(self) -> bytes:
+        """What all processes find that see the folder which one has made; empty if there is nothing."""
+        try:
+            return Path(self.folder, _MARKER).read_bytes()
+        except OSError:
+            return b""
 
     def _put_in_order(self) -> None:
         if not os.path.lexists(self.path):

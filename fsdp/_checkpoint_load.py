@@ -14,7 +14,8 @@ from torch import nn
 from fsdp._agreement import Ranks, agree_on, agree_on_outcome, from_everyone, number_among, peers_answer
 from fsdp._checked_files import CheckedFiles
 from fsdp._checkpoint_manifest import Manifest, complete
-from fsdp._checkpoint_model import size_of
+from fsdp._checkpoint_model import Stored, done_by_all, size_of, stored_tensors
+from fsdp._checkpoint_optim import StatePlan, give_state, plan_state, read_state, release_state
 from fsdp._generators import set_generator_states
 from fsdp._load_safetensors import does_not_fit, misfits, opened, read
 from fsdp._model_tensors import prepared, tensors_in
@@ -41,7 +42,7 @@ class Loaded:
     world_size: int
 
 
-def load(path: str | os.PathLike[str], model: nn.Module, *, strict: bool, generators: bool) -> Loaded:
+def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, strict: bool, generators: bool) -> Loaded:
     """Collective. See `fsdp.checkpoint.load`."""
     units, everyone = prepared(model, "load a checkpoint")
     folder, manifest = _found(path, everyone)
@@ -49,30 +50,62 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, strict: bool, genera
         files = stack.enter_context(opened(lambda: manifest.model.opened_in(folder), everyone))
         targets = tensors_in(model, units)
         missing, unexpected, problems = misfits(targets, files, strict)
+        state = None
+        if optimizer is not None:
+            state = _SavedState(optimizer, folder, manifest, everyone, stack)
+            problems += done_by_all(everyone, f"load {folder}", lambda: state.problems(stored_tensors(model, units)))
         problem = RuntimeError(does_not_fit(folder, model, problems)) if problems else None
         agree_on_outcome(everyone, f"load {folder}", problem)
-        error: Exception | None = None
-        try:
-            read(targets, units, files)
-        except (OSError, ValueError) as found:
-            error = found
-        agree_on_outcome(everyone, f"read {folder}", error)
+        done_by_all(everyone, f"read {folder}", lambda: read(targets, units, files))
         _compare(files, everyone)
+        if state is not None:
+            state.load()
     has_generators = generators and _restore_generators(manifest, everyone)
     return Loaded(Path(folder), decoded(manifest.values), missing, unexpected, has_generators, manifest.world_size)
 
 
+class _SavedState:
+    """An optimizer's state in a checkpoint.
+
+    Args:
+        optimizer: that is to get it.
+        folder, manifest: of the checkpoint.
+        everyone: the ranks.
+        stack: closes the files.
+    """
+
+    def __init__(
+        self, optimizer: Any, folder: str, manifest: Manifest, everyone: Sequence[Ranks], stack: ExitStack
+    ) -> None:
+        saved = manifest.optimizer
+        if saved is None:
+            raise ValueError(f"{folder} has no optimizer in it: load it without one")
+        self._optimizer, self._rest, self._everyone = optimizer, manifest.optimizer_rest, everyone
+        self._what = f"read the optimizer's state in {folder}"
+        self._files = stack.enter_context(opened(lambda: saved.opened_in(folder), everyone))
+        self._plan = StatePlan([], [], [], [])
+
+    def problems(self, tensors: dict[str, Stored]) -> list[str]:
+        """What does not fit."""
+        self._plan = plan_state(self._optimizer, tensors, self._files, self._rest)
+        return self._plan.problems
+
+    def load(self) -> None:
+        """Collective. Read it, and have the optimizer go on with it if every rank could."""
+        found = done_by_all(self._everyone, self._what, lambda: read_state(self._optimizer, self._plan, self._files))
+        _compare(self._files, self._everyone)
+        give_state(self._optimizer, self._plan, found)
+        release_state(self._plan.groups)
+
+
 def _found(path: str | os.PathLike[str], everyone: Sequence[Ranks]) -> tuple[str, Manifest]:
     """Collective. The checkpoint, which all ranks have."""
-    folder, manifest, error = "", None, None
-    try:
+
+    def look() -> tuple[str, Manifest]:
         folder = complete(path)
-        manifest = Manifest.read(folder)
-    except (OSError, ValueError) as found:
-        error = found
-    agree_on_outcome(everyone, f"open the checkpoint {os.fspath(path)}", error)
-    if manifest is None:
-        raise RuntimeError(f"{folder} has no manifest")
+        return folder, Manifest.read(folder)
+
+    folder, manifest = done_by_all(everyone, f"open the checkpoint {os.fspath(path)}", look)
     for ranks in everyone:
         agree_on(ranks, "checkpoints", manifest.digest, folder)
     return folder, manifest
@@ -81,12 +114,7 @@ def _found(path: str | os.PathLike[str], everyone: Sequence[Ranks]) -> tuple[str
 def _compare(files: CheckedFiles, everyone: Sequence[Ranks]) -> None:
     """Collective. Blocks of which ranks have read different parts are as they were saved."""
     heard = [each for ranks in everyone if peers_answer(ranks) for each in from_everyone(ranks, files.fragments)]
-    error: Exception | None = None
-    try:
-        files.compare_fragments(heard)
-    except (OSError, ValueError) as found:
-        error = found
-    agree_on_outcome(everyone, f"find {files.path} undamaged", error)
+    done_by_all(everyone, f"find {files.path} undamaged", lambda: files.compare_fragments(heard))
 
 
 def _restore_generators(manifest: Manifest, everyone: Sequence[Ranks]) -> bool:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp._agreement import Ranks, number_among
+from fsdp._agreement import Ranks, agree_on_outcome, number_among
 from fsdp._comm import LONE_RANK, communicator
 from fsdp._handle import FlatParamHandle
 from fsdp._layout import Interval
@@ -22,6 +23,22 @@ from fsdp._safetensors_writer import Entry, Part
 from fsdp._unit import Unit
 
 Stored = SlotTensor | WholeTensor
+Result = TypeVar("Result")
+
+
+def done_by_all(everyone: Iterable[Ranks], what: str, job: Callable[[], Result]) -> Result:
+    """Collective. The result of a job that each rank does for itself.
+
+    Raises:
+        Exception: what it raised here; on ranks where it did not, a RuntimeError that names the first where it did.
+    """
+    error = result = None
+    try:
+        result = job()
+    except Exception as found:  # noqa: BLE001 (whatever it is, the other ranks must hear of it)
+        error = found
+    agree_on_outcome(everyone, what, error)
+    return result  # type: ignore[return-value]
 
 
 def all_ranks(everyone: Sequence[Ranks]) -> Ranks:
@@ -108,7 +125,7 @@ def _entry(name: str, target: Stored, ranks: Ranks, dtype: torch.dtype | None) -
         )
     is_parameter = isinstance(target, SlotTensor) or isinstance(target.tensor, nn.Parameter)
     kept = dtype if dtype is not None and is_parameter and target.dtype.is_floating_point else target.dtype
-    return Entry(name, kept, target.shape, [*parts_of(target, values_of(name, target), ranks)])
+    return Entry(name, kept, target.shape, parts_of(target, values_of(name, target), interval_of(target), ranks))
 
 
 def values_of(name: str, target: Stored) -> Tensor:
@@ -121,11 +138,18 @@ def values_of(name: str, target: Stored) -> Tensor:
     return target.tensor.detach().reshape(-1)
 
 
-def parts_of(target: Stored, flat: Tensor, ranks: Ranks) -> Iterator[Part]:
-    """What this rank writes of a tensor in which elements lie as in a shard, or as in the whole tensor."""
-    interval = interval_of(target)
-    if interval is not None and _writes(target, ranks):
-        yield Part(interval.start, flat[interval.offset : interval.offset + interval.numel])
+def parts_of(target: Stored, flat: Tensor, interval: Interval | None, ranks: Ranks) -> list[Part]:
+    """What this rank writes of a tensor, or of another one in its likeness.
+
+    Args:
+        target: the tensor.
+        flat: where this rank's elements are.
+        interval: which they are, and at what place; None if it has none.
+        ranks: that write.
+    """
+    if interval is None or not _writes(target, ranks):
+        return []
+    return [Part(interval.start, flat[interval.offset : interval.offset + interval.numel])]
 
 
 def interval_of(target: Stored) -> Interval | None:

@@ -8,27 +8,31 @@ is to be written.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import pickle
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp._agreement import Ranks, agree_on, agree_on_outcome, from_everyone, number_among
-from fsdp._checkpoint_folder import Destination, write_synced
+from fsdp._agreement import Ranks, agree_on, from_everyone, number_among
+from fsdp._checkpoint_folder import Destination, numbered, rotate, write_synced
 from fsdp._checkpoint_manifest import Manifest, TensorFiles, files_of
 from fsdp._checkpoint_model import (
+    Stored,
     all_ranks,
     buffers_in_own_precision,
+    done_by_all,
     entries_of,
     require_one_model,
     size_of,
     stored_tensors,
 )
+from fsdp._checkpoint_optim import Seen, kinds_of_all, kinds_on_rank, seen_by, state_entries
 from fsdp._checksums import Fragment, HoleError, as_text, by_name, of_tensor
 from fsdp._generators import generator_states
 from fsdp._model_tensors import handles_of, outermost_units, prepared
@@ -38,7 +42,6 @@ from fsdp._state_dict import ensure_same_values
 from fsdp._unit import Unit
 from fsdp._values import require_values_everywhere
 
-Result = TypeVar("Result")
 _WHAT = "save a checkpoint"
 
 
@@ -74,6 +77,10 @@ class Plan:
     generators: Any
     cast: dict[str, torch.dtype]
 
+    def with_set(self, stem: str, entries: list[Entry], max_file_bytes: int | None) -> Plan:
+        """The same with more tensors, in files of their own."""
+        return replace(self, sets=[*self.sets, TensorSet(stem, entries, plan(entries, stem, max_file_bytes))])
+
     @property
     def nbytes(self) -> int:
         """Of all files with tensors."""
@@ -95,32 +102,21 @@ class Saved:
     cast: dict[str, torch.dtype]
 
 
-def done_by_all(ranks: Ranks, what: str, job: Callable[[], Result]) -> Result:
-    """Collective. The result of a job that each rank does for itself.
-
-    Raises:
-        Exception: what it raised here; on ranks where it did not, a RuntimeError that names the first where it did.
-    """
-    error = result = None
-    try:
-        result = job()
-    except Exception as found:  # noqa: BLE001 (whatever it is, the other ranks must hear of it)
-        error = found
-    agree_on_outcome([ranks], what, error)
-    return result  # type: ignore[return-value]
-
-
 # What is to be written
 
 
 def prepare(
     model: nn.Module,
+    optimizer: Any,
     values: Any,
     *,
     dtype: torch.dtype | None,
+    max_file_bytes: int | None,
     generators: bool,
 ) -> tuple[Plan, Ranks, list[Unit]]:
     """Collective. What is to be written, the ranks that write, and the units whose memory it is in."""
+    if max_file_bytes is not None and max_file_bytes < 1:
+        raise ValueError(f"max_file_bytes must be a positive number of bytes or None, got {max_file_bytes}")
     units, everyone = prepared(model, _WHAT)
     ranks = all_ranks(everyone)
     require_one_model(units, ranks)
@@ -128,24 +124,43 @@ def prepare(
         require_values_everywhere(unit, _WHAT)
         ensure_same_values(unit)
 
-    def look() -> Plan:
+    def look() -> tuple[Plan, dict[str, Stored]]:
         with buffers_in_own_precision(units):
             tensors = stored_tensors(model, units)
             entries = entries_of(tensors, ranks, dtype)
-        cast = {entry.name: tensors[entry.name].dtype for entry in entries}
-        return Plan(
-            [TensorSet("model", entries, plan(entries, "model"))],
-            None,
-            encoded(values, "values"),
-            encoded(generator_states(), "generators") if generators else None,
-            {entry.name: cast[entry.name] for entry in entries if entry.dtype != cast[entry.name]},
-        )
+        cast = {entry.name: tensors[entry.name].dtype for entry in entries if entry.dtype != tensors[entry.name].dtype}
+        states = encoded(generator_states(), "generators") if generators else None
+        return Plan([], None, encoded(values, "values"), states, cast).with_set(
+            "model", entries, max_file_bytes
+        ), tensors
 
-    found = done_by_all(ranks, "prepare its part of a checkpoint", look)
-    heads = hashlib.sha256(b"".join(file.head for each in found.sets for file in each.files)).hexdigest()
+    found, tensors = done_by_all([ranks], "prepare its part of a checkpoint", look)
+    if optimizer is not None:
+        found = _with_optimizer(found, optimizer, tensors, ranks, max_file_bytes)
+    content = [json.dumps(found.optimizer_rest).encode(), *(file.head for each in found.sets for file in each.files)]
+    digest = hashlib.sha256(b"".join(content)).hexdigest()
     count = sum(len(each.entries) for each in found.sets)
-    agree_on(ranks, "tensors to save", heads, f"{count} ({heads[:8]})")
+    agree_on(ranks, "tensors or settings to save", digest, f"{count} tensors ({digest[:8]})")
     return found, ranks, units
+
+
+def _with_optimizer(
+    found: Plan, optimizer: Any, tensors: dict[str, Stored], ranks: Ranks, max_file_bytes: int | None
+) -> Plan:
+    """Collective. The same with the state of an optimizer."""
+
+    def look() -> tuple[list[list[Seen]], list[Any]]:
+        groups = seen_by(optimizer, tensors)
+        return groups, kinds_on_rank(optimizer, groups)
+
+    groups, own = done_by_all([ranks], "prepare its optimizer's state", look)
+    kinds = kinds_of_all(own, ranks)
+
+    def add() -> Plan:
+        entries, rest = state_entries(optimizer, groups, kinds, ranks)
+        return replace(found.with_set("optimizer", entries, max_file_bytes), optimizer_rest=rest)
+
+    return done_by_all([ranks], "prepare its optimizer's state", add)
 
 
 def release(units: Sequence[Unit]) -> None:
@@ -157,23 +172,59 @@ def release(units: Sequence[Unit]) -> None:
 # Writing
 
 
-def write(path: str | os.PathLike[str], found: Plan, ranks: Ranks) -> Saved:
-    """Collective. Have a checkpoint at a path, or what was there before if that raises an error.
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint is to be.
+
+    Attributes:
+        path: the folder; with a step, the one that has the folders of several steps.
+        step: the number among those; None for a folder by itself.
+        keep: how many of them to keep; None for all.
+
+    Raises:
+        ValueError: for numbers that make no sense.
+    """
+
+    path: str | os.PathLike[str]
+    step: int | None = None
+    keep: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.step is not None and self.step < 0:
+            raise ValueError(f"step must be 0 or more, got {self.step}")
+        if self.keep is not None and (self.step is None or self.keep < 1):
+            raise ValueError(f"keep={self.keep} must be positive, and is for checkpoints with a step")
+
+    @property
+    def folder(self) -> str:
+        """The checkpoint's own."""
+        return os.fspath(self.path) if self.step is None else numbered(self.path, self.step)
+
+    def tidy(self) -> None:
+        """Remove what is not to be kept, now that the checkpoint is there."""
+        if self.keep is not None and self.step is not None:
+            rotate(self.path, self.keep, self.step)
+
+
+def write(place: Place, found: Plan, ranks: Ranks) -> Saved:
+    """Collective. Have a checkpoint at a place, or what was there before if that raises an error.
 
     Raises:
         OSError: if the files cannot be written, on the rank that cannot; a RuntimeError with the reason on the others.
     """
-    destination = Destination(path)
+    destination = Destination(place.folder)
     is_first = number_among(ranks) == 0
     try:
-        done_by_all(ranks, f"make {destination.folder}", lambda: _begin(destination, found) if is_first else None)
-        fragments = done_by_all(ranks, f"write to {destination.folder}", lambda: _write_own(destination, found))
+        done_by_all([ranks], f"make {destination.folder}", lambda: _begin(destination, found) if is_first else None)
+        _require_one_folder(destination, ranks)
+        fragments = done_by_all([ranks], f"write to {destination.folder}", lambda: _write_own(destination, found))
         heard = [pickle.loads(each) for each in from_everyone(ranks, pickle.dumps((fragments, found.generators)))]
         done_by_all(
-            ranks,
+            [ranks],
             f"complete {destination.path}",
             lambda: destination.commit(_manifest(found, ranks, heard)) if is_first else None,
         )
+        done_by_all([ranks], f"remove old checkpoints from {place.path}", lambda: place.tidy() if is_first else None)
     except BaseException:
         if is_first:
             destination.abandon()
@@ -188,6 +239,17 @@ def _begin(destination: Destination, found: Plan) -> None:
             create(destination.folder, file)
         if len(each.files) > 1:
             write_synced(os.path.join(destination.folder, index_name(each.stem)), each.index)
+
+
+def _require_one_folder(destination: Destination, ranks: Ranks) -> None:
+    """Collective. Raise RuntimeError on every rank if one does not see the folder that the first has made."""
+    tokens = from_everyone(ranks, destination.token)
+    for rank, token in enumerate(tokens):
+        if token != tokens[0]:
+            raise RuntimeError(
+                f"rank {rank} does not see {destination.folder}, which rank 0 has made: all ranks must write to one "
+                "file system. Where there is none, gather the model (state_dict(rank0_only=True)) and save that."
+            )
 
 
 def _write_own(destination: Destination, found: Plan) -> list[list[Fragment]]:

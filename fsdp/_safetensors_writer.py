@@ -19,7 +19,7 @@ from fsdp._checksums import BLOCK_BYTES, Fragment, fragment, spans
 from fsdp._safetensors import DTYPES, INDEX_SUFFIX, MAX_HEADER
 
 SUFFIX = ".safetensors"
-_KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
+KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 _ALIGNMENT = 8  # of the data, as in the reference implementation
 
 
@@ -79,7 +79,7 @@ def plan(entries: Sequence[Entry], stem: str, max_file_bytes: int | None = None)
     if twice is not None:
         raise ValueError(f"two tensors have the name {twice}: a file can hold one of them")
     for entry in entries:
-        if entry.dtype not in _KINDS:
+        if entry.dtype not in KINDS:
             raise TypeError(f"{entry.name} is of {entry.dtype}, which safetensors files cannot hold")
     bundles: list[list[Entry]] = [[]]
     room = max_file_bytes
@@ -103,7 +103,7 @@ def _planned(name: str, entries: Sequence[Entry]) -> PlannedFile:
     for entry in sorted(entries, key=lambda each: -each.dtype.itemsize):  # so that each is aligned
         offsets[entry.name] = offset
         header[entry.name] = {
-            "dtype": _KINDS[entry.dtype],
+            "dtype": KINDS[entry.dtype],
             "shape": list(entry.shape),
             "data_offsets": [offset, offset + entry.nbytes],
         }

@@ -67,6 +67,8 @@ ROOMS: dict[str, set[str]] = {
         "_checkpoint_folder",
         "_checkpoint_manifest",
         "_checkpoint_model",
+        "_checkpoint_optim",
+        "_checkpoint_background",
         "_checkpoint_save",
         "_checkpoint_load",
         "_generators",
