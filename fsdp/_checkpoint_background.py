@@ -65,6 +65,11 @@ class _Job:
             traceback.print_exception(self._error)
 
 
+def _report(jobs: list[_Job]) -> None:
+    for job in jobs:
+        job.report()
+
+
 class Saver:
     """Saves checkpoints in the background: training waits for a copy to host memory only.
 
@@ -92,7 +97,12 @@ class Saver:
             raise ValueError(f'when_busy must be "wait" or "raise", got {when_busy!r}')
         self._waits = when_busy == "wait"
         self._stager = StateDictStager(pin_memory, max_bytes=max_bytes)
-        self._job: _Job | None = None
+        self._jobs: list[_Job] = []  # the last one
+        weakref.finalize(self, _report, self._jobs)
+
+    @property
+    def _job(self) -> _Job | None:
+        return self._jobs[0] if self._jobs else None
 
     @property
     def is_busy(self) -> bool:
@@ -129,8 +139,7 @@ class Saver:
         )
         found = done_by_all([ranks], "copy its part of a checkpoint", lambda: self._copied(found))
         release(units)
-        self._job = _Job(place, found, tuple(comm.apart() for comm in ranks))
-        weakref.finalize(self, self._job.report)
+        self._jobs[:] = [_Job(place, found, tuple(comm.apart() for comm in ranks))]
 
     def wait(self) -> Saved | None:
         """Block until the last checkpoint is there, and say where. On each rank for itself.

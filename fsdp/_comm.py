@@ -79,7 +79,7 @@ class TorchCollectives(Communicator):
         if self._apart is None:
             members = dist.get_process_group_ranks(self._group)
             group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-            self._apart = communicator(group, torch.device("cpu"))  # type: ignore[arg-type]
+            self._apart = communicator(group, torch.device("cpu"))
         return self._apart
 
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: int) -> Pending:

@@ -278,7 +278,9 @@ def _resolve(path: str | os.PathLike[str]) -> str:
     names = sorted(os.listdir(place))
     whole = [name for name in names if name.endswith(".safetensors")]
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
-    for candidates in ([name for name in whole if name == _ONE_FILE], indices, whole):
+    # Checkpoints have the optimizer's tensors beside the model's.
+    models = [[name for name in names if name == wanted] for wanted in (_ONE_FILE, f"model{INDEX_SUFFIX}")]
+    for candidates in (*models, indices, whole):
         if len(candidates) == 1:
             return os.path.join(place, candidates[0])
     if not whole and not indices:
