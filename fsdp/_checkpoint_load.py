@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from fsdp._checkpoint_model import Stored, done_by_all, size_of, stored_tensors
 from fsdp._checkpoint_optim import StatePlan, give_state, plan_state, read_state, release_state
 from fsdp._generators import set_generator_states
 from fsdp._load_safetensors import does_not_fit, misfits, opened, read
-from fsdp._model_tensors import prepared, tensors_in
+from fsdp._model_tensors import extra_states, prepared, tensors_in
 from fsdp._plain_values import decoded
 
 
@@ -50,6 +50,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
         files = stack.enter_context(opened(lambda: manifest.model.opened_in(folder), everyone))
         targets = tensors_in(model, units)
         missing, unexpected, problems = misfits(targets, files, strict)
+        extra = extra_states(model)
+        problems += _extra_problems(extra, manifest) if strict else []
         state = None
         if optimizer is not None:
             state = _SavedState(optimizer, folder, manifest, everyone, stack)
@@ -60,8 +62,16 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
         _compare(files, everyone)
         if state is not None:
             state.load()
+    for name in extra.keys() & manifest.extra.keys():
+        extra[name].set_extra_state(decoded(manifest.extra[name]))
     has_generators = generators and _restore_generators(manifest, everyone)
     return Loaded(Path(folder), decoded(manifest.values), missing, unexpected, has_generators, manifest.world_size)
+
+
+def _extra_problems(extra: Mapping[str, nn.Module], manifest: Manifest) -> list[str]:
+    missing, unexpected = extra.keys() - manifest.extra.keys(), manifest.extra.keys() - extra.keys()
+    both = ((missing, "missing"), (unexpected, "unexpected"))
+    return [f"{what}: {', '.join(sorted(names))}" for names, what in both if names]
 
 
 class _SavedState:

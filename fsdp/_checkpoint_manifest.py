@@ -82,6 +82,7 @@ class Manifest:
         model: its tensors.
         optimizer: its state's tensors; None without one.
         optimizer_rest: what else is in its state, encoded.
+        extra: what modules have of extra state, by name, encoded.
         generators: for each rank the states of its random number generators, encoded; None if they were not saved.
         values: the user's, encoded.
     """
@@ -90,6 +91,7 @@ class Manifest:
     model: TensorFiles
     optimizer: TensorFiles | None
     optimizer_rest: Any
+    extra: dict[str, Any]
     generators: list[Any] | None
     values: Any
 
@@ -103,6 +105,7 @@ class Manifest:
             "block_bytes": BLOCK_BYTES,
             **{key: each and {"files": dict(each.files), "crc32": dict(each.checksums)} for key, each in sets.items()},
             "optimizer_rest": self.optimizer_rest,
+            "extra": self.extra,
             "generators": self.generators,
             "values": self.values,
         }
@@ -137,6 +140,7 @@ class Manifest:
             _tensor_files("model", content["model"]),
             content["optimizer"] and _tensor_files("optimizer", content["optimizer"]),
             content["optimizer_rest"],
+            content["extra"],
             content["generators"],
             content["values"],
         )

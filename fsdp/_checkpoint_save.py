@@ -35,7 +35,7 @@ from fsdp._checkpoint_model import (
 from fsdp._checkpoint_optim import Seen, kinds_of_all, kinds_on_rank, seen_by, state_entries
 from fsdp._checksums import Fragment, HoleError, as_text, by_name, of_tensor
 from fsdp._generators import generator_states
-from fsdp._model_tensors import handles_of, outermost_units, prepared
+from fsdp._model_tensors import extra_states, handles_of, outermost_units, prepared
 from fsdp._plain_values import encoded
 from fsdp._safetensors_writer import Entry, PlannedFile, create, index_name, index_of, plan, write_parts
 from fsdp._state_dict import ensure_same_values
@@ -66,6 +66,7 @@ class Plan:
     Attributes:
         sets: the model's tensors, and the optimizer's if there is one.
         optimizer_rest: what else is in the optimizer's state, encoded.
+        extra: what modules have of extra state, encoded.
         values: the user's, encoded.
         generators: the states of this rank's random number generators, encoded; None if they are not to be saved.
         cast: by name, the dtype that parameters have which are saved in another one.
@@ -73,6 +74,7 @@ class Plan:
 
     sets: list[TensorSet]
     optimizer_rest: Any
+    extra: dict[str, Any]
     values: Any
     generators: Any
     cast: dict[str, torch.dtype]
@@ -130,7 +132,8 @@ def prepare(
             entries = entries_of(tensors, ranks, dtype)
         cast = {entry.name: tensors[entry.name].dtype for entry in entries if entry.dtype != tensors[entry.name].dtype}
         states = encoded(generator_states(), "generators") if generators else None
-        return Plan([], None, encoded(values, "values"), states, cast).with_set(
+        extra = {name: encoded(module.get_extra_state(), name) for name, module in extra_states(model).items()}
+        return Plan([], None, extra, encoded(values, "values"), states, cast).with_set(
             "model", entries, max_file_bytes
         ), tensors
 
@@ -263,7 +266,13 @@ def _manifest(found: Plan, ranks: Ranks, heard: Sequence[Any]) -> bytes:
     ]
     generators = None if found.generators is None else [states for _, states in heard]
     manifest = Manifest(
-        size_of(ranks), sets[0], sets[1] if len(sets) > 1 else None, found.optimizer_rest, generators, found.values
+        size_of(ranks),
+        sets[0],
+        sets[1] if len(sets) > 1 else None,
+        found.optimizer_rest,
+        found.extra,
+        generators,
+        found.values,
     )
     return manifest.to_bytes()
 

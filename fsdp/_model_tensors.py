@@ -178,6 +178,15 @@ def unsharded_tensors(model: nn.Module, units: Sequence[Unit]) -> Iterator[Whole
         yield WholeTensor(*_with_aliases(names), places, device)
 
 
+def extra_states(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that have state which is no tensor (``get_extra_state``), by the names of that state."""
+    return {
+        plain_name(f"{paths[0]}_extra_state"): module
+        for module, paths in paths_in(model).items()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
 def paths_in(model: nn.Module) -> dict[nn.Module, list[str]]:
     """Before what a module's tensors have their own names, in plain names."""
     paths: dict[nn.Module, list[str]] = {}

@@ -248,6 +248,39 @@ def test_other_values_are_refused_and_named(tmp_path: Path, values: Any, message
     assert not list(tmp_path.iterdir())
 
 
+class Counting(nn.Linear):
+    """Counts its calls in extra state."""
+
+    def __init__(self, count: Any = 0) -> None:
+        super().__init__(2, 2)
+        self.count = count
+
+    def get_extra_state(self) -> Any:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state["count"]
+
+
+def test_extra_state_of_modules_is_saved_and_loaded(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_save_and_load_extra, tmp_path)
+
+
+def _save_and_load_extra(folder: Path) -> None:
+    inner = Counting(5)
+    fsdp.save(folder / "run", FullyShardedDataParallel(nn.Sequential(FullyShardedDataParallel(inner), nn.Linear(2, 2))))
+    other = Counting()
+    model = FullyShardedDataParallel(nn.Sequential(other, nn.Linear(2, 2)))
+    fsdp.load(folder / "run", model)
+    assert other.count == 5
+    plain = FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    with pytest.raises(RuntimeError, match=r"unexpected: 0\._extra_state"):
+        fsdp.load(folder / "run", plain)
+    assert fsdp.load(folder / "run", plain, strict=False).missing_keys == []
+    with pytest.raises(TypeError, match=r"0\._extra_state\['count'\] is a builtins.object"):
+        fsdp.save(folder / "run", FullyShardedDataParallel(nn.Sequential(Counting(object()))))
+
+
 @pytest.mark.parametrize(("loaded_by", "goes_on"), [(2, True), (3, False)])
 def test_generators_go_on_where_as_many_ranks_load(
     ranks: RankPool, tmp_path: Path, loaded_by: int, goes_on: bool
