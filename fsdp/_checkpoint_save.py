@@ -13,6 +13,7 @@ import os
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from fsdp._checkpoint_model import (
     stored_tensors,
 )
 from fsdp._checkpoint_optim import Seen, kinds_of_all, kinds_on_rank, seen_by, state_entries
+from fsdp._checkpoint_stream import Senders, sees_folder
 from fsdp._checksums import Fragment, HoleError, as_text, by_name, of_tensor
 from fsdp._generators import generator_states
 from fsdp._model_tensors import extra_states, handles_of, outermost_units, prepared
@@ -219,8 +221,7 @@ def write(place: Place, found: Plan, ranks: Ranks) -> Saved:
     is_first = number_among(ranks) == 0
     try:
         done_by_all([ranks], f"make {destination.folder}", lambda: _begin(destination, found) if is_first else None)
-        _require_one_folder(destination, ranks)
-        fragments = done_by_all([ranks], f"write to {destination.folder}", lambda: _write_own(destination, found))
+        fragments = _written(destination, found, ranks)
         heard = [pickle.loads(each) for each in from_everyone(ranks, pickle.dumps((fragments, found.generators)))]
         done_by_all(
             [ranks],
@@ -244,19 +245,20 @@ def _begin(destination: Destination, found: Plan) -> None:
             write_synced(os.path.join(destination.folder, index_name(each.stem)), each.index)
 
 
-def _require_one_folder(destination: Destination, ranks: Ranks) -> None:
-    """Collective. Raise RuntimeError on every rank if one does not see the folder that the first has made."""
-    tokens = from_everyone(ranks, destination.token)
-    for rank, token in enumerate(tokens):
-        if token != tokens[0]:
-            raise RuntimeError(
-                f"rank {rank} does not see {destination.folder}, which rank 0 has made: all ranks must write to one "
-                "file system. Where there is none, gather the model (state_dict(rank0_only=True)) and save that."
-            )
+def _written(destination: Destination, found: Plan, ranks: Ranks) -> list[list[Fragment]]:
+    """Collective. Have all parts in the files, and the checksums of this rank's."""
+    is_seen = sees_folder(destination, ranks)
+    senders = Senders(ranks, [] if is_seen else [entry for each in found.sets for entry in each.entries])
+    senders.require_way(destination.folder)
 
+    def write_own() -> list[list[Fragment]]:
+        return [write_parts(destination.folder, each.files, each.entries) if is_seen else [] for each in found.sets]
 
-def _write_own(destination: Destination, found: Plan) -> list[list[Fragment]]:
-    return [write_parts(destination.folder, each.files, each.entries) for each in found.sets]
+    fragments = done_by_all([ranks], f"write to {destination.folder}", write_own)
+    for number, each in enumerate(found.sets if senders.ranks else ()):
+        send = partial(senders.send, destination, each.files, each.entries)
+        fragments[number] += done_by_all([ranks], f"write to {destination.folder}", send)
+    return fragments
 
 
 def _manifest(found: Plan, ranks: Ranks, heard: Sequence[Any]) -> bytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -153,20 +154,27 @@ def write_parts(folder: str, files: Sequence[PlannedFile], entries: Sequence[Ent
         mine = [entry for entry in entries if entry.name in file.begins and entry.parts]
         if not mine:
             continue
-        path = os.path.join(folder, file.name)
-        fd = os.open(path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
-        try:
+        with written(folder, file) as fd:
             for entry in mine:
                 for begin, memory in chunks_of(entry):
                     fragments.append(fragment(entry.name, begin, memory))
-                    _write(fd, memory, file.begins[entry.name] + begin)
-            os.fsync(fd)
-        except OSError as error:
-            error.filename = error.filename or path  # which writes and syncs do not know
-            raise
-        finally:
-            os.close(fd)
+                    write_at(fd, memory, file.begins[entry.name] + begin)
     return fragments
+
+
+@contextmanager
+def written(folder: str, file: PlannedFile) -> Iterator[int]:
+    """The descriptor of a file that is there; in the end, the disk keeps it."""
+    path = os.path.join(folder, file.name)
+    fd = os.open(path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
+    try:
+        yield fd
+        os.fsync(fd)
+    except OSError as error:
+        error.filename = error.filename or path  # which writes and syncs do not know
+        raise
+    finally:
+        os.close(fd)
 
 
 def chunks_of(entry: Entry) -> Iterator[tuple[int, memoryview]]:
@@ -188,7 +196,8 @@ def chunks_of(entry: Entry) -> Iterator[tuple[int, memoryview]]:
             yield begin, chunk.view(torch.uint8).numpy().data
 
 
-def _write(fd: int, memory: memoryview, offset: int) -> None:
+def write_at(fd: int, memory: memoryview, offset: int) -> None:
+    """Write all of it, in as many calls as the system wants."""
     while memory:
         count = os.pwrite(fd, memory, offset)
         memory, offset = memory[count:], offset + count

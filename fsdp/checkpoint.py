@@ -33,7 +33,7 @@ def save(
     Every rank writes the ranges of its own shards straight into the final files, from the memory that they are in;
     nothing is gathered, and no memory is used but 4 MiB for what is cast or on an accelerator. Of replicas the first
     writes; what is not sharded (buffers, ignored parameters) is written by the first rank, and tied parameters under
-    the first of their names. All ranks must see one file system.
+    the first of their names. Ranks that do not see the first one's folder send their parts there, a block at a time.
 
     The files are written beside `path`, synced to the disk, and then put there. If the save fails or is killed at any
     moment, the checkpoint that was there is still there, whole. Files of yours in it are copied to the new one.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import zlib
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 import fsdp
-from fsdp import checkpoint, load_safetensors
+from fsdp import FullyShardedDataParallel, checkpoint, load_safetensors
 from fsdp._checksums import by_name, fragment, joined, of_tensor, spans
 from tests._ranks import RankPool
 from tests.models import nested_mlp
@@ -146,16 +149,96 @@ def test_numbers_that_make_no_sense_are_refused(tmp_path: Path, options: dict[st
 # Where ranks see different folders
 
 
-def test_ranks_that_do_not_share_a_file_system_are_told(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(3).run(_save_apart, tmp_path)
-    assert content(tmp_path) == {}
+@parametrize_pairs(world_size=[3, 2, 4], apart=[1, 2], background=[False, True], size=["small", "large"])
+def test_ranks_that_do_not_share_a_file_system_send_their_parts_to_the_first(
+    ranks: RankPool, tmp_path: Path, world_size: int, apart: int, background: bool, size: str
+) -> None:
+    ranks(world_size).run(_save_apart, tmp_path, apart, background, size)
+    assert [each.name for each in tmp_path.iterdir() if any(each.iterdir())] == ["0"]
+    checkpoint.verify(tmp_path / "0" / "run")
+    ranks(2).run(_load_there, tmp_path / "0" / "run", size)
 
 
-def _save_apart(folder: Path) -> None:
-    mine = folder / str(dist.get_rank() // 2)
+def _model(size: str, seed: int) -> Any:
+    if size == "small":
+        return nested_mlp(fully_sharded(), seed=seed)
+    torch.manual_seed(seed)
+    return FullyShardedDataParallel(torch.nn.Linear(1500, 1801, bias=False))  # of several blocks
+
+
+def _step(model: Any, optimizer: Any) -> None:
+    model(torch.ones(2, 5 if isinstance(model.module.module, type(nested_mlp())) else 1500)).sum().backward()
+    optimizer.step()
+
+
+def _save_apart(folder: Path, apart: int, background: bool, size: str) -> None:
+    mine = folder / ("0" if dist.get_rank() < apart else f"{dist.get_rank()}")
     mine.mkdir(exist_ok=True)
-    with pytest.raises(RuntimeError, match=r"rank 2 does not see .*/0/run.saving|rank 2 does not see .*/1/run.saving"):
-        fsdp.save(mine / "run", nested_mlp(fully_sharded()))
+    model = _model(size, seed=1)
+    optimizer = adam(model.parameters())
+    _step(model, optimizer)
+    model.load_state_dict(_model(size, seed=1).state_dict())
+    if background:
+        with checkpoint.Saver() as saver:
+            saver.save(mine / "run", model, optimizer)
+    else:
+        fsdp.save(mine / "run", model, optimizer)
+
+
+def _load_there(folder: Path, size: str) -> None:
+    model, expected = _model(size, seed=2), _model(size, seed=1)
+    optimizer, other = adam(model.parameters()), adam(expected.parameters())
+    fsdp.load(folder, model, optimizer)
+    assert_equal_states(model.state_dict(), expected.state_dict())
+    _step(expected, other)
+    for found, wanted in zip(optimizer.state.values(), other.state.values(), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_a_rank_that_sends_takes_a_block_of_memory(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_send_with_little_memory, tmp_path)
+
+
+def _send_with_little_memory(folder: Path) -> None:
+    mine = folder / f"{dist.get_rank()}"
+    mine.mkdir()
+    model = FullyShardedDataParallel(torch.nn.Linear(2048, 4096, bias=False))
+    with torch.profiler.profile(profile_memory=True) as profile:
+        fsdp.save(mine / "run", model)
+    assert max((event.cpu_memory_usage for event in profile.events()), default=0) <= 4 << 20
+
+
+def test_the_first_rank_cannot_write_what_it_gets(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(3).run(_send_in_vain, tmp_path)
+
+
+def _send_in_vain(folder: Path) -> None:
+    mine = folder / f"{dist.get_rank()}"
+    mine.mkdir()
+    full = mock.patch("os.pwrite", side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    model = nested_mlp(fully_sharded())
+    own = mock.patch("fsdp._checkpoint_save.write_parts", return_value=[])
+    with full, own, pytest.raises((OSError, RuntimeError), match=r"No space left on device.*run\.saving/model"):
+        fsdp.save(mine / "run", model)
+    fsdp.save(mine / "run", model)
+    assert not list(mine.iterdir()) or dist.get_rank() == 0
+
+
+def test_another_replica_cannot_send(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_save_from_replicas, tmp_path)
+
+
+def _save_from_replicas(folder: Path) -> None:
+    mine = folder / f"{dist.get_rank()}"
+    mine.mkdir()
+    inner = FullyShardedDataParallel(torch.nn.Linear(3, 3))
+    model = FullyShardedDataParallel(
+        torch.nn.Sequential(inner, torch.nn.Linear(3, 3)), sharding_strategy=fsdp.ShardingStrategy.NO_SHARD
+    )
+    with pytest.raises(
+        RuntimeError, match=r"rank 1 does not see .*run\.saving, which rank 0 has made, and cannot send"
+    ):
+        fsdp.save(mine / "run", model)
 
 
 # Checksums

@@ -68,6 +68,7 @@ ROOMS: dict[str, set[str]] = {
         "_checkpoint_manifest",
         "_checkpoint_model",
         "_checkpoint_optim",
+        "_checkpoint_stream",
         "_checkpoint_background",
         "_checkpoint_save",
         "_checkpoint_load",
