@@ -166,7 +166,9 @@ def _save_differently(path: Path) -> None:
     model = nested_mlp(fully_sharded())
     if dist.get_rank() == 1:
         model.register_buffer("more", torch.zeros(2))
-    with pytest.raises(RuntimeError, match=r"the ranks have different tensors or settings to save: .* has 10 .* has 11 "):
+    with pytest.raises(
+        RuntimeError, match=r"the ranks have different tensors or settings to save: .* has 10 .* has 11 "
+    ):
         fsdp.save(path, model)
 
 
