@@ -11,6 +11,8 @@ from fsdp._load_state_dict import no_pre_load_state_dict_hook as no_pre_load_sta
 from fsdp._materialize import materialize as materialize
 from fsdp._precision import MixedPrecision as MixedPrecision
 from fsdp._version import __version__ as __version__
+from fsdp.checkpoint import load as load
+from fsdp.checkpoint import save as save
 from fsdp.checkpoint_wrapper import checkpoint_wrapper as checkpoint_wrapper
 from fsdp.checkpoint_wrapper import disable_checkpointing as disable_checkpointing
 from fsdp.checkpoint_wrapper import is_checkpointing as is_checkpointing

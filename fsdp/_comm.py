@@ -64,6 +64,7 @@ class TorchCollectives(Communicator):
     def __init__(self, group: Any) -> None:
         super().__init__(group.rank(), group.size())
         self._group = group
+        self._apart: Communicator | None = None
         self.peers_answer = "fake" not in backend_names(group).values()
 
     @property
@@ -73,6 +74,13 @@ class TorchCollectives(Communicator):
 
     def for_device(self, device: torch.device) -> Communicator:
         return communicator(self._group, device)
+
+    def apart(self) -> Communicator:
+        if self._apart is None:
+            members = dist.get_process_group_ranks(self._group)
+            group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+            self._apart = communicator(group, torch.device("cpu"))
+        return self._apart
 
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: int) -> Pending:
         work = getattr(dist, _ALL_GATHER)(full, shard, group=self._group, async_op=True)

@@ -68,6 +68,10 @@ class Communicator(ABC):
         """The way to the same ranks for tensors on another device."""
         return self
 
+    def apart(self) -> Communicator:
+        """A way to the same ranks for CPU tensors that nobody else uses, for a thread; collective the first time."""
+        return self
+
     def ensure_connected(self) -> None:  # noqa: B027 (there always is, but after unpickling)
         """Raise RuntimeError if there is no way to the ranks."""
 

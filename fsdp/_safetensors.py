@@ -24,7 +24,7 @@ from torch import Tensor
 
 INDEX_SUFFIX = ".safetensors.index.json"
 _ONE_FILE = "model.safetensors"
-_MAX_HEADER = 100_000_000  # bytes, as in the reference implementation
+MAX_HEADER = 100_000_000  # bytes, as in the reference implementation
 _CHUNK_BYTES = 4 << 20
 
 _NAMES = {
@@ -199,10 +199,10 @@ def read_header(path: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _MAX_HEADER):
+        if size < 8 or length > min(size - 8, MAX_HEADER):
             raise ValueError(
                 f"{path} is no whole safetensors file: its {size} bytes cannot hold a header of {length} bytes "
-                f"(at most {_MAX_HEADER})"
+                f"(at most {MAX_HEADER})"
             )
         header = _parsed(path, file.read(length))
     metadata = header.pop("__metadata__", {})
@@ -278,7 +278,9 @@ def _resolve(path: str | os.PathLike[str]) -> str:
     names = sorted(os.listdir(place))
     whole = [name for name in names if name.endswith(".safetensors")]
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
-    for candidates in ([name for name in whole if name == _ONE_FILE], indices, whole):
+    # Checkpoints have the optimizer's tensors beside the model's.
+    models = [[name for name in names if name == wanted] for wanted in (_ONE_FILE, f"model{INDEX_SUFFIX}")]
+    for candidates in (*models, indices, whole):
         if len(candidates) == 1:
             return os.path.join(place, candidates[0])
     if not whole and not indices:

@@ -91,9 +91,7 @@ def test_a_shard_that_was_replaced_by_something_else_is_named(tmp_path: Path) ->
 def test_a_part_of_a_unit_is_refused(tmp_path: Path) -> None:
     save(tmp_path, {"weight": torch.ones(7, 5), "bias": torch.ones(7)})
     model = FullyShardedDataParallel(nested_mlp(), Alone())
-    with pytest.raises(
-        RuntimeError, match=r"this Linear is a part of NestedMlp.* Load safetensors files into the wrap"
-    ):
+    with pytest.raises(RuntimeError, match=r"this Linear is a part of NestedMlp.* Load safetensors files by the wrap"):
         load_safetensors(model.module.module.entry, tmp_path)
 
 

@@ -1,0 +1,196 @@
+"""The life of a checkpoint's folder: written beside its place, put there whole, found again, and removed in order.
+
+While ``run`` is saved, files are in ``run.saving``. What makes a folder a checkpoint is its manifest,
+``checkpoint.json``, which is written when everything else is on disk. Then ``run``, if it was there, becomes
+``run.replaced``, ``run.saving`` becomes ``run``, and ``run.replaced`` is removed. A process may be killed between any
+two of these steps: then at least one of the three is complete, and `found` says which.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+MANIFEST = "checkpoint.json"
+_PART = f"{MANIFEST}.part"  # while it is written
+SAVING, REPLACED = ".saving", ".replaced"
+_MARKER = "not-a-checkpoint"  # in a folder of ours that is not complete yet, or not any more
+_OURS = re.compile(r"(model|optimizer)(-\d+-of-\d+)?\.safetensors(\.index\.json)?|checkpoint\.json(\.part)?|" + _MARKER)
+_NUMBERED = re.compile(rf"step-(\d+)({re.escape(SAVING)}|{re.escape(REPLACED)})?")
+
+
+def found(path: str | os.PathLike[str]) -> str | None:
+    """The complete checkpoint at a path: the folder, or what a killed save has left beside it; None without one."""
+    place = os.path.realpath(path)
+    return next((folder for folder in (place, place + SAVING, place + REPLACED) if _is_complete(folder)), None)
+
+
+def numbered(folder: str | os.PathLike[str], step: int) -> str:
+    """The place of the checkpoint of a step."""
+    return os.path.join(os.fspath(folder), f"step-{step:08d}")
+
+
+def steps_in(folder: str | os.PathLike[str]) -> dict[int, str]:
+    """The complete checkpoints in a folder, by their steps, the oldest first; none if there is no such folder."""
+    places = {step: numbered(folder, step) for step in sorted(_steps_named_in(folder))}
+    return {step: place for step, place in places.items() if found(place) is not None}
+
+
+def _steps_named_in(folder: str | os.PathLike[str]) -> set[int]:
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return set()
+    return {int(match[1]) for match in map(_NUMBERED.fullmatch, names) if match is not None}
+
+
+def newest(folder: str | os.PathLike[str]) -> Path | None:
+    """The complete checkpoint of the highest step in a folder of numbered ones; None if there is none.
+
+    What a save that was killed has left is none.
+    """
+    steps = steps_in(folder)
+    return Path(steps[max(steps)]) if steps else None
+
+
+def rotate(folder: str | os.PathLike[str], keep: int, step: int) -> None:
+    """Remove all checkpoints in a folder but those of the `keep` highest steps, and of `step`.
+
+    What is left of lower ones whose save or removal was killed goes as well.
+    """
+    kept = {*sorted(steps_in(folder))[-keep:], step}
+    for number in _steps_named_in(folder) - kept:
+        if number < max(kept):
+            for place in (numbered(folder, number) + ending for ending in (SAVING, REPLACED, "")):
+                if _is_ours(place):
+                    remove(place)
+
+
+class Destination:
+    """The place of a checkpoint that is being saved. Its methods are for one process only.
+
+    Args:
+        path: of the checkpoint; a folder that is there is replaced if it is a checkpoint, or empty.
+
+    Attributes:
+        folder: where its files are to be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.path.realpath(path)
+        self.folder = self.path + SAVING
+        self._is_begun = False
+
+    def begin(self) -> None:
+        """Make the folder to write to. What killed saves have left is put in order first.
+
+        Raises:
+            FileExistsError, NotADirectoryError: if something else is there.
+            OSError: if it cannot be written to.
+        """
+        self._put_in_order()
+        if os.path.lexists(self.path) and not os.path.isdir(self.path):
+            raise NotADirectoryError(f"{self.path} is a file: a checkpoint is a folder, and needs a path of its own")
+        if os.path.isdir(self.path) and os.listdir(self.path) and not _is_complete(self.path):
+            raise FileExistsError(
+                f"{self.path} has files in it and is no checkpoint: save to a new folder, or to that of a checkpoint"
+            )
+        os.makedirs(self.folder)
+        self._is_begun = True
+        Path(self.folder, _MARKER).write_text(uuid.uuid4().hex)
+
+    @property
+    def token(self) -> bytes:
+        """What all processes find that see the folder which one has made; empty if there is nothing."""
+        try:
+            return Path(self.folder, _MARKER).read_bytes()
+        except OSError:
+            return b""
+
+    def _put_in_order(self) -> None:
+        if not os.path.lexists(self.path):
+            left = found(self.path)
+            if left is not None:
+                os.rename(left, self.path)
+        for folder in (self.folder, self.path + REPLACED):
+            if os.path.lexists(folder):
+                if not _is_ours(folder):
+                    raise FileExistsError(f"{folder} is in the way, and is nothing that a save has left: move it")
+                remove(folder)
+
+    def commit(self, manifest: bytes) -> None:
+        """Everything is on disk: have the checkpoint in its place."""
+        if os.path.isdir(self.path):
+            self._take_along()
+        part = os.path.join(self.folder, _PART)
+        write_synced(part, manifest)
+        os.unlink(os.path.join(self.folder, _MARKER))
+        _sync_folder(self.folder)
+        os.rename(part, os.path.join(self.folder, MANIFEST))
+        _sync_folder(self.folder)
+        if _is_complete(self.path):
+            os.rename(self.path, self.path + REPLACED)
+        os.rename(self.folder, self.path)
+        _sync_folder(os.path.dirname(self.path))
+        remove(self.path + REPLACED)
+
+    def _take_along(self) -> None:
+        """Copy what users have put into the checkpoint that is replaced, as a configuration or a tokenizer."""
+        for entry in os.scandir(self.path):
+            if not _OURS.fullmatch(entry.name):
+                target = os.path.join(self.folder, entry.name)
+                if entry.is_dir():
+                    shutil.copytree(entry.path, target, symlinks=True)
+                else:
+                    shutil.copy2(entry.path, target, follow_symlinks=False)
+
+    def abandon(self) -> None:
+        """The save has failed: remove what was written, as far as that can be done."""
+        with suppress(OSError):
+            if self._is_begun and not _is_complete(self.folder):
+                remove(self.folder)
+
+
+def remove(folder: str) -> None:
+    """Remove a checkpoint, or what is left of one: it is none from the first moment on, and ours to the last."""
+    with suppress(FileNotFoundError):
+        os.rename(os.path.join(folder, MANIFEST), os.path.join(folder, _MARKER))
+    with suppress(FileNotFoundError):
+        for entry in sorted(os.scandir(folder), key=lambda each: each.name == _MARKER):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            else:
+                os.unlink(entry.path)
+        os.rmdir(folder)
+
+
+def _is_complete(folder: str) -> bool:
+    return os.path.isfile(os.path.join(folder, MANIFEST))
+
+
+def _is_ours(folder: str) -> bool:
+    if not os.path.isdir(folder):
+        return False
+    names = os.listdir(folder)
+    return not names or not {_MARKER, MANIFEST, _PART}.isdisjoint(names)
+
+
+def write_synced(path: str, content: bytes) -> None:
+    """Write a file, and have the disk keep it."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: str) -> None:
+    with suppress(OSError):  # not every file system knows how
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

@@ -1,0 +1,136 @@
+"""Loading a checkpoint: each rank reads what it keeps, at any number of ranks, and all compare checksums."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fsdp._agreement import Ranks, agree_on, agree_on_outcome, from_everyone, number_among, peers_answer
+from fsdp._checked_files import CheckedFiles
+from fsdp._checkpoint_manifest import Manifest, complete
+from fsdp._checkpoint_model import Stored, done_by_all, size_of, stored_tensors
+from fsdp._checkpoint_optim import StatePlan, give_state, plan_state, read_state, release_state
+from fsdp._generators import set_generator_states
+from fsdp._load_safetensors import does_not_fit, misfits, opened, read
+from fsdp._model_tensors import extra_states, prepared, tensors_in
+from fsdp._plain_values import decoded
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checkpoint that was loaded.
+
+    Attributes:
+        path: the folder it was read from.
+        values: what `save` was given.
+        missing_keys, unexpected_keys: of the model, in plain names.
+        has_generators: whether this rank's random number generators go on from where they were saved.
+        world_size: the number of ranks that saved it.
+    """
+
+    path: Path
+    values: Any
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+    has_generators: bool
+    world_size: int
+
+
+def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, strict: bool, generators: bool) -> Loaded:
+    """Collective. See `fsdp.checkpoint.load`."""
+    units, everyone = prepared(model, "load a checkpoint")
+    folder, manifest = _found(path, everyone)
+    with ExitStack() as stack:
+        files = stack.enter_context(opened(lambda: manifest.model.opened_in(folder), everyone))
+        targets = tensors_in(model, units)
+        missing, unexpected, problems = misfits(targets, files, strict)
+        extra = extra_states(model)
+        problems += _extra_problems(extra, manifest) if strict else []
+        state = None
+        if optimizer is not None:
+            state = _SavedState(optimizer, folder, manifest, everyone, stack)
+            problems += done_by_all(everyone, f"load {folder}", lambda: state.problems(stored_tensors(model, units)))
+        problem = RuntimeError(does_not_fit(folder, model, problems)) if problems else None
+        agree_on_outcome(everyone, f"load {folder}", problem)
+        done_by_all(everyone, f"read {folder}", lambda: read(targets, units, files))
+        _compare(files, everyone)
+        if state is not None:
+            state.load()
+    for name in extra.keys() & manifest.extra.keys():
+        extra[name].set_extra_state(decoded(manifest.extra[name]))
+    has_generators = generators and _restore_generators(manifest, everyone)
+    return Loaded(Path(folder), decoded(manifest.values), missing, unexpected, has_generators, manifest.world_size)
+
+
+def _extra_problems(extra: Mapping[str, nn.Module], manifest: Manifest) -> list[str]:
+    missing, unexpected = extra.keys() - manifest.extra.keys(), manifest.extra.keys() - extra.keys()
+    both = ((missing, "missing"), (unexpected, "unexpected"))
+    return [f"{what}: {', '.join(sorted(names))}" for names, what in both if names]
+
+
+class _SavedState:
+    """An optimizer's state in a checkpoint.
+
+    Args:
+        optimizer: that is to get it.
+        folder, manifest: of the checkpoint.
+        everyone: the ranks.
+        stack: closes the files.
+    """
+
+    def __init__(
+        self, optimizer: Any, folder: str, manifest: Manifest, everyone: Sequence[Ranks], stack: ExitStack
+    ) -> None:
+        saved = manifest.optimizer
+        if saved is None:
+            raise ValueError(f"{folder} has no optimizer in it: load it without one")
+        self._optimizer, self._rest, self._everyone = optimizer, manifest.optimizer_rest, everyone
+        self._what = f"read the optimizer's state in {folder}"
+        self._files = stack.enter_context(opened(lambda: saved.opened_in(folder), everyone))
+        self._plan = StatePlan([], [], [], [])
+
+    def problems(self, tensors: dict[str, Stored]) -> list[str]:
+        """What does not fit."""
+        self._plan = plan_state(self._optimizer, tensors, self._files, self._rest)
+        return self._plan.problems
+
+    def load(self) -> None:
+        """Collective. Read it, and have the optimizer go on with it if every rank could."""
+        found = done_by_all(self._everyone, self._what, lambda: read_state(self._optimizer, self._plan, self._files))
+        _compare(self._files, self._everyone)
+        give_state(self._optimizer, self._plan, found)
+        release_state(self._plan.groups)
+
+
+def _found(path: str | os.PathLike[str], everyone: Sequence[Ranks]) -> tuple[str, Manifest]:
+    """Collective. The checkpoint, which all ranks have."""
+
+    def look() -> tuple[str, Manifest]:
+        folder = complete(path)
+        return folder, Manifest.read(folder)
+
+    folder, manifest = done_by_all(everyone, f"open the checkpoint {os.fspath(path)}", look)
+    for ranks in everyone:
+        agree_on(ranks, "checkpoints", manifest.digest, folder)
+    return folder, manifest
+
+
+def _compare(files: CheckedFiles, everyone: Sequence[Ranks]) -> None:
+    """Collective. Blocks of which ranks have read different parts are as they were saved."""
+    heard = [each for ranks in everyone if peers_answer(ranks) for each in from_everyone(ranks, files.fragments)]
+    done_by_all(everyone, f"find {files.path} undamaged", lambda: files.compare_fragments(heard))
+
+
+def _restore_generators(manifest: Manifest, everyone: Sequence[Ranks]) -> bool:
+    """Whether as many ranks load the checkpoint as saved it, and their generators go on."""
+    ranks = everyone[0] if everyone else ()
+    if manifest.generators is None or len(everyone) > 1 or size_of(ranks) != manifest.world_size:
+        return False
+    set_generator_states(decoded(manifest.generators[number_among(ranks)]))
+    return True
