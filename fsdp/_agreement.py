@@ -118,14 +118,14 @@ def agree_on_outcome(everyone: Iterable[Ranks], what: str, error: Exception | No
         raise RuntimeError(f"{own}: {heard}")
 
 
-def done_by_all(ranks: Ranks, what: str, job: Callable[[], _T]) -> _T:
+def done_by_all(everyone: Iterable[Ranks], what: str, job: Callable[[], _T]) -> _T:
     """Collective. What `job` returns, if it raises on no rank; otherwise as `agree_on_outcome`."""
     try:
         result = job()
     except Exception as error:
-        agree_on_outcome([ranks], what, error)
+        agree_on_outcome(everyone, what, error)
         raise
-    agree_on_outcome([ranks], what, None)
+    agree_on_outcome(everyone, what, None)
     return result
 
 

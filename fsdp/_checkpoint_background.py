@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from fsdp._agreement import Ranks
-from fsdp._checkpoint_model import all_ranks, done_by_all
+from fsdp._agreement import Ranks, done_by_all
+from fsdp._checkpoint_model import all_ranks
 from fsdp._checkpoint_save import Place, Plan, Saved, TensorSet, prepare, release, write
 from fsdp._model_tensors import prepared
 from fsdp._safetensors_writer import Entry, Part

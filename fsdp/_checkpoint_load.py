@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from fsdp._agreement import Ranks, agree_on, agree_on_outcome, from_everyone, number_among, peers_answer
+from fsdp._agreement import Ranks, agree_on, agree_on_outcome, done_by_all, from_everyone, number_among, peers_answer
 from fsdp._checked_files import CheckedFiles
 from fsdp._checkpoint_manifest import Manifest, complete
-from fsdp._checkpoint_model import Stored, done_by_all, size_of, stored_tensors
+from fsdp._checkpoint_model import Stored, size_of, stored_tensors
 from fsdp._checkpoint_optim import StatePlan, give_state, plan_state, read_state, release_state
 from fsdp._generators import set_generator_states
 from fsdp._load_safetensors import does_not_fit, misfits, opened, read

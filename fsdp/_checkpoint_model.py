@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp._agreement import Ranks, agree_on_outcome, number_among
+from fsdp._agreement import Ranks, number_among
 from fsdp._comm import LONE_RANK, communicator
 from fsdp._handle import FlatParamHandle
 from fsdp._layout import Interval
@@ -23,22 +22,6 @@ from fsdp._safetensors_writer import Entry, Part
 from fsdp._unit import Unit
 
 Stored = SlotTensor | WholeTensor
-Result = TypeVar("Result")
-
-
-def done_by_all(everyone: Iterable[Ranks], what: str, job: Callable[[], Result]) -> Result:
-    """Collective. The result of a job that each rank does for itself.
-
-    Raises:
-        Exception: what it raised here; on ranks where it did not, a RuntimeError that names the first where it did.
-    """
-    error = result = None
-    try:
-        result = job()
-    except Exception as found:  # noqa: BLE001 (whatever it is, the other ranks must hear of it)
-        error = found
-    agree_on_outcome(everyone, what, error)
-    return result  # type: ignore[return-value]
 
 
 def all_ranks(everyone: Sequence[Ranks]) -> Ranks:

@@ -21,14 +21,13 @@ from fsdp._flat_param import FlatParameter, PieceParameter
 from fsdp._layout import Interval
 from fsdp._model_tensors import SlotTensor
 from fsdp._offload import DiskHome
+from fsdp._optim_stream import is_number
 from fsdp._plain_values import decoded, encoded
 from fsdp._safetensors import DTYPES, SafetensorsFiles
 from fsdp._safetensors_writer import KINDS, Entry, Part
 
 _ELEMENTS, _NUMBER, _VALUE = "elements", "number", "value"
 _NAMES = "param_names"  # torch's own, if the optimizer was given names
-# 0-d state of torch's optimizers that is about a parameter as a whole, also of a 0-d one.
-_NUMBERS = ("step", "eta", "mu", "mu_product")
 # By the key of the state: one of the three words, and the dtype or the value.
 Kinds = dict[str, list[Any]]
 
@@ -124,7 +123,7 @@ def _kind(seen: Seen, key: str, value: Any) -> list[Any]:
         return [_VALUE, encoded(value, where)]
     if value.dtype not in KINDS:
         raise ValueError(f"{where} is of {value.dtype}, which safetensors files cannot hold")
-    if value.dim() == 0 and (seen.param.dim() > 0 or key in _NUMBERS):
+    if value.dim() == 0 and (seen.param.dim() > 0 or is_number(key)):
         return [_NUMBER, KINDS[value.dtype], encoded(value.item(), where)]
     if value.shape == seen.param.shape:
         return [_ELEMENTS, KINDS[value.dtype]]

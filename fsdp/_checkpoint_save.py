@@ -20,14 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp._agreement import Ranks, agree_on, from_everyone, number_among
+from fsdp._agreement import Ranks, agree_on, done_by_all, from_everyone, number_among
 from fsdp._checkpoint_folder import Destination, numbered, rotate, write_synced
 from fsdp._checkpoint_manifest import Manifest, TensorFiles, files_of
 from fsdp._checkpoint_model import (
     Stored,
     all_ranks,
     buffers_in_own_precision,
-    done_by_all,
     entries_of,
     require_one_model,
     size_of,

@@ -275,7 +275,7 @@ def described_by_first(
         )
         return pickle.dumps(described), plans, full
 
-    payload, plans, full = done_by_all(source.ranks, "load its optimizer state", job)
+    payload, plans, full = done_by_all([source.ranks], "load its optimizer state", job)
     heard: Described = pickle.loads(from_everyone(source.ranks, payload)[0])
     if source.is_here:
         return plans, full

@@ -114,7 +114,7 @@ class OptimStream:
         for one in params.listed:
             self._members.setdefault(one.comm, []).append(one)
         payloads = done_by_all(
-            self._everyone, _WHAT, lambda: {comm: self._payload(members) for comm, members in self._members.items()}
+            [self._everyone], _WHAT, lambda: {comm: self._payload(members) for comm, members in self._members.items()}
         )
         problems = [problem for comm, payload in payloads.items() for problem in self._hear(comm, payload)]
         agree_on_outcome([self._everyone], _WHAT, ValueError(problems[0]) if problems else None)

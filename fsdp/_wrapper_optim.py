@@ -135,7 +135,7 @@ class WrapperOptim(WrapperState):
             params = self._optim_parameters(what)
             return params, own_state(params, optim)
 
-        params, own = done_by_all(ranks, "gather its optimizer state", job)
+        params, own = done_by_all([ranks], "gather its optimizer state", job)
         return OptimStream(params, own, recipient)
 
     def _named_optim_state(self, optim: Any, recipient: int | None) -> dict[str, Any] | None:
@@ -153,10 +153,10 @@ class WrapperOptim(WrapperState):
         ensure_agreed(self._unit)
         ranks = self._unit.everyone
         if rank0_only:
-            params = done_by_all(ranks, _LOAD, lambda: self._optim_parameters("load an optimizer state"))
+            params = done_by_all([ranks], _LOAD, lambda: self._optim_parameters("load an optimizer state"))
             shard = self._from_first(params, optim, full, FirstRank(ranks))
         else:
-            shard = done_by_all(ranks, _LOAD, lambda: self._optim_shard(full, optim))
+            shard = done_by_all([ranks], _LOAD, lambda: self._optim_shard(full, optim))
         optim.load_state_dict(shard)
 
     def _from_first(self, params: Parameters, optim: Any, full: Any, source: FirstRank) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class WrapperOptim(WrapperState):
             return plans_for(params, found), found
 
         plans, found = described_by_first(params, source, read)
-        groups = done_by_all(source.ranks, _LOAD, lambda: groups_as_now(params, found, optim))
+        groups = done_by_all([source.ranks], _LOAD, lambda: groups_as_now(params, found, optim))
         states = deal_states(params, plans, found, source, lambda one, key: _present(optim, one, key))
         return {**found.beside, **dictionary_of(groups, states)}
 
