@@ -185,6 +185,10 @@ class SafetensorsFiles:
         return self
 
     def __exit__(self, *exc: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files that were opened; reading opens them again."""
         while self._open:
             os.close(self._open.popitem()[1])
 

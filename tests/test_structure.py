@@ -59,6 +59,7 @@ ROOMS: dict[str, set[str]] = {
         "_optim_stream",
         "_optim_full",
         "_optim_load",
+        "_formats",
         "state_dict_utils",
         "stager",
         "_tree_copy",
