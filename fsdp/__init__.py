@@ -5,6 +5,8 @@ from fsdp._comm import use_torch_collectives as use_torch_collectives
 from fsdp._flat_param import FlatParameter as FlatParameter
 from fsdp._forward import TrainingState as TrainingState
 from fsdp._forward_methods import register_fsdp_forward_method as register_fsdp_forward_method
+from fsdp._fsdp_module import FSDPModule as FSDPModule
+from fsdp._fsdp_module import UnshardHandle as UnshardHandle
 from fsdp._groups import ShardingStrategy as ShardingStrategy
 from fsdp._load_safetensors import load_safetensors as load_safetensors
 from fsdp._load_state_dict import no_pre_load_state_dict_hook as no_pre_load_state_dict_hook
@@ -23,6 +25,10 @@ from fsdp.conditional import cond as cond
 from fsdp.conditional import join as join
 from fsdp.ema import EMA as EMA
 from fsdp.flatten_params_wrapper import FlattenParamsWrapper as FlattenParamsWrapper
+from fsdp.fully_shard import CPUOffloadPolicy as CPUOffloadPolicy
+from fsdp.fully_shard import MixedPrecisionPolicy as MixedPrecisionPolicy
+from fsdp.fully_shard import OffloadPolicy as OffloadPolicy
+from fsdp.fully_shard import fully_shard as fully_shard
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as FullyShardedDataParallel
 from fsdp.fully_sharded_data_parallel import ProcessGroupName as ProcessGroupName
 from fsdp.fully_sharded_data_parallel import get_fsdp_instances as get_fsdp_instances

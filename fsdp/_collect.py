@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp._dtensors import MeshPart, check_placements, is_dtensor, local_part
-from fsdp._flat_param import FlatParameter, ParamInfo, PieceParameter
+from fsdp._flat_param import FlatParameter, ParamInfo
 from fsdp._ignored import Ignored
 from fsdp._names import clean_name
 
@@ -164,7 +164,7 @@ def note_stale(
 
 def is_ours(param: torch.Tensor) -> bool:
     """Whether what a module lists is a shard, or a piece of one."""
-    return isinstance(param, (FlatParameter, PieceParameter))
+    return isinstance(param, FlatParameter) or isinstance(param.__dict__.get("owner"), FlatParameter)
 
 
 def group(

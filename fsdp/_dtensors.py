@@ -91,6 +91,9 @@ class MeshPart:
             return None
         return cls(tensor.device_mesh, tuple(tensor.placements), tensor.shape)  # type: ignore[attr-defined]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> MeshPart:
+        return self  # the ranks are the same ones
+
     @cached_property
     def sharded_dims(self) -> tuple[int, ...]:
         """The dimensions of the mesh along which ranks hold different elements."""

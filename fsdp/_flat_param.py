@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fsdp._dtensors import MeshPart, is_dtensor, local_part
 from fsdp._fingerprints import Fingerprints
-from fsdp._layout import ContiguousLayout
+from fsdp._layout import ContiguousLayout, Layout, RowsLayout
 from fsdp._placeholder import Placeholder, gradient_elsewhere
 
 
@@ -47,6 +47,7 @@ class FlatParameter(nn.Parameter):
     _names: tuple[str, ...]
     _shapes: tuple[torch.Size, ...]  # of `DTensor`s, those of their local parts
     parts: tuple[MeshPart | None, ...]  # what those of them that are `DTensor`s are parts of
+    _cut: type[Layout]  # how it is cut into shards
     _align: int  # at a multiple of so many elements each parameter starts
     _is_sharded: bool  # it holds one rank's shard
     _is_managed: bool  # a handle runs it
@@ -73,12 +74,17 @@ class FlatParameter(nn.Parameter):
 
     @classmethod
     def _build(
-        cls, data: Tensor, requires_grad: bool, names: tuple[str, ...], shapes: tuple[torch.Size, ...]
+        cls,
+        data: Tensor,
+        requires_grad: bool,
+        names: tuple[str, ...],
+        shapes: tuple[torch.Size, ...],
+        cut: type[Layout] = ContiguousLayout,
     ) -> FlatParameter:
         self = Tensor._make_subclass(cls, data, requires_grad)
         self._names, self._shapes, self.parts = names, shapes, (None,) * len(shapes)
         self._is_sharded = self._is_managed = self._has_unreduced = False
-        self._align = 1
+        self._cut, self._align = cut, 1
         self.valueless = set()
         self.home = None
         return self
@@ -93,6 +99,7 @@ class FlatParameter(nn.Parameter):
         home: Any,
         align: int = 1,
         replicas: int = 1,
+        cut: type[Layout] = ContiguousLayout,
     ) -> FlatParameter:
         """One rank's shard of the flat parameter, cut straight from the parameters: there is never a whole copy.
 
@@ -102,15 +109,16 @@ class FlatParameter(nn.Parameter):
             home: where it lives (a `Home`).
             align: each parameter starts at a multiple of so many elements.
             replicas: how many ranks hold this shard.
+            cut: how it is cut into shards.
         """
         locals_ = [local_part(param) for param in params]
         shapes = tuple(local.shape for local in locals_)
-        layout = ContiguousLayout.of(zip(names, shapes, strict=True), world_size, align)
+        layout = cut.of(zip(names, shapes, strict=True), world_size, align)
         shard = home.allocate(layout.shard_numel, params[0].dtype)
         for slot, local in enumerate(locals_):
             if not local.is_meta:
                 layout.shard_of(slot, local, shard, rank)
-        self = home.flat_parameter._build(shard, params[0].requires_grad, tuple(names), shapes)
+        self = home.flat_parameter._build(shard, params[0].requires_grad, tuple(names), shapes, cut)
         self.parts = tuple(MeshPart.of(param) for param in params)
         self._is_sharded, self._align = world_size > 1 and layout.numel > 0, align
         self.valueless = {slot for slot, local in enumerate(locals_) if local.is_meta and local.numel()}
@@ -123,9 +131,9 @@ class FlatParameter(nn.Parameter):
     def __init__(self, params: Any = None, requires_grad: bool = True, names: Any = None) -> None:
         pass
 
-    def make_layout(self, world_size: int = 1) -> ContiguousLayout:
+    def make_layout(self, world_size: int = 1) -> Layout:
         """How the parameters lie in the vector when `world_size` ranks share it."""
-        return ContiguousLayout.of(zip(self._names, self._shapes, strict=True), world_size, self._align)
+        return self._cut.of(zip(self._names, self._shapes, strict=True), world_size, self._align)
 
     @property
     def owner(self) -> FlatParameter:
@@ -172,7 +180,7 @@ class FlatParameter(nn.Parameter):
             ValueError: if the data hasn't as many elements as the original parameters together.
         """
         data = self if external_data is None else external_data
-        layout = self.make_layout()
+        layout = ContiguousLayout.of(zip(self._names, self._shapes, strict=True), 1, self._align)
         if data.numel() != layout.numel:
             raise ValueError(
                 f"the {len(self._shapes)} parameters of this FlatParameter have {layout.numel} elements, the data has "
@@ -194,7 +202,7 @@ class FlatParameter(nn.Parameter):
         if home is not None:
             data.copy_(self.detach())
             home.release()
-        copied = memo[id(self)] = type(self)._build(data, self.requires_grad, self._names, self._shapes)
+        copied = memo[id(self)] = type(self)._build(data, self.requires_grad, self._names, self._shapes, self._cut)
         copied._is_sharded, copied._is_managed, copied.group = self._is_sharded, self._is_managed, self.group
         copied.parts, copied._align = self.parts, self._align
         copied.valueless = set(self.valueless)
@@ -213,6 +221,7 @@ class FlatParameter(nn.Parameter):
             self.group,
             type(self),
             tuple(self.valueless),
+            self._cut,
         )
 
 
@@ -275,12 +284,13 @@ def _rebuild_flat_parameter(
     group: Hashable = None,
     kind: type[FlatParameter] = FlatParameter,
     valueless: tuple[int, ...] = (),
+    cut: type[Layout] = ContiguousLayout,
 ) -> FlatParameter:
-    flat = kind._build(data, requires_grad, names, shapes)
+    flat = kind._build(data, requires_grad, names, shapes, cut)
     flat._is_sharded, flat._align, flat.group = sharded, align, group
     flat.valueless = set(valueless)
     return flat
 
 
 # So that `torch.load` with its default, `weights_only=True`, reads a flat parameter back.
-torch.serialization.add_safe_globals([_rebuild_flat_parameter, FlatParameter])
+torch.serialization.add_safe_globals([_rebuild_flat_parameter, FlatParameter, ContiguousLayout, RowsLayout])

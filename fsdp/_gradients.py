@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fsdp._layout import ContiguousLayout
+from fsdp._layout import Layout
 
 
 class GradientBuffer:
@@ -26,7 +26,7 @@ class GradientBuffer:
 
     def __init__(
         self,
-        layout: ContiguousLayout,
+        layout: Layout,
         dtype: torch.dtype,
         sum_dtype: torch.dtype,
         device: torch.device,
@@ -44,7 +44,7 @@ class GradientBuffer:
         self._expected = sum(expected)
         self._missing = self._expected
         self.used = bytearray(len(layout.slots))  # whose gradients were taken since the last backward began
-        self._views: list[Tensor] = []
+        self._places: list[list[Tensor]] = []
 
     @property
     def is_empty(self) -> bool:
@@ -70,15 +70,8 @@ class GradientBuffer:
         """Put ``grad / divisor`` at its place, or add it to what is there."""
         if self._flat is None:
             self._allocate()
-        place = self._views[slot]
-        if self._filled[slot]:
-            place.add_(grad, alpha=1.0 / divisor)
-        elif divisor == 1.0:
-            place.copy_(grad)
-        elif torch.promote_types(grad.dtype, place.dtype) == grad.dtype:
-            torch.div(grad, divisor, out=place)  # in the wider dtype: narrowed first, it might overflow
-        else:
-            place.copy_(grad).div_(divisor)  # dividing first would lose what only the wider dtype can hold
+        for place, part in zip(self._places[slot], self._layout.divided(slot, grad), strict=True):
+            _put(place, part, divisor, is_filled=bool(self._filled[slot]))
         self._filled[slot] = 1
         if not self._arrived[slot]:
             self._arrived[slot] = 1
@@ -87,7 +80,7 @@ class GradientBuffer:
     def _allocate(self) -> None:
         dtype = self._sum_dtype if self._is_summing else self.dtype
         self._flat = torch.empty(self._layout.padded_numel, dtype=dtype, device=self._device)
-        self._views = self._layout.unpack(self._flat)
+        self._places = self._layout.places(self._flat)
 
     def owe(self) -> None:
         """Have zeros to give when others reduce theirs, if nothing arrives here."""
@@ -113,26 +106,38 @@ class GradientBuffer:
 
     def rescale(self, factor: float) -> None:
         """Multiply what has been accumulated."""
-        for slot, view in enumerate(self._views):
-            if self._filled[slot]:
-                view.mul_(factor)
+        for slot, places in enumerate(self._places):
+            for place in places if self._filled[slot] else ():
+                place.mul_(factor)
 
     def take(self) -> Tensor:
         """The flat gradient in `dtype`, zero where nothing arrived; the buffer is empty afterwards."""
         if self._flat is None and self._owes:
             self._allocate()
-        flat, views, filled = self._flat, self._views, self._filled
+        flat, every, filled = self._flat, self._places, self._filled
         if flat is None:
             raise ValueError("nothing has been accumulated")
         self.drop()
-        for slot, view in enumerate(views):
+        for slot, places in enumerate(every):
             if filled[slot]:
                 self.used[slot] = 1
-            else:
-                view.zero_()
+            for place in () if filled[slot] else places:
+                place.zero_()
         self._layout.clear_gaps(flat)
         return flat.to(self.dtype)
 
     def drop(self) -> None:
-        self._flat, self._views, self._owes = None, [], False
+        self._flat, self._places, self._owes = None, [], False
         self._filled = bytearray(len(self._filled))
+
+
+def _put(place: Tensor, grad: Tensor, divisor: float, *, is_filled: bool) -> None:
+    """Have ``grad / divisor`` at a place, or add it to what is there."""
+    if is_filled:
+        place.add_(grad, alpha=1.0 / divisor)
+    elif divisor == 1.0:
+        place.copy_(grad)
+    elif torch.promote_types(grad.dtype, place.dtype) == grad.dtype:
+        torch.div(grad, divisor, out=place)  # in the wider dtype: narrowed first, it might overflow
+    else:
+        place.copy_(grad).div_(divisor)  # dividing first would lose what only the wider dtype can hold

@@ -13,6 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from fsdp._collect import is_ours
+from fsdp._dtensors import is_dtensor
 from fsdp._forward import Hook, TrainingState
 from fsdp._handle import FlatParamHandle
 from fsdp._names import clean_name
@@ -21,12 +23,17 @@ from fsdp._unit import Unit, own_modules, units_in
 Conversion = Callable[[Tensor], Tensor]
 
 
-def guard(unit: Unit) -> None:
-    """Watch over the modules of a unit whose handles are complete."""
+def guard(unit: Unit, *, lists_parts: bool = False) -> None:
+    """Watch over the modules of a unit whose handles are complete.
+
+    Args:
+        unit: the unit.
+        lists_parts: what its modules list can be saved and loaded as it is.
+    """
     tied = {place.module for one in unit.wanted for place in one.places}
     taken_from = {unit.module, *(place.module for place in unit.places()), *tied}
     for module in own_modules(unit.module):
-        if module in taken_from:
+        if module in taken_from and not lists_parts:
             module.register_state_dict_pre_hook(Hook(partial(_refuse_partial_state, unit)))
         if not taken_from.isdisjoint(module.modules()):
             module.__dict__["_apply"] = Conversions(unit, module)
@@ -82,7 +89,17 @@ class Conversions:
         return self._convert(fn, recurse)
 
     def _convert(self, fn: Conversion, recurse: bool) -> nn.Module:
-        type(self._module)._apply(self._module, fn, recurse)
+        own, listed = self._module._parameters, dict(self._module._parameters)
+        rows = [name for name, param in listed.items() if param is not None and is_ours(param) and is_dtensor(param)]
+        for name in rows:
+            del own[name]  # torch would put other tensors in their place; they follow their shard
+        try:
+            type(self._module)._apply(self._module, fn, recurse)
+        finally:
+            if rows:
+                listed |= own
+                own.clear()
+                own.update(listed)
         return self._module
 
     def _check(self, fn: Conversion) -> None:

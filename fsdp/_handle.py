@@ -6,6 +6,7 @@ The tensors of a handle, for W ranks (P is the layout's padded number of element
   and all that the optimizer sees. Registered in modules, so `parameters()` finds it. Its ``home`` says where it lives.
 - ``whole.full`` ``[P]``, in the dtype of the computation and on its device: the gathered parameters, see
   `WholeParameters`. What is gathered is a shard that was cast and moved just in time, and is freed after the gather.
+  In the rows layout they are copied there from what was gathered, which is freed at once.
 - ``gradients`` ``[P]``, in the dtype of the reduction; the reduced gradient is of the shard's.
 
 In a world of one ``full`` is the shard itself, and stays, unless the shard is of another dtype or elsewhere.
@@ -26,7 +27,7 @@ from fsdp._gradients import GradientBuffer
 from fsdp._handle_changes import FollowsChanges
 from fsdp._handle_gradients import TakesGradients
 from fsdp._handle_state import Phase
-from fsdp._pieces import Pieces
+from fsdp._pieces import NewPieces
 from fsdp._precision import Precision
 from fsdp._registry import Registry
 from fsdp._whole import WholeParameters
@@ -51,7 +52,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         registered: the modules, with the name, that are to list `flat_param` among their parameters.
         precision: the dtypes of computation and reduction.
         on_gradient: called with the handle, a parameter's number and its leaf when autograd has finished that gradient.
-        original: have this rank's pieces of the original parameters listed in their places instead.
+        new_pieces: makes this rank's pieces of the original parameters, which are listed in their places instead.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         registered: Sequence[tuple[nn.Module, str]],
         precision: Precision,
         on_gradient: Callable[[FlatParamHandle, int, Tensor], None],
-        original: bool = False,
+        new_pieces: NewPieces | None = None,
     ) -> None:
         self.flat_param = flat_param
         self.home = flat_param.home
@@ -73,7 +74,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         self.layout = flat_param.make_layout(self.comm.world_size)
         self.name, self._unit_name = "", "its unit"
         self.phase = Phase.SHARDED
-        self.pieces = Pieces(flat_param, self.layout, comm.rank, infos) if original else None
+        self.pieces = None if new_pieces is None else new_pieces(flat_param, self.layout, comm.rank, infos)
         self.places = [list(places) for places in infos]
         entries = [(module, name, flat_param) for module, name in registered]
         self.registry = Registry(self.places, self.pieces.entries if self.pieces is not None else entries)
@@ -125,7 +126,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         self.reduce_tag = self.tag if self.reduce_comm is self.comm else self.reduce_comm.new_tag()
 
     def __getstate__(self) -> dict[str, Any]:
-        rebuilt = ("gradients", "whole", "_wholes", "_pending", "_built_for", "_on_gradient")
+        rebuilt = ("gradients", "whole", "_wholes", "_pending", "_gathering_into", "_built_for", "_on_gradient")
         kept = {name: value for name, value in self.__dict__.items() if name not in rebuilt}
         return kept | {"phase": Phase.SHARDED, "_gathered": None}
 
@@ -183,15 +184,16 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
             self.layout,
             self.places,
             shard.parts,
-            shard.detach() if is_shard else self._new_buffer(self.dtype),
+            shard.detach() if is_shard else self._new_buffer(self.dtype, self.layout.whole_numel),
             is_shard=is_shard,
             requires_grad=self.requires_grad_each,
             valueless=self.valueless,
             on_gradient=self._leaf_has_gradient,
+            absent=self.pieces.absent if self.pieces is not None else None,
         )
 
-    def _new_buffer(self, dtype: torch.dtype) -> Tensor:
-        return torch.empty(self.layout.padded_numel, dtype=dtype, device=self.home.device)
+    def _new_buffer(self, dtype: torch.dtype, numel: int) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.home.device)
 
     def compute_in_full(self, wanted: bool) -> None:
         """Whether to gather the parameters in the shard's own dtype from now on."""
@@ -239,8 +241,8 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         if self.whole.is_shard:
             self.home.read_ahead()
         else:
-            self.whole.allocate()
-            self._pending = self._gather_into(self.whole.full)
+            self._gathering_into = self.whole.begin_gather()
+            self._pending = self._gather_into(self._gathering_into)
         self._enter(Phase.GATHERING)  # if that did not raise
 
     def _gather_into(self, full: Tensor) -> Pending:
@@ -264,6 +266,8 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         if self.phase is Phase.GATHERING:
             if not self.whole.is_shard:
                 self._pending.wait()
+                self.whole.end_gather(self._gathering_into)
+                del self._gathering_into
                 self.home.release()
             self.check_places()
             self.whole.show()
@@ -273,18 +277,19 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         """Give the memory of the whole parameter back."""
         if self.phase is Phase.SHARDED:
             return
+        if self.phase is Phase.FULL:
+            self.whole.hide()
         if self.whole.is_shard:
             self.home.release()
         elif self.phase is Phase.GATHERING:
-            self._pending.wait()  # it writes into the buffer until it is done
-        else:
-            self.whole.hide()
+            self._pending.wait()  # it is written to until that is done
+            del self._gathering_into
         self.whole.free()
         self._enter(Phase.SHARDED)
 
     def gathered(self) -> Tensor:
         """Collective. A buffer of its own with the whole parameter, in the shard's dtype."""
-        full = self._new_buffer(self.flat_param.dtype)
+        full = self._new_buffer(self.flat_param.dtype, self.layout.padded_numel)
         self._gather_into(full).wait()
         self.home.release()
         return full
@@ -295,7 +300,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
             self.absorb()
             self.follow_shard()
             self.home.check(self.name)
-            self._gather_into(self._new_buffer(self.dtype)).wait()
+            self._gather_into(self._new_buffer(self.dtype, self.layout.padded_numel)).wait()
             self.home.release()
 
     def settle(self) -> None:

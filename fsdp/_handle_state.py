@@ -13,7 +13,7 @@ from fsdp._comm_hook import CommHook
 from fsdp._fingerprints import Fingerprints
 from fsdp._flat_param import FlatParameter, ParamInfo
 from fsdp._gradients import GradientBuffer
-from fsdp._layout import ContiguousLayout, Interval
+from fsdp._layout import Interval, Layout
 from fsdp._offload import Home
 from fsdp._pieces import Pieces
 from fsdp._precision import Precision
@@ -34,7 +34,7 @@ class HandleState:
 
     flat_param: FlatParameter
     home: Home
-    layout: ContiguousLayout
+    layout: Layout
     comm: Communicator
     reduce_comm: Communicator
     replicas: Communicator  # the ranks that hold the same shard; the lone rank if there are no others

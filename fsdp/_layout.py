@@ -61,6 +61,7 @@ class Layout(ABC):
 
     slots: tuple[Slot, ...]
     world_size: int
+    align: int = 1
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -81,7 +82,7 @@ class Layout(ABC):
         for name, shape in named_shapes:
             slots.append(Slot(name, torch.Size(shape), -(-start // align) * align))
             start = slots[-1].stop
-        return cls(tuple(slots), world_size)
+        return cls(tuple(slots), world_size, align)
 
     @cached_property
     def numel(self) -> int:
@@ -132,6 +133,33 @@ class Layout(ABC):
     def unpack(self, full: Tensor) -> list[Tensor]:
         """Every parameter in its shape, from a gathered buffer ``[padded_numel]``; views where possible."""
 
+    @property
+    @abstractmethod
+    def gathers_whole(self) -> bool:
+        """Whether parameters lie in a gathered buffer as they do in a whole one, so that it can be used as it is."""
+
+    @property
+    def whole_numel(self) -> int:
+        """Elements of a whole buffer, in which all parameters lie one after the other."""
+        return self.padded_numel if self.gathers_whole else self.numel
+
+    def views(self, whole: Tensor) -> list[Tensor]:
+        """Every parameter in its shape, as views of a whole buffer ``[whole_numel]``."""
+        self._check(whole, self.whole_numel, "whole buffer")
+        return [whole[slot.start : slot.stop].view(slot.shape) for slot in self.slots]
+
+    @abstractmethod
+    def places(self, full: Tensor) -> list[list[Tensor]]:
+        """For every parameter, the views of a gathered buffer that hold it, in the shapes of those of `divided`."""
+
+    @abstractmethod
+    def divided(self, slot: int, value: Tensor) -> list[Tensor]:
+        """Views of a parameter in its shape, or of anything of that shape, which belong to its `places`."""
+
+    @abstractmethod
+    def clear_gaps(self, full: Tensor) -> None:
+        """Write zeros where a gathered buffer holds no parameter."""
+
     def part_of(self, slot: int, value: Tensor, rank: int) -> Tensor:
         """The rank's part of one whole parameter, of any dtype and device: flat, a view where possible, or empty."""
         wanted = self.slots[slot]
@@ -181,14 +209,58 @@ class ContiguousLayout(Layout):
         return [start - slot.stop for slot, start in zip(self.slots, nexts, strict=True)] if self.slots else []
 
     def clear_gaps(self, full: Tensor) -> None:
-        """Write zeros where a gathered buffer holds no parameter."""
         for slot, gap in zip(self.slots, self.gaps, strict=True):
             if gap:
                 full[slot.stop : slot.stop + gap].zero_()
 
+    @property
+    def gathers_whole(self) -> bool:
+        return True
+
     def unpack(self, full: Tensor) -> list[Tensor]:
         self._check(full, self.padded_numel, "gathered buffer")
-        return [full[slot.start : slot.stop].view(slot.shape) for slot in self.slots]
+        return self.views(full)
+
+    def places(self, full: Tensor) -> list[list[Tensor]]:
+        return [[view] for view in self.views(full)]
+
+    def divided(self, slot: int, value: Tensor) -> list[Tensor]:
+        return [value]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What every rank has room for of one parameter, in the rows layout.
+
+    Attributes:
+        total: rows of the parameter.
+        rows: of the chunk; those of the last ranks may be short, or empty.
+        row_shape: the parameter's shape without dim 0.
+        offset: where it begins in a shard.
+    """
+
+    total: int
+    rows: int
+    row_shape: torch.Size
+    offset: int
+
+    @cached_property
+    def row_numel(self) -> int:
+        return self.row_shape.numel()
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.rows * self.row_numel
+
+    @cached_property
+    def full_ranks(self) -> int:
+        """How many ranks have a full chunk."""
+        return self.total // self.rows if self.rows and self.row_numel else 0
+
+    @cached_property
+    def rest(self) -> int:
+        """Rows of the rank after those."""
+        return self.total - self.full_ranks * self.rows if self.row_numel else 0
 
 
 class RowsLayout(Layout):
@@ -199,44 +271,87 @@ class RowsLayout(Layout):
     """
 
     @cached_property
-    def _chunks(self) -> tuple[tuple[int, int, int], ...]:
-        """For each parameter: rows per chunk, elements per row, offset in the shard."""
+    def _chunks(self) -> tuple[Chunk, ...]:
+        """Of each parameter."""
         chunks, offset = [], 0
         for slot in self.slots:
-            rows = slot.shape[0] if slot.shape else 1
-            row_numel = slot.numel // rows if rows else 0
-            per_rank = -(-rows // self.world_size)
-            chunks.append((per_rank, row_numel, offset))
-            offset += per_rank * row_numel
+            shape = slot.shape or torch.Size([1])
+            offset = -(-offset // self.align) * self.align
+            chunks.append(Chunk(shape[0], -(-shape[0] // self.world_size), shape[1:], offset))
+            offset = chunks[-1].stop
         return tuple(chunks)
 
     @cached_property
     def shard_numel(self) -> int:
-        if not self.slots:
-            return 0
-        per_rank, row_numel, offset = self._chunks[-1]
-        return offset + per_rank * row_numel
+        return self._chunks[-1].stop if self.slots else 0
+
+    @property
+    def gathers_whole(self) -> bool:
+        return self.world_size == 1
 
     def rows(self, slot: int, rank: int) -> tuple[int, int]:
         """First row and the row after the last that `rank` keeps of parameter number `slot`."""
-        total = self.slots[slot].shape[0] if self.slots[slot].shape else 1
-        per_rank = self._chunks[slot][0]
-        return min(rank * per_rank, total), min((rank + 1) * per_rank, total)
+        chunk = self._chunks[slot]
+        return min(rank * chunk.rows, chunk.total), min((rank + 1) * chunk.rows, chunk.total)
 
     def interval(self, slot: int, rank: int) -> Interval | None:
-        _, row_numel, offset = self._chunks[slot]
+        chunk = self._chunks[slot]
         first, last = self.rows(slot, rank)
-        if first >= last or row_numel == 0:
+        if first >= last or chunk.row_numel == 0:
             return None
-        return Interval(slot, first * row_numel, last * row_numel, offset)
+        return Interval(slot, first * chunk.row_numel, last * chunk.row_numel, chunk.offset)
 
     def unpack(self, full: Tensor) -> list[Tensor]:
+        if self.gathers_whole:
+            return self.views(full)
+        whole = full.new_empty(self.whole_numel)
+        self.arrange(full, whole)
+        return self.views(whole)
+
+    def arrange(self, full: Tensor, whole: Tensor) -> None:
+        """Copy every parameter from a gathered buffer ``[padded_numel]`` to its place in a whole one."""
+        for slot, (places, view) in enumerate(zip(self.places(full), self.views(whole), strict=True)):
+            for place, part in zip(places, self.divided(slot, view), strict=True):
+                part.copy_(place)
+
+    def places(self, full: Tensor) -> list[list[Tensor]]:
         self._check(full, self.padded_numel, "gathered buffer")
         by_rank = full.view(self.world_size, self.shard_numel)
-        return [self._assemble(slot, by_rank) for slot in range(len(self.slots))]
+        return [self._places(chunk, by_rank) for chunk in self._chunks]
 
-    def _assemble(self, slot: int, by_rank: Tensor) -> Tensor:
-        per_rank, row_numel, offset = self._chunks[slot]
-        shape, numel = self.slots[slot].shape, self.slots[slot].numel
-        # Only the last chunks are short, so the first `numel` elements of all chunks in rank order are the parameter.
-        return by_rank[:, offset : offset + per_rank * row_numel].reshape(-1)[:numel].view(shape)
+    @staticmethod
+    def _places(chunk: Chunk, by_rank: Tensor) -> list[Tensor]:
+        found = []
+        if chunk.full_ranks:
+            kept = by_rank[: chunk.full_ranks, chunk.offset : chunk.stop]
+            found.append(kept.view(chunk.full_ranks, chunk.rows, *chunk.row_shape))
+        if chunk.rest:
+            kept = by_rank[chunk.full_ranks, chunk.offset : chunk.offset + chunk.rest * chunk.row_numel]
+            found.append(kept.view(chunk.rest, *chunk.row_shape))
+        return found
+
+    def divided(self, slot: int, value: Tensor) -> list[Tensor]:
+        chunk, found = self._chunks[slot], []
+        value = value.view(1) if value.dim() == 0 else value
+        bound = chunk.full_ranks * chunk.rows
+        if bound:
+            found.append(value[:bound].unflatten(0, (chunk.full_ranks, chunk.rows)))
+        if chunk.rest:
+            found.append(value[bound:])
+        return found
+
+    @cached_property
+    def _gaps(self) -> tuple[tuple[int, int, int], ...]:
+        """From which rank on, which range of their shards holds nothing."""
+        found, stop = [], 0
+        for chunk in self._chunks:
+            found.append((0, stop, chunk.offset))
+            found.append((chunk.full_ranks, chunk.offset + chunk.rest * chunk.row_numel, chunk.stop))
+            found.append((chunk.full_ranks + 1, chunk.offset, chunk.stop))
+            stop = chunk.stop
+        return tuple(gap for gap in found if gap[0] < self.world_size and gap[1] < gap[2])
+
+    def clear_gaps(self, full: Tensor) -> None:
+        by_rank = full.view(self.world_size, self.shard_numel)
+        for rank, start, stop in self._gaps:
+            by_rank[rank:, start:stop].zero_()

@@ -34,19 +34,19 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     params = [param for group in optimizer.param_groups for param in group["params"]]
     ours = _ours(params)
     for param in ours:
-        if param.has_unreduced:
+        if param.owner._has_unreduced and param.grad is not None:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step(): gradients that were accumulated under no_sync() are not reduced "
                 "over the ranks yet and would be left out. Run the last backward of the step outside no_sync()."
             )
-    if any(param._is_sharded or is_on_many_ranks(param.owner.parts) for param in ours):
+    if any(param.owner._is_sharded or is_on_many_ranks(param.owner.parts) for param in ours):
         _refuse_lonely_scaler(optimizer)
     _refuse_original_parameters(optimizer, params)
     _warn_of_whole_parameters(optimizer, ours)
     _refuse_low_gradients(optimizer, ours)
     for param in ours:
         what = f"{type(optimizer).__name__}.step() of a flat parameter with {param.owner._names[0]}"
-        param.home.check(what, optimizer.state.get(param, {}).values())
+        param.owner.home.check(what, optimizer.state.get(param, {}).values())
         param.owner.bring_gradient()
 
 
@@ -55,10 +55,10 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     ours = _ours(params)
     # Fused optimizers write without torch counting it, and by that count we know that gathered parameters are stale.
     increment_version([param.owner for param in ours if param.grad is not None])
-    on_disk = [param for param in ours if isinstance(param.home, DiskHome)]
+    on_disk = [param for param in ours if isinstance(param.owner.home, DiskHome)]
     for param in on_disk:
-        param.home.keep_state(optimizer.state.get(param, {}), param.numel())
-    for files in {param.home.files for param in on_disk}:
+        param.owner.home.keep_state(optimizer.state.get(param, {}), param.numel())
+    for files in {param.owner.home.files for param in on_disk}:
         files.release()
 
 

@@ -106,13 +106,10 @@ class Options:
         return params_are_on
 
     def predivide_factor(self, world_size: int) -> float:
-        """As asked, else the smallest power of two whose square is at least `world_size`, or that doesn't divide it."""
+        """As asked, else `usual_predivide_factor`."""
         if self.gradient_predivide_factor is not None:
             return float(self.gradient_predivide_factor)
-        factor = 1
-        while factor * factor < world_size and world_size % factor == 0:
-            factor *= 2
-        return float(factor)
+        return usual_predivide_factor(world_size)
 
     @staticmethod
     def checked_reduce_group(wanted: Any, process_group: Group, default: Any) -> Group:
@@ -135,6 +132,14 @@ class Options:
             )
             return process_group
         return wanted
+
+
+def usual_predivide_factor(world_size: int) -> float:
+    """The smallest power of two whose square is at least `world_size`, or that doesn't divide it."""
+    factor = 1
+    while factor * factor < world_size and world_size % factor == 0:
+        factor *= 2
+    return float(factor)
 
 
 def _precision(given: dict[str, Any]) -> Precision:

@@ -7,12 +7,13 @@ parameter, and everything else goes on with flat vectors: a step on the pieces i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fsdp._flat_param import FlatParameter, ParamInfo, PieceParameter
+from fsdp._flat_param import FlatParameter, ParamInfo
 from fsdp._layout import Layout
 from fsdp._placeholder import Placeholder, unreduced_gradient
 
@@ -32,14 +33,16 @@ class Pieces:
     ) -> None:
         self._flat_param = flat_param
         self._intervals = [layout.interval(slot, rank) for slot in range(len(layout.slots))]
-        self.params = [self._new(slot, layout, flat_param.requires_grad) for slot in range(len(layout.slots))]
+        self.params: list[nn.Parameter] = [
+            self._new(slot, layout, flat_param.requires_grad) for slot in range(len(layout.slots))
+        ]
         self._pointers: list[int] = []
         self.alias()
         self.entries: list[tuple[nn.Module, str, nn.Parameter]] = [
             (place.module, place.name, param) for param, used in zip(self.params, places, strict=True) for place in used
         ]
 
-    def _new(self, slot: int, layout: Layout, requires_grad: bool) -> PieceParameter:
+    def _new(self, slot: int, layout: Layout, requires_grad: bool) -> nn.Parameter:
         interval, kept = self._intervals[slot], layout.slots[slot]
         offset, numel, start = (interval.offset, interval.numel, interval.start) if interval else (0, 0, 0)
         kind = self._flat_param.home.piece_parameter
@@ -48,6 +51,22 @@ class Pieces:
     def _of(self, shard: Tensor, slot: int) -> Tensor:
         interval = self._intervals[slot]
         return shard[interval.offset : interval.offset + interval.numel] if interval else shard[:0]
+
+    # What another kind of pieces does in another way: a part of a vector, as a piece shows it, and the other way round.
+
+    absent: list[Tensor] | None = None  # what modules see of parameters that are not whole; None: placeholders
+
+    def _show(self, slot: int, part: Tensor) -> Tensor:
+        """Something in the form of a piece that lies at `part` of a vector."""
+        return part
+
+    def _have(self, slot: int, part: Tensor) -> None:
+        """Let a piece lie at `part` of the shard."""
+        self.params[slot].data = part
+
+    def _flat(self, tensor: Tensor) -> Tensor:
+        """The memory of something in the form of a piece, as a vector."""
+        return tensor.detach()
 
     # --- values -------------------------------------------------------------------------------------------------
 
@@ -59,9 +78,9 @@ class Pieces:
     def alias(self) -> None:
         """Make the pieces views of the shard, which may be another tensor now."""
         shard = self._flat_param.detach()
-        for slot, piece in enumerate(self.params):
-            piece.data = self._of(shard, slot)
-        self._pointers = [_pointer(piece) for piece in self.params]
+        for slot in range(len(self.params)):
+            self._have(slot, self._of(shard, slot))
+        self._pointers = [_pointer(self._flat(piece)) for piece in self.params]
 
     def absorb(self) -> None:
         """Write to the shard what users have assigned to the ``.data`` of pieces, and follow what they froze.
@@ -70,12 +89,12 @@ class Pieces:
             RuntimeError: for another shape or dtype.
         """
         for slot, (piece, pointer) in enumerate(zip(self.params, self._pointers, strict=True)):
-            if _pointer(piece) != pointer:
+            if _pointer(self._flat(piece)) != pointer:
                 self._take_back(slot, piece)
         self._flat_param.requires_grad_(any(self.requires_grad))
 
-    def _take_back(self, slot: int, piece: PieceParameter) -> None:
-        ours, given = self._of(self._flat_param.detach(), slot), piece.detach()
+    def _take_back(self, slot: int, piece: Any) -> None:
+        ours, given = self._of(self._flat_param.detach(), slot), self._flat(piece)
         if given.shape == piece.whole_shape and given.shape != ours.shape:
             given = given.reshape(-1)[piece.offset : piece.offset + ours.numel()]
         if given.shape != ours.shape or given.dtype != ours.dtype:
@@ -86,7 +105,7 @@ class Pieces:
                 "`with model.summon_full_params():`, or cast the whole model."
             )
         ours.copy_(given)
-        piece.data = ours
+        self._have(slot, ours)
         self._flat_param.valueless.discard(slot)
 
     # --- gradients ----------------------------------------------------------------------------------------------
@@ -103,7 +122,7 @@ class Pieces:
             if isinstance(piece.grad, Placeholder):
                 piece.grad = None
             if grad is not None and (used[slot] or piece.grad is not None):
-                piece.grad = self._of(grad, slot)
+                piece.grad = self._show(slot, self._of(grad, slot))
 
     def mark_unreduced(self, filled: Sequence[int]) -> None:
         """Let the missing gradients say why they are missing.
@@ -113,7 +132,10 @@ class Pieces:
         """
         for slot, piece in enumerate(self.params):
             if filled[slot] and piece.grad is None:
-                piece.grad = unreduced_gradient(piece.fqn, piece)
+                piece.grad = self._unreduced(piece)
+
+    def _unreduced(self, piece: Any) -> Tensor:
+        return unreduced_gradient(piece.fqn, piece)
 
     @property
     def zeroed(self) -> list[int]:
@@ -137,9 +159,13 @@ class Pieces:
             ours = self._of(grad, slot)
             if piece.grad is None or isinstance(piece.grad, Placeholder):
                 ours.zero_()
-            elif _address(piece.grad) != _address(ours):
-                ours.copy_(piece.grad)
-                piece.grad = ours
+            elif _address(self._flat(piece.grad)) != _address(ours):
+                ours.copy_(self._flat(piece.grad))
+                piece.grad = self._show(slot, ours)
+
+
+# Of a shard, its layout, this rank, and the places of each parameter.
+NewPieces = Callable[[FlatParameter, Layout, int, Sequence[Sequence[ParamInfo]]], Pieces]
 
 
 def _pointer(tensor: Tensor) -> int:

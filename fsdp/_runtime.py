@@ -121,18 +121,22 @@ class Runtime(FollowsOthers):
 
     def _fetch(self, unit: Unit, is_backward: bool, announced: bool = False) -> None:
         region = None if announced else self.visits.region_of(unit, is_backward)
+        gathered = 1  # of those ahead; the others are only read from disk
         ahead: list[Unit] = []  # ranks that don't run the unit cannot know what this one expects
         if announced or self.visits.mixed_visit(unit, is_backward) is not None:
             self.visits.gather(unit, is_backward, region)
         else:
             ahead = self._order(region, is_backward).enter(unit)
+            asked = unit.backward_prefetch if is_backward else unit.forward_prefetch
             if is_backward and self.visits.is_uneven:
                 ahead = []
                 if unit is not self.root:
                     unit.reshard()  # some ranks have it already, from a recomputation
+            elif asked is not None:
+                ahead, gathered = asked, len(asked)
         unit.gather()
         for number, following in enumerate(ahead):
-            if number == 0:
+            if number < gathered:
                 if not is_backward:
                     following.follow_mode()
                 following.gather()
@@ -283,7 +287,7 @@ class Runtime(FollowsOthers):
             return
         if unit.has_frozen_handle and unit.contains_units:
             return  # what is frozen may be on the way to the gradients of the units inside
-        if self.sync_gradients or unit.reshard_after_forward:
+        if unit.reshard_after_backward and (self.sync_gradients or unit.reshard_after_forward):
             unit.reshard()
             unit.state = TrainingState.BACKWARD_POST
 
@@ -306,7 +310,8 @@ class Runtime(FollowsOthers):
         for unit in self.units:
             unit.state = TrainingState.IDLE
             unit.unpassed.clear()
-            if self.sync_gradients or unit.reshard_after_forward or unit.is_gathering or unit in mixed:
+            keeps = not unit.reshard_after_backward or not (self.sync_gradients or unit.reshard_after_forward)
+            if not keeps or unit.is_gathering or unit in mixed:
                 unit.reshard()
         self._settle()
         if self.sync_gradients:

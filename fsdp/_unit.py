@@ -19,6 +19,7 @@ from fsdp._handle import FlatParamHandle, Phase
 from fsdp._ignored import Ignored
 from fsdp._kept_modules import compute_in_own_dtype, kept_modules
 from fsdp._names import clean_name
+from fsdp._pieces import NewPieces
 from fsdp._precision import Buffers, Precision
 from fsdp._state_access import StateAccess
 
@@ -84,7 +85,9 @@ class Unit:
         self.wanted: list[Wanted] = []  # parameters of its module that another unit took
         self.shares: list[Share] = []  # what it uses together with other units, or runs for them
         self._is_asleep = False  # its handles are copies and not complete
-        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_forward, self.reshard_after_backward = reshard_after_forward, True
+        self.forward_prefetch: list[Unit] | None = None  # what to gather ahead; None: what is expected
+        self.backward_prefetch: list[Unit] | None = None
         self.predivide, self.postdivide = predivide, postdivide
         self.comm_hook: CommHook | None = None
         self.name = type(module).__name__
@@ -178,7 +181,7 @@ class Unit:
         places: Sequence[Sequence[ParamInfo]],
         registered: Sequence[tuple[nn.Module, str]],
         reduce_comm: Communicator,
-        original: bool = False,
+        new_pieces: NewPieces | None = None,
     ) -> None:
         """Run a flat parameter's shard, whose original parameters were used at `places`; see `FlatParamHandle`."""
         precision = self.precision_at(places[0])
@@ -191,7 +194,7 @@ class Unit:
             registered,
             precision,
             self.on_gradient,
-            original,
+            new_pieces,
         )
         self._handles.append(handle)
         self.own.append(handle)

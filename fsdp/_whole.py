@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fsdp._dtensors import MeshPart, local_part, memory_at, memory_of, set_local_part
 from fsdp._flat_param import ParamInfo
-from fsdp._layout import Layout
+from fsdp._layout import Layout, RowsLayout
 from fsdp._placeholder import Placeholder, is_model_under_way, sharded_message, sharded_weight, valueless_weight
 
 
@@ -29,11 +29,13 @@ class WholeParameters:
         layout: how they lie in the buffer.
         places: for each, where it is used.
         parts: for each, what it is a part of if it is a `DTensor`.
-        full: ``[padded_numel]``, the buffer. If it is the shard itself (`is_shard`) it is never freed.
+        full: ``[whole_numel]``, the buffer. If it is the shard itself (`is_shard`) it is never freed.
         requires_grad: of each leaf.
         valueless: the numbers of those without values: where the buffer is the shard, they are not seen until `reveal`.
         on_gradient: a method, held weakly: called with a parameter's number and leaf when autograd has finished its
             gradient.
+        absent: for each, what modules see while it is not whole; None stands for placeholders, and for the leaves
+            where the buffer is the shard.
     """
 
     def __init__(
@@ -47,11 +49,13 @@ class WholeParameters:
         requires_grad: Sequence[bool],
         valueless: Collection[int],
         on_gradient: Callable[[int, Tensor], None],
+        absent: Sequence[Tensor] | None = None,
     ) -> None:
         self.full = full
         self.is_shard = is_shard
+        self._hides = not is_shard or absent is not None
         self._nbytes = full.numel() * full.element_size()
-        views = [view.data for view in layout.unpack(full)]
+        views = [view.data for view in layout.views(full)]
         seen = [part.dtensor(view) if part else view for view, part in zip(views, parts, strict=True)]
         self.leaves = [nn.Parameter(tensor, needs) for tensor, needs in zip(seen, requires_grad, strict=True)]
         for number, leaf in enumerate(self.leaves):
@@ -71,10 +75,12 @@ class WholeParameters:
             itself = weakref.ref(leaf)
             leaf.__dict__["__deepcopy__"] = partial(_copy_leaf, itself, placeholder)
             leaf.__dict__["__reduce_ex__"] = partial(_reduce_leaf, itself, placeholder)
-            absent: Tensor = leaf if is_shard else self._absent.setdefault(slot.name, placeholder)
-            if is_shard and number in valueless:
-                absent = valueless_weight(slot.name, leaf)
-            self._swaps += [(place.module.__dict__, place, leaf, absent) for place in used]
+            hidden: Tensor = leaf if is_shard else self._absent.setdefault(slot.name, placeholder)
+            if absent is not None:
+                hidden = absent[number]
+            elif is_shard and number in valueless:
+                hidden = valueless_weight(slot.name, leaf)
+            self._swaps += [(place.module.__dict__, place, leaf, hidden) for place in used]
         self._find_rnns()
         self.free()
 
@@ -92,10 +98,18 @@ class WholeParameters:
         self._swaps += [(place.module.__dict__, place, leaf, absent) for place in places]
         self._find_rnns()
 
-    def allocate(self) -> None:
-        """Give the buffer memory."""
-        if not self.is_shard:
+    def begin_gather(self) -> Tensor:
+        """Memory ``[padded_numel]`` to gather into: the buffer's own if parameters lie there as they are gathered."""
+        if not self._layout.gathers_whole:
+            return self.full.new_empty(self._layout.padded_numel)
+        self.full.untyped_storage().resize_(self._nbytes)
+        return self.full
+
+    def end_gather(self, gathered: Tensor) -> None:
+        """What was gathered is there: have it in the buffer."""
+        if isinstance(self._layout, RowsLayout) and gathered is not self.full:
             self.full.untyped_storage().resize_(self._nbytes)
+            self._layout.arrange(gathered, self.full.detach())
 
     def free(self) -> None:
         """Give the buffer's memory back.
@@ -130,7 +144,9 @@ class WholeParameters:
             self.refresh_rnns()
 
     def hide(self) -> None:
-        """Let the modules see placeholders."""
+        """Let the modules see placeholders, or what else they see of parameters that are not whole."""
+        if not self._hides:
+            return
         for attributes, place, leaf, absent in self._swaps:
             if attributes.get(place.name) is leaf:  # else it is `disturbed`
                 attributes[place.name] = absent
@@ -167,7 +183,7 @@ class WholeParameters:
 
     def restore(self, numbers: Sequence[int]) -> None:
         """Have leaves that were `written` be views of the buffer again, with their new values."""
-        views = self._layout.unpack(self.full.detach())
+        views = self._layout.views(self.full.detach())
         for number in numbers:
             if memory_at(self.leaves[number]) != views[number].data_ptr():
                 views[number].copy_(local_part(self.leaves[number]).detach())

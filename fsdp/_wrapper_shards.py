@@ -14,6 +14,7 @@ from fsdp._dtensors import check_ranks
 from fsdp._flat_param import FlatParameter
 from fsdp._groups import Groups
 from fsdp._ignored import Ignored
+from fsdp._pieces import Pieces
 from fsdp._runtime import Runtime
 from fsdp._unit import Unit
 from fsdp._wrapper_local import WrapperLocal
@@ -85,7 +86,8 @@ class WrapperShards(WrapperLocal, WrapperSharded, WrapperOptim):
 
     def _shard(self, flat_param: FlatParameter, places: Any, registered: list[tuple[nn.Module, str]]) -> None:
         reduce_comm = communicator(self.process_group_reduce_scatter, self.compute_device)
-        self._unit.add_handle(flat_param, places, registered, reduce_comm, self._options.use_orig_params)
+        new_pieces = Pieces if self._options.use_orig_params else None
+        self._unit.add_handle(flat_param, places, registered, reduce_comm, new_pieces)
 
     def _new_runtime(self, root: Unit) -> Runtime:
         return Runtime(root, keep_root=self._options.disable_reshard_on_root, bucket_bytes=self._options.bucket_bytes)

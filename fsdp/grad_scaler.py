@@ -98,8 +98,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
             if is_ours(param):
                 _refuse_unreduced(param)
                 self._refuse_part_of(param)
-                if param.home is not None:
-                    param.home.check(f"unscaling of a flat parameter with {param.owner._names[0]}")
+                if param.owner.home is not None:
+                    param.owner.home.check(f"unscaling of a flat parameter with {param.owner._names[0]}")
                 param.owner.bring_gradient()
             if param.grad is not None:
                 if param.grad.is_sparse:  # of a parameter that is not ours
@@ -129,7 +129,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
 
 def _refuse_unreduced(param: Any) -> None:
-    if param.has_unreduced:
+    if param.owner._has_unreduced and param.grad is not None:
         raise RuntimeError(
             "ShardedGradScaler: gradients that were accumulated under no_sync() are not reduced over the ranks yet. "
             "Run the last backward of the step outside no_sync()."

@@ -135,6 +135,39 @@ def test_a_place_of_a_shard_is_found_in_the_gathered_buffer(
 
 
 @both_kinds
+@for_any(shapes=SHAPES, world_size=WORLD_SIZES, align=st.sampled_from([1, 4]))
+def test_what_is_divided_fills_its_places_and_nothing_else(
+    kind: type[Layout], shapes: Shapes, world_size: int, align: int
+) -> None:
+    layout = kind.of(((f"p{number}", shape) for number, shape in enumerate(shapes)), world_size, align)
+    values = values_of(layout)
+    full = torch.full((layout.padded_numel,), torch.nan, dtype=torch.float64)
+    for slot, places in enumerate(layout.places(full)):
+        for place, part in zip(places, layout.divided(slot, values[slot]), strict=True):
+            place.copy_(part)
+    layout.clear_gaps(full)
+    assert torch.equal(full, torch.cat(cut(layout, values))), "gaps are zero, and all else is where shards have it"
+
+
+@both_kinds
+@for_any(shapes=SHAPES, world_size=WORLD_SIZES, align=st.sampled_from([1, 4]))
+def test_a_whole_buffer_shows_every_parameter_at_an_aligned_place(
+    kind: type[Layout], shapes: Shapes, world_size: int, align: int
+) -> None:
+    layout = kind.of(((f"p{number}", shape) for number, shape in enumerate(shapes)), world_size, align)
+    whole = torch.zeros(layout.whole_numel)
+    views = layout.views(whole)
+    assert [view.shape for view in views] == [torch.Size(shape) for shape in shapes]
+    assert all(view.storage_offset() % align == 0 for view in views if view.numel())
+    for view in views:
+        view.add_(1)
+    assert int(whole.sum()) == sum(slot.numel for slot in layout.slots), "views do not overlap"
+    if layout.gathers_whole:
+        full = torch.arange(layout.padded_numel)
+        assert all(map(torch.equal, layout.views(full), layout.unpack(full)))
+
+
+@both_kinds
 def test_parameters_are_packed_in_the_given_order(kind: type[Layout]) -> None:
     layout = kind.of([("weight", (2, 3)), ("nothing", (0, 4)), ("scale", ())], world_size=2)
     assert layout.slots == (

@@ -1,0 +1,114 @@
+"""Parameters as `DTensor`s that are cut into rows: what modules list, and optimizers see, under `fully_shard`.
+
+Each is made around this rank's rows, which lie in the shard, and has the shard's version counter; so a step on the
+`DTensor`s is a step on the shard, as it is with other pieces (`fsdp._pieces`).
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from fsdp._dtensors import MeshPart, local_part, set_local_part
+from fsdp._flat_param import FlatParameter, ParamInfo
+from fsdp._layout import Layout, RowsLayout
+from fsdp._pieces import Pieces
+from fsdp._placeholder import unreduced_gradient
+
+
+def placements_on(mesh: DeviceMesh) -> tuple[Placement, ...]:
+    """Of parameters that are cut into rows over the last dimension of a mesh, and replicated over those before."""
+    return (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0))
+
+
+class RowPieces(Pieces):
+    """This rank's rows of the original parameters of one flat parameter, as `DTensor`s.
+
+    Args:
+        flat_param: this rank's shard.
+        layout: in which all is in rows.
+        rank: this rank.
+        places: for each parameter, where it is used.
+        mesh: over whose last dimension the rows are spread.
+    """
+
+    def __init__(
+        self,
+        flat_param: FlatParameter,
+        layout: Layout,
+        rank: int,
+        places: Sequence[Sequence[ParamInfo]],
+        *,
+        mesh: DeviceMesh,
+    ) -> None:
+        placements = placements_on(mesh)
+        self._parts = [MeshPart(mesh, placements, slot.shape) for slot in layout.slots]
+        self._shapes = [_rows_shape(layout, slot, rank) for slot in range(len(layout.slots))]
+        super().__init__(flat_param, layout, rank, places)
+
+    @property
+    def absent(self) -> list[Tensor]:  # type: ignore[override]
+        """Modules see the `DTensor`s themselves."""
+        return list(self.params)
+
+    def _new(self, slot: int, layout: Layout, requires_grad: bool) -> nn.Parameter:
+        rows = self._of(self._flat_param.detach(), slot).view(self._shapes[slot])
+        return row_parameter(self._flat_param, rows, self._parts[slot], requires_grad, layout.slots[slot].name)
+
+    def _show(self, slot: int, part: Tensor) -> Tensor:
+        return self._parts[slot].dtensor(part.view(self._shapes[slot]))
+
+    def _have(self, slot: int, part: Tensor) -> None:
+        set_local_part(self.params[slot], part.as_subclass(Tensor).view(self._shapes[slot]))
+
+    def _flat(self, tensor: Tensor) -> Tensor:
+        return local_part(tensor).detach().reshape(-1)
+
+    def _unreduced(self, piece: Any) -> Tensor:
+        return unreduced_gradient(piece.fqn, piece)
+
+
+def _rows_shape(layout: Layout, slot: int, rank: int) -> torch.Size:
+    if not isinstance(layout, RowsLayout):
+        raise TypeError(f"rows need a layout in rows, got {type(layout).__name__}")
+    first, last = layout.rows(slot, rank)
+    return torch.Size([last - first, *layout.slots[slot].shape[1:]])
+
+
+def row_parameter(owner: FlatParameter, rows: Tensor, part: MeshPart, requires_grad: bool, fqn: str) -> nn.Parameter:
+    """A parameter around this rank's rows, a view of the shard `owner`.
+
+    An ordinary `DTensor`, since torch's own code asks for the class, with what a `PieceParameter` has.
+    """
+    param = nn.Parameter(part.dtensor(rows.as_subclass(Tensor)), requires_grad)
+    param.__dict__.update(owner=owner, fqn=fqn, whole_shape=part.shape, offset=0)
+    itself = weakref.ref(param)
+    param.__dict__["__deepcopy__"] = partial(_copied, itself, part)
+    param.__dict__["__reduce_ex__"] = partial(_refuse_pickling, fqn)
+    return param
+
+
+def _copied(param: weakref.ref[Any], part: MeshPart, memo: dict[int, Any]) -> nn.Parameter:
+    found: Any = param()
+    rows = local_part(found)
+    start = int(rows.storage_offset() - found.owner.storage_offset())
+    owner = copy.deepcopy(found.owner, memo)
+    mine = owner.detach()[start : start + rows.numel()].view(rows.shape)
+    copied = memo[id(found)] = row_parameter(owner, mine, part, found.requires_grad, found.fqn)
+    return copied
+
+
+def _refuse_pickling(fqn: str, protocol: Any) -> Any:
+    raise NotImplementedError(
+        f"{fqn} is a DTensor, whose mesh is of these processes: a module under fully_shard cannot be pickled. Save it "
+        "with fsdp.save, or its state_dict() with torch.distributed.checkpoint; copy it with copy.deepcopy."
+    )

@@ -1,0 +1,269 @@
+"""`fully_shard`: parameters become `DTensor`s in their own modules, without a wrapper.
+
+It is the same unit, with the same schedule and collectives, as that of `FullyShardedDataParallel`. What differs is the
+layout (every parameter is cut into rows) and what the modules list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp._collect import Places, collect, device_of, group, names_of, take_over
+from fsdp._comm import communicator
+from fsdp._dtensors import is_dtensor, spread_loaded
+from fsdp._flat_param import FlatParameter
+from fsdp._fsdp_module import FSDPModule, fsdp_class
+from fsdp._groups import Groups
+from fsdp._guards import guard, move_values, refuse_shared_modules
+from fsdp._ignored import Ignored
+from fsdp._layout import RowsLayout
+from fsdp._offload import Offload
+from fsdp._optimizers import watch_optimizers
+from fsdp._options import usual_predivide_factor
+from fsdp._precision import MixedPrecision, Precision
+from fsdp._process_groups import reduce_group, served_device
+from fsdp._runtime import Runtime
+from fsdp._unit import Unit, unit_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_ALIGNED = 8  # elements; see `_wrapper_shards`
+_BUCKET_BYTES = 25 * 2**20
+Module = TypeVar("Module", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """In which dtypes a module under `fully_shard` computes and communicates; torch's class of that name is taken too.
+
+    Attributes:
+        param_dtype: of the gathered parameters and so of the computation; None leaves the parameters' own.
+        reduce_dtype: in which gradients are summed over ranks; None means as `param_dtype`.
+        output_dtype: of the module's floating-point outputs; None leaves them.
+        cast_forward_inputs: cast the module's floating-point inputs to `param_dtype`.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Nothing is offloaded."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Shards, their gradients and the optimizer's state live in host memory, and are brought over when needed.
+
+    Attributes:
+        pin_memory: in pinned memory, where there is an accelerator. It always is, so False is an error.
+    """
+
+    pin_memory: bool = True
+
+
+def fully_shard(
+    module: Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = True,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: Any = MixedPrecisionPolicy(),
+    offload_policy: Any = OffloadPolicy(),
+    ignored_params: Iterable[nn.Parameter] | None = None,
+) -> Module:
+    """Shard the parameters of a module that no module inside has sharded: each becomes a `DTensor` of its rows.
+
+    Call it on inner modules first, then on those around them; one module's parameters, and the next one's, are whole at
+    a time. The module stays what it is and where it is; its class becomes ``FSDP<Class>``, a subclass of its own, with
+    the methods of `FSDPModule`. Make the optimizer afterwards.
+
+    Every rank must do the same in the same order, with the same values; ranks compare both at the first use.
+
+    Args:
+        module: with a forward that is called (no ``ModuleList`` and the like).
+        mesh: the ranks to shard over; on a 2-D one parameters are replicated over dim 0 and sharded over dim 1. None
+            means all ranks.
+        reshard_after_forward: free whole parameters after forward, and gather them again for backward; the outermost
+            module, which needs its own at once, keeps them. False keeps all. None is True.
+        shard_placement_fn: called with each parameter; returns ``Shard(dim)`` or None, which is ``Shard(0)``.
+        mp_policy: see `MixedPrecisionPolicy`.
+        offload_policy: `CPUOffloadPolicy`, or `OffloadPolicy`, which is none.
+        ignored_params: are left as they are, and their gradients are not summed over the ranks.
+
+    Returns:
+        The module.
+
+    Raises:
+        RuntimeError: without a process group.
+        TypeError: for what is no module; for integer parameters, and `DTensor`s.
+        ValueError: for containers without a forward, modules that are sharded already, or without parameters; for
+            parameters without dimensions; for dtypes that cannot be trained as asked.
+        NotImplementedError: for placements other than ``Shard(0)``.
+    """
+    if reshard_after_forward not in (True, False, None):
+        raise NotImplementedError("reshard_after_forward must be True, False or None")
+    ignored = Ignored.of(None, ignored_params)
+    _check_module(module, ignored)
+    refuse_shared_modules(module)
+    watch_optimizers()
+    found = collect(module, ignored, None, with_values=False)
+    _check_params(found, shard_placement_fn)
+    mesh = _whole_mesh(module) if mesh is None else mesh
+    groups = Groups.resolve(mesh, None, bool(reshard_after_forward))
+    params_are_on = device_of(found) or served_device(groups.shard)
+    device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    unit = _make_unit(module, groups, device, ignored, _precision(mp_policy), reshard_after_forward is not False)
+    try:
+        _shard(unit, groups, found, mesh, _offload(offload_policy))
+    except BaseException:
+        unit.withdraw()
+        raise
+    if device != params_are_on or unit.awaits_values:
+        move_values(module, device)
+    unit.rename(type(module).__name__)
+    unit.restore_order()
+    guard(unit, lists_parts=True)
+    for inner in dict.fromkeys(place.module for place in unit.places()):
+        inner.register_load_state_dict_pre_hook(spread_loaded)
+    module.__class__ = fsdp_class(type(module))  # type: ignore[assignment, arg-type]  # a subclass of its own
+    return module
+
+
+def _make_unit(
+    module: nn.Module,
+    groups: Groups,
+    device: torch.device,
+    ignored: Ignored,
+    precision: Precision,
+    reshards: bool,
+) -> Unit:
+    averaged = groups.shard.size() * groups.replicas
+    predivide = usual_predivide_factor(averaged)
+    return Unit(
+        module,
+        *groups.communicators(device),
+        groups.ranks,
+        precision,
+        device,
+        ignored,
+        reshard_after_forward=reshards,
+        predivide=predivide,
+        postdivide=averaged / predivide,
+        clear_autocast_cache=False,
+        new_runtime=partial(Runtime, keep_root=True, bucket_bytes=_BUCKET_BYTES),
+    )
+
+
+def _shard(unit: Unit, groups: Groups, found: dict[nn.Parameter, Places], mesh: DeviceMesh, offload: Offload) -> None:
+    """Cut the parameters, take them out of their modules, and have the unit run what they have become."""
+    from fsdp._rows import RowPieces  # imports DTensor, which takes a second
+
+    for param, places in found.items():
+        unit.precision_at(places).check(places[0].fqn, param.dtype, param.requires_grad)
+    rank, world_size = groups.shard.rank(), groups.shard.size()
+    new_home = offload.home_on(unit.device)
+    members = [params for _, params in group(found, unit.precision_at, None)]
+    flat_params = [
+        FlatParameter.shard_of(
+            params,
+            names_of(params, found),
+            rank,
+            world_size,
+            new_home(),
+            _ALIGNED,
+            groups.replicas,
+            RowsLayout,
+        )
+        for params in members
+    ]
+    reduce_comm = communicator(reduce_group(groups.shard, unit.device), unit.device)
+    taken = [[found[param] for param in params] for params in members]
+    ordered = {param: found[param] for params in members for param in params}
+    take_over(ordered, flat_params, type(unit.module).__name__)
+    found.clear()  # the shards are cut: let the originals go before more memory is taken
+    for flat_param, used in zip(flat_params, taken, strict=True):
+        unit.add_handle(flat_param, used, [], reduce_comm, partial(RowPieces, mesh=mesh))
+
+
+def _whole_mesh(module: nn.Module) -> DeviceMesh:
+    """Of all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "fully_shard needs a process group: call torch.distributed.init_process_group() first, or pass a mesh"
+        )
+    key = dist.group.WORLD
+    if key not in _meshes:
+        _meshes.clear()
+        has_cuda = torch.cuda.is_available() and any(param.is_cuda or param.is_meta for param in module.parameters())
+        kind = "cuda" if has_cuda else "cpu"
+        _meshes[key] = init_device_mesh(kind, (dist.get_world_size(),))
+    return _meshes[key]
+
+
+_meshes: dict[Any, Any] = {}  # of the default process group: every call wants the same
+
+
+def _check_module(module: Any, ignored: Ignored) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fully_shard shards an nn.Module, got a {type(module).__name__}")
+    kind = type(module).__name__
+    if type(module).forward is nn.Module.forward or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        raise ValueError(
+            f"{kind} has no forward, so nothing would gather its parameters: call fully_shard on the modules in it, or "
+            "on the module around it"
+        )
+    if isinstance(module, FSDPModule) or unit_of(module) is not None:
+        raise ValueError(f"this {kind} is sharded already: call fully_shard once, and on the modules around it")
+    if all(ignored.has(inner, param) for inner in module.modules() for param in inner.parameters(recurse=False)):
+        raise ValueError(f"{kind} has no parameters to shard: leave it, and call fully_shard on the module around it")
+
+
+def _check_params(found: dict[nn.Parameter, Places], placement_of: Callable[[nn.Parameter], Any] | None) -> None:
+    for param, places in found.items():
+        name = places[0].fqn
+        if param.dim() == 0:
+            raise ValueError(
+                f"{name} has no dimensions, and so no rows: make it of shape [1] (and use it as it is, by "
+                "broadcasting), or pass it in ignored_params"
+            )
+        if is_dtensor(param):
+            raise TypeError(
+                f"{name} is a DTensor already: for tensor parallelism wrap the module in FullyShardedDataParallel"
+            )
+        wanted = None if placement_of is None else placement_of(param)
+        if wanted is not None and getattr(wanted, "dim", None) != 0:
+            raise NotImplementedError(f"shard_placement_fn wants {wanted} for {name}: parameters are cut along dim 0")
+
+
+def _precision(policy: Any) -> Precision:
+    names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+    if not all(hasattr(policy, name) for name in names):
+        raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got a {type(policy).__name__}")
+    # As `fully_shard` is known: all that is in the module computes in one dtype, batch norms too.
+    return Precision.of_policy(
+        MixedPrecision(**{name: getattr(policy, name) for name in names}, full_precision_modules=())
+    )
+
+
+def _offload(policy: Any) -> Offload:
+    if type(policy).__name__ == "CPUOffloadPolicy":
+        if not policy.pin_memory and torch.cuda.is_available():
+            raise ValueError("CPUOffloadPolicy(pin_memory=False): host memory is always pinned; leave it out")
+        return Offload(params=True, grads=True)
+    if type(policy).__name__ != "OffloadPolicy":
+        raise TypeError(f"offload_policy must be CPUOffloadPolicy() or OffloadPolicy(), got {policy!r}")
+    return Offload()
