@@ -39,7 +39,7 @@ def adopt(runtime: Runtime, named_units: Sequence[tuple[str, Unit]]) -> None:
     """
     root = runtime.root
     for name, unit in named_units:
-        if unit is not root and unit.runtime is not None and unit.runtime.root is unit:
+        if unit is not root and unit.runtime is not None and unit.runtime.root is unit and unit.runtime.has_run:
             raise RuntimeError(
                 f"a second root: unit '{name}' was called on its own before the {type(root.module).__name__} around "
                 "it, and became a root itself. Call the outermost unit first, or `_reset_lazy_init()` on the inner one "

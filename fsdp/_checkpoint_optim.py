@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from fsdp._agreement import Ranks, from_everyone
 from fsdp._checkpoint_model import Stored, parts_of
-from fsdp._flat_param import FlatParameter, PieceParameter
+from fsdp._collect import owner_of
+from fsdp._dtensors import local_part
 from fsdp._layout import Interval
 from fsdp._model_tensors import SlotTensor
 from fsdp._offload import DiskHome
@@ -110,8 +111,9 @@ def kinds_on_rank(optimizer: Any, groups: Sequence[Sequence[Seen]]) -> list[Any]
     found = []
     for seen in (seen for group in groups for seen in group):
         state = optimizer.state.get(seen.param) or {}
-        if isinstance(seen.param, (FlatParameter, PieceParameter)):
-            seen.param.home.check(f"saving the optimizer's state of {seen.name}", state.values())
+        owner = owner_of(seen.param)
+        if owner is not None:
+            owner.home.check(f"saving the optimizer's state of {seen.name}", state.values())
         kinds = {key: _kind(seen, key, value) for key, value in state.items()}
         found.append([[member.name for member in seen.members], seen.has_part, kinds])
     return found
@@ -193,7 +195,9 @@ def state_entries(
 
 
 def _parts(member: Member, value: Tensor | None, ranks: Ranks) -> list[Part]:
-    return [] if value is None else parts_of(member.target, value.detach().reshape(-1), member.interval, ranks)
+    if value is None:
+        return []
+    return parts_of(member.target, local_part(value).detach().reshape(-1), member.interval, ranks)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -315,6 +319,7 @@ def _memory(optimizer: Any, param: nn.Parameter, key: str, dtype: torch.dtype) -
 
 
 def _read_elements(seen: Seen, names: Sequence[str], key: str, into: Tensor, files: SafetensorsFiles) -> None:
+    into = local_part(into)
     flat = into.view(-1) if into.is_contiguous() else into.new_empty(into.numel())
     for member, name in zip(seen.members, names, strict=True):
         if member.interval is not None:
@@ -342,6 +347,7 @@ def give_state(optimizer: Any, plan: StatePlan, found: Mapping[nn.Parameter, dic
 
 def release_state(groups: Sequence[Sequence[Seen]]) -> None:
     """What was read of state on disk is not wanted soon."""
-    homes = (getattr(seen.param, "home", None) for group in groups for seen in group)
+    owners = (owner_of(seen.param) for group in groups for seen in group)
+    homes = (owner.home for owner in owners if owner is not None)
     for files in {home.files for home in homes if isinstance(home, DiskHome)}:
         files.release()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -162,9 +162,23 @@ def note_stale(
     _taken[key] = Taken(reference, description, flat_param, slot, lender)
 
 
+def follow_flat_param(old: FlatParameter, now: Mapping[int, tuple[FlatParameter, int]]) -> None:
+    """What was in a flat parameter is in others now: for each number, in which one and under which number."""
+    for key, taken in _taken.items():
+        if taken.flat_param is not None and taken.flat_param() is old:
+            flat_param, slot = now[taken.slot]
+            _taken[key] = taken._replace(flat_param=weakref.ref(flat_param), slot=slot)
+
+
 def is_ours(param: torch.Tensor) -> bool:
     """Whether what a module lists is a shard, or a piece of one."""
-    return isinstance(param, FlatParameter) or isinstance(param.__dict__.get("owner"), FlatParameter)
+    return owner_of(param) is not None
+
+
+def owner_of(param: torch.Tensor) -> FlatParameter | None:
+    """The shard that something listed is, or is a piece of; None for other parameters."""
+    owner = param if isinstance(param, FlatParameter) else param.__dict__.get("owner")
+    return owner if isinstance(owner, FlatParameter) else None
 
 
 def group(

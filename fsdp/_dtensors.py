@@ -40,12 +40,25 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def held_part(tensor: Tensor) -> Tensor:
+    """The very tensor that a `DTensor` holds, at no cost."""
+    return tensor._local_tensor  # type: ignore[attr-defined]  # private, see `set_local_part`
+
+
 def set_local_part(tensor: Tensor, local: Tensor) -> None:
     """Have a tensor hold `local` from now on, without copying it."""
     if is_dtensor(tensor):
         tensor._local_tensor = local  # type: ignore[attr-defined]  # private; no public way (torch 2.11 and 2.13)
     else:
         tensor.data = local
+
+
+def become(tensor: Tensor, other: Tensor) -> None:
+    """Have a `DTensor` be what another one is, of whatever dtype and device, and stay the object that it is."""
+    with torch.no_grad():
+        tensor.data = other
+    for name in ("_local_tensor", "_spec"):  # private; swap_tensors refuses what is held weakly (torch 2.11 and 2.13)
+        setattr(tensor, name, getattr(other, name))
 
 
 def arrived(tensor: Tensor) -> Tensor:

@@ -87,6 +87,11 @@ class Fingerprints:
             (fingerprint(part) if is_seen else 0 for part, is_seen in zip(parts, seen, strict=True)),
         )
 
+    def only(self, slots: Iterable[int]) -> Fingerprints:
+        """Those of some of the parameters."""
+        kept = list(slots)
+        return Fingerprints((self.wholes[slot] for slot in kept), (self._parts[slot] for slot in kept))
+
     def forget(self, slots: Iterable[int]) -> None:
         """These parameters got other values."""
         for slot in slots:

@@ -128,6 +128,29 @@ class FlatParameter(nn.Parameter):
         home.release()
         return self
 
+    @classmethod
+    def part_of_shard(cls, shard: FlatParameter, slots: Sequence[int], rank: int, world_size: int) -> FlatParameter:
+        """A shard of some of the parameters of another one, with a home of its own of the same kind.
+
+        Args:
+            shard: this rank's.
+            slots: the numbers of the parameters.
+            rank, world_size: which shard, of how many.
+        """
+        home = copy.deepcopy(shard.home)
+        names, shapes = tuple(shard._names[slot] for slot in slots), tuple(shard._shapes[slot] for slot in slots)
+        layout = shard._cut.of(zip(names, shapes, strict=True), world_size, shard._align)
+        data, old = home.allocate(layout.shard_numel, shard.dtype), shard.make_layout(world_size)
+        values, places = old.parts(shard.detach(), rank), layout.parts(data, rank)
+        for number, slot in enumerate(slots):
+            places[number].copy_(values[slot])
+        self = home.flat_parameter._build(data, shard.requires_grad, names, shapes, shard._cut)
+        self.parts = tuple(shard.parts[slot] for slot in slots)
+        self._is_sharded, self._align = world_size > 1 and layout.numel > 0, shard._align
+        self.valueless = {number for number, slot in enumerate(slots) if slot in shard.valueless}
+        self.group, self.home = shard.group, home
+        return self
+
     def __init__(self, params: Any = None, requires_grad: bool = True, names: Any = None) -> None:
         pass
 

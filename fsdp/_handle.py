@@ -102,7 +102,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         self.places[0] += places
         for whole in self._wholes.values():
             whole.use_at(0, places)
-        self.registry.add(places, self.flat_param)
+        self.registry.add(places, self.flat_param if self.pieces is None else self.pieces.params[0])
         self.fill_places()
 
     @property

@@ -41,7 +41,9 @@ class FollowsChanges(HandleState):
         if disturbed or missing or written:
             self._take_back(list(dict.fromkeys([*disturbed, *missing])), written)
         if self.pieces is not None:
-            self.pieces.absorb()
+            for slot in self.pieces.absorb():
+                self.note_written([slot])
+                self.note_values(slot)
 
     def _take_back(self, replaced: list[int], written: list[int]) -> None:
         try:

@@ -82,8 +82,11 @@ class Pieces:
             self._have(slot, self._of(shard, slot))
         self._pointers = [_pointer(self._flat(piece)) for piece in self.params]
 
-    def absorb(self) -> None:
+    def absorb(self) -> list[int]:
         """Write to the shard what users have assigned to the ``.data`` of pieces, and follow what they froze.
+
+        Returns:
+            The numbers of the parameters of which it shows that they were written.
 
         Raises:
             RuntimeError: for another shape or dtype.
@@ -92,6 +95,7 @@ class Pieces:
             if _pointer(self._flat(piece)) != pointer:
                 self._take_back(slot, piece)
         self._flat_param.requires_grad_(any(self.requires_grad))
+        return []
 
     def _take_back(self, slot: int, piece: Any) -> None:
         ours, given = self._of(self._flat_param.detach(), slot), self._flat(piece)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp._dtensors import MeshPart, local_part, set_local_part
+from fsdp._dtensors import MeshPart, become, held_part, local_part, set_local_part
 from fsdp._flat_param import FlatParameter, ParamInfo
 from fsdp._layout import Layout, RowsLayout
 from fsdp._pieces import Pieces
@@ -39,6 +39,7 @@ class RowPieces(Pieces):
         rank: this rank.
         places: for each parameter, where it is used.
         mesh: over whose last dimension the rows are spread.
+        params: made before, for another flat parameter that these were in; they are to be of this one.
     """
 
     def __init__(
@@ -49,11 +50,16 @@ class RowPieces(Pieces):
         places: Sequence[Sequence[ParamInfo]],
         *,
         mesh: DeviceMesh,
+        params: Sequence[nn.Parameter] | None = None,
     ) -> None:
+        self.mesh, self._given = mesh, params
         placements = placements_on(mesh)
         self._parts = [MeshPart(mesh, placements, slot.shape) for slot in layout.slots]
         self._shapes = [_rows_shape(layout, slot, rank) for slot in range(len(layout.slots))]
+        self._held: dict[int, Tensor] = {}
         super().__init__(flat_param, layout, rank, places)
+        del self._given
+        self._versions = [param._version for param in self.params]
 
     @property
     def absent(self) -> list[Tensor]:  # type: ignore[override]
@@ -62,16 +68,33 @@ class RowPieces(Pieces):
 
     def _new(self, slot: int, layout: Layout, requires_grad: bool) -> nn.Parameter:
         rows = self._of(self._flat_param.detach(), slot).view(self._shapes[slot])
+        if self._given is not None:
+            self._given[slot].__dict__["owner"] = self._flat_param
+            return self._given[slot]  # `alias` has it lie in the new shard
         return row_parameter(self._flat_param, rows, self._parts[slot], requires_grad, layout.slots[slot].name)
 
     def _show(self, slot: int, part: Tensor) -> Tensor:
         return self._parts[slot].dtensor(part.view(self._shapes[slot]))
 
     def _have(self, slot: int, part: Tensor) -> None:
-        set_local_part(self.params[slot], part.as_subclass(Tensor).view(self._shapes[slot]))
+        rows, param = part.as_subclass(Tensor).view(self._shapes[slot]), self.params[slot]
+        self._held[slot] = rows
+        if (rows.dtype, rows.device) == (param.dtype, param.device):
+            set_local_part(param, rows)
+        else:
+            become(param, self._parts[slot].dtensor(rows))
 
     def _flat(self, tensor: Tensor) -> Tensor:
-        return local_part(tensor).detach().reshape(-1)
+        return held_part(tensor).detach().reshape(-1)
+
+    def absorb(self) -> list[int]:
+        for slot, param in enumerate(self.params):
+            if held_part(param) is not self._held[slot]:
+                self._take_back(slot, param)
+        self._flat_param.requires_grad_(any(self.requires_grad))
+        # Every rank writes to a DTensor when any does, also those that have no rows of it.
+        before, self._versions = self._versions, [param._version for param in self.params]
+        return [slot for slot, version in enumerate(before) if version != self.params[slot]._version]
 
     def _unreduced(self, piece: Any) -> Tensor:
         return unreduced_gradient(piece.fqn, piece)

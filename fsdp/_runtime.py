@@ -68,6 +68,7 @@ class Runtime(FollowsOthers):
         if keep_root:
             root.reshard_after_forward = False
         self.sync_gradients = True
+        self.has_run = False
         self._reductions = Reductions(bucket_bytes)
         self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._backward_order: ExecutionOrder[Unit] = ExecutionOrder()
@@ -104,6 +105,7 @@ class Runtime(FollowsOthers):
 
     def _begin_forward(self, unit: Unit) -> None:
         global _last
+        self.has_run = True
         _last = weakref.ref(self)
         if self._running or self._backward is not None:
             self._recover()

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp._collect import Places, collect, device_of, group, names_of, take_over
+from fsdp._collect import Places, collect, device_of, group, lender_of, names_of, take_over
 from fsdp._comm import communicator
 from fsdp._dtensors import is_dtensor, spread_loaded
 from fsdp._flat_param import FlatParameter
 from fsdp._fsdp_module import FSDPModule, fsdp_class
 from fsdp._groups import Groups
-from fsdp._guards import guard, move_values, refuse_shared_modules
+from fsdp._guards import guard, refuse_shared_modules
 from fsdp._ignored import Ignored
 from fsdp._layout import RowsLayout
 from fsdp._offload import Offload
@@ -30,7 +30,8 @@ from fsdp._options import usual_predivide_factor
 from fsdp._precision import MixedPrecision, Precision
 from fsdp._process_groups import reduce_group, served_device
 from fsdp._runtime import Runtime
-from fsdp._unit import Unit, unit_of
+from fsdp._sharing import claimed_in, share, wanted
+from fsdp._unit import Unit, own_modules, unit_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -118,7 +119,8 @@ def fully_shard(
     _check_module(module, ignored)
     refuse_shared_modules(module)
     watch_optimizers()
-    found = collect(module, ignored, None, with_values=False)
+    tied: dict[nn.Parameter, Places] = {}
+    found = collect(module, ignored, tied, claimed_in(module), with_values=False)
     _check_params(found, shard_placement_fn)
     mesh = _whole_mesh(module) if mesh is None else mesh
     groups = Groups.resolve(mesh, None, bool(reshard_after_forward))
@@ -130,12 +132,20 @@ def fully_shard(
     except BaseException:
         unit.withdraw()
         raise
-    if device != params_are_on or unit.awaits_values:
-        move_values(module, device)
+    if device != params_are_on:
+        _move_buffers(module, device)
     unit.rename(type(module).__name__)
+    if tied:
+        from fsdp._splitting import split_off  # imports DTensor
+
+        for param in tied:
+            split_off(param, lender_of(param))
+    unit.wanted = wanted(tied)
     unit.restore_order()
     guard(unit, lists_parts=True)
-    for inner in dict.fromkeys(place.module for place in unit.places()):
+    for one in list(unit.wanted):
+        share(unit, one.handle.flat_param)
+    for inner in dict.fromkeys(place.module for handle in unit.seen for used in handle.places for place in used):
         inner.register_load_state_dict_pre_hook(spread_loaded)
     module.__class__ = fsdp_class(type(module))  # type: ignore[assignment, arg-type]  # a subclass of its own
     return module
@@ -191,10 +201,17 @@ def _shard(unit: Unit, groups: Groups, found: dict[nn.Parameter, Places], mesh: 
     reduce_comm = communicator(reduce_group(groups.shard, unit.device), unit.device)
     taken = [[found[param] for param in params] for params in members]
     ordered = {param: found[param] for params in members for param in params}
-    take_over(ordered, flat_params, type(unit.module).__name__)
+    take_over(ordered, flat_params, type(unit.module).__name__, unit)
     found.clear()  # the shards are cut: let the originals go before more memory is taken
     for flat_param, used in zip(flat_params, taken, strict=True):
         unit.add_handle(flat_param, used, [], reduce_comm, partial(RowPieces, mesh=mesh))
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    for inner in own_modules(module):
+        for name, buffer in inner._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                inner._buffers[name] = buffer.to(device)
 
 
 def _whole_mesh(module: nn.Module) -> DeviceMesh:

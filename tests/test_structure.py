@@ -21,6 +21,8 @@ PACKAGE = ROOT / "fsdp"
 ROOMS: dict[str, set[str]] = {
     "front doors": {
         "fully_sharded_data_parallel",
+        "fully_shard",
+        "_fsdp_module",
         "wrap",
         "flatten_params_wrapper",
         "_options",
@@ -95,6 +97,7 @@ ROOMS: dict[str, set[str]] = {
         "_usage",
         "_guards",
         "_sharing",
+        "_splitting",
         "_synchronise",
         "_forward",
         "_values",
@@ -121,6 +124,7 @@ ROOMS: dict[str, set[str]] = {
         "_whole",
         "_handle_gradients",
         "_pieces",
+        "_rows",
         "_registry",
         "_handle_state",
         "_handle_changes",
