@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 from torch.distributed.fsdp import MixedPrecision as TorchMixedPrecision
 from torch.nn.parallel import DistributedDataParallel
 
+import fsdp
 from fsdp import FullyShardedDataParallel, MixedPrecision
 
 
@@ -217,7 +218,16 @@ def _wrap_ours(
     return wrap(module)
 
 
+def _wrap_ours_rows(module: nn.Module, units: nn.ModuleList, device: torch.device, policy: Policy) -> nn.Module:
+    precision = fsdp.MixedPrecisionPolicy(param_dtype=policy.compute_dtype if policy.is_mixed else None)
+    offload = fsdp.CPUOffloadPolicy() if policy.offload else fsdp.OffloadPolicy()
+    for part in (*units, module):
+        fsdp.fully_shard(part, mp_policy=precision, offload_policy=offload)
+    return module
+
+
 OURS = "ours"
+OURS_ROWS = "ours-rows"
 OURS_ORIG = "ours-orig"
 FSDP1_FLAT = "fsdp1-flat"
 FSDP1_ORIG = "fsdp1-orig"
@@ -233,6 +243,7 @@ CONTESTANTS: dict[str, Contestant] = {
     for contestant in (
         Contestant(OURS, Kind.OURS, functools.partial(_wrap_ours, use_orig_params=False)),
         Contestant(OURS_ORIG, Kind.OURS, functools.partial(_wrap_ours, use_orig_params=True)),
+        Contestant(OURS_ROWS, Kind.OURS, _wrap_ours_rows),
         Contestant(FSDP1_FLAT, Kind.PEER, functools.partial(_wrap_fsdp1, use_orig_params=False)),
         Contestant(FSDP1_ORIG, Kind.PEER, functools.partial(_wrap_fsdp1, use_orig_params=True)),
         Contestant(FSDP1_APART, Kind.PEER, functools.partial(_wrap_fsdp1, use_orig_params=True, trained_apart=True)),

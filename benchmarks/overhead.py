@@ -36,6 +36,7 @@ from benchmarks._contestants import (
     FSDP2,
     OURS,
     OURS_ORIG,
+    OURS_ROWS,
     Contestant,
     Policy,
     choose,
@@ -46,7 +47,7 @@ from benchmarks._report_losses import report_losses
 from benchmarks._report_pairs import report_original
 from benchmarks._skipping import Skip, set_ddp_reduction, skipping
 
-AMONG = (OURS, OURS_ORIG, FSDP1_FLAT, FSDP1_ORIG, FSDP2, DDP, FLOOR)
+AMONG = (OURS, OURS_ORIG, OURS_ROWS, FSDP1_FLAT, FSDP1_ORIG, FSDP2, DDP, FLOOR)
 TARGET = 0.4  # of FSDP2's time per unit
 _WIDTH = 64
 _BATCH = 4

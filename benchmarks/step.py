@@ -31,6 +31,7 @@ from benchmarks._contestants import (
     FSDP2_PREFETCH,
     OURS,
     OURS_ORIG,
+    OURS_ROWS,
     SHARDED_FLOOR,
     Policy,
     choose,
@@ -44,7 +45,7 @@ from benchmarks._skipping import Skip
 from benchmarks._step_options import add_options, check_counts, describe, write_json
 from benchmarks._training import BFLOAT16_TOLERANCES, Setup, train_interleaved
 
-AMONG = (OURS, OURS_ORIG, FSDP1_FLAT, FSDP1_ORIG, FSDP2, FSDP2_PREFETCH, DDP, FLOOR, SHARDED_FLOOR)
+AMONG = (OURS, OURS_ORIG, OURS_ROWS, FSDP1_FLAT, FSDP1_ORIG, FSDP2, FSDP2_PREFETCH, DDP, FLOOR, SHARDED_FLOOR)
 _ALWAYS = (DDP, FLOOR, SHARDED_FLOOR)  # everything is related to them
 
 # What ours is held to, as a ratio to the best sharded peer's figure.

@@ -53,6 +53,13 @@ def set_local_part(tensor: Tensor, local: Tensor) -> None:
         tensor.data = local
 
 
+def beside(tensor: Tensor, local: Tensor) -> Tensor:
+    """A `DTensor` around another local part of the same shape and dtype, quickly; shares its memory."""
+    # private, as `from_local` takes 60 us (torch 2.11 and 2.13)
+    made: Tensor = type(tensor)(local, tensor._spec, requires_grad=False)  # type: ignore[attr-defined, call-overload]
+    return made
+
+
 def become(tensor: Tensor, other: Tensor) -> None:
     """Have a `DTensor` be what another one is, of whatever dtype and device, and stay the object that it is."""
     with torch.no_grad():

@@ -126,7 +126,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         self.reduce_tag = self.tag if self.reduce_comm is self.comm else self.reduce_comm.new_tag()
 
     def __getstate__(self) -> dict[str, Any]:
-        rebuilt = ("gradients", "whole", "_wholes", "_pending", "_gathering_into", "_built_for", "_on_gradient")
+        rebuilt = ("gradients", "whole", "_wholes", "_pending", "_built_for", "_on_gradient")
         kept = {name: value for name, value in self.__dict__.items() if name not in rebuilt}
         return kept | {"phase": Phase.SHARDED, "_gathered": None}
 
@@ -241,8 +241,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         if self.whole.is_shard:
             self.home.read_ahead()
         else:
-            self._gathering_into = self.whole.begin_gather()
-            self._pending = self._gather_into(self._gathering_into)
+            self._pending = self._gather_into(self.whole.begin_gather())
         self._enter(Phase.GATHERING)  # if that did not raise
 
     def _gather_into(self, full: Tensor) -> Pending:
@@ -266,8 +265,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         if self.phase is Phase.GATHERING:
             if not self.whole.is_shard:
                 self._pending.wait()
-                self.whole.end_gather(self._gathering_into)
-                del self._gathering_into
+                self.whole.end_gather()
                 self.home.release()
             self.check_places()
             self.whole.show()
@@ -283,7 +281,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
             self.home.release()
         elif self.phase is Phase.GATHERING:
             self._pending.wait()  # it is written to until that is done
-            del self._gathering_into
+            self.whole.end_gather(is_wanted=False)
         self.whole.free()
         self._enter(Phase.SHARDED)
 

@@ -305,40 +305,45 @@ class RowsLayout(Layout):
         if self.gathers_whole:
             return self.views(full)
         whole = full.new_empty(self.whole_numel)
-        self.arrange(full, whole)
+        for place, part in zip(*self.pairs(full, whole), strict=True):
+            part.copy_(place)
         return self.views(whole)
 
-    def arrange(self, full: Tensor, whole: Tensor) -> None:
-        """Copy every parameter from a gathered buffer ``[padded_numel]`` to its place in a whole one."""
-        for slot, (places, view) in enumerate(zip(self.places(full), self.views(whole), strict=True)):
-            for place, part in zip(places, self.divided(slot, view), strict=True):
-                part.copy_(place)
+    def pairs(self, full: Tensor, whole: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Views of a gathered buffer ``[padded_numel]``, and for each what it is to be copied to of a whole one."""
+        places = [place for places in self.places(full) for place in places]
+        views = self.views(whole)
+        return places, [part for slot, view in enumerate(views) for part in self.divided(slot, view)]
 
     def places(self, full: Tensor) -> list[list[Tensor]]:
         self._check(full, self.padded_numel, "gathered buffer")
-        by_rank = full.view(self.world_size, self.shard_numel)
-        return [self._places(chunk, by_rank) for chunk in self._chunks]
+        first = int(full.storage_offset())
+        # Strides are computed once: this is done for every gradient, and views of views take their time.
+        return [[full.as_strided(size, stride, first + at) for size, stride, at in each] for each in self._geometry]
 
-    @staticmethod
-    def _places(chunk: Chunk, by_rank: Tensor) -> list[Tensor]:
+    @cached_property
+    def _geometry(self) -> tuple[tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...], ...]:
+        """For each parameter, its places: size, stride and beginning."""
         found = []
-        if chunk.full_ranks:
-            kept = by_rank[: chunk.full_ranks, chunk.offset : chunk.stop]
-            found.append(kept.view(chunk.full_ranks, chunk.rows, *chunk.row_shape))
-        if chunk.rest:
-            kept = by_rank[chunk.full_ranks, chunk.offset : chunk.offset + chunk.rest * chunk.row_numel]
-            found.append(kept.view(chunk.rest, *chunk.row_shape))
-        return found
+        for chunk in self._chunks:
+            inner = torch.empty(chunk.row_shape, device="meta").stride()
+            places = []
+            if chunk.full_ranks:
+                size = (chunk.full_ranks, chunk.rows, *chunk.row_shape)
+                places.append((size, (self.shard_numel, chunk.row_numel, *inner), chunk.offset))
+            if chunk.rest:
+                at = chunk.full_ranks * self.shard_numel + chunk.offset
+                places.append(((chunk.rest, *chunk.row_shape), (chunk.row_numel, *inner), at))
+            found.append(tuple(places))
+        return tuple(found)
 
     def divided(self, slot: int, value: Tensor) -> list[Tensor]:
-        chunk, found = self._chunks[slot], []
+        chunk, shapes = self._chunks[slot], self._geometry[slot]
+        if not chunk.rest:
+            return [_split_rows(value, size) for size, _, _ in shapes]
         value = value.view(1) if value.dim() == 0 else value
-        bound = chunk.full_ranks * chunk.rows
-        if bound:
-            found.append(value[:bound].unflatten(0, (chunk.full_ranks, chunk.rows)))
-        if chunk.rest:
-            found.append(value[bound:])
-        return found
+        bound = chunk.total - chunk.rest
+        return [*(_split_rows(value[:bound], size) for size, _, _ in shapes[:-1]), value[bound:]]
 
     @cached_property
     def _gaps(self) -> tuple[tuple[int, int, int], ...]:
@@ -355,3 +360,7 @@ class RowsLayout(Layout):
         by_rank = full.view(self.world_size, self.shard_numel)
         for rank, start, stop in self._gaps:
             by_rank[rank:, start:stop].zero_()
+
+
+def _split_rows(value: Tensor, size: tuple[int, ...]) -> Tensor:
+    return value.view(size) if value.is_contiguous() else value.unflatten(0, size[:2])

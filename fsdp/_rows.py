@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp._dtensors import MeshPart, become, held_part, local_part, set_local_part
+from fsdp._dtensors import MeshPart, become, beside, held_part, local_part, set_local_part
 from fsdp._flat_param import FlatParameter, ParamInfo
 from fsdp._layout import Layout, RowsLayout
 from fsdp._pieces import Pieces
@@ -74,7 +74,8 @@ class RowPieces(Pieces):
         return row_parameter(self._flat_param, rows, self._parts[slot], requires_grad, layout.slots[slot].name)
 
     def _show(self, slot: int, part: Tensor) -> Tensor:
-        return self._parts[slot].dtensor(part.view(self._shapes[slot]))
+        rows, param = part.view(self._shapes[slot]), self.params[slot]
+        return beside(param, rows) if rows.dtype == param.dtype else self._parts[slot].dtensor(rows)
 
     def _have(self, slot: int, part: Tensor) -> None:
         rows, param = part.as_subclass(Tensor).view(self._shapes[slot]), self.params[slot]

@@ -12,14 +12,34 @@ import copy
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from fsdp._dtensors import MeshPart, local_part, memory_at, memory_of, set_local_part
 from fsdp._flat_param import ParamInfo
 from fsdp._layout import Layout, RowsLayout
 from fsdp._placeholder import Placeholder, is_model_under_way, sharded_message, sharded_weight, valueless_weight
+
+
+class Copies(NamedTuple):
+    """From where parameters are gathered to where they are whole. Like the leaves these views are made once."""
+
+    gathered: Tensor  # ``[padded_numel]``; its storage has memory during a gather only
+    nbytes: int
+    sources: list[Tensor]
+    targets: list[Tensor]
+
+    @classmethod
+    def between(cls, layout: Layout, full: Tensor) -> Copies | None:
+        """For a layout that does not gather parameters as they are shown."""
+        if not isinstance(layout, RowsLayout):
+            return None
+        gathered = full.new_empty(layout.padded_numel)
+        made = cls(gathered, gathered.nbytes, *layout.pairs(gathered, full.detach()))
+        gathered.untyped_storage().resize_(0)
+        return made
 
 
 class WholeParameters:
@@ -82,6 +102,7 @@ class WholeParameters:
                 hidden = valueless_weight(slot.name, leaf)
             self._swaps += [(place.module.__dict__, place, leaf, hidden) for place in used]
         self._find_rnns()
+        self._copies = None if is_shard or layout.gathers_whole else Copies.between(layout, full)
         self.free()
 
     def _find_rnns(self) -> None:
@@ -100,16 +121,19 @@ class WholeParameters:
 
     def begin_gather(self) -> Tensor:
         """Memory ``[padded_numel]`` to gather into: the buffer's own if parameters lie there as they are gathered."""
-        if not self._layout.gathers_whole:
-            return self.full.new_empty(self._layout.padded_numel)
+        if self._copies is not None:
+            self._copies.gathered.untyped_storage().resize_(self._copies.nbytes)
+            return self._copies.gathered
         self.full.untyped_storage().resize_(self._nbytes)
         return self.full
 
-    def end_gather(self, gathered: Tensor) -> None:
+    def end_gather(self, *, is_wanted: bool = True) -> None:
         """What was gathered is there: have it in the buffer."""
-        if isinstance(self._layout, RowsLayout) and gathered is not self.full:
-            self.full.untyped_storage().resize_(self._nbytes)
-            self._layout.arrange(gathered, self.full.detach())
+        if self._copies is not None:
+            if is_wanted:
+                self.full.untyped_storage().resize_(self._nbytes)
+                torch._foreach_copy_(self._copies.targets, self._copies.sources)
+            self._copies.gathered.untyped_storage().resize_(0)
 
     def free(self) -> None:
         """Give the buffer's memory back.
