@@ -202,7 +202,7 @@ def ranks_of(group: Any) -> Sequence[int]:
 
 # What was checked, or made, before: every unit of a model asks for the same. Groups live as long as the process.
 _checked: dict[tuple[Any, Any], frozenset[int]] = {}
-_made: dict[tuple[Any, int], tuple[Group, Group | None]] = {}
+_made: dict[tuple[Any, int], tuple[Group, Group | None]] = {}  # by a machine's ranks; minus those kept nearby
 
 
 def _all_ranks(shard: Group, replicate: Group) -> frozenset[int]:
@@ -270,6 +270,24 @@ def _split(group: Group, local: int, given: str) -> tuple[Group, Group | None]:
     columns = [list(column) for column in zip(*rows, strict=True)]
     # All shard groups before all others: only their members may meet to make them.
     return _new_group(group, rows), _new_group(group, columns)
+
+
+def nearby_in(group: Group, size: int) -> Group:
+    """Collective the first time. Of this rank and the ones beside it in a group, so many together.
+
+    Raises:
+        ValueError: if the group cannot be cut like this.
+    """
+    ranks = list(ranks_of(group))
+    if size < 1 or len(ranks) % size:
+        raise ValueError(
+            f"reshard_after_forward={size} keeps whole parameters among {size} ranks each, and {len(ranks)} ranks "
+            "cannot be cut into such parts: give a number that divides theirs, True or False"
+        )
+    if (group, -size) not in _made:
+        rows = [ranks[start : start + size] for start in range(0, len(ranks), size)]
+        _made[group, -size] = _new_group(group, rows), None
+    return _made[group, -size][0]
 
 
 def _new_group(group: Group, parts: Sequence[Sequence[int]]) -> Group:

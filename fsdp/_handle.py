@@ -27,6 +27,7 @@ from fsdp._gradients import GradientBuffer
 from fsdp._handle_changes import FollowsChanges
 from fsdp._handle_gradients import TakesGradients
 from fsdp._handle_state import Phase
+from fsdp._nearby import Nearby
 from fsdp._pieces import NewPieces
 from fsdp._precision import Precision
 from fsdp._registry import Registry
@@ -52,6 +53,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         registered: the modules, with the name, that are to list `flat_param` among their parameters.
         precision: the dtypes of computation and reduction.
         on_gradient: called with the handle, a parameter's number and its leaf when autograd has finished that gradient.
+        nearby: the ranks to keep the whole among, where it is not given back altogether; see `Nearby`.
         new_pieces: makes this rank's pieces of the original parameters, which are listed in their places instead.
     """
 
@@ -66,9 +68,11 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         precision: Precision,
         on_gradient: Callable[[FlatParamHandle, int, Tensor], None],
         new_pieces: NewPieces | None = None,
+        nearby: Communicator | None = None,
     ) -> None:
         self.flat_param = flat_param
         self.home = flat_param.home
+        self.nearby = None if nearby is None or nearby.world_size == 1 else Nearby(nearby)
         self.fingerprints, flat_param.fingerprints = flat_param.fingerprints, None
         self.connect(comm, reduce_comm, replicas)
         self.layout = flat_param.make_layout(self.comm.world_size)
@@ -124,6 +128,8 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         """Be known under this number, and take tags; all ranks that it talks to do so in the same order."""
         self.number, self.tag, self.replica_tag = number, self.comm.new_tag(), self.replicas.new_tag()
         self.reduce_tag = self.tag if self.reduce_comm is self.comm else self.reduce_comm.new_tag()
+        if self.nearby is not None:
+            self.nearby.tag = self.nearby.comm.new_tag()
 
     def __getstate__(self) -> dict[str, Any]:
         rebuilt = ("gradients", "whole", "_wholes", "_pending", "_built_for", "_on_gradient")
@@ -184,13 +190,18 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
             self.layout,
             self.places,
             shard.parts,
-            shard.detach() if is_shard else self._new_buffer(self.dtype, self.layout.whole_numel),
+            shard.detach() if is_shard else self._new_buffer(self.dtype, self._whole_numel),
             is_shard=is_shard,
             requires_grad=self.requires_grad_each,
             valueless=self.valueless,
             on_gradient=self._leaf_has_gradient,
             absent=self.pieces.absent if self.pieces is not None else None,
         )
+
+    @property
+    def _whole_numel(self) -> int:
+        numel = self.layout.whole_numel
+        return numel if self.nearby is None else self.nearby.padded(numel)
 
     def _new_buffer(self, dtype: torch.dtype, numel: int) -> Tensor:
         return torch.empty(numel, dtype=dtype, device=self.home.device)
@@ -240,6 +251,8 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         self._gathered = self.shard_state
         if self.whole.is_shard:
             self.home.read_ahead()
+        elif self.nearby is not None and self.nearby.has(self._gathered):
+            self._pending = self.nearby.gather(self.whole.begin_gather(is_whole=True), self.name)
         else:
             self._pending = self._gather_into(self.whole.begin_gather())
         self._enter(Phase.GATHERING)  # if that did not raise
@@ -271,8 +284,17 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
             self.whole.show()
             self._enter(Phase.FULL)
 
-    def reshard(self) -> None:
-        """Give the memory of the whole parameter back."""
+    def reshard(self, *, keeps_nearby: bool = False) -> None:
+        """Give the memory of the whole parameter back.
+
+        Args:
+            keeps_nearby: backward will need it: if there are ranks nearby to keep it among, do so.
+        """
+        if self.nearby is not None:
+            if keeps_nearby and self.phase is Phase.FULL and not self.whole.is_shard:
+                self.nearby.keep(self.whole.full, self._gathered)
+            else:
+                self.nearby.forget()
         if self.phase is Phase.SHARDED:
             return
         if self.phase is Phase.FULL:

@@ -113,6 +113,8 @@ class FollowsChanges(HandleState):
             self.comm = self.comm.for_device(self.home.device)
             self.reduce_comm = self.reduce_comm.for_device(self.home.device)
             self.replicas = self.replicas.for_device(self.home.device)
+            if self.nearby is not None:
+                self.nearby.comm = self.nearby.comm.for_device(self.home.device)
         is_another = (shard.dtype, self.requires_grad_each, self.home.device) != (dtype, requires_grad, device)
         if self.pieces is not None and (is_another or shard.data_ptr() != address):
             self.pieces.alias()

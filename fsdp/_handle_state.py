@@ -13,7 +13,8 @@ from fsdp._comm_hook import CommHook
 from fsdp._fingerprints import Fingerprints
 from fsdp._flat_param import FlatParameter, ParamInfo
 from fsdp._gradients import GradientBuffer
-from fsdp._layout import Interval, Layout
+from fsdp._layout import ContiguousLayout, Interval, Layout
+from fsdp._nearby import Nearby
 from fsdp._offload import Home
 from fsdp._pieces import Pieces
 from fsdp._precision import Precision
@@ -48,6 +49,7 @@ class HandleState:
     tag: int
     reduce_tag: int
     replica_tag: int
+    nearby: Nearby | None
     phase: Phase
     whole: WholeParameters
     gradients: GradientBuffer
@@ -61,6 +63,11 @@ class HandleState:
     _wholes: dict[torch.dtype, WholeParameters]
     _built_for: tuple[torch.dtype, list[bool], int, torch.device]
     _build: Callable[[], None]
+
+    @property
+    def comms(self) -> tuple[Communicator, ...]:
+        """All ways by which its values go to other ranks."""
+        return self.comm, self.replicas, *([] if self.nearby is None else [self.nearby.comm])
 
     @property
     def is_sharded(self) -> bool:
@@ -129,6 +136,10 @@ class HandleState:
         if self.flat_param.group is not None:
             kind += f" of group {text_of_key(self.flat_param.group)}"
         ranks = f"over {self.layout.world_size} ranks by {type(self.comm).__name__}"
+        if not isinstance(self.layout, ContiguousLayout):
+            kind += " in rows"
         if self.is_replicated:
             ranks += f" and {self.replicas.world_size} replicas by {type(self.replicas).__name__}"
+        if self.nearby is not None:
+            ranks += f", kept among {self.nearby.comm.world_size} of them"
         return f"{kind} {ranks}: {slots}"

@@ -167,7 +167,7 @@ class Runtime(FollowsOthers):
         unit.state = TrainingState.IDLE
         needed_at_once = needs_backward and self._order(self.visits.region_of(unit, False), False).at_expected_end()
         if call.visit is not None or (unit.reshard_after_forward and not needed_at_once):
-            unit.reshard()
+            unit.reshard(keeps_nearby=needs_backward and call.visit is None)
         self.visits.end_root(unit, output)
         if not self._running:
             self._end_forward(keep=needs_backward)
@@ -381,7 +381,7 @@ class Runtime(FollowsOthers):
 
     def _settle(self) -> None:
         handles = [handle for unit in self.units for handle in unit.handles]
-        for comm in {comm for handle in handles for comm in (handle.comm, handle.replicas)}:
+        for comm in {comm for handle in handles for comm in handle.comms}:
             comm.settle()
         for lane in {handle.home.lane for handle in handles}:
             lane.settle()

@@ -182,6 +182,7 @@ class Unit:
         registered: Sequence[tuple[nn.Module, str]],
         reduce_comm: Communicator,
         new_pieces: NewPieces | None = None,
+        nearby: Communicator | None = None,
     ) -> None:
         """Run a flat parameter's shard, whose original parameters were used at `places`; see `FlatParamHandle`."""
         precision = self.precision_at(places[0])
@@ -195,6 +196,7 @@ class Unit:
             precision,
             self.on_gradient,
             new_pieces,
+            nearby,
         )
         self._handles.append(handle)
         self.own.append(handle)
@@ -299,9 +301,9 @@ class Unit:
         for handle in self.handles:
             handle.settle()
 
-    def reshard(self) -> None:
+    def reshard(self, *, keeps_nearby: bool = False) -> None:
         for handle in self.handles:
-            handle.reshard()
+            handle.reshard(keeps_nearby=keeps_nearby)
 
     def read_ahead(self) -> None:
         """It will be gathered after the next one."""

@@ -37,7 +37,7 @@ class Copies(NamedTuple):
         if not isinstance(layout, RowsLayout):
             return None
         gathered = full.new_empty(layout.padded_numel)
-        made = cls(gathered, gathered.nbytes, *layout.pairs(gathered, full.detach()))
+        made = cls(gathered, gathered.nbytes, *layout.pairs(gathered, full.detach()[: layout.whole_numel]))
         gathered.untyped_storage().resize_(0)
         return made
 
@@ -49,7 +49,7 @@ class WholeParameters:
         layout: how they lie in the buffer.
         places: for each, where it is used.
         parts: for each, what it is a part of if it is a `DTensor`.
-        full: ``[whole_numel]``, the buffer. If it is the shard itself (`is_shard`) it is never freed.
+        full: ``[whole_numel]`` or more, the buffer. If it is the shard itself (`is_shard`) it is never freed.
         requires_grad: of each leaf.
         valueless: the numbers of those without values: where the buffer is the shard, they are not seen until `reveal`.
         on_gradient: a method, held weakly: called with a parameter's number and leaf when autograd has finished its
@@ -75,7 +75,7 @@ class WholeParameters:
         self.is_shard = is_shard
         self._hides = not is_shard or absent is not None
         self._nbytes = full.numel() * full.element_size()
-        views = [view.data for view in layout.views(full)]
+        views = [view.data for view in layout.views(full[: layout.whole_numel])]
         seen = [part.dtensor(view) if part else view for view, part in zip(views, parts, strict=True)]
         self.leaves = [nn.Parameter(tensor, needs) for tensor, needs in zip(seen, requires_grad, strict=True)]
         for number, leaf in enumerate(self.leaves):
@@ -119,17 +119,22 @@ class WholeParameters:
         self._swaps += [(place.module.__dict__, place, leaf, absent) for place in places]
         self._find_rnns()
 
-    def begin_gather(self) -> Tensor:
-        """Memory ``[padded_numel]`` to gather into: the buffer's own if parameters lie there as they are gathered."""
-        if self._copies is not None:
+    def begin_gather(self, *, is_whole: bool = False) -> Tensor:
+        """Memory ``[padded_numel]`` to gather into: the buffer's own if parameters lie there as they are gathered.
+
+        Args:
+            is_whole: it is the buffer itself, all of it, that will come.
+        """
+        self._is_copied = self._copies is not None and not is_whole
+        if self._copies is not None and self._is_copied:
             self._copies.gathered.untyped_storage().resize_(self._copies.nbytes)
             return self._copies.gathered
         self.full.untyped_storage().resize_(self._nbytes)
-        return self.full
+        return self.full if is_whole else self.full[: self._layout.padded_numel]
 
     def end_gather(self, *, is_wanted: bool = True) -> None:
         """What was gathered is there: have it in the buffer."""
-        if self._copies is not None:
+        if self._copies is not None and self._is_copied:
             if is_wanted:
                 self.full.untyped_storage().resize_(self._nbytes)
                 torch._foreach_copy_(self._copies.targets, self._copies.sources)
@@ -207,7 +212,7 @@ class WholeParameters:
 
     def restore(self, numbers: Sequence[int]) -> None:
         """Have leaves that were `written` be views of the buffer again, with their new values."""
-        views = self._layout.views(self.full.detach())
+        views = self._layout.views(self.full.detach()[: self._layout.whole_numel])
         for number in numbers:
             if memory_at(self.leaves[number]) != views[number].data_ptr():
                 views[number].copy_(local_part(self.leaves[number]).detach())

@@ -20,7 +20,7 @@ from fsdp._comm import communicator
 from fsdp._dtensors import is_dtensor, spread_loaded
 from fsdp._flat_param import FlatParameter
 from fsdp._fsdp_module import FSDPModule, fsdp_class
-from fsdp._groups import Groups
+from fsdp._groups import Groups, nearby_in
 from fsdp._guards import guard, refuse_shared_modules
 from fsdp._ignored import Ignored
 from fsdp._layout import RowsLayout
@@ -28,7 +28,7 @@ from fsdp._offload import Offload
 from fsdp._optimizers import watch_optimizers
 from fsdp._options import usual_predivide_factor
 from fsdp._precision import MixedPrecision, Precision
-from fsdp._process_groups import reduce_group, served_device
+from fsdp._process_groups import Group, reduce_group, served_device
 from fsdp._runtime import Runtime
 from fsdp._sharing import claimed_in, share, wanted
 from fsdp._unit import Unit, own_modules, unit_of
@@ -97,7 +97,9 @@ def fully_shard(
         mesh: the ranks to shard over; on a 2-D one parameters are replicated over dim 0 and sharded over dim 1. None
             means all ranks.
         reshard_after_forward: free whole parameters after forward, and gather them again for backward; the outermost
-            module, which needs its own at once, keeps them. False keeps all. None is True.
+            module, which needs its own at once, keeps them. False keeps all. A number keeps them between forward and
+            backward among that many neighbouring ranks, of a machine for instance: more memory, and backward gathers
+            from those only. Making their groups is collective over the mesh. None is True.
         shard_placement_fn: called with each parameter; returns ``Shard(dim)`` or None, which is ``Shard(0)``.
         mp_policy: see `MixedPrecisionPolicy`.
         offload_policy: `CPUOffloadPolicy`, or `OffloadPolicy`, which is none.
@@ -113,8 +115,6 @@ def fully_shard(
             parameters without dimensions; for dtypes that cannot be trained as asked.
         NotImplementedError: for placements other than ``Shard(0)``.
     """
-    if reshard_after_forward not in (True, False, None):
-        raise NotImplementedError("reshard_after_forward must be True, False or None")
     ignored = Ignored.of(None, ignored_params)
     _check_module(module, ignored)
     refuse_shared_modules(module)
@@ -124,11 +124,12 @@ def fully_shard(
     _check_params(found, shard_placement_fn)
     mesh = _whole_mesh(module) if mesh is None else mesh
     groups = Groups.resolve(mesh, None, bool(reshard_after_forward))
+    reshards, nearby = _resharding(reshard_after_forward, groups)
     params_are_on = device_of(found) or served_device(groups.shard)
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
-    unit = _make_unit(module, groups, device, ignored, _precision(mp_policy), reshard_after_forward is not False)
+    unit = _make_unit(module, groups, device, ignored, _precision(mp_policy), reshards)
     try:
-        _shard(unit, groups, found, mesh, _offload(offload_policy))
+        _shard(unit, groups, found, mesh, _offload(offload_policy), nearby)
     except BaseException:
         unit.withdraw()
         raise
@@ -176,7 +177,14 @@ def _make_unit(
     )
 
 
-def _shard(unit: Unit, groups: Groups, found: dict[nn.Parameter, Places], mesh: DeviceMesh, offload: Offload) -> None:
+def _shard(
+    unit: Unit,
+    groups: Groups,
+    found: dict[nn.Parameter, Places],
+    mesh: DeviceMesh,
+    offload: Offload,
+    nearby: Group | None,
+) -> None:
     """Cut the parameters, take them out of their modules, and have the unit run what they have become."""
     from fsdp._rows import RowPieces  # imports DTensor, which takes a second
 
@@ -198,13 +206,24 @@ def _shard(unit: Unit, groups: Groups, found: dict[nn.Parameter, Places], mesh: 
         )
         for params in members
     ]
+    near = None if nearby is None else communicator(nearby, unit.device)
     reduce_comm = communicator(reduce_group(groups.shard, unit.device), unit.device)
     taken = [[found[param] for param in params] for params in members]
     ordered = {param: found[param] for params in members for param in params}
     take_over(ordered, flat_params, type(unit.module).__name__, unit)
     found.clear()  # the shards are cut: let the originals go before more memory is taken
     for flat_param, used in zip(flat_params, taken, strict=True):
-        unit.add_handle(flat_param, used, [], reduce_comm, partial(RowPieces, mesh=mesh))
+        unit.add_handle(flat_param, used, [], reduce_comm, partial(RowPieces, mesh=mesh), near)
+
+
+def _resharding(asked: Any, groups: Groups) -> tuple[bool, Group | None]:
+    """Whether to give whole parameters back after forward, and among which ranks to keep them then."""
+    if asked is None or isinstance(asked, bool):
+        return asked is not False, None
+    if not isinstance(asked, int):
+        raise TypeError(f"reshard_after_forward must be True, False, None or a number of ranks, got {asked!r}")
+    near = nearby_in(groups.shard, asked)
+    return asked > 1, near if 1 < asked < groups.shard.size() else None
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

@@ -133,6 +133,7 @@ ROOMS: dict[str, set[str]] = {
         "_gradients",
         "_precision",
         "_offload",
+        "_nearby",
         "_mapped_files",
         "_collect",
         "_dtensors",
