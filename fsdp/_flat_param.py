@@ -48,6 +48,7 @@ class FlatParameter(nn.Parameter):
     _shapes: tuple[torch.Size, ...]  # of `DTensor`s, those of their local parts
     parts: tuple[MeshPart | None, ...]  # what those of them that are `DTensor`s are parts of
     _cut: type[Layout]  # how it is cut into shards
+    _dims: tuple[int, ...] | None  # along which each is cut; None: the first
     _align: int  # at a multiple of so many elements each parameter starts
     _is_sharded: bool  # it holds one rank's shard
     _is_managed: bool  # a handle runs it
@@ -84,7 +85,7 @@ class FlatParameter(nn.Parameter):
         self = Tensor._make_subclass(cls, data, requires_grad)
         self._names, self._shapes, self.parts = names, shapes, (None,) * len(shapes)
         self._is_sharded = self._is_managed = self._has_unreduced = False
-        self._cut, self._align = cut, 1
+        self._cut, self._align, self._dims = cut, 1, None
         self.valueless = set()
         self.home = None
         return self
@@ -100,6 +101,7 @@ class FlatParameter(nn.Parameter):
         align: int = 1,
         replicas: int = 1,
         cut: type[Layout] = ContiguousLayout,
+        dims: tuple[int, ...] | None = None,
     ) -> FlatParameter:
         """One rank's shard of the flat parameter, cut straight from the parameters: there is never a whole copy.
 
@@ -110,16 +112,17 @@ class FlatParameter(nn.Parameter):
             align: each parameter starts at a multiple of so many elements.
             replicas: how many ranks hold this shard.
             cut: how it is cut into shards.
+            dims: the dimension along which each parameter is cut; None is the first.
         """
         locals_ = [local_part(param) for param in params]
         shapes = tuple(local.shape for local in locals_)
-        layout = cut.of(zip(names, shapes, strict=True), world_size, align)
+        layout = cut.of(zip(names, shapes, strict=True), world_size, align, dims)
         shard = home.allocate(layout.shard_numel, params[0].dtype)
         for slot, local in enumerate(locals_):
             if not local.is_meta:
                 layout.shard_of(slot, local, shard, rank)
         self = home.flat_parameter._build(shard, params[0].requires_grad, tuple(names), shapes, cut)
-        self.parts = tuple(MeshPart.of(param) for param in params)
+        self._dims, self.parts = dims, tuple(MeshPart.of(param) for param in params)
         self._is_sharded, self._align = world_size > 1 and layout.numel > 0, align
         self.valueless = {slot for slot, local in enumerate(locals_) if local.is_meta and local.numel()}
         if world_size * replicas > 1 and layout.numel > 0:  # later nobody knows what the others have seen
@@ -139,13 +142,14 @@ class FlatParameter(nn.Parameter):
         """
         home = copy.deepcopy(shard.home)
         names, shapes = tuple(shard._names[slot] for slot in slots), tuple(shard._shapes[slot] for slot in slots)
-        layout = shard._cut.of(zip(names, shapes, strict=True), world_size, shard._align)
+        dims = None if shard._dims is None else tuple(shard._dims[slot] for slot in slots)
+        layout = shard._cut.of(zip(names, shapes, strict=True), world_size, shard._align, dims)
         data, old = home.allocate(layout.shard_numel, shard.dtype), shard.make_layout(world_size)
         values, places = old.parts(shard.detach(), rank), layout.parts(data, rank)
         for number, slot in enumerate(slots):
             places[number].copy_(values[slot])
         self = home.flat_parameter._build(data, shard.requires_grad, names, shapes, shard._cut)
-        self.parts = tuple(shard.parts[slot] for slot in slots)
+        self._dims, self.parts = dims, tuple(shard.parts[slot] for slot in slots)
         self._is_sharded, self._align = world_size > 1 and layout.numel > 0, shard._align
         self.valueless = {number for number, slot in enumerate(slots) if slot in shard.valueless}
         self.group, self.home = shard.group, home
@@ -156,7 +160,7 @@ class FlatParameter(nn.Parameter):
 
     def make_layout(self, world_size: int = 1) -> Layout:
         """How the parameters lie in the vector when `world_size` ranks share it."""
-        return self._cut.of(zip(self._names, self._shapes, strict=True), world_size, self._align)
+        return self._cut.of(zip(self._names, self._shapes, strict=True), world_size, self._align, self._dims)
 
     @property
     def owner(self) -> FlatParameter:
@@ -227,7 +231,7 @@ class FlatParameter(nn.Parameter):
             home.release()
         copied = memo[id(self)] = type(self)._build(data, self.requires_grad, self._names, self._shapes, self._cut)
         copied._is_sharded, copied._is_managed, copied.group = self._is_sharded, self._is_managed, self.group
-        copied.parts, copied._align = self.parts, self._align
+        copied.parts, copied._align, copied._dims = self.parts, self._align, self._dims
         copied.valueless = set(self.valueless)
         copied.home = home
         return copied

@@ -27,6 +27,7 @@ from fsdp._gradients import GradientBuffer
 from fsdp._handle_changes import FollowsChanges
 from fsdp._handle_gradients import TakesGradients
 from fsdp._handle_state import Phase
+from fsdp._labels import label
 from fsdp._nearby import Nearby
 from fsdp._pieces import NewPieces
 from fsdp._precision import Precision
@@ -270,15 +271,17 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
             shard = self.home.staged(self.flat_param, full.dtype)
         else:
             shard = self.flat_param.detach()  # copied to its place directly
-        return self.comm.all_gather(full, shard, f"all-gather of {self.name}", self.tag)
+        with label("all_gather", self._unit_name):
+            return self.comm.all_gather(full, shard, f"all-gather of {self.name}", self.tag)
 
     def unshard(self) -> None:
         """Whole and visible in the modules when this returns (on CUDA: for work on the current stream)."""
         self.gather()
         if self.phase is Phase.GATHERING:
             if not self.whole.is_shard:
-                self._pending.wait()
-                self.whole.end_gather()
+                with label("all_gather_wait", self._unit_name):
+                    self._pending.wait()
+                    self.whole.end_gather()
                 self.home.release()
             self.check_places()
             self.whole.show()

@@ -10,6 +10,7 @@ from torch import Tensor
 from fsdp._comm import Pending
 from fsdp._comm_hook import HookCall
 from fsdp._handle_state import HandleState
+from fsdp._labels import label
 from fsdp._placeholder import Placeholder, unreduced_gradient
 
 
@@ -34,6 +35,10 @@ class TakesGradients(HandleState):
 
         With a hook it is an average, and here when this returns.
         """
+        with label("reduce_scatter", self._unit_name):
+            return self._reduce()
+
+    def _reduce(self) -> Pending:
         what, gradient, dtype = f"reduce-scatter of {self.name}", self.gradients.take(), self.reduced_dtype
         if self.comm_hook is None or not self.layout.numel:
             return self.reduce_comm.reduce_scatter(gradient, what, self.reduce_tag, dtype)

@@ -43,6 +43,7 @@ class HandleState:
     registry: Registry
     pieces: Pieces | None  # with `use_orig_params`
     name: str
+    _unit_name: str
     # Alike on all ranks once they have agreed on a plan: its place among all handles of the root, and tags that are its
     # own on each of the communicators.
     number: int

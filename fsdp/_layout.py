@@ -11,6 +11,7 @@ contiguous range of the row-major parameter*, found at one contiguous place of t
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,11 +27,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter of a layout; `start` counts elements from the first parameter's first."""
+    """One parameter of a layout; `start` counts elements from the first parameter's first.
+
+    It lies with dimension `dim` first, in row-major order otherwise.
+    """
 
     name: str
     shape: torch.Size
     start: int
+    dim: int = 0
+
+    @cached_property
+    def kept_shape(self) -> torch.Size:
+        """As it lies."""
+        if not self.dim:
+            return self.shape
+        return torch.Size([self.shape[self.dim], *self.shape[: self.dim], *self.shape[self.dim + 1 :]])
+
+    def kept(self, value: Tensor) -> Tensor:
+        """A view of a value of the parameter's shape, as it lies."""
+        return value.movedim(self.dim, 0) if self.dim else value
+
+    def shown(self, kept: Tensor) -> Tensor:
+        """The other way round."""
+        return kept.movedim(0, self.dim) if self.dim else kept
 
     @cached_property
     def numel(self) -> int:
@@ -43,7 +63,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Interval:
-    """Elements ``start:stop`` of the row-major parameter `slot`, kept at `offset` of one rank's shard."""
+    """Elements ``start:stop`` of parameter `slot` as it lies (row-major), kept at `offset` of one rank's shard."""
 
     slot: int
     start: int
@@ -69,7 +89,11 @@ class Layout(ABC):
 
     @classmethod
     def of(
-        cls, named_shapes: Iterable[tuple[str, torch.Size | Sequence[int]]], world_size: int, align: int = 1
+        cls,
+        named_shapes: Iterable[tuple[str, torch.Size | Sequence[int]]],
+        world_size: int,
+        align: int = 1,
+        dims: Iterable[int] | None = None,
     ) -> Self:
         """Pack parameters, given as (name, shape), in the given order.
 
@@ -77,10 +101,11 @@ class Layout(ABC):
             named_shapes: the parameters.
             world_size: how many ranks share them.
             align: every parameter starts at a multiple of so many elements; the gaps belong to none.
+            dims: for each, which dimension lies first; None is the first.
         """
         slots, start = [], 0
-        for name, shape in named_shapes:
-            slots.append(Slot(name, torch.Size(shape), -(-start // align) * align))
+        for (name, shape), dim in zip(named_shapes, itertools.repeat(0) if dims is None else dims, strict=False):
+            slots.append(Slot(name, torch.Size(shape), -(-start // align) * align, dim))
             start = slots[-1].stop
         return cls(tuple(slots), world_size, align)
 
@@ -146,7 +171,12 @@ class Layout(ABC):
     def views(self, whole: Tensor) -> list[Tensor]:
         """Every parameter in its shape, as views of a whole buffer ``[whole_numel]``."""
         self._check(whole, self.whole_numel, "whole buffer")
-        return [whole[slot.start : slot.stop].view(slot.shape) for slot in self.slots]
+        return [slot.shown(whole[slot.start : slot.stop].view(slot.kept_shape)) for slot in self.slots]
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether intervals are ranges of row-major parameters, as they are in files."""
+        return not any(slot.dim for slot in self.slots)
 
     @abstractmethod
     def places(self, full: Tensor) -> list[list[Tensor]]:
@@ -166,7 +196,7 @@ class Layout(ABC):
         if value.shape != wanted.shape:
             raise ValueError(f"{wanted.name}: expected shape {tuple(wanted.shape)}, got {tuple(value.shape)}")
         interval = self.interval(slot, rank)
-        flat = value.detach().reshape(-1)
+        flat = wanted.kept(value.detach()).reshape(-1)
         return flat[interval.start : interval.stop] if interval is not None else flat[:0]
 
     def shard_of(self, slot: int, value: Tensor, shard: Tensor, rank: int) -> None:
@@ -275,7 +305,7 @@ class RowsLayout(Layout):
         """Of each parameter."""
         chunks, offset = [], 0
         for slot in self.slots:
-            shape = slot.shape or torch.Size([1])
+            shape = slot.kept_shape or torch.Size([1])
             offset = -(-offset // self.align) * self.align
             chunks.append(Chunk(shape[0], -(-shape[0] // self.world_size), shape[1:], offset))
             offset = chunks[-1].stop
@@ -339,6 +369,7 @@ class RowsLayout(Layout):
 
     def divided(self, slot: int, value: Tensor) -> list[Tensor]:
         chunk, shapes = self._chunks[slot], self._geometry[slot]
+        value = self.slots[slot].kept(value)
         if not chunk.rest:
             return [_split_rows(value, size) for size, _, _ in shapes]
         value = value.view(1) if value.dim() == 0 else value

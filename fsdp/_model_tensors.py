@@ -136,6 +136,12 @@ def prepared(model: nn.Module, what: str) -> tuple[list[Unit], list[Ranks]]:
     for unit in outermost:
         ensure_agreed(unit)
     for handle in handles_of(units):
+        if not handle.layout.is_row_major:
+            raise NotImplementedError(
+                f"cannot {what}: {handle.name} has parameters that are cut along other dimensions than the first "
+                "(shard_placement_fn), which lie in files in many pieces. Use state_dict() and "
+                "torch.distributed.checkpoint."
+            )
         handle.absorb()
         handle.follow_shard()
     return units, list(dict.fromkeys(unit.everyone for unit in outermost))

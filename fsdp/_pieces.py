@@ -64,7 +64,7 @@ class Pieces:
         """Let a piece lie at `part` of the shard."""
         self.params[slot].data = part
 
-    def _flat(self, tensor: Tensor) -> Tensor:
+    def _flat(self, slot: int, tensor: Tensor) -> Tensor:
         """The memory of something in the form of a piece, as a vector."""
         return tensor.detach()
 
@@ -80,7 +80,7 @@ class Pieces:
         shard = self._flat_param.detach()
         for slot in range(len(self.params)):
             self._have(slot, self._of(shard, slot))
-        self._pointers = [_pointer(self._flat(piece)) for piece in self.params]
+        self._pointers = [_pointer(self._flat(slot, piece)) for slot, piece in enumerate(self.params)]
 
     def absorb(self) -> list[int]:
         """Write to the shard what users have assigned to the ``.data`` of pieces, and follow what they froze.
@@ -92,13 +92,13 @@ class Pieces:
             RuntimeError: for another shape or dtype.
         """
         for slot, (piece, pointer) in enumerate(zip(self.params, self._pointers, strict=True)):
-            if _pointer(self._flat(piece)) != pointer:
+            if _pointer(self._flat(slot, piece)) != pointer:
                 self._take_back(slot, piece)
         self._flat_param.requires_grad_(any(self.requires_grad))
         return []
 
     def _take_back(self, slot: int, piece: Any) -> None:
-        ours, given = self._of(self._flat_param.detach(), slot), self._flat(piece)
+        ours, given = self._of(self._flat_param.detach(), slot), self._flat(slot, piece)
         if given.shape == piece.whole_shape and given.shape != ours.shape:
             given = given.reshape(-1)[piece.offset : piece.offset + ours.numel()]
         if given.shape != ours.shape or given.dtype != ours.dtype:
@@ -163,8 +163,8 @@ class Pieces:
             ours = self._of(grad, slot)
             if piece.grad is None or isinstance(piece.grad, Placeholder):
                 ours.zero_()
-            elif _address(self._flat(piece.grad)) != _address(ours):
-                ours.copy_(self._flat(piece.grad))
+            elif _address(self._flat(slot, piece.grad)) != _address(ours):
+                ours.copy_(self._flat(slot, piece.grad))
                 piece.grad = self._show(slot, ours)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fsdp._comm import Communicator, Pending
 from fsdp._handle import FlatParamHandle
+from fsdp._labels import label
 
 # A reduction above this is limited by bandwidth, not by latency: it gains nothing from waiting for company.
 _SMALL_BYTES = 1 << 20
@@ -67,7 +68,8 @@ def _reduce_together(handles: Sequence[FlatParamHandle]) -> Pending:
     rows = [handle.gradients.take().view(first.reduce_comm.world_size, -1) for handle in handles]
     what = f"reduce-scatter of {first.name} to {last.name}"
     together, dtype = torch.cat(rows, dim=1).view(-1), first.reduced_dtype
-    return first.reduce_comm.reduce_scatter(together, what, first.reduce_tag, dtype)
+    with label("reduce_scatter", f"{first.name} to {last.name}"):
+        return first.reduce_comm.reduce_scatter(together, what, first.reduce_tag, dtype)
 
 
 def summed(

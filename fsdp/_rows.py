@@ -18,16 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp._dtensors import MeshPart, become, beside, held_part, local_part, set_local_part
+from fsdp._dtensors import MeshPart, become, beside, held_part, set_local_part
 from fsdp._flat_param import FlatParameter, ParamInfo
 from fsdp._layout import Layout, RowsLayout
 from fsdp._pieces import Pieces
 from fsdp._placeholder import unreduced_gradient
 
 
-def placements_on(mesh: DeviceMesh) -> tuple[Placement, ...]:
-    """Of parameters that are cut into rows over the last dimension of a mesh, and replicated over those before."""
-    return (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0))
+def placements_on(mesh: DeviceMesh, dim: int = 0) -> tuple[Placement, ...]:
+    """Of a parameter that is cut along `dim` over the last dimension of a mesh, and replicated over those before."""
+    return (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(dim))
 
 
 class RowPieces(Pieces):
@@ -53,8 +53,8 @@ class RowPieces(Pieces):
         params: Sequence[nn.Parameter] | None = None,
     ) -> None:
         self.mesh, self._given = mesh, params
-        placements = placements_on(mesh)
-        self._parts = [MeshPart(mesh, placements, slot.shape) for slot in layout.slots]
+        self._slots = layout.slots
+        self._parts = [MeshPart(mesh, placements_on(mesh, slot.dim), slot.shape) for slot in layout.slots]
         self._shapes = [_rows_shape(layout, slot, rank) for slot in range(len(layout.slots))]
         self._held: dict[int, Tensor] = {}
         super().__init__(flat_param, layout, rank, places)
@@ -67,26 +67,30 @@ class RowPieces(Pieces):
         return list(self.params)
 
     def _new(self, slot: int, layout: Layout, requires_grad: bool) -> nn.Parameter:
-        rows = self._of(self._flat_param.detach(), slot).view(self._shapes[slot])
+        rows = self._rows(slot, self._of(self._flat_param.detach(), slot))
         if self._given is not None:
             self._given[slot].__dict__["owner"] = self._flat_param
             return self._given[slot]  # `alias` has it lie in the new shard
         return row_parameter(self._flat_param, rows, self._parts[slot], requires_grad, layout.slots[slot].name)
 
     def _show(self, slot: int, part: Tensor) -> Tensor:
-        rows, param = part.view(self._shapes[slot]), self.params[slot]
+        rows, param = self._rows(slot, part), self.params[slot]
         return beside(param, rows) if rows.dtype == param.dtype else self._parts[slot].dtensor(rows)
 
     def _have(self, slot: int, part: Tensor) -> None:
-        rows, param = part.as_subclass(Tensor).view(self._shapes[slot]), self.params[slot]
+        rows, param = self._rows(slot, part.as_subclass(Tensor)), self.params[slot]
         self._held[slot] = rows
         if (rows.dtype, rows.device) == (param.dtype, param.device):
             set_local_part(param, rows)
         else:
             become(param, self._parts[slot].dtensor(rows))
 
-    def _flat(self, tensor: Tensor) -> Tensor:
-        return held_part(tensor).detach().reshape(-1)
+    def _flat(self, slot: int, tensor: Tensor) -> Tensor:
+        return self._slots[slot].kept(held_part(tensor).detach()).reshape(-1)
+
+    def _rows(self, slot: int, part: Tensor) -> Tensor:
+        """A local part, from where it lies."""
+        return self._slots[slot].shown(part.view(self._shapes[slot]))
 
     def absorb(self) -> list[int]:
         for slot, param in enumerate(self.params):
@@ -105,7 +109,7 @@ def _rows_shape(layout: Layout, slot: int, rank: int) -> torch.Size:
     if not isinstance(layout, RowsLayout):
         raise TypeError(f"rows need a layout in rows, got {type(layout).__name__}")
     first, last = layout.rows(slot, rank)
-    return torch.Size([last - first, *layout.slots[slot].shape[1:]])
+    return torch.Size([last - first, *layout.slots[slot].kept_shape[1:]])
 
 
 def row_parameter(owner: FlatParameter, rows: Tensor, part: MeshPart, requires_grad: bool, fqn: str) -> nn.Parameter:
@@ -123,10 +127,10 @@ def row_parameter(owner: FlatParameter, rows: Tensor, part: MeshPart, requires_g
 
 def _copied(param: weakref.ref[Any], part: MeshPart, memo: dict[int, Any]) -> nn.Parameter:
     found: Any = param()
-    rows = local_part(found)
-    start = int(rows.storage_offset() - found.owner.storage_offset())
+    rows = held_part(found)
     owner = copy.deepcopy(found.owner, memo)
-    mine = owner.detach()[start : start + rows.numel()].view(rows.shape)
+    start = int(rows.storage_offset() - found.owner.storage_offset())
+    mine = owner.detach().as_subclass(Tensor).as_strided(rows.shape, rows.stride(), owner.storage_offset() + start)
     copied = memo[id(found)] = row_parameter(owner, mine, part, found.requires_grad, found.fqn)
     return copied
 

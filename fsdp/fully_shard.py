@@ -112,8 +112,8 @@ def fully_shard(
         RuntimeError: without a process group.
         TypeError: for what is no module; for integer parameters, and `DTensor`s.
         ValueError: for containers without a forward, modules that are sharded already, or without parameters; for
-            parameters without dimensions; for dtypes that cannot be trained as asked.
-        NotImplementedError: for placements other than ``Shard(0)``.
+            parameters without dimensions, and placements that they cannot have; for dtypes that cannot be trained as
+            asked.
     """
     ignored = Ignored.of(None, ignored_params)
     _check_module(module, ignored)
@@ -121,7 +121,8 @@ def fully_shard(
     watch_optimizers()
     tied: dict[nn.Parameter, Places] = {}
     found = collect(module, ignored, tied, claimed_in(module), with_values=False)
-    _check_params(found, shard_placement_fn)
+    _check_params(found)
+    dims = {param: _dim_of(places[0].fqn, param, shard_placement_fn) for param, places in found.items()}
     mesh = _whole_mesh(module) if mesh is None else mesh
     groups = Groups.resolve(mesh, None, bool(reshard_after_forward))
     reshards, nearby = _resharding(reshard_after_forward, groups)
@@ -129,7 +130,7 @@ def fully_shard(
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     unit = _make_unit(module, groups, device, ignored, _precision(mp_policy), reshards)
     try:
-        _shard(unit, groups, found, mesh, _offload(offload_policy), nearby)
+        _shard(unit, groups, found, dims, mesh, _offload(offload_policy), nearby)
     except BaseException:
         unit.withdraw()
         raise
@@ -181,6 +182,7 @@ def _shard(
     unit: Unit,
     groups: Groups,
     found: dict[nn.Parameter, Places],
+    dims: dict[nn.Parameter, int],
     mesh: DeviceMesh,
     offload: Offload,
     nearby: Group | None,
@@ -203,6 +205,7 @@ def _shard(
             _ALIGNED,
             groups.replicas,
             RowsLayout,
+            tuple(dims[param] for param in params),
         )
         for params in members
     ]
@@ -212,6 +215,7 @@ def _shard(
     ordered = {param: found[param] for params in members for param in params}
     take_over(ordered, flat_params, type(unit.module).__name__, unit)
     found.clear()  # the shards are cut: let the originals go before more memory is taken
+    dims.clear()
     for flat_param, used in zip(flat_params, taken, strict=True):
         unit.add_handle(flat_param, used, [], reduce_comm, partial(RowPieces, mesh=mesh), near)
 
@@ -268,7 +272,7 @@ def _check_module(module: Any, ignored: Ignored) -> None:
         raise ValueError(f"{kind} has no parameters to shard: leave it, and call fully_shard on the module around it")
 
 
-def _check_params(found: dict[nn.Parameter, Places], placement_of: Callable[[nn.Parameter], Any] | None) -> None:
+def _check_params(found: dict[nn.Parameter, Places]) -> None:
     for param, places in found.items():
         name = places[0].fqn
         if param.dim() == 0:
@@ -280,9 +284,20 @@ def _check_params(found: dict[nn.Parameter, Places], placement_of: Callable[[nn.
             raise TypeError(
                 f"{name} is a DTensor already: for tensor parallelism wrap the module in FullyShardedDataParallel"
             )
-        wanted = None if placement_of is None else placement_of(param)
-        if wanted is not None and getattr(wanted, "dim", None) != 0:
-            raise NotImplementedError(f"shard_placement_fn wants {wanted} for {name}: parameters are cut along dim 0")
+
+
+def _dim_of(name: str, param: nn.Parameter, placement_of: Callable[[nn.Parameter], Any] | None) -> int:
+    """The dimension along which a parameter is cut."""
+    wanted = None if placement_of is None else placement_of(param)
+    if wanted is None:
+        return 0
+    dim = getattr(wanted, "dim", None)
+    if not isinstance(dim, int) or not -param.dim() <= dim < param.dim():
+        raise ValueError(
+            f"shard_placement_fn returned {wanted!r} for {name}, of shape {list(param.shape)}: it must be Shard(dim) "
+            "of one of its dimensions, or None"
+        )
+    return dim % param.dim()
 
 
 def _precision(policy: Any) -> Precision:

@@ -134,6 +134,7 @@ ROOMS: dict[str, set[str]] = {
         "_precision",
         "_offload",
         "_nearby",
+        "_labels",
         "_mapped_files",
         "_collect",
         "_dtensors",
