@@ -120,6 +120,12 @@ class FSDPModule:
         runtime.ensure_idle("change whether gradients are reduced", is_served=True)
         runtime.sync_gradients = requires_gradient_sync
 
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """For callers of torch's method, which saves its backwards but the last one some waiting.
+
+        Here nothing depends on it: each backward leaves complete gradients behind, whatever comes next.
+        """
+
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of gradients over ranks by this number, and not by that of the ranks.
 

@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp._collect import is_ours, taken_by
-from fsdp._dtensors import is_on_many_ranks
+from fsdp._dtensors import is_dtensor, is_on_many_ranks
 from fsdp._offload import DiskHome
 
 
@@ -39,7 +39,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                 f"{type(optimizer).__name__}.step(): gradients that were accumulated under no_sync() are not reduced "
                 "over the ranks yet and would be left out. Run the last backward of the step outside no_sync()."
             )
-    if any(param.owner._is_sharded or is_on_many_ranks(param.owner.parts) for param in ours):
+    if any(_is_spread(param) for param in ours):
         _refuse_lonely_scaler(optimizer)
     _refuse_original_parameters(optimizer, params)
     _warn_of_whole_parameters(optimizer, ours)
@@ -65,6 +65,11 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 def _ours(params: Iterable[Any]) -> list[Any]:
     """Those that are shards, or pieces of shards."""
     return [p for p in params if is_ours(p) and p.owner._is_managed]
+
+
+def _is_spread(param: Any) -> bool:
+    """Whether other ranks have other parts of a parameter, and torch does not know."""
+    return not is_dtensor(param) and (param.owner._is_sharded or is_on_many_ranks(param.owner.parts))
 
 
 def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[Any]) -> None:

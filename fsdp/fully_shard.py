@@ -32,6 +32,7 @@ from fsdp._process_groups import Group, reduce_group, served_device
 from fsdp._runtime import Runtime
 from fsdp._sharing import claimed_in, share, wanted
 from fsdp._unit import Unit, own_modules, unit_of
+from fsdp._wrapper_access import WrapperAccess
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -268,6 +269,9 @@ def _check_module(module: Any, ignored: Ignored) -> None:
         )
     if isinstance(module, FSDPModule) or unit_of(module) is not None:
         raise ValueError(f"this {kind} is sharded already: call fully_shard once, and on the modules around it")
+    wrapped = next((type(inner).__name__ for inner in module.modules() if isinstance(inner, WrapperAccess)), None)
+    if wrapped is not None:
+        raise ValueError(f"{kind} has a {wrapped} inside: use fully_shard for all modules of a model, or the wrapper")
     if all(ignored.has(inner, param) for inner in module.modules() for param in inner.parameters(recurse=False)):
         raise ValueError(f"{kind} has no parameters to shard: leave it, and call fully_shard on the module around it")
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fsdp._clip import clip_grad_norm, clip_grad_value
 from fsdp._collect import GroupKey, Places, collect, device_of, taken_by
+from fsdp._fsdp_module import FSDPModule
 from fsdp._groups import Groups, ShardingStrategy, reshards_after_forward
 from fsdp._guards import guard, move_values, refuse_shared_modules
 from fsdp._ignored import Ignored
@@ -318,6 +319,11 @@ def _check_module(module: Any, ignored: Ignored) -> None:
     if isinstance(module, FullyShardedDataParallel) or managed or unit_of(module) is not None:
         raise ValueError(
             f"this {type(module).__name__} is wrapped already: wrap each module once, and the modules around it"
+        )
+    if any(isinstance(inner, FSDPModule) for inner in module.modules()):
+        raise ValueError(
+            f"{type(module).__name__} is, or has inside, what fully_shard has sharded: use it for all modules of a "
+            "model, or the wrapper"
         )
     if all(ignored.has(inner, param) for inner in module.modules() for param in inner.parameters(recurse=False)):
         raise ValueError(
