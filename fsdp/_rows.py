@@ -20,14 +20,15 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp._dtensors import MeshPart, become, beside, held_part, set_local_part
 from fsdp._flat_param import FlatParameter, ParamInfo
-from fsdp._layout import Layout, RowsLayout
+from fsdp._layout import Layout, RowsLayout, Slot
 from fsdp._pieces import Pieces
 from fsdp._placeholder import unreduced_gradient
 
 
-def placements_on(mesh: DeviceMesh, dim: int = 0) -> tuple[Placement, ...]:
-    """Of a parameter that is cut along `dim` over the last dimension of a mesh, and replicated over those before."""
-    return (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(dim))
+def placements_on(mesh: DeviceMesh, slot: Slot) -> tuple[Placement, ...]:
+    """Of a parameter that is cut over the last dimension of a mesh, if it has any, and replicated over those before."""
+    last = Shard(slot.dim) if slot.shape else Replicate()
+    return (*(Replicate() for _ in range(mesh.ndim - 1)), last)
 
 
 class RowPieces(Pieces):
@@ -54,7 +55,7 @@ class RowPieces(Pieces):
     ) -> None:
         self.mesh, self._given = mesh, params
         self._slots = layout.slots
-        self._parts = [MeshPart(mesh, placements_on(mesh, slot.dim), slot.shape) for slot in layout.slots]
+        self._parts = [MeshPart(mesh, placements_on(mesh, slot), slot.shape) for slot in layout.slots]
         self._shapes = [_rows_shape(layout, slot, rank) for slot in range(len(layout.slots))]
         self._held: dict[int, Tensor] = {}
         super().__init__(flat_param, layout, rank, places)
@@ -108,6 +109,8 @@ class RowPieces(Pieces):
 def _rows_shape(layout: Layout, slot: int, rank: int) -> torch.Size:
     if not isinstance(layout, RowsLayout):
         raise TypeError(f"rows need a layout in rows, got {type(layout).__name__}")
+    if not layout.slots[slot].shape:
+        return torch.Size([])
     first, last = layout.rows(slot, rank)
     return torch.Size([last - first, *layout.slots[slot].kept_shape[1:]])
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fsdp._comm import Communicator
+from fsdp._comm import LONE_RANK, Communicator
 from fsdp._comm_hook import CommHook
 from fsdp._flat_param import FlatParameter, ParamInfo
 from fsdp._forward import Call, ForwardHooks, TrainingState
@@ -183,15 +183,17 @@ class Unit:
         reduce_comm: Communicator,
         new_pieces: NewPieces | None = None,
         nearby: Communicator | None = None,
+        whole: bool = False,
     ) -> None:
-        """Run a flat parameter's shard, whose original parameters were used at `places`; see `FlatParamHandle`."""
+        """Run a flat parameter's shard, whose original parameters were used at `places`; see `FlatParamHandle`.
+
+        If it is `whole`, every rank has all of it, and gradients are summed over all.
+        """
         precision = self.precision_at(places[0])
         handle = FlatParamHandle(
             flat_param,
             places,
-            self.comm,
-            reduce_comm,
-            self.replicas,
+            *((LONE_RANK, LONE_RANK, self.comm) if whole else (self.comm, reduce_comm, self.replicas)),
             registered,
             precision,
             self.on_gradient,

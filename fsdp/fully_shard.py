@@ -113,8 +113,8 @@ def fully_shard(
         RuntimeError: without a process group.
         TypeError: for what is no module; for integer parameters, and `DTensor`s.
         ValueError: for containers without a forward, modules that are sharded already, or without parameters; for
-            parameters without dimensions, and placements that they cannot have; for dtypes that cannot be trained as
-            asked.
+            placements that a parameter cannot have; for dtypes that cannot be trained as asked.
+        NotImplementedError: for parameters without dimensions on a 2-D mesh.
     """
     ignored = Ignored.of(None, ignored_params)
     _check_module(module, ignored)
@@ -122,10 +122,10 @@ def fully_shard(
     watch_optimizers()
     tied: dict[nn.Parameter, Places] = {}
     found = collect(module, ignored, tied, claimed_in(module), with_values=False)
-    _check_params(found)
-    dims = {param: _dim_of(places[0].fqn, param, shard_placement_fn) for param, places in found.items()}
     mesh = _whole_mesh(module) if mesh is None else mesh
     groups = Groups.resolve(mesh, None, bool(reshard_after_forward))
+    _check_params(found, groups.replicas)
+    dims = {param: _dim_of(places[0].fqn, param, shard_placement_fn) for param, places in found.items()}
     reshards, nearby = _resharding(reshard_after_forward, groups)
     params_are_on = device_of(found) or served_device(groups.shard)
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
@@ -195,21 +195,15 @@ def _shard(
         unit.precision_at(places).check(places[0].fqn, param.dtype, param.requires_grad)
     rank, world_size = groups.shard.rank(), groups.shard.size()
     new_home = offload.home_on(unit.device)
-    members = [params for _, params in group(found, unit.precision_at, None)]
-    flat_params = [
-        FlatParameter.shard_of(
-            params,
-            names_of(params, found),
-            rank,
-            world_size,
-            new_home(),
-            _ALIGNED,
-            groups.replicas,
-            RowsLayout,
-            tuple(dims[param] for param in params),
+    members = [params for _, params in group(found, unit.precision_at, lambda _, param: param.dim() == 0)]
+    flat_params = []
+    for params in members:
+        # What has no rows is whole on every rank, as if all were replicas.
+        number, of, replicas = (0, 1, world_size) if params[0].dim() == 0 else (rank, world_size, groups.replicas)
+        names, cut_at = names_of(params, found), tuple(dims[param] for param in params)
+        flat_params.append(
+            FlatParameter.shard_of(params, names, number, of, new_home(), _ALIGNED, replicas, RowsLayout, cut_at)
         )
-        for params in members
-    ]
     near = None if nearby is None else communicator(nearby, unit.device)
     reduce_comm = communicator(reduce_group(groups.shard, unit.device), unit.device)
     taken = [[found[param] for param in params] for params in members]
@@ -218,7 +212,8 @@ def _shard(
     found.clear()  # the shards are cut: let the originals go before more memory is taken
     dims.clear()
     for flat_param, used in zip(flat_params, taken, strict=True):
-        unit.add_handle(flat_param, used, [], reduce_comm, partial(RowPieces, mesh=mesh), near)
+        is_whole = not flat_param.metadata()[1][0]
+        unit.add_handle(flat_param, used, [], reduce_comm, partial(RowPieces, mesh=mesh), near, is_whole)
 
 
 def _resharding(asked: Any, groups: Groups) -> tuple[bool, Group | None]:
@@ -276,13 +271,13 @@ def _check_module(module: Any, ignored: Ignored) -> None:
         raise ValueError(f"{kind} has no parameters to shard: leave it, and call fully_shard on the module around it")
 
 
-def _check_params(found: dict[nn.Parameter, Places]) -> None:
+def _check_params(found: dict[nn.Parameter, Places], replicas: int) -> None:
     for param, places in found.items():
         name = places[0].fqn
-        if param.dim() == 0:
-            raise ValueError(
-                f"{name} has no dimensions, and so no rows: make it of shape [1] (and use it as it is, by "
-                "broadcasting), or pass it in ignored_params"
+        if param.dim() == 0 and replicas > 1:
+            raise NotImplementedError(
+                f"{name} has no dimensions, and so no rows: on a 2-D mesh make it of shape [1] (and use it as it is, "
+                "by broadcasting), or pass it in ignored_params"
             )
         if is_dtensor(param):
             raise TypeError(
@@ -292,7 +287,7 @@ def _check_params(found: dict[nn.Parameter, Places]) -> None:
 
 def _dim_of(name: str, param: nn.Parameter, placement_of: Callable[[nn.Parameter], Any] | None) -> int:
     """The dimension along which a parameter is cut."""
-    wanted = None if placement_of is None else placement_of(param)
+    wanted = None if placement_of is None or param.dim() == 0 else placement_of(param)
     if wanted is None:
         return 0
     dim = getattr(wanted, "dim", None)
