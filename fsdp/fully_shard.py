@@ -96,7 +96,8 @@ def fully_shard(
     Args:
         module: with a forward that is called (no ``ModuleList`` and the like).
         mesh: the ranks to shard over; on a 2-D one parameters are replicated over dim 0 and sharded over dim 1. None
-            means all ranks.
+            means all ranks, on CUDA if a parameter is there or the default process group serves it. Parameters that
+            are elsewhere are brought to the mesh's device.
         reshard_after_forward: free whole parameters after forward, and gather them again for backward; the outermost
             module, which needs its own at once, keeps them. False keeps all. A number keeps them between forward and
             backward among that many neighbouring ranks, of a machine for instance: more memory, and backward gathers
@@ -241,11 +242,10 @@ def _whole_mesh(module: nn.Module) -> DeviceMesh:
         raise RuntimeError(
             "fully_shard needs a process group: call torch.distributed.init_process_group() first, or pass a mesh"
         )
-    key = dist.group.WORLD
+    kind = "cuda" if any(param.is_cuda for param in module.parameters()) else served_device(dist.group.WORLD).type
+    key = (dist.group.WORLD, kind)
     if key not in _meshes:
         _meshes.clear()
-        has_cuda = torch.cuda.is_available() and any(param.is_cuda or param.is_meta for param in module.parameters())
-        kind = "cuda" if has_cuda else "cpu"
         _meshes[key] = init_device_mesh(kind, (dist.get_world_size(),))
     return _meshes[key]
 
