@@ -28,7 +28,7 @@ from fsdp._offload import Offload
 from fsdp._optimizers import watch_optimizers
 from fsdp._options import usual_predivide_factor
 from fsdp._precision import MixedPrecision, Precision
-from fsdp._process_groups import Group, reduce_group, served_device
+from fsdp._process_groups import Group, default_group, reduce_group, served_device
 from fsdp._runtime import Runtime
 from fsdp._sharing import claimed_in, share, wanted
 from fsdp._unit import Unit, own_modules, unit_of
@@ -242,7 +242,7 @@ def _whole_mesh(module: nn.Module) -> DeviceMesh:
         raise RuntimeError(
             "fully_shard needs a process group: call torch.distributed.init_process_group() first, or pass a mesh"
         )
-    kind = "cuda" if any(param.is_cuda for param in module.parameters()) else served_device(dist.group.WORLD).type
+    kind = "cuda" if any(param.is_cuda for param in module.parameters()) else served_device(default_group(None)).type
     key = (dist.group.WORLD, kind)
     if key not in _meshes:
         _meshes.clear()
