@@ -184,7 +184,7 @@ def _has_tensors(tree: Any) -> bool:
 
 
 def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    if isinstance(tree, Mapping):
+    if isinstance(tree, Mapping) and not (path and str(path[-1]).endswith(_EXTRA)):
         for key, value in tree.items():
             yield from _leaves(value, (*path, key))
     else:

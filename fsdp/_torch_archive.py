@@ -172,12 +172,20 @@ class TorchArchive:
             infos = archive.infolist()
             self.records = {info.filename: _record(file, begin, info) for info in infos}
             self._root = infos[0].filename.rpartition("/")[0]
-            if (
-                archive.NameToInfo.get(f"{self._root}/byteorder")
-                and archive.read(f"{self._root}/byteorder") != b"little"
-            ):
-                raise ValueError("its numbers are big-endian")
-            self._pickle = archive.read(f"{self._root}/data.pkl")
+        if self._content_of(file, "byteorder", b"little") != b"little":
+            raise ValueError("its numbers are big-endian")
+        self._pickle = self._content_of(file, "data.pkl")
+
+    def _content_of(self, file: IO[bytes], name: str, default: bytes | None = None) -> bytes:
+        record = self.records.get(f"{self._root}/{name}")
+        if record is None and default is not None:
+            return default
+        record = self.records[f"{self._root}/{name}"]
+        file.seek(record.begin)
+        found = file.read(record.nbytes)
+        if record.has_checksum and zlib.crc32(found) != record.checksum:
+            raise ValueError(f"{record.name} in it is not what was saved")
+        return found
 
     @cached_property
     def content(self) -> Any:
