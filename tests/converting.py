@@ -135,7 +135,7 @@ def assert_same_bits(found: Tensor, expected: Tensor, name: str = "") -> None:
 
 def bits(tensor: Tensor) -> bytes:
     """In row-major order."""
-    flat = tensor.detach().contiguous().view(-1)
+    flat = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
