@@ -1,4 +1,4 @@
-"""What tests of killed saves share: the disk at every moment of a save, and processes that are killed at a given one."""
+"""What tests of killed saves share: the disk at every moment of a save, and a process that is killed at one of them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Saves that are killed: whatever the moment and the rank, the newest complete checkpoint is loaded, and saved over.
 
-What the disk can look like is in test_checkpoint_moments.py. Here are processes that die: what the others make of it, and
-what is on the disk then.
+What the disk can look like is in test_checkpoint_moments.py. Here are processes that die: what the others make of it,
+and what is on the disk then.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The disk at every moment of a save: the old checkpoint or the new one can be loaded, to the last bit, and saved over."""
+"""The disk at every moment of a save: the old checkpoint or the new one is loaded, to the last bit, and saved over."""
 
 from __future__ import annotations
 
