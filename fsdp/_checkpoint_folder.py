@@ -83,7 +83,7 @@ class Destination:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.realpath(path)
         self.folder = self.path + SAVING
-        self._is_begun = False
+        self._token = b""  # in the folder that this save has made, and may remove
 
     def begin(self) -> None:
         """Make the folder to write to. What killed saves have left is put in order first.
@@ -100,8 +100,8 @@ class Destination:
                 f"{self.path} has files in it and is no checkpoint: save to a new folder, or to that of a checkpoint"
             )
         os.makedirs(self.folder)
-        self._is_begun = True
-        Path(self.folder, _MARKER).write_text(uuid.uuid4().hex)
+        self._token = uuid.uuid4().hex.encode()
+        Path(self.folder, _MARKER).write_bytes(self._token)
 
     @property
     def token(self) -> bytes:
@@ -123,7 +123,18 @@ class Destination:
                 remove(folder)
 
     def commit(self, manifest: bytes) -> None:
-        """Everything is on disk: have the checkpoint in its place."""
+        """Everything is on disk: have the checkpoint in its place.
+
+        Raises:
+            RuntimeError: if another process has begun to save there since.
+            OSError: if it cannot be done. The old one is in its place then, once `abandon` was called.
+        """
+        if not self._token or self.token != self._token:
+            self._token = b""
+            raise RuntimeError(
+                f"{self.folder} is not as this save has made it: another process saves to the same place. Give each "
+                "job a folder of its own, and start a job again when all processes of the last one have ended"
+            )
         if os.path.isdir(self.path):
             self._take_along()
         part = os.path.join(self.folder, _PART)
@@ -136,7 +147,8 @@ class Destination:
             os.rename(self.path, self.path + REPLACED)
         os.rename(self.folder, self.path)
         _sync_folder(os.path.dirname(self.path))
-        remove(self.path + REPLACED)
+        with suppress(OSError):  # the new one is there; the next save removes what is left, or says why it cannot
+            remove(self.path + REPLACED)
 
     def _take_along(self) -> None:
         """Copy what users have put into the checkpoint that is replaced, as a configuration or a tokenizer."""
@@ -149,9 +161,14 @@ class Destination:
                     shutil.copy2(entry.path, target, follow_symlinks=False)
 
     def abandon(self) -> None:
-        """The save has failed: remove what was written, as far as that can be done."""
+        """The save has failed: have the old one in its place and remove what was written, as far as can be."""
+        if not self._token:
+            return
         with suppress(OSError):
-            if self._is_begun and not _is_complete(self.folder):
+            if not os.path.lexists(self.path) and _is_complete(self.path + REPLACED):
+                os.rename(self.path + REPLACED, self.path)
+            is_the_only_one = _is_complete(self.folder) and not _is_complete(self.path)
+            if self.token in (self._token, b"") and not is_the_only_one:
                 remove(self.folder)
 
 
