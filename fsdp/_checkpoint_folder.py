@@ -43,18 +43,23 @@ def steps_in(folder: str | os.PathLike[str]) -> dict[int, str]:
 def _steps_named_in(folder: str | os.PathLike[str]) -> set[int]:
     try:
         names = os.listdir(folder)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return set()
     return {int(match[1]) for match in map(_NUMBERED.fullmatch, names) if match is not None}
 
 
-def newest(folder: str | os.PathLike[str]) -> Path | None:
-    """The complete checkpoint of the highest step in a folder of numbered ones; None if there is none.
+def steps(folder: str | os.PathLike[str]) -> dict[int, Path]:
+    """The complete checkpoints in a folder of numbered ones, by their steps, the lowest first; empty without any.
 
     What a save that was killed has left is none.
     """
-    steps = steps_in(folder)
-    return Path(steps[max(steps)]) if steps else None
+    return {step: Path(place) for step, place in steps_in(folder).items()}
+
+
+def newest(folder: str | os.PathLike[str]) -> Path | None:
+    """The one of `steps` with the highest step; None if there is none."""
+    places = steps(folder)
+    return places[max(places)] if places else None
 
 
 def rotate(folder: str | os.PathLike[str], keep: int, step: int) -> None:
@@ -155,7 +160,7 @@ class Destination:
         for entry in os.scandir(self.path):
             if not _OURS.fullmatch(entry.name):
                 target = os.path.join(self.folder, entry.name)
-                if entry.is_dir():
+                if entry.is_dir(follow_symlinks=False):
                     shutil.copytree(entry.path, target, symlinks=True)
                 else:
                     shutil.copy2(entry.path, target, follow_symlinks=False)

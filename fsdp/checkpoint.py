@@ -11,6 +11,7 @@ from torch import nn
 from fsdp import _checkpoint_load, _checkpoint_save
 from fsdp._checkpoint_background import Saver as Saver
 from fsdp._checkpoint_folder import newest as newest
+from fsdp._checkpoint_folder import steps as steps
 from fsdp._checkpoint_load import Loaded as Loaded
 from fsdp._checkpoint_manifest import Manifest, complete
 from fsdp._checkpoint_save import Saved as Saved

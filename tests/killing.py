@@ -56,7 +56,7 @@ def disk_at_every_moment(folder: Path, copies: Path, save: Callable[[], Any]) ->
         save()
     finally:
         sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
+        threading.settrace(None)
     return seen
 
 

@@ -141,9 +141,12 @@ def test_what_users_have_put_into_a_checkpoint_is_in_the_next_one(tmp_path: Path
     (tmp_path / "run" / "config.json").write_text("{}")
     (tmp_path / "run" / "tokenizer").mkdir()
     (tmp_path / "run" / "tokenizer" / "words").write_text("a b")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "run" / "data").symlink_to(tmp_path / "data")
     fsdp.save(tmp_path / "run", nested_mlp(seed=1))
     assert content(tmp_path / "run")["config.json"] == b"{}"
     assert content(tmp_path / "run")["tokenizer/words"] == b"a b"
+    assert (tmp_path / "run" / "data").readlink() == tmp_path / "data"
     assert_equal_states(_loaded(tmp_path / "run"), nested_mlp(seed=1).state_dict())
 
 
@@ -365,6 +368,22 @@ def _load_nowhere(folder: Path) -> None:
     is_it = dist.get_rank() == 2
     with pytest.raises(FileNotFoundError if is_it else RuntimeError, match="nowhere is no complete checkpoint"):
         fsdp.load(folder / ("nowhere" if is_it else "run"), nested_mlp(fully_sharded()))
+
+
+def test_a_path_that_is_no_checkpoint_is_told_apart(tmp_path: Path) -> None:
+    for step in (3, 12):
+        fsdp.save(tmp_path / "steps", nested_mlp(), step=step)
+    (tmp_path / "steps" / "step-00000003" / "checkpoint.json").rename(tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    for name, message in {
+        "steps": r"it is a folder of those of steps 12\. fsdp.checkpoint.newest gives the last, .*step-00000012",
+        "steps/step-00000003": r"there is no checkpoint.json in it\. fsdp.load_safetensors loads a model's tensors",
+        "empty": r"there is no checkpoint.json in it$",
+        "file": "it is a file",
+        "nowhere": "there is nothing",
+    }.items():
+        with pytest.raises(FileNotFoundError, match=f"{name} is no complete checkpoint: {message}"):
+            fsdp.load(tmp_path / name, nested_mlp())
 
 
 def test_a_newer_version_is_refused(tmp_path: Path) -> None:

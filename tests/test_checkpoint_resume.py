@@ -98,7 +98,12 @@ def test_half_of_the_steps_at_another_number_of_ranks(
 
 
 def _made(
-    folder: Path, form: dict[str, Any], make_optimizer: MakeOptimizer, make_model: Callable[..., nn.Module], seed: int
+    folder: Path,
+    form: dict[str, Any],
+    make_optimizer: MakeOptimizer,
+    make_model: Callable[..., nn.Module],
+    *,
+    seed: int,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     options = {name: folder / value if name == "offload_folder" else value for name, value in form.items()}
     model = make_model(fully_sharded(**options), seed=seed)

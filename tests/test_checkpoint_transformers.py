@@ -51,12 +51,15 @@ def made(family: str, seed: int = 0) -> tuple[Any, type[nn.Module]]:
     return transformers.LlamaForCausalLM(config), LlamaDecoderLayer
 
 
-def sharded(family: str, seed: int = 0, **options: Any) -> Any:
-    """A unit for each layer, and one for what is left."""
-    model, layer = made(family, seed)
+def wrapped(model: nn.Module, layer: type[nn.Module], **options: Any) -> Any:
+    """With a unit for each layer, and one for what is left."""
     with enable_wrap(wrapper_cls=FullyShardedDataParallel, **options):
         auto_wrap(model, module_wrap_policy({layer}))
     return FullyShardedDataParallel(model, **options)
+
+
+def sharded(family: str, **options: Any) -> Any:
+    return wrapped(*made(family), **options)
 
 
 def from_pretrained(family: str, folder: Path, **options: Any) -> Any:
@@ -144,13 +147,14 @@ def test_what_transformers_has_saved_is_loaded_and_trained(ranks: RankPool, tmp_
 
 
 def _load_pretrained(folder: Path, family: str) -> None:
-    source = made(family, seed=5)[0]
+    source, layer = made(family, seed=5)
     if dist.get_rank() == 0:
         source.save_pretrained(folder / "one")
         source.save_pretrained(folder / "several", max_shard_size=4000)
     dist.barrier()
     for name in ("one", "several"):
-        model = sharded(family)
+        config = type(source.config).from_pretrained(folder / name)
+        model = wrapped(type(source)(config), layer)
         load_safetensors(model, folder / name)
         assert torch.equal(logits(model), logits(source))
     optimizer = adamw(model.parameters())
