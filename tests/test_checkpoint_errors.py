@@ -206,6 +206,27 @@ def _save_with_own_group(path: Path) -> None:
         fsdp.save(path, model)
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"model": nested_mlp().state_dict()}, TypeError, r"must be a torch.nn.Module, got OrderedDict"),
+        ({"step": 3.5}, TypeError, r"step must be a whole number or None, got 3.5"),
+        ({"step": 3, "keep": 1.5}, TypeError, r"keep must be a whole number or None, got 1.5"),
+        ({"max_file_bytes": 1e9}, TypeError, r"max_file_bytes must be a whole number or None, got 1000000000.0"),
+        ({"dtype": "bfloat16"}, TypeError, r"dtype must be a floating-point torch.dtype or None, got 'bfloat16'"),
+        ({"dtype": torch.int8}, TypeError, r"dtype must be a floating-point torch.dtype or None, got torch.int8"),
+        ({"path": ""}, ValueError, r"path is empty"),
+    ],
+)
+def test_arguments_of_other_kinds_are_refused_before_anything_is_written(
+    tmp_path: Path, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    arguments = {"path": tmp_path / "run", "model": nested_mlp()} | options
+    with pytest.raises(error, match=message):
+        fsdp.save(**arguments)
+    assert not list(tmp_path.iterdir())
+
+
 # Loading
 
 
