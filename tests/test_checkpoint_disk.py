@@ -22,7 +22,7 @@ from fsdp import FullyShardedDataParallel, checkpoint
 from fsdp._checkpoint_folder import Destination
 from tests._ranks import RankError, RankPool
 from tests.killing import counted_steps
-from tests.models import nested_mlp
+from tests.models import Wrap, keep
 from tests.saving import content
 from tests.stored import assert_equal_states
 from tests.support import fully_sharded
@@ -30,8 +30,15 @@ from tests.support import fully_sharded
 OLD, NEW, NEXT = 1, 2, 3  # versions
 
 
+def small(wrap: Wrap = keep, seed: int = 0) -> nn.Module:
+    """Two units; few tensors, so that a save has few steps."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return wrap(nn.Sequential(wrap(nn.Linear(5, 7)), nn.Linear(7, 3, bias=False)))
+
+
 def _save(path: Path, version: int, background: bool = False) -> None:
-    model = nested_mlp(fully_sharded(), seed=version)
+    model = small(fully_sharded(), seed=version)
     if background:
         saver = checkpoint.Saver()
         saver.save(path, model, values=version)
@@ -41,9 +48,9 @@ def _save(path: Path, version: int, background: bool = False) -> None:
 
 
 def _version(path: Path) -> int:
-    model = nested_mlp(fully_sharded())
+    model = small(fully_sharded())
     version = fsdp.load(path, model).values
-    assert_equal_states(model.state_dict(), nested_mlp(seed=version).state_dict())
+    assert_equal_states(model.state_dict(), small(seed=version).state_dict())
     return version
 
 
@@ -75,9 +82,10 @@ def _fail_at_every_step(path: Path, rank: int, background: bool) -> list[tuple[i
     dist.barrier()
     steps = torch.tensor(count[0])
     dist.broadcast(steps, rank)
-    found = []
+    found: list[tuple[int, bool]] = []
     for step in range(1, int(steps) + 1):
-        _save(path, OLD)
+        if step == 1 or found[-1][0] == NEW:
+            _save(path, OLD)
         error: Exception | None = None
         with counted_steps(step if dist.get_rank() == rank else -1, _refuse):
             try:
@@ -172,7 +180,7 @@ def as_nobody() -> Iterator[None]:
 def test_a_folder_that_must_not_be_written_to(ranks: RankPool) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        fsdp.save(folder / "run", nested_mlp(seed=OLD), values=OLD)
+        fsdp.save(folder / "run", small(seed=OLD), values=OLD)
         folder.chmod(0o555)
         try:
             ranks(2).run(_save_where_nobody_may, folder)
@@ -192,19 +200,19 @@ def test_a_checkpoint_that_must_not_be_read(ranks: RankPool) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)
-        fsdp.save(folder / "run", nested_mlp(seed=OLD))
+        fsdp.save(folder / "run", small(seed=OLD))
         (folder / "run" / "model.safetensors").chmod(0)
         ranks(2).run(_load_what_nobody_may, folder)
 
 
 def _load_what_nobody_may(folder: Path) -> None:
-    model = nested_mlp(fully_sharded())
+    model = small(fully_sharded())
     with (
         as_nobody(),
         pytest.raises((PermissionError, RuntimeError), match=r"Permission denied: '.*run/model\.safetensors'"),
     ):
         fsdp.load(folder / "run", model)
-    assert_equal_states(model.state_dict(), nested_mlp().state_dict())
+    assert_equal_states(model.state_dict(), small().state_dict())
 
 
 # Two jobs at one place
@@ -230,17 +238,17 @@ def test_a_job_whose_folder_another_has_taken_over_is_told_and_leaves_it_alone(t
 
 @pytest.mark.parametrize("when", ["before", "while the others write"])
 def test_a_rank_that_is_gone_does_not_leave_the_others_waiting(ranks: RankPool, tmp_path: Path, when: str) -> None:
-    fsdp.save(tmp_path / "run", nested_mlp(seed=OLD), values=OLD)
+    fsdp.save(tmp_path / "run", small(seed=OLD), values=OLD)
     with pytest.raises(RankError) as caught:
         ranks(3, grace=20).run(_save_without_one, tmp_path / "run", when)
     assert [outcome.ending.name for outcome in caught.value.outcomes] == ["RETURNED", "DIED", "RETURNED"]
     assert content(tmp_path).keys() == {"run/model.safetensors", "run/checkpoint.json"}
-    model = nested_mlp()
+    model = small()
     assert fsdp.load(tmp_path / "run", model).values == OLD
 
 
 def _save_without_one(path: Path, when: str) -> None:
-    model = nested_mlp(fully_sharded(), seed=NEW)
+    model = small(fully_sharded(), seed=NEW)
     if dist.get_rank() == 1 and when == "before":
         os._exit(3)
     last = 2 if dist.get_rank() == 1 else -1
