@@ -159,11 +159,7 @@ class Destination:
         """Copy what users have put into the checkpoint that is replaced, as a configuration or a tokenizer."""
         for entry in os.scandir(self.path):
             if not _OURS.fullmatch(entry.name):
-                target = os.path.join(self.folder, entry.name)
-                if entry.is_dir(follow_symlinks=False):
-                    shutil.copytree(entry.path, target, symlinks=True)
-                else:
-                    shutil.copy2(entry.path, target, follow_symlinks=False)
+                _copy_synced(entry.path, os.path.join(self.folder, entry.name))
 
     def abandon(self) -> None:
         """The save has failed: have the old one in its place and remove what was written, as far as can be."""
@@ -209,10 +205,28 @@ def write_synced(path: str, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def _copy_synced(source: str, target: str) -> None:
+    """Copy a file, a link, or a folder with all that is in it, and have the disk keep it."""
+    if os.path.isdir(source) and not os.path.islink(source):
+        os.mkdir(target)
+        for entry in os.scandir(source):
+            _copy_synced(entry.path, os.path.join(target, entry.name))
+        shutil.copystat(source, target)
+        _sync_folder(target)
+    else:
+        shutil.copy2(source, target, follow_symlinks=False)
+        if not os.path.islink(target):
+            _sync(target)
+
+
 def _sync_folder(path: str) -> None:
     with suppress(OSError):  # not every file system knows how
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        _sync(path)
+
+
+def _sync(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -213,6 +214,37 @@ def _load_what_nobody_may(folder: Path) -> None:
     ):
         fsdp.load(folder / "run", model)
     assert_equal_states(model.state_dict(), small().state_dict())
+
+
+# What the disk has promised to keep
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="only Linux says which file a descriptor is of")
+@pytest.mark.parametrize("max_file_bytes", [None, 80])
+def test_every_file_is_on_the_disk_before_the_old_one_is_touched(tmp_path: Path, max_file_bytes: int | None) -> None:
+    path = tmp_path / "run"
+    fsdp.save(path, small(), max_file_bytes=max_file_bytes)
+    (path / "config.json").write_text("{}")
+    (path / "tokenizer").mkdir()
+    (path / "tokenizer" / "words").write_text("a b")
+    synced: list[str] = []
+
+    def fsync(fd: int, do: Callable[[int], None] = os.fsync) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        do(fd)
+
+    def rename(source: str, target: str, do: Callable[[str, str], None] = os.rename) -> None:
+        if source == str(path):
+            at_rename.update(synced)
+        do(source, target)
+
+    at_rename: set[str] = set()
+    with mock.patch("os.fsync", fsync), mock.patch("os.rename", rename):
+        fsdp.save(path, small(seed=1), max_file_bytes=max_file_bytes)
+    expected = {f"{path}.saving/{name}" for name in content(path)} | {f"{path}.saving", f"{path}.saving/tokenizer"}
+    expected -= {f"{path}.saving/checkpoint.json"}
+    assert at_rename >= expected | {f"{path}.saving/checkpoint.json.part"}
+    assert synced[-1] == str(tmp_path)
 
 
 # Two jobs at one place
