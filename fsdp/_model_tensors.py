@@ -129,7 +129,10 @@ def prepared(model: nn.Module, what: str) -> tuple[list[Unit], list[Ranks]]:
 
     Raises:
         RuntimeError: in a forward or backward, inside `summon_full_params`, or for a part of a wrapped module.
+        TypeError: for what is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"cannot {what}: the model must be a torch.nn.Module, got {type(model).__name__}")
     units = [unit for unit in map(unit_of, model.modules()) if unit is not None]
     require_rest(model, units, what)
     outermost = list(outermost_units(model))

@@ -11,6 +11,7 @@ from torch import nn
 from fsdp import _checkpoint_load, _checkpoint_save
 from fsdp._checkpoint_background import Saver as Saver
 from fsdp._checkpoint_folder import newest as newest
+from fsdp._checkpoint_folder import steps as steps
 from fsdp._checkpoint_load import Loaded as Loaded
 from fsdp._checkpoint_manifest import complete
 from fsdp._checkpoint_save import Saved as Saved
@@ -61,7 +62,7 @@ def save(
         RuntimeError: in a forward or backward, or inside `summon_full_params`; if there are parameters without values;
             for units with other ranks than the outermost one; on every rank, naming the reason, if another one fails.
         OSError: if this rank cannot write: the disk is full, the folder read-only, the path a file or no checkpoint.
-        TypeError: for `values` of other types; says where. For what is no optimizer.
+        TypeError: for `values` of other types; says where. For what is no model, optimizer, number or float dtype.
         ValueError: for an optimizer of other parameters, or with state that is neither of the parameter's shape nor a
             number; it names parameter, key and shape.
         NotImplementedError: for `DTensor`s.
