@@ -34,6 +34,7 @@ setup(
     extras_require={
         "train": ["tqdm"],
         "test": ["pytest>=8", "parameterized", "hypothesis", "safetensors"],
+        "transformers": ["transformers>=5"],  # what some tests compare with; they skip without it
         "dev": ["ruff", "mypy"],
     },
     zip_safe=False,

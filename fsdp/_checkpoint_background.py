@@ -180,5 +180,12 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._finish()
-        self._stager.close()
+        try:
+            self._finish()
+        except Exception:
+            if error is None:
+                raise
+            print("fsdp: besides, a checkpoint could not be saved:", file=sys.stderr)
+            traceback.print_exc()  # and let the error pass that the block was left with
+        finally:
+            self._stager.close()

@@ -29,6 +29,11 @@ def found(path: str | os.PathLike[str]) -> str | None:
     return next((folder for folder in (place, place + SAVING, place + REPLACED) if _is_complete(folder)), None)
 
 
+def is_left_behind(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder is no checkpoint, but what a save or removal that was killed has left."""
+    return os.path.lexists(os.path.join(folder, _MARKER)) and not _is_complete(os.fspath(folder))
+
+
 def numbered(folder: str | os.PathLike[str], step: int) -> str:
     """The place of the checkpoint of a step."""
     return os.path.join(os.fspath(folder), f"step-{step:08d}")
@@ -43,18 +48,23 @@ def steps_in(folder: str | os.PathLike[str]) -> dict[int, str]:
 def _steps_named_in(folder: str | os.PathLike[str]) -> set[int]:
     try:
         names = os.listdir(folder)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return set()
     return {int(match[1]) for match in map(_NUMBERED.fullmatch, names) if match is not None}
 
 
-def newest(folder: str | os.PathLike[str]) -> Path | None:
-    """The complete checkpoint of the highest step in a folder of numbered ones; None if there is none.
+def steps(folder: str | os.PathLike[str]) -> dict[int, Path]:
+    """The complete checkpoints in a folder of numbered ones, by their steps, the lowest first; empty without any.
 
     What a save that was killed has left is none.
     """
-    steps = steps_in(folder)
-    return Path(steps[max(steps)]) if steps else None
+    return {step: Path(place) for step, place in steps_in(folder).items()}
+
+
+def newest(folder: str | os.PathLike[str]) -> Path | None:
+    """The one of `steps` with the highest step; None if there is none."""
+    places = steps(folder)
+    return places[max(places)] if places else None
 
 
 def rotate(folder: str | os.PathLike[str], keep: int, step: int) -> None:
@@ -83,7 +93,7 @@ class Destination:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.realpath(path)
         self.folder = self.path + SAVING
-        self._is_begun = False
+        self._token = b""  # in the folder that this save has made, and may remove
 
     def begin(self) -> None:
         """Make the folder to write to. What killed saves have left is put in order first.
@@ -100,8 +110,8 @@ class Destination:
                 f"{self.path} has files in it and is no checkpoint: save to a new folder, or to that of a checkpoint"
             )
         os.makedirs(self.folder)
-        self._is_begun = True
-        Path(self.folder, _MARKER).write_text(uuid.uuid4().hex)
+        self._token = uuid.uuid4().hex.encode()
+        Path(self.folder, _MARKER).write_bytes(self._token)
 
     @property
     def token(self) -> bytes:
@@ -123,7 +133,18 @@ class Destination:
                 remove(folder)
 
     def commit(self, manifest: bytes) -> None:
-        """Everything is on disk: have the checkpoint in its place."""
+        """Everything is on disk: have the checkpoint in its place.
+
+        Raises:
+            RuntimeError: if another process has begun to save there since.
+            OSError: if it cannot be done. The old one is in its place then, once `abandon` was called.
+        """
+        if not self._token or self.token != self._token:
+            self._token = b""
+            raise RuntimeError(
+                f"{self.folder} is not as this save has made it: another process saves to the same place. Give each "
+                "job a folder of its own, and start a job again when all processes of the last one have ended"
+            )
         if os.path.isdir(self.path):
             self._take_along()
         part = os.path.join(self.folder, _PART)
@@ -136,22 +157,24 @@ class Destination:
             os.rename(self.path, self.path + REPLACED)
         os.rename(self.folder, self.path)
         _sync_folder(os.path.dirname(self.path))
-        remove(self.path + REPLACED)
+        with suppress(OSError):  # the new one is there; the next save removes what is left, or says why it cannot
+            remove(self.path + REPLACED)
 
     def _take_along(self) -> None:
         """Copy what users have put into the checkpoint that is replaced, as a configuration or a tokenizer."""
         for entry in os.scandir(self.path):
             if not _OURS.fullmatch(entry.name):
-                target = os.path.join(self.folder, entry.name)
-                if entry.is_dir():
-                    shutil.copytree(entry.path, target, symlinks=True)
-                else:
-                    shutil.copy2(entry.path, target, follow_symlinks=False)
+                _copy_synced(entry.path, os.path.join(self.folder, entry.name))
 
     def abandon(self) -> None:
-        """The save has failed: remove what was written, as far as that can be done."""
+        """The save has failed: have the old one in its place and remove what was written, as far as can be."""
+        if not self._token:
+            return
         with suppress(OSError):
-            if self._is_begun and not _is_complete(self.folder):
+            if not os.path.lexists(self.path) and _is_complete(self.path + REPLACED):
+                os.rename(self.path + REPLACED, self.path)
+            is_the_only_one = _is_complete(self.folder) and not _is_complete(self.path)
+            if self.token in (self._token, b"") and not is_the_only_one:
                 remove(self.folder)
 
 
@@ -187,10 +210,28 @@ def write_synced(path: str, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def _copy_synced(source: str, target: str) -> None:
+    """Copy a file, a link, or a folder with all that is in it, and have the disk keep it."""
+    if os.path.isdir(source) and not os.path.islink(source):
+        os.mkdir(target)
+        for entry in os.scandir(source):
+            _copy_synced(entry.path, os.path.join(target, entry.name))
+        shutil.copystat(source, target)
+        _sync_folder(target)
+    else:
+        shutil.copy2(source, target, follow_symlinks=False)
+        if not os.path.islink(target):
+            _sync(target)
+
+
 def _sync_folder(path: str) -> None:
     with suppress(OSError):  # not every file system knows how
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        _sync(path)
+
+
+def _sync(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp._checked_files import CheckedFiles
-from fsdp._checkpoint_folder import MANIFEST, found
+from fsdp._checkpoint_folder import MANIFEST, found, steps_in
 from fsdp._checksums import BLOCK_BYTES
 from fsdp._safetensors_writer import SUFFIX, PlannedFile, index_name
 
@@ -168,8 +168,20 @@ def complete(path: str | os.PathLike[str]) -> str:
     """
     folder = found(path)
     if folder is None:
-        raise FileNotFoundError(
-            f"{os.fspath(path)} is no complete checkpoint: there is no {MANIFEST} in it. (For a folder of several, "
-            "fsdp.checkpoint.newest says which is the newest.)"
-        )
+        raise FileNotFoundError(f"{os.fspath(path)} is no complete checkpoint: {_what_is_there(os.fspath(path))}")
     return folder
+
+
+def _what_is_there(path: str) -> str:
+    steps = steps_in(path)
+    if steps:
+        numbers = ", ".join(map(str, steps))
+        return f"it is a folder of those of steps {numbers}. fsdp.checkpoint.newest gives the last, {steps[max(steps)]}"
+    if not os.path.lexists(path):
+        return "there is nothing"
+    if not os.path.isdir(path):
+        return "it is a file, and a checkpoint is a folder"
+    tensors = f"model{SUFFIX}", index_name("model")
+    if any(os.path.exists(os.path.join(path, name)) for name in tensors):
+        return f"there is no {MANIFEST} in it. fsdp.load_safetensors loads a model's tensors alone"
+    return f"there is no {MANIFEST} in it"

@@ -118,6 +118,9 @@ def prepare(
     generators: bool,
 ) -> tuple[Plan, Ranks, list[Unit]]:
     """Collective. What is to be written, the ranks that write, and the units whose memory it is in."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
+    _require_number("max_file_bytes", max_file_bytes)
     if max_file_bytes is not None and max_file_bytes < 1:
         raise ValueError(f"max_file_bytes must be a positive number of bytes or None, got {max_file_bytes}")
     units, everyone = prepared(model, _WHAT)
@@ -167,6 +170,11 @@ def _with_optimizer(
     return done_by_all([ranks], "prepare its optimizer's state", add)
 
 
+def _require_number(name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number or None, got {value!r}")
+
+
 def release(units: Sequence[Unit]) -> None:
     """Shards that were read are not wanted soon."""
     for handle in handles_of(units):
@@ -186,7 +194,8 @@ class Place:
         keep: how many of them to keep; None for all.
 
     Raises:
-        ValueError: for numbers that make no sense.
+        TypeError: for what is no number.
+        ValueError: for numbers that make no sense, and an empty path.
     """
 
     path: str | os.PathLike[str]
@@ -194,6 +203,10 @@ class Place:
     keep: int | None = None
 
     def __post_init__(self) -> None:
+        _require_number("step", self.step)
+        _require_number("keep", self.keep)
+        if not os.fspath(self.path):
+            raise ValueError("path is empty: a checkpoint is a folder of its own")
         if self.step is not None and self.step < 0:
             raise ValueError(f"step must be 0 or more, got {self.step}")
         if self.keep is not None and (self.step is None or self.keep < 1):

@@ -11,6 +11,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.models import Wrap, keep
+from tests.support import (
+    NOISE_FACTOR,
+    NOISE_FLOOR,
+    REGRESSION,
+    Distance,
+    Parts,
+    Task,
+    Trained,
+    distance,
+    every_rank,
+    reordered,
+)
 
 ROWS = 12  # every world size here divides them
 
@@ -82,17 +94,66 @@ def stateless(model: nn.Module) -> torch.optim.Optimizer:
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, *, alone: bool = False) -> None:
-    """Collective unless `alone`. Each rank on its rows of the global batch, which every world size sees alike."""
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+    *,
+    alone: bool = False,
+    task: Task = REGRESSION,
+    parts: Parts | None = None,
+) -> None:
+    """Collective unless `alone`. Each rank on its rows of the global batch, which every world size sees alike.
+
+    Alone, on the global batch, or on `parts` of it one after the other.
+    """
     for step in steps:
-        inputs = torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(step))
-        targets = inputs.sum(dim=1, keepdim=True).sin()
-        if not alone:
-            rank, size = dist.get_rank(), dist.get_world_size()
-            inputs, targets = inputs.chunk(size)[rank], targets.chunk(size)[rank]
+        batch = task.batch(torch.Generator().manual_seed(step), ROWS)
+        pieces = [every_rank(*batch)[dist.get_rank()]] if not alone else parts(*batch) if parts else [batch]
         optimizer.zero_grad()
-        nn.functional.mse_loss(model(inputs), targets).backward()
+        for inputs, targets in pieces:
+            (task.loss(model(inputs), targets) / len(pieces)).backward()
         optimizer.step()
+
+
+def assert_within_noise(
+    found: dict[str, Tensor],
+    expected: dict[str, Tensor],
+    make: Callable[[], nn.Module],
+    make_optimizer: MakeOptimizer,
+    steps: range,
+    task: Task = REGRESSION,
+) -> None:
+    """On a rank. Two trainings of a model are as close as unsharded ones are that sum in other orders: see
+    Note [noise] in tests/support.py.
+    """
+    samples: list[dict[str, Tensor]] = []
+    for dtype in {value.dtype for value in expected.values()}:
+        floor = max(NOISE_FLOOR, torch.finfo(dtype).eps)  # of 16 bits the last one may be another
+        apart = _distance(found, expected, dtype)
+        if not apart.weight <= floor:
+            samples = samples or _unsharded(make, make_optimizer, steps, task)
+            noise = max(_distance(sample, samples[0], dtype).weight for sample in samples[1:])
+            assert apart.weight <= NOISE_FACTOR * noise + floor, f"{apart}; noise of this training: {noise:.2e}"
+
+
+def _unsharded(
+    make: Callable[[], nn.Module], make_optimizer: MakeOptimizer, steps: range, task: Task
+) -> list[dict[str, Tensor]]:
+    """The weights after trainings that differ in the order of their sums."""
+    states = []
+    for parts in (None, every_rank, reordered(1), reordered(2)):
+        model = make()
+        train(model, make_optimizer(model), steps, alone=True, task=task, parts=parts)
+        states.append(dict(model.state_dict()))
+    return states
+
+
+def _distance(one: dict[str, Tensor], other: dict[str, Tensor], dtype: torch.dtype) -> Distance:
+    """Between the weights of a dtype."""
+    nothing = torch.empty(0)
+    sides = [{name: value for name, value in side.items() if value.dtype == dtype} for side in (one, other)]
+    return distance(*(Trained(nothing, nothing, nothing, side) for side in sides))
 
 
 def from_first(value: Any) -> Any:

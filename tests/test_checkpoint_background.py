@@ -207,3 +207,21 @@ def test_the_end_of_a_script_waits_and_tells(tmp_path: Path, check: str) -> None
         assert "a checkpoint could not be saved" in ended.stderr
         assert "the disk is gone" in ended.stderr
         assert not list(tmp_path.iterdir())
+
+
+def test_an_error_that_ends_the_block_is_not_replaced_by_that_of_a_save(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing = mock.patch("os.pwrite", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    with failing, pytest.raises(KeyError):
+        _train_within_a_saver(tmp_path / "run", KeyError("of the training"))
+    assert "besides, a checkpoint could not be saved" in capsys.readouterr().err
+    with failing, pytest.raises(OSError, match="No space left"):
+        _train_within_a_saver(tmp_path / "run", None)
+
+
+def _train_within_a_saver(path: Path, error: Exception | None) -> None:
+    with Saver() as saver:
+        saver.save(path, nested_mlp())
+        if error is not None:
+            raise error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import hashlib
 import itertools
@@ -25,9 +26,8 @@ from fsdp import FullyShardedDataParallel, checkpoint
 from tests._ranks import RankPool
 from tests.models import nested_mlp
 from tests.saving import content, flip, save_in
-from tests.sharded import everything
 from tests.stored import assert_equal_states
-from tests.support import Alone, fully_sharded
+from tests.support import Alone, adam, fully_sharded
 
 # Saving
 
@@ -141,9 +141,12 @@ def test_what_users_have_put_into_a_checkpoint_is_in_the_next_one(tmp_path: Path
     (tmp_path / "run" / "config.json").write_text("{}")
     (tmp_path / "run" / "tokenizer").mkdir()
     (tmp_path / "run" / "tokenizer" / "words").write_text("a b")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "run" / "data").symlink_to(tmp_path / "data")
     fsdp.save(tmp_path / "run", nested_mlp(seed=1))
     assert content(tmp_path / "run")["config.json"] == b"{}"
     assert content(tmp_path / "run")["tokenizer/words"] == b"a b"
+    assert (tmp_path / "run" / "data").readlink() == tmp_path / "data"
     assert_equal_states(_loaded(tmp_path / "run"), nested_mlp(seed=1).state_dict())
 
 
@@ -203,32 +206,80 @@ def _save_with_own_group(path: Path) -> None:
         fsdp.save(path, model)
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"model": nested_mlp().state_dict()}, TypeError, r"must be a torch.nn.Module, got OrderedDict"),
+        ({"step": 3.5}, TypeError, r"step must be a whole number or None, got 3.5"),
+        ({"step": 3, "keep": 1.5}, TypeError, r"keep must be a whole number or None, got 1.5"),
+        ({"max_file_bytes": 1e9}, TypeError, r"max_file_bytes must be a whole number or None, got 1000000000.0"),
+        ({"dtype": "bfloat16"}, TypeError, r"dtype must be a floating-point torch.dtype or None, got 'bfloat16'"),
+        ({"dtype": torch.int8}, TypeError, r"dtype must be a floating-point torch.dtype or None, got torch.int8"),
+        ({"path": ""}, ValueError, r"path is empty"),
+    ],
+)
+def test_arguments_of_other_kinds_are_refused_before_anything_is_written(
+    tmp_path: Path, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    arguments = {"path": tmp_path / "run", "model": nested_mlp()} | options
+    with pytest.raises(error, match=message):
+        fsdp.save(**arguments)
+    assert not list(tmp_path.iterdir())
+
+
 # Loading
 
 
 def _damaged_places(folder: Path) -> list[tuple[str, int]]:
     """In each file the first and the last byte, the middle, and some at which tensors begin and end."""
     places = []
-    for name in ("model.safetensors", "checkpoint.json"):
-        size = (folder / name).stat().st_size
-        places += [(name, place) for place in (0, 9, size // 3, size // 2, 2 * size // 3, size - 3)]
+    for path in sorted(folder.iterdir()):
+        size = path.stat().st_size
+        places += [(path.name, place) for place in (0, 9, size // 3, size // 2, 2 * size // 3, size - 3)]
     return places
 
 
-def test_a_flipped_bit_is_found_wherever_it_is(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(save_in, tmp_path / "run", everything, fully_sharded())
-    for number, (name, place) in enumerate(_damaged_places(tmp_path / "run")):
-        folder = tmp_path / str(number)
-        shutil.copytree(tmp_path / "run", folder)
-        flip(folder / name, place)
-        with pytest.raises(ValueError, match="damaged"):
+@pytest.mark.parametrize("max_file_bytes", [None, 400])
+def test_a_flipped_bit_is_found_wherever_it_is(ranks: RankPool, tmp_path: Path, max_file_bytes: int | None) -> None:
+    ranks(2).run(_save_trained, tmp_path / "run", max_file_bytes)
+    places = _damaged_places(tmp_path / "run")
+    names = {name for name, _ in places}
+    assert len(names) == (3 if max_file_bytes is None else 10)
+    ranks(3).run(_load_damaged, tmp_path / "run", places)
+    fsdp.load(tmp_path / "run", nested_mlp())
+
+
+def _save_trained(folder: Path, max_file_bytes: int | None) -> None:
+    model, optimizer = _trained(lr=1e-3)
+    fsdp.save(folder, model, optimizer, max_file_bytes=max_file_bytes)
+
+
+def _trained(lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nested_mlp(fully_sharded())
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def _load_damaged(folder: Path, places: list[tuple[str, int]]) -> None:
+    model, optimizer = _trained(lr=7.0)
+    before = copy.deepcopy(optimizer.state_dict())
+    for name, place in places:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            flip(folder / name, place)
+        dist.barrier()
+        with pytest.raises(ValueError, match=r"damaged"):
             checkpoint.verify(folder)
-        ranks(3).run(_load_damaged, folder)
-
-
-def _load_damaged(folder: Path) -> None:
-    with pytest.raises((ValueError, RuntimeError), match="damaged"):
-        fsdp.load(folder, everything(fully_sharded()))
+        with pytest.raises((ValueError, RuntimeError), match=rf"{name}.*damaged|damaged.*{name}"):
+            fsdp.load(folder, model, optimizer)
+        found = optimizer.state_dict()
+        assert found["param_groups"] == before["param_groups"]
+        assert [each["step"] for each in found["state"].values()] == [each["step"] for each in before["state"].values()]
+        dist.barrier()
+        if dist.get_rank() == 0:
+            flip(folder / name, place)  # back
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -258,27 +309,31 @@ def _load_large(folder: Path, message: str = "") -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda path: os.truncate(path / "model.safetensors", 500), "has 500 bytes instead of"),
+        (lambda path: os.truncate(path / "model.safetensors", 500), "model.safetensors has 500 bytes instead of"),
+        (lambda path: os.truncate(path / "optimizer.safetensors", 0), "optimizer.safetensors has 0 bytes instead of"),
+        (lambda path: (path / "optimizer.safetensors").unlink(), "optimizer.safetensors is missing"),
         (lambda path: os.truncate(path / "model.safetensors", 1 << 20), "has 1048576 bytes instead of"),
         (lambda path: (path / "model.safetensors").unlink(), "model.safetensors is missing"),
         (lambda path: os.truncate(path / "checkpoint.json", 40), "is damaged: it cannot be read"),
         (lambda path: (path / "checkpoint.json").unlink(), "no complete checkpoint"),
         (shutil.rmtree, "no complete checkpoint"),
     ],
-    ids=["short", "long", "no tensors", "short manifest", "no manifest", "nothing"],
+    ids=["short", "empty", "no state", "long", "no tensors", "short manifest", "no manifest", "nothing"],
 )
 def test_files_that_are_not_whole_are_named_and_nothing_is_loaded(
     ranks: RankPool, tmp_path: Path, change: Any, message: str
 ) -> None:
-    fsdp.save(tmp_path / "run", nested_mlp(seed=1))
+    ranks(2).run(_save_trained, tmp_path / "run", None)
     change(tmp_path / "run")
     ranks(2).run(_refuse, tmp_path / "run", message)
 
 
 def _refuse(folder: Path, message: str) -> None:
     model = nested_mlp(fully_sharded())
+    optimizer = adam(model.parameters())
     with pytest.raises((OSError, ValueError), match=message):
-        fsdp.load(folder, model)
+        fsdp.load(folder, model, optimizer)
+    assert not optimizer.state
     assert_equal_states(model.state_dict(), nested_mlp().state_dict())
 
 
@@ -334,6 +389,22 @@ def _load_nowhere(folder: Path) -> None:
     is_it = dist.get_rank() == 2
     with pytest.raises(FileNotFoundError if is_it else RuntimeError, match="nowhere is no complete checkpoint"):
         fsdp.load(folder / ("nowhere" if is_it else "run"), nested_mlp(fully_sharded()))
+
+
+def test_a_path_that_is_no_checkpoint_is_told_apart(tmp_path: Path) -> None:
+    for step in (3, 12):
+        fsdp.save(tmp_path / "steps", nested_mlp(), step=step)
+    (tmp_path / "steps" / "step-00000003" / "checkpoint.json").rename(tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    for name, message in {
+        "steps": r"it is a folder of those of steps 12\. fsdp.checkpoint.newest gives the last, .*step-00000012",
+        "steps/step-00000003": r"there is no checkpoint.json in it\. fsdp.load_safetensors loads a model's tensors",
+        "empty": r"there is no checkpoint.json in it$",
+        "file": "it is a file",
+        "nowhere": "there is nothing",
+    }.items():
+        with pytest.raises(FileNotFoundError, match=f"{name} is no complete checkpoint: {message}"):
+            fsdp.load(tmp_path / name, nested_mlp())
 
 
 def test_a_newer_version_is_refused(tmp_path: Path) -> None:

@@ -105,9 +105,13 @@ def test_a_limit_must_be_positive(tmp_path: Path) -> None:
 
 def test_old_steps_are_removed_and_the_newest_is_found(ranks: RankPool, tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path / "runs") is None
+    assert checkpoint.steps(tmp_path / "runs") == {}
     ranks(2).run(_save_steps, tmp_path / "runs")
     assert sorted(each.name for each in (tmp_path / "runs").iterdir()) == ["mine", "step-00000030", "step-00000040"]
     assert checkpoint.newest(tmp_path / "runs") == tmp_path / "runs" / "step-00000040"
+    places = checkpoint.steps(tmp_path / "runs")
+    assert list(places) == sorted(places)
+    assert places[40] == tmp_path / "runs" / "step-00000040"
     assert fsdp.load(tmp_path / "runs" / "step-00000030", nested_mlp()).values == 30
 
 

@@ -1,142 +1,168 @@
-"""Saves that are killed: whatever the moment, the old checkpoint or the new one can be loaded, and saved over."""
+"""Saves that are killed: whatever the moment and the rank, the newest complete checkpoint is loaded, and saved over.
+
+What the disk can look like is in test_checkpoint_moments.py. Here are processes that die: what the others make of it,
+and what is on the disk then.
+"""
 
 from __future__ import annotations
 
-import itertools
+import json
 import os
 import random
-import shutil
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import fsdp
-from fsdp import checkpoint
+from fsdp import checkpoint, optim_utils
 from tests._ranks import RankError, RankPool
+from tests.killing import counted_steps
 from tests.models import nested_mlp
+from tests.optimizing import assert_same
 from tests.saving import content
-from tests.stored import assert_equal_states
-from tests.support import fully_sharded
+from tests.support import adam, fully_sharded
 
-# All that changes the disk, after which a process may be killed.
-STEPS = ["makedirs", "pwrite", "fsync", "rename", "unlink", "rmdir"]
-
-
-@contextmanager
-def counted_steps(last: int = -1) -> Iterator[Any]:
-    """Counts what changes the disk; this process is killed just before step number `last`."""
-    count = itertools.count()
-    number = [0]
-
-    def counted(name: str) -> Any:
-        do = getattr(os, name)
-
-        def step(*args: Any, **options: Any) -> Any:
-            number[0] = next(count) + 1
-            if number[0] == last:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return do(*args, **options)
-
-        return mock.patch(f"os.{name}", step)
-
-    patches = [counted(name) for name in STEPS]
-    for patch in patches:
-        patch.start()
-    try:
-        yield number
-    finally:
-        for patch in patches:
-            patch.stop()
+COMPLETE = 3  # saves before the one that is killed
+MODES = ["over the last", "next to the last", "over the last, in the background", "next to the last, in the background"]
 
 
-def _save(folder: Path, version: int, last: int = -1, killed: int = 0) -> int:
-    model = nested_mlp(fully_sharded(), seed=version)
-    with counted_steps(last if dist.get_rank() == killed else -1) as number:
-        fsdp.save(folder / "run", model, values=version)
-    return number[0]
+def _train(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
 
 
-def _loaded_version(folder: Path) -> int:
+def _state(model: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """Collective. All of it, on every rank, by another way than checkpoints take."""
+    return dict(model.state_dict()), optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
+
+
+def _kill_all(pids: list[int]) -> None:
+    for pid in (*(each for each in pids if each != os.getpid()), os.getpid()):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _save_until_killed(folder: Path, mode: str, seed: int, victims: list[int]) -> None:
+    """Collective. Train and save some times; at a random step of the last save, the victims die.
+
+    The first of them counts the steps. What is saved is put beside it, too, for the comparison.
+    """
+    draw = random.Random(seed)
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
     model = nested_mlp(fully_sharded())
-    version = fsdp.load(folder / "run", model).values
-    assert_equal_states(model.state_dict(), nested_mlp(seed=version).state_dict())
+    optimizer = adam(model.parameters())
+    saver = checkpoint.Saver()
+    steps = 0
+    for version in range(1, COMPLETE + 2):
+        _train(model, optimizer)
+        state = _state(model, optimizer)
+        if dist.get_rank() == 0:
+            torch.save(state, folder / f"{version}.pt")
+        dist.barrier()
+        is_last = version == COMPLETE + 1
+        last = draw.randint(1, steps) if is_last and dist.get_rank() == victims[0] else -1
+        options: dict[str, Any] = {} if "over" in mode else {"step": version, "keep": 2}
+        with counted_steps(last, partial(_kill_all, [pids[each] for each in victims])) as count:
+            if "background" in mode:
+                saver.save(folder / "run", model, optimizer, values=version, **options)
+                saver.wait()
+            else:
+                fsdp.save(folder / "run", model, optimizer, values=version, **options)
+        steps = count[0]
+
+
+def _newest(folder: Path, mode: str) -> Path:
+    newest = folder / "run" if "over" in mode else checkpoint.newest(folder / "run")
+    assert newest is not None
+    return newest
+
+
+def _load(folder: Path, mode: str) -> int:
+    """Which version can be loaded; all its bits are those of the state that was saved."""
+    model = nested_mlp(fully_sharded(), seed=1)
+    optimizer = adam(model.parameters())
+    version = fsdp.load(_newest(folder, mode), model, optimizer).values
+    assert_same(_state(model, optimizer), torch.load(folder / f"{version}.pt", weights_only=True))
     return version
 
 
-def _kill(ranks: RankPool, world_size: int, folder: Path, last: int, killed: int, version: int = 2) -> None:
-    with pytest.raises(RankError, match="SIGKILL"):
-        ranks(world_size, grace=10).run(_save, folder, version, last, killed)
+def _load_and_save(folder: Path, mode: str) -> int:
+    """The same; and what is saved next is in order."""
+    version = _load(folder, mode)
+    if dist.get_rank() == 0:
+        torch.save(torch.load(folder / f"{version}.pt", weights_only=True), folder / "9.pt")
+    options: dict[str, Any] = {} if "over" in mode else {"step": 9, "keep": 2}
+    model = nested_mlp(fully_sharded(), seed=1)
+    optimizer = adam(model.parameters())
+    fsdp.load(_newest(folder, mode), model, optimizer)
+    fsdp.save(folder / "run", model, optimizer, values=9, **options)
+    assert _load(folder, mode) == 9
+    return version
 
 
-def steps_of_a_save(ranks: RankPool, world_size: int, folder: Path, version: int = 2) -> list[int]:
-    """How often each rank changes the disk."""
-    return ranks(world_size).run(_save, folder, version)
+def _versions_in_place(folder: Path) -> list[int]:
+    """Of the checkpoints that are complete and have their final names."""
+    manifests = [each for each in folder.rglob("checkpoint.json") if not each.parent.suffix]
+    return [json.loads(each.read_text())["checkpoint"]["values"] for each in manifests]
 
 
-def test_a_process_that_is_killed_before_any_step_leaves_the_old_or_the_new(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(1).run(_save, tmp_path / "count", 1)
-    (count,) = steps_of_a_save(ranks, 1, tmp_path / "count")
-    assert count > 10
-    found = []
-    for last in range(1, count + 1):
-        folder = tmp_path / str(last)
-        ranks(1).run(_save, folder, 1)
-        _kill(ranks, 1, folder, last, killed=0)
-        found += ranks(1).run(_loaded_version, folder)
-        ranks(1).run(_save, folder, 3)
-        assert ranks(1).run(_loaded_version, folder) == [3]
-        assert [each.name for each in folder.iterdir()] == ["run"]
-    assert found == sorted(found)  # the old one up to some moment, and the new one from there on
-    assert set(found) == {1, 2}
+def _assert_in_order(folder: Path, mode: str) -> None:
+    """Nothing is left of the save that was killed."""
+    names = sorted(each.name for each in folder.iterdir() if each.suffix != ".pt")
+    assert names == ["run"]
+    if "next" in mode:
+        steps = sorted(each.name for each in (folder / "run").iterdir())
+        assert len(steps) == 2
+        assert steps[-1] == "step-00000009"
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_any_rank_that_is_killed_at_any_moment_leaves_the_old_or_the_new(
+@pytest.mark.parametrize("seed", range(32))
+def test_any_rank_or_all_killed_at_any_moment_leave_the_newest_complete_state(
     ranks: RankPool, tmp_path: Path, seed: int
 ) -> None:
-    draw = random.Random(seed)
-    world_size = draw.choice([2, 3])
-    ranks(world_size).run(_save, tmp_path, 1)
-    counts = steps_of_a_save(ranks, world_size, tmp_path / "count")
-    killed = draw.randrange(world_size)
-    _kill(ranks, world_size, tmp_path, draw.randint(1, counts[killed]), killed)
-    assert ranks(2).run(_loaded_version, tmp_path) in ([1, 1], [2, 2])
-    ranks(3).run(_save, tmp_path, 3)
-    assert ranks(2).run(_loaded_version, tmp_path) == [3, 3]
+    mode, world_size = MODES[seed % 4], [2, 3][seed // 4 % 2]
+    victims = list(range(world_size))
+    random.Random(seed).shuffle(victims)
+    if seed // 8 % 2:
+        victims = victims[:1]
+    with pytest.raises(RankError, match="SIGKILL"):
+        ranks(world_size).run(_save_until_killed, tmp_path, mode, seed, victims)
+    complete = max(_versions_in_place(tmp_path), default=0)
+    (version, *others) = ranks([1, 2][seed // 16]).run(_load_and_save, tmp_path, mode)
+    assert not others or others == [version]
+    assert version in (COMPLETE, COMPLETE + 1)
+    assert version >= complete
+    _assert_in_order(tmp_path, mode)
 
 
 def test_a_first_save_that_is_killed_leaves_nothing_that_can_be_loaded(ranks: RankPool, tmp_path: Path) -> None:
-    _kill(ranks, 2, tmp_path, 2, killed=1)
+    with pytest.raises(RankError, match="SIGKILL"):
+        ranks(2).run(_die_in_the_first_save, tmp_path)
     with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
         fsdp.load(tmp_path / "run", nested_mlp())
     assert checkpoint.newest(tmp_path) is None
 
 
-def test_a_second_save_that_is_killed_loses_nothing_either(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(1).run(_save, tmp_path / "first", 1)
-    ranks(1).run(_save, tmp_path / "second", 2)
-    for last in range(1, 7):
-        folder = tmp_path / str(last)
-        shutil.copytree(tmp_path / "first" / "run", folder / "run.replaced")  # killed between the two renames
-        shutil.copytree(tmp_path / "second" / "run", folder / "run.saving")
-        assert ranks(1).run(_loaded_version, folder) == [2]
-        _kill(ranks, 1, folder, last, killed=0, version=3)
-        assert ranks(1).run(_loaded_version, folder) == [2]
+def _die_in_the_first_save(folder: Path) -> None:
+    with counted_steps(2 if dist.get_rank() == 1 else -1):
+        fsdp.save(folder / "run", nested_mlp(fully_sharded()))
 
 
-def test_what_stays_of_a_removal_that_was_killed_is_removed_by_the_next_save(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(1).run(_save, tmp_path, 1)
-    (count,) = steps_of_a_save(ranks, 1, tmp_path)
-    _kill(ranks, 1, tmp_path, count, killed=0)  # in front of the last rmdir
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["run", "run.replaced"]
-    before = content(tmp_path / "run")
-    assert ranks(1).run(_loaded_version, tmp_path) == [2]
-    assert content(tmp_path / "run") == before
-    ranks(1).run(_save, tmp_path, 3)
-    assert [each.name for each in tmp_path.iterdir()] == ["run"]
+def test_a_load_that_is_killed_changes_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    fsdp.save(tmp_path / "run", nested_mlp(seed=1))
+    before = content(tmp_path)
+    with pytest.raises(RankError, match="SIGKILL"):
+        ranks(2).run(_die_in_a_load, tmp_path)
+    assert content(tmp_path) == before
+
+
+def _die_in_a_load(folder: Path) -> None:
+    with suppress(RuntimeError), counted_steps(1 if dist.get_rank() == 1 else -1):
+        fsdp.load(folder / "run", nested_mlp(fully_sharded()))

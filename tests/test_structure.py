@@ -19,6 +19,15 @@ PACKAGE = ROOT / "fsdp"
 
 # From the top down: a module imports from its own room and from rooms below it.
 ROOMS: dict[str, set[str]] = {
+    "command line": {
+        "__main__",
+        "_command_line",
+        "_command_convert",
+        "_command_errors",
+        "_command_inspect",
+        "_command_show",
+        "_command_verify",
+    },
     "front doors": {
         "fully_sharded_data_parallel",
         "fully_shard",
@@ -62,6 +71,17 @@ ROOMS: dict[str, set[str]] = {
         "_optim_full",
         "_optim_load",
         "_formats",
+        "_format_dcp",
+        "_format_files",
+        "_format_optim",
+        "_format_trees",
+        "_open_source",
+        "_examine",
+        "_convert",
+        "_convert_dcp",
+        "_convert_place",
+        "_convert_safetensors",
+        "_convert_torch",
         "state_dict_utils",
         "stager",
         "_tree_copy",
@@ -141,6 +161,8 @@ ROOMS: dict[str, set[str]] = {
         "_memory",
         "_blanks",
         "_tensor_part",
+        "_lazy_tensors",
+        "_torch_archive",
         "_assembling",
         "_awaiting",
     },

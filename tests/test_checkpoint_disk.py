@@ -1,0 +1,290 @@
+"""What the disk refuses while a checkpoint is saved: every rank hears of it, and the old one is still there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp
+from fsdp import FullyShardedDataParallel, checkpoint
+from fsdp._checkpoint_folder import Destination
+from tests._ranks import RankError, RankPool
+from tests.killing import counted_steps
+from tests.models import Wrap, keep
+from tests.saving import content
+from tests.stored import assert_equal_states
+from tests.support import fully_sharded
+
+OLD, NEW, NEXT = 1, 2, 3  # versions
+
+
+def small(wrap: Wrap = keep, seed: int = 0) -> nn.Module:
+    """Two units; few tensors, so that a save has few steps."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return wrap(nn.Sequential(wrap(nn.Linear(5, 7)), nn.Linear(7, 3, bias=False)))
+
+
+def _save(path: Path, version: int, background: bool = False) -> None:
+    model = small(fully_sharded(), seed=version)
+    if background:
+        saver = checkpoint.Saver()
+        saver.save(path, model, values=version)
+        saver.wait()
+    else:
+        fsdp.save(path, model, values=version)
+
+
+def _version(path: Path) -> int:
+    model = small(fully_sharded())
+    version = fsdp.load(path, model).values
+    assert_equal_states(model.state_dict(), small(seed=version).state_dict())
+    return version
+
+
+def _refuse() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+# Any step may fail
+
+
+@pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (2, 0), (3, 2)])
+@pytest.mark.parametrize("background", [False, True])
+def test_whatever_step_fails_the_old_or_the_new_one_is_there(
+    ranks: RankPool, tmp_path: Path, world_size: int, rank: int, background: bool
+) -> None:
+    found = ranks(world_size).run(_fail_at_every_step, tmp_path / "run", rank, background)
+    versions, have_failed = zip(*found[rank], strict=True)
+    assert all(other == found[rank] for other in found)
+    assert set(versions) == ({OLD, NEW} if rank == 0 else {OLD})
+    assert [version == OLD for version in versions] == list(have_failed)
+
+
+def _fail_at_every_step(path: Path, rank: int, background: bool) -> list[tuple[int, bool]]:
+    """Which version is there after each failure, and whether the save has raised."""
+    _save(path, OLD)
+    before = content(path.parent)
+    with counted_steps() as count:
+        _save(path, NEW)
+    dist.barrier()
+    steps = torch.tensor(count[0])
+    dist.broadcast(steps, rank)
+    found: list[tuple[int, bool]] = []
+    for step in range(1, int(steps) + 1):
+        if step == 1 or found[-1][0] == NEW:
+            _save(path, OLD)
+        error: Exception | None = None
+        with counted_steps(step if dist.get_rank() == rank else -1, _refuse):
+            try:
+                _save(path, NEW, background)
+            except (OSError, RuntimeError) as raised:
+                error = raised
+        assert error is None or "No space left on device" in str(error)
+        dist.barrier()
+        version = _version(path)
+        if version == OLD and dist.get_rank() == 0:
+            assert content(path.parent).keys() == before.keys()  # tidied up
+        found.append((version, error is not None))
+        dist.barrier()
+    _save(path, NEXT)
+    dist.barrier()
+    assert _version(path) == NEXT
+    assert [each.name for each in path.parent.iterdir()] == ["run"]
+    return found
+
+
+# A real disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 96 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=96k", "none", str(folder)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"this system lets nobody mount: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk(ranks: RankPool, small_disk: Path, background: bool) -> None:
+    ranks(2).run(_fill_disk, small_disk, background)
+    loaded = _square(0)
+    fsdp.load(small_disk / "run", loaded)
+    assert_equal_states(loaded.state_dict(), _square(1).state_dict())
+
+
+def _square(seed: int) -> nn.Module:
+    """36 KiB: two of them do not fit beside a third."""
+    torch.manual_seed(seed)
+    return nn.Linear(96, 96, bias=False)
+
+
+def _fill_disk(folder: Path, background: bool) -> None:
+    save: Callable[..., Any] = partial(fsdp.save, generators=False)
+    saver = checkpoint.Saver()
+    if background:
+        save = partial(saver.save, generators=False)
+    save(folder / "run", FullyShardedDataParallel(_square(1)))
+    saver.wait()
+    (folder / f"something else {dist.get_rank()}").write_bytes(bytes(12 << 10))
+    dist.barrier()
+    before = content(folder)
+    ask: Callable[[], Any] = partial(save, folder / "run", FullyShardedDataParallel(_square(2)))
+    if background:
+        ask()
+        ask = saver.wait
+    with pytest.raises((OSError, RuntimeError), match=r"No space left on device.*run\.saving/model\.safetensors"):
+        ask()
+    dist.barrier()
+    assert content(folder) == before
+    dist.barrier()
+    (folder / f"something else {dist.get_rank()}").unlink()
+    dist.barrier()
+    save(folder / "run", FullyShardedDataParallel(_square(1)))
+    saver.wait()
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Root may write anywhere."""
+    if os.geteuid():
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_folder_that_must_not_be_written_to(ranks: RankPool) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        fsdp.save(folder / "run", small(seed=OLD), values=OLD)
+        folder.chmod(0o555)
+        try:
+            ranks(2).run(_save_where_nobody_may, folder)
+        finally:
+            folder.chmod(0o755)
+        assert os.listdir(folder) == ["run"]
+
+
+def _save_where_nobody_may(folder: Path) -> None:
+    with as_nobody():
+        with pytest.raises((PermissionError, RuntimeError), match=rf"Permission denied: '{folder}/run\.saving'"):
+            _save(folder / "run", NEW)
+        assert _version(folder / "run") == OLD
+
+
+def test_a_checkpoint_that_must_not_be_read(ranks: RankPool) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        fsdp.save(folder / "run", small(seed=OLD))
+        (folder / "run" / "model.safetensors").chmod(0)
+        ranks(2).run(_load_what_nobody_may, folder)
+
+
+def _load_what_nobody_may(folder: Path) -> None:
+    model = small(fully_sharded())
+    with (
+        as_nobody(),
+        pytest.raises((PermissionError, RuntimeError), match=r"Permission denied: '.*run/model\.safetensors'"),
+    ):
+        fsdp.load(folder / "run", model)
+    assert_equal_states(model.state_dict(), small().state_dict())
+
+
+# What the disk has promised to keep
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="only Linux says which file a descriptor is of")
+@pytest.mark.parametrize("max_file_bytes", [None, 80])
+def test_every_file_is_on_the_disk_before_the_old_one_is_touched(tmp_path: Path, max_file_bytes: int | None) -> None:
+    path = tmp_path / "run"
+    fsdp.save(path, small(), max_file_bytes=max_file_bytes)
+    (path / "config.json").write_text("{}")
+    (path / "tokenizer").mkdir()
+    (path / "tokenizer" / "words").write_text("a b")
+    synced: list[str] = []
+
+    def fsync(fd: int, do: Callable[[int], None] = os.fsync) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        do(fd)
+
+    def rename(source: str, target: str, do: Callable[[str, str], None] = os.rename) -> None:
+        if source == str(path):
+            at_rename.update(synced)
+        do(source, target)
+
+    at_rename: set[str] = set()
+    with mock.patch("os.fsync", fsync), mock.patch("os.rename", rename):
+        fsdp.save(path, small(seed=1), max_file_bytes=max_file_bytes)
+    expected = {f"{path}.saving/{name}" for name in content(path)} | {f"{path}.saving", f"{path}.saving/tokenizer"}
+    expected -= {f"{path}.saving/checkpoint.json"}
+    assert at_rename >= expected | {f"{path}.saving/checkpoint.json.part"}
+    assert synced[-1] == str(tmp_path)
+
+
+# Two jobs at one place
+
+
+def test_a_job_whose_folder_another_has_taken_over_is_told_and_leaves_it_alone(tmp_path: Path) -> None:
+    """As when a job is started again while a process of the last one still runs."""
+    first, second = Destination(tmp_path / "run"), Destination(tmp_path / "run")
+    first.begin()
+    second.begin()
+    (Path(second.folder) / "model.safetensors").write_bytes(b"of the second")
+    with pytest.raises(RuntimeError, match=r"run\.saving .*another process"):
+        first.commit(b"{}")
+    first.abandon()
+    second.commit(b"{}")
+    assert content(tmp_path) == {"run/model.safetensors": b"of the second", "run/checkpoint.json": b"{}"}
+    with pytest.raises(RuntimeError, match=r"run\.saving .*another process"):
+        first.commit(b"{}")
+
+
+# Ranks that are not there
+
+
+@pytest.mark.parametrize("when", ["before", "while the others write"])
+def test_a_rank_that_is_gone_does_not_leave_the_others_waiting(ranks: RankPool, tmp_path: Path, when: str) -> None:
+    fsdp.save(tmp_path / "run", small(seed=OLD), values=OLD)
+    with pytest.raises(RankError) as caught:
+        ranks(3, grace=20).run(_save_without_one, tmp_path / "run", when)
+    assert [outcome.ending.name for outcome in caught.value.outcomes] == ["RETURNED", "DIED", "RETURNED"]
+    assert content(tmp_path).keys() == {"run/model.safetensors", "run/checkpoint.json"}
+    model = small()
+    assert fsdp.load(tmp_path / "run", model).values == OLD
+
+
+def _save_without_one(path: Path, when: str) -> None:
+    model = small(fully_sharded(), seed=NEW)
+    if dist.get_rank() == 1 and when == "before":
+        os._exit(3)
+    last = 2 if dist.get_rank() == 1 else -1
+    with counted_steps(last, lambda: os._exit(3)), pytest.raises(RuntimeError):
+        fsdp.save(path, model, values=NEW)
+    with suppress(RuntimeError):
+        dist.barrier()  # the first rank has tidied up
