@@ -10,10 +10,14 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp._collect import is_ours
 
 Place = tuple[nn.Module, str]
+
+# Memory that `to_empty` gave, with its version then, until values are found in it.
+_empty: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def mark(tensor: Tensor) -> None:
@@ -40,8 +44,27 @@ def _marks(flat: Tensor) -> Tensor:
     return flat == (torch.iinfo(flat.dtype).min or torch.iinfo(flat.dtype).max)
 
 
+def note_empty(tensor: Tensor) -> Tensor:
+    """Remember that memory waits for values, and return it."""
+    mark(tensor)
+    _empty[tensor] = tensor._version
+    return tensor
+
+
+def _waits(tensor: Tensor) -> bool:
+    if tensor.is_meta:
+        return True
+    version = _empty.get(tensor)
+    if version is None:
+        return False
+    if tensor._version == version if tensor.dtype is torch.bool else is_marked(tensor):
+        return True
+    del _empty[tensor]
+    return False
+
+
 class Blank:
-    """A parameter or buffer that modules list themselves and that is on the meta device.
+    """A parameter or buffer that modules list themselves and that is on the meta device, or was until `to_empty`.
 
     Args:
         tensor: what is there.
@@ -100,11 +123,11 @@ class Blank:
 
 
 def blanks_in(modules: Iterable[nn.Module]) -> list[Blank]:
-    """What the modules list themselves and is on the meta device, each once."""
+    """What the modules list themselves and has no values, each once."""
     found: dict[int, Blank] = {}
     for module in modules:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is None or not tensor.is_meta or is_ours(tensor):
+            if tensor is None or is_ours(tensor) or not _waits(tensor):
                 continue
             found.setdefault(id(tensor), Blank(tensor, [])).places.append((module, name))
     return list(found.values())

@@ -13,6 +13,7 @@ from fsdp._forward import TrainingState
 from fsdp._placeholder import under_way
 from fsdp._runtime import Runtime
 from fsdp._unit import Unit, unit_of, units_in
+from fsdp._values import require_values_everywhere
 
 
 class UnshardHandle:
@@ -59,9 +60,13 @@ class FSDPModule:
 
         Args:
             async_op: return at once; the next forward waits by itself, everybody else by the handle's ``wait()``.
+
+        Raises:
+            RuntimeError: naming parameters without values.
         """
         unit = self._unit
         unit.ensure_runtime()
+        require_values_everywhere(unit, "unshard", recurse=False)
         unit.gather()
         if async_op:
             return UnshardHandle(unit)

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from fsdp._blanks import note_empty
 from fsdp._collect import is_ours
 from fsdp._dtensors import is_dtensor
 from fsdp._forward import Hook, TrainingState
@@ -28,7 +29,7 @@ def guard(unit: Unit, *, lists_parts: bool = False) -> None:
 
     Args:
         unit: the unit.
-        lists_parts: what its modules list can be saved and loaded as it is.
+        lists_parts: what its modules list can be saved and loaded as it is, and gets memory by `to_empty`.
     """
     tied = {place.module for one in unit.wanted for place in one.places}
     taken_from = {unit.module, *(place.module for place in unit.places()), *tied}
@@ -36,7 +37,7 @@ def guard(unit: Unit, *, lists_parts: bool = False) -> None:
         if module in taken_from and not lists_parts:
             module.register_state_dict_pre_hook(Hook(partial(_refuse_partial_state, unit)))
         if not taken_from.isdisjoint(module.modules()):
-            module.__dict__["_apply"] = Conversions(unit, module)
+            module.__dict__["_apply"] = Conversions(unit, module, gives_memory=lists_parts)
             if module is not unit.module:
                 module.__dict__["requires_grad_"] = Freezing(unit, module)
 
@@ -76,8 +77,8 @@ def _refuse_partial_state(unit: Unit, module: nn.Module, prefix: str, keep_vars:
 class Conversions:
     """What a unit's module has as ``_apply``."""
 
-    def __init__(self, unit: Unit, module: nn.Module) -> None:
-        self.unit, self._module = unit, module
+    def __init__(self, unit: Unit, module: nn.Module, *, gives_memory: bool = False) -> None:
+        self.unit, self._module, self._gives_memory = unit, module, gives_memory
 
     def __call__(self, fn: Conversion, recurse: bool = True) -> nn.Module:
         if self.unit.access.is_filling:
@@ -156,11 +157,12 @@ class Conversions:
         if unit.runtime is not None:
             unit.runtime.release()
         device = fn(torch.empty(0, device=unit.device)).device
+        convert = partial(_convert_tensor, unit, fn, self._gives_memory and _makes_memory(fn))
         unit.access.is_converting = True
         try:
-            self._convert(partial(_convert_tensor, unit, fn), recurse)
+            self._convert(convert, recurse)
             for handle in unit.handles:
-                handle.apply_to_hidden(partial(_convert_tensor, unit, fn))
+                handle.apply_to_hidden(convert)
         finally:
             unit.access.is_converting = False
         unit.follow(device)
@@ -197,8 +199,21 @@ def _changes(handle: FlatParamHandle, fn: Conversion) -> bool:
     return (before.dtype, before.device) != (after.dtype, after.device)
 
 
-def _convert_tensor(unit: Unit, fn: Conversion, tensor: Tensor) -> Tensor:
-    """`fn`, which only casts what is offloaded (shards, gradients) or has no values: that stays where it is."""
+def _makes_memory(fn: Conversion) -> bool:
+    """Whether it is that of `to_empty`, and not one that copies."""
+    try:
+        return not fn(torch.empty(0, device="meta")).is_meta
+    except NotImplementedError:
+        return False
+
+
+def _convert_tensor(unit: Unit, fn: Conversion, gives_memory: bool, tensor: Tensor) -> Tensor:
+    """`fn`, which only casts what is offloaded (shards, gradients) or has no values: that stays where it is.
+
+    But `to_empty` gives memory to what has no values, where the modules themselves list what has.
+    """
+    if tensor.is_meta and gives_memory:
+        return note_empty(fn(tensor))
     if tensor.is_meta:
         return tensor.to(fn(torch.empty(0, dtype=tensor.dtype, device=unit.device)).dtype)
     converted = fn(tensor)

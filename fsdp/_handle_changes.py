@@ -128,7 +128,11 @@ class FollowsChanges(HandleState):
         with torch.no_grad():
             if part is not None:
                 value = part.cut(self.layout.slots[slot].name, value)
-            self.layout.shard_of(slot, value, self.flat_param, self.comm.rank)
+            rows = None if self.pieces is None else self.pieces.part_of(slot, value)
+            if rows is None:
+                self.layout.shard_of(slot, value, self.flat_param, self.comm.rank)
+            else:
+                self.layout.parts(self._shard, self.comm.rank)[slot].copy_(rows)
             # Ranks that keep nothing of this parameter must find the shard changed as the others do, or they would
             # not take part in the next gather.
             increment_version(self.flat_param)

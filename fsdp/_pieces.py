@@ -68,6 +68,10 @@ class Pieces:
         """The memory of something in the form of a piece, as a vector."""
         return tensor.detach()
 
+    def part_of(self, slot: int, value: Tensor) -> Tensor | None:
+        """This rank's part, as a vector, of a value that is spread over ranks; None for a whole one."""
+        return None
+
     # --- values -------------------------------------------------------------------------------------------------
 
     @property

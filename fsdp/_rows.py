@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp._dtensors import MeshPart, become, beside, held_part, set_local_part
+from fsdp._dtensors import MeshPart, become, beside, held_part, is_dtensor, set_local_part
 from fsdp._flat_param import FlatParameter, ParamInfo
 from fsdp._layout import Layout, RowsLayout, Slot
 from fsdp._pieces import Pieces
@@ -88,6 +88,12 @@ class RowPieces(Pieces):
 
     def _flat(self, slot: int, tensor: Tensor) -> Tensor:
         return self._slots[slot].kept(held_part(tensor).detach()).reshape(-1)
+
+    def part_of(self, slot: int, value: Tensor) -> Tensor | None:
+        if not is_dtensor(value):
+            return None
+        kept = self._slots[slot]
+        return kept.kept(self._parts[slot].cut(kept.name, value.detach())).reshape(-1)
 
     def _rows(self, slot: int, part: Tensor) -> Tensor:
         """A local part, from where it lies."""

@@ -19,6 +19,7 @@ from fsdp._collect import Places, collect, device_of, group, lender_of, names_of
 from fsdp._comm import communicator
 from fsdp._dtensors import is_dtensor, spread_loaded
 from fsdp._flat_param import FlatParameter
+from fsdp._forward import Hook
 from fsdp._fsdp_module import FSDPModule, fsdp_class
 from fsdp._groups import Groups, nearby_in
 from fsdp._guards import guard, refuse_shared_modules
@@ -151,8 +152,15 @@ def fully_shard(
         share(unit, one.handle.flat_param)
     for inner in dict.fromkeys(place.module for handle in unit.seen for used in handle.places for place in used):
         inner.register_load_state_dict_pre_hook(spread_loaded)
+    module.register_load_state_dict_post_hook(Hook(partial(_take_in, unit)))
     module.__class__ = fsdp_class(type(module))  # type: ignore[assignment, arg-type]  # a subclass of its own
     return module
+
+
+def _take_in(unit: Unit, *_: Any) -> None:
+    """Hook: what ``load_state_dict(assign=True)`` assigned is kept in the shards, so that optimizers may be made now."""
+    for handle in unit.handles:
+        handle.absorb()
 
 
 def _make_unit(

@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from fsdp._placeholder import Placeholder
 from tests._ranks import RankPool
 from tests.models import Wrap, keep
 from tests.rows import (
@@ -157,28 +159,26 @@ def test_outputs_in_containers(ranks: RankPool, pack: Any, unpack: Any) -> None:
     ranks(2).run(assert_trains_as_plain, partial(seeded, partial(Returning, pack=pack, unpack=unpack)))
 
 
-def test_gradients_that_do_not_come_by_an_output(ranks: RankPool) -> None:
-    ranks(2).run(assert_trains_as_plain, partial(seeded, Aside), _step_aside)
+def test_units_whose_outputs_need_no_gradient(ranks: RankPool) -> None:
+    ranks(2).run(_train_masking)
 
 
-class Aside(nn.Module):
-    """Its loss leaves by an attribute; what it returns needs no gradient."""
+class Masking(nn.Module):
+    """A unit's output is used without its gradient: nothing of the unit gets one, and its memory is given back."""
 
     def __init__(self, wrap: Wrap) -> None:
         super().__init__()
+        self.mask = wrap(Packing(torch.Tensor.detach))
         self.inner = wrap(nn.Linear(5, 4))
         self.exit = nn.Linear(4, 1)
-        self.loss: list[Tensor] = []
 
     def forward(self, inputs: Tensor) -> Tensor:
-        found = self.exit(torch.tanh(self.inner(inputs)))
-        self.loss = [score(found)]
-        return found.detach()
+        return self.exit(torch.tanh(self.inner(inputs)) * self.mask(inputs).sigmoid())
 
 
-def _step_aside(model: Any, inputs: Tensor) -> None:
-    assert not model(inputs).requires_grad
-    model.loss.pop().backward()
+def _train_masking() -> None:
+    twins = trained_twins(partial(seeded, Masking))
+    assert twins.sharded.get_parameter("mask.weight").grad is None
 
 
 # What raises in between
@@ -223,10 +223,10 @@ def _accumulate() -> None:
     model.set_requires_gradient_sync(False)
     model(inputs).sum().backward()
     # Not there yet, and an optimizer that steps now hears why.
-    assert all(param.grad is None or param.grad.is_meta for param in model.parameters())
+    assert all(isinstance(param.grad, Placeholder) for param in model.parameters())
     model.set_requires_gradient_sync(True)
     model(inputs).sum().backward()
-    assert all(param.grad is not None and not param.grad.is_meta for param in model.parameters())
+    assert all(isinstance(param.grad, DTensor) for param in model.parameters())
 
 
 @pytest.mark.parametrize("step", [two_forwards_then_backwards, backward_twice], ids=lambda step: step.__name__)
