@@ -59,6 +59,7 @@ class Source:
         values: what else the user saved, encoded; None if nothing.
         world_size: of the ranks that saved it; None if it does not say.
         notes: what is worth telling of it: what was left out, and why.
+        aliases: second names of tied parameters, and for each the one under which `model` has it.
     """
 
     format: str
@@ -70,6 +71,7 @@ class Source:
     values: Any = None
     world_size: int | None = None
     notes: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     def close(self) -> None:
         """Close all files."""
