@@ -215,7 +215,9 @@ class Backing:
                     f"{shard.title}: {self.key!r} ends with {padding} elements of padding, and {after.title} "
                     "goes on after it. Give the ranks in order, each with its own metadata."
                 )
-        marks = [(shard.title, mark) for shard, _ in held if (mark := shard_mark(shard.weights, self._path)) is not None]
+        marks = [
+            (shard.title, mark) for shard, _ in held if (mark := shard_mark(shard.weights, self._path)) is not None
+        ]
         for (title, mark), (next_title, following) in pairwise(marks):
             if following != (mark[0] + 1, mark[1]):
                 raise ValueError(
@@ -227,9 +229,7 @@ class Backing:
         found, wanted = sum(piece.numel() for piece in self.pieces), sum(self._described["numels"])
         if found == wanted:
             return
-        sizes = ", ".join(
-            f"{piece.numel()} on {shard.title}" for shard, piece in zip(shards, self.pieces, strict=True)
-        )
+        sizes = ", ".join(f"{piece.numel()} on {shard.title}" for shard, piece in zip(shards, self.pieces, strict=True))
         names = self._described["names"]
         raise ValueError(
             f"{self.key!r} has {found} elements on the {len(shards)} ranks given ({sizes}, without padding), and its "

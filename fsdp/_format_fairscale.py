@@ -108,7 +108,9 @@ def read_rank_file(path: str | os.PathLike[str]) -> RankFile:
     """
     file = open_torch_file(path)
     if not isinstance(file.content, Mapping):
-        raise ValueError(f"{file} has a {type(file.content).__name__} in it, not a dict with a rank's weights and metadata")
+        raise ValueError(
+            f"{file} has a {type(file.content).__name__} in it, not a dict with a rank's weights and metadata"
+        )
     described = {key: value for key, value in file.content.items() if _is_metadata(value)}
     if len(described) != 1:
         raise ValueError(

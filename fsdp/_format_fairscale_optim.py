@@ -126,10 +126,16 @@ def _odd_shape(state: NamedState, name: str, key: str, shape: Sequence[int], wan
 
 
 def _add_local(
-    state: NamedState, saved: Sequence[SavedOptimizer], shards: Sequence[Shard], order: Sequence[str] | None, mapped: bool
+    state: NamedState,
+    saved: Sequence[SavedOptimizer],
+    shards: Sequence[Shard],
+    order: Sequence[str] | None,
+    mapped: bool,
 ) -> Iterator[_Group]:
     if len(saved) != len(shards):
-        raise ValueError(f"there are {len(shards)} files of weights, and {len(saved)} of the optimizer: {saved[0]}, ...")
+        raise ValueError(
+            f"there are {len(shards)} files of weights, and {len(saved)} of the optimizer: {saved[0]}, ..."
+        )
     backings = {backing.key: backing for backing in backings_of(shards, False)}
     keys = _in_order_of_numbers(saved, shards[0], backings, order)
     for number, key in keys.items():
@@ -186,7 +192,7 @@ def _add_backing(
         if all(is_single(key, value, torch.Size([1])) for value in values):
             state.add_single(backing.names, key, values)
             continue
-        pieces = [_piece(state, backing, key, rank, entries[rank][key], holders[rank]) for rank in parts]
+        pieces = [_piece(backing, key, rank, entries[rank][key], holders) for rank in parts]
         if len({piece.dtype for piece in pieces}) > 1:
             raise ValueError(f"{state.where(backing.key, key)} has another dtype on some ranks")
         for each in backing.cut(pieces, is_mapped):
@@ -194,15 +200,16 @@ def _add_backing(
 
 
 def _piece(
-    state: NamedState, backing: Backing, key: str, rank: int, value: Any, holder: tuple[SavedOptimizer, Shard]
+    backing: Backing, key: str, rank: int, value: Any, holders: Sequence[tuple[SavedOptimizer, Shard]]
 ) -> Tensor:
-    saved, shard = holder
-    stored = shard.get(backing.key)
-    if not isinstance(value, Tensor) or value.numel() != stored.numel():
+    """What a rank has of the state, without padding; weights may be without it, and those of the first rank have none."""
+    saved, shard = holders[rank]
+    sizes = [shard.get(backing.key).numel(), holders[0][1].get(backing.key).numel()]
+    if not isinstance(value, Tensor) or value.numel() not in sizes:
         found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(
             f"{saved}: the optimizer's state '{key}' of {backing.key} is {found}, and the shard in {shard.title} has "
-            f"shape {list(stored.shape)}: what is neither of the shard's shape nor a number cannot be put together. If "
-            "all keys are so, the order of parameters is another one (open_fairscale(..., optimizer_params=[...]))."
+            f"shape [{sizes[0]}]: what is neither of the shard's shape nor a number cannot be put together. If all keys "
+            "are so, the order of parameters is another one (open_fairscale(..., optimizer_params=[...]))."
         )
     return value.detach().reshape(-1)[: backing.pieces[rank].numel()]

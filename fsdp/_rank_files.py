@@ -46,13 +46,15 @@ def rank_files(path: Paths) -> list[str]:
     stem, dot, ending = name.rpartition(".")
     found = {key: group for key, group in groups.items() if _names_shards(key, stem, dot + ending)}
     if not found:
-        raise FileNotFoundError(f"there is no {place}, and no file for each rank of that name ({stem}-shard0{dot}{ending})")
+        raise FileNotFoundError(
+            f"there is no {place}, and no file for each rank of that name ({stem}-shard0{dot}{ending})"
+        )
     return _only(place, found)
 
 
 def _names_shards(key: tuple[str, str], stem: str, ending: str) -> bool:
     before, after = key
-    return bool(re.fullmatch(rf"{re.escape(stem)}[-_.]\D*", before)) and _TOTAL.sub("", after) == ending
+    return bool(re.fullmatch(rf"{re.escape(stem)}[-_.].*", before)) and _TOTAL.sub("", after) == ending
 
 
 def _groups(folder: str) -> _Groups:

@@ -6,10 +6,13 @@ say) are not imported: a stand-in takes the place of each, and what has them in 
 
 from __future__ import annotations
 
+import importlib
+import logging
 import os
 import pickle
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +21,7 @@ from fsdp._plain_values import encoded
 
 # With which files of torch before 1.6 begin: a pickle of its magic number.
 _OLD_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+
 
 class StandIn:
     """In the place of an object of a class that is not known. It takes all that a pickle does to one."""
@@ -35,6 +39,19 @@ class StandIn:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         pass
+
+
+class Nested(StandIn):
+    """In the place of an object of a class inside of another one, or of a member of an enumeration."""
+
+
+def _nested(*_: Any) -> type[Nested]:
+    return Nested
+
+
+# Pickles get such classes by calling `getattr`, which is not to be called for them. The second name is nobody's.
+_NESTED = [(_nested, "builtins.getattr"), (Nested, "fsdp.Nested")]
+_DTENSOR = "torch.distributed.tensor"
 
 
 @dataclass(frozen=True)
@@ -71,20 +88,40 @@ def open_torch_file(path: str | os.PathLike[str], known: Mapping[str, type] | No
         raise FileNotFoundError(f"{place} is missing, or no file")
     if not zipfile.is_zipfile(place):
         return TorchFile(place, _loaded(place, [], mmap=False), False)
+    unknown = _unknown_in(place)
+    if f"{_DTENSOR}.DTensor" in unknown:
+        importlib.import_module(_DTENSOR)  # which makes what belongs to them known
+        unknown = _unknown_in(place)
+    stand_ins: list[Any] = [((known or {}).get(name) or _stand_in(name), name) for name in unknown]
+    if "builtins.getattr" in unknown:
+        stand_ins = [each for each in stand_ins if each[1] != "builtins.getattr"] + _NESTED
+    return TorchFile(place, _loaded(place, stand_ins, mmap=True), True)
+
+
+def _unknown_in(place: str) -> list[str]:
     try:
-        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(place)
+        return torch.serialization.get_unsafe_globals_in_checkpoint(place)
     except (RuntimeError, ValueError, pickle.UnpicklingError) as error:
         raise _unreadable(place, error) from None
-    stand_ins = [((known or {}).get(name) or _stand_in(name), name) for name in unknown]
-    return TorchFile(place, _loaded(place, stand_ins, mmap=True), True)
 
 
 def _loaded(place: str, stand_ins: list[Any], *, mmap: bool) -> Any:
     try:
-        with torch.serialization.safe_globals(stand_ins):
+        with _quiet_meshes(), torch.serialization.safe_globals(stand_ins):
             return torch.load(place, map_location="cpu", mmap=mmap, weights_only=True)
     except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError, AttributeError, TypeError) as error:
         raise _unreadable(place, error) from None
+
+
+@contextmanager
+def _quiet_meshes() -> Iterator[None]:
+    """Meshes warn that there is no process group, each time that one is loaded. Here none is wanted."""
+    logger = logging.getLogger("torch.distributed.device_mesh")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _unreadable(place: str, error: Exception) -> ValueError:
