@@ -4,8 +4,8 @@
     python -m benchmarks.record_fairscale_checkpoint
 
 For each case FairScale trains a small model on a few CPU ranks. Each rank saves its weights, metadata and the state of
-its own optimizer to ``tests/data/fairscale/<case>/``, in the files and under the keys of the program; the whole weights,
-and the full optimizer state, which FairScale gathers, are the truth. FairScale gathers no state of unflattened
+its own optimizer to ``tests/data/fairscale/<case>/``, in the files and under the keys of the program; the whole
+weights, and the full optimizer state, which FairScale gathers, are the truth. FairScale gathers no state of unflattened
 parameters; there each rank's parts are put one after the other.
 """
 

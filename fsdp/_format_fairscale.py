@@ -1,8 +1,8 @@
 """FairScale's files, and ours of `local_state_dict`: one for each rank, read as one checkpoint of whole tensors.
 
 Each file has the rank's weights and metadata, under any keys: fairseq's are ``model`` and ``fsdp_metadata``, metaseq's
-``model`` and ``shard_metadata``. They are known by what is in them. The state of an optimizer is either each rank's own,
-or FairScale's full one, which the first rank has (`fsdp._format_fairscale_optim`).
+``model`` and ``shard_metadata``. They are known by what is in them. The state of an optimizer is either each rank's
+own, or FairScale's full one, which the first rank has (`fsdp._format_fairscale_optim`).
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def read_rank_file(path: str | os.PathLike[str]) -> RankFile:
         raise ValueError(
             f"{file} has {'no metadata' if not described else 'several metadata: ' + ', '.join(described)} of shards "
             "(local_metadata_dict(): param_metadata and buffer_names), without which nobody can tell what is in a flat "
-            f"parameter. It has {', '.join(map(str, list(file.content)[:8]))}. Weights and metadata of a rank are to be "
-            "in one file."
+            f"parameter. It has {', '.join(map(str, list(file.content)[:8]))}. Weights and metadata of a rank are to "
+            "be in one file."
         )
     ((key, metadata),) = described.items()
     weights = [other for other, value in file.content.items() if other != key and _fits(value, metadata)]

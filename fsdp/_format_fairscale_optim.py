@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fsdp._consolidate import Backing, Shard, backings_of
 from fsdp._named_state import NamedState, is_single
-from fsdp._names import clean_name, join
+from fsdp._names import clean_name
 from fsdp._stitched import Stitched, stitched
 from fsdp._torch_files import TorchFile, values_of
 
@@ -117,8 +116,8 @@ def _add_full(state: NamedState, saved: SavedOptimizer, shard: Shard, is_mapped:
 
 def _odd_shape(state: NamedState, name: str, key: str, shape: Sequence[int], wanted: str) -> str:
     return (
-        f"{state.where(name, key)} has shape {list(shape)}, and {wanted}: what is neither of the parameter's shape nor a "
-        "number cannot be given to other ranks"
+        f"{state.where(name, key)} has shape {list(shape)}, and {wanted}: what is neither of the parameter's shape nor "
+        "a number cannot be given to other ranks"
     )
 
 
@@ -165,7 +164,7 @@ def _in_order_of_numbers(
         raise ValueError(
             f"{saved[0]} has {len(numbers)} parameters in {len(groups)} group(s), and {shard.title} has {len(listed)} "
             f"shards ({', '.join(listed[:4])}{', ...' if len(listed) > 4 else ''}): nothing says which is which. Give "
-            "the keys of the shards in the order of the optimizer's numbers (open_fairscale(..., optimizer_params=[...]))"
+            "the shards' keys in the order of the optimizer's numbers: open_fairscale(..., optimizer_params=[...])"
         )
     return dict(zip(numbers, keys, strict=True))
 
@@ -189,7 +188,8 @@ def _add_backing(
             )
     for key in wanted:
         values = [entries[rank][key] for rank in parts]
-        if all(is_single(key, value, torch.Size([1])) for value in values):
+        stored = [holders[rank][1].get(backing.key).shape for rank in parts]
+        if all(is_single(key, value, shape) for value, shape in zip(values, stored, strict=True)):
             state.add_single(backing.names, key, values)
             continue
         pieces = [_piece(backing, key, rank, entries[rank][key], holders) for rank in parts]
@@ -202,14 +202,14 @@ def _add_backing(
 def _piece(
     backing: Backing, key: str, rank: int, value: Any, holders: Sequence[tuple[SavedOptimizer, Shard]]
 ) -> Tensor:
-    """What a rank has of the state, without padding; weights may be without it, and those of the first rank have none."""
+    """What a rank has of the state, without padding; weights may be without, and those of the first rank have none."""
     saved, shard = holders[rank]
     sizes = [shard.get(backing.key).numel(), holders[0][1].get(backing.key).numel()]
     if not isinstance(value, Tensor) or value.numel() not in sizes:
         found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(
             f"{saved}: the optimizer's state '{key}' of {backing.key} is {found}, and the shard in {shard.title} has "
-            f"shape [{sizes[0]}]: what is neither of the shard's shape nor a number cannot be put together. If all keys "
-            "are so, the order of parameters is another one (open_fairscale(..., optimizer_params=[...]))."
+            f"shape [{sizes[0]}]: what is neither of the shard's shape nor a number cannot be put together. If all "
+            "keys are so, the order of parameters is another one (open_fairscale(..., optimizer_params=[...]))."
         )
     return value.detach().reshape(-1)[: backing.pieces[rank].numel()]

@@ -5,7 +5,8 @@
 - A file for each rank, with sharded state dicts (``SHARDED_STATE_DICT``, ``FSDP.sharded_optim_state_dict``): parts in
   `ShardedTensor`s or `DTensor`s that say where they belong.
 - A file for each rank, with local state dicts (``LOCAL_STATE_DICT``) and the optimizer's own: parts of flat parameters,
-  which nothing in the files says what they are made of. A state dict of the plain model does (`fsdp._format_fsdp1_flat`).
+  which nothing in the files says what they are made of. A state dict of the plain model does
+  (`fsdp._format_fsdp1_flat`).
 """
 
 from __future__ import annotations
@@ -244,9 +245,9 @@ def _names_by_key(saved: SavedOptimizer, order: Sequence[str] | None) -> dict[An
     if not names:
         raise ValueError(
             f"{saved} calls {len(keys)} parameters by their numbers, and nothing says what these stand for. Save "
-            "FSDP.full_optim_state_dict(model, optimizer) instead of optimizer.state_dict(); of a state by numbers, give "
-            "the names in their order (open_fsdp1(..., optimizer_params=[...])); of ranks' flat parameters, save the "
-            "weights of LOCAL_STATE_DICT with it."
+            "FSDP.full_optim_state_dict(model, optimizer) instead of optimizer.state_dict(); of a state by numbers, "
+            "give the names in their order (open_fsdp1(..., optimizer_params=[...])); of ranks' flat parameters, save "
+            "the weights of LOCAL_STATE_DICT with it."
         )
     if len(names) != len(keys):
         raise ValueError(f"{saved} has {len(keys)} parameters, and there are {len(names)} names for them")

@@ -63,10 +63,10 @@ def with_metadata(
     """
     if like is None:
         raise ValueError(
-            f"{files[0]} has flat parameters of LOCAL_STATE_DICT in it, and nothing in it says which parameters they are "
-            "made of. Give a state dict of the plain model, whose names and shapes are enough: torch.save(Model()."
-            "state_dict(), 'names.pt'), and open_fsdp1(..., like='names.pt'). Or load it with FSDP1 on as many ranks, and "
-            "save FULL_STATE_DICT."
+            f"{files[0]} has flat parameters of LOCAL_STATE_DICT in it, and nothing in it says which parameters they "
+            "are made of. Give a state dict of the plain model, whose names and shapes are enough: torch.save(Model()."
+            "state_dict(), 'names.pt'), and open_fsdp1(..., like='names.pt'). Or load it with FSDP1 on as many ranks, "
+            "and save FULL_STATE_DICT."
         )
     title = "the state dict of the model" if isinstance(like, Mapping) else os.fspath(like)
     plain = like if isinstance(like, Mapping) else open_torch_file(like).content
@@ -114,8 +114,8 @@ def _described(
         if shape.numel() != wanted:
             raise ValueError(
                 f"{key} in {file} is of {shape.numel()} elements, and the parameters of that unit in {title} have "
-                f"{wanted} ({', '.join(name for name, _ in inside[path][:3])}, ...): it is of another model, or was saved "
-                "with use_orig_params=True, which leaves gaps that only FSDP1 knows. Load it with FSDP1 and save "
+                f"{wanted} ({', '.join(name for name, _ in inside[path][:3])}, ...): it is of another model, or was "
+                "saved with use_orig_params=True, which leaves gaps that only FSDP1 knows. Load it with FSDP1 and save "
                 "FULL_STATE_DICT."
             )
         weights[key] = parts[0].values.reshape(-1) if parts else torch.empty(0, dtype=value.dtype)

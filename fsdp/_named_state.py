@@ -91,7 +91,7 @@ class NamedState:
             found.append({"options": encoded(options, where), "params": list(names)})
             for name in names:
                 self.add_parameter(name)
-        return {"optimizer": "unknown", "groups": found, "state": self._state}
+        return {"optimizer": "", "groups": found, "state": self._state}
 
 
 def is_single(key: str, value: Any, shape: torch.Size) -> bool:

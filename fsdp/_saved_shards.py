@@ -22,7 +22,7 @@ class SavedShardedTensor(Tensor):
     described: Any
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise TypeError(f"{func} on a ShardedTensor of a file")
 
     def __setstate__(self, state: Any) -> None:
@@ -63,7 +63,9 @@ def merged(name: str, values: Sequence[Any], files: Sequence[str], is_mapped: bo
     shape = _shape_of(first)
     for value, file in zip(values, files, strict=True):
         if not is_sharded(value) or _shape_of(value) != shape:
-            raise ValueError(f"{name} in {file} is another tensor than in {files[0]}, which has shards of {list(shape)}")
+            raise ValueError(
+                f"{name} in {file} is another tensor than in {files[0]}, which has shards of {list(shape)}"
+            )
     count = len(files)
     found = [part for place, value in enumerate(values) for part in _parts(name, value, place, count, files[place])]
     parts = sorted({part.start: part for part in reversed(found) if part.values.numel()}.values())
@@ -127,8 +129,8 @@ def _place_in_mesh(name: str, value: Any, dim: int, place: int, file: str) -> tu
         mesh = value.device_mesh.mesh
     except AttributeError as error:  # what a mesh is made of changes with torch's versions
         raise ValueError(
-            f"{name} in {file} is a DTensor whose mesh torch {torch.__version__} cannot read ({error}): convert the files "
-            "with the version of torch that has written them"
+            f"{name} in {file} is a DTensor whose mesh torch {torch.__version__} cannot read ({error}): convert the "
+            "files with the version of torch that has written them"
         ) from None
     found = (mesh == sorted(mesh.flatten().tolist())[place]).nonzero() if place < mesh.numel() else []
     if not len(found):

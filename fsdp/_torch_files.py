@@ -17,10 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from fsdp._plain_values import encoded
 
 # With which files of torch before 1.6 begin: a pickle of its magic number.
 _OLD_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+
+
+_DAMAGED = (RuntimeError, ValueError, OSError, pickle.UnpicklingError)
 
 
 class StandIn:
@@ -80,12 +84,14 @@ def open_torch_file(path: str | os.PathLike[str], known: Mapping[str, type] | No
         known: classes of our own for classes in the file, by their full names.
 
     Raises:
-        FileNotFoundError: if it is missing.
+        OSError: if it is missing, or may not be read.
         ValueError: if it is no file of `torch.save`, or not all of it.
     """
     place = os.fspath(path)
     if not os.path.isfile(place):
         raise FileNotFoundError(f"{place} is missing, or no file")
+    with open(place, "rb"):  # whether it may be read; what else goes wrong is what is in it
+        pass
     if not zipfile.is_zipfile(place):
         return TorchFile(place, _loaded(place, [], mmap=False), False)
     unknown = _unknown_in(place)
@@ -101,7 +107,7 @@ def open_torch_file(path: str | os.PathLike[str], known: Mapping[str, type] | No
 def _unknown_in(place: str) -> list[str]:
     try:
         return torch.serialization.get_unsafe_globals_in_checkpoint(place)
-    except (RuntimeError, ValueError, pickle.UnpicklingError) as error:
+    except _DAMAGED as error:
         raise _unreadable(place, error) from None
 
 
@@ -109,7 +115,7 @@ def _loaded(place: str, stand_ins: list[Any], *, mmap: bool) -> Any:
     try:
         with _quiet_meshes(), torch.serialization.safe_globals(stand_ins):
             return torch.load(place, map_location="cpu", mmap=mmap, weights_only=True)
-    except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError, AttributeError, TypeError) as error:
+    except (*_DAMAGED, EOFError, LookupError, AttributeError, TypeError) as error:
         raise _unreadable(place, error) from None
 
 
@@ -128,8 +134,8 @@ def _unreadable(place: str, error: Exception) -> ValueError:
     first = str(error).strip().partition("\n")[0]
     return ValueError(
         f"{place} cannot be read as a file of torch.save: {first[:300]}. It is cut short or damaged, of another kind, "
-        "or has objects in it that are not loaded because they could run anything: then load it with weights_only=False "
-        "where you trust it, and save the tensors again."
+        "or has objects in it that are not loaded because they could run anything: then load it with "
+        "weights_only=False where you trust it, and save the tensors again."
     )
 
 

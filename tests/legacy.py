@@ -60,4 +60,5 @@ def assert_same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert found[name].keys() == entry.keys(), name
         for key, value in entry.items():
             own, other = torch.as_tensor(found[name][key]), torch.as_tensor(value)
-            assert own.shape == other.shape and torch.equal(own, other.to(own.dtype)), (name, key)
+            assert own.shape == other.shape, (name, key)
+            assert torch.equal(own, other.to(own.dtype)), (name, key)
