@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class CheckedFiles(SafetensorsFiles):
         for name, tensor in self.tensors.items():
             if len(self._expected.get(name, ())) != len(blocks(tensor.nbytes)):
                 raise ValueError(f"{tensor} is of {tensor.nbytes} bytes, for which there are other checksums, or none")
+        self.tensors = {name: self.tensors[name] for name in checksums if name in self.tensors}  # in their own order
         self._fragments: list[Fragment] = []
 
     def _fill(self, stored: StoredTensor, target: Tensor, begin: int) -> None:
@@ -91,9 +92,15 @@ class CheckedFiles(SafetensorsFiles):
         super()._fill(stored, buffer, stored.begin + begin)
         return fragment(name, begin, buffer.numpy().data).checksum
 
-    def damaged(self) -> Iterable[str]:
-        """What is wrong with the tensors, each read once, a block at a time."""
+    def damaged(self, advance: Callable[[int], None] | None = None) -> Iterable[str]:
+        """What is wrong with the tensors, each read once, a block at a time.
+
+        Args:
+            advance: is told how many bytes were read.
+        """
         for name, tensor in self.tensors.items():
             for number, (begin, end) in enumerate(blocks(tensor.nbytes)):
+                if advance is not None:
+                    advance(end - begin)
                 if self.block_checksum(name, begin, end) != self._expected[name][number]:
                     yield f"{tensor} is damaged: bytes {begin} to {end} of it are not what was saved"

@@ -29,6 +29,11 @@ def found(path: str | os.PathLike[str]) -> str | None:
     return next((folder for folder in (place, place + SAVING, place + REPLACED) if _is_complete(folder)), None)
 
 
+def is_left_behind(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder is no checkpoint, but what a save or removal that was killed has left."""
+    return os.path.lexists(os.path.join(folder, _MARKER)) and not _is_complete(os.fspath(folder))
+
+
 def numbered(folder: str | os.PathLike[str], step: int) -> str:
     """The place of the checkpoint of a step."""
     return os.path.join(os.fspath(folder), f"step-{step:08d}")

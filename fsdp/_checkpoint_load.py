@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,14 @@ from torch import nn
 
 from fsdp._agreement import Ranks, agree_on, agree_on_outcome, done_by_all, from_everyone, number_among, peers_answer
 from fsdp._checked_files import CheckedFiles
-from fsdp._checkpoint_manifest import Manifest, complete
 from fsdp._checkpoint_model import Stored, size_of, stored_tensors
 from fsdp._checkpoint_optim import StatePlan, give_state, plan_state, read_state, release_state
+from fsdp._format_dcp import is_dcp, read_dcp
+from fsdp._format_files import is_ours, read_ours
+from fsdp._format_trees import Choices
+from fsdp._formats import Source, TensorReader
 from fsdp._generators import set_generator_states
-from fsdp._load_safetensors import does_not_fit, misfits, opened, read
+from fsdp._load_safetensors import does_not_fit, misfits, read
 from fsdp._model_tensors import extra_states, prepared, tensors_in
 from fsdp._plain_values import decoded
 
@@ -31,7 +34,7 @@ class Loaded:
         values: what `save` was given.
         missing_keys, unexpected_keys: of the model, in plain names.
         has_generators: whether this rank's random number generators go on from where they were saved.
-        world_size: the number of ranks that saved it.
+        world_size: the number of ranks that saved it; None if it does not say.
     """
 
     path: Path
@@ -39,37 +42,36 @@ class Loaded:
     missing_keys: list[str]
     unexpected_keys: list[str]
     has_generators: bool
-    world_size: int
+    world_size: int | None
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, strict: bool, generators: bool) -> Loaded:
     """Collective. See `fsdp.checkpoint.load`."""
     units, everyone = prepared(model, "load a checkpoint")
-    folder, manifest = _found(path, everyone)
-    with ExitStack() as stack:
-        files = stack.enter_context(opened(lambda: manifest.model.opened_in(folder), everyone))
+    with closing(_found(path, everyone, None if optimizer is not None else "model")) as source:
         targets = tensors_in(model, units)
-        missing, unexpected, problems = misfits(targets, files, strict)
+        missing, unexpected, problems = misfits(targets, source.model, strict)
         extra = extra_states(model)
-        problems += _extra_problems(extra, manifest) if strict else []
+        problems += _extra_problems(extra, source) if strict else []
         state = None
         if optimizer is not None:
-            state = _SavedState(optimizer, folder, manifest, everyone, stack)
-            problems += done_by_all(everyone, f"load {folder}", lambda: state.problems(stored_tensors(model, units)))
-        problem = RuntimeError(does_not_fit(folder, model, problems)) if problems else None
-        agree_on_outcome(everyone, f"load {folder}", problem)
-        done_by_all(everyone, f"read {folder}", lambda: read(targets, units, files))
-        _compare(files, everyone)
+            state = _SavedState(optimizer, source, everyone)
+            what = f"load {source.path}"
+            problems += done_by_all(everyone, what, lambda: state.problems(stored_tensors(model, units)))
+        problem = RuntimeError(does_not_fit(source.path, model, problems)) if problems else None
+        agree_on_outcome(everyone, f"load {source.path}", problem)
+        done_by_all(everyone, f"read {source.path}", lambda: read(targets, units, source.model))
+        _compare(source.model, everyone)
         if state is not None:
             state.load()
-    for name in extra.keys() & manifest.extra.keys():
-        extra[name].set_extra_state(decoded(manifest.extra[name]))
-    has_generators = generators and _restore_generators(manifest, everyone)
-    return Loaded(Path(folder), decoded(manifest.values), missing, unexpected, has_generators, manifest.world_size)
+    for name in extra.keys() & source.extra.keys():
+        extra[name].set_extra_state(decoded(source.extra[name]))
+    has_generators = generators and _restore_generators(source, everyone)
+    return Loaded(Path(source.path), decoded(source.values), missing, unexpected, has_generators, source.world_size)
 
 
-def _extra_problems(extra: Mapping[str, nn.Module], manifest: Manifest) -> list[str]:
-    missing, unexpected = extra.keys() - manifest.extra.keys(), manifest.extra.keys() - extra.keys()
+def _extra_problems(extra: Mapping[str, nn.Module], source: Source) -> list[str]:
+    missing, unexpected = extra.keys() - source.extra.keys(), source.extra.keys() - extra.keys()
     both = ((missing, "missing"), (unexpected, "unexpected"))
     return [f"{what}: {', '.join(sorted(names))}" for names, what in both if names]
 
@@ -79,20 +81,16 @@ class _SavedState:
 
     Args:
         optimizer: that is to get it.
-        folder, manifest: of the checkpoint.
+        source: the checkpoint.
         everyone: the ranks.
-        stack: closes the files.
     """
 
-    def __init__(
-        self, optimizer: Any, folder: str, manifest: Manifest, everyone: Sequence[Ranks], stack: ExitStack
-    ) -> None:
-        saved = manifest.optimizer
-        if saved is None:
-            raise ValueError(f"{folder} has no optimizer in it: load it without one")
-        self._optimizer, self._rest, self._everyone = optimizer, manifest.optimizer_rest, everyone
-        self._what = f"read the optimizer's state in {folder}"
-        self._files = stack.enter_context(opened(lambda: saved.opened_in(folder), everyone))
+    def __init__(self, optimizer: Any, source: Source, everyone: Sequence[Ranks]) -> None:
+        if source.optimizer is None:
+            raise ValueError(f"{source.path} has no optimizer in it: load it without one")
+        self._optimizer, self._rest, self._everyone = optimizer, source.optimizer_rest, everyone
+        self._what = f"read the optimizer's state in {source.path}"
+        self._files = source.optimizer
         self._plan = StatePlan([], [], [], [])
 
     def problems(self, tensors: dict[str, Stored]) -> list[str]:
@@ -108,29 +106,32 @@ class _SavedState:
         release_state(self._plan.groups)
 
 
-def _found(path: str | os.PathLike[str], everyone: Sequence[Ranks]) -> tuple[str, Manifest]:
+def _found(path: str | os.PathLike[str], everyone: Sequence[Ranks], only: str | None) -> Source:
     """Collective. The checkpoint, which all ranks have."""
+    place = os.fspath(path)
 
-    def look() -> tuple[str, Manifest]:
-        folder = complete(path)
-        return folder, Manifest.read(folder)
+    def look() -> Source:
+        read_it = read_dcp if is_dcp(place) and not is_ours(place) else read_ours
+        return read_it(place, Choices(only=only))
 
-    folder, manifest = done_by_all(everyone, f"open the checkpoint {os.fspath(path)}", look)
+    source = done_by_all(everyone, f"open the checkpoint {place}", look)
     for ranks in everyone:
-        agree_on(ranks, "checkpoints", manifest.digest, folder)
-    return folder, manifest
+        agree_on(ranks, "checkpoints", source.identity, source.path)
+    return source
 
 
-def _compare(files: CheckedFiles, everyone: Sequence[Ranks]) -> None:
-    """Collective. Blocks of which ranks have read different parts are as they were saved."""
+def _compare(files: TensorReader, everyone: Sequence[Ranks]) -> None:
+    """Collective. Blocks of which ranks have read different parts are as they were saved, if anybody noted that."""
+    if not isinstance(files, CheckedFiles):
+        return
     heard = [each for ranks in everyone if peers_answer(ranks) for each in from_everyone(ranks, files.fragments)]
     done_by_all(everyone, f"find {files.path} undamaged", lambda: files.compare_fragments(heard))
 
 
-def _restore_generators(manifest: Manifest, everyone: Sequence[Ranks]) -> bool:
+def _restore_generators(source: Source, everyone: Sequence[Ranks]) -> bool:
     """Whether as many ranks load the checkpoint as saved it, and their generators go on."""
     ranks = everyone[0] if everyone else ()
-    if manifest.generators is None or len(everyone) > 1 or size_of(ranks) != manifest.world_size:
+    if source.generators is None or len(everyone) > 1 or size_of(ranks) != source.world_size:
         return False
-    set_generator_states(decoded(manifest.generators[number_among(ranks)]))
+    set_generator_states(decoded(source.generators[number_among(ranks)]))
     return True

@@ -18,15 +18,16 @@ from torch import Tensor, nn
 from fsdp._agreement import Ranks, from_everyone
 from fsdp._checkpoint_model import Stored, parts_of
 from fsdp._flat_param import FlatParameter, PieceParameter
+from fsdp._formats import TensorReader
 from fsdp._layout import Interval
 from fsdp._model_tensors import SlotTensor
 from fsdp._offload import DiskHome
 from fsdp._optim_stream import is_number
 from fsdp._plain_values import decoded, encoded
-from fsdp._safetensors import DTYPES, SafetensorsFiles
+from fsdp._safetensors import DTYPES
 from fsdp._safetensors_writer import KINDS, Entry, Part
 
-_ELEMENTS, _NUMBER, _VALUE = "elements", "number", "value"
+ELEMENTS, NUMBER, VALUE = "elements", "number", "value"
 _NAMES = "param_names"  # torch's own, if the optimizer was given names
 # By the key of the state: one of the three words, and the dtype or the value.
 Kinds = dict[str, list[Any]]
@@ -120,13 +121,13 @@ def kinds_on_rank(optimizer: Any, groups: Sequence[Sequence[Seen]]) -> list[Any]
 def _kind(seen: Seen, key: str, value: Any) -> list[Any]:
     where = f"the optimizer's state '{key}' of {seen.name}"
     if not isinstance(value, Tensor):
-        return [_VALUE, encoded(value, where)]
+        return [VALUE, encoded(value, where)]
     if value.dtype not in KINDS:
         raise ValueError(f"{where} is of {value.dtype}, which safetensors files cannot hold")
     if value.dim() == 0 and (seen.param.dim() > 0 or is_number(key)):
-        return [_NUMBER, KINDS[value.dtype], encoded(value.item(), where)]
+        return [NUMBER, KINDS[value.dtype], encoded(value.item(), where)]
     if value.shape == seen.param.shape:
-        return [_ELEMENTS, KINDS[value.dtype]]
+        return [ELEMENTS, KINDS[value.dtype]]
     raise ValueError(
         f"{where} has shape {list(value.shape)}, and this rank's part of it {list(seen.param.shape)}: what is neither "
         "of the parameter's shape nor a number cannot be saved for other numbers of ranks. Use an optimizer that works "
@@ -177,7 +178,7 @@ def state_entries(
         for member in seen.members:
             states[member.name] = known
             for key, kind in known.items():
-                if kind[0] == _ELEMENTS:
+                if kind[0] == ELEMENTS:
                     parts = _parts(member, own.get(key), ranks)
                     entries.append(Entry(f"{member.name}/{key}", DTYPES[kind[1]], member.target.shape, parts))
     options = [_options(group) for group in optimizer.param_groups]
@@ -225,7 +226,7 @@ class StatePlan:
     problems: list[str]
 
 
-def plan_state(optimizer: Any, tensors: Mapping[str, Stored], files: SafetensorsFiles, rest: Any) -> StatePlan:
+def plan_state(optimizer: Any, tensors: Mapping[str, Stored], files: TensorReader, rest: Any) -> StatePlan:
     """What an optimizer is to get of a checkpoint, and what does not fit.
 
     Raises:
@@ -266,7 +267,7 @@ def _saved_name(member: Member, saved_in: Mapping[str, int]) -> str | None:
     return next((name for name in names if name in saved_in), None)
 
 
-def _state_problems(seen: Seen, names: Sequence[str], files: SafetensorsFiles, rest: Any) -> Iterator[str]:
+def _state_problems(seen: Seen, names: Sequence[str], files: TensorReader, rest: Any) -> Iterator[str]:
     kinds = rest["state"][names[0]]
     for member, name in zip(seen.members, names, strict=True):
         other = rest["state"][name]
@@ -277,15 +278,15 @@ def _state_problems(seen: Seen, names: Sequence[str], files: SafetensorsFiles, r
             )
             continue
         for key, kind in other.items():
-            stored = files.tensors.get(f"{name}/{key}") if kind[0] == _ELEMENTS else None
-            if stored is None and kind[0] == _ELEMENTS:
+            stored = files.tensors.get(f"{name}/{key}") if kind[0] == ELEMENTS else None
+            if stored is None and kind[0] == ELEMENTS:
                 yield f"{files.path} has no {name}/{key}"
             elif stored is not None and stored.shape != member.target.shape:
                 yield f"{stored} has shape {list(stored.shape)}, and the model's {list(member.target.shape)}"
 
 
 @torch.no_grad()
-def read_state(optimizer: Any, plan: StatePlan, files: SafetensorsFiles) -> dict[nn.Parameter, dict[str, Any]]:
+def read_state(optimizer: Any, plan: StatePlan, files: TensorReader) -> dict[nn.Parameter, dict[str, Any]]:
     """This rank's part of the state, by parameter. What the optimizer has of the same kind already is written over.
 
     Raises:
@@ -295,10 +296,10 @@ def read_state(optimizer: Any, plan: StatePlan, files: SafetensorsFiles) -> dict
     for seen, names, kinds in plan.states:
         state: dict[str, Any] = {}
         for key, kind in kinds.items():
-            if kind[0] == _ELEMENTS:
+            if kind[0] == ELEMENTS:
                 state[key] = _memory(optimizer, seen.param, key, DTYPES[kind[1]])
                 _read_elements(seen, names, key, state[key], files)
-            elif kind[0] == _NUMBER:
+            elif kind[0] == NUMBER:
                 state[key] = torch.tensor(decoded(kind[2]), dtype=DTYPES[kind[1]])
             else:
                 state[key] = decoded(kind[1])
@@ -314,7 +315,7 @@ def _memory(optimizer: Any, param: nn.Parameter, key: str, dtype: torch.dtype) -
     return held if is_like and isinstance(held, Tensor) else torch.zeros_like(param, dtype=dtype)
 
 
-def _read_elements(seen: Seen, names: Sequence[str], key: str, into: Tensor, files: SafetensorsFiles) -> None:
+def _read_elements(seen: Seen, names: Sequence[str], key: str, into: Tensor, files: TensorReader) -> None:
     flat = into.view(-1) if into.is_contiguous() else into.new_empty(into.numel())
     for member, name in zip(seen.members, names, strict=True):
         if member.interval is not None:

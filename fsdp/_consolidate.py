@@ -280,8 +280,8 @@ def _add_unlisted(whole: dict[str, Any], first: Shard, with_module_buffers: bool
             whole |= {key: value} if with_module_buffers else {}
         elif strict:
             raise ValueError(
-                f"{first.title}: {key!r} is in its weights, and its metadata do not name it: they are of another model, "
-                "or of another version of it. strict=False leaves it out."
+                f"{first.title}: {key!r} is in its weights, and its metadata do not name it: they are of another "
+                "model, or of another version of it. strict=False leaves it out."
             )
 
 

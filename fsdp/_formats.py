@@ -59,6 +59,8 @@ class Source:
         values: what else the user saved, encoded; None if nothing.
         world_size: of the ranks that saved it; None if it does not say.
         notes: what is worth telling of it: what was left out, and why.
+        generators: for each rank the states of its random number generators, encoded; None without them.
+        identity: different for checkpoints that differ in what the rest of this does not show; empty if nobody looked.
         aliases: second names of tied parameters, and for each the one under which `model` has it.
     """
 
@@ -71,6 +73,8 @@ class Source:
     values: Any = None
     world_size: int | None = None
     notes: tuple[str, ...] = ()
+    generators: list[Any] | None = None
+    identity: str = ""
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -12,8 +12,9 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp._agreement import Ranks, agree_on, agree_on_outcome
+from fsdp._formats import FoundTensor, TensorReader
 from fsdp._model_tensors import Target, WholeTensor, prepared, tensors_in
-from fsdp._safetensors import SafetensorsFiles, StoredTensor
+from fsdp._safetensors import SafetensorsFiles
 from fsdp._unit import Unit
 
 Files = TypeVar("Files", bound=SafetensorsFiles)
@@ -79,7 +80,7 @@ def opened(make: Callable[[], Files], everyone: Sequence[Ranks]) -> Iterator[Fil
             yield files
 
 
-def misfits(targets: Sequence[Target], files: SafetensorsFiles, strict: bool) -> tuple[list[str], list[str], list[str]]:
+def misfits(targets: Sequence[Target], files: TensorReader, strict: bool) -> tuple[list[str], list[str], list[str]]:
     """The missing and the unexpected keys, and all reasons why the files cannot be loaded."""
     stored = files.tensors
     named = {name for target in targets for name in (*target.names, *target.aliases)}
@@ -102,11 +103,11 @@ def does_not_fit(path: str, model: nn.Module, problems: Sequence[str]) -> str:
     return f"{path} does not fit this {type(model).__name__}, and nothing was loaded:\n\t" + "\n\t".join(problems)
 
 
-def _key(target: Target, stored: dict[str, StoredTensor]) -> str | None:
+def _key(target: Target, stored: Mapping[str, FoundTensor]) -> str | None:
     return next((name for name in (*target.names, *target.aliases) if name in stored), None)
 
 
-def _misfit(target: Target, stored: StoredTensor) -> list[str]:
+def _misfit(target: Target, stored: FoundTensor) -> list[str]:
     if target.part is not None:
         target.part.cut_dim(stored.name)
     found = []
@@ -122,7 +123,7 @@ def _misfit(target: Target, stored: StoredTensor) -> list[str]:
 # Reading
 
 
-def read(targets: Sequence[Target], units: Sequence[Unit], files: SafetensorsFiles) -> None:
+def read(targets: Sequence[Target], units: Sequence[Unit], files: TensorReader) -> None:
     """Fill what is in the files.
 
     Raises:

@@ -14,11 +14,11 @@ from fsdp._agreement import Ranks
 from fsdp._collect import is_ours
 from fsdp._dtensors import MeshPart, local_part
 from fsdp._flat_param import FlatParameter
+from fsdp._formats import TensorReader
 from fsdp._forward import TrainingState
 from fsdp._guards import Conversions
 from fsdp._handle import FlatParamHandle
 from fsdp._names import clean_name, plain_name
-from fsdp._safetensors import SafetensorsFiles
 from fsdp._state_dict import ensure_agreed
 from fsdp._unit import Unit, own_modules, unit_of
 
@@ -35,7 +35,7 @@ class Target(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def part(self) -> MeshPart | None: ...
-    def fill(self, files: SafetensorsFiles, key: str) -> None: ...
+    def fill(self, files: TensorReader, key: str) -> None: ...
 
 
 @dataclass
@@ -59,7 +59,7 @@ class SlotTensor:
     def part(self) -> MeshPart | None:
         return self.handle.flat_param.parts[self.slot]
 
-    def fill(self, files: SafetensorsFiles, key: str) -> None:
+    def fill(self, files: TensorReader, key: str) -> None:
         self.handle.home.check(self.handle.name)
         self.handle.fill(self.slot, lambda shard, start: _read_part(files, key, shard, start, self.part))
         self.handle.home.release()
@@ -96,7 +96,7 @@ class WholeTensor:
         """Whether it is a parameter without values, which others may hold and would not see replaced."""
         return self.tensor.is_meta and isinstance(self.tensor, nn.Parameter)
 
-    def fill(self, files: SafetensorsFiles, key: str) -> None:
+    def fill(self, files: TensorReader, key: str) -> None:
         if self.tensor.is_meta:
             made = torch.empty_like(self.tensor, device=self.device)
             for entries, name in self.places:
@@ -109,7 +109,7 @@ class WholeTensor:
         increment_version(self.tensor)
 
 
-def _read_part(files: SafetensorsFiles, key: str, into: Tensor, start: int, part: MeshPart | None) -> None:
+def _read_part(files: TensorReader, key: str, into: Tensor, start: int, part: MeshPart | None) -> None:
     """Fill `into` from its element `start` on of a whole tensor, or of this rank's `part` of one."""
     if part is None:
         files.read(key, into, start)

@@ -1,0 +1,79 @@
+"""Which format a checkpoint is of, and what reads it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+from fsdp._checkpoint_folder import newest
+from fsdp._format_dcp import is_dcp, read_dcp
+from fsdp._format_files import is_ours, is_safetensors, is_torch, read_ours, read_safetensors, read_torch
+from fsdp._format_trees import Choices
+from fsdp._formats import Source
+
+
+class Format(NamedTuple):
+    """What reads a format.
+
+    Attributes:
+        word: for it, on the command line.
+        what: it is.
+        is_at: whether a path is one, as far as can be seen without reading it.
+        read: it, with what the user has said of it.
+    """
+
+    word: str
+    what: str
+    is_at: Callable[[str], bool]
+    read: Callable[[str, Choices], Source]
+
+
+# The first that fits is taken.
+FORMATS = (
+    Format("fsdp", "a folder of fsdp.save", is_ours, read_ours),
+    Format("dcp", "a folder of torch.distributed.checkpoint", is_dcp, read_dcp),
+    Format("torch", "a file of torch.save", is_torch, read_torch),
+    Format("safetensors", "safetensors: a file, an index, or a folder with one", is_safetensors, read_safetensors),
+)
+WORDS = tuple(each.word for each in FORMATS)
+
+
+def open_source(path: str | os.PathLike[str], word: str | None = None, choices: Choices | None = None) -> Source:
+    """A checkpoint of any format. Nothing is in memory of it but what is no tensor.
+
+    Args:
+        path: the file or folder.
+        word: for its format; None to look.
+        choices: what there is to say of it.
+
+    Raises:
+        FileNotFoundError: if there is nothing.
+        ValueError: if it is of no format that is known, or damaged.
+        OSError: if it cannot be read.
+    """
+    place = os.fspath(path)
+    return format_of(place, word).read(place, choices or Choices())
+
+
+def format_of(path: str, word: str | None = None) -> Format:
+    """The format of what is at a path.
+
+    Raises:
+        FileNotFoundError: if there is nothing.
+        ValueError: if it is of no format that is known.
+    """
+    found = next((each for each in FORMATS if (each.is_at(path) if word is None else each.word == word)), None)
+    if found is not None:
+        if not os.path.lexists(path) and found.word != "fsdp":
+            raise FileNotFoundError(f"{path}: there is no such file or folder")
+        return found
+    if word is not None:
+        raise ValueError(f"there is no format {word!r}: those are {', '.join(WORDS)}")
+    if not os.path.lexists(path):
+        raise FileNotFoundError(f"{path}: there is no such file or folder")
+    last = newest(path) if os.path.isdir(path) else None
+    if last is not None:
+        raise ValueError(f"{path} is a folder of several checkpoints: name one, as {last}")
+    formats = ", ".join(each.what for each in FORMATS)
+    raise ValueError(f"{path} is no complete checkpoint of a format that is known here ({formats})")
