@@ -26,18 +26,20 @@ class Item:
     """A tensor that is to be written, perhaps in another dtype.
 
     Attributes:
-        name: in its part of the checkpoint.
+        name: that it gets.
         dtype: that it is written in.
-        reader: has it, under the same name.
+        reader: has it.
+        key: its name there.
     """
 
     name: str
     dtype: torch.dtype
     reader: TensorReader
+    key: str
 
     @property
     def shape(self) -> torch.Size:
-        return self.reader.tensors[self.name].shape
+        return self.reader.tensors[self.key].shape
 
     @property
     def nbytes(self) -> int:
@@ -46,12 +48,12 @@ class Item:
     def pieces(self) -> Iterator[Tensor]:
         """Its elements in their order, in flat pieces of several MiB. The memory is used again for the next one."""
         # Whole blocks of what is read, so that each is compared with its checksum at once.
-        step = BLOCK_BYTES // min(self.dtype.itemsize, self.reader.tensors[self.name].dtype.itemsize)
+        step = BLOCK_BYTES // min(self.dtype.itemsize, self.reader.tensors[self.key].dtype.itemsize)
         count = self.shape.numel()
         buffer = torch.empty(min(step, count), dtype=self.dtype)
         for first in range(0, count, step):
             piece = buffer[: count - first]
-            self.reader.read(self.name, piece, first)
+            self.reader.read(self.key, piece, first)
             yield piece
 
     def whole(self) -> Tensor:
@@ -84,28 +86,44 @@ class Content:
         return sum(item.nbytes for item in (*(self.model or ()), *(self.optimizer or ())))
 
 
-def content_of(source: Source, dtype: torch.dtype | None = None, only: str | None = None) -> Content:
+def content_of(
+    source: Source,
+    dtype: torch.dtype | None = None,
+    only: str | None = None,
+    tied: Mapping[str, str] | None = None,
+) -> Content:
     """What is to be written of a checkpoint.
 
     Args:
         source: the checkpoint.
         dtype: of the model's floating-point tensors; None leaves them in their own.
         only: "model" or "optimizer"; None for both.
+        tied: other names that tensors of the model get besides, with those that they have.
 
     Raises:
-        ValueError: if the optimizer alone is wanted, and there is none.
+        ValueError: if the optimizer alone is wanted, and there is none; for tensors that are not there.
     """
     if only == OPTIMIZER and source.optimizer is None:
         raise ValueError(f"{source.path} has no optimizer in it")
     model, optimizer = None, None
     if only != OPTIMIZER:
+        names = {name: name for name in source.model.tensors} | dict(tied or {})
+        unknown = [name for name in names.values() if name not in source.model.tensors]
+        if unknown:
+            raise ValueError(f"{source.path} has no tensor {unknown[0]} that could have another name")
         model = [
-            Item(name, dtype if dtype is not None and found.dtype.is_floating_point else found.dtype, source.model)
-            for name, found in source.model.tensors.items()
+            Item(name, _dtype_for(source.model.tensors[key].dtype, dtype), source.model, key)
+            for name, key in names.items()
         ]
     if only != MODEL and source.optimizer is not None:
-        optimizer = [Item(name, found.dtype, source.optimizer) for name, found in source.optimizer.tensors.items()]
+        optimizer = [
+            Item(name, found.dtype, source.optimizer, name) for name, found in source.optimizer.tensors.items()
+        ]
     return Content(source, model, optimizer)
+
+
+def _dtype_for(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and own.is_floating_point else own
 
 
 def require_apart(source: Source, target: str) -> None:

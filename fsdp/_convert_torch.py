@@ -35,11 +35,14 @@ def write_torch(path: str, content: Content, *, by_number: bool, overwrite: bool
         OSError: if it cannot be written.
     """
     items: dict[int, Item] = {}
+    rooms: dict[tuple[int, str], Tensor] = {}  # tied tensors stay tied
 
     def make(item: Item) -> Tensor:
-        room = torch.empty(item.shape, dtype=item.dtype)  # which is never touched
-        items[id(room)] = item
-        return room
+        place = (id(item.reader), item.key)
+        if place not in rooms:
+            rooms[place] = torch.empty(item.shape, dtype=item.dtype)  # which is never touched
+            items[id(rooms[place])] = item
+        return rooms[place]
 
     tree = tree_of(content, make, by_number=by_number)
     whole = tree[OPTIMIZER] if content.model is None else tree
@@ -51,6 +54,8 @@ def write_torch(path: str, content: Content, *, by_number: bool, overwrite: bool
         fd = os.open(part, os.O_WRONLY)
         try:
             for tensor, place in zip(_tensors(whole), _tensors(archive.content), strict=True):
+                if place.begin in checksums:
+                    continue
                 pieces = items[id(tensor)].pieces() if id(tensor) in items else iter([tensor.contiguous().view(-1)])
                 checksums[place.begin] = _write(fd, place.begin, pieces, advance if id(tensor) in items else None)
         finally:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from fsdp._checkpoint_folder import newest
+from fsdp._examine import Examined, Start, examine_dcp, examine_ours, examine_safetensors, examine_torch
 from fsdp._format_dcp import is_dcp, read_dcp
 from fsdp._format_files import is_ours, is_safetensors, is_torch, read_ours, read_safetensors, read_torch
 from fsdp._format_trees import Choices
@@ -21,20 +22,28 @@ class Format(NamedTuple):
         what: it is.
         is_at: whether a path is one, as far as can be seen without reading it.
         read: it, with what the user has said of it.
+        examine: it from end to end, telling a function how many bytes were read.
     """
 
     word: str
     what: str
     is_at: Callable[[str], bool]
     read: Callable[[str, Choices], Source]
+    examine: Callable[[str, Start], Examined]
 
 
 # The first that fits is taken.
 FORMATS = (
-    Format("fsdp", "a folder of fsdp.save", is_ours, read_ours),
-    Format("dcp", "a folder of torch.distributed.checkpoint", is_dcp, read_dcp),
-    Format("torch", "a file of torch.save", is_torch, read_torch),
-    Format("safetensors", "safetensors: a file, an index, or a folder with one", is_safetensors, read_safetensors),
+    Format("fsdp", "a folder of fsdp.save", is_ours, read_ours, examine_ours),
+    Format("dcp", "a folder of torch.distributed.checkpoint", is_dcp, read_dcp, examine_dcp),
+    Format("torch", "a file of torch.save", is_torch, read_torch, examine_torch),
+    Format(
+        "safetensors",
+        "safetensors: a file, an index, or a folder with one",
+        is_safetensors,
+        read_safetensors,
+        examine_safetensors,
+    ),
 )
 WORDS = tuple(each.word for each in FORMATS)
 

@@ -12,8 +12,9 @@ from fsdp import _checkpoint_load, _checkpoint_save
 from fsdp._checkpoint_background import Saver as Saver
 from fsdp._checkpoint_folder import newest as newest
 from fsdp._checkpoint_load import Loaded as Loaded
-from fsdp._checkpoint_manifest import Manifest, complete
+from fsdp._checkpoint_manifest import complete
 from fsdp._checkpoint_save import Saved as Saved
+from fsdp._examine import examine_ours
 
 
 def save(
@@ -87,6 +88,9 @@ def load(
 
     As `fsdp.load_safetensors`; besides, every byte that is read is compared with the checksums of the checkpoint.
 
+    Folders of ``torch.distributed.checkpoint`` are loaded as well, by ranges, but they have no such checksums: a model
+    under ``model`` or by itself, and an optimizer under ``optimizer`` (docs/command_line.md has the rules).
+
     Args:
         path: its folder. What a save that was killed has left beside it is found, too.
         model: with units, or without; not a part of a wrapped module.
@@ -124,16 +128,7 @@ def verify(path: str | os.PathLike[str]) -> int:
         ValueError: if it is damaged; it names all files and tensors that are.
     """
     folder = complete(path)
-    manifest = Manifest.read(folder)
-    problems, nbytes = [], 0
-    for each in filter(None, (manifest.model, manifest.optimizer)):
-        found = list(each.damaged_heads(folder))
-        if not found:
-            files = each.opened_in(folder)
-            with files:
-                found += files.damaged()
-                nbytes += sum(tensor.nbytes for tensor in files.tensors.values())
-        problems += found
-    if problems:
-        raise ValueError(f"{folder} is damaged:\n\t" + "\n\t".join(problems))
-    return nbytes
+    examined = examine_ours(folder, lambda nbytes: lambda done: None)
+    if examined.problems:
+        raise ValueError(f"{folder} is damaged:\n\t" + "\n\t".join(examined.problems))
+    return examined.nbytes

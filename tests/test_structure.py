@@ -19,6 +19,15 @@ PACKAGE = ROOT / "fsdp"
 
 # From the top down: a module imports from its own room and from rooms below it.
 ROOMS: dict[str, set[str]] = {
+    "command line": {
+        "__main__",
+        "_command_line",
+        "_command_convert",
+        "_command_errors",
+        "_command_inspect",
+        "_command_show",
+        "_command_verify",
+    },
     "front doors": {
         "fully_sharded_data_parallel",
         "wrap",
@@ -65,6 +74,12 @@ ROOMS: dict[str, set[str]] = {
         "_format_optim",
         "_format_trees",
         "_open_source",
+        "_examine",
+        "_convert",
+        "_convert_dcp",
+        "_convert_place",
+        "_convert_safetensors",
+        "_convert_torch",
         "_stitched",
         "_torch_files",
         "_rank_files",

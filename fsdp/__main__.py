@@ -1,0 +1,10 @@
+"""``python -m fsdp``: checkpoints inspected, verified and converted."""
+
+from __future__ import annotations
+
+import sys
+
+from fsdp._command_line import main
+
+if __name__ == "__main__":
+    sys.exit(main())
