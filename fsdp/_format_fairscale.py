@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,12 @@ from torch import Tensor
 
 from fsdp._consolidate import Shard, memory_of, put_together
 from fsdp._format_fairscale_optim import SavedOptimizer, is_full, state_of
+from fsdp._format_trees import Choices
 from fsdp._formats import Source
 from fsdp._named_state import is_optimizer_state
 from fsdp._names import clean_name, join
 from fsdp._plain_values import encoded
-from fsdp._rank_files import Paths, rank_files
+from fsdp._rank_files import Paths, likely_files, rank_files
 from fsdp._stitched import Stitched, StitchedReader, stitched
 from fsdp._torch_files import TorchFile, open_torch_file, values_of
 
@@ -48,15 +50,21 @@ class RankFile:
 
 def is_fairscale(path: str | os.PathLike[str]) -> bool:
     """Whether there are files of ranks at a path, with weights and metadata as FairScale's users save them."""
-    try:
-        content = open_torch_file(rank_files(path)[0]).content
-    except (OSError, ValueError):
-        return False
-    return isinstance(content, Mapping) and any(map(_is_metadata, content.values()))
+    for file in likely_files(path):
+        with suppress(OSError, ValueError):
+            content = open_torch_file(file).content
+            if isinstance(content, Mapping) and any(map(_is_metadata, content.values())):
+                return True
+    return False
 
 
 def open_fairscale(
-    path: Paths, *, optimizer: Paths | None = None, optimizer_params: Sequence[str] | None = None, strict: bool = True
+    path: Paths,
+    *,
+    optimizer: Paths | None = None,
+    optimizer_params: Sequence[str] | None = None,
+    strict: bool = True,
+    with_optimizer: bool = True,
 ) -> Source:
     """A checkpoint of ranks' files. Close it when it is read.
 
@@ -67,6 +75,7 @@ def open_fairscale(
         optimizer_params: the keys of the shards (``layers.0.flat_param_0``) in the order of the optimizer's numbers.
             None if it has those of ``model.parameters()`` in one group.
         strict: raise an error for keys that the weights lack or metadata do not name. False leaves them out.
+        with_optimizer: look for the state of one.
 
     Raises:
         FileNotFoundError: for missing files.
@@ -80,7 +89,7 @@ def open_fairscale(
     found = dict(_whole(shards[0], is_mapped)) if is_whole else put_together(shards, True, strict, is_mapped)
     title = os.fspath(path) if isinstance(path, (str, os.PathLike)) else first.file.path
     tensors, aliases, extra = _sorted_out(found, title)
-    saved, notes = _optimizers(files, optimizer)
+    saved, notes = _optimizers(files, optimizer) if with_optimizer else ([], [])
     state = state_of(saved, shards, optimizer_params, is_mapped) if saved else None
     values, left = values_of(first.file.content, first.keys | first.optimizers.keys())
     if state is not None and state.others:
@@ -97,6 +106,17 @@ def open_fairscale(
         notes=(*notes, *left),
         aliases=aliases,
     )
+
+
+def read_fairscale(path: str, choices: Choices) -> Source:
+    """As `open_fairscale`, with what the user has said.
+
+    Raises:
+        ValueError: also for choices that are none here.
+    """
+    if choices.model_key is not None or choices.optimizer_key is not None or choices.like is not None:
+        raise ValueError(f"{path}: weights, metadata and optimizer are found by what is in them: leave out the options")
+    return open_fairscale(path, optimizer_params=choices.param_order, with_optimizer=choices.only != "model")
 
 
 def read_rank_file(path: str | os.PathLike[str]) -> RankFile:

@@ -136,7 +136,7 @@ def _add_local(
             f"there are {len(shards)} files of weights, and {len(saved)} of the optimizer: {saved[0]}, ..."
         )
     backings = {backing.key: backing for backing in backings_of(shards, False)}
-    keys = _in_order_of_numbers(saved, shards[0], backings, order)
+    keys = keys_by_number(saved, shards[0], backings, order)
     for number, key in keys.items():
         holders = list(zip(saved, shards, strict=True))[: len(backings[key].pieces)]
         _add_backing(state, backings[key], number, holders, mapped)
@@ -144,7 +144,7 @@ def _add_local(
         yield group, [name for number in group["params"] for name in backings[keys[number]].names]
 
 
-def _in_order_of_numbers(
+def keys_by_number(
     saved: Sequence[SavedOptimizer], shard: Shard, backings: Mapping[str, Backing], order: Sequence[str] | None
 ) -> dict[Any, str]:
     """By the optimizer's number, the key of a shard."""
@@ -164,7 +164,7 @@ def _in_order_of_numbers(
         raise ValueError(
             f"{saved[0]} has {len(numbers)} parameters in {len(groups)} group(s), and {shard.title} has {len(listed)} "
             f"shards ({', '.join(listed[:4])}{', ...' if len(listed) > 4 else ''}): nothing says which is which. Give "
-            "the shards' keys in the order of the optimizer's numbers: open_fairscale(..., optimizer_params=[...])"
+            "a file with the shards' keys in the order of the optimizer's numbers (--param-order)"
         )
     return dict(zip(numbers, keys, strict=True))
 
@@ -210,6 +210,6 @@ def _piece(
         raise ValueError(
             f"{saved}: the optimizer's state '{key}' of {backing.key} is {found}, and the shard in {shard.title} has "
             f"shape [{sizes[0]}]: what is neither of the shard's shape nor a number cannot be put together. If all "
-            "keys are so, the order of parameters is another one (open_fairscale(..., optimizer_params=[...]))."
+            "keys are so, the order of parameters is another one (--param-order)."
         )
     return value.detach().reshape(-1)[: backing.pieces[rank].numel()]

@@ -12,7 +12,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,11 +22,12 @@ from torch import Tensor
 from fsdp._consolidate import memory_of
 from fsdp._format_fairscale_optim import FoundState, SavedOptimizer, state_of
 from fsdp._format_fsdp1_flat import is_flat, with_metadata
+from fsdp._format_trees import Choices
 from fsdp._formats import Source
 from fsdp._named_state import NamedState, is_optimizer_state, is_single
 from fsdp._names import plain_name
 from fsdp._plain_values import encoded
-from fsdp._rank_files import Paths, rank_files
+from fsdp._rank_files import Paths, likely_files, rank_files
 from fsdp._saved_shards import KNOWN, is_sharded, merged
 from fsdp._stitched import Stitched, StitchedReader
 from fsdp._torch_files import TorchFile, open_torch_file, values_of
@@ -37,14 +39,21 @@ _EXTRA = "_extra_state"
 
 def is_fsdp1(path: str | os.PathLike[str]) -> bool:
     """Whether there are files at a path as users of FSDP1 save them: shards, or an optimizer's state by names."""
-    try:
-        content = open_torch_file(rank_files(path)[0], KNOWN).content
-    except (OSError, ValueError):
-        return False
-    if not isinstance(content, Mapping):
-        return False
-    inside = [content, *(each for each in content.values() if isinstance(each, Mapping))]
-    return any(_goes_by_names(each) if is_optimizer_state(each) else _has_shards(each) for each in inside)
+    return any(_goes_by_names(each) if is_optimizer_state(each) else _has_shards(each) for each in _dicts_at(path))
+
+
+def has_fsdp1_shards(path: str | os.PathLike[str]) -> bool:
+    """Whether there are files of ranks at a path with sharded or local state dicts."""
+    return any(not is_optimizer_state(each) and _has_shards(each) for each in _dicts_at(path))
+
+
+def _dicts_at(path: str | os.PathLike[str]) -> Iterator[Mapping[Any, Any]]:
+    for file in likely_files(path):
+        with suppress(OSError, ValueError):
+            content = open_torch_file(file, KNOWN).content
+            if isinstance(content, Mapping):
+                yield content
+                yield from (each for each in content.values() if isinstance(each, Mapping))
 
 
 def _has_shards(state_dict: Mapping[Any, Any]) -> bool:
@@ -61,6 +70,7 @@ def open_fsdp1(
     optimizer: Paths | None = None,
     like: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     optimizer_params: Sequence[str] | None = None,
+    with_optimizer: bool = True,
 ) -> Source:
     """A checkpoint of FSDP1. Close it when it is read.
 
@@ -71,6 +81,7 @@ def open_fsdp1(
         like: for local state dicts: a state dict of the plain model, of which names and shapes count, also on the meta
             device; or the file of one.
         optimizer_params: for an optimizer's state by numbers: the parameters' names in their order.
+        with_optimizer: look for the state of one.
 
     Raises:
         FileNotFoundError: for missing files.
@@ -82,7 +93,7 @@ def open_fsdp1(
     title = os.fspath(path) if isinstance(path, (str, os.PathLike)) else files[0].path
     is_mapped = all(each.is_mapped for each in files)
     key = _model_key(files[0])
-    saved, notes = _optimizers(files, optimizer)
+    saved, notes = _optimizers(files, optimizer) if with_optimizer else ([], [])
     models = [] if key is None and not _is_state_dict(files[0].content) else [_model(file, key) for file in files]
     state: FoundState | None
     if models and is_flat(models[0]):
@@ -110,6 +121,18 @@ def open_fsdp1(
         notes=(*notes, *left),
         aliases=aliases,
     )
+
+
+def read_fsdp1(path: str, choices: Choices) -> Source:
+    """As `open_fsdp1`, with what the user has said.
+
+    Raises:
+        ValueError: also for choices that are none here.
+    """
+    if choices.model_key is not None or choices.optimizer_key is not None:
+        raise ValueError(f"{path}: model and optimizer are found by what is in them: leave out the options")
+    with_optimizer = choices.only != "model"
+    return open_fsdp1(path, like=choices.like, optimizer_params=choices.param_order, with_optimizer=with_optimizer)
 
 
 # --- what is where --------------------------------------------------------------------------------------------------
@@ -246,8 +269,8 @@ def _names_by_key(saved: SavedOptimizer, order: Sequence[str] | None) -> dict[An
         raise ValueError(
             f"{saved} calls {len(keys)} parameters by their numbers, and nothing says what these stand for. Save "
             "FSDP.full_optim_state_dict(model, optimizer) instead of optimizer.state_dict(); of a state by numbers, "
-            "give the names in their order (open_fsdp1(..., optimizer_params=[...])); of ranks' flat parameters, save "
-            "the weights of LOCAL_STATE_DICT with it."
+            "name a file with the names in their order (--param-order); of ranks' flat parameters, save the weights of "
+            "LOCAL_STATE_DICT with it."
         )
     if len(names) != len(keys):
         raise ValueError(f"{saved} has {len(keys)} parameters, and there are {len(names)} names for them")

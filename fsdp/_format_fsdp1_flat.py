@@ -65,8 +65,8 @@ def with_metadata(
         raise ValueError(
             f"{files[0]} has flat parameters of LOCAL_STATE_DICT in it, and nothing in it says which parameters they "
             "are made of. Give a state dict of the plain model, whose names and shapes are enough: torch.save(Model()."
-            "state_dict(), 'names.pt'), and open_fsdp1(..., like='names.pt'). Or load it with FSDP1 on as many ranks, "
-            "and save FULL_STATE_DICT."
+            "state_dict(), 'names.pt'), and name the file (--like). Or load it with FSDP1 on as many ranks, and save "
+            "FULL_STATE_DICT."
         )
     title = "the state dict of the model" if isinstance(like, Mapping) else os.fspath(like)
     plain = like if isinstance(like, Mapping) else open_torch_file(like).content

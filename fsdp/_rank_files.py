@@ -52,6 +52,19 @@ def rank_files(path: Paths) -> list[str]:
     return _only(place, found)
 
 
+def likely_files(path: str | os.PathLike[str]) -> list[str]:
+    """Files from which can be seen what a path is, whether or not others are missing: two of each checkpoint there."""
+    place = os.fspath(path)
+    if os.path.isfile(place):
+        return [place]
+    folder, name = (place, None) if os.path.isdir(place) else os.path.split(place)
+    groups = _groups(folder or ".") if os.path.isdir(folder or ".") else {}
+    if name is not None:
+        stem, dot, ending = name.rpartition(".")
+        groups = {key: group for key, group in groups.items() if _names_shards(key, stem, dot + ending)}
+    return [group[number] for group in groups.values() for number in sorted(group)[:2]]
+
+
 def _names_shards(key: tuple[str, str], stem: str, ending: str) -> bool:
     before, after = key
     return bool(re.fullmatch(rf"{re.escape(stem)}[-_.].*", before)) and _TOTAL.sub("", after) == ending

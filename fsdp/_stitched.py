@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -118,8 +118,10 @@ class StitchedReader:
                 f"{name} in {self.path}: cannot read elements {start} to {start + target.numel()} of "
                 f"{found.shape.numel()} into a tensor of shape {list(target.shape)} and strides {list(target.stride())}"
             )
+        if not found.pieces:
+            raise ValueError(f"{self.path} is closed")
         found.read(target.detach().view(-1), start)
 
     def close(self) -> None:
-        """Let go of the files."""
-        self._tensors = {}
+        """Let go of the files. What there is can still be seen, but not read."""
+        self._tensors = {name: replace(each, pieces=()) for name, each in self._tensors.items()}

@@ -167,7 +167,7 @@ def test_an_optimizer_of_fewer_parameters_wants_their_order(folder: Path) -> Non
 
     for rank in range(3):
         change(shard(folder, rank), drop)
-    fails(folder, "1 parameters in 1 group(s)", "2 shards (flat_param_0, inner.flat_param_0)", "optimizer_params=[")
+    fails(folder, "1 parameters in 1 group(s)", "2 shards (flat_param_0, inner.flat_param_0)", "--param-order")
     source = open_fairscale(folder, optimizer_params=["inner.flat_param_0"])
     assert list(source.optimizer_rest["state"]) == ["inner.0.weight", "inner.2.bias", "inner.3.weight", "inner.3.bias"]
     fails(folder, "no shard other.flat_param_0", optimizer_params=["other.flat_param_0"])
@@ -183,7 +183,7 @@ def test_several_groups_want_the_order_of_parameters(folder: Path) -> None:
     expected = state_of(open_fairscale(folder))
     for rank in range(3):
         change(shard(folder, rank), divide)
-    fails(folder, "2 parameters in 2 group(s)", "optimizer_params=[")
+    fails(folder, "2 parameters in 2 group(s)", "--param-order")
     source = open_fairscale(folder, optimizer_params=["inner.flat_param_0", "flat_param_0"])
     assert source.optimizer_rest["groups"][1]["options"]["lr"] == 0.5
     assert source.optimizer_rest["groups"][1]["params"] == ["first.weight", "first.bias", "norm.weight", "norm.bias"]

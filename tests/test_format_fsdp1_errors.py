@@ -81,7 +81,7 @@ def test_a_file_that_is_no_dict(tmp_path: Path) -> None:
 
 def test_local_state_without_names_says_what_to_give(ranks: RankPool, tmp_path: Path) -> None:
     path = saved(ranks, tmp_path, "local", 2)
-    fails(path, path / "rank0.pt", "LOCAL_STATE_DICT", "like='names.pt'", "FULL_STATE_DICT")
+    fails(path, path / "rank0.pt", "LOCAL_STATE_DICT", "--like", "FULL_STATE_DICT")
 
 
 def test_local_state_with_names_of_another_model(ranks: RankPool, tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ ROOMS: dict[str, set[str]] = {
         "_convert_place",
         "_convert_safetensors",
         "_convert_torch",
+        "_convert_fairscale",
         "_stitched",
         "_torch_files",
         "_rank_files",
