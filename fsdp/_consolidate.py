@@ -42,15 +42,12 @@ def consolidate(
     return {name: made.get(id(each), each) for name, each in found.items()}
 
 
-def put_together(
-    shards: Sequence[Shard], with_module_buffers: bool, strict: bool, is_mapped: bool = False
-) -> dict[str, Any]:
+def put_together(shards: Sequence[Shard], with_module_buffers: bool, strict: bool) -> dict[str, Any]:
     """What a model has of them: its tensors in the ranks' pieces, one of them under several names if it is tied.
 
     Args:
         shards: of all ranks, in order.
         with_module_buffers, strict: as of `FullyShardedDataParallel.consolidate_shard_weights`.
-        is_mapped: whether tensors are parts of files (`Stitched`).
 
     Returns:
         By plain name a `Stitched`, or what the first rank has if that is no tensor.
@@ -63,7 +60,7 @@ def put_together(
         other.check_alike(first)
     whole: dict[str, Any] = {}
     for backing in backings_of(shards, strict):
-        whole |= {each.name: each for each in backing.parameters(is_mapped)}
+        whole |= {each.name: each for each in backing.parameters()}
     for entry in first.entries:
         for source, copy in entry["shared_param_info"]:
             if join(entry["fsdp_path"], source) in whole:
@@ -71,7 +68,7 @@ def put_together(
     for name in first.buffer_names if with_module_buffers else ():
         if first.has(name) or strict:
             value = first.get(name)
-            whole[name] = stitched(name, value, is_mapped) if isinstance(value, Tensor) else value
+            whole[name] = stitched(name, value) if isinstance(value, Tensor) else value
     _add_unlisted(whole, first, with_module_buffers, strict)
     return whole
 
@@ -242,13 +239,13 @@ class Backing:
             )
         )
 
-    def parameters(self, is_mapped: bool) -> Iterator[Stitched]:
+    def parameters(self) -> Iterator[Stitched]:
         """The original parameters."""
-        return self.cut(self.pieces, is_mapped)
+        return self.cut(self.pieces)
 
-    def cut(self, pieces: Sequence[Tensor], is_mapped: bool) -> Iterator[Stitched]:
+    def cut(self, pieces: Sequence[Tensor]) -> Iterator[Stitched]:
         """Tensors that lie in a vector as the parameters lie in this one."""
-        return cut(pieces, self.names, self._described["shapes"], is_mapped)
+        return cut(pieces, self.names, self._described["shapes"])
 
 
 def _checked(entry: Any) -> dict[str, Any]:

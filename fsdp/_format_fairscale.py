@@ -84,13 +84,12 @@ def open_fairscale(
     """
     files = [read_rank_file(each) for each in rank_files(path)]
     first, shards = files[0], [Shard(each.file.path, each.weights, each.metadata) for each in files]
-    is_mapped = all(each.file.is_mapped for each in files)
     is_whole = len(shards) == 1 and not any(shards[0].has(key) for key, _, _ in shards[0].backings())
-    found = dict(_whole(shards[0], is_mapped)) if is_whole else put_together(shards, True, strict, is_mapped)
+    found = dict(_whole(shards[0])) if is_whole else put_together(shards, True, strict)
     title = os.fspath(path) if isinstance(path, (str, os.PathLike)) else first.file.path
     tensors, aliases, extra = _sorted_out(found, title)
     saved, notes = _optimizers(files, optimizer) if with_optimizer else ([], [])
-    state = state_of(saved, shards, optimizer_params, is_mapped) if saved else None
+    state = state_of(saved, shards, optimizer_params) if saved else None
     values, left = values_of(first.file.content, first.keys | first.optimizers.keys())
     if state is not None and state.others:
         values = {**(values or {}), state.key: state.others}
@@ -103,7 +102,7 @@ def open_fairscale(
         extra=extra,
         values=values,
         world_size=None if is_whole else len(files),
-        notes=(*notes, *left),
+        notes=(*notes, *left, *(note for each in files for note in each.file.notes())),
         aliases=aliases,
     )
 
@@ -169,13 +168,13 @@ def _fits(value: Any, metadata: Mapping[str, Any]) -> bool:
     )
 
 
-def _whole(shard: Shard, is_mapped: bool) -> Iterator[tuple[str, Any]]:
+def _whole(shard: Shard) -> Iterator[tuple[str, Any]]:
     """Weights that were not sharded when they were saved, as fairseq does by default; tied ones as one."""
     known: dict[Any, Stitched] = {}
     for key, value in shard.weights.items():
         name = clean_name(key)
         if isinstance(value, Tensor):
-            yield name, known.setdefault(memory_of(value), stitched(name, value, is_mapped))
+            yield name, known.setdefault(memory_of(value), stitched(name, value))
         else:
             yield name, value
 

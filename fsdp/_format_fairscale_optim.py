@@ -63,16 +63,13 @@ def is_full(saved: SavedOptimizer) -> bool:
     return all(key in saved.content for key in _ADDED)
 
 
-def state_of(
-    saved: Sequence[SavedOptimizer], shards: Sequence[Shard], order: Sequence[str] | None, is_mapped: bool
-) -> FoundState:
+def state_of(saved: Sequence[SavedOptimizer], shards: Sequence[Shard], order: Sequence[str] | None) -> FoundState:
     """The state by names.
 
     Args:
         saved: the full dictionary, or all ranks'.
         shards: of the weights.
         order: see `fsdp._format_fairscale.open_fairscale`.
-        is_mapped: whether tensors are parts of files.
 
     Raises:
         ValueError: for what does not fit; it names the file.
@@ -81,9 +78,9 @@ def state_of(
     first = saved[0]
     state = NamedState(str(first))
     if is_full(first):
-        groups = list(_add_full(state, first, shards[0], is_mapped))
+        groups = list(_add_full(state, first, shards[0]))
     else:
-        groups = list(_add_local(state, saved, shards, order, is_mapped))
+        groups = list(_add_local(state, saved, shards, order))
     others, _ = values_of(first.content, ("state", "param_groups", *_ADDED))
     return FoundState(first.key, state.tensors, state.rest(groups), others)
 
@@ -93,7 +90,7 @@ def state_of(
 _Group = tuple[Mapping[str, Any], list[str]]
 
 
-def _add_full(state: NamedState, saved: SavedOptimizer, shard: Shard, is_mapped: bool) -> Iterator[_Group]:
+def _add_full(state: NamedState, saved: SavedOptimizer, shard: Shard) -> Iterator[_Group]:
     described = list(shard.parameters())
     if len(described) != len(saved.content["param_id_map"]):
         raise ValueError(
@@ -103,7 +100,7 @@ def _add_full(state: NamedState, saved: SavedOptimizer, shard: Shard, is_mapped:
     for number, (name, shape) in enumerate(described):
         for key, value in saved.content["state"].get(number, {}).items():
             if isinstance(value, Tensor) and value.shape == shape and not is_single(key, value, shape):
-                state.add_elements(name, key, stitched(name, value, is_mapped))
+                state.add_elements(name, key, stitched(name, value))
             elif isinstance(value, list) and value and all(is_single(key, each, shape) for each in value):
                 state.add_single([name], key, value)  # 0-d tensors, one of each rank
             elif is_single(key, value, shape):
@@ -129,7 +126,6 @@ def _add_local(
     saved: Sequence[SavedOptimizer],
     shards: Sequence[Shard],
     order: Sequence[str] | None,
-    mapped: bool,
 ) -> Iterator[_Group]:
     if len(saved) != len(shards):
         raise ValueError(
@@ -139,7 +135,7 @@ def _add_local(
     keys = keys_by_number(saved, shards[0], backings, order)
     for number, key in keys.items():
         holders = list(zip(saved, shards, strict=True))[: len(backings[key].pieces)]
-        _add_backing(state, backings[key], number, holders, mapped)
+        _add_backing(state, backings[key], number, holders)
     for group in saved[0].content["param_groups"]:
         yield group, [name for number in group["params"] for name in backings[keys[number]].names]
 
@@ -174,7 +170,6 @@ def _add_backing(
     backing: Backing,
     number: Any,
     holders: Sequence[tuple[SavedOptimizer, Shard]],
-    is_mapped: bool,
 ) -> None:
     """State of one flat parameter."""
     entries = [saved.content["state"].get(number) or {} for saved, _ in holders]
@@ -195,7 +190,7 @@ def _add_backing(
         pieces = [_piece(backing, key, rank, entries[rank][key], holders) for rank in parts]
         if len({piece.dtype for piece in pieces}) > 1:
             raise ValueError(f"{state.where(backing.key, key)} has another dtype on some ranks")
-        for each in backing.cut(pieces, is_mapped):
+        for each in backing.cut(pieces):
             state.add_elements(each.name, key, each)
 
 

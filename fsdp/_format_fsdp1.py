@@ -91,18 +91,17 @@ def open_fsdp1(
     """
     files = [open_torch_file(each, KNOWN) for each in rank_files(path)]
     title = os.fspath(path) if isinstance(path, (str, os.PathLike)) else files[0].path
-    is_mapped = all(each.is_mapped for each in files)
     key = _model_key(files[0])
     saved, notes = _optimizers(files, optimizer) if with_optimizer else ([], [])
     models = [] if key is None and not _is_state_dict(files[0].content) else [_model(file, key) for file in files]
     state: FoundState | None
     if models and is_flat(models[0]):
         shards = with_metadata(models, [file.path for file in files], like)
-        found = shards.put_together(is_mapped)
-        state = state_of(saved, shards.shards, optimizer_params, is_mapped) if saved else None
+        found = shards.put_together()
+        state = state_of(saved, shards.shards, optimizer_params) if saved else None
     else:
-        found = _whole(models, files, is_mapped)
-        state = _state(saved, optimizer_params, found, is_mapped) if saved else None
+        found = _whole(models, files)
+        state = _state(saved, optimizer_params, found) if saved else None
     tensors, aliases, extra = _sorted_out(found, title)
     keys = {key, *(each.key for each in saved), *found} if isinstance(files[0].content, Mapping) else ()
     is_alone = is_optimizer_state(files[0].content)
@@ -118,7 +117,7 @@ def open_fsdp1(
         extra=extra,
         values=values,
         world_size=len(files) if models and _has_shards(models[0]) else None,
-        notes=(*notes, *left),
+        notes=(*notes, *left, *(note for each in files for note in each.notes())),
         aliases=aliases,
     )
 
@@ -191,7 +190,7 @@ def _optimizers(files: Sequence[TorchFile], given: Paths | None) -> tuple[list[S
 # --- whole tensors --------------------------------------------------------------------------------------------------
 
 
-def _whole(models: Sequence[Mapping[str, Any]], files: Sequence[TorchFile], is_mapped: bool) -> dict[str, Any]:
+def _whole(models: Sequence[Mapping[str, Any]], files: Sequence[TorchFile]) -> dict[str, Any]:
     """By name the tensors; those that lie in the same memory are one."""
     found: dict[str, Any] = {}
     known: dict[Any, Stitched] = {}
@@ -202,7 +201,7 @@ def _whole(models: Sequence[Mapping[str, Any]], files: Sequence[TorchFile], is_m
         if not isinstance(value, Tensor):
             found[name] = value
             continue
-        each = merged(name, [model[name] for model in models], [file.path for file in files], is_mapped)
+        each = merged(name, [model[name] for model in models], [file.path for file in files])
         places = tuple(map(memory_of, each.pieces)) if is_sharded(value) else memory_of(value)
         found[name] = known.setdefault(places, each)
     return found
@@ -223,9 +222,7 @@ def _sorted_out(found: Mapping[str, Any], title: str) -> tuple[list[Stitched], d
     return tensors, aliases, extra
 
 
-def _state(
-    saved: Sequence[SavedOptimizer], order: Sequence[str] | None, model: Mapping[str, Any], is_mapped: bool
-) -> FoundState:
+def _state(saved: Sequence[SavedOptimizer], order: Sequence[str] | None, model: Mapping[str, Any]) -> FoundState:
     """An optimizer's state that goes by names."""
     first = saved[0]
     names = _names_by_key(first, order)
@@ -241,7 +238,7 @@ def _state(
             if is_single(key, value, shape):
                 state.add_single([name], key, values)
             else:
-                each = merged(f"{name}/{key}", values, [each.file.path for each in saved], is_mapped)
+                each = merged(f"{name}/{key}", values, [each.file.path for each in saved])
                 if name in model and each.shape != shape:
                     raise ValueError(
                         f"{state.where(name, key)} has shape {list(each.shape)}, and the parameter {list(shape)}: what "

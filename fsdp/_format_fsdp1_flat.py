@@ -40,9 +40,9 @@ class FlatShards:
     shards: list[Shard]
     aliases: Mapping[str, str]
 
-    def put_together(self, is_mapped: bool) -> dict[str, Any]:
+    def put_together(self) -> dict[str, Any]:
         """See `fsdp._consolidate.put_together`."""
-        found = put_together(self.shards, True, True, is_mapped)
+        found = put_together(self.shards, True, True)
         return {**found, **{name: found[first] for name, first in self.aliases.items() if first in found}}
 
 

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import sys
-
-from torch import Tensor
 
 # glibc's name for "larger blocks than this are mapped by themselves, and unmapped when they are freed".
 _M_MMAP_THRESHOLD = -3
-# Linux 5.4 and later: give pages back now. Unlike other advice it keeps what they hold.
-_MADV_PAGEOUT = 21
 
 
 def return_freed_blocks(larger_than: int) -> None:
@@ -36,17 +31,3 @@ def return_freed_memory() -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
-
-
-def release_pages(tensor: Tensor) -> None:
-    """Tell the system that the memory of a contiguous tensor, a part of a mapped file, is not needed soon.
-
-    Otherwise all that was read of a file counts as this process's, until others need the memory. No value is lost if
-    the memory is of another kind. Systems that do not know this leave it.
-    """
-    if sys.platform == "linux" and tensor.nbytes:
-        before = tensor.data_ptr() % mmap.PAGESIZE
-        advise = getattr(ctypes.CDLL(None), "madvise", None)
-        if advise is not None:
-            begin, length = tensor.data_ptr() - before, tensor.nbytes + before
-            advise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _MADV_PAGEOUT)

@@ -47,7 +47,12 @@ class NamedState:
         """
         if value.dtype not in KINDS:
             raise ValueError(f"{self.where(name, key)} is of {value.dtype}, which safetensors files cannot hold")
-        full = Stitched(f"{name}/{key}", value.shape, value.dtype, value.pieces, value.is_mapped)
+        full = Stitched(
+            f"{name}/{key}",
+            value.shape,
+            value.dtype,
+            value.pieces,
+        )
         self.tensors.append(full)
         self._state.setdefault(name, {})[key] = ["elements", KINDS[value.dtype]]
 

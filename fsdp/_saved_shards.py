@@ -45,21 +45,20 @@ def is_sharded(value: Any) -> bool:
     return isinstance(value, SavedShardedTensor) or is_dtensor(value)
 
 
-def merged(name: str, values: Sequence[Any], files: Sequence[str], is_mapped: bool) -> Stitched:
+def merged(name: str, values: Sequence[Any], files: Sequence[str]) -> Stitched:
     """A tensor of which each file has a part, or all files the whole.
 
     Args:
         name: its.
         values: of each file.
         files: their names.
-        is_mapped: see `Stitched`.
 
     Raises:
         ValueError: if parts are missing or do not fit; names a file.
     """
     first = values[0]
     if not is_sharded(first):
-        return stitched(name, first, is_mapped)
+        return stitched(name, first)
     shape = _shape_of(first)
     for value, file in zip(values, files, strict=True):
         if not is_sharded(value) or _shape_of(value) != shape:
@@ -76,7 +75,7 @@ def merged(name: str, values: Sequence[Any], files: Sequence[str], is_mapped: bo
     _check_follows(name, shape.numel(), reached, files[-1], len(files))
     pieces = tuple(part.values for part in parts)
     dtype = pieces[0].dtype if pieces else first.dtype
-    return Stitched(name, shape, dtype, pieces or (torch.empty(0, dtype=dtype),), is_mapped)
+    return Stitched(name, shape, dtype, pieces or (torch.empty(0, dtype=dtype),))
 
 
 def _check_follows(name: str, start: int, reached: int, file: str, count: int) -> None:

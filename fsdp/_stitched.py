@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fsdp._memory import release_pages
+from fsdp._file_mappings import FileMappings
 
 _CHUNK_BYTES = 4 << 20
 
@@ -21,14 +21,12 @@ class Stitched:
         name: by which it is read.
         shape, dtype: of the whole.
         pieces: tensors on the host that have its elements in row-major order, one after the other.
-        is_mapped: whether they are parts of files, of which no page is to stay in memory.
     """
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
     pieces: tuple[Tensor, ...]
-    is_mapped: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -41,41 +39,52 @@ class Stitched:
         self.read(found.view(-1), 0)
         return found
 
-    def read(self, target: Tensor, start: int) -> None:
-        """Copy elements ``start : start + target.numel()`` to a 1-D tensor, cast to its dtype."""
+    def read(self, target: Tensor, start: int, files: FileMappings | None = None) -> None:
+        """Copy elements ``start : start + target.numel()`` to a 1-D tensor, cast to its dtype.
+
+        Args:
+            target: the tensor.
+            start: the first element.
+            files: read pieces that lie in these from there.
+        """
         done, skipped = 0, 0
         for piece in self.pieces:
             first = max(start + done - skipped, 0)
             count = min(piece.numel() - first, target.numel() - done)
             if count > 0:
-                self._copy(piece, first, target[done : done + count])
+                _copy(piece.detach().reshape(-1), first, target[done : done + count], files)
                 done += count
             skipped += piece.numel()
 
-    def _copy(self, piece: Tensor, first: int, target: Tensor) -> None:
-        flat = piece.detach().reshape(-1)  # a copy, if its elements do not lie in order
-        step = max(_CHUNK_BYTES // self.dtype.itemsize, 1)
-        for at in range(0, target.numel(), step):
-            part = flat[first + at : first + min(at + step, target.numel())]
-            target[at : at + step].copy_(part)
-            if self.is_mapped:
-                release_pages(part)
+
+def _copy(flat: Tensor, first: int, target: Tensor, files: FileMappings | None) -> None:
+    if files is None:
+        target.copy_(flat[first : first + target.numel()])
+        return
+    step = _CHUNK_BYTES // flat.dtype.itemsize
+    is_ready = target.device.type == "cpu" and target.dtype == flat.dtype
+    buffer = torch.empty(0 if is_ready else min(step, target.numel()), dtype=flat.dtype)
+    for at in range(0, target.numel(), step):
+        part = target[at : at + step]
+        source = flat[first + at : first + at + part.numel()]
+        piece = part if is_ready else buffer[: part.numel()]
+        if not files.read(source, piece):
+            piece = source
+        if piece is not part:
+            part.copy_(piece)
 
 
-def stitched(name: str, tensor: Tensor, is_mapped: bool = False) -> Stitched:
+def stitched(name: str, tensor: Tensor) -> Stitched:
     """Of a tensor that is whole already."""
-    return Stitched(name, tensor.shape, tensor.dtype, (tensor,), is_mapped)
+    return Stitched(name, tensor.shape, tensor.dtype, (tensor,))
 
 
-def cut(
-    pieces: Iterable[Tensor], names: Sequence[str], shapes: Sequence[Sequence[int]], is_mapped: bool
-) -> Iterator[Stitched]:
+def cut(pieces: Iterable[Tensor], names: Sequence[str], shapes: Sequence[Sequence[int]]) -> Iterator[Stitched]:
     """The tensors that lie one after the other in a vector, of which ranks hold these pieces.
 
     Args:
         pieces: 1-D, in rank order, without padding, of one dtype; at least one, with as many elements as there are.
         names, shapes: of the tensors.
-        is_mapped: see `Stitched`.
     """
     held = list(pieces)
     dtype, ahead = held[0].dtype, iter([piece for piece in held if piece.numel()])
@@ -87,7 +96,7 @@ def cut(
             parts.append(rest[:missing])
             missing -= parts[-1].numel()
             rest = rest[parts[-1].numel() :]
-        yield Stitched(name, shape, dtype, tuple(parts or [rest[:0]]), is_mapped)
+        yield Stitched(name, shape, dtype, tuple(parts or [rest[:0]]))
 
 
 class StitchedReader:
@@ -101,6 +110,7 @@ class StitchedReader:
     def __init__(self, path: str, tensors: Iterable[Stitched]) -> None:
         self.path = path
         self._tensors = {each.name: each for each in tensors}
+        self._files = FileMappings()
 
     @property
     def tensors(self) -> Mapping[str, Stitched]:
@@ -120,8 +130,9 @@ class StitchedReader:
             )
         if not found.pieces:
             raise ValueError(f"{self.path} is closed")
-        found.read(target.detach().view(-1), start)
+        found.read(target.detach().view(-1), start, self._files)
 
     def close(self) -> None:
         """Let go of the files. What there is can still be seen, but not read."""
+        self._files.close()
         self._tensors = {name: replace(each, pieces=()) for name, each in self._tensors.items()}

@@ -65,7 +65,7 @@ class TorchFile:
     Attributes:
         path: of it.
         content: what was saved, with stand-ins.
-        is_mapped: whether its tensors are parts of the file. Those of torch before 1.6 are in memory.
+        is_mapped: whether its tensors are parts of the file. Those of files of torch before 1.6 are in memory.
     """
 
     path: str
@@ -74,6 +74,10 @@ class TorchFile:
 
     def __str__(self) -> str:
         return self.path
+
+    def notes(self) -> list[str]:
+        """What is to be told of it."""
+        return [] if self.is_mapped else [f"{self.path} is in the form of torch before 1.6: all of it is in memory"]
 
 
 def open_torch_file(path: str | os.PathLike[str], known: Mapping[str, type] | None = None) -> TorchFile:

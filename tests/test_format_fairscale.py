@@ -136,7 +136,9 @@ def test_files_of_torch_before_1_6_are_read(tmp_path: Path) -> None:
     for rank in range(2):
         saved = torch.load(RECORDED / "flat-2" / f"rank{rank}.pt", weights_only=True)
         torch.save(saved, tmp_path / f"rank{rank}.pt", _use_new_zipfile_serialization=False)
-    assert_same_weights(weights_of(open_fairscale(tmp_path)), truth("flat-2"))
+    source = open_fairscale(tmp_path)
+    assert_same_weights(weights_of(source), truth("flat-2"))
+    assert source.notes[1] == f"{tmp_path / 'rank1.pt'} is in the form of torch before 1.6: all of it is in memory"
 
 
 class RanError(Exception):

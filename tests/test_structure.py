@@ -82,6 +82,7 @@ ROOMS: dict[str, set[str]] = {
         "_convert_torch",
         "_convert_fairscale",
         "_stitched",
+        "_file_mappings",
         "_torch_files",
         "_rank_files",
         "_saved_shards",
