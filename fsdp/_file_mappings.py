@@ -1,6 +1,6 @@
 """Reading what lies in mapped files without touching the mappings: pages that were touched count as memory.
 
-`torch.load(..., mmap=True)` gives tensors in mapped files and does not say where in the files they are. The system does.
+`torch.load(..., mmap=True)` gives tensors in mapped files and does not say where in a file they are. The system does.
 """
 
 from __future__ import annotations

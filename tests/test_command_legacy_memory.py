@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-NUMEL = 12 << 20
+NUMEL = 8 << 20
 WHOLE = 3 * NUMEL * 4 / 2**20  # MiB, with two moments
 
 needs_peaks = pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's peak memory")
@@ -19,7 +19,7 @@ needs_peaks = pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK)
 
 def growths(script: str) -> list[float]:
     """What a process of its own prints: MiB."""
-    common = f"""
+    common = """
         import os, torch
         from benchmarks._measure import forget_peak, peak_resident_bytes, resident_bytes, settle
         from fsdp._command_line import main
@@ -29,15 +29,15 @@ def growths(script: str) -> list[float]:
         def save(folder, numel):  # four parameters in one flat parameter, of two ranks
             os.makedirs(folder)
             part = [numel // 4]
-            flat = {{"names": list("abcd"), "shapes": [torch.Size(part)] * 4, "numels": part * 4, "padding": 0}}
-            entry = {{"fsdp_path": "", "params": {{"flat_param_0": flat}}, "no_broadcast_optim_state": False}}
-            metadata = {{"param_metadata": [{{**entry, "shared_param_info": []}}], "buffer_names": []}}
+            flat = {"names": list("abcd"), "shapes": [torch.Size(part)] * 4, "numels": part * 4, "padding": 0}
+            entry = {"fsdp_path": "", "params": {"flat_param_0": flat}, "no_broadcast_optim_state": False}
+            metadata = {"param_metadata": [{**entry, "shared_param_info": []}], "buffer_names": []}
             for rank in range(2):
                 make = lambda: torch.ones(numel // 2)
-                state = {{0: {{"exp_avg": make(), "exp_avg_sq": make()}}}}
-                optimizer = {{"state": state, "param_groups": [{{"lr": 0.1, "params": [0]}}]}}
-                saved = {{"model": {{"flat_param_0": make()}}, "fsdp_metadata": metadata, "optim": optimizer}}
-                torch.save(saved, f"{{folder}}/rank{{rank}}.pt")
+                state = {0: {"exp_avg": make(), "exp_avg_sq": make()}}
+                optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]}
+                saved = {"model": {"flat_param_0": make()}, "fsdp_metadata": metadata, "optim": optimizer}
+                torch.save(saved, folder + f"/rank{rank}.pt")
 
         def growth(*arguments):
             settle()

@@ -112,12 +112,12 @@ def test_a_file_of_whole_weights_beside_metadata_is_read_as_it_is(tmp_path: Path
 def test_ranks_are_in_the_order_of_their_numbers_and_not_of_the_letters(tmp_path: Path) -> None:
     saved = torch.load(RECORDED / "flat-2" / "rank0.pt", weights_only=True)
     values = torch.arange(40.0)
-    for rank in range(12):  # ten have four elements each, two have padding only
-        own = values[4 * rank : 4 * rank + 4]
+    for rank in range(14):  # three elements each, of which the last rank has one
+        own = values[3 * rank : 3 * rank + 3]
         for key, entry in zip(("flat_param_0", "inner.flat_param_0"), saved["metadata"]["param_metadata"], strict=True):
-            saved["weights"][key] = own.clone() if rank < 10 else torch.zeros(4)
-            entry["params"]["flat_param_0"]["padding"] = 4 - own.numel()
-        torch.save(saved, tmp_path / f"rank{rank}-of-12.pt")
+            saved["weights"][key] = torch.cat([own, torch.zeros(3 - own.numel())])
+            entry["params"]["flat_param_0"]["padding"] = 3 - own.numel()
+        torch.save(saved, tmp_path / f"rank{rank}-of-14.pt")
     found = weights_of(open_fairscale(tmp_path))
     assert torch.equal(found["first.weight"].view(-1), values[:25])
     assert torch.equal(found["norm.bias"], values[35:])
