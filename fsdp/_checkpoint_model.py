@@ -132,6 +132,8 @@ def parts_of(target: Stored, flat: Tensor, interval: Interval | None, ranks: Ran
     """
     if interval is None or not _writes(target, ranks):
         return []
+    if flat.stride(0) != 1:  # a buffer that is every other element of something
+        flat = flat.clone(memory_format=torch.contiguous_format)
     return [Part(interval.start, flat[interval.offset : interval.offset + interval.numel])]
 
 

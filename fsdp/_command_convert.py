@@ -18,6 +18,7 @@ from fsdp._convert_place import require_free
 from fsdp._convert_safetensors import write_ours, write_safetensors
 from fsdp._convert_torch import write_torch
 from fsdp._format_trees import Choices
+from fsdp._formats import Source
 from fsdp._open_source import open_source
 
 HELP = (
@@ -90,6 +91,7 @@ def run(args: argparse.Namespace, choices: Choices) -> int:
             # Plain models expect tied parameters under all their names.
             tied = {**(source.aliases if word in ("torch", "dcp") else {}), **dict(args.tied)}
             content = content_of(source, dtype, args.only, tied)
+            _require_order(source, args.by_number)
         except ValueError as error:
             raise UsageError(str(error)) from None
         for note in (*source.notes, *_lost(content, word)):
@@ -135,6 +137,16 @@ def _require_sense(args: argparse.Namespace, word: str) -> None:
         raise UsageError("fairscale's shards are written like others of the same model: name those (--template)")
     if args.only == "optimizer" and (args.dtype or args.tied):
         raise UsageError("--dtype and --tied are about the model, and --only optimizer leaves it out")
+
+
+def _require_order(source: Source, by_number: bool) -> None:
+    """Raise ValueError if numbers are wanted, and nobody knows them."""
+    if by_number and not source.is_in_order:
+        raise ValueError(
+            f"{source.path} does not say in which order the model has the parameters of different units, so that their "
+            "numbers are not known: leave --by-number out, and rekey the optimizer's state with the model "
+            "(fsdp.optim_utils.rekey_optim_state_dict)"
+        )
 
 
 def _lost(content: Content, word: str) -> Iterator[str]:

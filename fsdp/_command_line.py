@@ -6,7 +6,9 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not hasattr(args, "run"):
         parser.print_help(sys.stderr)
         return MISUSED
-    # Whoever is terminated tidies up, as by an interrupt.
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
-        code: int = args.run(args, _choices(args))
-        sys.stdout.flush()
+        with _terminated_tidily():
+            code: int = args.run(args, _choices(args))
+            sys.stdout.flush()
     except KeyboardInterrupt:
         return _said("interrupted", INTERRUPTED)
     except BrokenPipeError:
@@ -47,6 +48,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, TypeError, RuntimeError, MemoryError) as error:
         return _said(str(error) or type(error).__name__, WRONG)
     return code
+
+
+@contextmanager
+def _terminated_tidily() -> Iterator[None]:
+    """Whoever is terminated tidies up, as after an interrupt."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _interrupt(*_: Any) -> None:

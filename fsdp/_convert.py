@@ -56,15 +56,6 @@ class Item:
             self.reader.read(self.key, piece, first)
             yield piece
 
-    def whole(self) -> Tensor:
-        """All of it, in memory that can be given back (which NumPy has never seen)."""
-        made = torch.empty(self.shape, dtype=self.dtype)
-        flat, done = made.view(-1), 0
-        for piece in self.pieces():
-            flat[done : done + piece.numel()].copy_(piece)
-            done += piece.numel()
-        return made
-
 
 @dataclass(frozen=True)
 class Content:

@@ -5,6 +5,7 @@ It imports that package, which is slow, so this module is imported when it is ne
 
 from __future__ import annotations
 
+import mmap
 import re
 import warnings
 from typing import Any
@@ -32,18 +33,23 @@ class _Planner(dcp.DefaultSavePlanner):
     def __init__(self, items: dict[int, Item], advance: Advance) -> None:
         super().__init__()
         self._items, self._advance = items, advance
-        self._last: Tensor | None = None
+        self._last: mmap.mmap | None = None
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         item = self._items.get(id(self.state_dict[write_item.index.fqn]))
         if item is None:
             return super().resolve_data(write_item)
         if self._last is not None:
-            # It is written. The writer keeps all tensors of a file to its end, so their memory is taken back.
-            self._last.untyped_storage().resize_(0)
-        self._last = item.whole()
+            # It is written. The writer keeps all tensors of a file to its end, so their pages are given back.
+            self._last.madvise(mmap.MADV_DONTNEED)
+            self._last = None
+        if not item.nbytes:
+            return torch.empty(item.shape, dtype=item.dtype)
+        self._last = mmap.mmap(-1, item.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        tensor = torch.frombuffer(self._last, dtype=item.dtype).view(item.shape)
+        item.reader.read(item.key, tensor)
         self._advance(item.nbytes)
-        return self._last
+        return tensor
 
 
 def write_dcp(path: str, content: Content, *, is_flat: bool, overwrite: bool, advance: Advance) -> None:

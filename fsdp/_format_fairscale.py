@@ -87,6 +87,7 @@ def open_fairscale(
     is_whole = len(shards) == 1 and not any(shards[0].has(key) for key, _, _ in shards[0].backings())
     found = dict(_whole(shards[0])) if is_whole else put_together(shards, True, strict)
     title = os.fspath(path) if isinstance(path, (str, os.PathLike)) else first.file.path
+    found, is_in_order = _in_order(found, shards[0])
     tensors, aliases, extra = _sorted_out(found, title)
     saved, notes = _optimizers(files, optimizer) if with_optimizer else ([], [])
     state = state_of(saved, shards, optimizer_params) if saved else None
@@ -104,6 +105,7 @@ def open_fairscale(
         world_size=None if is_whole else len(files),
         notes=(*notes, *left, *(note for each in files for note in each.file.notes())),
         aliases=aliases,
+        is_in_order=is_in_order,
     )
 
 
@@ -177,6 +179,19 @@ def _whole(shard: Shard) -> Iterator[tuple[str, Any]]:
             yield name, known.setdefault(memory_of(value), stitched(name, value))
         else:
             yield name, value
+
+
+def _in_order(found: Mapping[str, Any], shard: Shard) -> tuple[dict[str, Any], bool]:
+    """The same in the order of the modules, and whether that is known.
+
+    State dicts have it. Of flat parameters they say only where the units are, so that parameters of a unit that come
+    after another one in it cannot be told from those before.
+    """
+    units = [path for _, path, _ in shard.backings()]
+    is_flat = any(len(names) > 1 for _, _, names in shard.backings())
+    order = {name: number for number, name in enumerate(map(clean_name, shard.weights))}
+    names = sorted(found, key=lambda name: order.get(name, -1))  # those of a flat parameter stay where they are
+    return {name: found[name] for name in names}, not is_flat or len(set(units)) == 1
 
 
 def _sorted_out(found: Mapping[str, Any], title: str) -> tuple[list[Stitched], dict[str, str], dict[str, Any]]:

@@ -35,15 +35,18 @@ class FlatShards:
     Attributes:
         shards: with metadata.
         aliases: second names of tied parameters.
+        order: the places of all names in the plain model.
     """
 
     shards: list[Shard]
     aliases: Mapping[str, str]
+    order: Mapping[str, int]
 
     def put_together(self) -> dict[str, Any]:
         """See `fsdp._consolidate.put_together`."""
         found = put_together(self.shards, True, True)
-        return {**found, **{name: found[first] for name, first in self.aliases.items() if first in found}}
+        found |= {name: found[first] for name, first in self.aliases.items() if first in found}
+        return {name: found[name] for name in sorted(found, key=lambda name: self.order.get(name, len(self.order)))}
 
 
 def with_metadata(
@@ -92,6 +95,7 @@ def with_metadata(
             for model, file in zip(models, files, strict=True)
         ],
         aliases,
+        {plain_name(name): place for place, name in enumerate(plain)},
     )
 
 

@@ -205,7 +205,7 @@ class LazyReader:
                 f"{found}: cannot read elements {start} to {start + target.numel()} of {found.shape.numel()} into a "
                 f"tensor of shape {list(target.shape)} and strides {list(target.stride())}"
             )
-        flat = target.detach().view(-1)
+        flat = target.detach().as_strided((target.numel(),), (1,))  # one element may have any stride
         step = PIECE_BYTES // found.dtype.itemsize
         is_ready = flat.device.type == "cpu" and flat.dtype == found.dtype
         buffer = torch.empty(0 if is_ready else min(step, flat.numel()), dtype=found.dtype)

@@ -274,7 +274,7 @@ class _Unpickler(pickle.Unpickler):
             "torch._utils._rebuild_tensor_v3": self._tensor_of_dtype,
             "torch._tensor._rebuild_from_type_v2": self._of_type,
         }
-        return own.get(origin) or type(name, (Foreign,), {"origin": origin})
+        return own.get(origin) or type(name, (Foreign,), {"origin": origin, "__module__": module})
 
     def persistent_load(self, pid: Any) -> _Storage:
         kind, dtype, number, *_ = pid

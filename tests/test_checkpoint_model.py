@@ -167,6 +167,16 @@ def test_a_plain_model_needs_no_process_group(tmp_path: Path) -> None:
     assert_equal_states(model.state_dict(), everything(seed=1).state_dict())
 
 
+@pytest.mark.parametrize("stride", [4, 2])
+def test_buffers_with_strides_are_saved_and_loaded(tmp_path: Path, stride: int) -> None:
+    model, other = nn.Module(), nn.Module()
+    model.register_buffer("some", torch.arange(4.0)[::stride])  # one element, and two
+    other.register_buffer("some", torch.zeros(4)[::stride])
+    fsdp.save(tmp_path / "run", model)
+    fsdp.load(tmp_path / "run", other)
+    assert torch.equal(other.some, model.some)
+
+
 def test_batch_norms_that_each_rank_trains_for_itself_are_those_of_the_first(ranks: RankPool, tmp_path: Path) -> None:
     weights = ranks(3).run(_save_own_norms, tmp_path)
     assert torch.equal(stored_state(tmp_path / "run")["1.weight"], weights[0])
