@@ -99,6 +99,19 @@ def test_shards_are_not_written_without_a_template(tmp_path: Path, capsys: pytes
     assert "--template" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("name", "code"), [("fairseq-flat-3", MISUSED), ("fairseq-unflattened-3", FINE)])
+def test_numbers_are_made_only_where_the_order_of_parameters_is_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, code: int
+) -> None:
+    assert main(["convert", str(RECORDED / name), str(tmp_path / "whole.pt"), "--by-number"]) == code
+    if code == FINE:
+        found, model = torch.load(tmp_path / "whole.pt", weights_only=True), make_model(lambda module: module)
+        order = [name for name, _ in model.named_parameters()]
+        assert found["optimizer"]["param_groups"][0]["param_names"] == order
+    else:
+        assert "in which order" in capsys.readouterr().err
+
+
 @every_case
 def test_files_are_fine_and_shown(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(RECORDED / name)]) == FINE
