@@ -15,6 +15,7 @@ from fsdp._format_trees import Choices
 from fsdp._formats import Source, TensorReader
 from fsdp._open_source import open_source
 from fsdp._plain_values import decoded
+from fsdp._safetensors import DTYPES
 
 HELP = "show what is in a checkpoint: tensors, the optimizer's groups and state, values"
 
@@ -134,7 +135,7 @@ def _optimizer(reader: TensorReader, rest: Mapping[str, Any]) -> Iterator[str]:
 
 def _summary(kinds: Sequence[Sequence[Any]]) -> str:
     if kinds[0][0] == ELEMENTS:
-        return ", ".join(sorted({f"tensors of {kind[1]}" for kind in kinds if kind[0] == ELEMENTS}))
+        return "tensors of " + ", ".join(sorted({_dtype(DTYPES[kind[1]]) for kind in kinds if kind[0] == ELEMENTS}))
     values = [decoded(kind[2] if kind[0] == NUMBER else kind[1]) for kind in kinds if kind[0] != ELEMENTS]
     texts = list(dict.fromkeys(map(short, values)))
     return texts[0] if len(texts) == 1 else f"{len(texts)} different values, {texts[0]} first"

@@ -113,7 +113,11 @@ def _choices(args: argparse.Namespace) -> Choices:
     if not os.path.lexists(args.path) and not any(each.is_at(args.path) for each in FORMATS):
         raise UsageError(f"{args.path}: there is no such file or folder")
     order = getattr(args, "param_order", None)
-    names = None if order is None else Path(order).read_text(encoding="utf-8").split()
+    try:
+        lines = [] if order is None else Path(order).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UsageError(f"--param-order: {error}") from None
+    names = None if order is None else [line.strip() for line in lines if line.strip()]
     return Choices(
         getattr(args, "model_key", None),
         getattr(args, "optimizer_key", None),

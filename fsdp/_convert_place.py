@@ -35,12 +35,13 @@ def new_place(path: str, *, is_folder: bool, overwrite: bool, own: re.Pattern[st
         _require_own(place, is_folder, own)
     if os.path.lexists(part):
         raise FileExistsError(f"{part} is in the way: another conversion is writing it, or was killed. Remove it.")
-    if is_folder:
-        os.makedirs(part)
+    os.makedirs(part if is_folder else os.path.dirname(part), exist_ok=True)
     try:
         yield part
-        _sync(part)
+        for name in (*_inside(part), part):
+            _sync(name)
         _replace(part, place)
+        _sync(os.path.dirname(place))
     except BaseException:
         remove(part)
         raise
@@ -60,15 +61,17 @@ def _require_own(place: str, is_folder: bool, own: re.Pattern[str]) -> None:
         raise FileExistsError(f"{place} has other files in it ({', '.join(sorted(others)[:3])}): it is not replaced")
 
 
-def _sync(part: str) -> None:
-    """Have the disk keep it."""
-    names = [os.path.join(part, name) for name in os.listdir(part)] if os.path.isdir(part) else [part]
-    for name in names:
-        fd = os.open(name, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+def _inside(part: str) -> list[str]:
+    return [os.path.join(part, name) for name in os.listdir(part)] if os.path.isdir(part) else []
+
+
+def _sync(path: str) -> None:
+    """Have the disk keep a file, or the names in a folder."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _replace(part: str, place: str) -> None:

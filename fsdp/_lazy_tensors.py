@@ -19,6 +19,7 @@ from torch import Tensor
 from fsdp._boxes import Box, boxes_of
 
 PIECE_BYTES = 4 << 20
+_MOST_OPEN = 64  # of files at once: thousands of ranks may have written one each
 
 
 class OpenFiles:
@@ -36,6 +37,8 @@ class OpenFiles:
             OSError: if it cannot be read.
         """
         if path not in self._open:
+            if len(self._open) >= _MOST_OPEN:
+                os.close(self._open.pop(next(iter(self._open))))
             self._open[path] = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         done = 0
         while done < len(memory):

@@ -136,13 +136,17 @@ def test_an_interrupt_leaves_nothing(
     tmp_path: Path, capsys: Captured, origin: Path, word: str, number: signal.Signals
 ) -> None:
     handler = signal.getsignal(signal.SIGTERM)
+    keyboard = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells have jobs ignore it
 
     def interrupted(self: Progress, nbytes: int) -> None:
         assert os.listdir(tmp_path)  # it has begun
         os.kill(os.getpid(), number)
 
-    with mock.patch.object(Progress, "__call__", interrupted):
-        said = command(capsys, "convert", origin, tmp_path / "there", "--to", word)
+    try:
+        with mock.patch.object(Progress, "__call__", interrupted):
+            said = command(capsys, "convert", origin, tmp_path / "there", "--to", word)
+    finally:
+        signal.signal(signal.SIGINT, keyboard)
     assert said.code == 130
     assert said.err.splitlines()[-1] == "fsdp: interrupted"
     assert os.listdir(tmp_path) == []

@@ -43,7 +43,7 @@ def test_groups_state_and_values_are_shown(tmp_path: Path, capsys: Captured) -> 
     assert any(line.startswith("  group 0: 4 parameters, lr=0.01, betas=(0.9, 0.999)") for line in lines)
     assert any(line.startswith("  group 1: 4 parameters, ") and "betas=(0.8, 0.9)" in line for line in lines)
     assert "  state 'step' of 7 parameters: 2.0" in lines
-    assert "  state 'exp_avg' of 7 parameters: tensors of BF16, tensors of F32, tensors of F64" in lines
+    assert "  state 'exp_avg' of 7 parameters: tensors of bfloat16, float32, float64" in lines
     assert "  step: 7" in lines
     assert "  table: tensor([0, 1, 2])" in lines
 
