@@ -105,6 +105,11 @@ def _add_choices(command: argparse.ArgumentParser) -> None:
         "given them (that of model.named_parameters(), if there is one group). For fairscale, the keys of the shards",
     )
     group.add_argument(
+        "--optimizer-files",
+        metavar="PATH",
+        help="for fairscale and fsdp1: files of the optimizer's state, if they are others than those of the weights",
+    )
+    group.add_argument(
         "--like", metavar="FILE", help="for fsdp1's local state dicts: a state dict of the plain model, for its names"
     )
 
@@ -124,4 +129,5 @@ def _choices(args: argparse.Namespace) -> Choices:
         names,
         getattr(args, "only", None),
         getattr(args, "like", None),
+        getattr(args, "optimizer_files", None),
     )

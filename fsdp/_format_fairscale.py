@@ -115,9 +115,14 @@ def read_fairscale(path: str, choices: Choices) -> Source:
     Raises:
         ValueError: also for choices that are none here.
     """
-    if choices.model_key is not None or choices.optimizer_key is not None or choices.like is not None:
+    if choices.model_key is not None or choices.optimizer_key is not None:
         raise ValueError(f"{path}: weights, metadata and optimizer are found by what is in them: leave out the options")
-    return open_fairscale(path, optimizer_params=choices.param_order, with_optimizer=choices.only != "model")
+    return open_fairscale(
+        path,
+        optimizer=choices.optimizer_files,
+        optimizer_params=choices.param_order,
+        with_optimizer=choices.only != "model",
+    )
 
 
 def read_rank_file(path: str | os.PathLike[str]) -> RankFile:

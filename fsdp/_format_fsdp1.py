@@ -130,8 +130,13 @@ def read_fsdp1(path: str, choices: Choices) -> Source:
     """
     if choices.model_key is not None or choices.optimizer_key is not None:
         raise ValueError(f"{path}: model and optimizer are found by what is in them: leave out the options")
-    with_optimizer = choices.only != "model"
-    return open_fsdp1(path, like=choices.like, optimizer_params=choices.param_order, with_optimizer=with_optimizer)
+    return open_fsdp1(
+        path,
+        optimizer=choices.optimizer_files,
+        like=choices.like,
+        optimizer_params=choices.param_order,
+        with_optimizer=choices.only != "model",
+    )
 
 
 # --- what is where --------------------------------------------------------------------------------------------------

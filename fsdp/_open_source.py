@@ -77,8 +77,15 @@ def open_source(path: str | os.PathLike[str], word: str | None = None, choices: 
         ValueError: if it is of no format that is known, or damaged.
         OSError: if it cannot be read.
     """
-    place = os.fspath(path)
-    return format_of(place, word).read(place, choices or Choices())
+    place, given = os.fspath(path), choices or Choices()
+    found = format_of(place, word)
+    for option, value, words in (
+        ("--like", given.like, ("fsdp1",)),
+        ("--optimizer-files", given.optimizer_files, ("fairscale", "fsdp1")),
+    ):
+        if value is not None and found.word not in words:
+            raise ValueError(f"{place} is of the format {found.word}, and {option} is for {' and '.join(words)}")
+    return found.read(place, given)
 
 
 def format_of(path: str, word: str | None = None) -> Format:

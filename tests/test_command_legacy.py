@@ -99,6 +99,27 @@ def test_shards_are_not_written_without_a_template(tmp_path: Path, capsys: pytes
     assert "--template" in capsys.readouterr().err
 
 
+def test_the_optimizer_s_state_may_be_in_files_of_its_own(tmp_path: Path) -> None:
+    for rank in range(3):
+        content = torch.load(RECORDED / "fairseq-flat-3" / f"checkpoint_last-shard{rank}.pt", weights_only=False)
+        torch.save(content.pop("last_optimizer_state"), tmp_path / f"optim-rank{rank}.pt")
+        torch.save(content, tmp_path / f"model-rank{rank}.pt")
+    options = ["--optimizer-files", str(tmp_path / "optim-rank0.pt")]
+    assert main(["convert", str(tmp_path / "model-rank0.pt"), str(tmp_path / "whole.pt"), *options]) == FINE
+    found = torch.load(tmp_path / "whole.pt", weights_only=True)["optimizer"]["state"]
+    whole = torch.load(RECORDED / "fairseq-flat-3" / "whole.pt", weights_only=True)["optimizer"]
+    assert_same_state(found, dict(zip((*NAMES, *NAMES_INSIDE), whole.values(), strict=True)))
+
+
+@pytest.mark.parametrize(("option", "words"), [("--like", "fsdp1"), ("--optimizer-files", "fairscale and fsdp1")])
+def test_options_of_other_formats_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, words: str
+) -> None:
+    torch.save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "plain.pt")
+    assert main(["inspect", str(tmp_path / "plain.pt"), option, "anything"]) == WRONG
+    assert f"is of the format torch, and {option} is for {words}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("name", "code"), [("fairseq-flat-3", MISUSED), ("fairseq-unflattened-3", FINE)])
 def test_numbers_are_made_only_where_the_order_of_parameters_is_known(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, code: int
