@@ -109,6 +109,18 @@ def test_a_file_of_whole_weights_beside_metadata_is_read_as_it_is(tmp_path: Path
     assert set(state_of(source)) == {*NAMES, *NAMES_INSIDE}
 
 
+def test_extra_state_of_modules_is_the_first_rank_s(tmp_path: Path) -> None:
+    for rank in range(2):
+        saved = torch.load(RECORDED / "flat-2" / f"rank{rank}.pt", weights_only=True)
+        saved["weights"]["_fsdp_wrapped_module._fpw_module.inner._extra_state"] = {"rank": rank, "of": torch.ones(2)}
+        torch.save(saved, tmp_path / f"rank{rank}.pt")
+    source = open_fairscale(tmp_path)
+    found = decoded(source.extra["inner._extra_state"])
+    assert found["rank"] == 0
+    assert torch.equal(found["of"], torch.ones(2))
+    assert "inner._extra_state" not in source.model.tensors
+
+
 def test_ranks_are_in_the_order_of_their_numbers_and_not_of_the_letters(tmp_path: Path) -> None:
     saved = torch.load(RECORDED / "flat-2" / "rank0.pt", weights_only=True)
     values = torch.arange(40.0)
