@@ -124,7 +124,7 @@ class _Window(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._place = offset + (0, self._place, self._nbytes)[whence]
         if self._place < 0:
-            raise ValueError("before the beginning")
+            raise ValueError("it is too short")
         return self._place
 
     def tell(self) -> int:

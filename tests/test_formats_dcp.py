@@ -8,6 +8,7 @@ import pickle
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -228,6 +229,17 @@ def test_chunks_along_any_dimension_are_put_together(ranks: RankPool, tmp_path: 
                 assert torch.equal(part, value.reshape(-1)[start : start + 5].double()), (name, start)
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="reads Linux's /proc")
+def test_few_files_are_open_at_once(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(3).run(_save_cut, tmp_path / "saved")
+    with mock.patch("fsdp._lazy_tensors._MOST_OPEN", 1), closing(open_source(tmp_path / "saved")) as source:
+        before = len(os.listdir("/proc/self/fd"))
+        for name, value in cut_tensors().items():  # each is in three files
+            assert_same_bits(whole(source.model, name), value, name)
+        assert len(os.listdir("/proc/self/fd")) == before + 1
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def cut_tensors() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     shapes = {"rows": (7, 3), "columns": (3, 7), "middle": (2, 5, 3), "last": (2, 2, 7)}
@@ -313,6 +325,19 @@ def test_an_optimizer_that_is_not_there_is_an_error(folder: Path) -> None:
     model = net()
     with pytest.raises(ValueError, match="has no optimizer in it"):
         fsdp.load(folder, model, optimizer_of(model))
+
+
+def test_what_one_rank_cannot_read_is_an_error_on_all(ranks: RankPool, folder: Path) -> None:
+    tree = DcpFolder(str(folder)).tree()
+    (chunk,) = tree["model"]["first.weight"].chunks
+    flip(folder / "__0_0.distcp", chunk.item.begin)
+    ranks(2).run(_load_damaged, folder)
+
+
+def _load_damaged(folder: Path) -> None:
+    model = net(ours, seed=1)
+    with pytest.raises((ValueError, RuntimeError), match=r"model\.first\.weight in .* is no archive of torch\.save"):
+        fsdp.load(folder, model)
 
 
 def test_damaged_metadata_are_an_error(folder: Path) -> None:
