@@ -91,34 +91,37 @@ def _places(path: str, tree: Any, choices: Choices, notes: list[str]) -> tuple[P
     """Where the model and the optimizer are: None for a model whose tensors are not in a mapping of their own."""
     if not isinstance(tree, Mapping):
         raise ValueError(f"{path} holds a {_shown(tree)}, and a checkpoint is a dictionary")
-    base: Path = ()
-    model_path: Path | None
-    if choices.model_key is not None:
-        model_path = _chosen(path, tree, choices.model_key, "--model-key")
-        base = model_path[:-1]
-    else:
-        base = _base(tree)
-        below = _at(tree, base)
-        known = [key for key in MODEL_KEYS if isinstance(below.get(key), Mapping) and _has_tensors(below[key])]
-        model_path = (*base, known[0]) if known else None
-        if len(known) > 1:
-            notes.append(f"the model is what is under {known[0]!r}; there are also {', '.join(map(repr, known[1:]))}")
-        if known and (base or known[0] != MODEL_KEYS[0]):
-            notes.append(f"the model is what is under {'.'.join(map(str, (*base, known[0])))!r}")
-    optimizer_path: Path | None = None
-    if choices.optimizer_key is not None:
-        optimizer_path = _chosen(path, tree, choices.optimizer_key, "--optimizer-key")
-    else:
-        below = _at(tree, base)
-        found = next((key for key in OPTIMIZER_KEYS if _is_optimizer(below.get(key))), None)
-        if found is not None:
-            optimizer_path = (*base, found)
-            if isinstance(below[found], list):
-                optimizer_path = (*optimizer_path, 0)
+    model_path = _model_place(path, tree, choices, notes)
     if model_path is None and not any(is_tensor(value) for value in tree.values()):
         keys = ", ".join(repr(key) for key, value in tree.items() if isinstance(value, Mapping)) or "no dictionaries"
         raise ValueError(f"{path} has no model under a usual name ({keys}): say which it is (--model-key)")
-    return model_path, optimizer_path
+    base = () if model_path is None else model_path[:-1]
+    return model_path, _optimizer_place(path, tree, choices, base)
+
+
+def _model_place(path: str, tree: Any, choices: Choices, notes: list[str]) -> Path | None:
+    if choices.model_key is not None:
+        return _chosen(path, tree, choices.model_key, "--model-key")
+    base = _base(tree)
+    below = _at(tree, base)
+    known = [key for key in MODEL_KEYS if isinstance(below.get(key), Mapping) and _has_tensors(below[key])]
+    if not known:
+        return None
+    found = (*base, known[0])
+    if len(known) > 1 or found != (MODEL_KEYS[0],):
+        others = f", and not {', '.join(map(repr, known[1:]))}" if len(known) > 1 else ""
+        notes.append(f"the model is what is under {'.'.join(map(str, found))!r}{others}")
+    return found
+
+
+def _optimizer_place(path: str, tree: Any, choices: Choices, base: Path) -> Path | None:
+    if choices.optimizer_key is not None:
+        return _chosen(path, tree, choices.optimizer_key, "--optimizer-key")
+    below = _at(tree, base)
+    found = next((key for key in OPTIMIZER_KEYS if _is_optimizer(below.get(key))), None)
+    if found is None:
+        return None
+    return (*base, found, 0) if isinstance(below[found], list) else (*base, found)
 
 
 def _base(tree: Mapping[Any, Any]) -> Path:
@@ -143,14 +146,11 @@ def _is_optimizer(value: Any) -> bool:
 
 def _chosen(path: str, tree: Any, key: str, option: str) -> Path:
     """The place that a user has named, in which keys may have dots of their own."""
-    for start in ("", *(str(each) for each in tree)):
-        if start and (key == start or key.startswith(f"{start}.")):
-            inner, left = next(value for each, value in tree.items() if str(each) == start), key[len(start) + 1 :]
-            own = next(each for each in tree if str(each) == start)
-            if not left:
-                return (own,)
-            if isinstance(inner, Mapping):
-                return (own, *_chosen(path, inner, left, option))
+    for own, inner in tree.items():
+        if key == str(own):
+            return (own,)
+        if key.startswith(f"{own}.") and isinstance(inner, Mapping):
+            return (own, *_chosen(path, inner, key[len(str(own)) + 1 :], option))
     raise ValueError(f"{path} has no {key!r} ({option}): there are {', '.join(map(repr, tree)) or 'no keys'}")
 
 
