@@ -11,6 +11,7 @@ import logging
 import os
 import pickle
 import zipfile
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,6 +54,11 @@ def _nested(*_: Any) -> type[Nested]:
     return Nested
 
 
+def _default_dict(*_: Any) -> OrderedDict[Any, Any]:
+    return OrderedDict()
+
+
+_DEFAULT_DICT = "collections.defaultdict"
 # Pickles get such classes by calling `getattr`, which is not to be called for them. The second name is nobody's.
 _NESTED = [(_nested, "builtins.getattr"), (Nested, "fsdp.Nested")]
 _DTENSOR = "torch.distributed.tensor"
@@ -102,7 +108,8 @@ def open_torch_file(path: str | os.PathLike[str], known: Mapping[str, type] | No
     if f"{_DTENSOR}.DTensor" in unknown:
         importlib.import_module(_DTENSOR)  # which makes what belongs to them known
         unknown = _unknown_in(place)
-    stand_ins: list[Any] = [((known or {}).get(name) or _stand_in(name), name) for name in unknown]
+    own: dict[str, Any] = {_DEFAULT_DICT: _default_dict, **(known or {})}
+    stand_ins: list[Any] = [(own.get(name) or _stand_in(name), name) for name in unknown]
     if "builtins.getattr" in unknown:
         stand_ins = [each for each in stand_ins if each[1] != "builtins.getattr"] + _NESTED
     return TorchFile(place, _loaded(place, stand_ins, mmap=True), True)
@@ -135,7 +142,8 @@ def _quiet_meshes() -> Iterator[None]:
 
 
 def _unreadable(place: str, error: Exception) -> ValueError:
-    first = str(error).strip().partition("\n")[0]
+    *_, reason = str(error).partition("WeightsUnpickler error: ")
+    first = (reason or str(error)).strip().partition("\n")[0]
     return ValueError(
         f"{place} cannot be read as a file of torch.save: {first[:300]}. It is cut short or damaged, of another kind, "
         "or has objects in it that are not loaded because they could run anything: then load it with "

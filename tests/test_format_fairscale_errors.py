@@ -92,6 +92,15 @@ def test_an_empty_file(folder: Path) -> None:
     fails(folder, shard(folder, 1), "cut short or damaged")
 
 
+class Names(list[str]):
+    """A list of a program's own."""
+
+
+def test_an_object_that_only_its_class_can_load(folder: Path) -> None:
+    change(shard(folder, 0), lambda content: content.update(names=Names(["a", "b"])))
+    fails(folder, shard(folder, 0), "Can only extend lists, but got", "Names", "weights_only=False where you trust it")
+
+
 def test_files_of_two_checkpoints_in_one_folder(folder: Path) -> None:
     shutil.copy(shard(folder, 0), folder / "checkpoint_best-shard0.pt")
     fails(folder, "checkpoint_best-shard0.pt, checkpoint_last-shard0.pt", "name the first file of one")
