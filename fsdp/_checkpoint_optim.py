@@ -260,10 +260,31 @@ def plan_state(optimizer: Any, tensors: Mapping[str, Stored], files: TensorReade
                 f"has them in groups {first} and {second}: make it with the same groups"
             )
         plan.options.append(rest["groups"][next(iter(numbers))]["options"] if numbers else None)
+    plan.problems.extend(_kind_problems(optimizer, rest))
     left = [name for name in saved_in if name not in used]
     if left:
         plan.problems.append(f"the optimizer of the checkpoint has {', '.join(left)}, and this one has not")
     return plan
+
+
+def _kind_problems(optimizer: Any, rest: Any) -> list[str]:
+    """Another optimizer's settings in the groups would be missed at the next step, in words that nobody understands.
+
+    By the settings, since subclasses may share them, and with torch's versions the same class may get more.
+    """
+    kind, saved = type(optimizer).__name__, rest.get("optimizer")
+    wanted, given = ({key for group in groups for key in group} for groups in _settings(optimizer, rest))
+    if not saved or kind == saved or wanted == given:
+        return []
+    return [
+        f"the optimizer is {kind}, with settings {', '.join(sorted(wanted - given)) or 'of its own'}, and that of the "
+        f"checkpoint is {saved}, with {', '.join(sorted(given - wanted)) or 'fewer'}"
+    ]
+
+
+def _settings(optimizer: Any, rest: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    own = [_options(group) for group in optimizer.param_groups]
+    return own, [decoded(group["options"]) for group in rest["groups"]]
 
 
 def _saved_name(member: Member, saved_in: Mapping[str, int]) -> str | None:

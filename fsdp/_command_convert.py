@@ -18,6 +18,7 @@ from fsdp._convert_place import require_free
 from fsdp._convert_safetensors import write_ours, write_safetensors
 from fsdp._convert_torch import write_torch
 from fsdp._format_trees import Choices
+from fsdp._formats import Source
 from fsdp._open_source import open_source
 
 HELP = (
@@ -26,7 +27,7 @@ HELP = (
     "place (NAME.converting, for fsdp NAME.saving), synced, and moved there when it is whole: an error or an interrupt "
     "leaves nothing. So there must be room for it, besides one that it replaces."
 )
-TARGETS = ("fsdp", "safetensors", "dcp", "torch")
+TARGETS = ("fsdp", "safetensors", "dcp", "torch", "fairscale")
 _ENDINGS = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
 _DTYPES = {
     name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
@@ -62,6 +63,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "names of tied parameters, and ours have one",
     )
     command.add_argument(
+        "--template",
+        metavar="FILES",
+        help="for fairscale: old shards of the same model, which say how it is wrapped and cut, and for how many ranks",
+    )
+    command.add_argument(
         "--by-number",
         action="store_true",
         help="for torch: the optimizer's parameters by numbers, as torch's optimizers load them, not by names",
@@ -82,7 +88,10 @@ def run(args: argparse.Namespace, choices: Choices) -> int:
         try:
             require_apart(source, args.target)
             dtype = _DTYPES[args.dtype] if args.dtype else None
-            content = content_of(source, dtype, args.only, dict(args.tied))
+            # Plain models expect tied parameters under all their names.
+            tied = {**(source.aliases if word in ("torch", "dcp") else {}), **dict(args.tied)}
+            content = content_of(source, dtype, args.only, tied)
+            _require_order(source, args.by_number)
         except ValueError as error:
             raise UsageError(str(error)) from None
         for note in (*source.notes, *_lost(content, word)):
@@ -99,6 +108,10 @@ def _write(args: argparse.Namespace, word: str, content: Content, advance: Progr
         from fsdp._convert_dcp import write_dcp  # slow to import
 
         write_dcp(path, content, is_flat=args.flat_optimizer, overwrite=overwrite, advance=advance)
+    elif word == "fairscale":
+        from fsdp._convert_fairscale import write_fairscale
+
+        write_fairscale(path, content, args.template, overwrite=overwrite, advance=advance)
     elif word == "torch":
         write_torch(path, content, by_number=args.by_number, overwrite=overwrite, advance=advance)
     else:
@@ -111,6 +124,8 @@ def _require_sense(args: argparse.Namespace, word: str) -> None:
     given = (
         ("--max-file-bytes", args.max_file_bytes is not None, ("fsdp", "safetensors")),
         ("--by-number", args.by_number, ("torch",)),
+        ("--template", args.template is not None, ("fairscale",)),
+        ("--dtype", args.dtype is not None, ("fsdp", "safetensors", "dcp", "torch")),
         ("--flat-optimizer", args.flat_optimizer, ("dcp",)),
         ("--tied", bool(args.tied), ("torch", "dcp", "safetensors")),
         ("--only optimizer", args.only == "optimizer", ("torch", "dcp")),
@@ -118,8 +133,20 @@ def _require_sense(args: argparse.Namespace, word: str) -> None:
     for option, is_given, words in given:
         if is_given and word not in words:
             raise UsageError(f"{option} is for {' and '.join(words)}, and the target is {word}")
+    if word == "fairscale" and args.template is None:
+        raise UsageError("fairscale's shards are written like others of the same model: name those (--template)")
     if args.only == "optimizer" and (args.dtype or args.tied):
         raise UsageError("--dtype and --tied are about the model, and --only optimizer leaves it out")
+
+
+def _require_order(source: Source, by_number: bool) -> None:
+    """Raise ValueError if numbers are wanted, and nobody knows them."""
+    if by_number and not source.is_in_order:
+        raise ValueError(
+            f"{source.path} does not say in which order the model has the parameters of different units, so that their "
+            "numbers are not known: leave --by-number out, and rekey the optimizer's state with the model "
+            "(fsdp.optim_utils.rekey_optim_state_dict)"
+        )
 
 
 def _lost(content: Content, word: str) -> Iterator[str]:

@@ -95,19 +95,27 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_choices(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("for torch and dcp, where the usual names do not find it")
+    group = command.add_argument_group("for what a checkpoint does not say, or keeps under an unusual name")
     group.add_argument("--model-key", metavar="KEY", help="under which key the model is, as app.model")
     group.add_argument("--optimizer-key", metavar="KEY", help="under which key the optimizer is")
     group.add_argument(
         "--param-order",
         metavar="FILE",
         help="for an optimizer whose parameters go by numbers: their names, a line each, in the order that it was "
-        "given them (that of model.named_parameters(), if there is one group)",
+        "given them (that of model.named_parameters(), if there is one group). For fairscale, the keys of the shards",
+    )
+    group.add_argument(
+        "--optimizer-files",
+        metavar="PATH",
+        help="for fairscale and fsdp1: files of the optimizer's state, if they are others than those of the weights",
+    )
+    group.add_argument(
+        "--like", metavar="FILE", help="for fsdp1's local state dicts: a state dict of the plain model, for its names"
     )
 
 
 def _choices(args: argparse.Namespace) -> Choices:
-    if not os.path.lexists(args.path) and not FORMATS[0].is_at(args.path):
+    if not os.path.lexists(args.path) and not any(each.is_at(args.path) for each in FORMATS):
         raise UsageError(f"{args.path}: there is no such file or folder")
     order = getattr(args, "param_order", None)
     try:
@@ -116,5 +124,10 @@ def _choices(args: argparse.Namespace) -> Choices:
         raise UsageError(f"--param-order: {error}") from None
     names = None if order is None else [line.strip() for line in lines if line.strip()]
     return Choices(
-        getattr(args, "model_key", None), getattr(args, "optimizer_key", None), names, getattr(args, "only", None)
+        getattr(args, "model_key", None),
+        getattr(args, "optimizer_key", None),
+        names,
+        getattr(args, "only", None),
+        getattr(args, "like", None),
+        getattr(args, "optimizer_files", None),
     )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fsdp._names import clean_name, join
+from fsdp._stitched import Stitched, cut, stitched
 
 _ENTRY = ("fsdp_path", "params", "no_broadcast_optim_state", "shared_param_info")
 _BACKING = ("names", "shapes", "numels", "padding")
@@ -33,26 +34,52 @@ def consolidate(
             "consolidating takes the weights and the metadata of every rank, at least of one: got "
             f"{len(shard_weights)} of weights and {len(shard_metadata)} of metadata"
         )
-    shards = [_Shard(rank, *given) for rank, given in enumerate(zip(shard_weights, shard_metadata, strict=True))]
+    given = enumerate(zip(shard_weights, shard_metadata, strict=True))
+    shards = [Shard(f"rank {rank}", *each) for rank, each in given]
+    found = put_together(shards, with_module_buffers, strict)
+    # What has several names is made once.
+    made = {id(each): each.whole() for each in found.values() if isinstance(each, Stitched)}
+    return {name: made.get(id(each), each) for name, each in found.items()}
+
+
+def put_together(shards: Sequence[Shard], with_module_buffers: bool, strict: bool) -> dict[str, Any]:
+    """What a model has of them: its tensors in the ranks' pieces, one of them under several names if it is tied.
+
+    Args:
+        shards: of all ranks, in order.
+        with_module_buffers, strict: as of `FullyShardedDataParallel.consolidate_shard_weights`.
+
+    Returns:
+        By plain name a `Stitched`, or what the first rank has if that is no tensor.
+
+    Raises:
+        ValueError: for what does not fit; says in which shard.
+    """
     first = shards[0]
     for other in shards[1:]:
         other.check_alike(first)
     whole: dict[str, Any] = {}
-    for number, entry in enumerate(first.entries):
-        path = entry["fsdp_path"]
-        holders = shards[:1] if entry["no_broadcast_optim_state"] else shards
-        for backing in entry["params"]:
-            if first.has(join(path, backing)) or strict:
-                whole |= _Backing(number, backing, holders).parameters()
+    for backing in backings_of(shards, strict):
+        whole |= {each.name: each for each in backing.parameters()}
     for entry in first.entries:
         for source, copy in entry["shared_param_info"]:
             if join(entry["fsdp_path"], source) in whole:
                 whole[join(entry["fsdp_path"], copy)] = whole[join(entry["fsdp_path"], source)]
     for name in first.buffer_names if with_module_buffers else ():
         if first.has(name) or strict:
-            whole[name] = _own(first.get(name))
+            value = first.get(name)
+            whole[name] = stitched(name, value) if isinstance(value, Tensor) else value
     _add_unlisted(whole, first, with_module_buffers, strict)
     return whole
+
+
+def backings_of(shards: Sequence[Shard], strict: bool) -> Iterator[Backing]:
+    """What is sharded, in the order of the metadata. Without `strict` only what the first shard has."""
+    for number, entry in enumerate(shards[0].entries):
+        holders = shards[:1] if entry["no_broadcast_optim_state"] else shards
+        for name in entry["params"]:
+            if strict or shards[0].has(join(entry["fsdp_path"], name)):
+                yield Backing(number, name, holders)
 
 
 def mark_shard(metadata: dict[str, Any], rank: int, world_size: int) -> None:
@@ -67,26 +94,26 @@ def shard_mark(weights: Any, path: str) -> tuple[int, int] | None:
     return None if found is None else tuple(found)
 
 
-class _Shard:
+class Shard:
     """What one rank has saved.
 
     Args:
-        rank: its place in the lists.
+        title: what messages call it.
         weights, metadata: as given.
     """
 
-    def __init__(self, rank: int, weights: Any, metadata: Any) -> None:
+    def __init__(self, title: str, weights: Any, metadata: Any) -> None:
         for what, given in (("weights", weights), ("metadata", metadata)):
             if not isinstance(given, Mapping):
-                raise ValueError(f"the {what} of rank {rank} are a {type(given).__name__}, not a dict")
-        self.rank, self.weights = rank, weights
+                raise ValueError(f"the {what} of {title} are a {type(given).__name__}, not a dict")
+        self.title, self.weights = title, weights
         self._keys = {clean_name(key): key for key in weights}
         try:
             self.entries: list[dict[str, Any]] = [_checked(entry) for entry in metadata["param_metadata"]]
             self.buffer_names: list[str] = list(metadata["buffer_names"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
-                f"the metadata of rank {rank} are not what local_metadata_dict() gives: {type(error).__name__}: {error}"
+                f"the metadata of {title} are not what local_metadata_dict() gives: {type(error).__name__}: {error}"
             ) from None
 
     def has(self, key: str) -> bool:
@@ -95,7 +122,7 @@ class _Shard:
     def get(self, key: str) -> Any:
         if key not in self._keys:
             raise ValueError(
-                f"rank {self.rank}: {key!r} is missing in its weights, and its metadata name it. Is the file of "
+                f"{self.title}: {key!r} is missing in its weights, and its metadata name it. Is the file of "
                 "another model, or cut short? (strict=False leaves out what rank 0 does not have; so also buffers with "
                 "persistent=False, which FairScale names and does not save.)"
             )
@@ -107,17 +134,24 @@ class _Shard:
             for backing, described in entry["params"].items():
                 yield join(entry["fsdp_path"], backing), entry["fsdp_path"], list(described["names"])
 
+    def parameters(self) -> Iterator[tuple[str, torch.Size]]:
+        """Names and shapes of what is in the flat parameters, in order."""
+        for entry in self.entries:
+            for described in entry["params"].values():
+                for name, shape in zip(described["names"], described["shapes"], strict=True):
+                    yield join(entry["fsdp_path"], name), torch.Size(shape)
+
     def beside(self, known: Iterable[str]) -> list[str]:
         """The keys that the metadata do not name."""
         return [key for key in self._keys if key not in known]
 
-    def check_alike(self, first: _Shard) -> None:
+    def check_alike(self, first: Shard) -> None:
         """Raise ValueError unless the metadata describe what those of the first rank do; padding may differ."""
         for (where, own), (_, others) in zip(self._description(), first._description(), strict=False):
             if own != others:
                 raise ValueError(
-                    f"rank {self.rank} and rank 0 have shards of different models: {where} is {own!r} on rank "
-                    f"{self.rank} and {others!r} on rank 0"
+                    f"{self.title} and {first.title} have shards of different models: {where} is {own!r} on "
+                    f"{self.title} and {others!r} on {first.title}"
                 )
 
     def _description(self) -> Iterator[tuple[str, Any]]:
@@ -130,63 +164,69 @@ class _Shard:
                     yield f"{what!r} of {backing} in {unit}", list(described[what])
 
 
-class _Backing:
+class Backing:
     """One flat parameter, or one parameter that is sharded by itself.
 
     Args:
         number: of its unit in the metadata.
         name: its own, below the unit.
         shards: of the ranks that hold it.
+
+    Attributes:
+        key: under which it is in the weights.
+        pieces: what the ranks hold of it, without padding; flat.
+        names: of the parameters in it.
     """
 
-    def __init__(self, number: int, name: str, shards: Sequence[_Shard]) -> None:
+    def __init__(self, number: int, name: str, shards: Sequence[Shard]) -> None:
         entry = shards[0].entries[number]
         self._path, self.key = entry["fsdp_path"], join(entry["fsdp_path"], name)
         self._described = entry["params"][name]
-        self._pieces = [self._piece(shard, shard.entries[number]["params"][name]["padding"]) for shard in shards]
+        self.names = [join(self._path, each) for each in self._described["names"]]
+        self.pieces = [self._piece(shard, shard.entries[number]["params"][name]["padding"]) for shard in shards]
         self._check_order(shards)
         self._check_size(shards)
 
-    def _piece(self, shard: _Shard, padding: int) -> Tensor:
+    def _piece(self, shard: Shard, padding: int) -> Tensor:
         value = shard.get(self.key)
         if not isinstance(value, Tensor):
-            raise ValueError(f"rank {shard.rank}: {self.key!r} is a {type(value).__name__}, not a tensor")
+            raise ValueError(f"{shard.title}: {self.key!r} is a {type(value).__name__}, not a tensor")
         if not 0 <= padding <= value.numel():
             raise ValueError(
-                f"rank {shard.rank}: {self.key!r} has {value.numel()} elements, of which its metadata call {padding} "
+                f"{shard.title}: {self.key!r} has {value.numel()} elements, of which its metadata call {padding} "
                 "padding. The file is cut short, or weights and metadata are of different ranks or models."
             )
         return value.detach().reshape(-1)[: value.numel() - padding]
 
-    def _check_order(self, shards: Sequence[_Shard]) -> None:
+    def _check_order(self, shards: Sequence[Shard]) -> None:
         """Only what comes last is padded; and some state dicts say which shard they have."""
-        kinds = {piece.dtype for piece in self._pieces}
+        kinds = {piece.dtype for piece in self.pieces}
         if len(kinds) > 1:
-            dtypes = ", ".join(str(piece.dtype) for piece in self._pieces)
+            dtypes = ", ".join(str(piece.dtype) for piece in self.pieces)
             raise ValueError(f"{self.key!r} has another dtype on each of some ranks: {dtypes}")
-        held = [(shard, piece) for shard, piece in zip(shards, self._pieces, strict=True) if piece.numel()]
+        held = [(shard, piece) for shard, piece in zip(shards, self.pieces, strict=True) if piece.numel()]
         for (shard, piece), (after, _) in pairwise(held):
             padding = shard.get(self.key).numel() - piece.numel()
             if padding:
                 raise ValueError(
-                    f"rank {shard.rank}: {self.key!r} ends with {padding} elements of padding, and rank {after.rank} "
+                    f"{shard.title}: {self.key!r} ends with {padding} elements of padding, and {after.title} "
                     "goes on after it. Give the ranks in order, each with its own metadata."
                 )
-        marks = [(shard.rank, mark) for shard, _ in held if (mark := shard_mark(shard.weights, self._path)) is not None]
-        for (rank, mark), (next_rank, following) in pairwise(marks):
+        marks = [
+            (shard.title, mark) for shard, _ in held if (mark := shard_mark(shard.weights, self._path)) is not None
+        ]
+        for (title, mark), (next_title, following) in pairwise(marks):
             if following != (mark[0] + 1, mark[1]):
                 raise ValueError(
-                    f"{self.key!r}: what was given as rank {next_rank} is shard {following[0]} of {following[1]}, "
-                    f"after shard {mark[0]} of {mark[1]} of rank {rank}. Give all shards of one saving, in order."
+                    f"{self.key!r}: what was given as {next_title} is shard {following[0]} of {following[1]}, "
+                    f"after shard {mark[0]} of {mark[1]} of {title}. Give all shards of one saving, in order."
                 )
 
-    def _check_size(self, shards: Sequence[_Shard]) -> None:
-        found, wanted = sum(piece.numel() for piece in self._pieces), sum(self._described["numels"])
+    def _check_size(self, shards: Sequence[Shard]) -> None:
+        found, wanted = sum(piece.numel() for piece in self.pieces), sum(self._described["numels"])
         if found == wanted:
             return
-        sizes = ", ".join(
-            f"{piece.numel()} on rank {shard.rank}" for shard, piece in zip(shards, self._pieces, strict=True)
-        )
+        sizes = ", ".join(f"{piece.numel()} on {shard.title}" for shard, piece in zip(shards, self.pieces, strict=True))
         names = self._described["names"]
         raise ValueError(
             f"{self.key!r} has {found} elements on the {len(shards)} ranks given ({sizes}, without padding), and its "
@@ -199,19 +239,13 @@ class _Backing:
             )
         )
 
-    def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The original parameters, each in memory of its own."""
-        ahead = iter([piece for piece in self._pieces if piece.numel()])
-        rest = self._pieces[0][:0]
-        for name, shape, numel in zip(*(self._described[what] for what in _BACKING[:-1]), strict=True):
-            whole = torch.empty(shape, dtype=rest.dtype, device=self._pieces[0].device)
-            flat, done = whole.view(-1), 0
-            while done < numel:
-                rest = rest if rest.numel() else next(ahead)
-                part = rest[: numel - done]
-                flat[done : done + part.numel()].copy_(part)
-                done, rest = done + part.numel(), rest[part.numel() :]
-            yield join(self._path, name), whole
+    def parameters(self) -> Iterator[Stitched]:
+        """The original parameters."""
+        return self.cut(self.pieces)
+
+    def cut(self, pieces: Sequence[Tensor]) -> Iterator[Stitched]:
+        """Tensors that lie in a vector as the parameters lie in this one."""
+        return cut(pieces, self.names, self._described["shapes"])
 
 
 def _checked(entry: Any) -> dict[str, Any]:
@@ -227,18 +261,14 @@ def _checked(entry: Any) -> dict[str, Any]:
     return found
 
 
-def _own(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _add_unlisted(whole: dict[str, Any], first: _Shard, with_module_buffers: bool, strict: bool) -> None:
+def _add_unlisted(whole: dict[str, Any], first: Shard, with_module_buffers: bool, strict: bool) -> None:
     """What no metadata name: FairScale's leave out second names, which are known by their memory, and extra state."""
     gives = {key: [join(path, name) for name in names] for key, path, names in first.backings()}
     gives |= {name: [name] for name in first.buffer_names}
-    at = {_memory(first.get(key)): key for key in gives if first.has(key)}
+    at = {memory_of(first.get(key)): key for key in gives if first.has(key)}
     for key in first.beside(gives):
         value = first.get(key)
-        source = at.get(_memory(value))
+        source = at.get(memory_of(value))
         if source is not None:
             whole |= {new: whole[old] for old, new in _renamed(source, key, gives[source]).items() if old in whole}
         elif key in whole or any(_renamed(one, key, names).values() & whole.keys() for one, names in gives.items()):
@@ -247,12 +277,12 @@ def _add_unlisted(whole: dict[str, Any], first: _Shard, with_module_buffers: boo
             whole |= {key: value} if with_module_buffers else {}
         elif strict:
             raise ValueError(
-                f"rank 0: {key!r} is in its weights, and its metadata do not name it: they are of another model, or of "
-                "another version of it. strict=False leaves it out."
+                f"{first.title}: {key!r} is in its weights, and its metadata do not name it: they are of another "
+                "model, or of another version of it. strict=False leaves it out."
             )
 
 
-def _memory(value: Any) -> Any:
+def memory_of(value: Any) -> Any:
     """Where a tensor lies; of what has no memory, what no other has."""
     if not isinstance(value, Tensor) or value.numel() == 0:
         return object()

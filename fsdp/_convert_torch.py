@@ -10,7 +10,7 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from fsdp._lazy_tensors import StridedTensor
 from fsdp._safetensors_writer import write_at
 from fsdp._torch_archive import TorchArchive
 
+Pieces = Callable[[], Iterator[Tensor]]
 _NOTHING_ELSE = re.compile("")
 _END, _END_64 = b"PK\5\6", b"PK\6\6"
 _DESCRIPTOR = b"PK\7\x08"
@@ -47,20 +48,32 @@ def write_torch(path: str, content: Content, *, by_number: bool, overwrite: bool
     tree = tree_of(content, make, by_number=by_number)
     whole = tree[OPTIMIZER] if content.model is None else tree
     with new_place(path, is_folder=False, overwrite=overwrite, own=_NOTHING_ELSE) as part:
-        with torch.serialization.skip_data():
-            torch.save(whole, part)
-        archive = TorchArchive(part)
-        checksums = {}
-        fd = os.open(part, os.O_WRONLY)
-        try:
-            for tensor, place in zip(_tensors(whole), _tensors(archive.content), strict=True):
-                if place.begin in checksums:
-                    continue
-                pieces = items[id(tensor)].pieces() if id(tensor) in items else iter([tensor.contiguous().view(-1)])
-                checksums[place.begin] = _write(fd, place.begin, pieces, advance if id(tensor) in items else None)
-        finally:
-            os.close(fd)
-        _note_checksums(part, archive, checksums)
+        save_in_pieces(part, whole, {room: item.pieces for room, item in items.items()}, advance)
+
+
+def save_in_pieces(path: str, tree: Any, rooms: Mapping[int, Pieces], advance: Advance) -> None:
+    """`torch.save`, with tensors that are in no memory.
+
+    Args:
+        path: the file to write.
+        tree: with tensors of which some are rooms: memory that is never touched.
+        rooms: by the `id` of such a one, what gives its elements.
+        advance: is told how many bytes of them were written.
+    """
+    with torch.serialization.skip_data():
+        torch.save(tree, path)
+    archive = TorchArchive(path)
+    checksums: dict[int, int] = {}
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        for tensor, place in zip(_tensors(tree), _tensors(archive.content), strict=True):
+            if place.begin in checksums:
+                continue
+            pieces = rooms[id(tensor)]() if id(tensor) in rooms else iter([tensor.contiguous().view(-1)])
+            checksums[place.begin] = _write(fd, place.begin, pieces, advance if id(tensor) in rooms else None)
+    finally:
+        os.close(fd)
+    _note_checksums(path, archive, checksums)
 
 
 def _write(fd: int, place: int, pieces: Iterator[Tensor], advance: Advance | None) -> int:

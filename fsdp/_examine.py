@@ -10,6 +10,7 @@ import torch
 
 from fsdp._checkpoint_manifest import Manifest, complete
 from fsdp._format_dcp import DcpFolder
+from fsdp._rank_files import rank_files
 from fsdp._safetensors import SafetensorsFiles
 from fsdp._torch_archive import TorchArchive
 
@@ -92,6 +93,19 @@ def examine_torch(path: str, start: Start) -> Examined:
     total = os.path.getsize(path)
     problems = list(_unpickled(archive)) or list(archive.damaged(start(total)))
     return Examined(problems, total, _how(archive.has_checksums))
+
+
+def examine_ranks(path: str, start: Start) -> Examined:
+    """A file of `torch.save` for each rank: none is missing, and their archives' checksums."""
+    try:
+        files = rank_files(path)
+    except (ValueError, FileNotFoundError) as error:
+        return Examined([str(error)], 0, "")
+    advance = start(sum(map(os.path.getsize, files)))
+    found = [examine_torch(file, lambda _: advance) for file in files]
+    problems = [problem for each in found for problem in each.problems]
+    hows = sorted({each.how for each in found})
+    return Examined(problems, sum(each.nbytes for each in found), f"in {len(files)} files, {', '.join(hows)}")
 
 
 def _unpickled(archive: TorchArchive) -> Iterator[str]:

@@ -61,6 +61,8 @@ class Source:
         notes: what is worth telling of it: what was left out, and why.
         generators: for each rank the states of its random number generators, encoded; None without them.
         identity: different for checkpoints that differ in what the rest of this does not show; empty if nobody looked.
+        is_in_order: whether `model` has its tensors in the order of the modules, which gives an optimizer its numbers.
+        aliases: second names of tied parameters, and for each the one under which `model` has it.
     """
 
     format: str
@@ -74,6 +76,8 @@ class Source:
     notes: tuple[str, ...] = ()
     generators: list[Any] | None = None
     identity: str = ""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    is_in_order: bool = True
 
     def close(self) -> None:
         """Close all files."""

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from fsdp._checkpoint_folder import newest
-from fsdp._examine import Examined, Start, examine_dcp, examine_ours, examine_safetensors, examine_torch
+from fsdp._examine import Examined, Start, examine_dcp, examine_ours, examine_ranks, examine_safetensors, examine_torch
 from fsdp._format_dcp import is_dcp, read_dcp
+from fsdp._format_fairscale import is_fairscale, read_fairscale
 from fsdp._format_files import is_ours, is_safetensors, is_torch, read_ours, read_safetensors, read_torch
+from fsdp._format_fsdp1 import has_fsdp1_shards, read_fsdp1
 from fsdp._format_trees import Choices
 from fsdp._formats import Source
 
@@ -36,6 +38,20 @@ class Format(NamedTuple):
 FORMATS = (
     Format("fsdp", "a folder of fsdp.save", is_ours, read_ours, examine_ours),
     Format("dcp", "a folder of torch.distributed.checkpoint", is_dcp, read_dcp, examine_dcp),
+    Format(
+        "fairscale",
+        "a file of each rank, with FairScale's local_state_dict() and local_metadata_dict()",
+        is_fairscale,
+        read_fairscale,
+        examine_ranks,
+    ),
+    Format(
+        "fsdp1",
+        "a file of each rank, with sharded or local state dicts of torch's FSDP1",
+        has_fsdp1_shards,
+        read_fsdp1,
+        examine_ranks,
+    ),
     Format("torch", "a file of torch.save", is_torch, read_torch, examine_torch),
     Format(
         "safetensors",
@@ -61,8 +77,15 @@ def open_source(path: str | os.PathLike[str], word: str | None = None, choices: 
         ValueError: if it is of no format that is known, or damaged.
         OSError: if it cannot be read.
     """
-    place = os.fspath(path)
-    return format_of(place, word).read(place, choices or Choices())
+    place, given = os.fspath(path), choices or Choices()
+    found = format_of(place, word)
+    for option, value, words in (
+        ("--like", given.like, ("fsdp1",)),
+        ("--optimizer-files", given.optimizer_files, ("fairscale", "fsdp1")),
+    ):
+        if value is not None and found.word not in words:
+            raise ValueError(f"{place} is of the format {found.word}, and {option} is for {' and '.join(words)}")
+    return found.read(place, given)
 
 
 def format_of(path: str, word: str | None = None) -> Format:
@@ -74,7 +97,8 @@ def format_of(path: str, word: str | None = None) -> Format:
     """
     found = next((each for each in FORMATS if (each.is_at(path) if word is None else each.word == word)), None)
     if found is not None:
-        if not os.path.lexists(path) and found.word != "fsdp":
+        # A checkpoint that was being replaced is beside its place, and files of ranks have a name in common.
+        if not os.path.lexists(path) and not found.is_at(path):
             raise FileNotFoundError(f"{path}: there is no such file or folder")
         return found
     if word is not None:

@@ -229,6 +229,18 @@ def _save_and_refuse(folder: Path) -> None:
     assert_equal_states(model.state_dict(), nested_mlp().state_dict())
 
 
+def test_an_optimizer_of_another_kind_is_refused_with_the_settings_that_differ(tmp_path: Path) -> None:
+    model = nested_mlp(fully_sharded(process_group=_alone()))
+    fsdp.save(tmp_path / "run", model, torch.optim.AdamW(model.parameters()))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(
+        RuntimeError, match=r"is SGD, with settings .*momentum.*, and that of the checkpoint is AdamW, .*betas"
+    ):
+        fsdp.load(tmp_path / "run", model, sgd)
+    assert sgd.param_groups[0]["momentum"] == 0.9
+    fsdp.load(tmp_path / "run", model, type("Mine", (torch.optim.AdamW,), {})(model.parameters()))
+
+
 def test_state_of_single_parameters_does_not_fit_a_flat_one(ranks: RankPool, tmp_path: Path) -> None:
     ranks(2).run(_save_single_and_load_flat, tmp_path)
 
