@@ -158,7 +158,7 @@ def fully_shard(
 
 
 def _take_in(unit: Unit, *_: Any) -> None:
-    """Hook: what ``load_state_dict(assign=True)`` assigned is kept in the shards, so that optimizers may be made now."""
+    """Hook: keep in the shards what ``load_state_dict(assign=True)`` assigned, so that optimizers may be made now."""
     for handle in unit.handles:
         handle.absorb()
 

@@ -55,6 +55,7 @@ def _train_tied() -> None:
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in seeded(TiedUnits).named_parameters()]
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 does not refuse it")
 def test_a_parameter_tied_across_units_is_refused_by_torchs(ranks: RankPool) -> None:
     ranks(2).run(_tie_torchs)
 
@@ -196,7 +197,7 @@ def test_cpu_offload_without_accelerator_is_refused_by_torchs(ranks: RankPool) -
 
 
 def _offload_torchs() -> None:
-    with pytest.raises(RuntimeError, match=r"accelerator"):
+    with pytest.raises(RuntimeError, match=r"accelerator|NVIDIA"):
         once(torchs_fully_shard(nn.Linear(5, 5), offload_policy=TorchsOffload()), INPUTS)
 
 

@@ -227,9 +227,8 @@ def _load_saved(wrap: Any, folder: Path, expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_safetensors_files(ranks: RankPool, world_size: int, tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file(conv_net().state_dict(), tmp_path / "model.safetensors")
+    files = pytest.importorskip("safetensors.torch")
+    files.save_file(conv_net().state_dict(), tmp_path / "model.safetensors")
     ranks(world_size).run(_load_safetensors, tmp_path / "model.safetensors")
 
 
