@@ -52,8 +52,9 @@ class Cost:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("checkpoint", "Checkpoints in files", 0.4, dict.fromkeys(NAMES))
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="below it files are written (%(default)s)")
+    parser.add_argument("--tensors", type=int, help="so many small ones in the model, instead of --gigabytes")
     options = parser.parse_args(arguments)
-    config = config_of(options.gigabytes)
+    config = config_of(options.gigabytes) if options.tensors is None else _small(options.tensors)
     state = 3 * sizes_of(config)[0]
     print(f"A GPT of {config.num_layers} blocks and Adam: {state / 1e9:.2f} GB of state, {options.ranks} ranks.")
     warn_if_busy()
@@ -72,6 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_times(times, _JOBS)
     _print_over_disk(times)
     return _judged({name: costs[name] for name in (OURS, BACKGROUND) if name in costs}, config, options.ranks)
+
+
+def _small(tensors: int) -> GPTConfig:
+    """A GPT of about so many tensors, of which each is of no size."""
+    return GPTConfig(num_layers=max(1, tensors // 12), num_heads=1, width=16, context=16)
 
 
 def _print_costs(costs: Mapping[str, Sequence[Cost]], state: int) -> None:
