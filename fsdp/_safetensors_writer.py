@@ -23,7 +23,7 @@ SUFFIX = ".safetensors"
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 _LENGTH_BYTES = 8  # of the header's length, before it
 # Data begin at a multiple of these bytes in the file, as tensors do in memory, behind spaces, which are allowed. Where
-# the two lie differently in lines of the processor's cache, copying to and from the system's took four times as long.
+# the two lie differently in lines of the processor's cache, copying to and from the system's took twice the time.
 _LINE = 64
 
 
