@@ -23,8 +23,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from benchmarks._fairscale import from_first
 from benchmarks._ranks import run_ranks
-from benchmarks.record_fairscale_optim import _shared, train
+from benchmarks.record_fairscale_optim import train
 from benchmarks.record_fairscale_shards import _OUT, Case, _theirs
 from fsdp._convert import content_of
 from fsdp._convert_fairscale import write_fairscale
@@ -68,7 +69,7 @@ def record(folder: str, name: str) -> None:
     whole = {key: value.clone() for key, value in model.state_dict().items()}
     if case.theirs.get("flatten_parameters", True):
         with mock.patch.object(torch.Tensor, "cpu", torch.Tensor.clone):
-            full = _shared(model.gather_full_optim_state_dict(optimizer))["state"]
+            full = from_first(model.gather_full_optim_state_dict(optimizer))["state"]
     else:
         full = _gathered(model, optimizer)
     if rank == 0:

@@ -102,7 +102,9 @@ def plan(entries: Sequence[Entry], stem: str, max_file_bytes: int | None = None)
 
 
 def _planned(name: str, entries: Sequence[Entry]) -> PlannedFile:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # without which transformers refuses it
+    header: dict[str, object] = {
+        "__metadata__": {"format": "pt"}
+    }  # older versions of transformers refuse files that do not say it
     offset, offsets = 0, {}
     # So that each is aligned: what fills whole lines, and then from the largest elements to the smallest.
     for entry in sorted(entries, key=lambda each: (each.nbytes % _LINE > 0, -each.dtype.itemsize)):
