@@ -108,9 +108,10 @@ def _rank_main(
 
 
 def _ignore_peer_warnings() -> None:
-    """Silence what torch says about its own deprecated parts, which the peers are made of."""
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.")
+    """Silence what torch says about its own deprecated parts, which the peers are made of, and we call for them."""
+    for module in (r"torch\.", r"fairscale\.", r"benchmarks\."):
+        warnings.filterwarnings("ignore", category=FutureWarning, module=module)
+        warnings.filterwarnings("ignore", category=UserWarning, module=module)
 
 
 def _result_file(folder: str, rank: int) -> Path:

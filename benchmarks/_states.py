@@ -11,15 +11,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from benchmarks._contestants import OURS
+from benchmarks import _fairscale
+from benchmarks._contestants import CONTESTANTS, OURS, Policy
 from benchmarks._measure import bytes_sent, forget_peak, peak_resident_bytes, ratio, resident_bytes, settle, table
 from benchmarks.gpt import GPT, GPTConfig
 
 SLACK = 32e6  # bytes that Python and the backend take at the first large exchange
 _WIDTH = 1024
 _BYTES = 4  # of a float32
-_TINY = GPTConfig(num_layers=1, num_heads=1, width=8)
+TINY = GPTConfig(num_layers=1, num_heads=1, width=8)
 
 Make = Callable[[str, GPTConfig], tuple[Any, ...]]  # what a contestant of a name works on
 
@@ -41,17 +43,18 @@ class Cost:
     sent: int  # bytes, of both
 
 
-def options_of(arguments: Sequence[str] | None, name: str, what: str, gigabytes: float, ways: Mapping[str, Way]) -> Any:
+def parser_of(name: str, what: str, gigabytes: float, ways: Mapping[str, Any]) -> argparse.ArgumentParser:
     """The command line of `benchmarks.<name>`."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{name}", description=f"{what} on the first rank: time, memory and bytes."
+        prog=f"python -m benchmarks.{name}", description=f"{what}: time, memory and bytes."
     )
     add = parser.add_argument
     add("--gigabytes", type=float, default=gigabytes, help="size of the model in float32 (%(default)s)")
     add("--ranks", type=int, default=2, help="processes (%(default)s)")
     add("--rounds", type=int, default=5, help="times that each is saved and loaded (%(default)s)")
+    add("--no-memory", action="store_true", help="times only")
     add("--only", nargs="+", choices=sorted(ways), default=list(ways), help="contestants")
-    return parser.parse_args(arguments)
+    return parser
 
 
 def config_of(gigabytes: float) -> GPTConfig:
@@ -70,14 +73,17 @@ def sizes_of(config: GPTConfig) -> tuple[int, int]:
 
 def print_costs(costs: Mapping[str, Sequence[Cost]], nbytes: int) -> None:
     """Memory and bytes, of each rank, for a state of so many bytes."""
+    if not costs:
+        return
     rows = [_row(name, rank, cost, nbytes) for name, found in costs.items() for rank, cost in enumerate(found)]
     print(table(["", "rank", "save MB", "load MB", "sent by both/state"], rows), flush=True)
 
 
-def print_times(times: dict[str, list[tuple[float, float]]]) -> None:
-    """Seconds, and their ratios to ours in the same round."""
+def print_times(times: Mapping[str, Sequence[Sequence[float]]], jobs: Sequence[str] = ("save", "load")) -> None:
+    """Seconds of each job in each round, and their ratios to ours in the same round."""
     print()
-    print(table(["", "save s", "load s", f"save/{OURS}", f"load/{OURS}"], [_times(name, times) for name in times]))
+    header = ["", *(f"{job} s" for job in jobs), *(f"{job}/{OURS}" for job in jobs)]
+    print(table(header, [_times(name, times) for name in times]), flush=True)
 
 
 def _row(name: str, rank: int, cost: Cost, full: int) -> list[str]:
@@ -85,7 +91,7 @@ def _row(name: str, rank: int, cost: Cost, full: int) -> list[str]:
     return [name, str(rank), *growths, f"{cost.sent / full:.2f}"]
 
 
-def _times(name: str, times: dict[str, list[tuple[float, float]]]) -> list[str]:
+def _times(name: str, times: Mapping[str, Sequence[Sequence[float]]]) -> list[str]:
     own, ours = (list(zip(*times[each], strict=True)) for each in (name, OURS if OURS in times else name))
     medians = [f"{sorted(values)[len(values) // 2]:.2f}" for values in own]
     return [name, *medians, *(ratio(values, others) for values, others in zip(own, ours, strict=True))]
@@ -96,16 +102,17 @@ def _times(name: str, times: dict[str, list[tuple[float, float]]]) -> list[str]:
 
 def measure(way: Way, make: Make, name: str, config: GPTConfig) -> Cost:
     """What saving and loading once costs."""
-    made = make(name, _TINY)  # what is loaded at first use is not the model's
+    made = make(name, TINY)  # what is loaded at first use is not the model's
     way.load(*made, way.save(*made))
     made = make(name, config)
     sent = bytes_sent() or 0
-    state, save_growth = _growth(lambda: way.save(*made))
-    _, load_growth = _growth(lambda: way.load(*made, state))
+    state, save_growth = growth(lambda: way.save(*made))
+    _, load_growth = growth(lambda: way.load(*made, state))
     return Cost(save_growth, load_growth, (bytes_sent() or 0) - sent)
 
 
-def _growth(job: Callable[[], Any]) -> tuple[Any, int]:
+def growth(job: Callable[[], Any]) -> tuple[Any, int]:
+    """Collective. What a job returns, and bytes that were resident at the highest, above those before."""
     settle()
     dist.barrier()
     before = resident_bytes()
@@ -117,22 +124,62 @@ def _growth(job: Callable[[], Any]) -> tuple[Any, int]:
 
 def time_all(
     ways: Mapping[str, Way], make: Make, names: Sequence[str], config: GPTConfig, rounds: int
-) -> dict[str, list[tuple[float, float]]]:
-    """Seconds of saving and loading, in each round by all, who take turns in being the first."""
+) -> dict[str, list[list[float]]]:
+    """Seconds of saving and loading, in each round by all."""
     made = {name: make(name, config) for name in names}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+
+    def measured(name: str) -> list[float]:
+        state, saving = seconds(functools.partial(ways[name].save, *made[name]))
+        _, loading = seconds(functools.partial(ways[name].load, *made[name], state))
+        return [saving, loading]
+
+    return interleaved(measured, names, rounds)
+
+
+def interleaved(
+    measured: Callable[[str], list[float]], names: Sequence[str], rounds: int
+) -> dict[str, list[list[float]]]:
+    """What is measured in each round of each, who take turns in being the first."""
+    found: dict[str, list[list[float]]] = {name: [] for name in names}
     for number in range(rounds + 1):
         for name in [*names[number % len(names) :], *names[: number % len(names)]]:
-            state, saving = _seconds(functools.partial(ways[name].save, *made[name]))
-            _, loading = _seconds(functools.partial(ways[name].load, *made[name], state))
+            values = measured(name)
             if number:  # the first time connects, and fills caches
-                times[name].append((saving, loading))
-    return times
+                found[name].append(values)
+    return found
 
 
-def _seconds(job: Callable[[], Any]) -> tuple[Any, float]:
+def seconds(job: Callable[[], Any]) -> tuple[Any, float]:
+    """Collective. What a job returns, and the time until all ranks have done it."""
     dist.barrier()
     began = time.perf_counter()
     result = job()
     dist.barrier()
     return result, time.perf_counter() - began
+
+
+def wrapped(name: str, config: GPTConfig) -> nn.Module:
+    """Collective. A GPT, wrapped by a contestant block by block."""
+    torch.manual_seed(0)
+    gpt = GPT(config)
+    if name != _fairscale.FAIRSCALE:
+        return CONTESTANTS[name].wrap(gpt, gpt.blocks, torch.device("cpu"), Policy())
+    model = _fairscale.wrapped(gpt, gpt.blocks)
+    with torch.no_grad():
+        model(tokens())  # before which it cannot load
+    return model
+
+
+def stepped(name: str, config: GPTConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Collective. The same, with Adam that has stepped."""
+    model = wrapped(name, config)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, foreach=False)
+    model(tokens()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def tokens() -> torch.Tensor:
+    """A batch. It is short: only the state counts."""
+    return torch.zeros(1, 2, dtype=torch.long)

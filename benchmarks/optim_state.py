@@ -1,17 +1,21 @@
-"""Full optimizer states on the first rank, saved and loaded: time, memory and bytes, beside torch's FSDP1 and FSDP2.
+"""Full optimizer states on the first rank, saved and loaded: time, memory and bytes, beside FSDP1, FSDP2 and FairScale.
 
     python -m benchmarks.optim_state
-    python -m benchmarks.optim_state --gigabytes 0.25 --ranks 2 --rounds 3
+    python -m benchmarks.optim_state --with-model --ranks 4 --rounds 3
 
 Adam has stepped a GPT that is wrapped block by block; its state is twice as large as the model. `save` gives the first
 rank all of it, in tensors of its own; `load` starts from such a state on the first rank only, and every rank gets its
-part. Times are taken in one run, interleaved; memory is measured in processes of its own for each contestant, as what
-is resident at the highest above what was before. Exits with 1 when ours needs more than a tenth of the model, besides
-the state on the first rank while it saves.
+part. With ``--with-model``, the model's state is saved and loaded, too. Times are taken in one run, interleaved; memory
+is measured in processes of its own for each contestant, as what is resident at the highest above what was before. Exits
+with 1 when ours needs more than a tenth of the model, besides the state on the first rank while it saves.
+
+Where FairScale can be imported, it takes part; and `get_shard_from_optim_state_dict` is timed by itself, each rank
+having the whole state already.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +33,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 if not __package__:  # run as a file: the folder above has `benchmarks` and `fsdp`
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks._contestants import CONTESTANTS, FSDP1_FLAT, FSDP2, OURS, Policy
+from benchmarks import _fairscale, state
+from benchmarks._contestants import FSDP1_FLAT, FSDP2, OURS
+from benchmarks._fairscale import FAIRSCALE
 from benchmarks._measure import NOTHING_KEPT, warn_if_busy
 from benchmarks._ranks import run_ranks
 from benchmarks._states import (
@@ -37,85 +43,124 @@ from benchmarks._states import (
     Cost,
     Way,
     config_of,
+    interleaved,
     measure,
-    options_of,
+    parser_of,
     print_costs,
     print_times,
+    seconds,
     sizes_of,
+    stepped,
     time_all,
 )
-from benchmarks.gpt import GPT, GPTConfig
+from benchmarks.gpt import GPTConfig
 from fsdp import optim_utils
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = options_of(arguments, "optim_state", "Full optimizer states", 0.4, WAYS)
+    parser = parser_of("optim_state", "Full optimizer states on the first rank", 0.4, WAYS)
+    parser.add_argument("--with-model", action="store_true", help="the model's state as well")
+    options = parser.parse_args(arguments)
     config = config_of(options.gigabytes)
     model, _ = sizes_of(config)
-    print(f"Adam on a GPT of {config.num_layers} blocks: {2 * model / 1e9:.2f} GB of state in float32.")
+    nbytes = (3 if options.with_model else 2) * model
+    what = "Adam and its parameters" if options.with_model else "Adam"
+    print(f"{what}, a GPT of {config.num_layers} blocks: {nbytes / 1e9:.2f} GB of state in float32.")
     warn_if_busy()
-    costs = {name: run_ranks(_measure, options.ranks, name, config, environment=NOTHING_KEPT) for name in options.only}
-    print_costs(costs, 2 * model)
-    print_times(run_ranks(_time, options.ranks, options.only, config, options.rounds)[0])
-    holds = OURS not in costs or all(_holds(rank, cost, model) for rank, cost in enumerate(costs[OURS]))
+    measured = [] if options.no_memory else options.only
+    costs = {
+        name: run_ranks(_measure, options.ranks, name, config, options.with_model, environment=NOTHING_KEPT)
+        for name in measured
+    }
+    print_costs(costs, nbytes)
+    print_times(run_ranks(_time, options.ranks, options.only, config, options.with_model, options.rounds)[0])
+    if {OURS, FAIRSCALE} <= set(options.only):
+        print_times(run_ranks(_time_cuts, options.ranks, config, options.rounds)[0], ["cut"])
+    holds = OURS not in costs or all(_holds(rank, cost, model, nbytes) for rank, cost in enumerate(costs[OURS]))
     if not holds:
         print("Ours needs more memory than it should.")
     return 0 if holds else 1
 
 
-def _holds(rank: int, cost: Cost, model: int) -> bool:
+def _holds(rank: int, cost: Cost, model: int, nbytes: int) -> bool:
     # While it loads, the first rank has the state already, and all ranks write into the optimizer's.
     allowed = 0.1 * model + SLACK
-    return cost.save_growth <= allowed + (2 * model if rank == 0 else 0) and cost.load_growth <= allowed
+    return cost.save_growth <= allowed + (nbytes if rank == 0 else 0) and cost.load_growth <= allowed
 
 
 # --- on a rank
 
 
-def _measure(name: str, config: GPTConfig) -> Cost:
-    return measure(WAYS[name], _stepped, name, config)
+def _measure(name: str, config: GPTConfig, with_model: bool) -> Cost:
+    return measure(ways(with_model)[name], stepped, name, config)
 
 
-def _time(names: Sequence[str], config: GPTConfig, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    return time_all(WAYS, _stepped, names, config, rounds)
+def _time(names: Sequence[str], config: GPTConfig, with_model: bool, rounds: int) -> dict[str, list[list[float]]]:
+    return time_all(ways(with_model), stepped, names, config, rounds)
 
 
-def _stepped(name: str, config: GPTConfig) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    gpt = GPT(config)
-    model: nn.Module = CONTESTANTS[name].wrap(gpt, gpt.blocks, torch.device("cpu"), Policy())
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, foreach=False)
-    # Short: only the state counts.
-    tokens = torch.zeros(1, 2, dtype=torch.long)
-    model(tokens).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return model, optimizer
+def ways(with_model: bool) -> dict[str, Way]:
+    """Each contestant, for the optimizer's state or for both."""
+    return {name: _with_model(way, state.WAYS[name]) if with_model else way for name, way in WAYS.items()}
+
+
+def _with_model(way: Way, models: Way) -> Way:
+    """Both states, one after the other."""
+
+    def save(model: Any, optimizer: torch.optim.Optimizer) -> Any:
+        return models.save(model), way.save(model, optimizer)
+
+    def load(model: Any, optimizer: torch.optim.Optimizer, saved: Any) -> None:
+        models.load(model, saved[0])
+        way.load(model, optimizer, saved[1])
+
+    return Way(save, load)
+
+
+def _time_cuts(config: GPTConfig, rounds: int) -> dict[str, list[list[float]]]:
+    """Seconds that ranks need for their parts of a state that all of them have."""
+    made: dict[str, Any] = {name: stepped(name, config) for name in (OURS, FAIRSCALE)}
+    full = _fairscale.from_first(made[OURS][0].gather_full_optim_state_dict(made[OURS][1]))
+
+    def measured(name: str) -> list[float]:
+        given = full | {"state": {number: dict(entry) for number, entry in full["state"].items()}}  # it is changed
+        return [seconds(functools.partial(made[name][0].get_shard_from_optim_state_dict, given))[1]]
+
+    return interleaved(measured, list(made), rounds)
 
 
 def _save_fsdp1(model: Any, optimizer: torch.optim.Optimizer) -> Any:
     return TorchFSDP1.full_optim_state_dict(model, optimizer, rank0_only=True)
 
 
-def _load_fsdp1(model: Any, optimizer: torch.optim.Optimizer, state: Any) -> None:
-    optimizer.load_state_dict(TorchFSDP1.scatter_full_optim_state_dict(state or None, model, optim=optimizer))
+def _load_fsdp1(model: Any, optimizer: torch.optim.Optimizer, full: Any) -> None:
+    optimizer.load_state_dict(TorchFSDP1.scatter_full_optim_state_dict(full or None, model, optim=optimizer))
 
 
 def _save_fsdp2(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     return get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
-def _load_fsdp2(model: nn.Module, optimizer: torch.optim.Optimizer, state: Any) -> None:
+def _load_fsdp2(model: nn.Module, optimizer: torch.optim.Optimizer, full: Any) -> None:
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_optimizer_state_dict(model, optimizer, state, options=options)
+    set_optimizer_state_dict(model, optimizer, full, options=options)
+
+
+def _save_fairscale(model: Any, optimizer: torch.optim.Optimizer) -> Any:
+    with _fairscale.copying():
+        return model.gather_full_optim_state_dict(optimizer)
+
+
+def _load_fairscale(model: Any, optimizer: torch.optim.Optimizer, full: Any) -> None:
+    optimizer.load_state_dict(model.get_shard_from_optim_state_dict(_fairscale.from_first(full)))
 
 
 def _save_ours(model: Any, optimizer: torch.optim.Optimizer) -> Any:
     return model.gather_full_optim_state_dict(optimizer)
 
 
-def _load_ours(model: Any, optimizer: torch.optim.Optimizer, state: Any) -> None:
-    optim_utils.load_full_optim_state_dict(model, optimizer, state, rank0_only=True)
+def _load_ours(model: Any, optimizer: torch.optim.Optimizer, full: Any) -> None:
+    optim_utils.load_full_optim_state_dict(model, optimizer, full, rank0_only=True)
 
 
 WAYS: dict[str, Way] = {
@@ -123,6 +168,8 @@ WAYS: dict[str, Way] = {
     FSDP1_FLAT: Way(_save_fsdp1, _load_fsdp1),
     FSDP2: Way(_save_fsdp2, _load_fsdp2),
 }
+if _fairscale.is_installed():
+    WAYS[FAIRSCALE] = Way(_save_fairscale, _load_fairscale)
 
 
 if __name__ == "__main__":

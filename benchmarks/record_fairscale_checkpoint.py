@@ -18,13 +18,13 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from benchmarks._fairscale import copying, from_first
 from benchmarks._ranks import run_ranks
-from benchmarks.record_fairscale_optim import _shared, train
+from benchmarks.record_fairscale_optim import train
 from benchmarks.record_fairscale_shards import _OUT, Case, _theirs
 from fsdp._convert import content_of
 from fsdp._convert_fairscale import write_fairscale
@@ -67,8 +67,8 @@ def record(folder: str, name: str) -> None:
     torch.save(saved, Path(folder) / program.file.format(rank=rank))
     whole = {key: value.clone() for key, value in model.state_dict().items()}
     if case.theirs.get("flatten_parameters", True):
-        with mock.patch.object(torch.Tensor, "cpu", torch.Tensor.clone):
-            full = _shared(model.gather_full_optim_state_dict(optimizer))["state"]
+        with copying():
+            full = from_first(model.gather_full_optim_state_dict(optimizer))["state"]
     else:
         full = _gathered(model, optimizer)
     if rank == 0:

@@ -17,7 +17,6 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ import torch.distributed as dist
 if not __package__:  # run as a file: the folder above has `benchmarks` and `fsdp`
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks._fairscale import copying, from_first
 from benchmarks._ranks import run_ranks
 from benchmarks.record_fairscale_shards import _OUT, Case, _theirs, make_wrapped
 from fsdp import FullyShardedDataParallel
@@ -69,8 +69,8 @@ def record(folder: str, name: str) -> None:
     model = _theirs(CASES[name])
     optimizer = make_optimizer(name, model)
     train(model, optimizer)
-    with mock.patch.object(torch.Tensor, "cpu", torch.Tensor.clone):
-        full = _shared(model.gather_full_optim_state_dict(Scaled(optimizer)))
+    with copying():
+        full = from_first(model.gather_full_optim_state_dict(Scaled(optimizer)))
     if dist.get_rank() == 0:
         torch.save(full, Path(folder) / "full.pt")
     torch.save(model.get_shard_from_optim_state_dict(copy.deepcopy(full)), Path(folder) / f"rank{dist.get_rank()}.pt")
@@ -83,7 +83,7 @@ def check_ours(name: str) -> None:
     ours: Any = make_wrapped(FullyShardedDataParallel, case, case.ours)
     optimizer = make_optimizer(name, ours)
     train(ours, optimizer)
-    full = _shared(ours.gather_full_optim_state_dict(Scaled(optimizer)))
+    full = from_first(ours.gather_full_optim_state_dict(Scaled(optimizer)))
     model = _theirs(case)
     model(torch.randn(4, 5))
     found = model.get_shard_from_optim_state_dict(copy.deepcopy(full))
@@ -94,12 +94,6 @@ def check_ours(name: str) -> None:
                 raise AssertionError(f"{number}, {key}: {found['state'][number][key]} instead of {value}")
     if found["param_groups"][0]["params"] != expected["param_groups"][0]["params"] or found["loss_scale"] != 4.0:
         raise AssertionError(f"{found['param_groups']} instead of {expected['param_groups']}")
-
-
-def _shared(full: Any) -> Any:
-    box = [full]
-    dist.broadcast_object_list(box)
-    return box[0]
 
 
 def main() -> None:

@@ -16,7 +16,6 @@ import argparse
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 if not __package__:  # run as a file: the folder above has `benchmarks` and `fsdp`
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks._fairscale import fairscale_class, options_on_cpu
 from benchmarks._ranks import run_ranks
 from fsdp import FullyShardedDataParallel, MixedPrecision
 
@@ -53,7 +53,6 @@ CASES = {
     "mixed-2": Case(2, {"mixed_precision": True}, {"mixed_precision": _MIXED}),
     "alone-2": Case(2, {}, {}, is_alone=True),
 }
-_NAMES = ("fp32_to_fp16", "all_gather", "post_backward")
 
 Wrap = Callable[[nn.Module], nn.Module]
 
@@ -93,39 +92,6 @@ def make_wrapped(kind: Any, case: Case, options: dict[str, Any], **how: Any) -> 
     return make_model(wrap, **how)
 
 
-class _NoStream:
-    """In the place of a CUDA stream."""
-
-    def wait_stream(self, other: object) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-
-def _fairscale() -> Any:
-    """FairScale's class, with stand-ins for what it needs of CUDA."""
-    from fairscale.nn.data_parallel import FullyShardedDataParallel as Theirs  # type: ignore[import-not-found]
-
-    if hasattr(Theirs, "is_on_cpu"):
-        return Theirs
-    Theirs.is_on_cpu = True
-    stream = _NoStream()
-    torch.cuda.current_stream = lambda *_: stream  # type: ignore[assignment]
-    torch.cuda.stream = lambda _: nullcontext()  # type: ignore[assignment, return-value]
-    torch.cuda.synchronize = lambda *_: None
-    Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
-    make_others = Theirs._setup_streams
-
-    def setup_streams(self: Any) -> None:
-        if self._is_root and not self._streams:
-            make_others(self)
-            self._streams.update(dict.fromkeys(_NAMES, stream))  # the same dictionary as the children's
-
-    Theirs._setup_streams = setup_streams
-    return Theirs
-
-
 def record(folder: str, name: str) -> None:
     """On each rank: train and save."""
     warnings.simplefilter("ignore")
@@ -149,7 +115,7 @@ def check_ours(name: str) -> None:
     untied: Any = make_wrapped(FullyShardedDataParallel, case, case.ours, tied=False)
     shards: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(shards, (untied.local_state_dict(), untied.local_metadata_dict()))
-    whole = _fairscale().consolidate_shard_weights(*map(list, zip(*shards, strict=True)))
+    whole = fairscale_class().consolidate_shard_weights(*map(list, zip(*shards, strict=True)))
     _compare(whole, make_model(_keep, tied=False).state_dict())
     model = _theirs(case)
     model(torch.randn(4, 5))  # it cannot load before its first use; and now buffers are others
@@ -161,8 +127,7 @@ def check_ours(name: str) -> None:
 
 
 def _theirs(case: Case) -> Any:
-    options = {"compute_device": torch.device("cpu"), "bucket_cap_mb": 0, **case.theirs}
-    return make_wrapped(_fairscale(), case, options)
+    return make_wrapped(fairscale_class(), case, options_on_cpu(**case.theirs))
 
 
 def _keep(module: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Full state dicts on the first rank, saved and loaded: time, memory and bytes, beside torch's FSDP1 and FSDP2.
+"""Full state dicts on the first rank, saved and loaded: time, memory and bytes, beside FSDP1, FSDP2 and FairScale.
 
     python -m benchmarks.state
     python -m benchmarks.state --gigabytes 0.25 --ranks 2 --rounds 3
@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import FullStateDictConfig, StateDictType
@@ -26,7 +25,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 if not __package__:  # run as a file: the folder above has `benchmarks` and `fsdp`
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks._contestants import CONTESTANTS, FSDP1_FLAT, FSDP2, OURS, Policy
+from benchmarks import _fairscale
+from benchmarks._contestants import FSDP1_FLAT, FSDP2, OURS
 from benchmarks._measure import NOTHING_KEPT, warn_if_busy
 from benchmarks._ranks import run_ranks
 from benchmarks._states import (
@@ -35,22 +35,24 @@ from benchmarks._states import (
     Way,
     config_of,
     measure,
-    options_of,
+    parser_of,
     print_costs,
     print_times,
     sizes_of,
     time_all,
+    wrapped,
 )
-from benchmarks.gpt import GPT, GPTConfig
+from benchmarks.gpt import GPTConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = options_of(arguments, "state", "Full state dicts", 1.0, WAYS)
+    options = parser_of("state", "Full state dicts on the first rank", 1.0, WAYS).parse_args(arguments)
     config = config_of(options.gigabytes)
     full, unit = sizes_of(config)
     print(f"A GPT of {config.num_layers} blocks, {full / 1e9:.2f} GB in float32, largest unit {unit / 1e6:.0f} MB.")
     warn_if_busy()
-    costs = {name: run_ranks(_measure, options.ranks, name, config, environment=NOTHING_KEPT) for name in options.only}
+    measured = [] if options.no_memory else options.only
+    costs = {name: run_ranks(_measure, options.ranks, name, config, environment=NOTHING_KEPT) for name in measured}
     print_costs(costs, full)
     print_times(run_ranks(_time, options.ranks, options.only, config, options.rounds)[0])
     holds = OURS not in costs or all(_holds(rank, cost, full, unit) for rank, cost in enumerate(costs[OURS]))
@@ -72,14 +74,12 @@ def _measure(name: str, config: GPTConfig) -> Cost:
     return measure(WAYS[name], _wrapped, name, config)
 
 
-def _time(names: Sequence[str], config: GPTConfig, rounds: int) -> dict[str, list[tuple[float, float]]]:
+def _time(names: Sequence[str], config: GPTConfig, rounds: int) -> dict[str, list[list[float]]]:
     return time_all(WAYS, _wrapped, names, config, rounds)
 
 
 def _wrapped(name: str, config: GPTConfig) -> tuple[nn.Module]:
-    torch.manual_seed(0)
-    model = GPT(config)
-    return (CONTESTANTS[name].wrap(model, model.blocks, torch.device("cpu"), Policy()),)
+    return (wrapped(name, config),)
 
 
 def _save_fsdp1(model: nn.Module) -> Any:
@@ -100,6 +100,14 @@ def _save_fsdp2(model: nn.Module) -> Any:
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
+def _save_fairscale(model: Any) -> Any:
+    return model.state_dict()
+
+
+def _load_fairscale(model: Any, state: Any) -> None:
+    model.load_state_dict(_fairscale.from_first(state))
+
+
 def _save_ours(model: Any) -> Any:
     return model.state_dict(rank0_only=True)
 
@@ -113,6 +121,8 @@ WAYS: dict[str, Way] = {
     FSDP1_FLAT: Way(_save_fsdp1, _load),
     FSDP2: Way(_save_fsdp2, _load),
 }
+if _fairscale.is_installed():
+    WAYS[_fairscale.FAIRSCALE] = Way(_save_fairscale, _load_fairscale)
 
 
 if __name__ == "__main__":

@@ -65,6 +65,8 @@ def joined(first: int, second: int, second_nbytes: int) -> int:
 
     To append n bytes is to multiply by x to the power of 8n, modulo the polynomial: as in zlib's ``crc32_combine``.
     """
+    if not first:  # as of no bytes: most blocks are one fragment
+        return second
     return _product(_power(8 * second_nbytes), first) ^ second
 
 

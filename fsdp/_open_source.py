@@ -55,7 +55,7 @@ FORMATS = (
     Format("torch", "a file of torch.save", is_torch, read_torch, examine_torch),
     Format(
         "safetensors",
-        "safetensors: a file, an index, or a folder with one",
+        "a file of the safetensors library, an index of several, or a folder with either",
         is_safetensors,
         read_safetensors,
         examine_safetensors,

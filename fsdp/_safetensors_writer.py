@@ -21,7 +21,10 @@ from fsdp._safetensors import DTYPES, INDEX_SUFFIX, MAX_HEADER
 
 SUFFIX = ".safetensors"
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
-_ALIGNMENT = 8  # of the data, as in the reference implementation
+_LENGTH_BYTES = 8  # of the header's length, before it
+# Data begin at a multiple of these bytes in the file, as tensors do in memory, behind spaces, which are allowed. Where
+# the two lie differently in lines of the processor's cache, copying to and from the system's took twice the time.
+_LINE = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,9 +102,12 @@ def plan(entries: Sequence[Entry], stem: str, max_file_bytes: int | None = None)
 
 
 def _planned(name: str, entries: Sequence[Entry]) -> PlannedFile:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # without which transformers refuses it
+    header: dict[str, object] = {
+        "__metadata__": {"format": "pt"}
+    }  # older versions of transformers refuse files that do not say it
     offset, offsets = 0, {}
-    for entry in sorted(entries, key=lambda each: -each.dtype.itemsize):  # so that each is aligned
+    # So that each is aligned: what fills whole lines, and then from the largest elements to the smallest.
+    for entry in sorted(entries, key=lambda each: (each.nbytes % _LINE > 0, -each.dtype.itemsize)):
         offsets[entry.name] = offset
         header[entry.name] = {
             "dtype": KINDS[entry.dtype],
@@ -110,13 +116,13 @@ def _planned(name: str, entries: Sequence[Entry]) -> PlannedFile:
         }
         offset += entry.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    text += b" " * (-(len(text) + _LENGTH_BYTES) % _LINE)
     if len(text) > MAX_HEADER:
         raise ValueError(
             f"the names of {len(entries)} tensors need {len(text)} bytes, and a safetensors file can have "
             f"{MAX_HEADER}: divide them among several files (max_file_bytes)"
         )
-    head = len(text).to_bytes(8, "little") + text
+    head = len(text).to_bytes(_LENGTH_BYTES, "little") + text
     begins = {key: len(head) + begin for key, begin in offsets.items()}
     return PlannedFile(name, head, begins, len(head) + offset)
 
