@@ -170,7 +170,9 @@ class Runtime(FollowsOthers):
             unit.reshard(keeps_nearby=needs_backward and call.visit is None)
         self.visits.end_root(unit, output)
         if not self._running:
-            self._end_forward(keep=needs_backward)
+            # A loss may leave by another way than the output: as an attribute, say.
+            may_need_it = torch.is_grad_enabled() and not unit.reshard_after_forward
+            self._end_forward(needs_backward or (may_need_it and any(one.requires_grad for one in self.handles)))
 
     def _end_forward(self, keep: bool) -> None:
         for unit in self.units:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchsOffload
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.distributed.tensor import Shard
 
 import fsdp
 from tests._ranks import RankPool
@@ -140,6 +141,24 @@ def test_a_non_contiguous_parameter_is_refused_by_torchs(ranks: RankPool) -> Non
 def _transposed_torchs() -> None:
     with pytest.raises(NotImplementedError, match=r"non-contiguous"):
         seeded(Transposed, torchs())
+
+
+def last_dim(param: nn.Parameter) -> Shard:
+    return Shard(param.dim() - 1)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_parameter_may_be_cut_unevenly_along_another_dimension(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(assert_trains_as_plain, uneven, shard_placement_fn=last_dim)
+
+
+def test_uneven_cuts_along_another_dimension_are_refused_by_torchs(ranks: RankPool) -> None:
+    ranks(2).run(_cut_torchs)
+
+
+def _cut_torchs() -> None:
+    with pytest.raises(NotImplementedError, match=r"uneven sharding on dim 1"):
+        uneven(torchs(shard_placement_fn=last_dim))
 
 
 def test_load_state_dict_takes_whole_tensors(ranks: RankPool) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import fsdp
 from tests._ranks import RankPool
 from tests.models import Wrap
-from tests.rows import assert_same, conv_net, local, ours, torchs, uneven, wholes
+from tests.rows import assert_same, conv_net, local, ours, torchs, uneven, whole, wholes
 from tests.support import adamw, fully_sharded
 from tests.twins import once
 
@@ -135,6 +135,36 @@ def _load_other_shape(assign: bool) -> None:
     with pytest.raises(RuntimeError, match=r"gate.weight"):
         model.load_state_dict(state, assign=assign)
     model(INPUTS)
+
+
+# Cut along another dimension
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_states_of_what_is_cut_along_another_dimension(ranks: RankPool, world_size: int, tmp_path: Path) -> None:
+    ranks(world_size).run(_exchange_with_other_cuts, tmp_path)
+
+
+def last_dim(param: nn.Parameter) -> Shard:
+    return Shard(param.dim() - 1)
+
+
+def _exchange_with_other_cuts(folder: Path) -> None:
+    source, optimizer = trained(ours(shard_placement_fn=last_dim))
+    for state in (wholes(source), source.state_dict(), uneven(ours()).state_dict()):
+        model, _ = fresh(ours(shard_placement_fn=last_dim))
+        model.load_state_dict(state)
+        assert_equal_states(wholes(model), {name: whole(value) for name, value in state.items()})
+    assert_equal_states(wholes(copy.deepcopy(source)), wholes(source))
+    dcp.save(_states(source, optimizer), checkpoint_id=folder)
+    other, other_optimizer = fresh(ours())
+    states = _states(other, other_optimizer)
+    dcp.load(states, checkpoint_id=folder)
+    set_model_state_dict(other, states["model"])
+    set_optimizer_state_dict(other, other_optimizer, states["optimizer"])
+    assert_goes_on_alike((other, other_optimizer), (source, optimizer), 1e-5)
+    with pytest.raises(NotImplementedError, match=r"cut along"):
+        fsdp.save(folder / "saved", source)
 
 
 # torch.distributed.checkpoint

@@ -19,17 +19,20 @@ from tests.models import Wrap, keep
 from tests.rows import (
     Plan,
     assert_at_rest,
+    assert_same,
     assert_side_by_side,
     assert_trains_as_plain,
+    local,
     ours,
     seeded,
+    torchs,
     trained_twins,
     uneven,
 )
 from tests.twins import STEPS, Step, backward_twice, in_eval_mode, score, two_forwards_then_backwards
 
-OPTIONS: list[dict[str, Any]] = [{}, {"reshard_after_forward": False}, {"reshard_after_forward": 2}]
-every_option = pytest.mark.parametrize("options", OPTIONS, ids=["default", "kept", "nearby"])
+OPTIONS: list[dict[str, Any]] = [{}, {"reshard_after_forward": False}]
+every_option = pytest.mark.parametrize("options", OPTIONS, ids=["default", "kept"])
 
 
 @every_option
@@ -38,8 +41,10 @@ def test_every_way_to_step(ranks: RankPool, step: Step, options: dict[str, Any])
     ranks(2).run(assert_trains_as_plain, uneven, step, **options)
 
 
-def test_ways_to_step_in_turn(ranks: RankPool) -> None:
-    ranks(3).run(assert_trains_as_plain, uneven, *STEPS[:6])
+@pytest.mark.parametrize("steps", [STEPS[:6], STEPS[6:]], ids=["first", "others"])
+@pytest.mark.parametrize(("world_size", "options"), [(3, {}), (4, {"reshard_after_forward": 2})], ids=["3", "4_nearby"])
+def test_ways_to_step_in_turn(ranks: RankPool, world_size: int, options: dict[str, Any], steps: list[Step]) -> None:
+    ranks(world_size).run(assert_trains_as_plain, uneven, *steps, **options)
 
 
 # Which parameters are used
@@ -179,6 +184,44 @@ class Masking(nn.Module):
 def _train_masking() -> None:
     twins = trained_twins(partial(seeded, Masking))
     assert twins.sharded.get_parameter("mask.weight").grad is None
+
+
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "one_unit"])
+def test_a_loss_that_leaves_by_an_attribute(ranks: RankPool, nested: bool) -> None:
+    ranks(2).run(assert_trains_as_plain, partial(seeded, partial(Aside, nested=nested)), _step_aside)
+
+
+def test_a_loss_that_leaves_by_an_attribute_as_with_torchs(ranks: RankPool) -> None:
+    ranks(2).run(_compare_aside)
+
+
+class Aside(nn.Module):
+    """Its loss leaves by an attribute; what it returns needs no gradient."""
+
+    def __init__(self, wrap: Wrap, *, nested: bool = True) -> None:
+        super().__init__()
+        self.inner = (wrap if nested else keep)(nn.Linear(5, 4))
+        self.exit = nn.Linear(4, 1)
+        self.loss: list[Tensor] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found = self.exit(torch.tanh(self.inner(inputs)))
+        self.loss = [score(found)]
+        return found.detach()
+
+
+def _step_aside(model: Any, inputs: Tensor) -> None:
+    assert not model(inputs).requires_grad
+    model.loss.pop().backward()
+
+
+def _compare_aside() -> None:
+    found, expected = seeded(Aside, ours()), seeded(Aside, torchs())
+    for model in (found, expected):
+        _step_aside(model, torch.ones(2, 5))
+    for name, param in expected.named_parameters():
+        assert_same(name, local(found.get_parameter(name).grad), local(param.grad))
+    assert_at_rest(found)
 
 
 # What raises in between
