@@ -157,7 +157,7 @@ class Conversions:
         if unit.runtime is not None:
             unit.runtime.release()
         device = fn(torch.empty(0, device=unit.device)).device
-        convert = partial(_convert_tensor, unit, fn, self._gives_memory and _makes_memory(fn))
+        convert = partial(_convert_tensor, unit, fn, self._gives_memory and unit.awaits_values and _makes_memory(fn))
         unit.access.is_converting = True
         try:
             self._convert(convert, recurse)
@@ -203,7 +203,7 @@ def _makes_memory(fn: Conversion) -> bool:
     """Whether it is that of `to_empty`, and not one that copies."""
     try:
         return not fn(torch.empty(0, device="meta")).is_meta
-    except NotImplementedError:
+    except RuntimeError:  # what is on the meta device cannot be copied
         return False
 
 

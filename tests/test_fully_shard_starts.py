@@ -90,6 +90,36 @@ def _use_only_memory() -> None:
         model(INPUTS)
 
 
+class Buffered(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(5, 3)
+        self.register_buffer("shift", torch.ones(3))
+        self.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
+        self.register_buffer("mask", torch.zeros(3, dtype=torch.bool))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) + self.shift
+
+
+@pytest.mark.parametrize("to_fill", ["shift", "steps", "mask"])
+def test_buffers_without_values_are_an_error_too(ranks: RankPool, to_fill: str) -> None:
+    ranks(2).run(_fill_buffers, to_fill)
+
+
+def _fill_buffers(last: str) -> None:
+    with torch.device("meta"):
+        model: Any = Buffered()
+    ours()(model).to_empty(device="cpu")
+    model.reset_parameters()
+    others = [buffer for name, buffer in model.named_buffers() if name != last]
+    for buffer in others:
+        buffer.zero_()
+    with pytest.raises(RuntimeError, match=f"1 of its .*: {last}\\."):
+        model(INPUTS)
+    model.get_buffer(last).zero_()
+    assert model(INPUTS).isfinite().all()
+
+
 # Getting values
 
 
