@@ -50,7 +50,7 @@ class RowTransformer(nn.Module):
 
 
 def compare(what: dict[str, Any], options: dict[str, Any], **how: Any) -> None:
-    assert_side_by_side(Plan(**what, **{"steps": 4, **how}), **options)
+    assert_side_by_side(Plan(**what, **{"steps": 3, **how}), **options)
 
 
 # Dtypes

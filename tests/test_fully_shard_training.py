@@ -61,4 +61,4 @@ def test_every_pair_of_options(
     if reshard_after_forward == 2 and world_size % 2:
         reshard_after_forward = world_size
     options = {"reshard_after_forward": reshard_after_forward, "offload": offload}
-    ranks(world_size).run(_compare, what, options, make_optimizer=make_optimizer, steps=6, **training)
+    ranks(world_size).run(_compare, what, options, make_optimizer=make_optimizer, steps=4, **training)
