@@ -1,6 +1,7 @@
 """Runs the scripts in `tests/data/clients` with FairScale itself: what they call must be what it had.
 
-    python benchmarks/fairscale_clients.py      # in the environment of `record_fairscale_shards.py`
+    python benchmarks/fairscale_clients.py            # in the environment of `record_fairscale_shards.py`
+    python benchmarks/fairscale_clients.py pickles    # writes what FairScale pickles, as test data
 
 On two CPU ranks, with that module's stand-ins for CUDA. Prints how far each script is from training unsharded, and
 exits with an error if one fails.
@@ -23,7 +24,8 @@ if not __package__:  # run as a file: the folder above has `benchmarks`, `tests`
 from benchmarks._ranks import run_ranks
 from benchmarks.record_fairscale_shards import _fairscale
 
-_CLIENTS = Path(__file__).resolve().parent.parent / "tests" / "data" / "clients"
+_DATA = Path(__file__).resolve().parent.parent / "tests" / "data"
+_CLIENTS = _DATA / "clients"
 
 
 class _Dummy:
@@ -57,7 +59,19 @@ def run(name: str) -> tuple[float, float]:
     return float(losses.abs().max()), float(max(weights))
 
 
+def record_pickles() -> None:
+    """Classes of FairScale's, as its checkpoints name them."""
+    from fairscale.nn.data_parallel import TrainingState  # type: ignore[import-not-found]
+    from fairscale.nn.misc.flatten_params_wrapper import FlatParameter  # type: ignore[import-not-found]
+
+    params = [torch.nn.Parameter(torch.arange(4.0).view(2, 2)), torch.nn.Parameter(torch.arange(4.0, 7.0))]
+    torch.save({"flat": FlatParameter(params), "state": TrainingState.BACKWARD_PRE}, _DATA / "fairscale" / "pickles.pt")
+
+
 def main() -> None:
+    if sys.argv[1:] == ["pickles"]:
+        record_pickles()
+        return
     wanted = sys.argv[1:] or sorted(path.stem for path in _CLIENTS.glob("like_*.py"))
     for name in wanted:
         # Its other way of reducing hands gloo a shape that current versions of torch refuse.

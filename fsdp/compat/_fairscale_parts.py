@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ def apply_to_type(type_fn: Callable[[Any], bool], fn: Callable[[Any], Any], cont
     if isinstance(container, PackedSequence):
         return container._replace(data=apply_to_type(type_fn, fn, container.data))
     if isinstance(container, dict):
-        copied = type(container)() if type(container).__init__ is dict.__init__ else {}
+        copied = type(container)() if isinstance(container, OrderedDict) else {}
         copied.update((key, apply_to_type(type_fn, fn, value)) for key, value in container.items())
         return copied
     if isinstance(container, tuple) and hasattr(container, "_fields"):
