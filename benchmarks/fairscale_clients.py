@@ -77,7 +77,7 @@ def main() -> None:
         # Its other way of reducing hands gloo a shape that current versions of torch refuse.
         losses, weights = run_ranks(run, 2, name, environment={"ENABLE_NCCL_BASE_COLLECTIVES": "0"})[0]
         print(f"{name}: losses {losses:.1e}, weights {weights:.1e} from unsharded", flush=True)
-        if max(losses, weights) > 1e-3:
+        if max(losses, weights) > (1e-2 if name.endswith("_mixed") else 1e-3):
             sys.exit(f"{name} does not train as it should")
 
 

@@ -183,6 +183,11 @@ class TestPickles:
         assert flat.metadata() == (("0", "1"), (torch.Size([2, 2]), torch.Size([3])), (4, 3))
         torch.testing.assert_close(flat.get_param_views()[1].detach(), torch.tensor([4.0, 5.0, 6.0]))
 
+    def test_a_wrapper_of_theirs_says_what_to_save(self) -> None:
+        blank = fsdp.FullyShardedDataParallel.__new__(fsdp.FullyShardedDataParallel)
+        with pytest.raises(RuntimeError, match=r"pickled by FairScale.* save its state_dict\(\)"):
+            blank.__setstate__({"_modules": {}, "rank": 0, "process_group": "MISSING"})
+
     def test_a_shard_of_theirs_says_that_it_is_one(self) -> None:
         flat = fsdp.FlatParameter([torch.arange(4.0)])  # type: ignore[list-item]
         layers = [("layer", nn.Linear(1, 1), "weight"), ("", nn.Linear(1, 1), "bias")]
