@@ -62,7 +62,7 @@ class TestNames:
         import fairscale.nn.wrap.auto_wrap
 
         assert fairscale.nn.wrap is fsdp.wrap
-        assert sys.modules["fairscale.nn.wrap"].auto_wrap is fsdp.auto_wrap  # type: ignore[attr-defined]
+        assert sys.modules["fairscale.nn.wrap"].auto_wrap is fsdp.auto_wrap
 
     def test_a_star_import_brings_the_names(self) -> None:
         scope: dict[str, Any] = {}
@@ -189,7 +189,7 @@ class TestPickles:
             blank.__setstate__({"_modules": {}, "rank": 0, "process_group": "MISSING"})
 
     def test_a_shard_of_theirs_says_that_it_is_one(self) -> None:
-        flat = fsdp.FlatParameter([torch.arange(4.0)])  # type: ignore[list-item]
+        flat = fsdp.FlatParameter([torch.arange(4.0)])
         layers = [("layer", nn.Linear(1, 1), "weight"), ("", nn.Linear(1, 1), "bias")]
         flat.__setstate__(([4, 3], [torch.Size([2, 2]), torch.Size([3])], layers, []))
         assert flat.metadata()[0] == ("layer.weight", "bias")

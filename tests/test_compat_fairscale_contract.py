@@ -99,7 +99,7 @@ def test_lazy_init_settles_the_root_and_a_reset_forgets_it() -> None:
     model: Any = FullyShardedDataParallel(nn.Sequential(linear(), nn.Linear(2, 2)), ALONE)
     assert model._is_root is None
     model._lazy_init()
-    assert (model._is_root, model[0]._is_root) == (True, False)
+    assert [each._is_root for each in (model, model[0])] == [True, False]
     model._reset_lazy_init()
     assert model._is_root is None
     model._lazy_init()
@@ -181,7 +181,7 @@ def _read_marks() -> None:
 def test_apply_to_tensors_goes_into_any_container() -> None:
     pair = namedtuple("pair", "left right")
     packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
-    nest = OrderedDict(a=[torch.ones(1), "text"], b=pair((torch.ones(1),), None), c={"d": packed})
+    nest: Any = OrderedDict(a=[torch.ones(1), "text"], b=pair((torch.ones(1),), None), c={"d": packed})
     found = apply_to_tensors(lambda tensor: tensor + 1, nest)
     assert isinstance(found, OrderedDict)
     assert (float(found["a"][0]), found["a"][1]) == (2.0, "text")

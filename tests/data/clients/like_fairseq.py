@@ -69,7 +69,7 @@ def load_offline(checkpoints: list[Any]) -> nn.Module:
 
 
 def main() -> dict[str, Any]:
-    results = {}
+    results: dict[bool, dict[str, Any]] = {}
     for flatten_parameters in (True, False):
         model = build(flatten_parameters)
         layers = model.unwrapped_module.layers

@@ -87,7 +87,7 @@ def clip_grad_norm_(params: list[nn.Parameter], max_norm: float) -> Tensor:
     norm = squares.sqrt()
     for param in params:
         if param.grad is not None:
-            param.grad.mul_(min(max_norm / (norm + 1e-6), 1.0))
+            param.grad.mul_(min(max_norm / (float(norm) + 1e-6), 1.0))
     return norm
 
 

@@ -44,7 +44,7 @@ class TrackedGroup:
 class BigLayers:
     """A wrapper class that is only a way to make one."""
 
-    def __new__(cls, module: nn.Module, **kwargs: Any) -> Any:  # type: ignore[misc]
+    def __new__(cls, module: nn.Module, **kwargs: Any) -> Any:
         return FullyShardedDataParallel(module, **kwargs)
 
 
