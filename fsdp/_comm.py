@@ -34,7 +34,7 @@ from fsdp._communicator import LoneRank as LoneRank
 from fsdp._communicator import Messages, finish, incomplete
 from fsdp._communicator import MissingRanks as MissingRanks
 from fsdp._communicator import Pending as Pending
-from fsdp._process_groups import Group, backend_names
+from fsdp._process_groups import Group, backend_names, behind
 
 # torch 2.12 renamed these; both are looked up at each call, because tools count collectives by replacing them.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -63,7 +63,7 @@ class TorchCollectives(Communicator):
 
     def __init__(self, group: Any) -> None:
         super().__init__(group.rank(), group.size())
-        self._group = group
+        self._group, self._known = group, behind(group)  # what is gathered and reduced goes through a user's object
         self._apart: Communicator | None = None
         self.peers_answer = "fake" not in backend_names(group).values()
 
@@ -77,7 +77,7 @@ class TorchCollectives(Communicator):
 
     def apart(self) -> Communicator:
         if self._apart is None:
-            members = dist.get_process_group_ranks(self._group)
+            members = dist.get_process_group_ranks(self._known)
             group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
             self._apart = communicator(group, torch.device("cpu"))
         return self._apart
@@ -96,8 +96,8 @@ class TorchCollectives(Communicator):
         return Pending(what, (work,), lambda: tensor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
-        source = dist.get_global_rank(self._group, source)
-        work = dist.broadcast(tensor, src=source, group=self._group, async_op=True)
+        source = dist.get_global_rank(self._known, source)
+        work = dist.broadcast(tensor, src=source, group=self._known, async_op=True)
         return Pending("broadcast", (work,), lambda: tensor)
 
     def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: int) -> Pending:
@@ -107,11 +107,11 @@ class TorchCollectives(Communicator):
         return Pending(what, works, lambda: torch.empty(0))
 
     def _message(self, way: Any, tensor: Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(way, tensor, group=self._group, group_peer=peer)
+        return dist.P2POp(way, tensor, group=self._known, group_peer=peer)
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         payloads: list[Any] = [None] * self.world_size
-        dist.all_gather_object(payloads, payload, group=self._group)
+        dist.all_gather_object(payloads, payload, group=self._known)
         return payloads
 
 
@@ -248,7 +248,13 @@ def communicator(group: Group, device: torch.device) -> Communicator:
 
 
 def _kind_of(group: Group, device: torch.device) -> type[TorchCollectives]:
-    if _only_torch or not hasattr(group, "send") or backend_names(group).get(device.type) != "gloo":
+    # A user's object in front of a group is there to see collectives.
+    if (
+        _only_torch
+        or behind(group) is not group
+        or not hasattr(group, "send")
+        or backend_names(group).get(device.type) != "gloo"
+    ):
         return TorchCollectives
     return DirectExchange if device.type == "cpu" else StagedExchange
 

@@ -63,7 +63,8 @@ class FlatParameter(nn.Parameter):
     ) -> FlatParameter:
         if not isinstance(params, (list, tuple)) or not params:
             raise ValueError(f"FlatParameter needs a non-empty list or tuple of parameters, got {params!r}")
-        for param in params:
+        is_pickled = len(params) == 1 and type(params[0]) is Tensor  # by FairScale: `__setstate__` follows
+        for param in () if is_pickled else params:
             if not isinstance(param, nn.Parameter) or isinstance(param, FlatParameter) or is_dtensor(param):
                 raise ValueError(f"FlatParameter flattens plain parameters, got a {type(param).__name__}")
         dtypes = {param.dtype for param in params}
@@ -221,6 +222,14 @@ class FlatParameter(nn.Parameter):
     def metadata(self) -> tuple[tuple[str, ...], tuple[torch.Size, ...], tuple[int, ...]]:
         """Names, shapes and numbers of elements of the original parameters."""
         return self._names, self._shapes, tuple(shape.numel() for shape in self._shapes)
+
+    def __setstate__(self, state: Any) -> None:
+        """Of a pickle that FairScale made, the only ones that have a state: numels, shapes, and where each was."""
+        numels, shapes, infos, _ = state
+        names = (".".join(filter(None, (path, name))) for path, _, name in infos)
+        self._names = tuple(names) or tuple(map(str, range(len(shapes))))
+        self._shapes = tuple(map(torch.Size, shapes))
+        self._is_sharded = self.numel() != sum(numels)
 
     @torch.inference_mode(False)  # or the copy could not be trained
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fsdp._agreement import agree_on
 from fsdp._comm import LONE_RANK, Communicator, communicator
-from fsdp._process_groups import Group, default_group, number_of_groups
+from fsdp._process_groups import Group, behind, default_group, number_of_groups
 
 _HOST = torch.device("cpu")
 
@@ -194,7 +194,7 @@ def _group_of(given: Any) -> Group:
 def ranks_of(group: Any) -> Sequence[int]:
     """The numbers of a group's ranks, in its order; of the user's own objects, what can be known of them."""
     try:
-        return dist.get_process_group_ranks(group)
+        return dist.get_process_group_ranks(behind(group))
     except (ValueError, RuntimeError, KeyError, AttributeError, TypeError):
         alone = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         return [alone] if group.size() == 1 else []

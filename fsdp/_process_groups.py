@@ -15,10 +15,18 @@ class Group(Protocol):
     def size(self) -> int: ...
 
 
+def behind(group: Any) -> Any:
+    """The group that torch knows: `group` itself, or the one that an object of the user's stands before."""
+    if dist.is_available() and not isinstance(group, dist.ProcessGroup):
+        held = getattr(group, "__dict__", {}).values()
+        return next((each for each in held if isinstance(each, dist.ProcessGroup)), group)
+    return group
+
+
 def backend_names(group: Any) -> dict[str, str]:
     """Backend by device type, e.g. ``{"cpu": "gloo", "cuda": "nccl"}``; empty for a proxy that torch doesn't know."""
     try:
-        config = dist.get_backend_config(group)
+        config = dist.get_backend_config(behind(group))
     except (ValueError, RuntimeError, AttributeError, TypeError):
         return {}
     return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)

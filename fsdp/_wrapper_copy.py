@@ -45,6 +45,11 @@ class WrapperCopy(WrapperAccess):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state.pop(_END, None)
+        if "_unit" not in state:
+            raise RuntimeError(
+                "this FullyShardedDataParallel was pickled by FairScale, whose wrappers have other parts. Load it "
+                "there and save its state_dict(), or local_state_dict() with local_metadata_dict(), which load here."
+            )
         super().__setstate__(state)
         self._unit.wake()
 

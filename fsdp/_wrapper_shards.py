@@ -19,6 +19,7 @@ from fsdp._runtime import Runtime
 from fsdp._unit import Unit
 from fsdp._wrapper_local import WrapperLocal
 from fsdp._wrapper_optim import WrapperOptim
+from fsdp._wrapper_private import WrapperPrivate
 from fsdp._wrapper_sharded import WrapperSharded
 from fsdp.flatten_params_wrapper import ShardedParamsWrapper
 
@@ -27,7 +28,7 @@ from fsdp.flatten_params_wrapper import ShardedParamsWrapper
 _ALIGNED = 8
 
 
-class WrapperShards(WrapperLocal, WrapperSharded, WrapperOptim):
+class WrapperShards(WrapperPrivate, WrapperLocal, WrapperSharded, WrapperOptim):
     """The part of `FullyShardedDataParallel`'s construction that makes what it holds."""
 
     def _make_unit(self, module: nn.Module, device: torch.device, ignored: Ignored, groups: Groups) -> Unit:

@@ -1,0 +1,267 @@
+"""What clients of FairScale reach for beyond its documentation: private names, groups of their own, small helpers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp import FullyShardedDataParallel
+from fsdp._wrapper_private import INSTEAD
+from fsdp.compat._fairscale_bucketer import ReduceScatterBucketer
+from fsdp.compat._fairscale_parts import (
+    DummyProcessGroup,
+    apply_to_tensors,
+    pack_kwargs,
+    split_non_tensors,
+    unpack_kwargs,
+    unpack_non_tensors,
+)
+from tests._ranks import RankPool
+from tests.support import assert_parity, fully_sharded, nested_mlp, sgd_with_momentum
+
+ALONE = DummyProcessGroup(rank=0, size=1)
+
+
+def linear(kind: Any = FullyShardedDataParallel, **options: Any) -> Any:
+    return kind(nn.Sequential(nn.Linear(3, 2)), ALONE, **options)
+
+
+# Names with an underscore
+
+
+class Overriding(FullyShardedDataParallel):
+    """Does around each forward what some clients do."""
+
+    calls: list[str]
+    returns: Any = None
+
+    def _register_post_backward_hooks(self) -> None:
+        self.calls.append("post")
+
+    def _register_pre_backward_hooks(self, outputs: Any) -> Any:
+        assert isinstance(outputs, Tensor)
+        self.calls.append("pre")
+        return self.returns
+
+
+def test_registering_hooks_can_be_overridden() -> None:
+    model = linear(Overriding)
+    model.calls = []
+    outputs = model(torch.ones(1, 3))
+    assert model.calls == ["post", "pre"]
+    torch.testing.assert_close(outputs, linear_like(model)(torch.ones(1, 3)))  # None was returned, and is not it
+    outputs.sum().backward()
+    assert model.flat_param.grad is not None
+
+
+def test_what_an_override_returns_is_returned() -> None:
+    model = linear(Overriding)
+    model.calls, model.returns = [], "something else"
+    assert model(torch.ones(1, 3)) == "something else"
+
+
+def linear_like(model: Any) -> nn.Module:
+    plain = nn.Sequential(nn.Linear(3, 2))
+    plain.load_state_dict(model.state_dict())
+    return plain
+
+
+def test_free_full_params_gives_memory_back(ranks: RankPool) -> None:
+    ranks(2).run(_free)
+
+
+def _free() -> None:
+    model: Any = fully_sharded(reshard_after_forward=False, flatten_parameters=False)(nn.Sequential(nn.Linear(3, 2)))
+    with model.no_sync():
+        model(torch.ones(1, 3)).sum().backward()
+    is_whole = [handle.is_whole for handle in model._unit.handles]
+    assert is_whole == [True, True]
+    model._free_full_params([model.params[0]])
+    assert [handle.is_whole for handle in model._unit.handles] == [False, True]
+    model._free_full_params()
+    assert [handle.is_whole for handle in model._unit.handles] == [False, False]
+    model(torch.ones(1, 3)).sum().backward()
+
+
+def test_free_full_params_in_the_middle_of_a_forward_is_refused() -> None:
+    model = linear()
+    model.module.module.register_forward_pre_hook(lambda *_: model._free_full_params())
+    with pytest.raises(RuntimeError, match="cannot free full parameters in the middle of a forward"):
+        model(torch.ones(1, 3))
+
+
+def test_lazy_init_settles_the_root_and_a_reset_forgets_it() -> None:
+    model: Any = FullyShardedDataParallel(nn.Sequential(linear(), nn.Linear(2, 2)), ALONE)
+    assert model._is_root is None
+    model._lazy_init()
+    assert [each._is_root for each in (model, model[0])] == [True, False]
+    model._reset_lazy_init()
+    assert model._is_root is None
+    model._lazy_init()
+    model._is_root = None
+    assert model[0]._is_root is None
+
+
+@pytest.mark.parametrize("name", list(INSTEAD))
+def test_what_is_not_there_says_what_to_use_instead(name: str) -> None:
+    model = linear()
+    assert not hasattr(model, name)
+    with pytest.raises(AttributeError, match=f"no {name}, which FairScale's has: ") as error:
+        getattr(model, name)
+    assert INSTEAD[name] in str(error.value)
+
+
+def test_a_name_of_the_users_module_comes_first() -> None:
+    model = linear()
+    model.module.module._streams = "the user's"
+    assert model._streams == "the user's"
+
+
+# Groups of their own
+
+
+class Counting:
+    """A proxy of a group that counts what goes through it."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.seen: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if "gather" in name or "scatter" in name:
+            self.seen.append(name)
+        return getattr(self.group, name)
+
+
+def test_a_proxy_of_a_group_of_several_trains(ranks: RankPool) -> None:
+    ranks(3).run(_train_over_a_proxy)
+
+
+def _train_over_a_proxy() -> None:
+    proxy = Counting(dist.group.WORLD)
+    assert_parity(nested_mlp, sgd_with_momentum, wrap=fully_sharded(process_group=proxy), clip=0.1)
+    assert any("gather" in name for name in proxy.seen)
+    assert any("scatter" in name for name in proxy.seen)
+
+
+def test_a_proxy_saves_loads_and_takes_the_first_ranks_values(ranks: RankPool) -> None:
+    ranks(2).run(_save_over_a_proxy)
+
+
+def _save_over_a_proxy() -> None:
+    torch.manual_seed(dist.get_rank())
+    proxy = Counting(dist.group.WORLD)
+    model: Any = FullyShardedDataParallel(nn.Linear(3, 2), proxy, sync_module_states=True)
+    state = model.state_dict()
+    torch.manual_seed(0)
+    torch.testing.assert_close(state["weight"], nn.Linear(3, 2).weight.detach())
+    first = state if dist.get_rank() == 0 else None
+    model.load_state_dict(first, rank0_only=True)
+    assert model._unit.ranks == {0, 1}
+
+
+def test_parameters_say_that_they_are_sharded(ranks: RankPool) -> None:
+    ranks(2).run(_read_marks)
+
+
+def _read_marks() -> None:
+    model: Any = nested_mlp(fully_sharded())
+    assert all(param._is_sharded for param in model.parameters())
+    assert not any(param._is_sharded for param in linear().parameters())
+
+
+# Helpers
+
+
+def test_apply_to_tensors_goes_into_any_container() -> None:
+    pair = namedtuple("pair", "left right")
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    nest: Any = OrderedDict(a=[torch.ones(1), "text"], b=pair((torch.ones(1),), None), c={"d": packed})
+    found = apply_to_tensors(lambda tensor: tensor + 1, nest)
+    assert isinstance(found, OrderedDict)
+    assert (float(found["a"][0]), found["a"][1]) == (2.0, "text")
+    assert isinstance(found["b"], pair)
+    assert float(found["b"].left[0]) == 2.0
+    torch.testing.assert_close(found["c"]["d"].data, torch.full((3,), 2.0))
+    assert float(nest["a"][0]) == 1.0
+
+
+def test_keywords_are_packed_and_unpacked() -> None:
+    keys, values = pack_kwargs(1, 2, a=3, b=4)
+    assert (keys, values) == (("a", "b"), (1, 2, 3, 4))
+    assert unpack_kwargs(keys, values) == ((1, 2), {"a": 3, "b": 4})
+    assert unpack_kwargs((), (1,)) == ((1,), {})
+    with pytest.raises(ValueError, match="2 names and only 1 values"):
+        unpack_kwargs(("a", "b"), (1,))
+
+
+def test_tensors_are_split_from_the_rest() -> None:
+    x, y = torch.ones(1), torch.zeros(1)
+    tensors, rest = split_non_tensors((x, y, None, 3))
+    assert rest == {"is_tensor": [True, True, False, False], "objects": [None, 3]}
+    assert unpack_non_tensors(tensors, rest) == (x, y, None, 3)
+    assert unpack_non_tensors(*split_non_tensors(x)) == (x,)
+    with pytest.raises(ValueError, match="needs 2 tensors, got 1"):
+        unpack_non_tensors((x,), rest)
+
+
+# The bucketer
+
+
+def test_small_reductions_wait_for_each_other(ranks: RankPool) -> None:
+    ranks(3).run(_reduce_small_ones)
+
+
+def _reduce_small_ones() -> None:
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    found: dict[str, Tensor] = {}
+    bucketer = ReduceScatterBucketer(bucket_cap_mb=1)
+
+    def reduce(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+        inputs = [torch.full(shape, float(10 * rank + to), dtype=dtype) for to in range(world_size)]
+        bucketer.reduce_scatter_async(inputs, dist.group.WORLD, lambda result: found.update({name: result}))
+        for each in inputs:
+            each.zero_()  # callers free them
+
+    reduce("small", (2, 3))
+    reduce("double", (4,), torch.float64)
+    assert not found
+    reduce("large", (2**20,))
+    assert list(found) == ["large"]
+    with pytest.raises(RuntimeError, match=r"1 reductions of torch\.float32 wait; call flush\(\)"):
+        bucketer.teardown()
+    reduce("fills", (80000,))  # of 87381 for each rank
+    reduce("next", (80000,))
+    assert list(found) == ["large", "small", "fills"]
+    bucketer.flush()
+    assert set(found) == {"small", "double", "large", "fills", "next"}
+    for name, shape in {"small": (2, 3), "double": (4,), "fills": (80000,), "large": (2**20,)}.items():
+        expected = float(sum(10 * other + rank for other in range(world_size)))
+        torch.testing.assert_close(found[name].float(), torch.full(shape, expected))
+    bucketer.teardown()
+    assert not bucketer.buckets
+
+
+def test_without_a_bucket_nothing_waits() -> None:
+    found: list[Tensor] = []
+    ReduceScatterBucketer(bucket_cap_mb=0).reduce_scatter_async([torch.ones(2)], ALONE, found.append)
+    torch.testing.assert_close(found, [torch.ones(2)])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [([], "a tensor for each of 1, got 0"), ([torch.ones(1)] * 2, "a tensor for each of 1, got 2")],
+)
+def test_the_bucketer_wants_a_tensor_for_each_rank(inputs: list[Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ReduceScatterBucketer().reduce_scatter_async(inputs, ALONE)
+
+
+def test_the_bucketer_wants_tensors_that_are_alike() -> None:
+    with pytest.raises(ValueError, match="one shape, dtype and device"):
+        ReduceScatterBucketer().reduce_scatter_async([torch.ones(1), torch.ones(2)], DummyProcessGroup(0, 2))
