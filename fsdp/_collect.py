@@ -177,7 +177,7 @@ def is_ours(param: torch.Tensor) -> bool:
 
 def owner_of(param: torch.Tensor) -> FlatParameter | None:
     """The shard that something listed is, or is a piece of; None for other parameters."""
-    owner = param if isinstance(param, FlatParameter) else param.__dict__.get("owner")
+    owner = getattr(param, "owner", None)  # and not by __dict__, which compilers of optimizers cannot trace
     return owner if isinstance(owner, FlatParameter) else None
 
 
