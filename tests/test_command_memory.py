@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH, LAYERS = 1024, 8
 TENSOR = WIDTH * WIDTH * 4 / 2**20  # MiB
-PIECES = 10  # MiB: blocks that are read, cast and written
+PIECES = 16  # MiB: blocks that are read, cast and written, and what the allocator keeps of them
 WHOLE = 3 * LAYERS * TENSOR  # with two moments
 
 needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads Linux's /proc")
