@@ -14,6 +14,8 @@ ARGS ?=
 
 py := $(VENV)/bin/python
 install := $(py) -m pip install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+# Extras that tests use where they can be had, and a stamp for each.
+clients := $(addprefix $(VENV)/.fsdp-,transformers accelerate lightning)
 
 # Ranks share the cores: with more threads each they take turns instead of computing.
 export OMP_NUM_THREADS ?= 1
@@ -32,7 +34,7 @@ help:
 train: $(VENV)/.fsdp-train
 	$(py) -m benchmarks.launch $(if $(DATA),--data "$(DATA)") $(ARGS)
 
-test: $(VENV)/.fsdp-test $(VENV)/.fsdp-transformers
+test: $(VENV)/.fsdp-test $(clients)
 	$(py) -m pytest $(ARGS)
 
 lint: $(VENV)/.fsdp-dev
@@ -56,7 +58,7 @@ $(VENV)/.fsdp-%: $(VENV)/pyvenv.cfg setup.py $(CONSTRAINTS)
 	$(install) -e ".[$*]"
 	@touch $@
 
-# Some 30 MB that a few tests compare with. They skip without it, so an index that has it not is no failure.
-$(VENV)/.fsdp-transformers: $(VENV)/.fsdp-test
-	$(install) -e ".[transformers]" || echo "transformers could not be installed: the tests that need it are skipped"
+# The tests that need one of these skip without it, so an index that has it not is no failure.
+$(clients): $(VENV)/.fsdp-%: $(VENV)/.fsdp-test
+	$(install) -e ".[$*]" || echo "$* could not be installed: the tests that need it are skipped"
 	@touch $@

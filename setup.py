@@ -34,7 +34,10 @@ setup(
     extras_require={
         "train": ["tqdm"],
         "test": ["pytest>=8", "parameterized", "hypothesis", "safetensors"],
-        "transformers": ["transformers>=5"],  # what some tests compare with; they skip without it
+        "lightning": ["lightning>=2.6.4"],  # for fsdp.lightning; 2.6.2 and 2.6.3 were withdrawn
+        # What some tests compare with; they skip without it.
+        "transformers": ["transformers>=5"],
+        "accelerate": ["accelerate>=1.10"],
         "dev": ["ruff", "mypy"],
     },
     zip_safe=False,
