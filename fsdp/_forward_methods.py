@@ -26,7 +26,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         ValueError: if `module` is not wrapped, or has no such method.
     """
-    unit = getattr(module, "_unit", None) or unit_of(module)
+    unit = unit_of(module) or getattr(module, "_unit", None)
     if not isinstance(unit, Unit):
         raise ValueError(
             f"register_fsdp_forward_method: this {type(module).__name__} is not wrapped. Give it a "

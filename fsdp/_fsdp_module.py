@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -34,23 +34,6 @@ class FSDPModule:
         # ``type(module)(...)`` makes another module of the original class, which nobody has sharded.
         return cls.__mro__[2](*args, **kwargs)
 
-    @property
-    def _unit(self) -> Unit:
-        unit = unit_of(cast(nn.Module, self))
-        if unit is None:
-            raise RuntimeError(f"this {type(self).__name__} was not sharded: call fully_shard on it")
-        return unit
-
-    def _runtime_as_root(self, method: str) -> Runtime:
-        unit = self._unit
-        runtime = unit.ensure_runtime()
-        if runtime.root is not unit:
-            raise RuntimeError(
-                f"{method} is for the outermost module under fully_shard; '{unit.name}' lies inside "
-                f"{runtime.root.name}. Call it there."
-            )
-        return runtime
-
     # --- parameters ---------------------------------------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -64,7 +47,7 @@ class FSDPModule:
         Raises:
             RuntimeError: naming parameters without values.
         """
-        unit = self._unit
+        unit = _of(self)
         unit.ensure_runtime()
         require_values_everywhere(unit, "unshard", recurse=False)
         unit.gather()
@@ -75,8 +58,8 @@ class FSDPModule:
 
     def wait_for_unshard(self) -> None:
         """Return when an ``unshard(async_op=True)`` is done."""
-        if self._unit.is_gathering:
-            self._unit.unshard()
+        if _of(self).is_gathering:
+            _of(self).unshard()
 
     def reshard(self) -> None:
         """Give the memory of the module's own whole parameters back.
@@ -84,14 +67,14 @@ class FSDPModule:
         Raises:
             RuntimeError: while the module computes.
         """
-        unit = self._unit
+        unit = _of(self)
         if unit.state is TrainingState.FORWARD:
             raise RuntimeError(f"cannot reshard {unit.name} in the middle of its forward")
         unit.reshard()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether whole parameters are freed after forward, for this module and, with `recurse`, those inside."""
-        for unit in self._units(recurse):
+        for unit in _units(self, recurse):
             unit.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -99,16 +82,16 @@ class FSDPModule:
 
         For several backwards with the same weights. A changed shard is gathered again in any case.
         """
-        for unit in self._units(recurse):
+        for unit in _units(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """In this module's forward, gather these ahead, in this order, instead of what is expected to come next."""
-        self._unit.forward_prefetch = [module._unit for module in modules]
+        _of(self).forward_prefetch = [_of(module) for module in modules]
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """In this module's backward, gather these ahead, in this order, instead of what is expected to come next."""
-        self._unit.backward_prefetch = [module._unit for module in modules]
+        _of(self).backward_prefetch = [_of(module) for module in modules]
 
     # --- gradients ----------------------------------------------------------------------------------------------
 
@@ -119,7 +102,7 @@ class FSDPModule:
             RuntimeError: on an inner module, or inside a forward or backward.
             ValueError: for ``recurse=False`` on a module with others inside.
         """
-        runtime = self._runtime_as_root("set_requires_gradient_sync")
+        runtime = _runtime_as_root(self, "set_requires_gradient_sync")
         if not recurse and len(runtime.units) > 1:
             raise ValueError("set_requires_gradient_sync(recurse=False): all modules under one root reduce, or none")
         runtime.ensure_idle("change whether gradients are reduced", is_served=True)
@@ -139,15 +122,12 @@ class FSDPModule:
         """
         if factor <= 0:
             raise ValueError(f"gradients are divided by this: it must be positive, got {factor}")
-        self._unit.set_divide_factors(1.0, float(factor))
+        _of(self).set_divide_factors(1.0, float(factor))
 
     # --- other --------------------------------------------------------------------------------------------------
 
-    def _units(self, recurse: bool) -> list[Unit]:
-        return [unit for _, unit in units_in(self._unit)] if recurse else [self._unit]
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        for unit in self._units(recurse=True):
+        for unit in _units(self, recurse=True):
             if unit.runtime is not None:
                 unit.runtime.ensure_idle("copy the model")
                 unit.runtime.release()
@@ -156,7 +136,7 @@ class FSDPModule:
         copied = memo[id(self)] = object.__new__(type(self))
         with under_way():
             copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        copied._unit.wake()
+        _of(copied).wake()
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -164,6 +144,31 @@ class FSDPModule:
             f"a {type(self).__name__} cannot be pickled: its parameters are DTensors, whose mesh is of these "
             "processes. Save it with fsdp.save, or its state_dict() with torch.distributed.checkpoint."
         )
+
+
+# Functions, and no methods: a user's module may have those names.
+
+
+def _of(module: Any) -> Unit:
+    unit = unit_of(module)
+    if unit is None:
+        raise RuntimeError(f"this {type(module).__name__} was not sharded: call fully_shard on it")
+    return unit
+
+
+def _units(module: Any, recurse: bool) -> list[Unit]:
+    return [unit for _, unit in units_in(_of(module))] if recurse else [_of(module)]
+
+
+def _runtime_as_root(module: Any, method: str) -> Runtime:
+    unit = _of(module)
+    runtime = unit.ensure_runtime()
+    if runtime.root is not unit:
+        raise RuntimeError(
+            f"{method} is for the outermost module under fully_shard; '{unit.name}' lies inside "
+            f"{runtime.root.name}. Call it there."
+        )
+    return runtime
 
 
 @cache

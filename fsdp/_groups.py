@@ -202,7 +202,8 @@ def ranks_of(group: Any) -> Sequence[int]:
 
 # What was checked, or made, before: every unit of a model asks for the same. Groups live as long as the process.
 _checked: dict[tuple[Any, Any], frozenset[int]] = {}
-_made: dict[tuple[Any, int], tuple[Group, Group | None]] = {}  # by a machine's ranks; minus those kept nearby
+_made: dict[tuple[Any, int], tuple[Group, Group | None]] = {}
+_nearby: dict[tuple[Any, int], Group] = {}
 
 
 def _all_ranks(shard: Group, replicate: Group) -> frozenset[int]:
@@ -272,8 +273,8 @@ def _split(group: Group, local: int, given: str) -> tuple[Group, Group | None]:
     return _new_group(group, rows), _new_group(group, columns)
 
 
-def nearby_in(group: Group, size: int) -> Group:
-    """Collective the first time. Of this rank and the ones beside it in a group, so many together.
+def nearby_in(group: Group, size: int) -> Group | None:
+    """Collective the first time. Of this rank and the ones beside it in a group, so many together; None for one or all.
 
     Raises:
         ValueError: if the group cannot be cut like this.
@@ -284,10 +285,12 @@ def nearby_in(group: Group, size: int) -> Group:
             f"reshard_after_forward={size} keeps whole parameters among {size} ranks each, and {len(ranks)} ranks "
             "cannot be cut into such parts: give a number that divides theirs, True or False"
         )
-    if (group, -size) not in _made:
+    if size in (1, len(ranks)):
+        return None
+    if (group, size) not in _nearby:
         rows = [ranks[start : start + size] for start in range(0, len(ranks), size)]
-        _made[group, -size] = _new_group(group, rows), None
-    return _made[group, -size][0]
+        _nearby[group, size] = _new_group(group, rows)
+    return _nearby[group, size]
 
 
 def _new_group(group: Group, parts: Sequence[Sequence[int]]) -> Group:

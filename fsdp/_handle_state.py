@@ -127,7 +127,7 @@ class HandleState:
     def describe(self) -> str:
         """All that the ranks must agree on, as text."""
         slots = ", ".join(
-            f"{slot.name}{list(slot.shape)}" + (f" ({part})" if part else "")
+            f"{slot.name}{list(slot.shape)}{f' along {slot.dim}' if slot.dim else ''}" + (f" ({part})" if part else "")
             for slot, part in zip(self.layout.slots, self.flat_param.parts, strict=True)
         )
         kind = f"{self.flat_param.dtype} requires_grad={self.requires_grad}"

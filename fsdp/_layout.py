@@ -186,6 +186,12 @@ class Layout(ABC):
     def divided(self, slot: int, value: Tensor) -> list[Tensor]:
         """Views of a parameter in its shape, or of anything of that shape, which belong to its `places`."""
 
+    def pairs(self, full: Tensor, whole: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Views of a gathered buffer ``[padded_numel]``, and for each what it is to be copied to of a whole one."""
+        places = [place for places in self.places(full) for place in places]
+        views = self.views(whole)
+        return places, [part for slot, view in enumerate(views) for part in self.divided(slot, view)]
+
     @abstractmethod
     def clear_gaps(self, full: Tensor) -> None:
         """Write zeros where a gathered buffer holds no parameter."""
@@ -338,12 +344,6 @@ class RowsLayout(Layout):
         for place, part in zip(*self.pairs(full, whole), strict=True):
             part.copy_(place)
         return self.views(whole)
-
-    def pairs(self, full: Tensor, whole: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Views of a gathered buffer ``[padded_numel]``, and for each what it is to be copied to of a whole one."""
-        places = [place for places in self.places(full) for place in places]
-        views = self.views(whole)
-        return places, [part for slot, view in enumerate(views) for part in self.divided(slot, view)]
 
     def places(self, full: Tensor) -> list[list[Tensor]]:
         self._check(full, self.padded_numel, "gathered buffer")

@@ -140,10 +140,7 @@ class Pieces:
         """
         for slot, piece in enumerate(self.params):
             if filled[slot] and piece.grad is None:
-                piece.grad = self._unreduced(piece)
-
-    def _unreduced(self, piece: Any) -> Tensor:
-        return unreduced_gradient(piece.fqn, piece)
+                piece.grad = unreduced_gradient(piece.fqn, piece)  # type: ignore[attr-defined]  # both kinds have it
 
     @property
     def zeroed(self) -> list[int]:

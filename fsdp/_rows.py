@@ -22,7 +22,6 @@ from fsdp._dtensors import MeshPart, become, beside, held_part, is_dtensor, set_
 from fsdp._flat_param import FlatParameter, ParamInfo
 from fsdp._layout import Layout, RowsLayout, Slot
 from fsdp._pieces import Pieces
-from fsdp._placeholder import unreduced_gradient
 
 
 def placements_on(mesh: DeviceMesh, slot: Slot) -> tuple[Placement, ...]:
@@ -107,9 +106,6 @@ class RowPieces(Pieces):
         # Every rank writes to a DTensor when any does, also those that have no rows of it.
         before, self._versions = self._versions, [param._version for param in self.params]
         return [slot for slot, version in enumerate(before) if version != self.params[slot]._version]
-
-    def _unreduced(self, piece: Any) -> Tensor:
-        return unreduced_gradient(piece.fqn, piece)
 
 
 def _rows_shape(layout: Layout, slot: int, rank: int) -> torch.Size:

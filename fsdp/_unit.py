@@ -134,6 +134,8 @@ class Unit:
             "is_agreed": False,
             "incomplete": set(),
             "unpassed": set(),
+            "forward_prefetch": None,  # units that may not be copied with it
+            "backward_prefetch": None,
             "access": StateAccess(),
             "_hooks": [],
             # What moved to a unit around it is back: that may not be copied.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fsdp._dtensors import MeshPart, local_part, memory_at, memory_of, set_local_part
 from fsdp._flat_param import ParamInfo
-from fsdp._layout import Layout, RowsLayout
+from fsdp._layout import Layout
 from fsdp._placeholder import Placeholder, is_model_under_way, sharded_message, sharded_weight, valueless_weight
 
 
@@ -32,10 +32,8 @@ class Copies(NamedTuple):
     targets: list[Tensor]
 
     @classmethod
-    def between(cls, layout: Layout, full: Tensor) -> Copies | None:
+    def between(cls, layout: Layout, full: Tensor) -> Copies:
         """For a layout that does not gather parameters as they are shown."""
-        if not isinstance(layout, RowsLayout):
-            return None
         gathered = full.new_empty(layout.padded_numel)
         made = cls(gathered, gathered.nbytes, *layout.pairs(gathered, full.detach()[: layout.whole_numel]))
         gathered.untyped_storage().resize_(0)

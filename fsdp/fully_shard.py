@@ -125,12 +125,17 @@ def fully_shard(
     tied: dict[nn.Parameter, Places] = {}
     found = collect(module, ignored, tied, claimed_in(module), with_values=False)
     mesh = _whole_mesh(module) if mesh is None else mesh
-    groups = Groups.resolve(mesh, None, bool(reshard_after_forward))
+    groups = Groups.resolve(mesh, None)
     _check_params(found, groups.replicas)
     dims = {param: _dim_of(places[0].fqn, param, shard_placement_fn) for param, places in found.items()}
     reshards, nearby = _resharding(reshard_after_forward, groups)
     params_are_on = device_of(found) or served_device(groups.shard)
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+    if tied:
+        from fsdp._splitting import split_off  # imports DTensor
+
+        for param in tied:
+            split_off(param, lender_of(param))
     unit = _make_unit(module, groups, device, ignored, _precision(mp_policy), reshards)
     try:
         _shard(unit, groups, found, dims, mesh, _offload(offload_policy), nearby)
@@ -140,11 +145,6 @@ def fully_shard(
     if device != params_are_on:
         _move_buffers(module, device)
     unit.rename(type(module).__name__)
-    if tied:
-        from fsdp._splitting import split_off  # imports DTensor
-
-        for param in tied:
-            split_off(param, lender_of(param))
     unit.wanted = wanted(tied)
     unit.restore_order()
     guard(unit, lists_parts=True)
@@ -231,8 +231,7 @@ def _resharding(asked: Any, groups: Groups) -> tuple[bool, Group | None]:
         return asked is not False, None
     if not isinstance(asked, int):
         raise TypeError(f"reshard_after_forward must be True, False, None or a number of ranks, got {asked!r}")
-    near = nearby_in(groups.shard, asked)
-    return asked > 1, near if 1 < asked < groups.shard.size() else None
+    return asked > 1, nearby_in(groups.shard, asked)
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:
@@ -318,10 +317,11 @@ def _precision(policy: Any) -> Precision:
 
 
 def _offload(policy: Any) -> Offload:
-    if type(policy).__name__ == "CPUOffloadPolicy":
+    kinds = {kind.__name__ for kind in type(policy).__mro__}  # torch's are taken too
+    if "CPUOffloadPolicy" in kinds:
         if not policy.pin_memory and torch.cuda.is_available():
             raise ValueError("CPUOffloadPolicy(pin_memory=False): host memory is always pinned; leave it out")
         return Offload(params=True, grads=True)
-    if type(policy).__name__ != "OffloadPolicy":
+    if "OffloadPolicy" not in kinds:
         raise TypeError(f"offload_policy must be CPUOffloadPolicy() or OffloadPolicy(), got {policy!r}")
     return Offload()

@@ -280,3 +280,27 @@ class Syncing(nn.Linear):
 def _sync_inside() -> None:
     with pytest.raises(RuntimeError, match="in the middle of a forward"):
         fsdp.fully_shard(Syncing(5, 3))(INPUTS)
+
+
+def test_ranks_that_cut_along_other_dimensions_are_told_which(ranks: RankPool) -> None:
+    ranks(2).run(_cut_along_other_dimensions)
+
+
+def _cut_along_other_dimensions() -> None:
+    model = fsdp.fully_shard(nn.Linear(4, 4, bias=False), shard_placement_fn=lambda _: Shard(dist.get_rank()))
+    with pytest.raises(RuntimeError, match=r"weight\[4, 4\] along 1"):
+        model(torch.ones(2, 4))
+
+
+def test_a_tie_that_comes_too_late_leaves_the_module_as_it_was(ranks: RankPool) -> None:
+    ranks(1).run(_tie_after_first_use)
+
+
+def _tie_after_first_use() -> None:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    fsdp.fully_shard(first)(torch.ones(2, 4))
+    with pytest.raises(RuntimeError, match="Call fully_shard on all modules before the first forward"):
+        fsdp.fully_shard(second)
+    assert type(second) is nn.Linear
+    assert type(second.bias) is nn.Parameter

@@ -20,6 +20,7 @@ from fsdp import FSDPModule, UnshardHandle
 from fsdp._handle import FlatParamHandle
 from fsdp._nearby import Nearby
 from fsdp._placeholder import Placeholder
+from fsdp._unit import unit_of
 from tests._ranks import RankPool
 from tests.models import Wrap
 from tests.rows import (
@@ -408,3 +409,35 @@ def _weigh() -> None:
         with torch.no_grad():
             model(INPUTS)
         assert live_bytes() - before == shards
+
+
+def test_an_inner_module_may_be_unsharded_before_the_outermost_one_is_used(ranks: RankPool) -> None:
+    ranks(2).run(_unshard_inner_first)
+
+
+def _unshard_inner_first() -> None:
+    inner = fsdp.fully_shard(nn.Linear(4, 4))
+    model = fsdp.fully_shard(nn.Sequential(inner, nn.Linear(4, 2)))
+    inner.unshard()  # type: ignore[operator]
+    model(torch.ones(2, 4)).sum().backward()
+    units = [unit_of(inner), unit_of(model)]
+    assert [unit is not None and unit.reshard_after_forward for unit in units] == [True, False]
+
+
+class WithNamesOfItsOwn(nn.Linear):
+    """What a user's module may be called inside is not ours."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self._unit, self._units = "metres", ["metres"]
+
+
+def test_a_module_keeps_attributes_that_are_called_as_ours_are(ranks: RankPool) -> None:
+    ranks(1).run(_shard_one_with_names)
+
+
+def _shard_one_with_names() -> None:
+    module: Any = fsdp.fully_shard(WithNamesOfItsOwn())
+    fsdp.register_fsdp_forward_method(module, "forward")
+    module.set_reshard_after_backward(False)
+    assert (module._unit, module._units) == ("metres", ["metres"])
