@@ -221,15 +221,16 @@ def _copy_synced(source: str, target: str) -> None:
     else:
         shutil.copy2(source, target, follow_symlinks=False)
         if not os.path.islink(target):
-            _sync(target)
+            sync(target)
 
 
 def _sync_folder(path: str) -> None:
     with suppress(OSError):  # not every file system knows how
-        _sync(path)
+        sync(path)
 
 
-def _sync(path: str) -> None:
+def sync(path: str) -> None:
+    """Have the disk keep a file, or the names in a folder."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -11,6 +11,8 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from fsdp._checkpoint_folder import sync
+
 WRITING, REPLACED = ".converting", ".replaced"
 
 
@@ -39,9 +41,9 @@ def new_place(path: str, *, is_folder: bool, overwrite: bool, own: re.Pattern[st
     try:
         yield part
         for name in (*_inside(part), part):
-            _sync(name)
+            sync(name)
         _replace(part, place)
-        _sync(os.path.dirname(place))
+        sync(os.path.dirname(place))
     except BaseException:
         remove(part)
         raise
@@ -63,15 +65,6 @@ def _require_own(place: str, is_folder: bool, own: re.Pattern[str]) -> None:
 
 def _inside(part: str) -> list[str]:
     return [os.path.join(part, name) for name in os.listdir(part)] if os.path.isdir(part) else []
-
-
-def _sync(path: str) -> None:
-    """Have the disk keep a file, or the names in a folder."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _replace(part: str, place: str) -> None:

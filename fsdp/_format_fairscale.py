@@ -115,8 +115,7 @@ def read_fairscale(path: str, choices: Choices) -> Source:
     Raises:
         ValueError: also for choices that are none here.
     """
-    if choices.model_key is not None or choices.optimizer_key is not None:
-        raise ValueError(f"{path}: weights, metadata and optimizer are found by what is in them: leave out the options")
+    choices.refuse_keys(path)
     return open_fairscale(
         path,
         optimizer=choices.optimizer_files,

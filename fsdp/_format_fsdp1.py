@@ -128,8 +128,7 @@ def read_fsdp1(path: str, choices: Choices) -> Source:
     Raises:
         ValueError: also for choices that are none here.
     """
-    if choices.model_key is not None or choices.optimizer_key is not None:
-        raise ValueError(f"{path}: model and optimizer are found by what is in them: leave out the options")
+    choices.refuse_keys(path)
     return open_fsdp1(
         path,
         optimizer=choices.optimizer_files,

@@ -58,6 +58,11 @@ class Choices:
     like: str | None = None
     optimizer_files: str | None = None
 
+    def refuse_keys(self, path: str) -> None:
+        """Raise ValueError if the user has said where something is in a tree that is not searched."""
+        if self.model_key is not None or self.optimizer_key is not None:
+            raise ValueError(f"{path}: model and optimizer are found by what is in them: leave out their keys")
+
 
 def is_tensor(value: Any) -> bool:
     """Whether it is a tensor that can be read."""
