@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp import _checkpoint_load, _checkpoint_save
-from fsdp._checkpoint_background import Saver as Saver
-from fsdp._checkpoint_folder import newest as newest
-from fsdp._checkpoint_folder import steps as steps
-from fsdp._checkpoint_load import Loaded as Loaded
-from fsdp._checkpoint_manifest import complete
-from fsdp._checkpoint_save import Saved as Saved
-from fsdp._examine import examine_ours
+from fsdp._checkpoint import load as _load
+from fsdp._checkpoint import save as _save
+from fsdp._checkpoint.background import Saver as Saver
+from fsdp._checkpoint.folder import newest as newest
+from fsdp._checkpoint.folder import steps as steps
+from fsdp._checkpoint.load import Loaded as Loaded
+from fsdp._checkpoint.manifest import complete
+from fsdp._checkpoint.save import Saved as Saved
+from fsdp._formats.examine import examine_ours
 
 
 def save(
@@ -67,14 +68,14 @@ def save(
             number; it names parameter, key and shape.
         NotImplementedError: for `DTensor`s.
     """
-    place = _checkpoint_save.Place(path, step, keep)
-    found, ranks, units = _checkpoint_save.prepare(
+    place = _save.Place(path, step, keep)
+    found, ranks, units = _save.prepare(
         model, optimizer, values, dtype=dtype, max_file_bytes=max_file_bytes, generators=generators
     )
     try:
-        return _checkpoint_save.write(place, found, ranks)
+        return _save.write(place, found, ranks)
     finally:
-        _checkpoint_save.release(units)
+        _save.release(units)
 
 
 def load(
@@ -112,7 +113,7 @@ def load(
             then: load another checkpoint. If an optimizer is given, and the checkpoint has none.
         OSError: if a file cannot be read.
     """
-    return _checkpoint_load.load(path, model, optimizer, strict=strict, generators=generators)
+    return _load.load(path, model, optimizer, strict=strict, generators=generators)
 
 
 def verify(path: str | os.PathLike[str]) -> int:
