@@ -14,9 +14,10 @@ from fsdp._checkpoint.background import Saver as Saver
 from fsdp._checkpoint.folder import newest as newest
 from fsdp._checkpoint.folder import steps as steps
 from fsdp._checkpoint.load import Loaded as Loaded
-from fsdp._checkpoint.manifest import complete
+from fsdp._checkpoint.manifest import Manifest, complete
 from fsdp._checkpoint.save import Saved as Saved
 from fsdp._formats.examine import examine_ours
+from fsdp._plain_values import decoded
 
 
 def save(
@@ -44,9 +45,9 @@ def save(
     Args:
         path: the folder. One that is a checkpoint, or empty, is replaced.
         model: wrapped, or with units inside, or plain, which all ranks of the default process group then have alike.
-        optimizer: of the model's parameters; None saves none. State with a value for each element of a parameter is
-            saved as tensors of the parameter's shape, numbers and parameter groups by the parameters' names. Of other
-            shapes it is an error.
+        optimizer: of the model's parameters, or a list of several, each of its own; None saves none. State with a value
+            for each element of a parameter is saved as tensors of the parameter's shape, numbers and parameter groups
+            by the parameters' names. Of other shapes it is an error.
         step: save to ``step-00000100`` in the folder `path` instead, which `newest` finds.
         keep: with `step`, remove all such checkpoints but those of so many highest steps, when this one is there.
         values: of the first rank: None, numbers, strings, bytes, lists, tuples, dicts, and tensors up to 1 MiB each.
@@ -64,8 +65,8 @@ def save(
             for units with other ranks than the outermost one; on every rank, naming the reason, if another one fails.
         OSError: if this rank cannot write: the disk is full, the folder read-only, the path a file or no checkpoint.
         TypeError: for `values` of other types; says where. For what is no model, optimizer, number or float dtype.
-        ValueError: for an optimizer of other parameters, or with state that is neither of the parameter's shape nor a
-            number; it names parameter, key and shape.
+        ValueError: for an optimizer of other parameters, or two of the same; for state that is neither of the
+            parameter's shape nor a number; it names parameter, key and shape.
         NotImplementedError: for `DTensor`s.
     """
     place = _save.Place(path, step, keep)
@@ -96,8 +97,8 @@ def load(
     Args:
         path: its folder. What a save that was killed has left beside it is found, too.
         model: with units, or without; not a part of a wrapped module.
-        optimizer: of the model's parameters, in groups as they were when it was saved; they get the saved settings.
-            None leaves out what the checkpoint has of one.
+        optimizer: of the model's parameters, or a list of several, in groups as they were when it was saved; they get
+            the saved settings. None leaves out what the checkpoint has of one.
         strict: raise for missing and unexpected keys of the model. An optimizer fits or does not.
         generators: have this rank's random number generators go on from where they were saved, if there are as many
             ranks now.
@@ -114,6 +115,19 @@ def load(
         OSError: if a file cannot be read.
     """
     return _load.load(path, model, optimizer, strict=strict, generators=generators)
+
+
+def values(path: str | os.PathLike[str]) -> Any:
+    """The `values` that a checkpoint was saved with. In one process, and without reading a tensor.
+
+    Args:
+        path: its folder.
+
+    Raises:
+        FileNotFoundError: if there is no complete checkpoint.
+        ValueError: if what describes it is damaged.
+    """
+    return decoded(Manifest.read(complete(path)).values)
 
 
 def verify(path: str | os.PathLike[str]) -> int:

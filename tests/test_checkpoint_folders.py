@@ -139,7 +139,7 @@ def test_what_killed_saves_have_left_is_no_checkpoint_and_is_removed(tmp_path: P
         (tmp_path / name / "not-a-checkpoint").touch()
     newest = checkpoint.newest(tmp_path)
     assert newest == tmp_path / "step-00000002"
-    assert fsdp.load(newest, nested_mlp()).values == 2
+    assert fsdp.load(newest, nested_mlp()).values == checkpoint.values(newest) == 2
     fsdp.save(tmp_path, nested_mlp(), step=3, keep=1)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["step-00000003", "step-00000009.saving"]
 

@@ -16,6 +16,7 @@ from fsdp._checkpoint.checked_files import CheckedFiles
 from fsdp._checkpoint.generators import set_generator_states
 from fsdp._checkpoint.model import Stored, size_of, stored_tensors
 from fsdp._checkpoint.optim import StatePlan, give_state, plan_state, read_state, release_state
+from fsdp._checkpoint.several import as_one
 from fsdp._formats.dcp import is_dcp, read_dcp
 from fsdp._formats.files import is_ours, read_ours
 from fsdp._formats.source import Source, TensorReader
@@ -55,7 +56,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
         problems += _extra_problems(extra, source) if strict else []
         state = None
         if optimizer is not None:
-            state = _SavedState(optimizer, source, everyone)
+            state = _SavedState(as_one(optimizer), source, everyone)
             what = f"load {source.path}"
             problems += done_by_all(everyone, what, lambda: state.problems(stored_tensors(model, units)))
         problem = RuntimeError(does_not_fit(source.path, model, problems)) if problems else None

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fsdp._agreement import Ranks, from_everyone
 from fsdp._checkpoint.model import Stored, parts_of
 from fsdp._checkpoint.safetensors_writer import KINDS, Entry, Part
+from fsdp._checkpoint.several import kind_of
 from fsdp._collect import owner_of
 from fsdp._dtensors import local_part
 from fsdp._formats.source import TensorReader
@@ -79,7 +80,7 @@ def seen_by(optimizer: Any, tensors: Mapping[str, Stored]) -> list[list[Seen]]:
         for place, param in enumerate(group["params"]):
             if id(param) not in known:
                 raise ValueError(
-                    f"{type(optimizer).__name__}: parameter {place} of group {number}, of shape {list(param.shape)}, "
+                    f"{kind_of(optimizer)}: parameter {place} of group {number}, of shape {list(param.shape)}, "
                     "is not of this model as it is wrapped now. Make the optimizer from model.parameters(), or hand "
                     "over one that was made before wrapping (reshard_optimizer)."
                 )
@@ -185,7 +186,7 @@ def state_entries(
                     entries.append(Entry(f"{member.name}/{key}", DTYPES[kind[1]], member.target.shape, parts))
     options = [_options(group) for group in optimizer.param_groups]
     rest = {
-        "optimizer": type(optimizer).__name__,
+        "optimizer": kind_of(optimizer),
         "groups": [
             {"options": encoded(each, f"param_groups[{number}]"), "params": _names(group)}
             for number, (each, group) in enumerate(zip(options, groups, strict=True))
@@ -272,7 +273,7 @@ def _kind_problems(optimizer: Any, rest: Any) -> list[str]:
 
     By the settings, since subclasses may share them, and with torch's versions the same class may get more.
     """
-    kind, saved = type(optimizer).__name__, rest.get("optimizer")
+    kind, saved = kind_of(optimizer), rest.get("optimizer")
     wanted, given = ({key for group in groups for key in group} for groups in _settings(optimizer, rest))
     if not saved or kind == saved or wanted == given:
         return []

@@ -36,6 +36,7 @@ from fsdp._checkpoint.model import (
 )
 from fsdp._checkpoint.optim import Seen, kinds_of_all, kinds_on_rank, seen_by, state_entries
 from fsdp._checkpoint.safetensors_writer import Entry, PlannedFile, create, index_name, index_of, plan, write_parts
+from fsdp._checkpoint.several import as_one
 from fsdp._checkpoint.stream import Senders, sees_folder
 from fsdp._model_tensors import extra_states, handles_of, outermost_units, prepared
 from fsdp._plain_values import encoded
@@ -143,7 +144,7 @@ def prepare(
 
     found, tensors = done_by_all([ranks], "prepare its part of a checkpoint", look)
     if optimizer is not None:
-        found = _with_optimizer(found, optimizer, tensors, ranks, max_file_bytes)
+        found = _with_optimizer(found, as_one(optimizer), tensors, ranks, max_file_bytes)
     content = [json.dumps(found.optimizer_rest).encode(), *(file.head for each in found.sets for file in each.files)]
     digest = hashlib.sha256(b"".join(content)).hexdigest()
     count = sum(len(each.entries) for each in found.sets)
