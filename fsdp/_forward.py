@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Hashable
 from enum import Enum, auto
 from functools import cache
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,6 +71,7 @@ class ForwardHooks:
     def __init__(self, unit: Unit, clear_autocast_cache: bool) -> None:
         self._unit = unit
         self._clear_autocast_cache = clear_autocast_cache
+        self._nested = 0  # calls of the module inside of its own call: parts of it
 
     def register(self) -> list[RemovableHandle]:
         """Put the hooks on the module. Returns what removes them."""
@@ -82,7 +84,11 @@ class ForwardHooks:
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The module is about to compute. Returns its arguments if they were cast."""
-        self._unit.ensure_runtime().before_forward(self._unit, (args, kwargs))
+        if self._unit.state is TrainingState.FORWARD and self._is_inside_its_call():
+            self._nested += 1
+        else:
+            self._nested = 0
+            self._unit.ensure_runtime().before_forward(self._unit, (args, kwargs))
         return self._cast_inputs((args, kwargs))
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -90,6 +96,9 @@ class ForwardHooks:
         unit = self._unit
         if unit.runtime is None:
             return None
+        if self._nested:
+            self._nested -= 1
+            return cast_floats(output, unit.precision.output)
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
             return cast_floats(output, unit.precision.output)
         # torch calls this hook with None while it handles an exception of the forward.
@@ -111,6 +120,18 @@ class ForwardHooks:
             self._unit.ensure_runtime().give_up_forward(self._unit)
             raise
         return self.after(self._unit.module, args, output)
+
+    def _is_inside_its_call(self) -> bool:
+        """Whether the module runs further down the stack, and was not left there by an exception that nobody saw."""
+        frame: FrameType | None = sys._getframe(1)
+        calls = 0
+        while frame is not None and calls < 2:  # the first is the one that begins
+            if frame.f_code is nn.Module._call_impl.__code__:
+                calls += frame.f_locals.get("self") is self._unit.module
+            elif frame.f_code is ForwardHooks.around.__code__:
+                calls += frame.f_locals.get("self") is self
+            frame = frame.f_back
+        return calls == 2
 
     def _cast_inputs(self, inputs: Any) -> Any:
         unit, kind = self._unit, self._unit.precision.inputs

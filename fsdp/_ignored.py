@@ -37,6 +37,10 @@ class Ignored:
             | {param for module in inside for param in module._parameters.values() if param is not None},
         )
 
+    def __or__(self, other: Ignored) -> Ignored:
+        """What either of them leaves alone."""
+        return Ignored(self.modules | other.modules, self.parameters | other.parameters)
+
     def check(self, taken_by: Callable[[Tensor], str | None], sharded: Iterable[ParamInfo]) -> None:
         """Raise ValueError if an inner unit has taken what is ignored now.
 

@@ -30,7 +30,24 @@ def watch_optimizers() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """A closure makes the gradients in the middle of the step: then is the time to look at them."""
+    closure = kwargs.get("closure") or next((each for each in args[1:2] if callable(each)), None)
+    if closure is None:
+        _prepare(optimizer)
+        return None
+
+    def then_prepare() -> Any:
+        loss = closure()
+        _prepare(optimizer)
+        return loss
+
+    if kwargs.get("closure") is not None:
+        return args, {**kwargs, "closure": then_prepare}
+    return (*args[:1], then_prepare, *args[2:]), kwargs
+
+
+def _prepare(optimizer: torch.optim.Optimizer) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     ours = _ours(params)
     for param in ours:

@@ -236,7 +236,12 @@ class ConfigAutoWrap:
 
     @staticmethod
     def recursive_wrap(
-        module: nn.Module, auto_wrap_policy: AutoWrapPolicy | None, module_is_root: bool = True, **kwargs: Any
+        module: nn.Module,
+        auto_wrap_policy: AutoWrapPolicy | None,
+        module_is_root: bool = True,
+        *,
+        keep_wrapped: bool = False,
+        **kwargs: Any,
     ) -> tuple[nn.Module, int]:
         """What `auto_wrap` does, returning also the number of parameters that are in a unit now.
 
@@ -245,9 +250,10 @@ class ConfigAutoWrap:
         policy = ConfigAutoWrap.auto_wrap_policy if auto_wrap_policy is None else auto_wrap_policy
         if not ConfigAutoWrap.in_autowrap_context or policy is None:
             raise RuntimeError("recursive_wrap needs an active context: call it inside of enable_wrap(...).")
-        _refuse_wrapped(module, ConfigAutoWrap.wrapper_cls)
+        wrapped = _wrapped_in(module, ConfigAutoWrap.wrapper_cls, is_allowed=keep_wrapped)
         settings = {**ConfigAutoWrap.kwargs, **kwargs}
         ignored = Ignored.of(settings.get("ignored_modules"), settings.get("ignored_parameters"))
+        ignored |= Ignored.of(wrapped, None)
         graph = ModuleGraph(module, ignored)
         plan = make_plan(graph, policy, module_is_root)
         log_ties(graph, plan)
@@ -320,7 +326,9 @@ def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
     return wrapper_cls(module, **{**ConfigAutoWrap.kwargs, **own_config, **overrides})
 
 
-def auto_wrap(module: nn.Module, auto_wrap_policy: AutoWrapPolicy | None = None, **kwargs: Any) -> nn.Module:
+def auto_wrap(
+    module: nn.Module, auto_wrap_policy: AutoWrapPolicy | None = None, *, keep_wrapped: bool = False, **kwargs: Any
+) -> nn.Module:
     """Wrap what a policy picks among a module and everything in it; outside of `enable_wrap`, change nothing.
 
     The children are replaced in place and the module, wrapped or not, is returned; it is wrapped itself only
@@ -338,12 +346,15 @@ def auto_wrap(module: nn.Module, auto_wrap_policy: AutoWrapPolicy | None = None,
     module as it was. When `wrapper_cls` raises, the units that it has made already stay in place.
 
     Args:
-        module: the root of what may be wrapped; nothing in it may be wrapped by `wrapper_cls` yet.
+        module: the root of what may be wrapped. It may not be wrapped by `wrapper_cls` yet, and neither may anything
+            in it without `keep_wrapped`.
         auto_wrap_policy: `policy(module=, recurse=, unwrapped_params=, module_is_root=) -> bool`; default:
             the context's. It is asked with `recurse=True` from the top down whether to go into a module (no:
             neither the module nor anything in it is wrapped, also where that occurs elsewhere), then with
             `recurse=False` from the bottom up whether to wrap it. `unwrapped_params` counts the elements of
             the parameters that are in no inner unit, each parameter once.
+        keep_wrapped: leave what is wrapped already as it is, and wrap what is left: a policy that picks a module around
+            it gets the rest. False refuses, as FairScale does.
         **kwargs: keywords for every wrapper made here; they win over the context's and a `wrapper_config`. What
             `ignored_modules` and `ignored_parameters` name, here or in the context, is not counted, and in no unit.
 
@@ -354,19 +365,27 @@ def auto_wrap(module: nn.Module, auto_wrap_policy: AutoWrapPolicy | None = None,
     """
     if not ConfigAutoWrap.in_autowrap_context:
         return module
-    wrapped, _ = ConfigAutoWrap.recursive_wrap(module, auto_wrap_policy, module_is_root=True, **kwargs)
+    wrapped, _ = ConfigAutoWrap.recursive_wrap(
+        module, auto_wrap_policy, module_is_root=True, keep_wrapped=keep_wrapped, **kwargs
+    )
     return wrapped
 
 
-def _refuse_wrapped(root: nn.Module, wrapper_cls: Callable[..., nn.Module] | None) -> None:
-    while isinstance(wrapper_cls, functools.partial):
-        wrapper_cls = wrapper_cls.func
-    if not isinstance(wrapper_cls, type):
-        return  # a plain function: there is no telling what it returns
+def _wrapped_in(root: nn.Module, wrapper_cls: Callable[..., nn.Module] | None, is_allowed: bool) -> list[nn.Module]:
+    kind: Any = wrapper_cls
+    while isinstance(kind, functools.partial):
+        kind = kind.func
+    if not isinstance(kind, type):
+        return []  # a plain function: there is no telling what it returns
+    found: list[nn.Module] = []
     for name, module in root.named_modules():
-        if isinstance(module, wrapper_cls):
+        if not isinstance(module, kind):
+            continue
+        found.append(module)
+        if module is root or not is_allowed:
             where = f"{name!r} in {type(root).__name__}" if name else "the module itself"
             raise ValueError(
-                f"auto_wrap found that {where} is wrapped by {wrapper_cls.__name__} already. Call auto_wrap "
-                "before wrapping anything inside, or wrap what is left with wrap(...)."
+                f"auto_wrap found that {where} is wrapped by {kind.__name__} already. Call auto_wrap "
+                "before wrapping anything inside, or wrap what is left with auto_wrap(..., keep_wrapped=True)."
             )
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from typing import Any
 
 # Before torch is imported here or in the workers: ranks share the cores, one thread each.
@@ -19,6 +20,7 @@ pytest.register_assert_rewrite("tests.support")
 
 from tests._ranks import RankPool, Ranks  # noqa: E402
 
+LitRanks = Callable[[int], Ranks]
 POOL = pytest.StashKey[RankPool]()
 
 
@@ -46,6 +48,12 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     request.config.stash[POOL] = pool
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def lit_ranks(ranks: RankPool) -> LitRanks:
+    """`ranks`, with the patience that the first import of Lightning in a worker may need on a busy machine."""
+    return partial(ranks, timeout=240.0)
 
 
 @pytest.fixture(scope="session")

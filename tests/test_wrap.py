@@ -356,6 +356,22 @@ def test_something_wrapped_inside_is_refused_by_name_before_anything_changes():
         auto_wrap(model, at_least(30))
 
 
+def test_what_is_wrapped_already_can_be_kept_and_the_rest_is_wrapped_around_it():
+    inner = Unit(nn.Sequential(linear(), linear()))
+    model = nn.Sequential(linear(), nn.Sequential(linear(), inner), nn.Sequential(inner))
+    with enable_wrap(wrapper_cls=Unit):
+        policy = Recorder(lambda recurse, unwrapped_params, **_: recurse or unwrapped_params > 30)
+        root = auto_wrap(model, policy, keep_wrapped=True)
+        assert units(root) == ["", "1.1", "2.0"], "only the root has more than 30 parameters left"
+        assert policy.counts(recurse=False)[model] == 60
+        assert inner not in policy.counts(recurse=True)
+    again = nn.Sequential(linear(), nn.Sequential(linear(), inner), nn.Sequential(inner))
+    with enable_wrap(wrapper_cls=Unit):
+        assert units(auto_wrap(again, lambda **_: True, keep_wrapped=True)) == ["", "0", "1", "1.0", "1.1", "2.0"]
+        with pytest.raises(ValueError, match="the module itself is wrapped by Unit already"):
+            auto_wrap(inner, at_least(30), keep_wrapped=True)
+
+
 def test_lazy_parameters_can_not_be_counted():
     with pytest.raises(ValueError, match=r"count '1\.weight'.*LazyLinear.*Run the model once"):
         auto_wrapped(nn.Sequential(linear(), nn.LazyLinear(3)), at_least(30))

@@ -267,7 +267,7 @@ class FullyShardedStrategy(DDPStrategy):
             self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
         with self._wrapping():
-            wrapped = auto_wrap(module)
+            wrapped = auto_wrap(module, keep_wrapped=True)
             if not module.automatic_optimization:
                 wrap_called(module)
         if not isinstance(wrapped, FullyShardedDataParallel):
