@@ -128,6 +128,7 @@ ROOMS: dict[str, set[str]] = {
     "runtime": {
         "_runtime",
         "_unit",
+        "_wishes",
         "_agreement",
         "_schedule",
         "_reductions",
