@@ -29,7 +29,7 @@ from benchmarks.record_fairscale_shards import _OUT, Case, _theirs
 from fsdp._formats.convert import content_of
 from fsdp._formats.convert_fairscale import write_fairscale
 from fsdp._formats.fairscale import open_fairscale
-from fsdp._formats.stitched import StitchedReader, stitched
+from fsdp._formats.stitched import reader_of, stitched
 
 
 class Program(NamedTuple):
@@ -98,7 +98,7 @@ def check_ours(folder: str, name: str) -> None:
     source = open_fairscale(folder)
     whole = {key: torch.arange(each.shape.numel()).view(each.shape).to(each.dtype) for key, each in _all(source)}
     if rank == 0:
-        other = replace(source, model=StitchedReader("others", [stitched(*each) for each in whole.items()]))
+        other = replace(source, model=reader_of("others", [stitched(*each) for each in whole.items()]))
         write_fairscale(str(new), content_of(other), folder, overwrite=True, advance=lambda _: None)
     dist.barrier()
     saved = torch.load(new / program.file.format(rank=rank), weights_only=True)

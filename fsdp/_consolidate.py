@@ -12,9 +12,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fsdp._formats.stitched import Stitched, cut, stitched
+from fsdp._formats.stitched import Elements, Stitched, cut, is_tensor, memory_of, stitched
 from fsdp._names import clean_name, join
 
 _ENTRY = ("fsdp_path", "params", "no_broadcast_optim_state", "shared_param_info")
@@ -68,7 +67,7 @@ def put_together(shards: Sequence[Shard], with_module_buffers: bool, strict: boo
     for name in first.buffer_names if with_module_buffers else ():
         if first.has(name) or strict:
             value = first.get(name)
-            whole[name] = stitched(name, value) if isinstance(value, Tensor) else value
+            whole[name] = stitched(name, value) if is_tensor(value) else value
     _add_unlisted(whole, first, with_module_buffers, strict)
     return whole
 
@@ -174,7 +173,7 @@ class Backing:
 
     Attributes:
         key: under which it is in the weights.
-        pieces: what the ranks hold of it, without padding; flat.
+        pieces: what the ranks hold of it, without padding.
         names: of the parameters in it.
     """
 
@@ -187,16 +186,17 @@ class Backing:
         self._check_order(shards)
         self._check_size(shards)
 
-    def _piece(self, shard: Shard, padding: int) -> Tensor:
+    def _piece(self, shard: Shard, padding: int) -> Elements:
         value = shard.get(self.key)
-        if not isinstance(value, Tensor):
+        if not is_tensor(value):
             raise ValueError(f"{shard.title}: {self.key!r} is a {type(value).__name__}, not a tensor")
-        if not 0 <= padding <= value.numel():
+        numel = value.shape.numel()
+        if not 0 <= padding <= numel:
             raise ValueError(
-                f"{shard.title}: {self.key!r} has {value.numel()} elements, of which its metadata call {padding} "
+                f"{shard.title}: {self.key!r} has {numel} elements, of which its metadata call {padding} "
                 "padding. The file is cut short, or weights and metadata are of different ranks or models."
             )
-        return value.detach().reshape(-1)[: value.numel() - padding]
+        return Elements.of(value, numel - padding)
 
     def _check_order(self, shards: Sequence[Shard]) -> None:
         """Only what comes last is padded; and some state dicts say which shard they have."""
@@ -204,9 +204,9 @@ class Backing:
         if len(kinds) > 1:
             dtypes = ", ".join(str(piece.dtype) for piece in self.pieces)
             raise ValueError(f"{self.key!r} has another dtype on each of some ranks: {dtypes}")
-        held = [(shard, piece) for shard, piece in zip(shards, self.pieces, strict=True) if piece.numel()]
+        held = [(shard, piece) for shard, piece in zip(shards, self.pieces, strict=True) if piece.numel]
         for (shard, piece), (after, _) in pairwise(held):
-            padding = shard.get(self.key).numel() - piece.numel()
+            padding = shard.get(self.key).shape.numel() - piece.numel
             if padding:
                 raise ValueError(
                     f"{shard.title}: {self.key!r} ends with {padding} elements of padding, and {after.title} "
@@ -223,10 +223,10 @@ class Backing:
                 )
 
     def _check_size(self, shards: Sequence[Shard]) -> None:
-        found, wanted = sum(piece.numel() for piece in self.pieces), sum(self._described["numels"])
+        found, wanted = sum(piece.numel for piece in self.pieces), sum(self._described["numels"])
         if found == wanted:
             return
-        sizes = ", ".join(f"{piece.numel()} on {shard.title}" for shard, piece in zip(shards, self.pieces, strict=True))
+        sizes = ", ".join(f"{piece.numel} on {shard.title}" for shard, piece in zip(shards, self.pieces, strict=True))
         names = self._described["names"]
         raise ValueError(
             f"{self.key!r} has {found} elements on the {len(shards)} ranks given ({sizes}, without padding), and its "
@@ -243,7 +243,7 @@ class Backing:
         """The original parameters."""
         return self.cut(self.pieces)
 
-    def cut(self, pieces: Sequence[Tensor]) -> Iterator[Stitched]:
+    def cut(self, pieces: Sequence[Elements]) -> Iterator[Stitched]:
         """Tensors that lie in a vector as the parameters lie in this one."""
         return cut(pieces, self.names, self._described["shapes"])
 
@@ -280,13 +280,6 @@ def _add_unlisted(whole: dict[str, Any], first: Shard, with_module_buffers: bool
                 f"{first.title}: {key!r} is in its weights, and its metadata do not name it: they are of another "
                 "model, or of another version of it. strict=False leaves it out."
             )
-
-
-def memory_of(value: Any) -> Any:
-    """Where a tensor lies; of what has no memory, what no other has."""
-    if not isinstance(value, Tensor) or value.numel() == 0:
-        return object()
-    return value.data_ptr(), value.shape, value.stride(), value.dtype
 
 
 def _renamed(source: str, key: str, names: Sequence[str]) -> dict[str, str]:

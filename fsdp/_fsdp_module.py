@@ -75,7 +75,7 @@ class FSDPModule:
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether whole parameters are freed after forward, for this module and, with `recurse`, those inside."""
         for unit in _units(self, recurse):
-            unit.reshard_after_forward = reshard_after_forward
+            unit.wishes.set_reshard_after_forward(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether whole parameters are freed after backward. Otherwise they stay until the end of the next forward.
@@ -83,15 +83,15 @@ class FSDPModule:
         For several backwards with the same weights. A changed shard is gathered again in any case.
         """
         for unit in _units(self, recurse):
-            unit.reshard_after_backward = reshard_after_backward
+            unit.wishes.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """In this module's forward, gather these ahead, in this order, instead of what is expected to come next."""
-        _of(self).forward_prefetch = [_of(module) for module in modules]
+        _of(self).wishes.forward_prefetch = [_of(module) for module in modules]
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """In this module's backward, gather these ahead, in this order, instead of what is expected to come next."""
-        _of(self).backward_prefetch = [_of(module) for module in modules]
+        _of(self).wishes.backward_prefetch = [_of(module) for module in modules]
 
     # --- gradients ----------------------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ from fsdp._usage import show_gradients
 from fsdp._visits import Visits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 
 class Runtime(FollowsOthers):
@@ -64,9 +64,7 @@ class Runtime(FollowsOthers):
         agree(root.everyone, named_units)
         adopt(self, named_units)
         return_freed_memory()
-        self.root_reshards = root.reshard_after_forward
-        if keep_root:
-            root.reshard_after_forward = False
+        root.wishes.keeps_as_root = keep_root
         self.sync_gradients = True
         self.has_run = False
         self._reductions = Reductions(bucket_bytes)
@@ -124,12 +122,12 @@ class Runtime(FollowsOthers):
     def _fetch(self, unit: Unit, is_backward: bool, announced: bool = False) -> None:
         region = None if announced else self.visits.region_of(unit, is_backward)
         gathered = 1  # of those ahead; the others are only read from disk
-        ahead: list[Unit] = []  # ranks that don't run the unit cannot know what this one expects
+        ahead: Sequence[Unit] = []  # ranks that don't run the unit cannot know what this one expects
         if announced or self.visits.mixed_visit(unit, is_backward) is not None:
             self.visits.gather(unit, is_backward, region)
         else:
             ahead = self._order(region, is_backward).enter(unit)
-            asked = unit.backward_prefetch if is_backward else unit.forward_prefetch
+            asked = unit.wishes.ahead(is_backward)
             if is_backward and self.visits.is_uneven:
                 ahead = []
                 if unit is not self.root:
@@ -166,12 +164,12 @@ class Runtime(FollowsOthers):
             return
         unit.state = TrainingState.IDLE
         needed_at_once = needs_backward and self._order(self.visits.region_of(unit, False), False).at_expected_end()
-        if call.visit is not None or (unit.reshard_after_forward and not needed_at_once):
+        if call.visit is not None or (unit.wishes.frees_after_forward and not needed_at_once):
             unit.reshard(keeps_nearby=needs_backward and call.visit is None)
         self.visits.end_root(unit, output)
         if not self._running:
             # A loss may leave by another way than the output: as an attribute, say.
-            may_need_it = torch.is_grad_enabled() and not unit.reshard_after_forward
+            may_need_it = torch.is_grad_enabled() and not unit.wishes.frees_after_forward
             self._end_forward(needs_backward or (may_need_it and any(one.requires_grad for one in self.handles)))
 
     def _end_forward(self, keep: bool) -> None:
@@ -291,7 +289,7 @@ class Runtime(FollowsOthers):
             return
         if unit.has_frozen_handle and unit.contains_units:
             return  # what is frozen may be on the way to the gradients of the units inside
-        if unit.reshard_after_backward and (self.sync_gradients or unit.reshard_after_forward):
+        if unit.wishes.frees_after_backward(self.sync_gradients):
             unit.reshard()
             unit.state = TrainingState.BACKWARD_POST
 
@@ -314,8 +312,7 @@ class Runtime(FollowsOthers):
         for unit in self.units:
             unit.state = TrainingState.IDLE
             unit.unpassed.clear()
-            keeps = not unit.reshard_after_backward or not (self.sync_gradients or unit.reshard_after_forward)
-            if not keeps or unit.is_gathering or unit in mixed:
+            if unit.wishes.frees_after_backward(self.sync_gradients) or unit.is_gathering or unit in mixed:
                 unit.reshard()
         self._settle()
         if self.sync_gradients:
@@ -359,7 +356,7 @@ class Runtime(FollowsOthers):
         self.release()
         for unit in self.units:
             unit.runtime = None
-        self.root.reshard_after_forward = self.root_reshards
+        self.root.wishes.keeps_as_root = False
 
     def release(self) -> None:
         """Free what is kept whole between passes (after `no_sync` without resharding, or without a backward)."""

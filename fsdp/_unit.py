@@ -22,6 +22,7 @@ from fsdp._names import clean_name
 from fsdp._pieces import NewPieces
 from fsdp._precision import Buffers, Precision
 from fsdp._state_access import StateAccess
+from fsdp._wishes import Wishes
 
 if TYPE_CHECKING:
     from fsdp._runtime import Runtime
@@ -43,7 +44,7 @@ class Unit:
         precision: the dtypes that it computes in.
         device: where it computes.
         ignored: what in its module it leaves alone.
-        reshard_after_forward: whether memory is given back between forward and backward.
+        wishes: when memory is given back, and what is gathered ahead.
         predivide, postdivide: factors by which gradients are divided before and after they are summed.
         clear_autocast_cache: let go of autocast's copies of weights after each forward.
         new_runtime: makes the runtime of a tree whose outermost unit is given.
@@ -59,7 +60,7 @@ class Unit:
         device: torch.device,
         ignored: Ignored,
         *,
-        reshard_after_forward: bool,
+        wishes: Wishes,
         predivide: float,
         postdivide: float,
         clear_autocast_cache: bool,
@@ -85,9 +86,7 @@ class Unit:
         self.wanted: list[Wanted] = []  # parameters of its module that another unit took
         self.shares: list[Share] = []  # what it uses together with other units, or runs for them
         self._is_asleep = False  # its handles are copies and not complete
-        self.reshard_after_forward, self.reshard_after_backward = reshard_after_forward, True
-        self.forward_prefetch: list[Unit] | None = None  # what to gather ahead; None: what is expected
-        self.backward_prefetch: list[Unit] | None = None
+        self.wishes = wishes
         self.predivide, self.postdivide = predivide, postdivide
         self.comm_hook: CommHook | None = None
         self.name = type(module).__name__
@@ -134,16 +133,13 @@ class Unit:
             "is_agreed": False,
             "incomplete": set(),
             "unpassed": set(),
-            "forward_prefetch": None,  # units that may not be copied with it
-            "backward_prefetch": None,
+            "wishes": self.wishes.of_copy(),
             "access": StateAccess(),
             "_hooks": [],
             # What moved to a unit around it is back: that may not be copied.
             "_handles": list(self.own),
             "shares": [one for one in self.shares if self in one.members],
         }
-        if self.runtime is not None and self.runtime.root is self:
-            forgotten["reshard_after_forward"] = self.runtime.root_reshards  # the copy may become an inner one
         return self.__dict__ | forgotten | {"_is_asleep": True}
 
     def wake(self) -> None:

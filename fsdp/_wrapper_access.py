@@ -85,7 +85,7 @@ class WrapperAccess(nn.Module):
     @property
     def reshard_after_forward(self) -> bool:
         """Whether whole parameters are freed after forward; the root's becomes False at its first use."""
-        return self._unit.reshard_after_forward
+        return self._unit.wishes.frees_after_forward
 
     @property
     def training_state(self) -> TrainingState:

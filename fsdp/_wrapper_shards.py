@@ -17,6 +17,7 @@ from fsdp._ignored import Ignored
 from fsdp._pieces import Pieces
 from fsdp._runtime import Runtime
 from fsdp._unit import Unit
+from fsdp._wishes import Wishes
 from fsdp._wrapper_local import WrapperLocal
 from fsdp._wrapper_optim import WrapperOptim
 from fsdp._wrapper_private import WrapperPrivate
@@ -41,7 +42,7 @@ class WrapperShards(WrapperPrivate, WrapperLocal, WrapperSharded, WrapperOptim):
             self._options.precision,
             device,
             ignored,
-            reshard_after_forward=self._options.reshard_after_forward,
+            wishes=Wishes(self._options.reshard_after_forward),
             predivide=predivide,
             postdivide=averaged / predivide,
             clear_autocast_cache=self._options.clear_autocast_cache,

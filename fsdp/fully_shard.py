@@ -33,6 +33,7 @@ from fsdp._process_groups import Group, default_group, reduce_group, served_devi
 from fsdp._runtime import Runtime
 from fsdp._sharing import claimed_in, share, wanted
 from fsdp._unit import Unit, own_modules, unit_of
+from fsdp._wishes import Wishes
 from fsdp._wrapper_access import WrapperAccess
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ def _make_unit(
         precision,
         device,
         ignored,
-        reshard_after_forward=reshards,
+        wishes=Wishes(reshards),
         predivide=predivide,
         postdivide=averaged / predivide,
         clear_autocast_cache=False,

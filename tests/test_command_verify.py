@@ -49,7 +49,7 @@ def place_of(path: Path, word: str) -> tuple[Path, int, str]:
         return path, tensor.begin, "data/"
     if word == "dcp":
         (chunk,) = DcpFolder(str(path)).tree()["model"]["wide.weight"].chunks
-        return Path(chunk.tensor.file), chunk.tensor.begin, "model.wide.weight"
+        return Path(chunk.tensor.file.path), chunk.tensor.begin, "model.wide.weight"
     stored = SafetensorsFiles(path).tensors["wide.weight"]
     return Path(stored.file), stored.begin, "wide.weight"
 

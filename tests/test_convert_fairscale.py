@@ -14,7 +14,7 @@ from fsdp._formats.convert import Content, content_of
 from fsdp._formats.convert_fairscale import write_fairscale
 from fsdp._formats.fairscale import open_fairscale
 from fsdp._formats.source import Source
-from fsdp._formats.stitched import StitchedReader, stitched
+from fsdp._formats.stitched import reader_of, stitched
 from tests.legacy import assert_same_state, state_of, weights_of
 from tests.test_format_fairscale import RECORDED, every_case
 
@@ -100,7 +100,7 @@ def changed(**tensors: Tensor | None) -> Content:
         found.pop(name.replace("__", "."), None)
         if value is not None:
             found[name.replace("__", ".")] = stitched(name.replace("__", "."), value)
-    return content_of(Source("test", "elsewhere", StitchedReader("elsewhere", found.values())))
+    return content_of(Source("test", "elsewhere", reader_of("elsewhere", found.values())))
 
 
 @pytest.mark.parametrize(

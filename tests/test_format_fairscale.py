@@ -145,13 +145,15 @@ def test_a_folder_is_known_by_its_metadata(tmp_path: Path) -> None:
     assert not is_fairscale(tmp_path / "nothing.pt")
 
 
-def test_files_of_torch_before_1_6_are_read(tmp_path: Path) -> None:
-    for rank in range(2):
-        saved = torch.load(RECORDED / "flat-2" / f"rank{rank}.pt", weights_only=True)
-        torch.save(saved, tmp_path / f"rank{rank}.pt", _use_new_zipfile_serialization=False)
-    source = open_fairscale(tmp_path)
-    assert_same_weights(weights_of(source), truth("flat-2"))
-    assert source.notes[1] == f"{tmp_path / 'rank1.pt'} is in the form of torch before 1.6: all of it is in memory"
+def test_files_of_torch_before_1_6_are_read_with_what_a_program_has_saved_in_them(tmp_path: Path) -> None:
+    for rank in range(3):
+        name = f"checkpoint_last-shard{rank}.pt"
+        saved = torch.load(RECORDED / "fairseq-flat-3" / name, weights_only=False)
+        torch.save(saved, tmp_path / name, _use_new_zipfile_serialization=False)
+    source, expected = open_fairscale(tmp_path), open_fairscale(RECORDED / "fairseq-flat-3")
+    assert_same_weights(weights_of(source), weights_of(expected))
+    assert_same_state(state_of(source), state_of(expected))
+    assert (decoded(source.values), source.notes) == (decoded(expected.values), ())
 
 
 class RanError(Exception):
@@ -177,5 +179,5 @@ def test_nothing_in_a_file_is_run_and_what_is_not_known_is_left_out_and_told(tmp
     source = open_fairscale(tmp_path / "flat-2")
     assert_same_weights(weights_of(source), truth("flat-2"))
     assert decoded(source.values) == {"kept": 1, "counts": {"a": 2}}
-    assert "trap is left out" in source.notes[0]
+    assert "left out: trap" in source.notes[0]
     assert "_spring" in source.notes[0]

@@ -336,7 +336,7 @@ def test_what_one_rank_cannot_read_is_an_error_on_all(ranks: RankPool, folder: P
 
 def _load_damaged(folder: Path) -> None:
     model = net(ours, seed=1)
-    with pytest.raises((ValueError, RuntimeError), match=r"model\.first\.weight in .* is no archive of torch\.save"):
+    with pytest.raises((ValueError, RuntimeError), match=r"model\.first\.weight in .* is no file of torch\.save"):
         fsdp.load(folder, model)
 
 

@@ -73,11 +73,17 @@ def test_what_wrappers_add_to_names_is_left_out_and_noted(tmp_path: Path) -> Non
 
 def test_what_is_no_plain_value_is_left_out_and_noted(tmp_path: Path) -> None:
     big = torch.zeros(1 << 19)
-    content = {"model": nested_mlp().state_dict(), "args": argparse.Namespace(a=1), "ema": {"x": big}, "step": 4}
+    content = {"model": nested_mlp().state_dict(), "place": Path("here"), "ema": {"x": big}, "step": 4}
     source = opened(tmp_path, content)
     assert decoded(source.values) == {"step": 4}
-    assert any("left out: args" in note and "argparse.Namespace" in note for note in source.notes), source.notes
+    assert any("left out: place is a pathlib.PosixPath" in note for note in source.notes), source.notes
     assert any("left out: ema, with tensors that are not the model's" in note for note in source.notes), source.notes
+
+
+def test_settings_of_a_program_are_a_dictionary(tmp_path: Path) -> None:
+    settings = argparse.Namespace(lr=[0.1], data=argparse.Namespace(path="x"))
+    source = opened(tmp_path, {"model": nested_mlp().state_dict(), "args": settings})
+    assert decoded(source.values) == {"args": {"lr": [0.1], "data": {"path": "x"}}}
 
 
 @pytest.mark.parametrize(
@@ -93,10 +99,11 @@ def test_files_without_a_model_are_errors(tmp_path: Path, content: Any, message:
         opened(tmp_path, content)
 
 
-def test_files_of_an_old_torch_say_what_to_do(tmp_path: Path) -> None:
-    torch.save({}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(ValueError, match=r"as torch\.save has written since torch 1\.6: load it, and save it again"):
-        open_source(tmp_path / "old.pt", "torch")
+def test_files_of_torch_before_1_6_are_read(tmp_path: Path) -> None:
+    model = kinds()
+    torch.save({"model": model.state_dict()}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert format_of(str(tmp_path / "old.pt")).word == "torch"
+    assert_is_model(open_source(tmp_path / "old.pt"), model)
 
 
 # The optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -182,6 +183,19 @@ def _keep_one() -> None:
     model(INPUTS)
     assert is_whole(model.trunk)
     assert not is_whole(model.trunk[2])
+
+
+def test_what_a_used_module_was_told_holds_for_its_copies(ranks: RankPool) -> None:
+    ranks(2).run(_copy_what_keeps)
+
+
+def _copy_what_keeps() -> None:
+    inner: Any = fsdp.fully_shard(nn.Linear(4, 4))
+    once(inner, torch.ones(2, 4))
+    inner.set_reshard_after_forward(False)
+    outer = fsdp.fully_shard(nn.Sequential(copy.deepcopy(inner), nn.Linear(4, 2)))
+    outer(torch.ones(2, 4))
+    assert is_whole(outer[0])
 
 
 def test_set_reshard_after_backward_keeps_parameters_for_the_next_forward(ranks: RankPool) -> None:
@@ -421,7 +435,7 @@ def _unshard_inner_first() -> None:
     inner.unshard()  # type: ignore[operator]
     model(torch.ones(2, 4)).sum().backward()
     units = [unit_of(inner), unit_of(model)]
-    assert [unit is not None and unit.reshard_after_forward for unit in units] == [True, False]
+    assert [unit is not None and unit.wishes.frees_after_forward for unit in units] == [True, False]
 
 
 class WithNamesOfItsOwn(nn.Linear):

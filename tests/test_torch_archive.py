@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import enum
 import os
+import pickle
+import struct
 from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fsdp._formats.lazy_tensors import LazyReader, StridedTensor
-from fsdp._formats.torch_archive import Foreign, TorchArchive
+from fsdp._formats.torch_archive import TorchArchive, is_torch_file
+from fsdp._formats.torch_pickle import Foreign
 from tests.converting import assert_same_bits
 from tests.saving import flip
 from tests.stored import counted_reads
@@ -43,10 +48,10 @@ TENSORS: dict[str, Tensor] = {
 }
 
 
-@pytest.fixture(scope="module")
-def archive(tmp_path_factory: pytest.TempPathFactory) -> TorchArchive:
+@pytest.fixture(scope="module", params=["now", "before torch 1.6"])
+def archive(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> TorchArchive:
     path = tmp_path_factory.mktemp("torch") / "all.pt"
-    torch.save(TENSORS, path)
+    torch.save(TENSORS, path, _use_new_zipfile_serialization=request.param == "now")
     return TorchArchive(str(path))
 
 
@@ -141,6 +146,36 @@ def test_objects_of_other_classes_keep_nobody_from_the_rest(tmp_path: Path) -> N
     assert found["x"] == 1
 
 
+class Outer:
+    class Inner:
+        value = 3
+
+    class Kind(enum.Enum):
+        ONE = 1
+
+
+def test_classes_inside_of_others_are_called_by_their_names(tmp_path: Path) -> None:
+    torch.save({"inner": Outer.Inner(), "member": Outer.Kind.ONE, "x": 1}, tmp_path / "all.pt")
+    found = TorchArchive(str(tmp_path / "all.pt")).content
+    assert found["inner"].origin == f"{__name__}.Outer.Inner"
+    assert getattr(found["member"], "origin", "").startswith(f"{__name__}.Outer.Kind")
+    assert found["x"] == 1
+
+
+class Weighted(Tensor):
+    """A tensor of a program's own."""
+
+
+def test_a_tensor_of_another_class_says_what_it_is_made_of(tmp_path: Path) -> None:
+    tensor = torch.ones(3).as_subclass(Weighted)
+    tensor.weight = torch.arange(2.0)  # type: ignore[attr-defined]
+    torch.save({"x": tensor}, tmp_path / "all.pt")
+    found = TorchArchive(str(tmp_path / "all.pt")).content["x"]
+    assert isinstance(found, Foreign)
+    assert found.origin == f"{__name__}.Weighted"
+    assert isinstance(found.fields["weight"], StridedTensor)
+
+
 def test_a_conjugate_is_not_taken_for_its_memory(tmp_path: Path) -> None:
     torch.save({"x": torch.ones(2, dtype=torch.complex64).conj()}, tmp_path / "all.pt")
     assert isinstance(TorchArchive(str(tmp_path / "all.pt")).content["x"], Foreign)
@@ -178,12 +213,13 @@ def test_files_without_checksums_say_so(tmp_path: Path) -> None:
     assert archive.content["x"].shape == (9,)
 
 
-@pytest.mark.parametrize("size", [0, 10, 700, -1])
-def test_truncated_files_are_errors(tmp_path: Path, size: int) -> None:
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("size", [0, 10, 200, -1])
+def test_truncated_files_are_errors(tmp_path: Path, size: int, is_old: bool) -> None:
     path = tmp_path / "all.pt"
-    torch.save({"x": torch.arange(9.0)}, path)
+    torch.save({"x": torch.arange(9.0)}, path, _use_new_zipfile_serialization=not is_old)
     os.truncate(path, size % path.stat().st_size)
-    with pytest.raises(ValueError, match=r"all\.pt is no archive of torch.save, or is damaged"):
+    with pytest.raises(ValueError, match=r"all\.pt is no file of torch.save, or is cut short or damaged"):
         TorchArchive(str(path))
 
 
@@ -194,3 +230,55 @@ def test_a_pickle_that_was_changed_is_an_error(tmp_path: Path) -> None:
     flip(path, record.begin + 20)
     with pytest.raises(ValueError, match=r"all/data\.pkl in it is not what was saved"):
         TorchArchive(str(path))
+
+
+# Files from before torch 1.6
+
+
+class PartOfStorage:
+    """Two of four numbers: torch once had storages that were parts of others."""
+
+
+class OfPart:
+    def __reduce__(self) -> Any:
+        return torch._utils._rebuild_tensor_v2, (PartOfStorage(), 0, (2,), (1,), False, OrderedDict())
+
+
+class OldPickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        of_other = ("7-of-8", 2, 2)
+        return ("storage", torch.FloatStorage, "7", "cpu", 4, of_other) if isinstance(obj, PartOfStorage) else None
+
+
+def test_a_storage_that_was_a_part_of_another_is_read_at_its_place(tmp_path: Path) -> None:
+    path, machine = tmp_path / "all.pt", {"protocol_version": 1001, "little_endian": True, "type_sizes": {}}
+    with open(path, "wb") as file:
+        for head in (torch.serialization.MAGIC_NUMBER, 1001, machine):
+            pickle.dump(head, file, 2)
+        OldPickler(file, 2).dump({"x": OfPart()})
+        pickle.dump(["7"], file, 2)
+        file.write(struct.pack("<q4f", 4, 0.0, 1.0, 2.0, 3.0))
+    found = torch.empty(2)
+    LazyReader("file", TorchArchive(str(path)).content).read("x", found)
+    assert torch.equal(found, torch.load(path, weights_only=True)["x"])
+    assert found.tolist() == [2.0, 3.0]
+
+
+# Which files are such
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_files_are_known_whole_or_cut_short(tmp_path: Path, is_old: bool) -> None:
+    path = tmp_path / "all.pt"
+    torch.save({"x": torch.arange(9.0)}, path, _use_new_zipfile_serialization=not is_old)
+    assert is_torch_file(path)
+    os.truncate(path, 200)
+    assert is_torch_file(path)
+
+
+def test_other_files_are_not(tmp_path: Path) -> None:
+    np.savez(tmp_path / "arrays.npz", x=np.arange(3))  # a zip archive as well
+    (tmp_path / "pickle").write_bytes(pickle.dumps({"x": 1}))
+    (tmp_path / "empty").touch()
+    for name in ("arrays.npz", "pickle", "empty", "missing", "."):
+        assert not is_torch_file(tmp_path / name), name

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fsdp._checkpoint.optim import ELEMENTS, NUMBER
-from fsdp._consolidate import Backing, Shard, backings_of, memory_of
+from fsdp._consolidate import Backing, Shard, backings_of
 from fsdp._formats.convert import Advance, Content
 from fsdp._formats.convert_place import new_place
 from fsdp._formats.convert_torch import Pieces, save_in_pieces
@@ -25,8 +25,10 @@ from fsdp._formats.fairscale import RankFile, read_rank_file
 from fsdp._formats.fairscale_optim import SavedOptimizer, keys_by_number
 from fsdp._formats.rank_files import Paths, rank_files
 from fsdp._formats.source import Source, TensorReader
+from fsdp._formats.stitched import memory_of
+from fsdp._formats.values import materialised
 from fsdp._names import clean_name
-from fsdp._plain_values import decoded
+from fsdp._plain_values import decoded, encoded
 from fsdp._safetensors import DTYPES
 
 _PIECE_BYTES = 4 << 20
@@ -121,8 +123,8 @@ class _Template:
         if left:
             raise ValueError(f"{self._source.path} has {', '.join(left[:5])}, and {first.title} has not")
         for backing in self.backings:
-            sizes = [shard.get(backing.key).numel() for shard in self.shards]
-            total = sum(piece.numel() for piece in backing.pieces)
+            sizes = [shard.get(backing.key).shape.numel() for shard in self.shards]
+            total = sum(piece.numel for piece in backing.pieces)
             is_alone = len(backing.pieces) < len(self.shards)
             if any(size != (total if is_alone else -(-total // len(self.shards))) for size in sizes):
                 raise ValueError(
@@ -143,7 +145,8 @@ class _Template:
         for key, value in file.weights.items():
             name = clean_name(key)
             if name.rpartition(".")[2] == _EXTRA:
-                weights[key] = decoded(self._source.extra[name]) if name in self._source.extra else value
+                own = encoded(materialised(value), f"{file.file}: {name}")
+                weights[key] = decoded(self._source.extra.get(name, own))
             elif memory_of(value) in known:
                 weights[key] = known[memory_of(value)]
             else:
@@ -175,7 +178,7 @@ class _Template:
         stored = [f"{self._name(name)}{suffix}" for name in names]
         start, total = 0, shape.numel()
         if backing is not None:
-            start, total = self.starts[backing.key][rank], sum(piece.numel() for piece in backing.pieces)
+            start, total = self.starts[backing.key][rank], sum(piece.numel for piece in backing.pieces)
         room = torch.empty(shape, dtype=dtype)
         count = min(total - start, shape.numel())
         rooms[id(room)] = partial(_Range(reader, stored, start, count).pieces, shape.numel(), dtype)

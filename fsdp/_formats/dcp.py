@@ -21,7 +21,8 @@ import torch
 from fsdp._boxes import Box
 from fsdp._formats.lazy_tensors import ChunkedTensor, StridedTensor
 from fsdp._formats.source import Source
-from fsdp._formats.torch_archive import Foreign, TorchArchive, unpickled
+from fsdp._formats.torch_archive import TorchArchive
+from fsdp._formats.torch_pickle import Foreign, unpickled
 from fsdp._formats.trees import MODEL_KEYS, OPTIMIZER_KEYS, Choices, source_of_tree
 
 METADATA = ".metadata"

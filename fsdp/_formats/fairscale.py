@@ -13,21 +13,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
-from fsdp._consolidate import Shard, memory_of, put_together
-from fsdp._formats.fairscale_optim import SavedOptimizer, is_full, state_of
-from fsdp._formats.named_state import is_optimizer_state
-from fsdp._formats.rank_files import Paths, likely_files, rank_files
+from fsdp._consolidate import Shard, put_together
+from fsdp._formats.fairscale_optim import is_full, state_of
+from fsdp._formats.named_state import SavedOptimizer, left_out, optimizers_in
+from fsdp._formats.rank_files import Paths, likely_files, rank_files, title_of
+from fsdp._formats.rank_source import source_of_ranks
 from fsdp._formats.source import Source
-from fsdp._formats.stitched import Stitched, StitchedReader, stitched
-from fsdp._formats.torch_files import TorchFile, open_torch_file, values_of
+from fsdp._formats.stitched import Stitched, is_tensor, memory_of, stitched
+from fsdp._formats.torch_archive import TorchArchive
 from fsdp._formats.trees import Choices
+from fsdp._formats.values import shown, values_of
 from fsdp._names import clean_name, join
-from fsdp._plain_values import encoded
 
 FORMAT = "fairscale"
-_EXTRA = "_extra_state"
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class RankFile:
         keys: where weights and metadata are.
     """
 
-    file: TorchFile
+    file: TorchArchive
     weights: Mapping[str, Any]
     metadata: Mapping[str, Any]
     optimizers: Mapping[str, SavedOptimizer]
@@ -52,7 +50,7 @@ def is_fairscale(path: str | os.PathLike[str]) -> bool:
     """Whether there are files of ranks at a path, with weights and metadata as FairScale's users save them."""
     for file in likely_files(path):
         with suppress(OSError, ValueError):
-            content = open_torch_file(file).content
+            content = TorchArchive(file).content
             if isinstance(content, Mapping) and any(map(_is_metadata, content.values())):
                 return True
     return False
@@ -86,27 +84,13 @@ def open_fairscale(
     first, shards = files[0], [Shard(each.file.path, each.weights, each.metadata) for each in files]
     is_whole = len(shards) == 1 and not any(shards[0].has(key) for key, _, _ in shards[0].backings())
     found = dict(_whole(shards[0])) if is_whole else put_together(shards, True, strict)
-    title = os.fspath(path) if isinstance(path, (str, os.PathLike)) else first.file.path
+    title = title_of(path)
     found, is_in_order = _in_order(found, shards[0])
-    tensors, aliases, extra = _sorted_out(found, title)
     saved, notes = _optimizers(files, optimizer) if with_optimizer else ([], [])
     state = state_of(saved, shards, optimizer_params) if saved else None
-    values, left = values_of(first.file.content, first.keys | first.optimizers.keys())
-    if state is not None and state.others:
-        values = {**(values or {}), state.key: state.others}
-    return Source(
-        format=FORMAT,
-        path=title,
-        model=StitchedReader(title, tensors),
-        optimizer=None if state is None else StitchedReader(title, state.tensors),
-        optimizer_rest=None if state is None else state.rest,
-        extra=extra,
-        values=values,
-        world_size=None if is_whole else len(files),
-        notes=(*notes, *left, *(note for each in files for note in each.file.notes())),
-        aliases=aliases,
-        is_in_order=is_in_order,
-    )
+    values = values_of(first.file.content, first.keys | first.optimizers.keys(), notes)
+    world_size = None if is_whole else len(files)
+    return source_of_ranks(FORMAT, title, found, state, values, notes, world_size, is_in_order=is_in_order)
 
 
 def read_fairscale(path: str, choices: Choices) -> Source:
@@ -131,11 +115,9 @@ def read_rank_file(path: str | os.PathLike[str]) -> RankFile:
         FileNotFoundError: if it is missing.
         ValueError: if it cannot be read, or has no weights or metadata.
     """
-    file = open_torch_file(path)
+    file = TorchArchive(os.fspath(path))
     if not isinstance(file.content, Mapping):
-        raise ValueError(
-            f"{file} has a {type(file.content).__name__} in it, not a dict with a rank's weights and metadata"
-        )
+        raise ValueError(f"{file} has a {shown(file.content)} in it, not a dict with a rank's weights and metadata")
     described = {key: value for key, value in file.content.items() if _is_metadata(value)}
     if len(described) != 1:
         raise ValueError(
@@ -151,9 +133,7 @@ def read_rank_file(path: str | os.PathLike[str]) -> RankFile:
             f"{file} has {'no weights' if not weights else 'several: ' + ', '.join(weights)} that its metadata "
             f"({key!r}) describe"
         )
-    optimizers = {
-        name: SavedOptimizer(name, file, value) for name, value in file.content.items() if is_optimizer_state(value)
-    }
+    optimizers = {each.key: each for each in optimizers_in(file)}
     return RankFile(file, file.content[weights[0]], metadata, optimizers, frozenset((key, weights[0])))
 
 
@@ -179,7 +159,7 @@ def _whole(shard: Shard) -> Iterator[tuple[str, Any]]:
     known: dict[Any, Stitched] = {}
     for key, value in shard.weights.items():
         name = clean_name(key)
-        if isinstance(value, Tensor):
+        if is_tensor(value):
             yield name, known.setdefault(memory_of(value), stitched(name, value))
         else:
             yield name, value
@@ -198,29 +178,13 @@ def _in_order(found: Mapping[str, Any], shard: Shard) -> tuple[dict[str, Any], b
     return {name: found[name] for name in names}, not is_flat or len(set(units)) == 1
 
 
-def _sorted_out(found: Mapping[str, Any], title: str) -> tuple[list[Stitched], dict[str, str], dict[str, Any]]:
-    """Tensors, second names of some, and modules' extra state."""
-    tensors, aliases, extra = [], {}, {}
-    for name, value in found.items():
-        if name.rpartition(".")[2] == _EXTRA:
-            value = value.whole() if isinstance(value, Stitched) else value
-            extra[name] = encoded(value, f"{title}: {name}")
-        elif not isinstance(value, Stitched):
-            raise ValueError(f"{title}: {name} is a {type(value).__name__}, not a tensor")
-        elif value.name == name:
-            tensors.append(value)
-        else:
-            aliases[name] = value.name
-    return tensors, aliases, extra
-
-
 def _optimizers(files: Sequence[RankFile], given: Paths | None) -> tuple[list[SavedOptimizer], list[str]]:
     """The dictionaries of all ranks, or the full one; and what is to be told."""
     if given is not None:
-        return [_optimizer_in(open_torch_file(path)) for path in rank_files(given)], []
+        return [_optimizer_in(TorchArchive(path)) for path in rank_files(given)], []
     keys = list(files[0].optimizers)
     if len(keys) > 1:
-        return [], [f"{', '.join(keys)} are left out: a checkpoint has the state of one optimizer"]
+        return [], [left_out(files[0].optimizers.values())]
     if not keys:
         return [], []
     first = files[0].optimizers[keys[0]]
@@ -232,11 +196,8 @@ def _optimizers(files: Sequence[RankFile], given: Paths | None) -> tuple[list[Sa
     return [each.optimizers[keys[0]] for each in files], []
 
 
-def _optimizer_in(file: TorchFile) -> SavedOptimizer:
-    content = file.content
-    found = {"optimizer": content} if is_optimizer_state(content) else content
-    found = {key: value for key, value in found.items() if is_optimizer_state(value)} if found else {}
+def _optimizer_in(file: TorchArchive) -> SavedOptimizer:
+    found = optimizers_in(file)
     if len(found) != 1:
         raise ValueError(f"{file} has {'no' if not found else 'several'} dictionaries of an optimizer in it")
-    ((key, value),) = found.items()
-    return SavedOptimizer(key, file, value)
+    return found[0]

@@ -8,54 +8,15 @@ count the parameters in the order of the metadata.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from fsdp._consolidate import Backing, Shard, backings_of
-from fsdp._formats.named_state import NamedState, is_single
-from fsdp._formats.stitched import Stitched, stitched
-from fsdp._formats.torch_files import TorchFile, values_of
+from fsdp._formats.named_state import FoundState, NamedState, SavedOptimizer, is_single
+from fsdp._formats.stitched import Elements, is_tensor, stitched
 from fsdp._names import clean_name
 
 _ADDED = ("param_id_map", "uncollected_local_ids")
 _NAMES = "param_names"
-
-
-@dataclass(frozen=True)
-class SavedOptimizer:
-    """A dictionary of an optimizer.
-
-    Attributes:
-        key: under which it was.
-        file: in which.
-        content: it.
-    """
-
-    key: str
-    file: TorchFile
-    content: Mapping[str, Any]
-
-    def __str__(self) -> str:
-        return f"{self.file} ({self.key})"
-
-
-@dataclass(frozen=True)
-class FoundState:
-    """The state of an optimizer.
-
-    Attributes:
-        key: under which it was.
-        tensors: under ``<name>/<key>``.
-        rest: what is no tensor.
-        others: what more there was in its dictionary (``loss_scale``), encoded; None if nothing.
-    """
-
-    key: str
-    tensors: list[Stitched]
-    rest: Any
-    others: Any
 
 
 def is_full(saved: SavedOptimizer) -> bool:
@@ -81,8 +42,7 @@ def state_of(saved: Sequence[SavedOptimizer], shards: Sequence[Shard], order: Se
         groups = list(_add_full(state, first, shards[0]))
     else:
         groups = list(_add_local(state, saved, shards, order))
-    others, _ = values_of(first.content, ("state", "param_groups", *_ADDED))
-    return FoundState(first.key, state.tensors, state.rest(groups), others)
+    return state.found(first, groups, _ADDED)
 
 
 # --- FairScale's full dictionary ------------------------------------------------------------------------------------
@@ -99,7 +59,7 @@ def _add_full(state: NamedState, saved: SavedOptimizer, shard: Shard) -> Iterato
         )
     for number, (name, shape) in enumerate(described):
         for key, value in saved.content["state"].get(number, {}).items():
-            if isinstance(value, Tensor) and value.shape == shape and not is_single(key, value, shape):
+            if is_tensor(value) and value.shape == shape and not is_single(key, value, shape):
                 state.add_elements(name, key, stitched(name, value))
             elif isinstance(value, list) and value and all(is_single(key, each, shape) for each in value):
                 state.add_single([name], key, value)  # 0-d tensors, one of each rank
@@ -173,7 +133,7 @@ def _add_backing(
 ) -> None:
     """State of one flat parameter."""
     entries = [saved.content["state"].get(number) or {} for saved, _ in holders]
-    parts = [rank for rank, piece in enumerate(backing.pieces) if piece.numel()] or [0]
+    parts = [rank for rank, piece in enumerate(backing.pieces) if piece.numel] or [0]
     wanted = list(entries[parts[0]])
     for rank in parts:
         if set(entries[rank]) != set(wanted):
@@ -196,15 +156,15 @@ def _add_backing(
 
 def _piece(
     backing: Backing, key: str, rank: int, value: Any, holders: Sequence[tuple[SavedOptimizer, Shard]]
-) -> Tensor:
+) -> Elements:
     """What a rank has of the state, without padding; weights may be without, and those of the first rank have none."""
     saved, shard = holders[rank]
-    sizes = [shard.get(backing.key).numel(), holders[0][1].get(backing.key).numel()]
-    if not isinstance(value, Tensor) or value.numel() not in sizes:
-        found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+    sizes = [each.get(backing.key).shape.numel() for each in (shard, holders[0][1])]
+    if not is_tensor(value) or value.shape.numel() not in sizes:
+        found = list(value.shape) if is_tensor(value) else type(value).__name__
         raise ValueError(
             f"{saved}: the optimizer's state '{key}' of {backing.key} is {found}, and the shard in {shard.title} has "
             f"shape [{sizes[0]}]: what is neither of the shard's shape nor a number cannot be put together. If all "
             "keys are so, the order of parameters is another one (--param-order)."
         )
-    return value.detach().reshape(-1)[: backing.pieces[rank].numel()]
+    return Elements.of(value, backing.pieces[rank].numel)

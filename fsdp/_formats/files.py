@@ -9,11 +9,10 @@ from fsdp._checkpoint.folder import is_left_behind
 from fsdp._checkpoint.manifest import Manifest, complete
 from fsdp._checkpoint.safetensors_writer import SUFFIX
 from fsdp._formats.source import Source
-from fsdp._formats.torch_archive import TorchArchive
+from fsdp._formats.torch_archive import TorchArchive, is_torch_file
 from fsdp._formats.trees import Choices, source_of_tree
 from fsdp._safetensors import INDEX_SUFFIX, SafetensorsFiles
 
-_ZIP = b"PK\3\4"
 _SAFETENSORS_ENDINGS = (SUFFIX, INDEX_SUFFIX)
 
 
@@ -68,11 +67,8 @@ def read_safetensors(path: str, choices: Choices) -> Source:
 
 
 def is_torch(path: str) -> bool:
-    """Whether there is a file that may be one of `torch.save`."""
-    if not os.path.isfile(path):
-        return False
-    with open(path, "rb") as file:
-        return file.read(len(_ZIP)) == _ZIP
+    """Whether there is a file of `torch.save`, damaged perhaps."""
+    return os.path.isfile(path) and is_torch_file(path)
 
 
 def read_torch(path: str, choices: Choices) -> Source:
@@ -84,8 +80,4 @@ def read_torch(path: str, choices: Choices) -> Source:
         ValueError: if it is damaged, or its model or optimizer cannot be made out.
         OSError: if it cannot be read.
     """
-    if not is_torch(path):
-        raise ValueError(
-            f"{path} is no zip archive, as torch.save has written since torch 1.6: load it, and save it again"
-        )
     return source_of_tree("torch", path, TorchArchive(path).content, choices)

@@ -17,24 +17,30 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fsdp._consolidate import memory_of
-from fsdp._formats.fairscale_optim import FoundState, SavedOptimizer, state_of
+from fsdp._formats.fairscale_optim import state_of
 from fsdp._formats.fsdp1_flat import is_flat, with_metadata
-from fsdp._formats.named_state import NamedState, is_optimizer_state, is_single
-from fsdp._formats.rank_files import Paths, likely_files, rank_files
-from fsdp._formats.saved_shards import KNOWN, is_sharded, merged
+from fsdp._formats.named_state import (
+    FoundState,
+    NamedState,
+    SavedOptimizer,
+    is_optimizer_state,
+    is_single,
+    left_out,
+    optimizers_in,
+)
+from fsdp._formats.rank_files import Paths, likely_files, rank_files, title_of
+from fsdp._formats.rank_source import source_of_ranks
+from fsdp._formats.saved_shards import is_sharded, merged
 from fsdp._formats.source import Source
-from fsdp._formats.stitched import Stitched, StitchedReader
-from fsdp._formats.torch_files import TorchFile, open_torch_file, values_of
+from fsdp._formats.stitched import Stitched, is_tensor, memory_of
+from fsdp._formats.torch_archive import TorchArchive
 from fsdp._formats.trees import Choices
+from fsdp._formats.values import shown, values_of
 from fsdp._names import plain_name
-from fsdp._plain_values import encoded
 
 FORMAT = "fsdp1"
 _MODELS = ("model", "state_dict", "model_state_dict", "module")
-_EXTRA = "_extra_state"
 
 
 def is_fsdp1(path: str | os.PathLike[str]) -> bool:
@@ -50,7 +56,7 @@ def has_fsdp1_shards(path: str | os.PathLike[str]) -> bool:
 def _dicts_at(path: str | os.PathLike[str]) -> Iterator[Mapping[Any, Any]]:
     for file in likely_files(path):
         with suppress(OSError, ValueError):
-            content = open_torch_file(file, KNOWN).content
+            content = TorchArchive(file).content
             if isinstance(content, Mapping):
                 yield content
                 yield from (each for each in content.values() if isinstance(each, Mapping))
@@ -89,8 +95,8 @@ def open_fsdp1(
             is; names the file, and says what to do.
         TypeError: for state of an optimizer that no checkpoint holds.
     """
-    files = [open_torch_file(each, KNOWN) for each in rank_files(path)]
-    title = os.fspath(path) if isinstance(path, (str, os.PathLike)) else files[0].path
+    files = [TorchArchive(each) for each in rank_files(path)]
+    title = title_of(path)
     key = _model_key(files[0])
     saved, notes = _optimizers(files, optimizer) if with_optimizer else ([], [])
     models = [] if key is None and not _is_state_dict(files[0].content) else [_model(file, key) for file in files]
@@ -102,24 +108,13 @@ def open_fsdp1(
     else:
         found = _whole(models, files)
         state = _state(saved, optimizer_params, found) if saved else None
-    tensors, aliases, extra = _sorted_out(found, title)
     keys = {key, *(each.key for each in saved), *found} if isinstance(files[0].content, Mapping) else ()
     is_alone = is_optimizer_state(files[0].content)
-    values, left = (None, []) if is_alone or key is None else values_of(files[0].content, keys)
+    values = {} if is_alone or key is None else values_of(files[0].content, keys, notes)
     if not models:
         notes.append("there are no weights of a model in it")
-    return Source(
-        format=FORMAT,
-        path=title,
-        model=StitchedReader(title, tensors),
-        optimizer=None if state is None else StitchedReader(title, state.tensors),
-        optimizer_rest=None if state is None else state.rest,
-        extra=extra,
-        values=values,
-        world_size=len(files) if models and _has_shards(models[0]) else None,
-        notes=(*notes, *left, *(note for each in files for note in each.notes())),
-        aliases=aliases,
-    )
+    world_size = len(files) if models and _has_shards(models[0]) else None
+    return source_of_ranks(FORMAT, title, found, state, values, notes, world_size)
 
 
 def read_fsdp1(path: str, choices: Choices) -> Source:
@@ -145,19 +140,19 @@ def _is_state_dict(value: Any) -> bool:
     return (
         isinstance(value, Mapping)
         and not is_optimizer_state(value)
-        and any(isinstance(each, Tensor) for each in value.values())
+        and any(is_tensor(each) or is_sharded(each) for each in value.values())
         and all(isinstance(key, str) for key in value)
     )
 
 
-def _model_key(file: TorchFile) -> str | None:
+def _model_key(file: TorchArchive) -> str | None:
     """Under which key the model is; None if it is not under one.
 
     Raises:
         ValueError: if there are several.
     """
     if not isinstance(file.content, Mapping):
-        raise ValueError(f"{file} has a {type(file.content).__name__} in it, not a dict")
+        raise ValueError(f"{file} has a {shown(file.content)} in it, not a dict")
     if _is_state_dict(file.content) or is_optimizer_state(file.content):
         return None
     found = [key for key, value in file.content.items() if _is_state_dict(value)]
@@ -167,23 +162,22 @@ def _model_key(file: TorchFile) -> str | None:
     return found[0] if found else None
 
 
-def _model(file: TorchFile, key: str | None) -> Mapping[str, Any]:
+def _model(file: TorchArchive, key: str | None) -> Mapping[str, Any]:
     found = file.content if key is None else file.content.get(key) if isinstance(file.content, Mapping) else None
     if not isinstance(found, Mapping):
         raise ValueError(f"{file} has no state dict of the model{'' if key is None else f' under {key!r}'}")
     return {plain_name(name): value for name, value in found.items()}
 
 
-def _optimizers(files: Sequence[TorchFile], given: Paths | None) -> tuple[list[SavedOptimizer], list[str]]:
+def _optimizers(files: Sequence[TorchArchive], given: Paths | None) -> tuple[list[SavedOptimizer], list[str]]:
     """Of each file the dictionary of an optimizer; and what is to be told."""
-    sources = files if given is None else [open_torch_file(each, KNOWN) for each in rank_files(given)]
+    sources = files if given is None else [TorchArchive(each) for each in rank_files(given)]
     found: list[SavedOptimizer] = []
     for file in sources:
-        inside = {"optimizer": file.content} if is_optimizer_state(file.content) else file.content
-        dicts = {key: value for key, value in inside.items() if is_optimizer_state(value)}
-        if len(dicts) > 1:
-            return [], [f"{', '.join(dicts)} are left out: a checkpoint has the state of one optimizer"]
-        found += [SavedOptimizer(key, file, value) for key, value in dicts.items()]
+        inside = optimizers_in(file)
+        if len(inside) > 1:
+            return [], [left_out(inside)]
+        found += inside
     if given is not None and not found:
         raise ValueError(f"{sources[0]} has no dictionary of an optimizer in it")
     if found and len(found) < len(sources) and found[0].file is not sources[0]:
@@ -194,7 +188,7 @@ def _optimizers(files: Sequence[TorchFile], given: Paths | None) -> tuple[list[S
 # --- whole tensors --------------------------------------------------------------------------------------------------
 
 
-def _whole(models: Sequence[Mapping[str, Any]], files: Sequence[TorchFile]) -> dict[str, Any]:
+def _whole(models: Sequence[Mapping[str, Any]], files: Sequence[TorchArchive]) -> dict[str, Any]:
     """By name the tensors; those that lie in the same memory are one."""
     found: dict[str, Any] = {}
     known: dict[Any, Stitched] = {}
@@ -202,28 +196,13 @@ def _whole(models: Sequence[Mapping[str, Any]], files: Sequence[TorchFile]) -> d
         missing = [file for model, file in zip(models, files, strict=True) if name not in model]
         if missing:
             raise ValueError(f"{missing[0]} has no {name}, and {files[0]} has: they are of different models")
-        if not isinstance(value, Tensor):
+        if not (is_tensor(value) or is_sharded(value)):
             found[name] = value
             continue
         each = merged(name, [model[name] for model in models], [file.path for file in files])
-        places = tuple(map(memory_of, each.pieces)) if is_sharded(value) else memory_of(value)
+        places = tuple(memory_of(piece.tensor) for piece in each.pieces) if is_sharded(value) else memory_of(value)
         found[name] = known.setdefault(places, each)
     return found
-
-
-def _sorted_out(found: Mapping[str, Any], title: str) -> tuple[list[Stitched], dict[str, str], dict[str, Any]]:
-    """Tensors, second names of some, and modules' extra state."""
-    tensors, aliases, extra = [], {}, {}
-    for name, value in found.items():
-        if name.rpartition(".")[2] == _EXTRA:
-            extra[name] = encoded(value.whole() if isinstance(value, Stitched) else value, f"{title}: {name}")
-        elif not isinstance(value, Stitched):
-            raise ValueError(f"{title}: {name} is a {type(value).__name__}, not a tensor")
-        elif value.name == name:
-            tensors.append(value)
-        else:
-            aliases[name] = value.name
-    return tensors, aliases, extra
 
 
 def _state(saved: Sequence[SavedOptimizer], order: Sequence[str] | None, model: Mapping[str, Any]) -> FoundState:
@@ -239,7 +218,7 @@ def _state(saved: Sequence[SavedOptimizer], order: Sequence[str] | None, model: 
             if missing:
                 raise ValueError(f"{missing[0]} has no '{key}' of {name}, and {first} has")
             values = [entry[key] for entry in entries]
-            if is_single(key, value, shape):
+            if not is_sharded(value) and is_single(key, value, shape):
                 state.add_single([name], key, values)
             else:
                 each = merged(f"{name}/{key}", values, [each.file.path for each in saved])
@@ -250,8 +229,7 @@ def _state(saved: Sequence[SavedOptimizer], order: Sequence[str] | None, model: 
                     )
                 state.add_elements(name, key, each)
     groups = [(group, [names[number] for number in group["params"]]) for group in first.content["param_groups"]]
-    others, _ = values_of(first.content, ("state", "param_groups"))
-    return FoundState(first.key, state.tensors, state.rest(groups), others)
+    return state.found(first, groups)
 
 
 def _names_by_key(saved: SavedOptimizer, order: Sequence[str] | None) -> dict[Any, str]:

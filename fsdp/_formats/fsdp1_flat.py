@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp._consolidate import Shard, memory_of, put_together
-from fsdp._formats.saved_shards import SavedShardedTensor, parts_of
-from fsdp._formats.torch_files import open_torch_file
+from fsdp._consolidate import Shard, put_together
+from fsdp._formats.saved_shards import dtype_of, is_sharded_tensor, parts_of
+from fsdp._formats.stitched import is_tensor, memory_of
+from fsdp._formats.torch_archive import TorchArchive
 from fsdp._names import join, plain_name
 
 _FLAT = "_flat_param"
@@ -72,15 +73,16 @@ def with_metadata(
             "FULL_STATE_DICT."
         )
     title = "the state dict of the model" if isinstance(like, Mapping) else os.fspath(like)
-    plain = like if isinstance(like, Mapping) else open_torch_file(like).content
+    plain = like if isinstance(like, Mapping) else TorchArchive(title).content
     units = [name[: -len(_FLAT)].rstrip(".") for name in models[0] if name.rpartition(".")[2] == _FLAT]
     inside: dict[str, list[tuple[str, torch.Size]]] = {path: [] for path in units}
     known: dict[Any, str] = {}
     aliases: dict[str, str] = {}
     for name, tensor in ((plain_name(key), value) for key, value in plain.items()):
-        if name in models[0] or not isinstance(tensor, Tensor):
+        if name in models[0] or not is_tensor(tensor):
             continue  # buffers, and what was ignored
-        place = tensor.untyped_storage()._cdata if tensor.is_meta else memory_of(tensor)
+        is_meta = isinstance(tensor, Tensor) and tensor.is_meta
+        place = tensor.untyped_storage()._cdata if is_meta else memory_of(tensor)
         first = known.setdefault(place, name)
         if first != name:
             aliases[name] = first
@@ -111,7 +113,7 @@ def _described(
     for path in units:
         key = join(path, _FLAT)
         value = model.get(key)
-        if not isinstance(value, SavedShardedTensor):
+        if not is_sharded_tensor(value):
             raise ValueError(f"{file}: {key} is a {type(value).__name__}, not a ShardedTensor")
         shape, parts = parts_of(key, value, file)
         wanted = sum(size.numel() for _, size in inside[path])
@@ -122,7 +124,7 @@ def _described(
                 "saved with use_orig_params=True, which leaves gaps that only FSDP1 knows. Load it with FSDP1 and save "
                 "FULL_STATE_DICT."
             )
-        weights[key] = parts[0].values.reshape(-1) if parts else torch.empty(0, dtype=value.dtype)
+        weights[key] = parts[0].values if parts else torch.empty(0, dtype=dtype_of(value))
         params = {
             "names": [name for name, _ in inside[path]],
             "shapes": [size for _, size in inside[path]],

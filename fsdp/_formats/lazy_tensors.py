@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,29 +22,43 @@ PIECE_BYTES = 4 << 20
 _MOST_OPEN = 64  # of files at once: thousands of ranks may have written one each
 
 
+class SeenFile(NamedTuple):
+    """A file as it was when it was looked at. What is found in another one at its place is not what was found there."""
+
+    path: str
+    nbytes: int
+    changed: int  # when, in nanoseconds
+
+    @classmethod
+    def of(cls, path: str, fd: int) -> SeenFile:
+        """One that is open."""
+        status = os.fstat(fd)
+        return cls(path, status.st_size, status.st_mtime_ns)
+
+
 class OpenFiles:
     """Files that are opened when they are first read."""
 
     def __init__(self) -> None:
-        self._open: dict[str, int] = {}
+        self._open: dict[SeenFile, int] = {}
         self._last: tuple[StridedTensor, Tensor] | None = None
 
-    def read(self, path: str, memory: memoryview, begin: int) -> None:
+    def read(self, file: SeenFile, memory: memoryview, begin: int) -> None:
         """Fill some memory with what a file has from byte `begin` on.
 
         Raises:
-            ValueError: if the file ends before.
+            ValueError: if the file has changed since, or ends before.
             OSError: if it cannot be read.
         """
-        if path not in self._open:
+        if file not in self._open:
             if len(self._open) >= _MOST_OPEN:
                 os.close(self._open.pop(next(iter(self._open))))
-            self._open[path] = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            self._open[file] = _opened(file)
         done = 0
         while done < len(memory):
-            count = os.preadv(self._open[path], [memory[done:]], begin + done)
+            count = os.preadv(self._open[file], [memory[done:]], begin + done)
             if count == 0:
-                raise ValueError(f"{path} is truncated: it ends before byte {begin + len(memory)}")
+                raise ValueError(f"{file.path} is truncated: it ends before byte {begin + len(memory)}")
             done += count
 
     def whole(self, tensor: StridedTensor) -> Tensor:
@@ -59,6 +73,17 @@ class OpenFiles:
         self._last = None
         while self._open:
             os.close(self._open.popitem()[1])
+
+
+def _opened(file: SeenFile) -> int:
+    fd = os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    if SeenFile.of(file.path, fd) != file:
+        os.close(fd)
+        raise ValueError(
+            f"{file.path} was changed, or another file was put in its place, after it was looked at: begin anew, when "
+            "nobody writes it"
+        )
+    return fd
 
 
 class LazyTensor(Protocol):
@@ -77,7 +102,7 @@ class LazyTensor(Protocol):
 class StridedTensor:
     """A tensor whose first element is at byte `begin` of `file`, and the others at strides from there, in elements."""
 
-    file: str
+    file: SeenFile
     begin: int
     dtype: torch.dtype
     shape: torch.Size
@@ -150,6 +175,21 @@ class ChunkedTensor:
                     ]
                     target = part[tuple(slices)]
                     chunk.tensor.fill_box(files, target, common.moved([-begin for begin in chunk.box.offsets]))
+
+
+def is_lazy(value: Any) -> bool:
+    """Whether it is a tensor in a file."""
+    return isinstance(value, (StridedTensor, ChunkedTensor))
+
+
+def whole(tensor: LazyTensor, device: torch.device | str = "cpu") -> Tensor:
+    """All of a tensor, in memory of its own. What lies in files comes to the CPU."""
+    made, files = torch.empty(tensor.shape, dtype=tensor.dtype, device=device), OpenFiles()
+    try:
+        tensor.fill(files, made.view(-1), 0)
+    finally:
+        files.close()
+    return made
 
 
 @dataclass(frozen=True)

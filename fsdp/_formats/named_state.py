@@ -6,18 +6,68 @@ The rest is as in the manifest of a checkpoint of ours (`fsdp._checkpoint.optim`
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from fsdp._checkpoint.optim import ELEMENTS, NUMBER, VALUE
 from fsdp._checkpoint.safetensors_writer import KINDS
-from fsdp._formats.stitched import Stitched
-from fsdp._formats.torch_files import plain
+from fsdp._formats.lazy_tensors import whole
+from fsdp._formats.stitched import Stitched, is_tensor
+from fsdp._formats.torch_archive import TorchArchive
+from fsdp._formats.values import materialised, values_of
 from fsdp._optim_stream import is_number
 from fsdp._plain_values import encoded
 
 _NAMES = "param_names"  # torch's own, if the optimizer was given names
+
+
+@dataclass(frozen=True)
+class SavedOptimizer:
+    """A dictionary of an optimizer.
+
+    Attributes:
+        key: under which it was.
+        file: in which.
+        content: it.
+    """
+
+    key: str
+    file: TorchArchive
+    content: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.file} ({self.key})"
+
+
+@dataclass(frozen=True)
+class FoundState:
+    """The state of an optimizer.
+
+    Attributes:
+        key: under which it was.
+        tensors: under ``<name>/<key>``.
+        rest: what is no tensor.
+        others: what more there was in its dictionary (``loss_scale``).
+    """
+
+    key: str
+    tensors: list[Stitched]
+    rest: Any
+    others: dict[Any, Any]
+
+
+def optimizers_in(file: TorchArchive) -> list[SavedOptimizer]:
+    """The dictionaries of optimizers in a file: all of it, or what is under its keys."""
+    content = file.content
+    inside = {"optimizer": content} if is_optimizer_state(content) else content if isinstance(content, Mapping) else {}
+    return [SavedOptimizer(key, file, value) for key, value in inside.items() if is_optimizer_state(value)]
+
+
+def left_out(saved: Iterable[SavedOptimizer]) -> str:
+    """What is told of several optimizers in one file."""
+    return f"{', '.join(each.key for each in saved)} are left out: a checkpoint has the state of one optimizer"
 
 
 class NamedState:
@@ -47,14 +97,8 @@ class NamedState:
         """
         if value.dtype not in KINDS:
             raise ValueError(f"{self.where(name, key)} is of {value.dtype}, which safetensors files cannot hold")
-        full = Stitched(
-            f"{name}/{key}",
-            value.shape,
-            value.dtype,
-            value.pieces,
-        )
-        self.tensors.append(full)
-        self._state.setdefault(name, {})[key] = ["elements", KINDS[value.dtype]]
+        self.tensors.append(replace(value, name=f"{name}/{key}"))
+        self._state.setdefault(name, {})[key] = [ELEMENTS, KINDS[value.dtype]]
 
     def add_single(self, names: Sequence[str], key: str, values: Sequence[Any]) -> None:
         """State with one value for the whole of these parameters, which all ranks have alike.
@@ -75,23 +119,38 @@ class NamedState:
 
     def _kind(self, name: str, key: str, value: Any) -> list[Any]:
         where = self.where(name, key)
-        if isinstance(value, Tensor):
-            return ["number", KINDS[value.dtype], encoded(value.item(), where)]
-        return ["value", encoded(plain(value), where)]
+        if is_tensor(value):
+            return [NUMBER, KINDS[value.dtype], encoded(whole(value).item(), where)]
+        return [VALUE, encoded(materialised(value), where)]
 
     def where(self, name: str, key: str) -> str:
         """What messages call it."""
         return f"{self._title}: the optimizer's state '{key}' of {name}"
 
-    def rest(self, groups: Iterable[tuple[Mapping[str, Any], Sequence[str]]]) -> dict[str, Any]:
-        """All that is no tensor.
+    def found(
+        self,
+        saved: SavedOptimizer,
+        groups: Iterable[tuple[Mapping[str, Any], Sequence[str]]],
+        known: Sequence[str] = (),
+    ) -> FoundState:
+        """All of it.
 
         Args:
+            saved: the first rank's dictionary.
             groups: of each parameter group its dictionary, and its parameters' names.
+            known: what else is no value of a user's in the dictionary.
+
+        Raises:
+            TypeError: for settings that no checkpoint holds.
         """
+        rest = self._rest(groups)
+        others = values_of(saved.content, ("state", "param_groups", *known), [])
+        return FoundState(saved.key, self.tensors, rest, others)
+
+    def _rest(self, groups: Iterable[tuple[Mapping[str, Any], Sequence[str]]]) -> dict[str, Any]:
         found = []
         for number, (group, names) in enumerate(groups):
-            options = {key: plain(value) for key, value in group.items() if key not in ("params", _NAMES)}
+            options = materialised({key: value for key, value in group.items() if key not in ("params", _NAMES)})
             where = f"{self._title}: param_groups[{number}]"
             found.append({"options": encoded(options, where), "params": list(names)})
             for name in names:
@@ -101,7 +160,7 @@ class NamedState:
 
 def is_single(key: str, value: Any, shape: torch.Size) -> bool:
     """Whether a value of the state is about a parameter of that shape as a whole."""
-    return not isinstance(value, Tensor) or (value.dim() == 0 and (len(shape) > 0 or is_number(key)))
+    return not is_tensor(value) or (not value.shape and (len(shape) > 0 or is_number(key)))
 
 
 def is_optimizer_state(value: Any) -> bool:

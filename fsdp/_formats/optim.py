@@ -15,7 +15,7 @@ import torch
 
 from fsdp._checkpoint.optim import ELEMENTS, NUMBER, VALUE
 from fsdp._checkpoint.safetensors_writer import KINDS
-from fsdp._formats.lazy_tensors import LazyReader, LazyTensor
+from fsdp._formats.lazy_tensors import LazyTensor, is_lazy, whole
 from fsdp._optim_stream import is_number
 from fsdp._plain_values import encoded
 
@@ -98,7 +98,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _kind(path: str, name: str, key: str, value: Any, shape: torch.Size) -> list[Any]:
     where = f"the optimizer's state '{key}' of {name}"
-    if not hasattr(value, "fill"):
+    if not is_lazy(value):
         try:
             return [VALUE, encoded(value, where)]
         except TypeError as error:
@@ -106,7 +106,7 @@ def _kind(path: str, name: str, key: str, value: Any, shape: torch.Size) -> list
     if value.dtype not in KINDS:
         raise ValueError(f"{path}: {where} is of {value.dtype}, which safetensors files cannot hold")
     if not value.shape and (len(shape) > 0 or is_number(key)):
-        return [NUMBER, KINDS[value.dtype], encoded(_number(path, value), where)]
+        return [NUMBER, KINDS[value.dtype], encoded(whole(value).item(), where)]
     if value.shape == shape:
         return [ELEMENTS, KINDS[value.dtype]]
     raise ValueError(
@@ -114,16 +114,6 @@ def _kind(path: str, name: str, key: str, value: Any, shape: torch.Size) -> list
         "parameter's shape nor a number has no place in a checkpoint for any number of ranks. Convert without it "
         "(--only model)."
     )
-
-
-def _number(path: str, value: LazyTensor) -> Any:
-    made = torch.empty((), dtype=value.dtype)
-    reader = LazyReader(path, {"": value})
-    try:
-        reader.read("", made)
-    finally:
-        reader.close()
-    return made.item()
 
 
 # By name

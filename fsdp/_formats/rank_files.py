@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
-from fsdp._formats.torch_files import is_torch_file
+from fsdp._formats.torch_archive import is_torch_file
 
 # What is before a number, the number, and what is after it: the last one, but for a total (``rank3-of-8``).
 _NUMBER = re.compile(r"^(.*?)(\d+)((?:[-_.]?of[-_.]?\d+)?\D*)$", re.DOTALL)
@@ -50,6 +50,11 @@ def rank_files(path: Paths) -> list[str]:
             f"there is no {place}, and no file for each rank of that name ({stem}-shard0{dot}{ending})"
         )
     return _only(place, found)
+
+
+def title_of(path: Paths) -> str:
+    """What messages call the files of all ranks."""
+    return os.fspath(path if isinstance(path, (str, os.PathLike)) else path[0])
 
 
 def likely_files(path: str | os.PathLike[str]) -> list[str]:

@@ -2,47 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from fsdp._dtensors import is_dtensor
-from fsdp._formats.stitched import Stitched, stitched
-from fsdp._formats.torch_files import StandIn
-
-_SHARDED = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
-
-
-class SavedShardedTensor(Tensor):
-    """In the place of torch's, which cannot be loaded without a process group of as many ranks."""
-
-    local_shards: list[Any]
-    described: Any
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise TypeError(f"{func} on a ShardedTensor of a file")
-
-    def __setstate__(self, state: Any) -> None:
-        self.local_shards, self.described = state[0], state[1]
-
-
-KNOWN = {_SHARDED: SavedShardedTensor}
+from fsdp._formats.lazy_tensors import LazyTensor
+from fsdp._formats.stitched import Elements, Stitched, stitched
+from fsdp._formats.torch_pickle import Foreign
 
 
 class Part(NamedTuple):
     """What one file has of a tensor: from which element on, and where that is said."""
 
     start: int
-    values: Tensor
+    values: LazyTensor
     file: str
 
 
 def is_sharded(value: Any) -> bool:
     """Whether it is one rank's part of a tensor."""
-    return isinstance(value, SavedShardedTensor) or is_dtensor(value)
+    return is_sharded_tensor(value) or _is_of_torch(value, "DTensor")
+
+
+def is_sharded_tensor(value: Any) -> bool:
+    """Whether it is such a part, of a `ShardedTensor`."""
+    return _is_of_torch(value, "ShardedTensor")
+
+
+def _is_of_torch(value: Any, name: str) -> bool:
+    if not isinstance(value, Foreign):
+        return False
+    module, _, last = value.origin.rpartition(".")
+    return last == name and f"{module}.".startswith("torch.distributed.")
 
 
 def merged(name: str, values: Sequence[Any], files: Sequence[str]) -> Stitched:
@@ -59,23 +52,23 @@ def merged(name: str, values: Sequence[Any], files: Sequence[str]) -> Stitched:
     first = values[0]
     if not is_sharded(first):
         return stitched(name, first)
-    shape = _shape_of(first)
-    for value, file in zip(values, files, strict=True):
-        if not is_sharded(value) or _shape_of(value) != shape:
+    shape, found = parts_of(name, first, files[0])
+    for value, file in list(zip(values, files, strict=True))[1:]:
+        other, parts = parts_of(name, value, file) if is_sharded(value) else (None, [])
+        if other != shape:
             raise ValueError(
                 f"{name} in {file} is another tensor than in {files[0]}, which has shards of {list(shape)}"
             )
-    count = len(files)
-    found = [part for place, value in enumerate(values) for part in _parts(name, value, place, count, files[place])]
-    parts = sorted({part.start: part for part in reversed(found) if part.values.numel()}.values())
+        found += parts
+    parts = sorted({part.start: part for part in reversed(found) if part.values.shape.numel()}.values())
     reached = 0
     for part in parts:
         _check_follows(name, part.start, reached, part.file, len(files))
-        reached += part.values.numel()
+        reached += part.values.shape.numel()
     _check_follows(name, shape.numel(), reached, files[-1], len(files))
-    pieces = tuple(part.values for part in parts)
-    dtype = pieces[0].dtype if pieces else first.dtype
-    return Stitched(name, shape, dtype, pieces or (torch.empty(0, dtype=dtype),))
+    pieces = tuple(Elements.of(part.values) for part in parts)
+    dtype = pieces[0].dtype if pieces else dtype_of(first)
+    return Stitched(name, shape, dtype, pieces or (Elements.of(torch.empty(0, dtype=dtype)),))
 
 
 def _check_follows(name: str, start: int, reached: int, file: str, count: int) -> None:
@@ -87,54 +80,68 @@ def _check_follows(name: str, start: int, reached: int, file: str, count: int) -
 
 
 def parts_of(name: str, value: Any, file: str) -> tuple[torch.Size, list[Part]]:
-    """The shape of a whole `ShardedTensor`, and what is in a file of it."""
-    return _shape_of(value), list(_parts(name, value, 0, 1, file))
+    """The shape of a whole tensor, and what is in a file of it.
+
+    Raises:
+        ValueError: for what FSDP1 does not save.
+    """
+    try:
+        if is_sharded_tensor(value):
+            shape = torch.Size(value.state[1].fields["size"])
+            return shape, list(_shards(name, value, shape, file))
+        shape = torch.Size(value.args[2])
+        return shape, list(_rows(name, value, shape, file))
+    except (AttributeError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(
+            f"{name} in {file} is a {value.origin} of a form that is not known here ({error!r}): load it with the "
+            "version of torch that has written it, and save FULL_STATE_DICT"
+        ) from None
 
 
-def _shape_of(value: Any) -> torch.Size:
-    return torch.Size(_fields(value.described)["size"]) if isinstance(value, SavedShardedTensor) else value.shape
+def dtype_of(value: Any) -> torch.dtype:
+    """Of such a part."""
+    if not is_sharded_tensor(value):
+        return value.args[1]
+    properties = value.state[1].fields["tensor_properties"]
+    return properties.state[0] if isinstance(properties.state, tuple) else properties.state["dtype"]
 
 
-def _parts(name: str, value: Any, place: int, count: int, file: str) -> Iterator[Part]:
-    shape = _shape_of(value)
-    row = shape[1:].numel()
-    if isinstance(value, SavedShardedTensor):
-        for shard in map(_fields, value.local_shards):
-            where = _fields(shard["metadata"])
-            offsets, sizes = list(where["shard_offsets"]), list(where["shard_sizes"])
-            if any(offsets[1:]) or sizes[1:] != list(shape[1:]):
-                raise ValueError(_not_of_fsdp1(name, file, f"shards at {offsets} of sizes {sizes}"))
-            yield Part(offsets[0] * row if offsets else 0, shard["tensor"], file)
-        return
-    placements, local = value.placements, value._local_tensor
-    cut = [dim for dim, placement in enumerate(placements) if placement.is_shard()]
-    if any(placement.is_partial() for placement in placements) or len(cut) > 1:
-        raise ValueError(_not_of_fsdp1(name, file, f"placements {placements}"))
+def _shards(name: str, value: Any, shape: torch.Size, file: str) -> Iterator[Part]:
+    """Of a `ShardedTensor`."""
+    for shard in (each.fields for each in value.state[0]):
+        where = shard["metadata"].fields
+        offsets, sizes = list(where["shard_offsets"]), list(where["shard_sizes"])
+        if any(offsets[1:]) or sizes[1:] != list(shape[1:]):
+            raise ValueError(_not_of_fsdp1(name, file, f"shards at {offsets} of sizes {sizes}"))
+        yield Part(offsets[0] * shape[1:].numel() if offsets else 0, shard["tensor"], file)
+
+
+def _rows(name: str, value: Any, shape: torch.Size, file: str) -> Iterator[Part]:
+    """Of a `DTensor`."""
+    local, spec = value.fields["_local_tensor"], value.fields["_spec"].fields
+    kinds = [each.origin.rpartition(".")[2] for each in spec["placements"]]
+    cut = [dim for dim, kind in enumerate(kinds) if kind != "Replicate"]
     if not cut:
         yield Part(0, local, file)
         return
-    ranks, number = count, place
-    if len(placements) > 1:
-        ranks, number = _place_in_mesh(name, value, cut[0], place, file)
-    if placements[cut[0]].dim != 0:
-        raise ValueError(_not_of_fsdp1(name, file, f"placements {placements}"))
+    if len(cut) > 1 or kinds[cut[0]] != "Shard" or spec["placements"][cut[0]].fields["dim"] != 0:
+        dims = [each.fields.get("dim", "") for each in spec["placements"]]
+        shown = ", ".join(f"{kind}({dim})" for kind, dim in zip(kinds, dims, strict=True))
+        raise ValueError(_not_of_fsdp1(name, file, f"placements {shown}"))
+    ranks, number = _place_in_mesh(spec["mesh"].fields, cut[0])
     rows = -(-shape[0] // ranks)  # as `torch.chunk`
-    yield Part(min(number * rows, shape[0]) * row, local, file)
+    yield Part(min(number * rows, shape[0]) * shape[1:].numel(), local, file)
 
 
-def _place_in_mesh(name: str, value: Any, dim: int, place: int, file: str) -> tuple[int, int]:
-    """Over how many ranks a dimension of a mesh is, and which of them a file is of."""
-    try:
-        mesh = value.device_mesh.mesh
-    except AttributeError as error:  # what a mesh is made of changes with torch's versions
-        raise ValueError(
-            f"{name} in {file} is a DTensor whose mesh torch {torch.__version__} cannot read ({error}): convert the "
-            "files with the version of torch that has written them"
-        ) from None
-    found = (mesh == sorted(mesh.flatten().tolist())[place]).nonzero() if place < mesh.numel() else []
-    if not len(found):
-        raise ValueError(f"{file} is the file {place + 1} in order, and the mesh of {name} has {mesh.numel()} ranks")
-    return mesh.shape[dim], int(found[0][dim])
+def _place_in_mesh(mesh: Mapping[str, Any], dim: int) -> tuple[int, int]:
+    """Over how many ranks a dimension of a mesh is, and which of them has saved this. Its form changes with torch's."""
+    if "mesh" in mesh:
+        sizes = mesh["mesh"].shape
+    else:
+        layout = mesh["_layout"].fields
+        sizes = [each.fields["shape"] for each in layout["axes"]] if "axes" in layout else layout["shape"]
+    size = sizes[dim]
+    return size if isinstance(size, int) else math.prod(size), mesh["_coordinate_on_dim"][dim]
 
 
 def _not_of_fsdp1(name: str, file: str, what: str) -> str:
@@ -142,12 +149,3 @@ def _not_of_fsdp1(name: str, file: str, what: str) -> str:
         f"{name} in {file} has {what}, and FSDP1 cuts the first dimension over one group of ranks: save such a model "
         "with torch.distributed.checkpoint"
     )
-
-
-def _fields(record: Any) -> dict[str, Any]:
-    """The attributes of an object, with or without its class."""
-    if isinstance(record, StandIn):
-        parts = record.state if isinstance(record.state, tuple) else (record.state,)
-        return {key: value for part in parts if isinstance(part, dict) for key, value in part.items()}
-    slots = getattr(type(record), "__slots__", ())
-    return {**{key: getattr(record, key) for key in slots}, **getattr(record, "__dict__", {})}

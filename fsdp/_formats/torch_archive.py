@@ -1,91 +1,47 @@
 """Files of `torch.save`, looked at without loading them: what is in them, and where the bytes of each tensor are.
 
 Such a file is a zip archive without compression: ``data.pkl`` has the objects, in which storages are mentioned by
-number, and ``data/<number>`` has the bytes of each. The pickle is read by an unpickler that makes tensors
-(`StridedTensor`), containers and numbers, and calls nothing that the file names. Whatever else is in it becomes a
-`Foreign`, which says what it would have been. So files from elsewhere cannot run code, and one strange object does not
-keep anybody from the rest.
+number, and ``data/<number>`` has the bytes of each. Before torch 1.6 it was five pickles one after the other: a magic
+number, a version, what machine it was, the objects, and the storages' numbers; their bytes follow, in that order, each
+after how many elements it has. The objects are read by an unpickler that makes tensors (`StridedTensor`), containers
+and numbers, and calls nothing that the file names (`fsdp._formats.torch_pickle`).
 """
 
 from __future__ import annotations
 
 import io
 import os
-import pickle
 import struct
 import zipfile
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import IO, Any, NamedTuple
 
 import torch
 
-from fsdp._formats.lazy_tensors import PIECE_BYTES, StridedTensor
+from fsdp._formats.lazy_tensors import PIECE_BYTES, SeenFile, StridedTensor
+from fsdp._formats.torch_pickle import BROKEN, Storage, Unpickler
 
+_ZIP = b"PK\3\4"
 _LOCAL_HEADER = 30  # bytes, and then the name and extra fields, whose lengths are at 26
-_STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
-    "UntypedStorage": torch.uint8,
-}
-_PLAIN_TYPES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
-_BROKEN = (
-    zipfile.BadZipFile,
-    pickle.UnpicklingError,
-    EOFError,
-    KeyError,
-    IndexError,
-    TypeError,
-    AttributeError,
-    ValueError,
-    struct.error,
-    RecursionError,
-    NotImplementedError,
-)
+# With which files of torch before 1.6 begin: a pickle of their magic number.
+_OLD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
-class Foreign:
-    """An object of a class that is not made when a file is read.
-
-    Attributes:
-        origin: the class or function that would have made it.
-        args: what that would have been given.
-        state: what would have been its attributes.
-    """
-
-    origin = ""
-
-    def __new__(cls, *args: Any, **options: Any) -> Foreign:
-        made = super().__new__(cls)
-        made.args, made.state = args, {}
-        return made
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self.args: tuple[Any, ...]
-        self.state: Any
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def _take(self, *_: Any) -> None:
-        """Items of what is a container to others."""
-
-    append = extend = add = __setitem__ = _take
-
-    def __repr__(self) -> str:
-        return f"<{self.origin}>"
+def is_torch_file(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is, or has been before it was damaged, one of `torch.save`. Reads a few bytes of it."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(len(_OLD))
+        if not head.startswith(_ZIP):
+            return head == _OLD
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith("/data.pkl") for name in archive.namelist())
+    except zipfile.BadZipFile:
+        return True
+    except OSError:
+        return False
 
 
 class Record(NamedTuple):
@@ -101,11 +57,6 @@ class Record(NamedTuple):
     def has_checksum(self) -> bool:
         """Whether the archive has one; what torch writes without has zero."""
         return self.checksum != 0 or self.nbytes == 0
-
-
-class _Storage(NamedTuple):
-    number: str
-    dtype: torch.dtype
 
 
 class _Window(io.RawIOBase):
@@ -139,7 +90,7 @@ class _Window(io.RawIOBase):
 
 
 class TorchArchive:
-    """An archive that `torch.save` has written, as a file or within one.
+    """What `torch.save` has written, as a file or within one.
 
     Args:
         path: the file.
@@ -154,18 +105,48 @@ class TorchArchive:
 
     def __init__(self, path: str, begin: int = 0, nbytes: int | None = None, what: str = "") -> None:
         self.path, self.what = path, what or path
-        with open(path, "rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
+        with open(path, "rb") as file:
+            self._file = SeenFile.of(path, file.fileno())
+            size = self._file.nbytes
             nbytes = size - begin if nbytes is None else nbytes
             if begin + nbytes > size:
                 raise ValueError(f"{self.what} is truncated: {path} has {size} bytes, and it ends at {begin + nbytes}")
             try:
-                self._read(file, begin, nbytes)
-            except _BROKEN as error:
+                file.seek(begin)
+                if file.read(len(_OLD)) == _OLD:
+                    self._read_old(file, begin, begin + nbytes)
+                else:
+                    self._read(file, begin, nbytes)
+            except BROKEN as error:
                 raise ValueError(self._broken(error)) from None
 
+    def __str__(self) -> str:
+        return self.what
+
     def _broken(self, error: Exception) -> str:
-        return f"{self.what} is no archive of torch.save, or is damaged: {type(error).__name__}: {error}"
+        return (
+            f"{self.what} is no file of torch.save, or is cut short or damaged ({type(error).__name__}: {error}): take "
+            "another copy of it, or another checkpoint"
+        )
+
+    def _read_old(self, file: IO[bytes], begin: int, end: int) -> None:
+        file.seek(begin)
+        _, _, machine = (Unpickler(file).load() for _ in range(3))
+        if not machine["little_endian"]:
+            raise ValueError("its numbers are big-endian")
+        place, objects = file.tell(), Unpickler(file)
+        objects.load()  # to know where they end; they are made when somebody wants them
+        self._root, self._pickle = "", _bytes_of(file, place, file.tell() - place)
+        numbers = Unpickler(file).load()
+        place = file.tell()
+        self.records = {}
+        for number in numbers:
+            count = struct.unpack("<q", _bytes_of(file, place, 8))[0]
+            name = f"/data/{number}"
+            self.records[name] = Record(name, place + 8, count * objects.storages[str(number)].itemsize, 0, False)
+            place += 8 + self.records[name].nbytes
+        if place > end:
+            raise ValueError(f"it has {end - begin} bytes of {place - begin}")
 
     def _read(self, file: IO[bytes], begin: int, nbytes: int) -> None:
         with zipfile.ZipFile(_Window(file, begin, nbytes)) as archive:
@@ -181,8 +162,7 @@ class TorchArchive:
         if record is None and default is not None:
             return default
         record = self.records[f"{self._root}/{name}"]
-        file.seek(record.begin)
-        found = file.read(record.nbytes)
+        found = _bytes_of(file, record.begin, record.nbytes)
         if record.has_checksum and zlib.crc32(found) != record.checksum:
             raise ValueError(f"{record.name} in it is not what was saved")
         return found
@@ -195,18 +175,17 @@ class TorchArchive:
             ValueError: if it cannot be read.
         """
         try:
-            return _Unpickler(self._pickle, self._tensor).load()
-        except _BROKEN as error:
+            return Unpickler(io.BytesIO(self._pickle), self._tensor).load()
+        except BROKEN as error:
             raise ValueError(self._broken(error)) from None
 
     def _tensor(
-        self, storage: _Storage, offset: int, shape: Any, strides: Any, dtype: torch.dtype | None = None
+        self, storage: Storage, offset: int, shape: Any, strides: Any, dtype: torch.dtype | None = None
     ) -> StridedTensor:
         record = self.records[f"{self._root}/data/{storage.number}"]
         kind = storage.dtype if dtype is None else dtype
-        found = StridedTensor(
-            self.path, record.begin + offset * kind.itemsize, kind, torch.Size(shape), tuple(map(int, strides))
-        )
+        begin = record.begin + storage.first * storage.dtype.itemsize + offset * kind.itemsize
+        found = StridedTensor(self._file, begin, kind, torch.Size(shape), tuple(map(int, strides)))
         if record.is_compressed or found.begin + found.extent * kind.itemsize > record.begin + record.nbytes:
             raise ValueError(f"a tensor of shape {list(found.shape)} and {kind} is not in storage {storage.number}")
         return found
@@ -232,8 +211,13 @@ class TorchArchive:
 
     @property
     def has_checksums(self) -> bool:
-        """Whether it says what its records' checksums are; torch can leave them out."""
+        """Whether it says what its records' checksums are; torch can leave them out, and did so before 1.6."""
         return all(record.has_checksum for record in self.records.values())
+
+
+def _bytes_of(file: IO[bytes], begin: int, nbytes: int) -> bytes:
+    file.seek(begin)
+    return file.read(nbytes)
 
 
 def _record(file: IO[bytes], begin: int, info: zipfile.ZipInfo) -> Record:
@@ -244,105 +228,3 @@ def _record(file: IO[bytes], begin: int, info: zipfile.ZipInfo) -> Record:
     name, extra = struct.unpack_from("<HH", header, 26)
     place = begin + info.header_offset + _LOCAL_HEADER + name + extra
     return Record(info.filename, place, info.file_size, info.CRC, info.compress_type != zipfile.ZIP_STORED)
-
-
-# What a pickle may make
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes containers, numbers and tensors.
-
-    Args:
-        content: the pickle.
-        make: a tensor of a storage, an offset, a shape, strides, and perhaps a dtype.
-    """
-
-    def __init__(self, content: bytes, make: Callable[..., Any] | None = None) -> None:
-        super().__init__(io.BytesIO(content))
-        self._make = make
-
-    def find_class(self, module: str, name: str) -> Any:
-        origin = f"{module}.{name}"
-        if origin in _HARMLESS:
-            return _HARMLESS[origin]
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if module in ("torch", "torch.storage") and name in _STORAGES:
-            return _STORAGES[name]
-        own = {
-            "torch._utils._rebuild_tensor_v2": self._tensor,
-            "torch._utils._rebuild_tensor_v3": self._tensor_of_dtype,
-            "torch._tensor._rebuild_from_type_v2": self._of_type,
-        }
-        return own.get(origin) or type(name, (Foreign,), {"origin": origin, "__module__": module})
-
-    def persistent_load(self, pid: Any) -> _Storage:
-        kind, dtype, number, *_ = pid
-        if kind != "storage" or not isinstance(dtype, torch.dtype):
-            raise pickle.UnpicklingError(f"a storage of the kind {kind} {dtype}")
-        return _Storage(str(number), dtype)
-
-    def _tensor(
-        self, storage: Any, offset: int, shape: Any, strides: Any, grad: Any = None, hooks: Any = None, bits: Any = None
-    ) -> Any:
-        return self._made(storage, offset, shape, strides, None, bits)
-
-    def _tensor_of_dtype(
-        self, storage: Any, offset: int, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, bits: Any = None
-    ) -> Any:
-        return self._made(storage, offset, shape, strides, dtype, bits)
-
-    def _made(self, storage: Any, offset: int, shape: Any, strides: Any, dtype: Any, bits: Any) -> Any:
-        if self._make is None or bits:  # conjugated, or negated, when it is looked at
-            return _foreign("torch.Tensor")
-        return self._make(storage, offset, shape, strides, dtype)
-
-    def _of_type(self, rebuild: Callable[..., Any], kind: Any, args: Any, state: Any) -> Any:
-        """A tensor of a class, or one that was given attributes."""
-        origin = getattr(kind, "origin", "")
-        if origin in _PLAIN_TYPES and rebuild in (self._tensor, self._tensor_of_dtype, _data_of):
-            return rebuild(*args)
-        return _foreign(origin)
-
-
-def unpickled(content: bytes) -> Any:
-    """What a pickle has of containers and numbers, with `Foreign`s for the rest. Nothing that it names is called.
-
-    Raises:
-        ValueError: if it cannot be read.
-    """
-    try:
-        return _Unpickler(content).load()
-    except _BROKEN as error:
-        raise ValueError(f"the pickle cannot be read: {type(error).__name__}: {error}") from None
-
-
-def _foreign(origin: str) -> Foreign:
-    made: Foreign = type("Foreign", (Foreign,), {"origin": origin})()
-    return made
-
-
-def _data_of(data: Any, *_: Any) -> Any:
-    """A parameter as its values."""
-    return data
-
-
-def _bytes(text: str, encoding: str = "latin1") -> bytes:
-    """As old pickles have them."""
-    return text.encode("latin1")
-
-
-def _default_dict(*_: Any) -> dict[Any, Any]:
-    return {}
-
-
-_BUILTINS = (set, frozenset, complex, bytearray)
-_HARMLESS: dict[str, Any] = {
-    "collections.OrderedDict": OrderedDict,
-    "collections.defaultdict": _default_dict,
-    "_codecs.encode": _bytes,
-    "torch.Size": torch.Size,
-    "torch._utils._rebuild_parameter": _data_of,
-    "torch._utils._rebuild_parameter_with_state": _data_of,
-    **{f"{module}.{kind.__name__}": kind for module in ("builtins", "__builtin__") for kind in _BUILTINS},
-}

@@ -11,15 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from fsdp._formats.lazy_tensors import ChunkedTensor, LazyReader, LazyTensor, StridedTensor
+from fsdp._formats.lazy_tensors import LazyReader, LazyTensor, is_lazy
 from fsdp._formats.optim import Names, optimizer_state
 from fsdp._formats.source import Source
-from fsdp._formats.torch_archive import Foreign
+from fsdp._formats.values import materialised, shown, values_of
 from fsdp._names import plain_name
-from fsdp._plain_values import MAX_TENSOR_BYTES, encoded
+from fsdp._plain_values import encoded
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network", "weights")
 OPTIMIZER_KEYS = (
@@ -64,11 +61,6 @@ class Choices:
             raise ValueError(f"{path}: model and optimizer are found by what is in them: leave out their keys")
 
 
-def is_tensor(value: Any) -> bool:
-    """Whether it is a tensor that can be read."""
-    return isinstance(value, (StridedTensor, ChunkedTensor))
-
-
 def source_of_tree(word: str, path: str, tree: Any, choices: Choices) -> Source:
     """A checkpoint that is a tree of mappings and lists with lazy tensors.
 
@@ -82,10 +74,10 @@ def source_of_tree(word: str, path: str, tree: Any, choices: Choices) -> Source:
     reader = LazyReader(path, model.tensors)
     optimizer, optimizer_rest = None, None
     if optimizer_path is not None and choices.only != "model":
-        state = materialised(_at(tree, optimizer_path), path, keep_state=True)
+        state = materialised(_at(tree, optimizer_path), keep_state=True)
         tensors, optimizer_rest = optimizer_state(path, state, model, choices.param_order, notes)
         optimizer = LazyReader(path, tensors)
-    values = _values(rest, path, notes)
+    values = _values(rest, notes)
     return Source(word, path, reader, optimizer, optimizer_rest, extra, values, notes=tuple(notes))
 
 
@@ -95,9 +87,9 @@ def source_of_tree(word: str, path: str, tree: Any, choices: Choices) -> Source:
 def _places(path: str, tree: Any, choices: Choices, notes: list[str]) -> tuple[Path | None, Path | None]:
     """Where the model and the optimizer are: None for a model whose tensors are not in a mapping of their own."""
     if not isinstance(tree, Mapping):
-        raise ValueError(f"{path} holds a {_shown(tree)}, and a checkpoint is a dictionary")
+        raise ValueError(f"{path} holds a {shown(tree)}, and a checkpoint is a dictionary")
     model_path = _model_place(path, tree, choices, notes)
-    if model_path is None and not any(is_tensor(value) for value in tree.values()):
+    if model_path is None and not any(is_lazy(value) for value in tree.values()):
         keys = ", ".join(repr(key) for key, value in tree.items() if isinstance(value, Mapping)) or "no dictionaries"
         raise ValueError(f"{path} has no model under a usual name ({keys}): say which it is (--model-key)")
     base = () if model_path is None else model_path[:-1]
@@ -131,7 +123,7 @@ def _optimizer_place(path: str, tree: Any, choices: Choices, base: Path) -> Path
 
 def _base(tree: Mapping[Any, Any]) -> Path:
     """The mapping in which model and optimizer are: the outermost one, or the only one within it (``app``)."""
-    if any(is_tensor(value) for value in tree.values()) or any(key in tree for key in MODEL_KEYS):
+    if any(is_lazy(value) for value in tree.values()) or any(key in tree for key in MODEL_KEYS):
         return ()
     inner = [
         key
@@ -169,7 +161,7 @@ def _model_and_rest(tree: Any, model_path: Path | None, optimizer_path: Path | N
     if model_path is not None:
         return _at(tree, model_path), _without(tree, [model_path, optimizer_path])
     rest = _without(tree, [optimizer_path])
-    model = {key: value for key, value in rest.items() if is_tensor(value) or str(key).endswith(_EXTRA)}
+    model = {key: value for key, value in rest.items() if is_lazy(value) or str(key).endswith(_EXTRA)}
     return model, {key: value for key, value in rest.items() if key not in model}
 
 
@@ -189,7 +181,7 @@ def _without(tree: Any, paths: Sequence[Path | None]) -> Any:
 
 
 def _has_tensors(tree: Any) -> bool:
-    return any(is_tensor(value) for _, value in _leaves(tree))
+    return any(is_lazy(value) for _, value in _leaves(tree))
 
 
 def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -213,13 +205,13 @@ def _model(path: str, tree: Any, notes: list[str]) -> tuple[Names, dict[str, Any
     for name, value in leaves.items():
         if name.endswith(_EXTRA):
             try:
-                extra[cleaned(name)] = encoded(materialised(value, path), name)
+                extra[cleaned(name)] = encoded(materialised(value), name)
             except TypeError as error:
                 notes.append(f"left out: {error}")
-        elif is_tensor(value):
+        elif is_lazy(value):
             tensors[cleaned(name)] = value
         else:
-            left_out.append(f"{name} ({_shown(value)})")
+            left_out.append(f"{name} ({shown(value)})")
     if left_out:
         notes.append(f"left out of the model, since it is no tensor: {', '.join(left_out)}")
     if not tensors:
@@ -251,64 +243,9 @@ def _cleaner(names: Mapping[str, Any], notes: list[str]) -> _Cleaned:
 # Values
 
 
-def materialised(value: Any, path: str, *, keep_state: bool = False) -> Any:
-    """The same tree with small tensors read.
-
-    Args:
-        value: a tree with lazy tensors.
-        path: what messages call the checkpoint.
-        keep_state: leave what is under ``state`` alone.
-    """
-    if is_tensor(value) and value.shape.numel() * value.dtype.itemsize <= MAX_TENSOR_BYTES:
-        return whole(value, path)
-    if isinstance(value, Mapping):
-        kept = "state" if keep_state else None
-        return {
-            key: each if key == kept or str(key).startswith(f"{kept}.") else materialised(each, path)
-            for key, each in value.items()
-        }
-    if isinstance(value, (list, tuple)):
-        made = [materialised(each, path) for each in value]
-        return made if isinstance(value, list) else tuple(made)
-    return value
-
-
-def whole(tensor: LazyTensor, path: str) -> Tensor:
-    """All of it, in memory."""
-    made = torch.empty(tensor.shape, dtype=tensor.dtype)
-    reader = LazyReader(path, {"": tensor})
-    try:
-        reader.read("", made)
-    finally:
-        reader.close()
-    return made
-
-
-def _values(rest: Any, path: str, notes: list[str]) -> Any:
+def _values(rest: Any, notes: list[str]) -> Any:
     """What else was saved, encoded, as far as that can be done."""
-    if not rest:
+    found = values_of(rest, (), notes) if rest else {}
+    if not found:
         return None
-    if list(rest) == [VALUES]:
-        value = materialised(rest[VALUES], path)
-        return encoded(value, VALUES) if _is_value(value, VALUES, notes) else None
-    values = {key: materialised(value, path) for key, value in rest.items()}
-    found = {key: value for key, value in values.items() if _is_value(value, str(key), notes)}
-    return encoded(found, VALUES) if found else None
-
-
-def _is_value(value: Any, where: str, notes: list[str]) -> bool:
-    """Whether a checkpoint of ours can hold it; notes say if not."""
-    try:
-        encoded(value, where)
-    except TypeError as error:
-        has_tensors = any(is_tensor(each) for _, each in _leaves(value))
-        what = f"{where}, with tensors that are not the model's" if has_tensors else str(error).split(":")[0]
-        notes.append(f"left out: {what}")
-        return False
-    return True
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Foreign):
-        return value.origin
-    return type(value).__name__
+    return encoded(found[VALUES] if list(rest) == [VALUES] else found, VALUES)
