@@ -43,9 +43,9 @@ class Accelerator(accelerate.Accelerator):
     """`accelerate.Accelerator`, for models in a `FullyShardedDataParallel` or under `fully_shard`.
 
     Shard the model first, make the optimizer from its parameters, and `prepare` both. All else is as with
-    `accelerate`'s own: what is sharded is not put into `DistributedDataParallel`, gradients are clipped by the norm over
-    all ranks, `save_state` writes the files of `fsdp.save`, and `unwrap_model` and `get_state_dict` give what is to be
-    saved. Models that are not sharded are treated as ever.
+    `accelerate`'s own: what is sharded is not put into `DistributedDataParallel`, gradients are clipped by the norm
+    over all ranks, `save_state` writes the files of `fsdp.save`, and `unwrap_model` and `get_state_dict` give what is
+    to be saved. Models that are not sharded are treated as ever.
 
     ``mixed_precision`` ("bf16", "fp16") computes under autocast; a wrapper's own mixed precision halves communication
     as well, and needs none here. With "fp16" the scaler is a `ShardedGradScaler`.

@@ -1,4 +1,4 @@
-"""What tests of `transformers` and `accelerate` share: small language models, batches, and processes as torchrun starts them.
+"""What tests of `transformers` and `accelerate` share: small models, batches, and processes as torchrun starts them.
 
 Both are imported on the ranks only, since that takes seconds.
 """
@@ -79,9 +79,9 @@ def wrapped(model: nn.Module, layer: type[nn.Module], **options: Any) -> Any:
     return FullyShardedDataParallel(model, **options)
 
 
-def sharded(family: str, form: str = "flat", **options: Any) -> Any:
+def sharded(family: str, form: str = "flat", seed: int = 0, **options: Any) -> Any:
     """As `wrapped`, in a form of `FORMS`, or ("fully_shard") without a wrapper."""
-    model, layer = made(family)
+    model, layer = made(family, seed)
     if form != "fully_shard":
         return wrapped(model, layer, **FORMS[form], **options)
     for module in model.modules():
@@ -119,12 +119,15 @@ def rows(count: int, seed: int = 0) -> list[dict[str, Tensor]]:
 
 @contextmanager
 def as_launched() -> Iterator[None]:
-    """What torchrun tells a process by its environment, which is where `accelerate` looks."""
+    """What torchrun tells ranks by their environment, where `accelerate` looks; one alone is a plain process."""
     from accelerate.state import AcceleratorState, GradientState
 
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    os.environ.update(told, MASTER_ADDR=socket.gethostname(), MASTER_PORT="1", ACCELERATE_USE_CPU="true")
+    if size != "1":
+        told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        os.environ.update(told, MASTER_ADDR=socket.gethostname(), MASTER_PORT="1")
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    # What was found out for an earlier test is kept for the process.
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     try:
