@@ -5,6 +5,7 @@ Both are imported on the ranks only, since that takes seconds.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import socket
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, auto_wrap, enable_wrap, fully_shard, module_wrap_policy
+from fsdp.state_dict_utils import gather_state_dict
 
 FAMILIES = ["llama", "gpt2"]  # the second ties its head to its embedding
 VOCABULARY, LENGTH = 29, 9
@@ -88,6 +90,16 @@ def sharded(family: str, form: str = "flat", seed: int = 0, **options: Any) -> A
         if isinstance(module, layer):
             fully_shard(module)
     return fully_shard(model)
+
+
+def whole_state(model: Any) -> dict[str, Tensor]:
+    """Collective. The state of a sharded model, whole on every rank."""
+    return gather_state_dict(model.state_dict())  # type: ignore[no-any-return]
+
+
+def recipe(name: str) -> Any:
+    """The code that docs/hugging_face.md shows, as a module."""
+    return importlib.import_module(f"tests.data.recipes.{name}")
 
 
 def plain_of(model: Any) -> Any:

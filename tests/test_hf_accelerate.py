@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp
-from fsdp import FullyShardedDataParallel, ShardedGradScaler, fully_shard
+from fsdp import ShardedGradScaler, fully_shard
 from tests._ranks import RankPool
-from tests.hugging_face import FORMS, as_launched, from_pretrained, logits, made, needs, plain_of, rows, sharded
+from tests.hugging_face import (
+    FORMS,
+    as_launched,
+    from_pretrained,
+    logits,
+    made,
+    needs,
+    plain_of,
+    recipe,
+    rows,
+    sharded,
+    whole_state,
+)
 from tests.stored import assert_equal_states
 
 pytestmark = needs("transformers", "accelerate")
 
 ROWS, BATCH, TURNS = 24, 2, 2  # in the data set, in a rank's batch, and batches in a step
-
-
-def recipe(name: str) -> Any:
-    return importlib.import_module(f"tests.data.recipes.{name}")
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -57,13 +64,6 @@ def prepared_parts(model: nn.Module) -> tuple[Any, ...]:
     return model, optimizer, scheduler_of(optimizer), loader()
 
 
-def whole(model: Any) -> dict[str, Tensor]:
-    """Collective. The state of a sharded model, on every rank."""
-    if isinstance(model, FullyShardedDataParallel):
-        return model.state_dict()  # type: ignore[no-any-return]
-    return fsdp.state_dict_utils.gather_state_dict(model.state_dict())  # type: ignore[no-any-return]
-
-
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert list(found) == list(expected)
     for name, value in expected.items():
@@ -90,7 +90,7 @@ def _follow_recipe(folder: Path, family: str, form: str) -> None:
         accelerator = Accelerator(gradient_accumulation_steps=TURNS)
         assert code.train(accelerator, *prepared_parts(model)) is model
         train_plain(plain)
-        assert_close(whole(model), plain.state_dict())
+        assert_close(whole_state(model), plain.state_dict())
         data = torch.utils.data.DataLoader(rows(7, seed=1), batch_size=1)  # type: ignore[arg-type]
         found = code.evaluate(accelerator, model, data)
         code.export(accelerator, model, folder)
@@ -188,7 +188,9 @@ def _save_state(folder: Path, form: str) -> dict[str, Any]:
         assert seen == [model, model]
     assert not list(folder.glob("*optimizer*.bin"))  # of one rank's part
     assert not list(folder.glob("pytorch_model*"))
-    return {name: value.clone() for name, value in whole(model).items()} | {"lr": accelerator._schedulers[0].get_lr()}
+    return {name: value.clone() for name, value in whole_state(model).items()} | {
+        "lr": accelerator._schedulers[0].get_lr()
+    }
 
 
 def _load_state(folder: Path, form: str, saved: dict[str, Any]) -> None:
