@@ -57,6 +57,9 @@ class Accelerator(accelerate.Accelerator):
         ValueError: if `accelerate` is configured to shard models itself (FSDP, DeepSpeed, Megatron-LM).
     """
 
+    _optimizers: list[Any]
+    scaler: Any
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._know_sharded_models()
@@ -70,7 +73,7 @@ class Accelerator(accelerate.Accelerator):
         """
         accelerator.__class__ = cls
         accelerator._know_sharded_models()
-        return accelerator  # type: ignore[no-any-return]
+        return accelerator
 
     def _know_sharded_models(self) -> None:
         others = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
@@ -164,8 +167,8 @@ class Accelerator(accelerate.Accelerator):
         if sharded is None:
             return super().get_state_dict(model, unwrap=unwrap)
         if isinstance(sharded, FullyShardedDataParallel):
-            return sharded.state_dict(rank0_only=True)  # type: ignore[no-any-return]
-        return gather_state_dict(model.state_dict(), cpu_offload=True, ranks_only=(0,))  # type: ignore[no-any-return]
+            return sharded.state_dict(rank0_only=True)
+        return gather_state_dict(model.state_dict(), cpu_offload=True, ranks_only=(0,))
 
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **options: Any

@@ -24,6 +24,7 @@ from fsdp.state_dict_utils import gather_state_dict
 
 FAMILIES = ["llama", "gpt2"]  # the second ties its head to its embedding
 VOCABULARY, LENGTH = 29, 9
+PATIENCE = 240  # seconds: on a busy machine ranks take long to import it all
 TOKENS = torch.arange(LENGTH)[None]
 
 # Ways to shard, by the name that tests have for them.
@@ -70,6 +71,8 @@ def made(family: str, seed: int = 0) -> tuple[Any, type[nn.Module]]:
         num_attention_heads=3,
         num_key_value_heads=1,
         max_position_embeddings=16,
+        bos_token_id=None,
+        eos_token_id=None,
     )
     return transformers.LlamaForCausalLM(config), LlamaDecoderLayer
 

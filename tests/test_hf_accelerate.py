@@ -15,6 +15,7 @@ from fsdp import ShardedGradScaler, fully_shard
 from tests._ranks import RankPool
 from tests.hugging_face import (
     FORMS,
+    PATIENCE,
     as_launched,
     from_pretrained,
     logits,
@@ -79,7 +80,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_the_recipe_trains_evaluates_and_exports(
     ranks: RankPool, tmp_path: Path, size: int, family: str, form: str
 ) -> None:
-    ranks(size).run(_follow_recipe, tmp_path, family, form)
+    ranks(size, timeout=PATIENCE).run(_follow_recipe, tmp_path, family, form)
 
 
 def _follow_recipe(folder: Path, family: str, form: str) -> None:
@@ -102,7 +103,7 @@ def _follow_recipe(folder: Path, family: str, form: str) -> None:
 
 
 def test_with_accelerates_own_accelerator_by_hand(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_by_hand, tmp_path / "run")
+    ranks(2, timeout=PATIENCE).run(_by_hand, tmp_path / "run")
 
 
 def _by_hand(folder: Path) -> None:
@@ -122,7 +123,7 @@ def _by_hand(folder: Path) -> None:
 
 @pytest.mark.parametrize("form", [*FORMS, "fully_shard"])
 def test_batches_that_are_accumulated_are_not_reduced(ranks: RankPool, form: str) -> None:
-    ranks(2).run(_accumulate, form)
+    ranks(2, timeout=PATIENCE).run(_accumulate, form)
 
 
 def _accumulate(form: str) -> None:
@@ -143,7 +144,7 @@ def _accumulate(form: str) -> None:
 
 
 def test_bf16_computes_under_autocast_and_a_plain_model_is_treated_as_ever(ranks: RankPool) -> None:
-    ranks(2).run(_autocast)
+    ranks(2, timeout=PATIENCE).run(_autocast)
 
 
 def _autocast() -> None:
@@ -169,8 +170,8 @@ def _autocast() -> None:
 
 @pytest.mark.parametrize(("form", "other"), [("flat", "original"), ("fully_shard", "flat")])
 def test_a_state_is_loaded_by_another_number_of_ranks(ranks: RankPool, tmp_path: Path, form: str, other: str) -> None:
-    saved = ranks(2).run(_save_state, tmp_path / "run", form)[0]
-    ranks(3).run(_load_state, tmp_path / "run", other, saved)
+    saved = ranks(2, timeout=PATIENCE).run(_save_state, tmp_path / "run", form)[0]
+    ranks(3, timeout=PATIENCE).run(_load_state, tmp_path / "run", other, saved)
 
 
 def _save_state(folder: Path, form: str) -> dict[str, Any]:
@@ -211,7 +212,7 @@ def _load_state(folder: Path, form: str, saved: dict[str, Any]) -> None:
 
 
 def test_states_have_automatic_names(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_save_by_number, tmp_path)
+    ranks(2, timeout=PATIENCE).run(_save_by_number, tmp_path)
 
 
 def _save_by_number(folder: Path) -> None:
@@ -235,7 +236,7 @@ def _save_by_number(folder: Path) -> None:
 
 
 def test_what_would_go_wrong_in_silence_is_an_error(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_refused, tmp_path)
+    ranks(2, timeout=PATIENCE).run(_refused, tmp_path)
 
 
 def _refused(folder: Path) -> None:
@@ -260,7 +261,7 @@ def _refused(folder: Path) -> None:
 
 
 def test_accelerates_own_sharding_is_refused(ranks: RankPool) -> None:
-    ranks(2).run(_other_sharding)
+    ranks(2, timeout=PATIENCE).run(_other_sharding)
 
 
 def _other_sharding() -> None:
@@ -277,7 +278,7 @@ def _other_sharding() -> None:
 
 
 def test_an_adopted_accelerator_scales_losses_for_all_ranks(ranks: RankPool) -> None:
-    ranks(2).run(_adopt)
+    ranks(2, timeout=PATIENCE).run(_adopt)
 
 
 def _adopt() -> None:

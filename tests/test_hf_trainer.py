@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests._ranks import RankPool
-from tests.hugging_face import as_launched, from_pretrained, logits, made, needs, plain_of, rows, sharded
+from tests.hugging_face import PATIENCE, as_launched, from_pretrained, logits, made, needs, plain_of, rows, sharded
 from tests.stored import assert_equal_states
 
 pytestmark = needs("transformers", "accelerate")
@@ -73,7 +73,7 @@ def train(
 
 
 def alone(ranks: RankPool, *args: Any) -> tuple[Log, dict[str, Tensor]]:
-    return ranks(1).run(train, *args)[0]  # type: ignore[no-any-return]
+    return ranks(1, timeout=PATIENCE).run(train, *args)[0]  # type: ignore[no-any-return]
 
 
 def assert_close(found: tuple[Log, dict[str, Tensor]], expected: tuple[Log, dict[str, Tensor]]) -> None:
@@ -103,18 +103,18 @@ def test_losses_norms_and_weights_are_those_of_one_process(
     expected = alone(ranks, tmp_path, family, None, options)
     assert any("eval_loss" in entry for entry in expected[0])
     assert all(entry["grad_norm"] > 0.2 for entry in expected[0] if "grad_norm" in entry)
-    assert_close(ranks(size).run(train, tmp_path, family, form, options)[0], expected)
+    assert_close(ranks(size, timeout=PATIENCE).run(train, tmp_path, family, form, options)[0], expected)
 
 
 def test_bf16_computes_under_autocast(ranks: RankPool, tmp_path: Path) -> None:
     expected, exact = (alone(ranks, tmp_path, "llama", None, {"bf16": on})[0][0]["loss"] for on in (True, False))
-    found = ranks(2).run(train, tmp_path, "llama", "flat", {"bf16": True})[0][0][0]["loss"]
+    found = ranks(2, timeout=PATIENCE).run(train, tmp_path, "llama", "flat", {"bf16": True})[0][0][0]["loss"]
     assert found == pytest.approx(expected, abs=2e-6) != pytest.approx(exact, abs=2e-6)
 
 
 def test_rows_that_ranks_see_twice_count_once_in_an_evaluation(ranks: RankPool, tmp_path: Path) -> None:
-    expected = ranks(1).run(_evaluate, tmp_path, None)[0]
-    assert ranks(2).run(_evaluate, tmp_path, "flat") == [pytest.approx(expected, rel=1e-5)] * 2
+    expected = ranks(1, timeout=PATIENCE).run(_evaluate, tmp_path, None)[0]
+    assert ranks(2, timeout=PATIENCE).run(_evaluate, tmp_path, "flat") == [pytest.approx(expected, rel=1e-5)] * 2
 
 
 def _evaluate(folder: Path, form: str | None) -> float:
@@ -133,8 +133,8 @@ def test_resuming_with_more_ranks_goes_on_as_if_nothing_had_happened(
     ranks: RankPool, tmp_path: Path, form: str, other: str
 ) -> None:
     expected = alone(ranks, tmp_path / "plain", "llama", None, SAVING)
-    ranks(2).run(_train_half, tmp_path / "run", form)
-    assert_close(ranks(3).run(train, tmp_path / "run", "llama", other, SAVING, True)[0], expected)
+    ranks(2, timeout=PATIENCE).run(_train_half, tmp_path / "run", form)
+    assert_close(ranks(3, timeout=PATIENCE).run(train, tmp_path / "run", "llama", other, SAVING, True)[0], expected)
 
 
 def _train_half(folder: Path, form: str) -> None:
@@ -153,7 +153,7 @@ def _train_half(folder: Path, form: str) -> None:
 
 
 def test_a_checkpoint_of_the_model_alone_is_resumed_with_a_new_optimizer(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_resume_without_optimizer, tmp_path)
+    ranks(2, timeout=PATIENCE).run(_resume_without_optimizer, tmp_path)
 
 
 def _resume_without_optimizer(folder: Path) -> None:
@@ -169,7 +169,7 @@ def _resume_without_optimizer(folder: Path) -> None:
 
 @pytest.mark.parametrize("form", ["flat", "fully_shard"])
 def test_from_pretrained_reads_checkpoints_and_saved_models(ranks: RankPool, tmp_path: Path, form: str) -> None:
-    ranks(2).run(_save_and_compare, tmp_path, form)
+    ranks(2, timeout=PATIENCE).run(_save_and_compare, tmp_path, form)
 
 
 def _save_and_compare(folder: Path, form: str) -> None:
@@ -186,7 +186,7 @@ def _save_and_compare(folder: Path, form: str) -> None:
 
 
 def test_the_best_model_is_loaded_at_the_end(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_find_best, tmp_path)
+    ranks(2, timeout=PATIENCE).run(_find_best, tmp_path)
 
 
 def _find_best(folder: Path) -> None:
@@ -205,7 +205,7 @@ def _find_best(folder: Path) -> None:
 
 
 def test_what_the_trainer_cannot_do_is_said(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_refused, tmp_path)
+    ranks(2, timeout=PATIENCE).run(_refused, tmp_path)
 
 
 def _refused(folder: Path) -> None:
@@ -228,7 +228,7 @@ def _refused(folder: Path) -> None:
 
 
 def test_the_trainer_shows_the_model_and_the_wrapper(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2).run(_shows, tmp_path)
+    ranks(2, timeout=PATIENCE).run(_shows, tmp_path)
 
 
 def _shows(folder: Path) -> None:
