@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
-from fsdp import FSDPModule, FullyShardedDataParallel, ShardedGradScaler, get_fsdp_instances
 from fsdp.state_dict_utils import gather_state_dict
 
 try:
@@ -24,15 +23,15 @@ except ImportError as error:
     raise ImportError("fsdp.accelerate needs accelerate: pip install 'fsdp[accelerate]'") from error
 
 
-def outermost(model: nn.Module) -> FullyShardedDataParallel | FSDPModule | None:
+def outermost(model: nn.Module) -> fsdp.FullyShardedDataParallel | fsdp.FSDPModule | None:
     """The model as what shards it: a wrapper, or a module under `fully_shard`; None if nothing in it is sharded.
 
     Raises:
         ValueError: for a plain module with sharded ones inside, in which nobody would clip and accumulate for all.
     """
-    if isinstance(model, (FullyShardedDataParallel, FSDPModule)):
+    if isinstance(model, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)):
         return model
-    if get_fsdp_instances(model) or any(isinstance(module, FSDPModule) for module in model.modules()):
+    if fsdp.get_fsdp_instances(model) or any(isinstance(module, fsdp.FSDPModule) for module in model.modules()):
         raise ValueError(
             f"{type(model).__name__} has sharded modules inside and is not sharded itself: wrap the whole model too"
         )
@@ -85,7 +84,7 @@ class Accelerator(accelerate.Accelerator):
         self._is_saving = False
         if type(self.scaler) is torch.amp.GradScaler:
             options = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
-            self.scaler = ShardedGradScaler(device=self.device.type, **options)
+            self.scaler = fsdp.ShardedGradScaler(device=self.device.type, **options)
 
     # --- preparing ----------------------------------------------------------------------------------------------
 
@@ -105,7 +104,7 @@ class Accelerator(accelerate.Accelerator):
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """As `accelerate`'s; of a wrapper the module that was wrapped, whose inner wrappers stay."""
         return super().unwrap_model(
-            model.module.module if isinstance(model, FullyShardedDataParallel) else model, *args, **kwargs
+            model.module.module if isinstance(model, fsdp.FullyShardedDataParallel) else model, *args, **kwargs
         )
 
     # --- training -----------------------------------------------------------------------------------------------
@@ -113,7 +112,7 @@ class Accelerator(accelerate.Accelerator):
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """As `accelerate`'s: backwards inside keep whole gradients on each rank."""
-        if not isinstance(model, FSDPModule):
+        if not isinstance(model, fsdp.FSDPModule):
             with super().no_sync(model):
                 yield
             return
@@ -144,11 +143,11 @@ class Accelerator(accelerate.Accelerator):
         norm = super().clip_grad_norm_(listed, max_norm, norm_type)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # DTensors have a part of theirs
 
-    def _wrapper_of(self, parameters: list[Tensor]) -> FullyShardedDataParallel | None:
+    def _wrapper_of(self, parameters: list[Tensor]) -> fsdp.FullyShardedDataParallel | None:
         given = {id(param) for param in parameters}
         for model in self._models:
             own = {id(param) for param in model.parameters()}
-            if isinstance(model, FullyShardedDataParallel) and given & own:
+            if isinstance(model, fsdp.FullyShardedDataParallel) and given & own:
                 if given != own:
                     raise ValueError(
                         "clip_grad_norm_: a sharded model's gradients are clipped by the norm of all of them. Pass "
@@ -166,7 +165,7 @@ class Accelerator(accelerate.Accelerator):
         sharded = outermost(model)
         if sharded is None:
             return super().get_state_dict(model, unwrap=unwrap)
-        if isinstance(sharded, FullyShardedDataParallel):
+        if isinstance(sharded, fsdp.FullyShardedDataParallel):
             return sharded.state_dict(rank0_only=True)
         return gather_state_dict(model.state_dict(), cpu_offload=True, ranks_only=(0,))
 

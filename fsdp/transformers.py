@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import fsdp
-from fsdp import FlatParameter, FullyShardedDataParallel
 
 try:
     import transformers
@@ -52,7 +51,7 @@ class Trainer(transformers.Trainer):
         if args is not None:
             _refuse(args)
         # The Trainer asks the model for its class, its forward's arguments and its configuration.
-        plain = model.module.module if isinstance(model, FullyShardedDataParallel) else model
+        plain = model.module.module if isinstance(model, fsdp.FullyShardedDataParallel) else model
         super().__init__(plain, args, *others, **options)
         self.model_wrapped = model
 
@@ -73,8 +72,8 @@ class Trainer(transformers.Trainer):
             ValueError: for a weight decay, which biases and norms are spared, where they are in one flat parameter with
                 what is to decay.
         """
-        names = {name for name, param in self.model.named_parameters() if isinstance(param, FlatParameter)}
-        if self.optimizer is None and self.args.weight_decay and any("flat_param_" in name for name in names):
+        is_flat = any("flat_param_" in name for name, _ in self.model.named_parameters())
+        if self.optimizer is None and self.args.weight_decay and is_flat:
             raise ValueError(
                 "weight_decay spares biases and norms, which are in one flat parameter with the rest here: wrap with "
                 "use_orig_params=True, or pass optimizers=(optimizer, None), made from the wrapped model's parameters"
