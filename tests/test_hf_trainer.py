@@ -201,6 +201,26 @@ def _find_best(folder: Path) -> None:
         assert torch.equal(logits(from_pretrained("llama", best)), found)
 
 
+def test_it_mixes_into_other_trainers(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks(2, timeout=PATIENCE).run(_mix, tmp_path)[0] == pytest.approx(
+        ranks(1, timeout=PATIENCE).run(_evaluate, tmp_path, None)[0], rel=1e-5
+    )
+
+
+def _mix(folder: Path) -> float:
+    import transformers
+
+    from fsdp.transformers import Trainer
+
+    class Mine(Trainer, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+        """As users make it."""
+
+    with as_launched():
+        options = {"output_dir": str(folder), "use_cpu": True, "report_to": "none", "disable_tqdm": True}
+        args = transformers.Seq2SeqTrainingArguments(per_device_eval_batch_size=1, **options)
+        return Mine(sharded("llama"), args).evaluate(rows(5, seed=2))["eval_loss"]  # type: ignore[no-any-return]
+
+
 # Errors
 
 
