@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp._formats.stitched import Stitched, cut, stitched
 from fsdp._names import clean_name, join
-from fsdp._stitched import Stitched, cut, stitched
 
 _ENTRY = ("fsdp_path", "params", "no_broadcast_optim_state", "shared_param_info")
 _BACKING = ("names", "shapes", "numels", "padding")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp._agreement import Ranks, agree_on, agree_on_outcome
-from fsdp._formats import FoundTensor, TensorReader
+from fsdp._formats.source import FoundTensor, TensorReader
 from fsdp._model_tensors import Target, WholeTensor, prepared, tensors_in
 from fsdp._safetensors import SafetensorsFiles
 from fsdp._unit import Unit

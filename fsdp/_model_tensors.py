@@ -14,7 +14,7 @@ from fsdp._agreement import Ranks
 from fsdp._collect import is_ours
 from fsdp._dtensors import MeshPart, local_part
 from fsdp._flat_param import FlatParameter
-from fsdp._formats import TensorReader
+from fsdp._formats.source import TensorReader
 from fsdp._forward import TrainingState
 from fsdp._guards import Conversions
 from fsdp._handle import FlatParamHandle

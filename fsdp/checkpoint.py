@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp import _checkpoint_load, _checkpoint_save
-from fsdp._checkpoint_background import Saver as Saver
-from fsdp._checkpoint_folder import newest as newest
-from fsdp._checkpoint_folder import steps as steps
-from fsdp._checkpoint_load import Loaded as Loaded
-from fsdp._checkpoint_manifest import complete
-from fsdp._checkpoint_save import Saved as Saved
-from fsdp._examine import examine_ours
+from fsdp._checkpoint import load as _load
+from fsdp._checkpoint import save as _save
+from fsdp._checkpoint.background import Saver as Saver
+from fsdp._checkpoint.folder import newest as newest
+from fsdp._checkpoint.folder import steps as steps
+from fsdp._checkpoint.load import Loaded as Loaded
+from fsdp._checkpoint.manifest import Manifest, complete
+from fsdp._checkpoint.save import Saved as Saved
+from fsdp._formats.examine import examine_ours
+from fsdp._plain_values import decoded
 
 
 def save(
@@ -43,9 +45,9 @@ def save(
     Args:
         path: the folder. One that is a checkpoint, or empty, is replaced.
         model: wrapped, or with units inside, or plain, which all ranks of the default process group then have alike.
-        optimizer: of the model's parameters; None saves none. State with a value for each element of a parameter is
-            saved as tensors of the parameter's shape, numbers and parameter groups by the parameters' names. Of other
-            shapes it is an error.
+        optimizer: of the model's parameters, or a list of several, each of its own; None saves none. State with a value
+            for each element of a parameter is saved as tensors of the parameter's shape, numbers and parameter groups
+            by the parameters' names. Of other shapes it is an error.
         step: save to ``step-00000100`` in the folder `path` instead, which `newest` finds.
         keep: with `step`, remove all such checkpoints but those of so many highest steps, when this one is there.
         values: of the first rank: None, numbers, strings, bytes, lists, tuples, dicts, and tensors up to 1 MiB each.
@@ -63,18 +65,18 @@ def save(
             for units with other ranks than the outermost one; on every rank, naming the reason, if another one fails.
         OSError: if this rank cannot write: the disk is full, the folder read-only, the path a file or no checkpoint.
         TypeError: for `values` of other types; says where. For what is no model, optimizer, number or float dtype.
-        ValueError: for an optimizer of other parameters, or with state that is neither of the parameter's shape nor a
-            number; it names parameter, key and shape.
+        ValueError: for an optimizer of other parameters, or two of the same; for state that is neither of the
+            parameter's shape nor a number; it names parameter, key and shape.
         NotImplementedError: for `DTensor`s.
     """
-    place = _checkpoint_save.Place(path, step, keep)
-    found, ranks, units = _checkpoint_save.prepare(
+    place = _save.Place(path, step, keep)
+    found, ranks, units = _save.prepare(
         model, optimizer, values, dtype=dtype, max_file_bytes=max_file_bytes, generators=generators
     )
     try:
-        return _checkpoint_save.write(place, found, ranks)
+        return _save.write(place, found, ranks)
     finally:
-        _checkpoint_save.release(units)
+        _save.release(units)
 
 
 def load(
@@ -95,8 +97,8 @@ def load(
     Args:
         path: its folder. What a save that was killed has left beside it is found, too.
         model: with units, or without; not a part of a wrapped module.
-        optimizer: of the model's parameters, in groups as they were when it was saved; they get the saved settings.
-            None leaves out what the checkpoint has of one.
+        optimizer: of the model's parameters, or a list of several, in groups as they were when it was saved; they get
+            the saved settings. None leaves out what the checkpoint has of one.
         strict: raise for missing and unexpected keys of the model. An optimizer fits or does not.
         generators: have this rank's random number generators go on from where they were saved, if there are as many
             ranks now.
@@ -112,7 +114,20 @@ def load(
             then: load another checkpoint. If an optimizer is given, and the checkpoint has none.
         OSError: if a file cannot be read.
     """
-    return _checkpoint_load.load(path, model, optimizer, strict=strict, generators=generators)
+    return _load.load(path, model, optimizer, strict=strict, generators=generators)
+
+
+def values(path: str | os.PathLike[str]) -> Any:
+    """The `values` that a checkpoint was saved with. In one process, and without reading a tensor.
+
+    Args:
+        path: its folder.
+
+    Raises:
+        FileNotFoundError: if there is no complete checkpoint.
+        ValueError: if what describes it is damaged.
+    """
+    return decoded(Manifest.read(complete(path)).values)
 
 
 def verify(path: str | os.PathLike[str]) -> int:

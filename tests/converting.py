@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
-from fsdp._command_line import main
-from fsdp._formats import Source, TensorReader
-from fsdp._open_source import open_source
+from fsdp._command.line import main
+from fsdp._formats.open_source import open_source
+from fsdp._formats.source import Source, TensorReader
 
 VALUES = {"step": 7, "lr": [0.1, float("inf")], "table": torch.arange(3)}
 

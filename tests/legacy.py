@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp._formats import Source, TensorReader
+from fsdp._formats.source import Source, TensorReader
 from fsdp._plain_values import decoded
 from fsdp._safetensors import DTYPES
 

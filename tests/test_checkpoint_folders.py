@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fsdp
 from fsdp import FullyShardedDataParallel, checkpoint, load_safetensors
-from fsdp._checksums import by_name, fragment, joined, of_tensor, spans
+from fsdp._checkpoint.checksums import by_name, fragment, joined, of_tensor, spans
 from tests._ranks import RankPool
 from tests.models import nested_mlp
 from tests.pairs import parametrize_pairs
@@ -139,7 +139,7 @@ def test_what_killed_saves_have_left_is_no_checkpoint_and_is_removed(tmp_path: P
         (tmp_path / name / "not-a-checkpoint").touch()
     newest = checkpoint.newest(tmp_path)
     assert newest == tmp_path / "step-00000002"
-    assert fsdp.load(newest, nested_mlp()).values == 2
+    assert fsdp.load(newest, nested_mlp()).values == checkpoint.values(newest) == 2
     fsdp.save(tmp_path, nested_mlp(), step=3, keep=1)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["step-00000003", "step-00000009.saving"]
 
@@ -221,7 +221,7 @@ def _send_in_vain(folder: Path) -> None:
     mine.mkdir()
     full = mock.patch("os.pwrite", side_effect=OSError(errno.ENOSPC, "No space left on device"))
     model = nested_mlp(fully_sharded())
-    own = mock.patch("fsdp._checkpoint_save.write_parts", return_value=[])
+    own = mock.patch("fsdp._checkpoint.save.write_parts", return_value=[])
     with full, own, pytest.raises((OSError, RuntimeError), match=r"No space left on device.*run\.saving/model"):
         fsdp.save(mine / "run", model)
     fsdp.save(mine / "run", model)

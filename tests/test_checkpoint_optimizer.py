@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import fsdp
-from fsdp import FullyShardedDataParallel
+from fsdp import FullyShardedDataParallel, get_fsdp_instances
 from tests._ranks import RankPool
 from tests.models import nested_mlp
 from tests.optimizing import grouped_adamw, train
@@ -45,6 +45,51 @@ def _save_adam(folder: Path, options: dict[str, Any], is_loaded: bool = False) -
     else:
         train(model, optimizer, range(2))
     fsdp.save(folder / ("again" if is_loaded else "run"), model, optimizer)
+
+
+@parametrize_pairs(saved=FORMS, loaded=FORMS, loaded_by=[1, 3])
+def test_several_optimizers_are_saved_as_one(
+    ranks: RankPool, tmp_path: Path, saved: dict[str, Any], loaded: dict[str, Any], loaded_by: int
+) -> None:
+    ranks(2).run(_save_two, tmp_path, saved)
+    ranks(loaded_by).run(_save_two, tmp_path, loaded, is_loaded=True)
+    first, second = (load_file(tmp_path / name / "optimizer.safetensors") for name in ("run", "again"))
+    assert {name.rpartition("/")[2] for name in first} == {"exp_avg", "exp_avg_sq", "momentum_buffer"}
+    assert_equal_states(dict(sorted(second.items())), dict(sorted(first.items())))
+
+
+def _save_two(folder: Path, options: dict[str, Any], is_loaded: bool = False) -> None:
+    options = {name: folder / value if name == "offload_folder" else value for name, value in options.items()}
+    model = nested_mlp(fully_sharded(**options))
+    inner = list(get_fsdp_instances(model)[1].parameters())
+    first = torch.optim.SGD(inner, lr=0.1, momentum=0.5)
+    second = adam([param for param in model.parameters() if all(param is not each for each in inner)])
+    if is_loaded:
+        first.param_groups[0]["lr"] = 7.0
+        fsdp.load(folder / "run", model, [first, second])
+        assert first.param_groups[0]["lr"] == 0.1
+    else:
+        train(model, first, range(1))
+        train(model, second, range(1))
+    fsdp.save(folder / ("again" if is_loaded else "run"), model, [first, second])
+
+
+def test_a_list_of_optimizers_is_looked_through(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_save_lists, tmp_path)
+
+
+def _save_lists(folder: Path) -> None:
+    model = nested_mlp(fully_sharded())
+    optimizer = adam(model.parameters())
+    with pytest.raises(ValueError, match="empty list of optimizers"):
+        fsdp.save(folder / "run", model, [])
+    with pytest.raises(TypeError, match="number 1 in the list of optimizers is none: 'adam'"):
+        fsdp.save(folder / "run", model, [optimizer, "adam"])
+    with pytest.raises(ValueError, match="in two of the optimizers, the second one number 1"):
+        fsdp.save(folder / "run", model, [optimizer, adam(model.parameters())])
+    train(model, optimizer, range(1))
+    fsdp.save(folder / "run", model, [optimizer])
+    fsdp.load(folder / "run", model, optimizer)  # one in a list is one
 
 
 def test_the_tensors_are_those_of_an_unsharded_optimizer(ranks: RankPool, tmp_path: Path) -> None:

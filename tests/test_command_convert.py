@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from fsdp._command_show import Progress
+from fsdp._command.show import Progress
 from fsdp._safetensors import SafetensorsFiles
 from tests.converting import assert_same_checkpoint, command, converted, saved
 from tests.saving import content, flip

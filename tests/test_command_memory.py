@@ -24,8 +24,8 @@ def growths(script: str) -> list[float]:
     common = f"""
         import re, torch, fsdp
         from torch import nn
-        from fsdp import _command_show
-        from fsdp._command_line import main
+        from fsdp._command import show
+        from fsdp._command.line import main
 
         def anonymous():
             return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
@@ -47,7 +47,7 @@ def growths(script: str) -> list[float]:
             global highest
             highest = max(highest, anonymous())
 
-        _command_show.Progress.__call__ = look
+        show.Progress.__call__ = look
 
         def growth(*arguments):
             global highest

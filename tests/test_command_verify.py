@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp._format_dcp import DcpFolder
+from fsdp._formats.dcp import DcpFolder
+from fsdp._formats.torch_archive import TorchArchive
 from fsdp._safetensors import SafetensorsFiles
-from fsdp._torch_archive import TorchArchive
 from tests.converting import command, converted, saved
 from tests.saving import flip
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.record_fairscale_checkpoint import CASES
-from fsdp._convert import Content, content_of
-from fsdp._convert_fairscale import write_fairscale
-from fsdp._format_fairscale import open_fairscale
-from fsdp._formats import Source
-from fsdp._stitched import StitchedReader, stitched
+from fsdp._formats.convert import Content, content_of
+from fsdp._formats.convert_fairscale import write_fairscale
+from fsdp._formats.fairscale import open_fairscale
+from fsdp._formats.source import Source
+from fsdp._formats.stitched import StitchedReader, stitched
 from tests.legacy import assert_same_state, state_of, weights_of
 from tests.test_format_fairscale import RECORDED, every_case
 

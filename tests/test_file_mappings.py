@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp._file_mappings import FileMappings
-from fsdp._stitched import StitchedReader, stitched
+from fsdp._formats.file_mappings import FileMappings
+from fsdp._formats.stitched import StitchedReader, stitched
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="the system does not tell")
 

@@ -21,9 +21,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp
-from fsdp._format_dcp import DcpFolder
-from fsdp._format_trees import Choices
-from fsdp._open_source import open_source
+from fsdp._formats.dcp import DcpFolder
+from fsdp._formats.open_source import open_source
+from fsdp._formats.trees import Choices
 from fsdp._plain_values import decoded
 from fsdp.optim_utils import full_optim_state_dict
 from tests._ranks import RankPool
@@ -232,7 +232,7 @@ def test_chunks_along_any_dimension_are_put_together(ranks: RankPool, tmp_path: 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="reads Linux's /proc")
 def test_few_files_are_open_at_once(ranks: RankPool, tmp_path: Path) -> None:
     ranks(3).run(_save_cut, tmp_path / "saved")
-    with mock.patch("fsdp._lazy_tensors._MOST_OPEN", 1), closing(open_source(tmp_path / "saved")) as source:
+    with mock.patch("fsdp._formats.lazy_tensors._MOST_OPEN", 1), closing(open_source(tmp_path / "saved")) as source:
         before = len(os.listdir("/proc/self/fd"))
         for name, value in cut_tensors().items():  # each is in three files
             assert_same_bits(whole(source.model, name), value, name)

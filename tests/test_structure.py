@@ -21,12 +21,12 @@ PACKAGE = ROOT / "fsdp"
 ROOMS: dict[str, set[str]] = {
     "command line": {
         "__main__",
-        "_command_line",
-        "_command_convert",
-        "_command_errors",
-        "_command_inspect",
-        "_command_show",
-        "_command_verify",
+        "_command.line",
+        "_command.convert",
+        "_command.errors",
+        "_command.inspect",
+        "_command.show",
+        "_command.verify",
     },
     "integrations": {
         "compat.fairscale",
@@ -79,29 +79,29 @@ ROOMS: dict[str, set[str]] = {
         "_optim_stream",
         "_optim_full",
         "_optim_load",
-        "_formats",
-        "_format_dcp",
-        "_format_files",
-        "_format_optim",
-        "_format_trees",
-        "_open_source",
-        "_examine",
-        "_convert",
-        "_convert_dcp",
-        "_convert_place",
-        "_convert_safetensors",
-        "_convert_torch",
-        "_convert_fairscale",
-        "_stitched",
-        "_file_mappings",
-        "_torch_files",
-        "_rank_files",
-        "_saved_shards",
-        "_named_state",
-        "_format_fairscale",
-        "_format_fairscale_optim",
-        "_format_fsdp1",
-        "_format_fsdp1_flat",
+        "_formats.source",
+        "_formats.dcp",
+        "_formats.files",
+        "_formats.optim",
+        "_formats.trees",
+        "_formats.open_source",
+        "_formats.examine",
+        "_formats.convert",
+        "_formats.convert_dcp",
+        "_formats.convert_place",
+        "_formats.convert_safetensors",
+        "_formats.convert_torch",
+        "_formats.convert_fairscale",
+        "_formats.stitched",
+        "_formats.file_mappings",
+        "_formats.torch_files",
+        "_formats.rank_files",
+        "_formats.saved_shards",
+        "_formats.named_state",
+        "_formats.fairscale",
+        "_formats.fairscale_optim",
+        "_formats.fsdp1",
+        "_formats.fsdp1_flat",
         "state_dict_utils",
         "stager",
         "_tree_copy",
@@ -113,15 +113,15 @@ ROOMS: dict[str, set[str]] = {
         "_state_broadcast",
         "checkpoint",
         "_model_tensors",
-        "_checkpoint_folder",
-        "_checkpoint_manifest",
-        "_checkpoint_model",
-        "_checkpoint_optim",
-        "_checkpoint_stream",
-        "_checkpoint_background",
-        "_checkpoint_save",
-        "_checkpoint_load",
-        "_generators",
+        "_checkpoint.folder",
+        "_checkpoint.manifest",
+        "_checkpoint.model",
+        "_checkpoint.optim",
+        "_checkpoint.stream",
+        "_checkpoint.background",
+        "_checkpoint.save",
+        "_checkpoint.load",
+        "_checkpoint.generators",
         "_plain_values",
     },
     "runtime": {
@@ -154,9 +154,9 @@ ROOMS: dict[str, set[str]] = {
     },
     "storage": {
         "_safetensors",
-        "_safetensors_writer",
-        "_checked_files",
-        "_checksums",
+        "_checkpoint.safetensors_writer",
+        "_checkpoint.checked_files",
+        "_checkpoint.checksums",
         "_fingerprints",
         "_flat_param",
         "_handle",
@@ -181,8 +181,8 @@ ROOMS: dict[str, set[str]] = {
         "_memory",
         "_blanks",
         "_tensor_part",
-        "_lazy_tensors",
-        "_torch_archive",
+        "_formats.lazy_tensors",
+        "_formats.torch_archive",
         "_assembling",
         "_awaiting",
     },
@@ -190,7 +190,7 @@ ROOMS: dict[str, set[str]] = {
     "layout": {"_layout", "_boxes"},
 }
 # Packages in the package, whose modules have rooms of their own.
-SUBPACKAGES = {"compat"}
+SUBPACKAGES = {"compat", "_checkpoint", "_command", "_formats"}
 # What every room may import; these import nothing of the package.
 SHARED = {"_errors", "_version", "_names", "_trees"}
 
@@ -321,7 +321,7 @@ def test_a_file_has_a_room(path: Path) -> None:
 @every_source
 def test_imports_go_down_the_list_of_rooms(path: Path) -> None:
     wrong = upward(name_of(path), parse(path))
-    assert not wrong, f"fsdp/{path.name} imports {', '.join(wrong)}, which stand above it in ROOMS"
+    assert not wrong, f"fsdp/{path.relative_to(PACKAGE)} imports {', '.join(wrong)}, which stand above it in ROOMS"
 
 
 def test_no_modules_import_each_other() -> None:
@@ -330,6 +330,13 @@ def test_no_modules_import_each_other() -> None:
         for path in sources()
     }
     assert not cycle(graph), f"a ring of imports: {' -> '.join(cycle(graph))}"
+
+
+@pytest.mark.parametrize("folder", sorted(SUBPACKAGES))
+def test_a_folder_says_what_it_is_for_and_imports_nothing(folder: str) -> None:
+    tree = parse(PACKAGE / folder / "__init__.py")
+    assert ast.get_docstring(tree)
+    assert len(tree.body) == 1, f"fsdp/{folder}/__init__.py: import what is needed from the module that has it"
 
 
 @pytest.mark.parametrize("path", [path for path in sources() if path.stem in ROOMS["layout"]], ids=str)
@@ -395,7 +402,7 @@ def test_collectives_are_found_under_any_name(code: str, found: list[str]) -> No
 @every_source
 def test_only_comm_talks_to_other_ranks(path: Path) -> None:
     used = [] if name_of(path) in MAY_COMMUNICATE else collectives(parse(path))
-    assert not used, f"fsdp/{path.name} uses {', '.join(used)}: go through fsdp/_comm.py"
+    assert not used, f"fsdp/{path.relative_to(PACKAGE)} uses {', '.join(used)}: go through fsdp/_comm.py"
 
 
 # Sizes and asserts
@@ -421,20 +428,22 @@ def test_a_function_is_measured_without_its_docstring() -> None:
 @every_source
 def test_a_module_can_be_read_in_one_sitting(path: Path) -> None:
     length = len(path.read_text(encoding="utf-8").splitlines())
-    assert length <= MAX_MODULE_LINES, f"fsdp/{path.name} has {length} lines"
+    assert length <= MAX_MODULE_LINES, f"fsdp/{path.relative_to(PACKAGE)} has {length} lines"
 
 
 @every_source
 def test_a_function_fits_on_a_screen(path: Path) -> None:
     lengths = {f"{node.name} (line {node.lineno})": function_lines(node) for node in functions(parse(path))}
     long = {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES}
-    assert not long, f"fsdp/{path.name}: longer than {MAX_FUNCTION_LINES} lines: {long}"
+    assert not long, f"fsdp/{path.relative_to(PACKAGE)}: longer than {MAX_FUNCTION_LINES} lines: {long}"
 
 
 @every_source
 def test_errors_are_raised_and_not_asserted(path: Path) -> None:
     lines = [node.lineno for node in ast.walk(parse(path)) if isinstance(node, ast.Assert)]
-    assert not lines, f"fsdp/{path.name} asserts in lines {lines}: raise an error, which `python -O` keeps"
+    assert not lines, (
+        f"fsdp/{path.relative_to(PACKAGE)} asserts in lines {lines}: raise an error, which `python -O` keeps"
+    )
 
 
 # Public names
@@ -450,7 +459,7 @@ def public_names() -> dict[str, str]:
 
 def definition(name: str, module: str) -> ast.stmt | None:
     """The statement that defines a name, through re-exports."""
-    for node in parse(PACKAGE / f"{module}.py").body:
+    for node in parse(PACKAGE / f"{module.replace('.', '/')}.py").body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
             return node
         if isinstance(node, ast.ImportFrom) and name in [alias.asname or alias.name for alias in node.names]:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp._lazy_tensors import LazyReader, StridedTensor
-from fsdp._torch_archive import Foreign, TorchArchive
+from fsdp._formats.lazy_tensors import LazyReader, StridedTensor
+from fsdp._formats.torch_archive import Foreign, TorchArchive
 from tests.converting import assert_same_bits
 from tests.saving import flip
 from tests.stored import counted_reads
