@@ -80,7 +80,7 @@ def _train(folder: Path, family: str, form: str) -> None:
     if form == "fully_shard":
         losses = _train_without_wrapper(model, optimizer, batches)
     else:
-        losses = list(recipe("finetune").train(model, optimizer, batches))
+        losses = list(recipe("finetune").train(model, optimizer, batches, max_norm=0.2))
     expected = _train_plain(plain)
     for loss in losses:
         dist.all_reduce(loss)
@@ -113,7 +113,7 @@ def _train_without_wrapper(model: Any, optimizer: torch.optim.Optimizer, batches
     for batch in batches:
         losses.append(model(**batch).loss)
         losses[-1].backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert nn.utils.clip_grad_norm_(model.parameters(), 0.2) > 0.2
         optimizer.step()
         optimizer.zero_grad()
     return [loss.detach() for loss in losses]

@@ -3,7 +3,7 @@ import torch
 from fsdp.accelerate import Accelerator
 
 
-def train(accelerator: Accelerator, model, optimizer, scheduler, loader):
+def train(accelerator: Accelerator, model, optimizer, scheduler, loader, max_norm=1.0):
     """One pass over the data; the optimizer was made from the parameters of the model, which is sharded."""
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     model.train()
@@ -12,7 +12,7 @@ def train(accelerator: Accelerator, model, optimizer, scheduler, loader):
             loss = model(**batch).loss
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                accelerator.clip_grad_norm_(model.parameters(), max_norm)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()

@@ -18,13 +18,13 @@ def load(source, layer=LlamaDecoderLayer, **options):
     return model
 
 
-def train(model, optimizer, batches):
+def train(model, optimizer, batches, max_norm=1.0):
     """One step for each batch; every rank has its own, and as many of them."""
     model.train()
     for batch in batches:
         loss = model(**batch).loss
         loss.backward()
-        model.clip_grad_norm_(1.0)
+        model.clip_grad_norm_(max_norm)
         optimizer.step()
         optimizer.zero_grad()
         yield loss.detach()
