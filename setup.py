@@ -35,8 +35,8 @@ setup(
         "train": ["tqdm"],
         "test": ["pytest>=8", "parameterized", "hypothesis", "safetensors"],
         "lightning": ["lightning>=2.6.4"],  # for fsdp.lightning; 2.6.2 and 2.6.3 were withdrawn
-        # What some tests compare with; they skip without it.
-        "transformers": ["transformers>=5"],
+        # For the modules of these names, and what some tests compare with; they skip without it.
+        "transformers": ["transformers>=5", "accelerate>=1.10"],
         "accelerate": ["accelerate>=1.10"],
         "dev": ["ruff", "mypy"],
     },

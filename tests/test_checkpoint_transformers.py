@@ -5,72 +5,21 @@ The recipe is that of docs/checkpoints.md.
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import fsdp
-from fsdp import FullyShardedDataParallel, auto_wrap, enable_wrap, load_safetensors, module_wrap_policy
+from fsdp import load_safetensors
 from tests._ranks import RankPool
+from tests.hugging_face import FAMILIES, from_pretrained, logits, made, needs, sharded, wrapped
 from tests.stored import assert_equal_states
 from tests.support import adamw
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None,
-    reason="transformers is not installed (the extra `transformers`; `make test` tries to)",
-)
-
-FAMILIES = ["llama", "gpt2"]  # the second ties its head to its embedding
-TOKENS = torch.arange(9)[None]
-
-
-def made(family: str, seed: int = 0) -> tuple[Any, type[nn.Module]]:
-    """A small language model, and the class of its layers. Imported on the ranks only, as it takes seconds."""
-    import transformers
-    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
-    torch.manual_seed(seed)
-    if family == "gpt2":
-        config = transformers.GPT2Config(vocab_size=29, n_positions=16, n_embd=12, n_layer=2, n_head=3)
-        return transformers.GPT2LMHeadModel(config), GPT2Block
-    config = transformers.LlamaConfig(
-        vocab_size=29,
-        hidden_size=12,
-        intermediate_size=20,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        max_position_embeddings=16,
-    )
-    return transformers.LlamaForCausalLM(config), LlamaDecoderLayer
-
-
-def wrapped(model: nn.Module, layer: type[nn.Module], **options: Any) -> Any:
-    """With a unit for each layer, and one for what is left."""
-    with enable_wrap(wrapper_cls=FullyShardedDataParallel, **options):
-        auto_wrap(model, module_wrap_policy({layer}))
-    return FullyShardedDataParallel(model, **options)
-
-
-def sharded(family: str, **options: Any) -> Any:
-    return wrapped(*made(family), **options)
-
-
-def from_pretrained(family: str, folder: Path, **options: Any) -> Any:
-    """As a user of `transformers` loads it, in a process that knows nothing of ranks."""
-    import transformers
-
-    kind = type(made(family)[0])
-    model, report = kind.from_pretrained(folder, output_loading_info=True, **options)
-    assert not any(report.values()), report
-    assert isinstance(transformers.AutoModelForCausalLM.from_pretrained(folder), kind)
-    return model.eval()
+pytestmark = needs("transformers")
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -79,11 +28,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.zero_grad()
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
-
-
-def logits(model: nn.Module) -> Tensor:
-    with torch.no_grad():
-        return model.eval()(input_ids=TOKENS).logits
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -115,7 +59,7 @@ def test_the_configuration_is_in_the_next_checkpoint_too(ranks: RankPool, tmp_pa
 
 
 def _save_twice(folder: Path) -> None:
-    model = sharded("gpt2", use_orig_params=True)
+    model = sharded("gpt2", "original")
     optimizer = adamw(model.parameters())
     saved = fsdp.save(folder / "run", model, optimizer)
     if dist.get_rank() == 0:

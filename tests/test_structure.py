@@ -33,6 +33,8 @@ ROOMS: dict[str, set[str]] = {
         "compat._fairscale_names",
         "compat._fairscale_parts",
         "compat._fairscale_bucketer",
+        "accelerate",
+        "transformers",
     },
     "front doors": {
         "fully_sharded_data_parallel",

@@ -1,0 +1,250 @@
+"""An `accelerate.Accelerator` that knows models which are wrapped already.
+
+from fsdp.accelerate import Accelerator  # instead of: from accelerate import Accelerator
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fsdp
+from fsdp.state_dict_utils import gather_state_dict
+
+try:
+    import accelerate
+    from accelerate.utils import DistributedType
+except ImportError as error:
+    raise ImportError("fsdp.accelerate needs accelerate: pip install 'fsdp[accelerate]'") from error
+
+
+def outermost(model: nn.Module) -> fsdp.FullyShardedDataParallel | fsdp.FSDPModule | None:
+    """The model as what shards it: a wrapper, or a module under `fully_shard`; None if nothing in it is sharded.
+
+    Raises:
+        ValueError: for a plain module with sharded ones inside, in which nobody would clip and accumulate for all.
+    """
+    if isinstance(model, (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)):
+        return model
+    if fsdp.get_fsdp_instances(model) or any(isinstance(module, fsdp.FSDPModule) for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} has sharded modules inside and is not sharded itself: wrap the whole model too"
+        )
+    return None
+
+
+class Accelerator(accelerate.Accelerator):
+    """`accelerate.Accelerator`, for models in a `FullyShardedDataParallel` or under `fully_shard`.
+
+    Shard the model first, make the optimizer from its parameters, and `prepare` both. All else is as with
+    `accelerate`'s own: what is sharded is not put into `DistributedDataParallel`, gradients are clipped by the norm
+    over all ranks, `save_state` writes the files of `fsdp.save`, and `unwrap_model` and `get_state_dict` give what is
+    to be saved. Models that are not sharded are treated as ever.
+
+    ``mixed_precision`` ("bf16", "fp16") computes under autocast; a wrapper's own mixed precision halves communication
+    as well, and needs none here. With "fp16" the scaler is a `ShardedGradScaler`.
+
+    Args:
+        args, kwargs: those of `accelerate.Accelerator`.
+
+    Raises:
+        ValueError: if `accelerate` is configured to shard models itself (FSDP, DeepSpeed, Megatron-LM).
+    """
+
+    _optimizers: list[Any]
+    scaler: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._know_sharded_models()
+
+    @classmethod
+    def adopt(cls, accelerator: accelerate.Accelerator) -> Accelerator:
+        """The same object, which somebody else has made (a Trainer, say), as one of these. Before it prepares models.
+
+        Raises:
+            ValueError: as the constructor.
+        """
+        accelerator.__class__ = cls
+        accelerator._know_sharded_models()
+        return accelerator
+
+    def _know_sharded_models(self) -> None:
+        others = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+        if self.distributed_type in others:
+            raise ValueError(
+                f"accelerate is configured for {self.distributed_type.value}, which shards models itself. For models "
+                "that are sharded already leave that off: `accelerate launch --multi_gpu`, or torchrun"
+            )
+        self._is_saving = False
+        if type(self.scaler) is torch.amp.GradScaler:
+            options = {} if self.scaler_handler is None else self.scaler_handler.to_kwargs()
+            self.scaler = fsdp.ShardedGradScaler(device=self.device.type, **options)
+
+    # --- preparing ----------------------------------------------------------------------------------------------
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """As `accelerate`'s; a model that is sharded stays where it is and what it is, but for autocast.
+
+        Raises:
+            ValueError: for a plain module with sharded ones inside.
+        """
+        if outermost(model) is None:
+            return super().prepare_model(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+        # That is how accelerate prepares what it need not distribute.
+        return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """As `accelerate`'s; of a wrapper the module that was wrapped, whose inner wrappers stay."""
+        return super().unwrap_model(
+            model.module.module if isinstance(model, fsdp.FullyShardedDataParallel) else model, *args, **kwargs
+        )
+
+    # --- training -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """As `accelerate`'s: backwards inside keep whole gradients on each rank."""
+        if not isinstance(model, fsdp.FSDPModule):
+            with super().no_sync(model):
+                yield
+            return
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+
+    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
+        """Collective. Scale gradients so that their norm, over all ranks, is at most `max_norm`.
+
+        Args:
+            parameters: of a sharded model all of them, as ``model.parameters()``.
+            max_norm, norm_type: as for `torch.nn.utils.clip_grad_norm_`.
+
+        Returns:
+            The norm before clipping, the same on every rank.
+
+        Raises:
+            ValueError: for some of a wrapper's parameters, or with others besides.
+        """
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        wrapper = self._wrapper_of(listed)
+        if wrapper is not None:
+            self.unscale_gradients()
+            return wrapper.clip_grad_norm_(max_norm, norm_type)
+        norm = super().clip_grad_norm_(listed, max_norm, norm_type)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # DTensors have a part of theirs
+
+    def _wrapper_of(self, parameters: list[Tensor]) -> fsdp.FullyShardedDataParallel | None:
+        given = {id(param) for param in parameters}
+        for model in self._models:
+            own = {id(param) for param in model.parameters()}
+            if isinstance(model, fsdp.FullyShardedDataParallel) and given & own:
+                if given != own:
+                    raise ValueError(
+                        "clip_grad_norm_: a sharded model's gradients are clipped by the norm of all of them. Pass "
+                        "model.parameters() of one model at a time."
+                    )
+                return model
+        return None
+
+    # --- saving -------------------------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Collective. As `accelerate`'s; of a sharded model the whole state on the first rank, elsewhere nothing."""
+        if self._is_saving:
+            return {}
+        sharded = outermost(model)
+        if sharded is None:
+            return super().get_state_dict(model, unwrap=unwrap)
+        if isinstance(sharded, fsdp.FullyShardedDataParallel):
+            return sharded.state_dict(rank0_only=True)
+        return gather_state_dict(model.state_dict(), cpu_offload=True, ranks_only=(0,))
+
+    def save_state(
+        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **options: Any
+    ) -> Any:
+        """Collective. As `accelerate`'s; a sharded model and its optimizer are saved by `fsdp.save`.
+
+        So any number of ranks can load them, and `from_pretrained` reads the model if there is a configuration beside
+        it. Schedulers, samplers, random states and registered objects are in `accelerate`'s own files.
+
+        Args:
+            output_dir: the folder, or None for automatic names.
+            safe_serialization: always True for a sharded model.
+            options: for `fsdp.save`, such as ``max_file_bytes``.
+
+        Raises:
+            NotImplementedError: for a sharded model and another one besides, or several optimizers.
+        """
+        model, optimizer = self._model_and_optimizer("save_state")
+        if model is None:
+            return super().save_state(output_dir, safe_serialization, **options)
+        if not safe_serialization:
+            raise ValueError("save_state: a sharded model is always saved as safetensors")
+
+        def save(_: Any, weights: list[Any], folder: str) -> None:
+            weights.clear()
+            fsdp.save(folder, model, optimizer, generators=False, **options)
+
+        with self._aside(self.register_save_state_pre_hook(save), self._save_model_state_pre_hook, to_end=False):
+            return super().save_state(output_dir)
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Collective. As `accelerate`'s; what `save_state` saved of a sharded model, at any number of ranks.
+
+        Args:
+            input_dir: the folder, or None for the newest of automatic names.
+            load_kwargs: as for `accelerate`'s.
+            options: for `fsdp.load`, such as ``strict``.
+
+        Raises:
+            NotImplementedError: for a sharded model and another one besides, or several optimizers.
+        """
+        model, optimizer = self._model_and_optimizer("load_state")
+        if model is None:
+            super().load_state(input_dir, load_kwargs, **options)
+            return
+
+        def load(models: list[nn.Module], folder: str) -> None:
+            models.clear()
+            fsdp.load(folder, model, optimizer, generators=False, **options)
+
+        with self._aside(self.register_load_state_pre_hook(load), self._load_model_state_pre_hook, to_end=True):
+            super().load_state(input_dir, load_kwargs)
+
+    def _model_and_optimizer(self, method: str) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
+        """The sharded model, if there is one, and what steps it."""
+        if not any(outermost(model) for model in self._models):
+            return None, None
+        if len(self._models) > 1 or len(self._optimizers) > 1:
+            raise NotImplementedError(
+                f"{method}: one sharded model and one optimizer; {len(self._models)} models and "
+                f"{len(self._optimizers)} optimizers were prepared. Save each by fsdp.save, in a folder of its own."
+            )
+        return self._models[0], self._optimizers[0].optimizer if self._optimizers else None
+
+    @contextmanager
+    def _aside(self, handle: Any, hooks: Any, to_end: bool) -> Iterator[None]:
+        """Keep the sharded model and its optimizer from `accelerate`'s own files; the hook is for this call only."""
+        # Ours saves before others put files into the folder, and loads when others have seen the models.
+        hooks.move_to_end(handle.id, last=to_end)
+        optimizers, self._optimizers, self._is_saving = self._optimizers, [], True
+        try:
+            yield
+        finally:
+            self._optimizers, self._is_saving = optimizers, False
+            handle.remove()

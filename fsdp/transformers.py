@@ -1,0 +1,142 @@
+"""A `transformers.Trainer` for models that are wrapped already.
+
+from fsdp.transformers import Trainer  # instead of: from transformers import Trainer
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+import fsdp
+
+try:
+    import transformers
+    from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+except ImportError as error:
+    raise ImportError(
+        "fsdp.transformers needs transformers and accelerate: pip install 'fsdp[transformers]'"
+    ) from error
+
+from fsdp.accelerate import Accelerator, outermost
+
+
+class Trainer(transformers.Trainer):
+    """`transformers.Trainer`, for a model in a `FullyShardedDataParallel` or under `fully_shard`.
+
+    Shard the model first and hand it over as `model`; all other arguments are those of `transformers.Trainer`, whose
+    subclasses it can be mixed into (``class Mine(fsdp.transformers.Trainer, transformers.Seq2SeqTrainer)``). Inside,
+    ``trainer.model`` is the module that was wrapped and ``trainer.model_wrapped`` the wrapper.
+
+    Checkpoints are those of `fsdp.save`: every rank writes its part, any number of ranks resumes from them, and
+    `from_pretrained` reads them. `save_model`, when you call it, writes the gathered model from the first rank.
+
+    Raises:
+        TypeError: without a model, or with a `model_init`.
+        ValueError: for a model that is not sharded, or only in part; for arguments that shard, wrap or compile the
+            model once more (``fsdp``, ``deepspeed``, ``auto_find_batch_size``, ``torch_compile``).
+    """
+
+    def __init__(self, model: nn.Module | None = None, args: Any = None, *others: Any, **options: Any) -> None:
+        if not isinstance(model, nn.Module) or options.get("model_init") is not None:
+            raise TypeError("Trainer needs the sharded model itself; it cannot make one by model_init")
+        if outermost(model) is None:
+            raise ValueError(
+                f"this {type(model).__name__} is not sharded: wrap it first (or use transformers.Trainer, which trains "
+                "it with DistributedDataParallel)"
+            )
+        if args is not None:
+            _refuse(args)
+        # The Trainer asks the model for its class, its forward's arguments and its configuration.
+        plain = model.module.module if isinstance(model, fsdp.FullyShardedDataParallel) else model
+        super().__init__(plain, args, *others, **options)
+        self.model_wrapped = model
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        Accelerator.adopt(self.accelerator)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Shards are where they belong."""
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        return self.accelerator.prepare_model(self.model_wrapped)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """As `transformers.Trainer`'s.
+
+        Raises:
+            ValueError: for a weight decay, which biases and norms are spared, where they are in one flat parameter with
+                what is to decay.
+        """
+        is_flat = any("flat_param_" in name for name, _ in self.model.named_parameters())
+        if self.optimizer is None and self.args.weight_decay and is_flat:
+            raise ValueError(
+                "weight_decay spares biases and norms, which are in one flat parameter with the rest here: wrap with "
+                "use_orig_params=True, or pass optimizers=(optimizer, None), made from the wrapped model's parameters"
+            )
+        return super().create_optimizer(model)
+
+    # --- saving and loading -------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Collective. Save the model so that `from_pretrained` loads it: gathered, from the first rank's host memory.
+
+        Args:
+            output_dir: the folder; None means that of the arguments.
+            _internal_call: for a checkpoint, which `fsdp.save` writes, with the optimizer.
+        """
+        folder = self.args.output_dir if output_dir is None else output_dir
+        if _internal_call:
+            optimizer = None if self.args.save_only_model else self.optimizer.optimizer
+            fsdp.save(folder, self.model_wrapped, optimizer, generators=False)
+            self._save_beside(folder)
+            return
+        state = self.accelerator.get_state_dict(self.model_wrapped)
+        self._save(folder, state_dict=state)
+        if self.args.push_to_hub:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_beside(self, folder: str) -> None:
+        """What `transformers.Trainer` has in a checkpoint besides weights."""
+        if not self.args.should_save:
+            return
+        for part in ("config", "generation_config"):
+            if getattr(self.model, part, None) is not None:
+                getattr(self.model, part).save_pretrained(folder)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+        torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """The optimizer is saved with the model."""
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """The model is loaded with the optimizer, when there is one."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        scheduler = os.path.join(checkpoint, SCHEDULER_NAME)
+        is_complete = os.path.isfile(scheduler)  # otherwise it was saved with save_only_model
+        fsdp.load(checkpoint, self.model_wrapped, self.optimizer.optimizer if is_complete else None, generators=False)
+        if is_complete:
+            self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+
+    def _load_best_model(self) -> None:
+        fsdp.load(self.state.best_model_checkpoint, self.model_wrapped, generators=False)
+
+
+def _refuse(args: Any) -> None:
+    """Raise for arguments by which the Trainer would do to the model what is done already."""
+    wanted = [name for name in ("fsdp", "deepspeed", "auto_find_batch_size", "torch_compile") if getattr(args, name)]
+    if wanted:
+        raise ValueError(
+            f"{', '.join(wanted)}: the model is sharded already, and the Trainer must not wrap it once more. Leave it "
+            "out; compile blocks before they are wrapped (docs/compiling.md)"
+        )

@@ -1,0 +1,42 @@
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+import fsdp
+from fsdp import FullyShardedDataParallel, auto_wrap, enable_wrap, module_wrap_policy, wrap
+
+
+def load(source, layer=LlamaDecoderLayer, **options):
+    """A model from a folder of safetensors files, of which this rank reads what it keeps."""
+    with torch.device("meta"):  # shapes, and no memory
+        plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+    with enable_wrap(wrapper_cls=FullyShardedDataParallel, **options):
+        model = wrap(auto_wrap(plain, module_wrap_policy({layer})))
+    fsdp.load_safetensors(model, source)
+    fsdp.materialize(model, param_init_fn=plain._init_weights)  # what is in no file: tables of rotary embeddings
+    return model
+
+
+def train(model, optimizer, batches, max_norm=1.0):
+    """One step for each batch; every rank has its own, and as many of them."""
+    model.train()
+    for batch in batches:
+        loss = model(**batch).loss
+        loss.backward()
+        model.clip_grad_norm_(max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.detach()
+
+
+def generate(model, prompt, **options):
+    """On every rank at once, each with a prompt of its own, of any length."""
+    return model.eval().generate(prompt, synced_gpus=dist.get_world_size() > 1, **options)
+
+
+def save(model, folder, optimizer=None):
+    """A folder that `from_pretrained` reads, and `fsdp.load` with the optimizer."""
+    saved = fsdp.save(folder, model, optimizer)
+    if dist.get_rank() == 0:
+        model.config.save_pretrained(saved.path)
