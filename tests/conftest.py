@@ -18,6 +18,7 @@ import torch
 pytest.register_assert_rewrite("tests.support")
 
 from tests._ranks import RankPool, Ranks  # noqa: E402
+from tests._sessions import pytest_addoption, pytest_runtestloop  # noqa: E402, F401 - hooks
 
 POOL = pytest.StashKey[RankPool]()
 
