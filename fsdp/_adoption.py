@@ -48,7 +48,8 @@ def adopt(runtime: Runtime, named_units: Sequence[tuple[str, Unit]]) -> None:
     for name, unit in named_units:
         if unit.runtime is not None:
             unit.runtime.ensure_idle(f"become part of another {type(root.module).__name__}")
-            unit.runtime.forget()  # it kept its root's parameters after forward
+            if unit.runtime.root is unit:  # else another root goes on, and finds out that it has lost a unit
+                unit.runtime.forget()  # it kept its root's parameters after forward
         unit.runtime = runtime
         unit.rename(name)
         unit.is_inside_mixed = False
