@@ -1,7 +1,6 @@
 """`--sessions N`: the files of tests are shared out among N sessions, which run side by side.
 
-Ranks that work in step leave cores idle while they wait for each other. So each session has one core to itself: its
-ranks take turns there, which also spares them from waking up another core for every message.
+Ranks that work in step leave cores idle while they wait for each other, and those of another session use them.
 
 The sessions are forked when the tests are collected. Each takes the next file out of a hat (a pipe filled beforehand)
 when it is about to finish one, and sends what becomes of its tests. The session that was started shows each file when
@@ -34,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--sessions",
         default="1",
         metavar="N",
-        help="share the files of tests out among N sessions, each on a core of its own; 'auto': one for each core, "
+        help="share the files of tests out among N sessions, side by side; 'auto': one for each core, "
         f"up to {MOST}. With -x, --maxfail or --pdb there is only one.",
     )
 
@@ -44,13 +43,12 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if session.testsfailed or option.collectonly or option.usepdb or option.maxfail:
         return None  # as pytest does it
     files = [list(items) for _, items in itertools.groupby(session.items, key=lambda item: item.path)]
-    cores = _cores()
-    number = min(_wanted(option.sessions, cores), len(files))
+    number = min(_wanted(option.sessions), len(files))
     if number < 2:
         return None
     session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # one folder for all
     hat = _filled_hat(len(files))
-    players = [Player(session, files, hat, cores[turn % len(cores)] if cores else None) for turn in range(number)]
+    players = [Player(session, files, hat) for _ in range(number)]
     try:
         _show(session, players)
     finally:
@@ -60,14 +58,10 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     return True
 
 
-def _cores() -> list[int]:
-    """Those that this process may use; none where they cannot be chosen."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
-
-
-def _wanted(sessions: str, cores: list[int]) -> int:
+def _wanted(sessions: str) -> int:
     if sessions == "auto":
-        return min(len(cores), MOST)
+        # Elsewhere a process that has libraries loaded may not fork.
+        return min(len(os.sched_getaffinity(0)), MOST) if hasattr(os, "sched_getaffinity") else 1
     if not sessions.isdecimal():
         raise pytest.UsageError(f"--sessions takes a number or 'auto', got {sessions!r}")
     return int(sessions)
@@ -87,7 +81,7 @@ def _filled_hat(files: int) -> int:
 class Player:
     """One of the sessions, as seen by the one that was started."""
 
-    def __init__(self, session: pytest.Session, files: list[list[pytest.Item]], hat: int, core: int | None) -> None:
+    def __init__(self, session: pytest.Session, files: list[list[pytest.Item]], hat: int) -> None:
         self.pipe, far_end = multiprocessing.Pipe(duplex=False)
         self.told: list[Told] = []  # of the file that it is at
         self.at = ""  # the test that it is at
@@ -95,7 +89,7 @@ class Player:
             warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads; there are none that matter
             self.pid = os.fork()
         if not self.pid:
-            _play(session, files, hat, far_end, core)  # does not return
+            _play(session, files, hat, far_end)  # does not return
         far_end.close()  # so that its death reads as the end of the pipe
 
     def end(self) -> None:
@@ -172,14 +166,10 @@ def _lost(nodeid: str, reason: str) -> pytest.TestReport:
 # In a session that was forked
 
 
-def _play(
-    session: pytest.Session, files: list[list[pytest.Item]], hat: int, pipe: Connection, core: int | None
-) -> None:
+def _play(session: pytest.Session, files: list[list[pytest.Item]], hat: int, pipe: Connection) -> None:
     """Run files of tests until none is left, and end the process."""
     status = 1
     try:
-        if core is not None:
-            os.sched_setaffinity(0, {core})
         _capture_apart(session.config)
         plugins = session.config.pluginmanager
         plugins.unregister(plugins.getplugin("terminalreporter"))

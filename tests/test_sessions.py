@@ -17,7 +17,7 @@ MEETING = """
 import os, pathlib, time, pytest
 def test_meets_the_other():
     here = pathlib.Path("{own}.met")
-    here.write_text(f"{{os.getpid()}} {{sorted(os.sched_getaffinity(0))}}")
+    here.write_text(str(os.getpid()))
     deadline = time.monotonic() + 30
     while not pathlib.Path("{other}.met").exists():
         assert time.monotonic() < deadline
@@ -36,7 +36,7 @@ def report_of(folder: Path, files: Mapping[str, str], *options: str) -> tuple[st
     return done.stdout + done.stderr, done.returncode
 
 
-def test_files_run_side_by_side_each_session_on_a_core_of_its_own(tmp_path: Path) -> None:
+def test_files_run_side_by_side_in_processes_of_their_own(tmp_path: Path) -> None:
     files = {f"test_{own}.py": MEETING.format(own=own, other=other) for own, other in ("ab", "ba")}
     report, status = report_of(tmp_path, files, "--sessions=2")
     assert status == 0, report
@@ -44,11 +44,8 @@ def test_files_run_side_by_side_each_session_on_a_core_of_its_own(tmp_path: Path
     assert "4 passed" in report
     for shown in ("test_a.py .. ", "test_b.py .. ", "50%", "100%"):
         assert shown in report, report  # one line for a file, though both were at work
-    (first, cores), (second, others) = ((tmp_path / f"{own}.met").read_text().split(" ", 1) for own in "ab")
+    first, second = ((tmp_path / f"{own}.met").read_text() for own in "ab")
     assert first != second
-    assert cores.count(",") == others.count(",") == 0
-    if len(os.sched_getaffinity(0)) > 1:
-        assert cores != others
 
 
 FAILING = """
