@@ -4,12 +4,14 @@
 #   VENV=path              another environment; an existing one is used as it is
 #   CONSTRAINTS=           no pinned versions: keeps a torch (>= 2.11) that the environment already has
 #   DATA=path              train on this file or folder instead of the standard library's source
+#   SESSIONS=1             how many sessions of `make test` run side by side; without it one for each core, up to four
 #   ARGS="--steps 100"     further arguments of the training job, or of pytest for `make test`
 
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 DATA ?=
+SESSIONS ?= auto
 ARGS ?=
 
 py := $(VENV)/bin/python
@@ -35,7 +37,7 @@ train: $(VENV)/.fsdp-train
 	$(py) -m benchmarks.launch $(if $(DATA),--data "$(DATA)") $(ARGS)
 
 test: $(VENV)/.fsdp-test $(clients)
-	$(py) -m pytest $(ARGS)
+	$(py) -m pytest --sessions $(SESSIONS) $(ARGS)
 
 lint: $(VENV)/.fsdp-dev
 	$(py) -m ruff check .

@@ -21,7 +21,8 @@ def show_gradients(units: Sequence[Unit]) -> None:
     by_ranks: dict[tuple[Communicator, ...], list[FlatParamHandle]] = {}
     for unit in units:
         for handle in unit.handles:
-            if handle.pieces is not None and handle.requires_grad:
+            # What was accumulated before its parameters were frozen has been reduced with the rest.
+            if handle.pieces is not None and (handle.requires_grad or any(handle.gradients.used)):
                 by_ranks.setdefault((handle.reduce_comm, handle.replicas), []).append(handle)
     for ranks, handles in by_ranks.items():
         _show(ranks, handles)

@@ -377,15 +377,13 @@ def _wrapped_in(root: nn.Module, wrapper_cls: Callable[..., nn.Module] | None, i
         kind = kind.func
     if not isinstance(kind, type):
         return []  # a plain function: there is no telling what it returns
-    found: list[nn.Module] = []
-    for name, module in root.named_modules():
-        if not isinstance(module, kind):
-            continue
-        found.append(module)
+    wrapped: type[nn.Module] = kind
+    found = [(name, module) for name, module in root.named_modules() if isinstance(module, wrapped)]
+    for name, module in found:
         if module is root or not is_allowed:
             where = f"{name!r} in {type(root).__name__}" if name else "the module itself"
             raise ValueError(
                 f"auto_wrap found that {where} is wrapped by {kind.__name__} already. Call auto_wrap "
                 "before wrapping anything inside, or wrap what is left with auto_wrap(..., keep_wrapped=True)."
             )
-    return found
+    return [module for _, module in found]

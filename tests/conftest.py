@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
@@ -19,9 +20,25 @@ import torch
 pytest.register_assert_rewrite("tests.support")
 
 from tests._ranks import RankPool, Ranks  # noqa: E402
+from tests._sessions import pytest_addoption, pytest_runtestloop  # noqa: E402, F401 - hooks
 
 LitRanks = Callable[[int], Ranks]
 POOL = pytest.StashKey[RankPool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep garbage collections from walking what is imported and collected, which lives as long as the session.
+
+    There is so much of it that each would cost tests in this process half a second.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

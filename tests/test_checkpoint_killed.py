@@ -123,7 +123,7 @@ def _assert_in_order(folder: Path, mode: str) -> None:
         assert steps[-1] == "step-00000009"
 
 
-@pytest.mark.parametrize("seed", range(32))
+@pytest.mark.parametrize("seed", range(16))
 def test_any_rank_or_all_killed_at_any_moment_leave_the_newest_complete_state(
     ranks: RankPool, tmp_path: Path, seed: int
 ) -> None:
@@ -135,7 +135,8 @@ def test_any_rank_or_all_killed_at_any_moment_leave_the_newest_complete_state(
     with pytest.raises(RankError, match="SIGKILL"):
         ranks(world_size).run(_save_until_killed, tmp_path, mode, seed, victims)
     complete = max(_versions_in_place(tmp_path), default=0)
-    (version, *others) = ranks([1, 2][seed // 16]).run(_load_and_save, tmp_path, mode)
+    loading = [1, 2][(seed + seed // 4 + seed // 8) % 2]  # so that every two of these choices meet
+    (version, *others) = ranks(loading).run(_load_and_save, tmp_path, mode)
     assert not others or others == [version]
     assert version in (COMPLETE, COMPLETE + 1)
     assert version >= complete

@@ -160,7 +160,8 @@ def test_a_compiled_optimizer_steps_shards(ranks: RankPool) -> None:
 def _step_compiled(options: dict[str, Any]) -> None:
     states = []
     for backend in (None, Counter()):
-        model = stack(fully_sharded(**options))
+        # One block is enough: each parameter has a part of the optimizer's graph.
+        model = stack(fully_sharded(**options), hidden=(13,))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         step = optimizer.step if backend is None else torch.compile(optimizer.step, backend=backend)
         for number in range(3):

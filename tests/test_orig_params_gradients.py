@@ -223,5 +223,25 @@ def _toggle_while_accumulating() -> None:
     )
 
 
+def test_a_unit_that_is_frozen_for_a_backward_keeps_what_was_accumulated(ranks: RankPool) -> None:
+    ranks(2).run(_freeze_a_unit_while_accumulating)
+
+
+def _freeze_a_unit_while_accumulating() -> None:
+    twins = Twins(nested_mlp, one_sgd)
+    twins.backward(0, sync=False)
+    twins.on_both(_freeze_trunk)
+    twins.backward(1)  # reduces that of the trunk as well
+    twins.on_both(_thaw)
+    twins.assert_same_gradients()
+    twins.backward(2)
+    twins.assert_same_gradients()
+
+
+def _thaw(params: dict[str, nn.Parameter]) -> None:
+    for param in params.values():
+        param.requires_grad_(True)
+
+
 def _freeze_scale(params: dict[str, nn.Parameter]) -> None:
     params["scale"].requires_grad_(False)
