@@ -36,6 +36,12 @@ ROOMS: dict[str, set[str]] = {
         "compat._fairscale_bucketer",
         "accelerate",
         "transformers",
+        "lightning",
+        "_lightning.strategy",
+        "_lightning.precision",
+        "_lightning.checkpoint",
+        "_lightning.state",
+        "_lightning.checks",
     },
     "front doors": {
         "fully_sharded_data_parallel",
@@ -124,6 +130,7 @@ ROOMS: dict[str, set[str]] = {
         "_checkpoint.stream",
         "_checkpoint.background",
         "_checkpoint.save",
+        "_checkpoint.several",
         "_checkpoint.load",
         "_checkpoint.generators",
         "_plain_values",
@@ -193,7 +200,9 @@ ROOMS: dict[str, set[str]] = {
     "layout": {"_layout", "_boxes"},
 }
 # Packages in the package, whose modules have rooms of their own.
-SUBPACKAGES = {"compat", "_checkpoint", "_command", "_formats"}
+SUBPACKAGES = {"compat", "_lightning", "_checkpoint", "_command", "_formats"}
+# Of the integrations, those that are written as a user's own code would be.
+CLIENTS = {name for name in ROOMS["integrations"] if not name.startswith("compat.")}
 # What every room may import; these import nothing of the package.
 SHARED = {"_errors", "_version", "_names", "_trees"}
 
@@ -334,6 +343,12 @@ def test_no_modules_import_each_other() -> None:
         for path in sources()
     }
     assert not cycle(graph), f"a ring of imports: {' -> '.join(cycle(graph))}"
+
+
+@pytest.mark.parametrize("path", [path for path in sources() if name_of(path) in CLIENTS], ids=lambda path: path.stem)
+def test_integrations_show_that_the_public_names_are_enough(path: Path) -> None:
+    private = [name for name, _ in imports(parse(path)) if name.startswith("_") and name not in CLIENTS]
+    assert not private, f"fsdp/{path.relative_to(PACKAGE)} uses {', '.join(private)}"
 
 
 @pytest.mark.parametrize("folder", sorted(SUBPACKAGES))

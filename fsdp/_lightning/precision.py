@@ -13,19 +13,19 @@ import torch
 from lightning.pytorch import plugins as stock
 from torch import nn
 
-from fsdp import FullyShardedDataParallel, ShardedGradScaler
+import fsdp
 
 
 class _Sharded(stock.Precision):
     """What all of them have besides their namesakes."""
 
-    _wrapper: FullyShardedDataParallel | None = None
+    _wrapper: fsdp.FullyShardedDataParallel | None = None
     # In which units gather and compute, if not in the dtype of their parameters.
     compute_dtype: torch.dtype | None = None
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
         """Called by the strategy with the outermost wrapper."""
-        if not isinstance(model, FullyShardedDataParallel):
+        if not isinstance(model, fsdp.FullyShardedDataParallel):
             raise TypeError(
                 f"{type(self).__module__}.{type(self).__name__} clips gradients of a FullyShardedDataParallel, and got "
                 f"a {type(model).__name__}. Use it with Trainer(strategy=FullyShardedStrategy())."
@@ -82,12 +82,12 @@ class MixedPrecision(_Sharded, stock.MixedPrecision):
         self.compute_dtype = torch.bfloat16 if precision == "bf16-mixed" else torch.float16
 
 
-def _sharded_scaler(device: str, like: torch.amp.GradScaler | None) -> ShardedGradScaler:
+def _sharded_scaler(device: str, like: torch.amp.GradScaler | None) -> fsdp.ShardedGradScaler:
     if like is None:
-        return ShardedGradScaler(device=device)
+        return fsdp.ShardedGradScaler(device=device)
     if not like.is_enabled():
-        return ShardedGradScaler(device=device, enabled=False)
-    scaler = ShardedGradScaler(device=device)
+        return fsdp.ShardedGradScaler(device=device, enabled=False)
+    scaler = fsdp.ShardedGradScaler(device=device)
     scaler.load_state_dict(like.state_dict())
     return scaler
 

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 
-from fsdp import FlatParameter, FullyShardedDataParallel, get_fsdp_instances, wrap
+import fsdp
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 # By an argument of the wrapper, what says it instead.
@@ -31,7 +31,7 @@ def check_options(options: Mapping[str, Any]) -> None:
         TypeError: for one that it has not.
         ValueError: for one that the strategy sets.
     """
-    known = inspect.signature(FullyShardedDataParallel.__init__).parameters
+    known = inspect.signature(fsdp.FullyShardedDataParallel.__init__).parameters
     for name in options:
         if name in _OURS:
             raise ValueError(f"FullyShardedStrategy sets {name} of the wrappers itself: {_OURS[name]}")
@@ -58,7 +58,7 @@ def check_trainer(trainer: Any, module: LightningModule) -> None:
             "a compiled LightningModule cannot be sharded: compile the blocks inside of it, in configure_model, each "
             "before it is wrapped (block.compile())"
         )
-    inside = (each for unit in get_fsdp_instances(module) for each in unit.modules())
+    inside = (each for unit in fsdp.get_fsdp_instances(module) for each in unit.modules())
     if trainer.strategy._layer_sync is not None and any(isinstance(each, _BATCH_NORMS) for each in inside):
         raise ValueError(
             "sync_batchnorm=True would change batch norms that configure_model has wrapped already: call "
@@ -78,15 +78,15 @@ def wrap_called(module: nn.Module, prefix: str = "") -> None:
             "training_step calls: give it to a module with a forward, such as the one that uses it"
         )
     for name, child in module.named_children():
-        if isinstance(child, FullyShardedDataParallel) or not any(True for _ in child.parameters()):
+        if isinstance(child, fsdp.FullyShardedDataParallel) or not any(True for _ in child.parameters()):
             continue
         if type(child).forward is nn.Module.forward or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             wrap_called(child, f"{prefix}{name}.")
         else:
-            module._modules[name] = wrap(child)
+            module._modules[name] = fsdp.wrap(child)
 
 
-def refuse_new_modules(module: LightningModule, wrapper: FullyShardedDataParallel) -> None:
+def refuse_new_modules(module: LightningModule, wrapper: fsdp.FullyShardedDataParallel) -> None:
     """Refuse parameters that came to a model after it was wrapped: a `configure_model` that does its work twice.
 
     Raises:
@@ -102,7 +102,7 @@ def refuse_new_modules(module: LightningModule, wrapper: FullyShardedDataParalle
         )
 
 
-def check_optimizers(wrapper: FullyShardedDataParallel, make: Callable[[], None], strategy: Any) -> None:
+def check_optimizers(wrapper: fsdp.FullyShardedDataParallel, make: Callable[[], None], strategy: Any) -> None:
     """Have `make` make the strategy's optimizers, and make sure that they step what will have gradients.
 
     Raises:
@@ -138,9 +138,9 @@ def check_optimizers(wrapper: FullyShardedDataParallel, make: Callable[[], None]
     _refuse_missing(wrapper, stepped, hint)
 
 
-def _refuse_missing(wrapper: FullyShardedDataParallel, stepped: set[int], hint: str) -> None:
+def _refuse_missing(wrapper: fsdp.FullyShardedDataParallel, stepped: set[int], hint: str) -> None:
     """A flat parameter of the outermost wrapper is not in ``self.parameters()``, and would be left out unnoticed."""
-    own = [(name, p) for name, p in wrapper.named_parameters() if isinstance(p, FlatParameter) and p.requires_grad]
+    own = [(name, p) for name, p in wrapper.named_parameters() if isinstance(p, fsdp.FlatParameter) and p.requires_grad]
     inside = {id(param) for param in wrapper.module.module.parameters()}
     for name, param in own:
         if id(param) not in inside and id(param) not in stepped and stepped:

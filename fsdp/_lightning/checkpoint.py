@@ -13,10 +13,10 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 
 import fsdp.checkpoint
-from fsdp.lightning.state import load_numbered_state, numbered_state
+from fsdp._lightning.state import load_numbered_state, numbered_state
 
 if TYPE_CHECKING:
-    from fsdp.lightning.strategy import FullyShardedStrategy
+    from fsdp._lightning.strategy import FullyShardedStrategy
 
 _Result = TypeVar("_Result")
 _FOLDER = "fsdp_folder"  # in what the Trainer is given: the tensors are there

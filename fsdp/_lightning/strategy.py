@@ -28,11 +28,10 @@ from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torchmetrics import Metric
 
-from fsdp import FullyShardedDataParallel, auto_wrap, default_auto_wrap_policy, enable_wrap, module_wrap_policy
-from fsdp import MixedPrecision as Dtypes
-from fsdp.lightning.checkpoint import Checkpoints
-from fsdp.lightning.checks import check_optimizers, check_options, check_trainer, refuse_new_modules, wrap_called
-from fsdp.lightning.precision import sharded
+import fsdp
+from fsdp._lightning.checkpoint import Checkpoints
+from fsdp._lightning.checks import check_optimizers, check_options, check_trainer, refuse_new_modules, wrap_called
+from fsdp._lightning.precision import sharded
 
 AutoWrapPolicy = Callable[..., bool]
 _DEFAULT_MIN_NUM_PARAMS = 100_000_000
@@ -124,9 +123,9 @@ class FullyShardedStrategy(DDPStrategy):
     # --- what Lightning asks a strategy -----------------------------------------------------------------------------
 
     @property
-    def wrapper(self) -> FullyShardedDataParallel | None:
+    def wrapper(self) -> fsdp.FullyShardedDataParallel | None:
         """The outermost wrapper, as ``trainer.model``; None before the model is set up."""
-        return self.model if isinstance(self.model, FullyShardedDataParallel) else None
+        return self.model if isinstance(self.model, fsdp.FullyShardedDataParallel) else None
 
     @property
     def precision_plugin(self) -> Any:
@@ -241,13 +240,13 @@ class FullyShardedStrategy(DDPStrategy):
 
     # --- wrapping ---------------------------------------------------------------------------------------------------
 
-    def _required_wrapper(self) -> FullyShardedDataParallel:
+    def _required_wrapper(self) -> fsdp.FullyShardedDataParallel:
         if self.wrapper is None:
             raise RuntimeError("the model is not wrapped yet: FullyShardedStrategy does that when the Trainer runs")
         return self.wrapper
 
     def _wrapping(self) -> AbstractContextManager[None]:
-        return enable_wrap(self._policy, wrapper_cls=FullyShardedDataParallel, **self._arguments())
+        return fsdp.enable_wrap(self._policy, wrapper_cls=fsdp.FullyShardedDataParallel, **self._arguments())
 
     def _arguments(self) -> dict[str, Any]:
         """Of every wrapper."""
@@ -259,7 +258,7 @@ class FullyShardedStrategy(DDPStrategy):
         # What a step is given is left alone: autocast casts it where it is multiplied, and targets keep their digits.
         reduce_dtype = torch.float32 if self._fp32_reduce_scatter else None
         param_dtype = self._compute_dtype or dtype
-        policy = Dtypes(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        policy = fsdp.MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         return {"mixed_precision": policy} | arguments
 
     def _wrap(self, trainer: Trainer, module: LightningModule) -> None:
@@ -267,11 +266,11 @@ class FullyShardedStrategy(DDPStrategy):
             self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
         with self._wrapping():
-            wrapped = auto_wrap(module, keep_wrapped=True)
+            wrapped = fsdp.auto_wrap(module, keep_wrapped=True)
             if not module.automatic_optimization:
                 wrap_called(module)
-        if not isinstance(wrapped, FullyShardedDataParallel):
-            wrapped = FullyShardedDataParallel(module, **self._arguments())
+        if not isinstance(wrapped, fsdp.FullyShardedDataParallel):
+            wrapped = fsdp.FullyShardedDataParallel(module, **self._arguments())
         for metric in (each for each in module.modules() if isinstance(each, Metric)):
             metric.to(self.root_device)
         with wrapped.no_sync():  # it is the outermost from now on, also for units that are called before it
@@ -282,11 +281,11 @@ class FullyShardedStrategy(DDPStrategy):
 def _policy(given: Any, min_num_params: int | None) -> AutoWrapPolicy:
     if given is None:
         least = _DEFAULT_MIN_NUM_PARAMS if min_num_params is None else min_num_params
-        return functools.partial(default_auto_wrap_policy, min_num_params=least)
+        return functools.partial(fsdp.default_auto_wrap_policy, min_num_params=least)
     if min_num_params is not None:
         raise ValueError("min_num_params and auto_wrap_policy say both which modules become units: give one of them")
     if isinstance(given, (set, frozenset, list, tuple)):
-        return module_wrap_policy(given)
+        return fsdp.module_wrap_policy(given)
     if not callable(given):
         raise TypeError(f"auto_wrap_policy is a policy or a set of module classes, got {given!r}")
     return given

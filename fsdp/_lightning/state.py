@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import nn
 
-from fsdp import FlatParameter, FullyShardedDataParallel
+import fsdp
 from fsdp.optim_utils import full_optim_state_dict, load_full_optim_state_dict
 
 _NAMES = "param_names"
 
 
-def numbered_state(model: FullyShardedDataParallel, optimizer: Any) -> dict[str, Any]:
+def numbered_state(model: fsdp.FullyShardedDataParallel, optimizer: Any) -> dict[str, Any]:
     """Collective. An optimizer's whole state, as of the unsharded model's; empty on other ranks than the first."""
     named = full_optim_state_dict(model, optimizer, recipient_rank=0)
     if named is None:
@@ -32,7 +32,7 @@ def numbered_state(model: FullyShardedDataParallel, optimizer: Any) -> dict[str,
     return {**named, "state": state, "param_groups": groups}
 
 
-def load_numbered_state(model: FullyShardedDataParallel, optimizer: Any, saved: Mapping[str, Any]) -> None:
+def load_numbered_state(model: fsdp.FullyShardedDataParallel, optimizer: Any, saved: Mapping[str, Any]) -> None:
     """Collective. Have each rank's optimizer go on with its part of a whole state, from this strategy or another.
 
     Raises:
@@ -60,11 +60,11 @@ def load_numbered_state(model: FullyShardedDataParallel, optimizer: Any, saved: 
     load_full_optim_state_dict(model, optimizer, {**saved, "state": state, "param_groups": groups})
 
 
-def _names_in(model: FullyShardedDataParallel, optimizer: Any) -> list[str]:
+def _names_in(model: fsdp.FullyShardedDataParallel, optimizer: Any) -> list[str]:
     """Of the parameters of an optimizer, in its order."""
     names: dict[nn.Parameter, str] = {param: name for name, param in model.named_parameters()}
     params: list[nn.Parameter] = [param for group in optimizer.param_groups for param in group["params"]]
-    if any(isinstance(param, FlatParameter) for param in params):
+    if any(isinstance(param, fsdp.FlatParameter) for param in params):
         raise ValueError(
             "the checkpoint's optimizer state goes by the numbers of an unsharded model's parameters, and this "
             "optimizer has flat ones. Load it with FullyShardedStrategy(use_orig_params=True), the default, and save "

@@ -1,0 +1,1 @@
+"""The parts of `fsdp.lightning`. They use public names of this library only."""
