@@ -21,6 +21,7 @@ import fsdp.lightning
 from fsdp import auto_wrap, get_fsdp_instances, wrap
 
 STEPS, ROWS = 4, 12  # rows of a global batch, for 1 to 4 ranks
+EPS = 1e-3  # of Adam, for 16 bits as well
 
 
 class Here(ClusterEnvironment):
@@ -105,7 +106,7 @@ class Regression(pl.LightningModule):
 
     def stepping(self, params: Iterator[nn.Parameter]) -> Any:
         """An optimizer, and a scheduler that halves its learning rate after each epoch."""
-        optimizer = torch.optim.AdamW(params, lr=self.hparams["lr"])
+        optimizer = torch.optim.AdamW(params, lr=self.hparams["lr"], eps=EPS)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
@@ -198,7 +199,7 @@ def trained_alone(
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
     """The state after the same steps in one process, without any Trainer."""
-    optimizer = torch.optim.AdamW(module.parameters(), lr=module.hparams["lr"])
+    optimizer = torch.optim.AdamW(module.parameters(), lr=module.hparams["lr"], eps=EPS)
     for epoch in range(epochs):
         for index, step in enumerate(steps):
             with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):

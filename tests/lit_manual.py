@@ -64,11 +64,11 @@ def optimizers_of(module: Any) -> list[torch.optim.Optimizer]:
     return [sgd, torch.optim.Adam(module.critics.parameters(), lr=0.05)]
 
 
-def turns_alone(module: Any) -> dict[str, Tensor]:
+def turns_alone(module: Any, epochs: int = 1) -> dict[str, Tensor]:
     """The state after the same steps in one process, without a Trainer."""
     first, second = optimizers_of(module)
-    for index in range(lit.STEPS):
-        inputs = lit.global_batch(index)[0]
+    for index in range(lit.STEPS * epochs):
+        inputs = lit.global_batch(index % lit.STEPS)[0]
         grads = torch.autograd.grad(
             module.generator_loss(inputs) / module.accumulate, list(module.generator.parameters())
         )

@@ -33,6 +33,7 @@ CLIPPING = {None: None, "norm": NORM, "value": VALUE}
         {"min_num_params": 10},
         {"auto_wrap_policy": {nn.Linear}},
         {"flatten_parameters": False},
+        {"use_orig_params": False},
         {"cpu_offload": True, "reshard_after_forward": False},
     ],
     clips=list(CLIPPING),

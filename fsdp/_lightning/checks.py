@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from lightning.pytorch import LightningModule
@@ -86,20 +87,27 @@ def wrap_called(module: nn.Module, prefix: str = "") -> None:
             module._modules[name] = fsdp.wrap(child)
 
 
-def refuse_new_modules(module: LightningModule, wrapper: fsdp.FullyShardedDataParallel) -> None:
-    """Refuse parameters that came to a model after it was wrapped: a `configure_model` that does its work twice.
+class Wrapped:
+    """A LightningModule's wrapper, and what was in it when it was wrapped."""
+
+    def __init__(self, wrapper: fsdp.FullyShardedDataParallel) -> None:
+        self.wrapper = wrapper
+        self.modules = WeakSet(wrapper.modules())
+
+
+def refuse_new_modules(module: LightningModule, wrapped: Wrapped) -> None:
+    """Refuse modules that came to a model after it was wrapped: a `configure_model` that does its work twice.
 
     Raises:
         RuntimeError: naming them.
     """
-    known = {id(param) for param in wrapper.parameters()}
-    new = [name for name, param in module.named_parameters() if id(param) not in known]
-    if new:
-        raise RuntimeError(
-            f"{type(module).__name__} was wrapped for an earlier stage, and has new parameters now, that would not be "
-            f"trained with the others: {', '.join(new[:3])}. configure_model is called before each stage: return at "
-            "once if the modules are there."
-        )
+    for name, each in module.named_modules():
+        if each not in wrapped.modules and any(True for _ in each.parameters()):
+            raise RuntimeError(
+                f"{type(module).__name__} was wrapped for an earlier stage, and {name} is another module now, "
+                "without what was trained. configure_model is called before each stage: return at once if the modules "
+                "are there."
+            )
 
 
 def check_optimizers(wrapper: fsdp.FullyShardedDataParallel, make: Callable[[], None], strategy: Any) -> None:
@@ -111,7 +119,7 @@ def check_optimizers(wrapper: fsdp.FullyShardedDataParallel, make: Callable[[], 
     """
     hint = (
         "Make optimizers in configure_optimizers, which is called when the model is wrapped, of self.trainer.model."
-        "parameters(). With use_orig_params=True, the default, self.parameters() is the same."
+        "parameters(). With use_orig_params=True, the default, self.parameters() and that of its parts do as well."
     )
     try:
         make()
@@ -135,13 +143,15 @@ def check_optimizers(wrapper: fsdp.FullyShardedDataParallel, make: Callable[[], 
                         f"{hint}"
                     )
             stepped |= {id(param) for param in group["params"]}
-    _refuse_missing(wrapper, stepped, hint)
+    if stepped:
+        _refuse_missing(wrapper, stepped, hint)
 
 
 def _refuse_missing(wrapper: fsdp.FullyShardedDataParallel, stepped: set[int], hint: str) -> None:
-    """A flat parameter of the outermost wrapper is not in ``self.parameters()``, and would be left out unnoticed."""
-    own = [(name, p) for name, p in wrapper.named_parameters() if isinstance(p, fsdp.FlatParameter) and p.requires_grad]
-    inside = {id(param) for param in wrapper.module.module.parameters()}
-    for name, param in own:
-        if id(param) not in inside and id(param) not in stepped and stepped:
-            raise ValueError(f"no optimizer steps {name}, which holds what lies outside of inner units. {hint}")
+    """A part of the model, as ``self.net``, does not list what of it lies in the outermost wrapper's flat parameter."""
+    listed = {id(param): name for name, param in wrapper.named_parameters() if param.requires_grad}
+    for param in wrapper.params if wrapper.flatten_parameters else ():
+        if id(param) in listed and id(param) not in stepped:
+            raise ValueError(
+                f"no optimizer steps {listed[id(param)]}, which has in it what lies outside of inner units. {hint}"
+            )

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
 import fsdp
 from fsdp.optim_utils import full_optim_state_dict, load_full_optim_state_dict
 
@@ -61,13 +59,13 @@ def load_numbered_state(model: fsdp.FullyShardedDataParallel, optimizer: Any, sa
 
 
 def _names_in(model: fsdp.FullyShardedDataParallel, optimizer: Any) -> list[str]:
-    """Of the parameters of an optimizer, in its order."""
-    names: dict[nn.Parameter, str] = {param: name for name, param in model.named_parameters()}
-    params: list[nn.Parameter] = [param for group in optimizer.param_groups for param in group["params"]]
-    if any(isinstance(param, fsdp.FlatParameter) for param in params):
+    """Of the parameters of an optimizer, in its order. Collective."""
+    whole = full_optim_state_dict(model, optimizer, recipient_rank=None) or {}
+    names = [name for group in whole["param_groups"] for name in group["params"]]
+    if len(names) != sum(len(group["params"]) for group in optimizer.param_groups):
         raise ValueError(
             "the checkpoint's optimizer state goes by the numbers of an unsharded model's parameters, and this "
             "optimizer has flat ones. Load it with FullyShardedStrategy(use_orig_params=True), the default, and save "
             "it anew: then it goes by names."
         )
-    return [names[param] for param in params]
+    return names

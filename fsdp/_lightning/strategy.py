@@ -30,13 +30,20 @@ from torchmetrics import Metric
 
 import fsdp
 from fsdp._lightning.checkpoint import Checkpoints
-from fsdp._lightning.checks import check_optimizers, check_options, check_trainer, refuse_new_modules, wrap_called
+from fsdp._lightning.checks import (
+    Wrapped,
+    check_optimizers,
+    check_options,
+    check_trainer,
+    refuse_new_modules,
+    wrap_called,
+)
 from fsdp._lightning.precision import sharded
 
 AutoWrapPolicy = Callable[..., bool]
 _DEFAULT_MIN_NUM_PARAMS = 100_000_000
 # Where a LightningModule keeps its wrapper, for the next stage and the next Trainer. Not a submodule of it.
-_WRAPPER = "_fsdp_wrapper"
+_WRAPPED = "_fsdp_wrapped"
 
 
 class FullyShardedStrategy(DDPStrategy):
@@ -143,7 +150,8 @@ class FullyShardedStrategy(DDPStrategy):
     def connect(self, model: LightningModule) -> None:
         """Called by the Trainer with the LightningModule, which may have been wrapped for an earlier stage."""
         super().connect(model)
-        self.model = model.__dict__.get(_WRAPPER, model)
+        if _WRAPPED in model.__dict__:
+            self.model = model.__dict__[_WRAPPED].wrapper
 
     def model_to_device(self) -> None:
         """The wrappers do it, unit by unit."""
@@ -175,7 +183,7 @@ class FullyShardedStrategy(DDPStrategy):
         check_trainer(trainer, self.lightning_module)
         if self.wrapper is None:
             self._wrap(trainer, self.lightning_module)
-        refuse_new_modules(self.lightning_module, self._required_wrapper())
+        refuse_new_modules(self.lightning_module, self.lightning_module.__dict__[_WRAPPED])
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -275,7 +283,8 @@ class FullyShardedStrategy(DDPStrategy):
             metric.to(self.root_device)
         with wrapped.no_sync():  # it is the outermost from now on, also for units that are called before it
             pass
-        self.model = module.__dict__[_WRAPPER] = wrapped
+        self.model = wrapped
+        module.__dict__[_WRAPPED] = Wrapped(wrapped)
 
 
 def _policy(given: Any, min_num_params: int | None) -> AutoWrapPolicy:
