@@ -6,7 +6,7 @@ For ``import lightning.pytorch`` (2.6.4 or newer); the classes of the package ``
 try:
     from lightning.pytorch.strategies import StrategyRegistry as _StrategyRegistry
 except ImportError as error:
-    raise ImportError(f'fsdp.lightning needs Lightning: pip install "fsdp[lightning]" ({error})') from error
+    raise ImportError(f"fsdp.lightning needs lightning: pip install 'fsdp[lightning]' ({error})") from error
 
 from fsdp._lightning.precision import DoublePrecision as DoublePrecision
 from fsdp._lightning.precision import HalfPrecision as HalfPrecision

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,13 +152,3 @@ def _use_afterwards() -> None:
     unwrapped = lit.fsdp.lightning.FullyShardedStrategy()
     with pytest.raises(RuntimeError, match="the model is not wrapped yet"), unwrapped.block_backward_sync():
         pass
-
-
-def test_without_lightning_the_import_names_the_extra(tmp_path: Path) -> None:
-    hidden = tmp_path / "lightning"
-    hidden.mkdir()
-    (hidden / "__init__.py").write_text("raise ImportError('none here')")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import fsdp.lightning"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1
-    assert 'ImportError: fsdp.lightning needs Lightning: pip install "fsdp[lightning]"' in done.stderr

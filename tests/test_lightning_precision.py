@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp import ShardedGradScaler, get_fsdp_instances
 from tests.conftest import LitRanks
@@ -73,6 +73,33 @@ def _see_targets() -> None:
 
     lit.fitted(Seen(), lit.trainer(precision="bf16-mixed"))
     assert set(seen) == {(torch.float32, torch.float32)}
+
+
+def test_layers_that_autocast_leaves_alone_on_cpu_compute(lit_ranks: LitRanks) -> None:
+    lit_ranks(2).run(_compute_norms)
+
+
+def _compute_norms() -> None:
+    from tests import lit
+
+    class Normed(lit.Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.Sequential(nn.LayerNorm(5), nn.RMSNorm(5), nn.GroupNorm(1, 5))
+            self.mix = nn.Bilinear(5, 5, 5)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            normed = self.norms(inputs)
+            mixed: Tensor = super().forward(self.mix(inputs, normed) + normed)
+            return mixed
+
+    torch.manual_seed(0)
+    alone = Normed()
+    torch.manual_seed(0)
+    strategy = lit.fsdp.lightning.FullyShardedStrategy(auto_wrap_policy={nn.Sequential, lit.Net})
+    trainer = lit.fitted(Normed(), lit.trainer(strategy=strategy, precision="bf16-mixed"))
+    expected = lit.trained_alone(alone, autocast=torch.bfloat16)
+    torch.testing.assert_close(lit.state_of(trainer), expected, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("in_float32", [False, True])

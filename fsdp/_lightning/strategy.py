@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -41,6 +42,16 @@ from fsdp._lightning.checks import (
 from fsdp._lightning.precision import sharded
 
 AutoWrapPolicy = Callable[..., bool]
+# What refuses float32 inputs with 16-bit parameters there; on CUDA, autocast casts them.
+_NOT_MIXED_ON_CPU = (
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.GroupNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+    nn.Bilinear,
+)
 _DEFAULT_MIN_NUM_PARAMS = 100_000_000
 # Where a LightningModule keeps its wrapper, for the next stage and the next Trainer. Not a submodule of it.
 _WRAPPED = "_fsdp_wrapped"
@@ -264,9 +275,13 @@ class FullyShardedStrategy(DDPStrategy):
             given = {"compute_dtype": self._compute_dtype, "fp32_reduce_scatter": self._fp32_reduce_scatter}
             return {name: value for name, value in given.items() if value is not None} | arguments
         # What a step is given is left alone: autocast casts it where it is multiplied, and targets keep their digits.
-        reduce_dtype = torch.float32 if self._fp32_reduce_scatter else None
-        param_dtype = self._compute_dtype or dtype
-        policy = fsdp.MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+        policy = fsdp.MixedPrecision(
+            param_dtype=self._compute_dtype or dtype,
+            reduce_dtype=torch.float32 if self._fp32_reduce_scatter else None,
+            cast_forward_inputs=False,
+        )
+        if self.root_device.type == "cpu":
+            policy = replace(policy, full_precision_modules=(*policy.full_precision_modules, *_NOT_MIXED_ON_CPU))
         return {"mixed_precision": policy} | arguments
 
     def _wrap(self, trainer: Trainer, module: LightningModule) -> None:
