@@ -14,7 +14,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests._ranks import RankPool
-from tests.hugging_face import PATIENCE, as_launched, from_pretrained, logits, made, needs, plain_of, rows, sharded
+from tests.hugging_face import (
+    PATIENCE,
+    as_launched,
+    from_pretrained,
+    logits,
+    made,
+    needs,
+    plain_of,
+    recipe,
+    rows,
+    sharded,
+)
 from tests.stored import assert_equal_states
 
 pytestmark = needs("transformers", "accelerate")
@@ -257,3 +268,29 @@ def _shows(folder: Path) -> None:
         assert trainer.model is plain_of(model)
         assert trainer.model_wrapped is model
         assert trainer.label_names == ["labels"]
+
+
+def test_the_recipe_trains_goes_on_and_saves_for_from_pretrained(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, timeout=PATIENCE).run(_run_recipe, tmp_path)
+
+
+def _run_recipe(folder: Path) -> None:
+    options: dict[str, Any] = {
+        "use_cpu": True,
+        "per_device_train_batch_size": 3,
+        "learning_rate": 0.1,
+        "optim": "sgd",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+    with as_launched():
+        recipe("trainer").train(sharded("gpt2"), rows(5 * BATCH), str(folder), max_steps=2, **options)
+        other = sharded("gpt2", seed=3)
+        trainer = recipe("trainer").train(other, rows(5 * BATCH), str(folder), resume=True, max_steps=3, **options)
+        whole = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    assert trainer.state.global_step == 3
+    if dist.get_rank() == 0:
+        found = from_pretrained("gpt2", folder).state_dict()
+        assert_equal_states({name: found[name] for name in whole}, whole)
