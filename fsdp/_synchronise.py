@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp._agreement import agree_on_outcome, agree_on_plan, number_among, peers_answer
+from fsdp._agreement import agree_on_plan, from_everyone, peers_answer
 from fsdp._collect import Places
 from fsdp._comm import Communicator
 from fsdp._dtensors import local_part
@@ -27,7 +27,7 @@ def take_states_of_first(
     """Collective. Give a module that is about to be wrapped the values that it has on rank 0, one tensor at a time.
 
     A rank needs no more memory for it, or that of the largest tensor if that is elsewhere or does not lie in one piece.
-    What is on the meta device, on other ranks than 0, gets memory on `device`.
+    What is on the meta device, on other ranks than 0, gets memory on `device`; what is on all ranks, waits for values.
 
     Args:
         module: its buffers are sent, without those of inner units and of what is ignored.
@@ -41,7 +41,7 @@ def take_states_of_first(
 
     Raises:
         RuntimeError: if the ranks have different parameters or buffers, naming the first rank that differs; if rank 0
-            has no values.
+            has no values, and another rank has.
     """
     buffers = _buffers(module, ignored)
     tensors: list[tuple[str, Tensor]] = [(places[0].fqn, param) for param, places in found.items()]
@@ -49,18 +49,23 @@ def take_states_of_first(
     described = [f"{name}{list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
     # Across first, and then within: what the first rank of each group has, when it sends that, is rank 0's.
     others = [comm for comm in reversed(ranks) if comm.world_size > 1]
+    waiting = [False] * len(tensors)
     if others and peers_answer(ranks):
         agree_on_plan(ranks, [(type(module).__name__, described)])
-        empty = [name for name, tensor in tensors if tensor.is_meta] if number_among(ranks) == 0 else []
-        agree_on_outcome([ranks], "send its values", _no_values(empty[0]) if empty else None)
+        waiting = _waiting(tensors, ranks)
+    count = len(found)
     if others:
-        found = {_with_memory(param, places, device): places for param, places in found.items()}
-        for buffer, _, entries in buffers:
-            if buffer.is_meta:
+        found = {
+            param if waits else _with_memory(param, places, device): places
+            for (param, places), waits in zip(found.items(), waiting, strict=False)
+        }
+        for (buffer, _, entries), waits in zip(buffers, waiting[count:], strict=True):
+            if buffer.is_meta and not waits:
                 made = torch.empty_like(buffer, device=device)
                 for listed, name in entries:
                     listed[name] = made
-    sent = [*found, *(entries[0][0][entries[0][1]] for _, _, entries in buffers)]
+    every = [*found, *(entries[0][0][entries[0][1]] for _, _, entries in buffers)]
+    sent = [tensor for tensor, waits in zip(every, waiting, strict=True) if not waits]
     with torch.no_grad():
         for comm in others:
             for tensor in sent:
@@ -68,8 +73,16 @@ def take_states_of_first(
     return found
 
 
-def _no_values(name: str) -> RuntimeError:
-    return RuntimeError(f"sync_module_states=True: {name} is on the meta device on rank 0, which is to send its values")
+def _waiting(tensors: Sequence[tuple[str, Tensor]], ranks: Sequence[Communicator]) -> list[bool]:
+    """Collective. Which tensors no rank has values of."""
+    by_rank = from_everyone(ranks, bytes(tensor.is_meta for _, tensor in tensors))
+    waiting = [all(each) for each in zip(*by_rank, strict=True)]
+    for (name, _), waits, is_meta in zip(tensors, waiting, by_rank[0], strict=True):
+        if is_meta and not waits:
+            raise RuntimeError(
+                f"sync_module_states=True: {name} is on the meta device on rank 0, which is to send its values"
+            )
+    return waiting
 
 
 def _with_memory(param: nn.Parameter, places: Places, device: torch.device) -> nn.Parameter:

@@ -115,7 +115,7 @@ class FullyShardedDataParallel(WrapperShards):
             parameters on every rank of `process_group`. Making groups is collective over `process_group`.
         sync_module_states: collective; take parameters and buffers from the group's rank 0 (with replicas, the first of
             all) before they are cut, without those of inner wrappers, which have an argument of their own, and of what
-            is ignored. Other ranks may have theirs on the meta device.
+            is ignored. Other ranks may have theirs on the meta device; what no rank has values of waits for them.
         param_init_fn: called with each module of this unit that has parameters or buffers without values (meta device),
             to initialise them, when it is wrapped; see `fsdp.materialize`. Without it they wait for values.
         state_dict_on_rank_0_only: `state_dict` is empty on other ranks than the first.

@@ -150,10 +150,9 @@ def batches(steps: range = range(STEPS), dtype: torch.dtype = torch.float32) -> 
 def trainer(folder: Path | None = None, strategy: Any = None, **options: Any) -> pl.Trainer:
     """On the ranks of the test, with as little as can be besides the strategy."""
     strategy = fsdp.lightning.FullyShardedStrategy() if strategy is None else strategy
-    options = {"enable_checkpointing": False, "logger": False, "max_epochs": 1} | options
+    options = {"accelerator": "cpu", "enable_checkpointing": False, "logger": False, "max_epochs": 1} | options
     with quiet():
         return pl.Trainer(
-            accelerator="cpu",
             devices=dist.get_world_size(),
             strategy=strategy,
             plugins=[Here(), *options.pop("plugins", [])],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,6 +176,41 @@ def _draw_values() -> None:
         torch.testing.assert_close(lit.state_of(trainer), expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["Regression", "WithLayers"])
+def test_a_module_without_values_gets_those_of_a_checkpoint_or_of_a_function(
+    lit_ranks: LitRanks, tmp_path: Path, kind: str
+) -> None:
+    lit_ranks(2).run(_begin_on_meta, tmp_path, kind)
+
+
+def _begin_on_meta(folder: Path, kind: str) -> None:
+    from tests import lit
+
+    lit.fitted(lit.Regression(), lit.trainer(folder)).save_checkpoint(folder / "last.ckpt")
+    trainer = lit.trainer(folder, max_epochs=2)
+    with trainer.init_module(empty_init=True):
+        module = getattr(lit, kind)()
+    assert module.head.weight.is_meta
+    lit.fitted(module, trainer, ckpt_path=folder / "last.ckpt")
+    expected = lit.trained_alone(lit.Regression(), epochs=2)
+    torch.testing.assert_close(lit.state_of(trainer), expected, rtol=1e-4, atol=1e-6)
+
+    strategy = lit.fsdp.lightning.FullyShardedStrategy(param_init_fn=_set_to_halves)
+    trainer = lit.trainer(folder, strategy=strategy)
+    with trainer.init_module(empty_init=True):
+        module = getattr(lit, kind)()
+    lit.fitted(module, trainer)
+    alone = lit.Regression()
+    alone.apply(_set_to_halves)
+    torch.testing.assert_close(lit.state_of(trainer), lit.trained_alone(alone), rtol=1e-4, atol=1e-6)
+
+
+def _set_to_halves(module: nn.Module) -> None:
+    with torch.no_grad():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor.fill_(0.5)
+
+
 def test_a_module_goes_on_with_another_trainer(lit_ranks: LitRanks) -> None:
     lit_ranks(2).run(_go_on)
 
@@ -199,7 +235,15 @@ def _go_on() -> None:
 
 
 @parametrize_pairs(
-    options=[{}, {"use_orig_params": False}, {"flatten_parameters": False}], clips=["norm", None], accumulate=[1, 2]
+    options=[
+        {},
+        {"use_orig_params": False},
+        {"flatten_parameters": False},
+        {"min_num_params": 1},
+        {"auto_wrap_policy": {nn.Linear}},
+    ],
+    clips=["norm", None],
+    accumulate=[1, 2],
 )
 def test_two_optimizers_take_turns_and_are_clipped_apart(
     lit_ranks: LitRanks, options: dict[str, Any], clips: str | None, accumulate: int
@@ -215,6 +259,7 @@ def _take_turns(options: dict[str, Any], clips: str | None, accumulate: int) -> 
     trainer = lit.trainer(strategy=lit.fsdp.lightning.FullyShardedStrategy(**options))
     with lit.quiet():
         trainer.fit(module, lit.batches())
-    assert sum(unit.module is not None for unit in get_fsdp_instances(trainer.model)) == 3
+    own = [param for param in trainer.model.params if param.numel()]
+    assert not own, "the outermost unit, whose forward is not run"
     expected = turns_alone(Adversaries(clips, accumulate))
     torch.testing.assert_close(lit.state_of(trainer), expected, rtol=1e-4, atol=1e-6)

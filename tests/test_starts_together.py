@@ -125,6 +125,27 @@ def _send_nothing() -> None:
         sharded(sync_module_states=True, **spread("2 replicas of 2 shards"))(module)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_what_no_rank_has_values_of_waits_for_them(ranks: RankPool, form: dict[str, Any]) -> None:
+    ranks(4).run(_nobody_has_values, form)
+
+
+def _nobody_has_values(form: dict[str, Any]) -> None:
+    options = spread(form["layout"]) if "layout" in form else form
+    wrap = sharded(sync_module_states=True, **options)
+    expected = state_of(_norms_with_values())
+    with torch.device("meta"):
+        module = Norms(keep)
+    module.norm.running_mean = torch.full_like(module.norm.get_buffer("running_mean"), dist.get_rank(), device="cpu")
+    model = _wrapped(module, wrap)
+    assert torch.equal(module.norm.get_buffer("running_mean"), torch.zeros_like(module.norm.running_mean))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="meta device"):
+        model(INPUTS)
+    model.load_state_dict(expected)
+    assert_same_bits(state_of(model), expected)
+    model(INPUTS).sum().backward()
+
+
 # First values
 
 

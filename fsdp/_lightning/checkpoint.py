@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -83,7 +84,7 @@ class Checkpoints:
         def look() -> dict[str, Any]:
             if os.path.isdir(path):
                 return _open_folder(path, weights_only)
-            if type(self._strategy.checkpoint_io) is TorchCheckpointIO and os.path.isfile(path):
+            if type(self._strategy.checkpoint_io) is TorchCheckpointIO and zipfile.is_zipfile(path):
                 # Mapped: a machine's ranks share its pages, and each touches those of its part.
                 found: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
                 return found

@@ -67,8 +67,8 @@ def check_trainer(trainer: Any, module: LightningModule) -> None:
         )
 
 
-def wrap_called(module: nn.Module, prefix: str = "") -> None:
-    """Wrap the modules that a step with manual optimization calls, where they are not units yet.
+def wrap_called(module: nn.Module, prefix: str = "") -> nn.Module:
+    """Wrap the modules that a step with manual optimization calls, each as a whole and in it what the policy picks.
 
     Raises:
         ValueError: for a parameter that would be the outermost wrapper's own.
@@ -84,7 +84,10 @@ def wrap_called(module: nn.Module, prefix: str = "") -> None:
         if type(child).forward is nn.Module.forward or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             wrap_called(child, f"{prefix}{name}.")
         else:
-            module._modules[name] = fsdp.wrap(child)
+            inner = fsdp.auto_wrap(child, keep_wrapped=True)
+            is_wrapped = isinstance(inner, fsdp.FullyShardedDataParallel)
+            module._modules[name] = inner if is_wrapped else fsdp.wrap(inner)
+    return module
 
 
 class Wrapped:

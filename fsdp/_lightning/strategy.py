@@ -289,9 +289,10 @@ class FullyShardedStrategy(DDPStrategy):
             self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
         with self._wrapping():
-            wrapped = fsdp.auto_wrap(module, keep_wrapped=True)
-            if not module.automatic_optimization:
-                wrap_called(module)
+            if module.automatic_optimization:
+                wrapped = fsdp.auto_wrap(module, keep_wrapped=True)
+            else:
+                wrapped = wrap_called(module)
         if not isinstance(wrapped, fsdp.FullyShardedDataParallel):
             wrapped = fsdp.FullyShardedDataParallel(module, **self._arguments())
         for metric in (each for each in module.modules() if isinstance(each, Metric)):
