@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,9 @@ def _fail_to_write(folder: Path, kind: str) -> None:
     with pytest.raises((OSError, RuntimeError), match=r"taken\.ckpt"):
         trainer.save_checkpoint(in_the_way)
     trainer.save_checkpoint(folder / "free.ckpt")
+    trainer.lightning_module.hparams["note"] = lambda: None  # which nobody can pickle
+    with pytest.raises((AttributeError, RuntimeError, pickle.PicklingError), match=r"pickle|never\.ckpt"):
+        trainer.save_checkpoint(folder / "never.ckpt")
 
 
 def test_what_is_no_checkpoint_is_told_on_every_rank(lit_ranks: LitRanks, tmp_path: Path) -> None:

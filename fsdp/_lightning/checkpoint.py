@@ -66,12 +66,10 @@ class Checkpoints:
             )
         if "://" in os.fspath(path):
             raise ValueError(f"{path}: sharded checkpoints are written to file systems; choose a path")
-        content = io.BytesIO()
-        if self._strategy.is_global_zero:
-            torch.save(checkpoint, content)  # the model's and the optimizers' state in it are empty
+        # The model's and the optimizers' state in it are empty.
+        content = self._together(f"write {path}", lambda: _packed(checkpoint) if self._strategy.is_global_zero else b"")
         optimizers = [_plain(each) for each in self._strategy.optimizers] if "optimizer_states" in checkpoint else []
-        values = {_TRAINER: content.getvalue()}
-        fsdp.save(path, self._wrapper(), _one(optimizers), values=values, generators=False)
+        fsdp.save(path, self._wrapper(), _one(optimizers), values={_TRAINER: content}, generators=False)
 
     # --- loading ----------------------------------------------------------------------------------------------------
 
@@ -136,6 +134,12 @@ class Checkpoints:
         if not self._strategy.reduce_boolean_decision(True):
             raise RuntimeError(f"another rank could not {what}: its error says why")
         return result
+
+
+def _packed(checkpoint: dict[str, Any]) -> bytes:
+    content = io.BytesIO()
+    torch.save(checkpoint, content)
+    return content.getvalue()
 
 
 def _open_folder(path: Any, weights_only: bool | None) -> dict[str, Any]:
