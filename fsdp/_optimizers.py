@@ -58,6 +58,7 @@ def _prepare(optimizer: torch.optim.Optimizer) -> None:
             )
     if any(_is_spread(param) for param in ours):
         _refuse_lonely_scaler(optimizer)
+        _refuse_products(optimizer)
     _refuse_original_parameters(optimizer, params)
     _warn_of_whole_parameters(optimizer, ours)
     _refuse_low_gradients(optimizer, ours)
@@ -115,7 +116,16 @@ def _warn_of_whole_parameters(optimizer: torch.optim.Optimizer, ours: list[Any])
             f"as that with {ours[0].owner._names[0]}: it does not train as without sharding, and its state may not be "
             "saved whole. Use an optimizer that works element by element (Adam, AdamW, SGD, ...), or leave the "
             "parameters that it needs whole with ignored_parameters, summing their gradients over the ranks yourself.",
-            stacklevel=3,
+            stacklevel=4,
+        )
+
+
+def _refuse_products(optimizer: torch.optim.Optimizer) -> None:
+    """Raise RuntimeError if ranks would search along other lines each, and call the model another number of times."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise RuntimeError(
+            "LBFGS goes by products over all parameters, and would take them over this rank's shards. Use an optimizer "
+            "that works element by element (Adam, AdamW, SGD, ...)."
         )
 
 

@@ -58,6 +58,39 @@ def _accumulate(accumulate: int, nested: bool, options: dict[str, Any]) -> None:
     assert_parity(make, sgd_with_momentum, 4, wrap=fully_sharded(**options), accumulate=accumulate)
 
 
+@parametrize_pairs(
+    options=[{}, {"use_orig_params": True}, {"flatten_parameters": False}, {"move_params_to_cpu": True}],
+    by_name=[True, False],
+)
+def test_a_closure_may_bring_the_last_gradients_of_a_step(
+    ranks: RankPool, options: dict[str, Any], by_name: bool
+) -> None:
+    ranks(2).run(_step_by_closure, options, by_name)
+
+
+def _step_by_closure(options: dict[str, Any], by_name: bool) -> None:
+    model, plain = nested_mlp(fully_sharded(**options)), nested_mlp()
+    optimizers = [sgd_with_momentum(each.parameters()) for each in (model, plain)]
+    for _ in range(2):
+        backward(model, sync=False)
+        for _ in range(2):
+            plain(torch.ones(2, 5)).sum().backward()
+
+        def closure() -> int:
+            backward(model)
+            return 7
+
+        returned = optimizers[0].step(closure=closure) if by_name else optimizers[0].step(closure)
+        assert returned == 7
+        optimizers[1].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
+    backward(model, sync=False)
+    with pytest.raises(RuntimeError, match=r"accumulated under no_sync\(\)"):
+        optimizers[0].step(lambda: backward(model, sync=False))
+
+
 @pytest.mark.parametrize("syncs", [[True, True], [False, True], [True, False, True], [False, False, True, True]])
 def test_synchronised_backwards_add_up_with_accumulated_ones(ranks: RankPool, syncs: list[bool]) -> None:
     ranks(3).run(_add_up, syncs)

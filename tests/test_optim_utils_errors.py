@@ -239,6 +239,31 @@ def test_optimizers_of_whole_parameters_warn_once(ranks: RankPool, form: dict[st
     ranks(2).run(_step_with_warnings, form)
 
 
+@pytest.mark.parametrize("world_size", [2, 1])
+def test_an_optimizer_that_searches_along_lines_is_refused_where_ranks_have_parts(
+    ranks: RankPool, world_size: int
+) -> None:
+    ranks(world_size).run(_search_lines)
+
+
+def _search_lines() -> None:
+    model: FullyShardedDataParallel = garden(fully_sharded())
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    inputs = torch.ones(2, 5)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(inputs).square().mean()
+        loss.backward()
+        return loss
+
+    if dist.get_world_size() == 1:
+        assert optimizer.step(closure) > closure()
+        return
+    with pytest.raises(RuntimeError, match="LBFGS goes by products over all parameters"):
+        optimizer.step(closure)
+
+
 def _step_with_warnings(form: dict[str, Any]) -> None:
     model: FullyShardedDataParallel = garden(fully_sharded(**form))
     for kind in (Adafactor, FusedLAMB):
