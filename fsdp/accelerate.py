@@ -183,9 +183,9 @@ class Accelerator(accelerate.Accelerator):
             options: for `fsdp.save`, such as ``max_file_bytes``.
 
         Raises:
-            NotImplementedError: for a sharded model and another one besides, or several optimizers.
+            NotImplementedError: for a sharded model and another one besides.
         """
-        model, optimizer = self._model_and_optimizer("save_state")
+        model, optimizers = self._model_and_optimizers("save_state")
         if model is None:
             return super().save_state(output_dir, safe_serialization, **options)
         if not safe_serialization:
@@ -193,7 +193,7 @@ class Accelerator(accelerate.Accelerator):
 
         def save(_: Any, weights: list[Any], folder: str) -> None:
             weights.clear()
-            fsdp.save(folder, model, optimizer, generators=False, **options)
+            fsdp.save(folder, model, optimizers, generators=False, **options)
 
         with self._aside(self.register_save_state_pre_hook(save), self._save_model_state_pre_hook, to_end=False):
             return super().save_state(output_dir)
@@ -212,30 +212,30 @@ class Accelerator(accelerate.Accelerator):
             options: for `fsdp.load`, such as ``strict``.
 
         Raises:
-            NotImplementedError: for a sharded model and another one besides, or several optimizers.
+            NotImplementedError: for a sharded model and another one besides.
         """
-        model, optimizer = self._model_and_optimizer("load_state")
+        model, optimizers = self._model_and_optimizers("load_state")
         if model is None:
             super().load_state(input_dir, load_kwargs, **options)
             return
 
         def load(models: list[nn.Module], folder: str) -> None:
             models.clear()
-            fsdp.load(folder, model, optimizer, generators=False, **options)
+            fsdp.load(folder, model, optimizers, generators=False, **options)
 
         with self._aside(self.register_load_state_pre_hook(load), self._load_model_state_pre_hook, to_end=True):
             super().load_state(input_dir, load_kwargs)
 
-    def _model_and_optimizer(self, method: str) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
+    def _model_and_optimizers(self, method: str) -> tuple[nn.Module | None, list[torch.optim.Optimizer] | None]:
         """The sharded model, if there is one, and what steps it."""
         if not any(outermost(model) for model in self._models):
             return None, None
-        if len(self._models) > 1 or len(self._optimizers) > 1:
+        if len(self._models) > 1:
             raise NotImplementedError(
-                f"{method}: one sharded model and one optimizer; {len(self._models)} models and "
-                f"{len(self._optimizers)} optimizers were prepared. Save each by fsdp.save, in a folder of its own."
+                f"{method}: one sharded model at a time, and {len(self._models)} models were prepared. Save each by "
+                "fsdp.save, in a folder of its own."
             )
-        return self._models[0], self._optimizers[0].optimizer if self._optimizers else None
+        return self._models[0], [each.optimizer for each in self._optimizers] or None
 
     @contextmanager
     def _aside(self, handle: Any, hooks: Any, to_end: bool) -> Iterator[None]:

@@ -16,6 +16,7 @@ from tests._ranks import RankPool
 from tests.hugging_face import (
     FORMS,
     PATIENCE,
+    TOKENS,
     as_launched,
     from_pretrained,
     logits,
@@ -216,6 +217,32 @@ def _load_state(folder: Path, form: str, saved: dict[str, Any]) -> None:
     assert optimizer.param_groups[0]["lr"] != 0.5
 
 
+def test_several_optimizers_are_saved_and_loaded(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, timeout=PATIENCE).run(_save_two_optimizers, tmp_path)
+
+
+def _save_two_optimizers(folder: Path) -> None:
+    from fsdp.accelerate import Accelerator
+
+    with as_launched():
+        accelerator = Accelerator()
+        model = sharded("llama", "original")
+        params = list(model.parameters())
+        first, second = torch.optim.SGD(params[::2], lr=0.1, momentum=0.9), torch.optim.Adam(params[1::2], lr=0.1)
+        model, first, second = accelerator.prepare(model, first, second)
+        accelerator.backward(model(input_ids=TOKENS, labels=TOKENS).loss)
+        for optimizer in (first, second):
+            optimizer.step()
+        accelerator.save_state(folder)
+        momenta = [state["momentum_buffer"].clone() for state in first.optimizer.state.values()]
+        for state in first.optimizer.state.values():
+            state["momentum_buffer"].zero_()
+        accelerator.load_state(folder)
+    found = [state["momentum_buffer"] for state in first.optimizer.state.values()]
+    assert all(torch.equal(one, other) for one, other in zip(found, momenta, strict=True))
+    assert any(momentum.any() for momentum in momenta)
+
+
 def test_states_have_automatic_names(ranks: RankPool, tmp_path: Path) -> None:
     ranks(2, timeout=PATIENCE).run(_save_by_number, tmp_path)
 
@@ -261,7 +288,7 @@ def _refused(folder: Path) -> None:
             accelerator.save_state(folder, safe_serialization=False)
         accelerator.prepare(nn.Linear(2, 2))
         for method in (accelerator.save_state, accelerator.load_state):
-            with pytest.raises(NotImplementedError, match="2 models and 0 optimizers were prepared"):
+            with pytest.raises(NotImplementedError, match="one sharded model at a time, and 2 models were prepared"):
                 method(folder)
 
 
