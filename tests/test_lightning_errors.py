@@ -68,11 +68,12 @@ def _make_wrong_optimizers() -> None:
         (Early, flat, "parameter 0 of group 0, of shape .*taken before the model was wrapped"),
         (Nothing, flat, "no parameters of the sharded model.*self.trainer.model.parameters()"),
         (Outside, flat, r"no optimizer steps .*flat_param.*self\.trainer\.model\.parameters\(\)"),
-        (Steep, {}, "LBFGS takes products over all parameters"),
     ):
         trainer = lit.trainer(strategy=lit.fsdp.lightning.FullyShardedStrategy(**options))
         with pytest.raises(ValueError, match=message):
             lit.fitted(kind(), trainer)
+    with pytest.raises(RuntimeError, match="LBFGS goes by products over all parameters"):  # by its step, as anywhere
+        lit.fitted(Steep(), lit.trainer())
 
 
 def test_what_would_change_a_sharded_model_is_refused(lit_ranks: LitRanks) -> None:

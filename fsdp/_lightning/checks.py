@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakSet
 
-import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
@@ -117,8 +116,7 @@ def check_optimizers(wrapper: fsdp.FullyShardedDataParallel, make: Callable[[], 
     """Have `make` make the strategy's optimizers, and make sure that they step what will have gradients.
 
     Raises:
-        ValueError: if they are not of the wrapped model's parameters, or of a part of them by mistake; for optimizers
-            that need whole parameters.
+        ValueError: if they are not of the wrapped model's parameters, or of a part of them by mistake.
     """
     hint = (
         "Make optimizers in configure_optimizers, which is called when the model is wrapped, of self.trainer.model."
@@ -133,10 +131,6 @@ def check_optimizers(wrapper: fsdp.FullyShardedDataParallel, make: Callable[[], 
     known = {id(param): name for name, param in wrapper.named_parameters()}
     stepped: set[int] = set()
     for optimizer in strategy.optimizers:
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError(
-                "LBFGS takes products over all parameters, and would take them over this rank's part: use another one"
-            )
         for number, group in enumerate(optimizer.param_groups):
             for place, param in enumerate(group["params"]):
                 if id(param) not in known:
