@@ -126,7 +126,18 @@ def _redirect(station: Station) -> int:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    _keep_handler_of(signal.SIGUSR1)
     return stacks
+
+
+def _keep_handler_of(number: signal.Signals) -> None:
+    """Let nobody replace it. Lightning, when it is done, puts back all that Python knows of, which this one is not."""
+    replace = signal.signal
+
+    def guarded(signalnum: int, handler: Any) -> Any:
+        return signal.getsignal(signalnum) if signalnum == number else replace(signalnum, handler)
+
+    signal.signal = guarded
 
 
 def _set_up(station: Station) -> None:

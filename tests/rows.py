@@ -241,6 +241,7 @@ class RowTwins(Twins):
 
     def assert_equal(self) -> None:
         assert_at_rest(self.sharded)
+        self.share_plain()
         found, expected = wholes(self.sharded), self.plain.state_dict()
         assert list(found) == list(expected)
         for name, value in expected.items():

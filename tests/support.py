@@ -1,6 +1,7 @@
 """What distributed tests share: models (from `tests.models`), three ways to train them, and the comparison.
 
-Everything here is deterministic and the same on every rank; a batch is a function of its step.
+Everything here is deterministic and the same on every rank; a batch is a function of its step. So one rank trains
+what is not distributed, and tells the others (`from_one_rank`): the cores are few.
 
 [Note: noise] Two float32 runs that differ only in the order of their sums drift apart; no sharded run can be
 asked to be closer to an unsharded one than those are to each other. So a comparison trains the unsharded
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from tests.models import nested_mlp as nested_mlp
 from tests.models import tiny_transformer as tiny_transformer
 
 MakeModel = Callable[[Wrap], nn.Module]
+Made = TypeVar("Made")
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 NOISE_FACTOR = 8.0  # the noise is the largest of three samples, not a bound
@@ -274,6 +276,13 @@ def _owned(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach().cpu().clone() for name, value in state.items()}
 
 
+def from_one_rank(make: Callable[[], Made]) -> Made:
+    """Collective. What `make` returns on the first rank, which alone calls it; it travels by pickle."""
+    made = [make() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(made)
+    return made[0]  # type: ignore[return-value]
+
+
 # Comparison
 
 
@@ -301,7 +310,7 @@ class Parity:
 
     @cached_property
     def noise(self) -> Distance:
-        """On a rank only. Two more trainings, made when it is first asked for: most distances are below any noise."""
+        """Two more trainings, made by whoever first asks for it: most distances are below any noise."""
         return float32_noise(self.training, self.reference)
 
     def allowed(self, quantity: str, tolerance: float | None) -> float:
@@ -351,7 +360,7 @@ def assert_parity(
     of the larger value; without one, by eight times the float32 noise of this very training plus 1e-6.
     """
     training = Training(make_model=make_model, make_optimizer=make_optimizer, steps=steps, **options)
-    reference = train_alone(training)
+    reference = from_one_rank(lambda: train_alone(training))
     parity = Parity(training, reference, distance(train_sharded(training, wrap, own), reference))
     for quantity in ("loss", "norm", "weight"):
         found, allowed = getattr(parity.distance, quantity), parity.allowed(quantity, tolerance)

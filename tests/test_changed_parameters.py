@@ -369,7 +369,7 @@ def _write_listed(
 
 @pytest.mark.parametrize("write", ["in_place", "by_data", "assign"])
 def test_a_change_of_what_one_rank_holds_is_seen_by_all(ranks: RankPool, write: str) -> None:
-    ranks(3, timeout=20).run(_write_a_scalar, write)
+    ranks(3).run(_write_a_scalar, write)
 
 
 def _write_a_scalar(write: str) -> None:

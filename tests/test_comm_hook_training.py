@@ -159,7 +159,7 @@ def test_ranks_that_use_different_parameters_of_small_units_call_the_hook_in_one
     ranks: RankPool, world_size: int
 ) -> None:
     """torch's collectives could not tell two units apart."""
-    ranks(world_size, timeout=20).run(_complete_in_different_orders)
+    ranks(world_size).run(_complete_in_different_orders)
 
 
 def _complete_in_different_orders() -> None:

@@ -140,7 +140,7 @@ def test_an_interrupt_leaves_nothing(
 
     def interrupted(self: Progress, nbytes: int) -> None:
         assert os.listdir(tmp_path)  # it has begun
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
 
     try:
         with mock.patch.object(Progress, "__call__", interrupted):

@@ -91,7 +91,7 @@ def test_damage_is_one_line_without_a_traceback(tmp_path: Path, capsys: Captured
 
 def test_it_is_run_as_a_module() -> None:
     command = [sys.executable, "-m", "fsdp", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=True)
     assert done.stdout.startswith("fsdp ")
 
 
@@ -103,7 +103,7 @@ def test_nobody_who_reads_is_no_error(tmp_path: Path) -> None:
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(timeout=60) == 141
+        assert process.wait(timeout=300) == 141
 
 
 def test_help_names_the_commands_and_nothing_is_wrong_usage(capsys: Captured) -> None:

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -207,8 +207,10 @@ def train_sharded(way: Way, options: dict[str, Any], backend: Counter) -> Traine
     return found
 
 
-def train_plain(way: Way, backend: Counter) -> Trained:
-    return train(way, keep, list(range(dist.get_world_size())), backend)
+@cache
+def train_plain(way: Way, inner: str, world_size: int) -> Trained:
+    """Once in each process, for all the options of the sharded one."""
+    return train(way, keep, list(range(world_size)), Counter(inner))
 
 
 def assert_same(found: Trained, expected: Trained) -> None:
@@ -250,8 +252,8 @@ def _train_across_units(way: Way, options: dict[str, Any]) -> None:
 
 def _train_all(way: Way, options: dict[str, Any]) -> Counter:
     torch.set_default_dtype(torch.float64)
-    compiled = train_plain(way, Counter("eager"))
-    eager = train_plain(eagerly, Counter())
+    compiled = train_plain(way, "eager", dist.get_world_size())
+    eager = train_plain(eagerly, "eager", dist.get_world_size())
     found = train_sharded(way, options, backend := Counter())
     assert_same(found, compiled)
     assert_same(found, eager)

@@ -376,11 +376,11 @@ class DifferentModels(RanksTestCase):
         ]
     )
     def test_every_rank_says_who_differs_in_what(self, kind: str, odd: Any, message: str) -> None:
-        self.ranks(3, timeout=20).run(_use_different_models, odd, message, call)
+        self.ranks(3).run(_use_different_models, odd, message, call)
 
     @parameterized.expand([("summon", summon), ("state_dict", nn.Module.state_dict), ("second_call", call_twice)])
     def test_whatever_is_used_first(self, kind: str, use: Any) -> None:
-        self.ranks(2, timeout=20).run(_use_different_models, narrower, "Unit '0' has .* on rank 1", use)
+        self.ranks(2).run(_use_different_models, narrower, "Unit '0' has .* on rank 1", use)
 
 
 def _use_different_models(odd: Any, message: str, use: Any) -> None:
@@ -417,7 +417,7 @@ def _add_a_parameter() -> None:
 
 
 def test_units_may_be_made_in_any_order(ranks: RankPool) -> None:
-    ranks(3, timeout=20).run(_make_units_in_another_order)
+    ranks(3).run(_make_units_in_another_order)
 
 
 def _make_units_in_another_order() -> None:
@@ -426,7 +426,7 @@ def _make_units_in_another_order() -> None:
 
 
 def test_models_that_only_some_ranks_have_do_not_matter(ranks: RankPool) -> None:
-    ranks(3, timeout=20).run(_wrap_more_on_rank_0)
+    ranks(3).run(_wrap_more_on_rank_0)
 
 
 def _wrap_more_on_rank_0() -> None:
@@ -457,7 +457,7 @@ class Branching(nn.Module):
 
 
 def test_a_rank_that_skips_a_unit(ranks: RankPool) -> None:
-    ranks(2, timeout=30).run(_skip_a_unit_on_rank_1)
+    ranks(2).run(_skip_a_unit_on_rank_1)
 
 
 def _skip_a_unit_on_rank_1() -> None:

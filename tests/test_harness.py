@@ -170,9 +170,9 @@ def _only_rank_1_raises() -> None:
         raise ValueError("only here")
 
 
-def test_ranks_that_wait_for_a_failed_one_show_where(ranks: RankPool) -> None:
+def test_ranks_that_wait_for_a_failed_one_show_where(ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(RankError) as failure:
-        ranks(3, grace=1).run(_rank_1_raises_before_a_barrier)
+        ranks(3, grace=1).run(_rank_1_raises_before_a_barrier, tmp_path)
     message = str(failure.value)
     assert "rank 1: ValueError: before the barrier" in message
     assert "ranks 0, 2: still running 1 s after rank 1 failed" in message
@@ -181,9 +181,13 @@ def test_ranks_that_wait_for_a_failed_one_show_where(ranks: RankPool) -> None:
     assert message.index("before the barrier") < message.index("still running"), "the cause comes first"
 
 
-def _rank_1_raises_before_a_barrier() -> None:
+def _rank_1_raises_before_a_barrier(folder: Path) -> None:
     if dist.get_rank() == 1:
+        while len(list(folder.iterdir())) < 2:
+            time.sleep(0.05)
+        time.sleep(0.5)  # by then they are in it
         raise ValueError("before the barrier")
+    (folder / str(dist.get_rank())).touch()
     dist.barrier()
 
 
@@ -270,10 +274,11 @@ def test_a_crash_is_reported_with_rank_and_exit(ranks: RankPool, how: str, verdi
 
 
 def _rank_0_dies(how: str) -> None:
-    if dist.get_rank() == 0 and how == "signal":
-        os.kill(os.getpid(), signal.SIGSEGV)
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and how == "exit":
         os._exit(7)
+    if dist.get_rank() == 0:
+        # At this thread: the kernel may hand a signal to the process to any of its threads, while this one goes on.
+        signal.raise_signal(signal.SIGSEGV)
     time.sleep(1000)
 
 
@@ -359,12 +364,23 @@ def test_a_report_shows_the_ranks_output_of_failed_tests_only(tmp_path: Path) ->
     options = ["-p", "tests.conftest", "-rs", "--rootdir", str(tmp_path)]
     command = [sys.executable, "-m", "pytest", *options, str(inner)]
     root = Path(__file__).resolve().parent.parent
-    report = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60).stdout
+    report = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300).stdout
     assert "output of rank 1" in report, report
     assert "shown on failure" in report, report
     assert "not shown" not in report, report
     if not torch.cuda.is_available():
         assert "needs a CUDA device" in report, report
+
+
+def test_the_stack_of_a_hang_is_shown_after_somebody_has_put_handlers_back(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match="in _oversleep"):
+        ranks(1, timeout=1).run(_put_handlers_back_and_hang)
+
+
+def _put_handlers_back_and_hang() -> None:
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, signal.getsignal(number))
+    _oversleep()
 
 
 # GPUs

@@ -218,7 +218,7 @@ def test_a_forked_child_that_ends_takes_nothing_with_it(tmp_path: Path) -> None:
 
 def in_a_process(script: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[1])
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[1])
 
 
 # One folder for all units of a process

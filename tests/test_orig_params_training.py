@@ -309,7 +309,7 @@ def first_rank_uses_all_of_the_last_unit(model: nn.Module, inputs: Tensor, rank:
 
 @pytest.mark.parametrize("bucket_cap_mb", [25, 0])
 def test_ranks_whose_gradients_complete_in_different_orders_agree(ranks: RankPool, bucket_cap_mb: float) -> None:
-    ranks(2, timeout=20).run(_complete_in_different_orders, bucket_cap_mb)
+    ranks(2).run(_complete_in_different_orders, bucket_cap_mb)
 
 
 def _complete_in_different_orders(bucket_cap_mb: float) -> None:

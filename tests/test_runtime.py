@@ -184,6 +184,7 @@ def _train_compiled(make: Callable[[Wrap], nn.Module]) -> None:
         twins.step(number, (once, two_forwards_then_backwards)[number % 2])
     assert_at_rest(twins.sharded)
     found = list(twins.sharded.state_dict().values())
+    twins.share_plain()
     torch.testing.assert_close(found, list(twins.plain.state_dict().values()))
 
 

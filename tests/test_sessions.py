@@ -32,7 +32,7 @@ def report_of(folder: Path, files: Mapping[str, str], *options: str) -> tuple[st
     command = [sys.executable, "-m", "pytest", "-p", "tests._sessions", "-p", "no:cacheprovider", *options]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
     (folder / "pytest.ini").write_text("[pytest]")
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     return done.stdout + done.stderr, done.returncode
 
 

@@ -359,7 +359,7 @@ def _load_into_a_used_model(reshard_after_forward: bool) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_that_keep_nothing_of_a_parameter_notice_that_it_changed(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size, timeout=10).run(_load_into_empty_shards)
+    ranks(world_size).run(_load_into_empty_shards)
 
 
 def _load_into_empty_shards() -> None:

@@ -185,6 +185,7 @@ def assert_groups_train(make: Callable[[Wrap], nn.Module], *steps: Step, options
     for number in range(3 * len(steps)):
         twins.step(number, steps[number % len(steps)])
     assert_at_rest(twins.sharded)
+    twins.share_plain()
     found = twins.sharded.state_dict()
     for name, value in twins.plain.state_dict().items():
         assert found[name].dtype is value.dtype

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp import TrainingState, get_fsdp_instances
 from tests.models import Wrap, keep
-from tests.support import fully_sharded
+from tests.support import from_one_rank, fully_sharded
 
 Step = Callable[[nn.Module, Tensor], None]
 
@@ -54,21 +54,30 @@ class Twins:
         self.optimizers = [sgd(self.sharded), sgd(self.plain)]
 
     def step(self, number: int, step: Step) -> None:
-        """Collective. One step of both, with the mean gradient over ranks."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
+        """Collective. One step of both, with the mean gradient over ranks; the first rank has the plain one."""
+        self.optimizers[0].zero_grad()
         step(self.sharded, batch(number, dist.get_rank()))
+        self.optimizers[0].step()
+        if dist.get_rank() == 0:
+            self._step_plain(number, step)
+
+    def _step_plain(self, number: int, step: Step) -> None:
+        self.optimizers[1].zero_grad()
         for rank in range(dist.get_world_size()):
             step(self.plain, batch(number, rank))
         for param in self.plain.parameters():
             if param.grad is not None:
                 param.grad /= dist.get_world_size()
-        for optimizer in self.optimizers:
-            optimizer.step()
+        self.optimizers[1].step()
+
+    def share_plain(self) -> None:
+        """Collective. Have the plain one on all ranks."""
+        self.plain.load_state_dict(from_one_rank(self.plain.state_dict))
 
     def assert_equal(self) -> None:
         """Collective. The weights agree, and the wrapped model is at rest."""
         assert_at_rest(self.sharded)
+        self.share_plain()
         found = self.sharded.state_dict()
         expected = self.plain.state_dict()
         assert list(found) == list(expected)
