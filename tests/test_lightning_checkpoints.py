@@ -116,14 +116,18 @@ def _load_flat(folder: Path) -> None:
         lit.fitted(lit.OfTheTrainersModel(), trainer, ckpt_path=folder / "ddp.ckpt")
 
 
+@pytest.mark.parametrize("background", [False, True], ids=["", "in the background"])
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_callbacks_keep_the_best_and_stop_early(lit_ranks: LitRanks, tmp_path: Path, kind: str) -> None:
-    lit_ranks(2).run(_use_callbacks, tmp_path, kind)
+def test_callbacks_keep_the_best_and_stop_early(
+    lit_ranks: LitRanks, tmp_path: Path, kind: str, background: bool
+) -> None:
+    lit_ranks(2).run(_use_callbacks, tmp_path, kind, background)
 
 
-def _use_callbacks(folder: Path, kind: str) -> None:
+def _use_callbacks(folder: Path, kind: str, background: bool) -> None:
     from lightning.pytorch import callbacks
     from lightning.pytorch.loggers import CSVLogger
+    from lightning.pytorch.plugins import AsyncCheckpointIO
 
     from tests import lit
 
@@ -141,11 +145,13 @@ def _use_callbacks(folder: Path, kind: str) -> None:
         folder,
         strategy=lit.fsdp.lightning.FullyShardedStrategy(state_dict_type=kind),
         callbacks=[best, stop, rates],
+        plugins=[AsyncCheckpointIO()] * background,
         logger=CSVLogger(folder),
         enable_checkpointing=True,
         max_epochs=9,
     )
     lit.fitted(module, trainer)
+    dist.barrier()  # the first rank removes what is not wanted any more
     assert trainer.current_epoch == 4
     assert os.path.basename(best.best_model_path) == "epoch=1-step=8.ckpt"
     assert sorted(each.name for each in (folder / "best").iterdir()) == ["epoch=1-step=8.ckpt", "last.ckpt"]
@@ -328,9 +334,12 @@ def test_sharded_checkpoints_go_by_no_plugin(lit_ranks: LitRanks, tmp_path: Path
 
 
 def _bring_plugins(folder: Path) -> None:
-    from lightning.pytorch.plugins.io import AsyncCheckpointIO
+    from lightning.fabric.plugins import TorchCheckpointIO
 
     from tests import lit
+
+    class Mine(TorchCheckpointIO):
+        pass
 
     strategy = lit.fsdp.lightning.FullyShardedStrategy(state_dict_type="sharded")
     trainer = lit.fitted(lit.Regression(), lit.trainer(folder, strategy=strategy))
@@ -339,11 +348,10 @@ def _bring_plugins(folder: Path) -> None:
     with pytest.raises(ValueError, match="written to file systems"):
         trainer.save_checkpoint("memory://last.ckpt")
     strategy = lit.fsdp.lightning.FullyShardedStrategy(state_dict_type="sharded")
-    trainer = lit.fitted(lit.Regression(), lit.trainer(folder, strategy=strategy, plugins=[AsyncCheckpointIO()]))
+    trainer = lit.fitted(lit.Regression(), lit.trainer(folder, strategy=strategy, plugins=[Mine()]))
     with pytest.raises(ValueError, match="without storage_options and CheckpointIO plugins"):
         trainer.save_checkpoint(folder / "last.ckpt")
-    trainer = lit.fitted(lit.Regression(), lit.trainer(folder, plugins=[AsyncCheckpointIO()]))
-    trainer.save_checkpoint(folder / "in_background.ckpt")
-    trainer.strategy.checkpoint_io.teardown()
+    trainer = lit.fitted(lit.Regression(), lit.trainer(folder, plugins=[Mine()]))
+    trainer.save_checkpoint(folder / "mine.ckpt")
     if dist.get_rank() == 0:
-        assert torch.load(folder / "in_background.ckpt", weights_only=True)["state_dict"]
+        assert torch.load(folder / "mine.ckpt", weights_only=True)["state_dict"]

@@ -1,9 +1,15 @@
-"""The Trainer's checkpoints: one file with whole tensors, or a folder that every rank writes its part of."""
+"""The Trainer's checkpoints: one file with whole tensors, or a folder that every rank writes its part of.
+
+[Note: in the background] With Lightning's `AsyncCheckpointIO`, folders are written by a `Saver` while training goes on.
+Callbacks take a checkpoint for granted when `save` has returned, and remove the one that was there before. So removals
+wait until a checkpoint that was begun before them is there.
+"""
 
 from __future__ import annotations
 
 import io
 import os
+import sys
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.plugins import AsyncCheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 import fsdp.checkpoint
 from fsdp._lightning.state import load_numbered_state, numbered_state
@@ -36,6 +43,9 @@ class Checkpoints:
         if kind not in ("full", "sharded"):
             raise ValueError(f"state_dict_type is 'full' or 'sharded', got {kind!r}")
         self._strategy, self._is_full = strategy, kind == "full"
+        self._saver: fsdp.checkpoint.Saver | None = None
+        self._is_writing = False  # as far as anybody has asked
+        self._removals: list[Callable[[], None]] = []  # that wait for it
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
@@ -58,18 +68,46 @@ class Checkpoints:
         else:
             self._save_folder(checkpoint, path, storage_options)
 
+    def remove(self, remove: Callable[[], None]) -> None:
+        """Remove a checkpoint: now, or when the one that is being written is there."""
+        if self._is_writing:
+            self._removals.append(remove)
+        else:
+            remove()
+
+    def close(self) -> None:
+        """Wait for what this rank is writing. If that fails, it raises an error, or prints it beside one on its way."""
+        if self._saver is None:
+            return
+        try:
+            self._saver.__exit__(*sys.exc_info())
+            self._finish()
+        finally:
+            self._saver, self._is_writing, self._removals = None, False, []
+
+    def _finish(self) -> None:
+        if self._is_writing and self._saver is not None and self._saver.wait() is not None:
+            self._is_writing = False
+            while self._removals:
+                self._removals.pop(0)()
+
     def _save_folder(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
-        if storage_options is not None or type(self._strategy.checkpoint_io) is not TorchCheckpointIO:
+        if storage_options is not None or not self._is_stock():
             raise ValueError(
-                "state_dict_type='sharded' writes folders by itself, without storage_options and CheckpointIO plugins: "
-                "leave them out, or choose state_dict_type='full'"
+                "state_dict_type='sharded' writes folders by itself, without storage_options and CheckpointIO plugins "
+                "other than AsyncCheckpointIO: leave them out, or choose state_dict_type='full'"
             )
         if "://" in os.fspath(path):
             raise ValueError(f"{path}: sharded checkpoints are written to file systems; choose a path")
         # The model's and the optimizers' state in it are empty.
         content = self._together(f"write {path}", lambda: _packed(checkpoint) if self._strategy.is_global_zero else b"")
         optimizers = [_plain(each) for each in self._strategy.optimizers] if "optimizer_states" in checkpoint else []
-        fsdp.save(path, self._wrapper(), _one(optimizers), values={_TRAINER: content}, generators=False)
+        self._together("save the last checkpoint", self._finish)
+        save: Callable[..., Any] = fsdp.save
+        if isinstance(self._strategy.checkpoint_io, AsyncCheckpointIO) and self._is_running():
+            self._saver = self._saver or fsdp.checkpoint.Saver()
+            save, self._is_writing = self._saver.save, True
+        save(path, self._wrapper(), _one(optimizers), values={_TRAINER: content}, generators=False)
 
     # --- loading ----------------------------------------------------------------------------------------------------
 
@@ -78,11 +116,12 @@ class Checkpoints:
     ) -> dict[str, Any]:
         """Collective. What is in a checkpoint, with `read` if it is one file that must be read by a plugin."""
         path = self._strategy.broadcast(checkpoint_path)
+        self._together("save the last checkpoint", self._finish)
 
         def look() -> dict[str, Any]:
             if os.path.isdir(path):
                 return _open_folder(path, weights_only)
-            if type(self._strategy.checkpoint_io) is TorchCheckpointIO and zipfile.is_zipfile(path):
+            if self._is_stock() and zipfile.is_zipfile(path):
                 # Mapped: a machine's ranks share its pages, and each touches those of its part.
                 found: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
                 return found
@@ -116,6 +155,15 @@ class Checkpoints:
 
     def _wrapper(self) -> Any:
         return self._strategy._required_wrapper()
+
+    def _is_stock(self) -> bool:
+        """Whether files are written and read as Lightning itself does it."""
+        return type(self._strategy.checkpoint_io) in (TorchCheckpointIO, AsyncCheckpointIO)
+
+    def _is_running(self) -> bool:
+        """Whether the Trainer is at work, and will wait in its end for what is being written."""
+        module = self._strategy.lightning_module
+        return module is not None and module.trainer.state.status == TrainerStatus.RUNNING
 
     def _is_fitting(self) -> bool:
         module = self._strategy.lightning_module

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -76,8 +76,8 @@ class FullyShardedStrategy(DDPStrategy):
         state_dict_to_cpu: gather whole states on the host; False: on the device.
         auto_wrap_policy: which modules become units: a policy as for `fsdp.auto_wrap`, or a set of classes of modules.
         state_dict_type: "full" writes checkpoints as one file with whole tensors, gathered on the first rank, which
-            other strategies read, too. "sharded" writes folders of `fsdp.save`, to which every rank writes its part.
-            Both are read whichever is chosen.
+            other strategies read, too. "sharded" writes folders of `fsdp.save`, to which every rank writes its part,
+            in the background with the plugin `AsyncCheckpointIO`. Both are read whichever is chosen.
         options: further arguments of `FullyShardedDataParallel`. Unless they say otherwise, optimizers see the original
             parameters (``use_orig_params``), so that ``self.parameters()`` is what it was, and all ranks begin with the
             first one's values (``sync_module_states``).
@@ -219,7 +219,8 @@ class FullyShardedStrategy(DDPStrategy):
         module, model, optimizers = self._lightning_module, self.model, self.optimizers
         self._lightning_module, self.model, self.optimizers = None, None, []  # what would be moved to the host
         try:
-            super().teardown()
+            with closing(self._checkpoints):
+                super().teardown()
         finally:
             self._lightning_module, self.model, self.optimizers = module, model, optimizers
 
@@ -236,6 +237,10 @@ class FullyShardedStrategy(DDPStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Collective. All ranks raise an error if one cannot write."""
         self._checkpoints.save(checkpoint, filepath, storage_options, super().save_checkpoint)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove it on the first rank: at once, or when the one that is being written is there."""
+        self._checkpoints.remove(functools.partial(super().remove_checkpoint, filepath))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Collective. What is in a checkpoint besides the model's tensors, which are read when they are wanted."""
