@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel, fully_shard
 from tests._ranks import RankPool
@@ -32,6 +33,16 @@ class Again(nn.Module):
         return outputs * self.scale
 
 
+class Recomputed(Again):
+    """Whose inner call is computed again in backward."""
+
+    def forward(self, inputs: Tensor, depth: int = 1) -> Tensor:
+        outputs: Tensor = torch.tanh(self.layer(inputs))
+        if depth:
+            outputs = checkpoint(self, outputs, depth - 1, use_reentrant=False)
+        return outputs * self.scale
+
+
 class Redirected(nn.Module):
     """Whose `step` runs through its forward, as trainers of others run it, and calls its forward in turn."""
 
@@ -46,7 +57,9 @@ class Redirected(nn.Module):
         return self(inputs) * self.scale
 
 
-@parametrize_pairs(world_size=[2, 1, 3], how=HOWS, kind=[Again, Redirected], inside=[False, True], accumulate=[1, 2])
+@parametrize_pairs(
+    world_size=[2, 1, 3], how=HOWS, kind=[Again, Redirected, Recomputed], inside=[False, True], accumulate=[1, 2]
+)
 def test_a_module_that_is_called_inside_its_own_call_trains_as_the_plain_one(
     ranks: RankPool, world_size: int, how: dict[str, Any] | None, kind: type[nn.Module], inside: bool, accumulate: int
 ) -> None:
