@@ -34,12 +34,12 @@ from fsdp._runtime import Runtime
 from fsdp._sharing import claimed_in, share, wanted
 from fsdp._unit import Unit, own_modules, unit_of
 from fsdp._wishes import Wishes
-from fsdp._wrapper_access import WrapperAccess
+from fsdp._wrapper.access import WrapperAccess
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_ALIGNED = 8  # elements; see `_wrapper_shards`
+_ALIGNED = 8  # elements; see `_wrapper.shards`
 _BUCKET_BYTES = 25 * 2**20
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -27,7 +27,7 @@ from fsdp._runtime import Runtime
 from fsdp._sharing import claimed_in, refuse_nothing_own, wanted
 from fsdp._synchronise import take_states_of_first
 from fsdp._unit import unit_of
-from fsdp._wrapper_shards import WrapperShards
+from fsdp._wrapper.shards import WrapperShards
 from fsdp.flatten_params_wrapper import FlattenParamsWrapper
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp._names import clean_name
-from fsdp._optim_full import check_form, goes_by_names, numbers_of_module, rekeyed
-from fsdp._wrapper_optim import WrapperOptim
+from fsdp._optim.full import check_form, goes_by_names, numbers_of_module, rekeyed
+from fsdp._wrapper.optim import WrapperOptim
 
 
 def stream_optim_state(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel
-from fsdp._wrapper_private import INSTEAD
+from fsdp._wrapper.private import INSTEAD
 from fsdp.compat._fairscale_bucketer import ReduceScatterBucketer
 from fsdp.compat._fairscale_parts import (
     DummyProcessGroup,

@@ -51,17 +51,17 @@ ROOMS: dict[str, set[str]] = {
         "flatten_params_wrapper",
         "_options",
         "_groups",
-        "_wrapper_access",
-        "_wrapper_shards",
-        "_wrapper_local",
-        "_wrapper_state",
-        "_wrapper_sharded",
-        "_wrapper_optim",
-        "_wrapper_private",
+        "_wrapper.access",
+        "_wrapper.shards",
+        "_wrapper.local",
+        "_wrapper.state",
+        "_wrapper.sharded",
+        "_wrapper.optim",
+        "_wrapper.private",
         "optim_utils",
         "_forward_methods",
-        "_wrapper_copy",
-        "_wrapper_hooks",
+        "_wrapper.copy",
+        "_wrapper.hooks",
         "comm_hooks",
         "_batch_norm",
         "grad_scaler",
@@ -82,10 +82,10 @@ ROOMS: dict[str, set[str]] = {
         "_materialize",
         "_summon",
         "_sharded_state",
-        "_optim_params",
-        "_optim_stream",
-        "_optim_full",
-        "_optim_load",
+        "_optim.params",
+        "_optim.stream",
+        "_optim.full",
+        "_optim.load",
         "_formats.source",
         "_formats.dcp",
         "_formats.files",
@@ -200,7 +200,7 @@ ROOMS: dict[str, set[str]] = {
     "layout": {"_layout", "_boxes"},
 }
 # Packages in the package, whose modules have rooms of their own.
-SUBPACKAGES = {"compat", "_lightning", "_checkpoint", "_command", "_formats"}
+SUBPACKAGES = {"compat", "_lightning", "_checkpoint", "_command", "_formats", "_optim", "_wrapper"}
 # Of the integrations, those that are written as a user's own code would be.
 CLIENTS = {name for name in ROOMS["integrations"] if not name.startswith("compat.")}
 # What every room may import; these import nothing of the package.

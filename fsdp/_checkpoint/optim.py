@@ -25,7 +25,7 @@ from fsdp._formats.source import TensorReader
 from fsdp._layout import Interval
 from fsdp._model_tensors import SlotTensor
 from fsdp._offload import DiskHome
-from fsdp._optim_stream import is_number
+from fsdp._optim.stream import is_number
 from fsdp._plain_values import decoded, encoded
 from fsdp._safetensors import DTYPES
 

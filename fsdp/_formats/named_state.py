@@ -17,7 +17,7 @@ from fsdp._formats.lazy_tensors import whole
 from fsdp._formats.stitched import Stitched, is_tensor
 from fsdp._formats.torch_archive import TorchArchive
 from fsdp._formats.values import materialised, values_of
-from fsdp._optim_stream import is_number
+from fsdp._optim.stream import is_number
 from fsdp._plain_values import encoded
 
 _NAMES = "param_names"  # torch's own, if the optimizer was given names

@@ -16,7 +16,7 @@ import torch
 from fsdp._checkpoint.optim import ELEMENTS, NUMBER, VALUE
 from fsdp._checkpoint.safetensors_writer import KINDS
 from fsdp._formats.lazy_tensors import LazyTensor, is_lazy, whole
-from fsdp._optim_stream import is_number
+from fsdp._optim.stream import is_number
 from fsdp._plain_values import encoded
 
 _STATE, _GROUPS = "state", "param_groups"

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fsdp._agreement import done_by_all, from_everyone
 from fsdp._offload import DiskHome
-from fsdp._optim_full import Given, Place
-from fsdp._optim_params import Listed, Original, Parameters, held_by
-from fsdp._optim_stream import Window, is_number, odd_shape, release
+from fsdp._optim.full import Given, Place
+from fsdp._optim.params import Listed, Original, Parameters, held_by
+from fsdp._optim.stream import Window, is_number, odd_shape, release
 from fsdp._transfers import FirstRank
 
 _APART = "Wrap with use_orig_params=True, with which optimizers have each parameter by itself."

@@ -10,7 +10,7 @@ from fsdp._groups import ranks_of
 from fsdp._local_state import LocalLoad, Member, local, local_metadata, local_state
 from fsdp._names import clean_name
 from fsdp._values import require_values
-from fsdp._wrapper_state import WrapperState
+from fsdp._wrapper.state import WrapperState
 
 
 class WrapperLocal(WrapperState):

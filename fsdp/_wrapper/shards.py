@@ -18,10 +18,10 @@ from fsdp._pieces import Pieces
 from fsdp._runtime import Runtime
 from fsdp._unit import Unit
 from fsdp._wishes import Wishes
-from fsdp._wrapper_local import WrapperLocal
-from fsdp._wrapper_optim import WrapperOptim
-from fsdp._wrapper_private import WrapperPrivate
-from fsdp._wrapper_sharded import WrapperSharded
+from fsdp._wrapper.local import WrapperLocal
+from fsdp._wrapper.optim import WrapperOptim
+from fsdp._wrapper.private import WrapperPrivate
+from fsdp._wrapper.sharded import WrapperSharded
 from fsdp.flatten_params_wrapper import ShardedParamsWrapper
 
 # Elements: 16 bytes of any dtype that is trained in. Compilers of CUDA kernels copy what lies less well at every call.

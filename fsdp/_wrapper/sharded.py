@@ -10,7 +10,7 @@ from fsdp._forward import TrainingState
 from fsdp._load_state_dict import with_wrapped_metadata
 from fsdp._sharded_state import load_sharded_state, sharded_state
 from fsdp._tensor_part import TensorPart
-from fsdp._wrapper_state import WrapperState
+from fsdp._wrapper.state import WrapperState
 
 
 class WrapperSharded(WrapperState):

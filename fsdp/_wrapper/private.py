@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp._wrapper_state import WrapperState
+from fsdp._wrapper.state import WrapperState
 
 # Said in place of the error of the wrapped module, which knows nothing of FairScale.
 INSTEAD = {

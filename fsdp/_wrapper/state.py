@@ -18,8 +18,8 @@ from fsdp._summon import params_shown, summoned
 from fsdp._transfers import Saving, Summoning, saving
 from fsdp._unit import Unit, units_in
 from fsdp._values import require_values_everywhere
-from fsdp._wrapper_copy import WrapperCopy
-from fsdp._wrapper_hooks import WrapperHooks
+from fsdp._wrapper.copy import WrapperCopy
+from fsdp._wrapper.hooks import WrapperHooks
 
 if TYPE_CHECKING:
     from typing_extensions import Self

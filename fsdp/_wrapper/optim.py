@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from fsdp._agreement import done_by_all
-from fsdp._optim_full import ADDED, Given, fairscale_dictionary, given, named_dictionary
-from fsdp._optim_load import (
+from fsdp._optim.full import ADDED, Given, fairscale_dictionary, given, named_dictionary
+from fsdp._optim.load import (
     Plans,
     cut_states,
     deal_states,
@@ -19,12 +19,12 @@ from fsdp._optim_load import (
     groups_as_saved,
     plans_for,
 )
-from fsdp._optim_params import Listed, OwnState, Parameters, own_state, require_shards
-from fsdp._optim_stream import OptimStream
+from fsdp._optim.params import Listed, OwnState, Parameters, own_state, require_shards
+from fsdp._optim.stream import OptimStream
 from fsdp._state_dict import ensure_agreed
 from fsdp._transfers import FirstRank
 from fsdp._unit import Unit
-from fsdp._wrapper_state import WrapperState
+from fsdp._wrapper.state import WrapperState
 
 
 class WrapperOptim(WrapperState):

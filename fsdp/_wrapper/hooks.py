@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fsdp._agreement import agree_on
 from fsdp._comm_hook import CommHook
-from fsdp._wrapper_access import WrapperAccess
+from fsdp._wrapper.access import WrapperAccess
 
 
 class WrapperHooks(WrapperAccess):

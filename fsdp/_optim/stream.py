@@ -20,7 +20,7 @@ from fsdp._agreement import agree_on_outcome, done_by_all, number_among
 from fsdp._comm import Communicator, Pending
 from fsdp._dtensors import whole
 from fsdp._offload import DiskHome
-from fsdp._optim_params import Listed, Original, OwnState, Parameters
+from fsdp._optim.params import Listed, Original, OwnState, Parameters
 
 # Bytes of whole tensors that may be on their way at once; one tensor may, however large.
 WINDOW = 2**25

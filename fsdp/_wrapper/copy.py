@@ -13,7 +13,7 @@ from fsdp._forward import TrainingState
 from fsdp._groups import Groups
 from fsdp._placeholder import depart, under_way
 from fsdp._process_groups import Group
-from fsdp._wrapper_access import WrapperAccess
+from fsdp._wrapper.access import WrapperAccess
 
 if TYPE_CHECKING:
     from typing_extensions import Self

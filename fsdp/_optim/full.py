@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from fsdp._names import plain_name
-from fsdp._optim_params import Listed, Original, Parameters
-from fsdp._optim_stream import Elements, Number, OptimStream, Value
+from fsdp._optim.params import Listed, Original, Parameters
+from fsdp._optim.stream import Elements, Number, OptimStream, Value
 
 # What FairScale adds to an optimizer's dictionary.
 ADDED = ("param_id_map", "uncollected_local_ids")
