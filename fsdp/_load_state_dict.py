@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -84,7 +85,9 @@ def _misfit(wrapper: nn.Module, unit: Unit, walk: Walk, state_dict: Mapping[str,
     shapes._metadata = getattr(state_dict, "_metadata", None)  # type: ignore[attr-defined]
     with loading(unit, LoadPass(is_trial=True)), _without_values(wrapper, unit):
         try:
-            walk(with_wrapped_metadata(shapes, wrapper), strict=strict)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what is no matter of shapes is told when values are loaded
+                walk(with_wrapped_metadata(shapes, wrapper), strict=strict)
         except Exception as error:  # noqa: BLE001 - all ranks are told of it
             return error
         finally:

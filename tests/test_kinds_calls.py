@@ -251,4 +251,5 @@ def _step_in_turn(
     for number in range(10):
         twins.step(number, step if number % 3 else once)
     assert_at_rest(twins.sharded)
+    twins.share_plain()
     assert_same_state(twins.sharded.state_dict(), twins.plain.state_dict())
