@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -90,18 +90,15 @@ class Ranks:
 
 
 class RankPool:
-    """All sets of one session. `pool(n)` gives the ranks; `close()` ends every process.
+    """All sets of one session. `pool(n)` gives the ranks; `close()` ends every process."""
 
-    Workers find the modules of `preload` imported, besides those that all of them need, as far as they are installed.
-    """
-
-    def __init__(self, folder: Path, preload: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._sets: dict[Key, WorkerSet] = {}
         self._serial = itertools.count()
         self._printed: list[tuple[str, str]] = []
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([*PRELOAD, *preload, *[PACKAGE] * _found_by_server()])
+        self._context.set_forkserver_preload(PRELOAD + [PACKAGE] * _found_by_server())
 
     def __call__(
         self, world_size: int, *, timeout: float = TIMEOUT, grace: float = GRACE, backend: str | None = "gloo"

@@ -24,8 +24,6 @@ from tests._sessions import pytest_addoption, pytest_runtestloop  # noqa: E402, 
 
 LitRanks = Callable[[int], Ranks]
 POOL = pytest.StashKey[RankPool]()
-# What tests in files of these names import on ranks: once, where ranks are forked from, if there are such tests.
-CLIENTS = {"test_lightning": ["lightning.pytorch"], "test_hf": ["accelerate", "transformers.trainer"]}
 
 
 @pytest.hookimpl(wrapper=True)
@@ -63,10 +61,7 @@ def pytest_runtest_makereport(
 @pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     """`ranks(n).run(body, *args)` runs a module-level function in n processes with gloo as WORLD."""
-    files = {item.path.name for item in request.session.items}
-    wanted = [start for start in CLIENTS if any(name.startswith(start) for name in files)]
-    preload = [module for start in wanted for module in CLIENTS[start]]
-    pool = RankPool(tmp_path_factory.mktemp("ranks"), preload)
+    pool = RankPool(tmp_path_factory.mktemp("ranks"))
     request.config.stash[POOL] = pool
     yield pool
     pool.close()

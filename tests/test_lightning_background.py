@@ -32,20 +32,21 @@ def test_training_goes_on_and_the_last_checkpoint_stays_until_the_next_is_there(
 def _train_while_it_is_written(folder: Path) -> None:
     from tests import lit
 
-    last_step = threading.Event()
-    seen: list[list[str]] = []
+    steps = {number: threading.Event() for number in range(1, 13)}
+    until = iter([8, 12, 12])  # the last steps of the epochs after those that are saved: by then the next save waits
+    seen: dict[int, list[str]] = {}
 
     class Watching(lit.Regression):
         def on_train_batch_end(self, *_: Any) -> None:
             dist.barrier()
-            if self.trainer.global_step == 6:  # in the second epoch; the first checkpoint may be written by now
-                seen.append(_checkpoints(folder))
-            if self.trainer.global_step == 8:
-                last_step.set()
+            seen[self.trainer.global_step] = _checkpoints(folder)
+            steps[self.trainer.global_step].set()
 
-    with _writing(lambda: last_step.wait(60) or pytest.fail("training waits for the checkpoint")):
+    with _writing(lambda: steps[next(until)].wait(60) or pytest.fail("training waits for the checkpoint")):
         trainer = _fitted(folder, Watching(), epochs=3)
-    assert seen == [[]]  # a write that cannot go on, and the one after it that waits for it
+    assert seen[6] == []
+    # By now the callback has asked to have the first one removed, and the second is not there yet.
+    assert seen[10] == ["epoch=0-step=4.ckpt"]
     assert _checkpoints(folder) == ["epoch=2-step=12.ckpt"]
     with lit.quiet():
         trainer.validate(Watching(), lit.batches(), ckpt_path=folder / "epoch=2-step=12.ckpt", verbose=False)

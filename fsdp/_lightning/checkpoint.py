@@ -44,8 +44,7 @@ class Checkpoints:
             raise ValueError(f"state_dict_type is 'full' or 'sharded', got {kind!r}")
         self._strategy, self._is_full = strategy, kind == "full"
         self._saver: fsdp.checkpoint.Saver | None = None
-        self._is_writing = False  # as far as anybody has asked
-        self._removals: list[Callable[[], None]] = []  # that wait for it
+        self._removals: list[Callable[[], None]] = []  # that wait for what it writes
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
@@ -70,10 +69,10 @@ class Checkpoints:
 
     def remove(self, remove: Callable[[], None]) -> None:
         """Remove a checkpoint: now, or when the one that is being written is there."""
-        if self._is_writing:
-            self._removals.append(remove)
-        else:
+        if self._saver is None:
             remove()
+        else:
+            self._removals.append(remove)
 
     def close(self) -> None:
         """Wait for what this rank is writing. If that fails, it raises an error, or prints it beside one on its way."""
@@ -83,11 +82,10 @@ class Checkpoints:
             self._saver.__exit__(*sys.exc_info())
             self._finish()
         finally:
-            self._saver, self._is_writing, self._removals = None, False, []
+            self._saver, self._removals = None, []
 
     def _finish(self) -> None:
-        if self._is_writing and self._saver is not None and self._saver.wait() is not None:
-            self._is_writing = False
+        if self._saver is not None and self._saver.wait() is not None:
             while self._removals:
                 self._removals.pop(0)()
 
@@ -106,7 +104,7 @@ class Checkpoints:
         save: Callable[..., Any] = fsdp.save
         if isinstance(self._strategy.checkpoint_io, AsyncCheckpointIO) and self._is_running():
             self._saver = self._saver or fsdp.checkpoint.Saver()
-            save, self._is_writing = self._saver.save, True
+            save = self._saver.save
         save(path, self._wrapper(), _one(optimizers), values={_TRAINER: content}, generators=False)
 
     # --- loading ----------------------------------------------------------------------------------------------------
