@@ -206,7 +206,7 @@ CLIENTS = {name for name in ROOMS["integrations"] if not name.startswith("compat
 # What every room may import; these import nothing of the package.
 SHARED = {"_errors", "_version", "_names", "_trees"}
 
-MAX_MODULE_LINES = 400
+MAX_MODULE_LINES = 800  # of the central ones; a class is never cut in two to stay below it
 MAX_FUNCTION_LINES = 60  # without its docstring
 
 # What moves data between ranks, as functions of torch.distributed; * stands for any ending.
