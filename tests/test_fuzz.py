@@ -1,0 +1,38 @@
+"""Random models, wrappings, options and calls against the unsharded model (`tests.fuzzing`).
+
+A few cases each time; `make test ARGS="tests/test_fuzz.py --fuzz-cases 2000"` runs more, and `--fuzz-seed` others.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests._ranks import RankError, RankPool
+from tests.fuzzing import Case, run_seeds
+
+CHUNK = 20  # cases in one run of ranks
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_random_cases_equal_the_unsharded_model(ranks: RankPool, world_size: int, pytestconfig: pytest.Config) -> None:
+    first, count = pytestconfig.getoption("--fuzz-seed"), pytestconfig.getoption("--fuzz-cases")
+    left = [seed for seed in range(first, first + count) if seed % 4 == world_size - 1]
+    failures = []
+    while left:
+        now, left = left[:CHUNK], left[CHUNK:]
+        try:
+            ranks(world_size).run(run_seeds, now, world_size)
+        except RankError as error:
+            failures.append(str(error))
+            seed = re.search(r"seed (\d+) at", failures[-1])
+            if seed is None:
+                break  # the ranks died, and said nothing of the case
+            left = now[now.index(int(seed[1])) + 1 :] + left
+    assert not failures, f"{len(failures)} cases failed, the first one:\n{failures[0]}"
+
+
+def test_a_case_follows_from_its_seed() -> None:
+    assert [Case.of_seed(seed, 2) for seed in range(20)] == [Case.of_seed(seed, 2) for seed in range(20)]
+    assert len({str(Case.of_seed(seed, 2)) for seed in range(20)}) == 20
