@@ -7,20 +7,24 @@ import json
 import pickle
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import torch
 
 from fsdp._comm import Communicator
 from fsdp._fingerprints import first_difference
 from fsdp._handle import FlatParamHandle
 from fsdp._unit import Unit
+from fsdp._version import __version__
 
 _T = TypeVar("_T")
-Plan = list[tuple[str, list[str]]]
+# Of each unit, by its name, what the ranks must have alike, by what messages call that.
+Plan = list[tuple[str, dict[str, Any]]]
 # Over each in turn, all that hold a part of something are reached: those that share it, and then their replicas.
 Ranks = Sequence[Communicator]
 
 
-def agree(ranks: Ranks, units: Sequence[tuple[str, Unit]]) -> None:
+def agree(ranks: Ranks, units: Sequence[tuple[str, Unit]], *, to_run: bool = False) -> None:
     """Collective. Make sure that all ranks have the same units with the same parameters, and number them alike.
 
     Handles get tags that nobody else on their communicators has, so that messages of different units never mix.
@@ -28,6 +32,7 @@ def agree(ranks: Ranks, units: Sequence[tuple[str, Unit]]) -> None:
     Args:
         ranks: that hold a part of the root.
         units: all in the root, with their names.
+        to_run: they are about to compute, so that it matters whether they train or evaluate.
 
     Raises:
         RuntimeError: naming the first rank that differs from rank 0, the unit, and what each of the two has; or if a
@@ -39,7 +44,10 @@ def agree(ranks: Ranks, units: Sequence[tuple[str, Unit]]) -> None:
             handle.reduce_comm.ensure_connected()
             handle.replicas.ensure_connected()
     if peers_answer(ranks):
-        agree_on_plan(ranks, [(name, [handle.describe() for handle in unit.handles]) for name, unit in units])
+        outside = "none, outside of forward"
+        plan: Plan = [(name, unit.describe() | {"mode": unit.mode if to_run else outside}) for name, unit in units]
+        versions = {"torch": torch.__version__.split("+")[0], "fsdp": __version__}  # whatever torch was built for
+        agree_on_plan(ranks, [(plan[0][0], plan[0][1] | versions), *plan[1:]])
     for _, unit in units:
         unit.is_agreed = True
     for number, handle in enumerate(handle for _, unit in units for handle in unit.handles):
@@ -180,12 +188,12 @@ def _difference_of_values(ranks: Ranks, handles: Sequence[tuple[str, FlatParamHa
 
 
 def agree_on_plan(ranks: Ranks, plan: Plan) -> None:
-    """Collective. Make sure that all ranks have the same units, each with the same texts about it.
+    """Collective. Make sure that all ranks have the same units, of which the same is to be said.
 
     Raises:
         RuntimeError: naming the first rank that differs from rank 0, the unit, and what each of the two has.
     """
-    text = json.dumps(plan).encode()
+    text = json.dumps(plan, default=str).encode()
     digests = from_everyone(ranks, hashlib.sha256(text).digest())
     if len(set(digests)) == 1:
         return
@@ -195,7 +203,7 @@ def agree_on_plan(ranks: Ranks, plan: Plan) -> None:
             raise RuntimeError(
                 f"rank {number_among(ranks)}: the ranks have built different models. "
                 f"{_difference(plans[0], other, rank)} "
-                "Build and wrap the same modules in the same order on every rank."
+                "Build and wrap the same modules in the same order and with the same options on every rank."
             )
 
 
@@ -203,8 +211,9 @@ def _difference(first: Plan, other: Plan, rank: int) -> str:
     for number, (ours, theirs) in enumerate(zip(first, other, strict=False)):
         if ours[0] != theirs[0]:
             return f"Unit number {number} is '{ours[0]}' on rank 0 and '{theirs[0]}' on rank {rank}."
-        if ours[1] != theirs[1]:
-            return f"Unit '{ours[0]}' has {ours[1]} on rank 0 and {theirs[1]} on rank {rank}."
+        for what, value in ours[1].items():
+            if theirs[1].get(what) != value:
+                return f"Unit '{ours[0]}' has {what} {value} on rank 0 and {theirs[1].get(what)} on rank {rank}."
     longer, more, fewer = (0, first, other) if len(first) > len(other) else (rank, other, first)
     missing = more[len(fewer)][0]
     return f"Rank 0 has {len(first)} units and rank {rank} has {len(other)}: unit '{missing}' is only on rank {longer}."

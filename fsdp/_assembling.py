@@ -80,7 +80,7 @@ def _send_pieces(handle: FlatParamHandle, copies: Sequence[Tensor], receivers: S
     incoming = {peer: places_of(peer) for peer in peers} if copies else {}
     comm.settle()  # of what was sent before: a rank is at most one flat parameter ahead of those that it sends to
     outgoing = {peer: own for peer in peers if peer in receivers}
-    pending = comm.exchange(incoming, outgoing, f"gather of {handle.name}", handle.tag)
+    pending = comm.exchange(incoming, outgoing, f"gather of {handle.name}", ("whole", handle.tag))
     if copies:
         for place, piece in zip(places_of(comm.rank), own, strict=True):
             place.copy_(piece)
@@ -109,7 +109,7 @@ def deal(handle: FlatParamHandle, slots: Sequence[int], wholes: Mapping[int, Ten
             outgoing[peer] = [values.to(device, shard.dtype) for values in ranges]
     elif handle.replicas.rank == 0:
         incoming[0] = list(pieces.values())
-    comm.exchange(incoming, outgoing, f"values of {handle.name}", handle.tag).wait()
+    comm.exchange(incoming, outgoing, f"values of {handle.name}", ("values", handle.tag)).wait()
     for piece in pieces.values():
         if handle.is_replicated:
             handle.replicas.broadcast(piece.view(torch.uint8)).wait()

@@ -132,7 +132,7 @@ def _total(comms: Sequence[Communicator], local: Tensor, norm_type: float) -> Te
 
 def _over_all(comms: Sequence[Communicator], tensor: Tensor, op: str) -> Tensor:
     for comm in comms:
-        tensor = comm.all_reduce(tensor, op).wait()
+        tensor = comm.all_reduce(tensor, op, "the norm of gradients").wait()
     return tensor
 
 

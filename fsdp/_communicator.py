@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,6 +18,13 @@ from torch import Tensor
 
 # By rank, one tensor after the other.
 Messages = Mapping[int, Sequence[Tensor]]
+
+# What a message is about: the number of a handle (`Communicator.new_tag`), a word, or both. It is alike on all ranks,
+# while texts for people need not be.
+Tag = int | str | tuple[int | str, ...]
+
+# The public call that this thread is in, as users write it; empty in forward and backward.
+_call: ContextVar[str] = ContextVar("_call", default="")
 
 
 class Pending:
@@ -53,7 +62,6 @@ class Communicator(ABC):
         self.rank = rank
         self.world_size = world_size
         self._tags = itertools.count()
-        self.talk_tag = self.new_tag()  # of what belongs to no handle
 
     def new_tag(self) -> int:
         """A tag for one handle. Every rank of the group must ask equally often."""
@@ -82,14 +90,14 @@ class Communicator(ABC):
         return MissingRanks, (self.rank, self.world_size)
 
     @abstractmethod
-    def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: int) -> Pending:
+    def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
         """Fill `full` ``[world_size * n]`` with every rank's `shard` ``[n]``, which must not change until `settle`.
 
         Both are of one dtype.
         """
 
     @abstractmethod
-    def reduce_scatter(self, full: Tensor, what: str, tag: int, dtype: torch.dtype | None = None) -> Pending:
+    def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
         """Sum `full` ``[world_size * n]`` over the ranks; the result of `wait` is this rank's ``[n]`` of it.
 
         It is sent in its own dtype. The result is of `dtype` (None: the same), in which we sum where that is up to us.
@@ -98,14 +106,20 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: str = "sum", what: str = "all-reduce") -> Pending:
-        """Reduce `tensor` in place by "sum" or "max"."""
+        """Reduce `tensor` in place by "sum" or "max".
+
+        It is small. What it is, `what`, is written alike on all ranks.
+        """
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
         """Overwrite `tensor` in place with that of the group's rank `source`."""
 
+    def meet(self, what: str, tag: Tag) -> None:  # noqa: B027 (without tags there is nothing that ranks could tell)
+        """Block until all ranks come to the same, before they communicate in a way that does not say what it is."""
+
     @abstractmethod
-    def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: int) -> Pending:
+    def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: Tag) -> Pending:
         """Send tensors to some ranks and receive others from some, which may be all there is to it for them.
 
         Not collective: two ranks take part that name each other, with tensors of equal sizes in the same order. All
@@ -113,13 +127,17 @@ class Communicator(ABC):
 
         Args:
             incoming, outgoing: by rank of the group; this rank itself is not among them.
-            what: it is, for messages.
-            tag: of a handle.
+            what: it is, for errors.
+            tag: what it is about.
         """
 
     @abstractmethod
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, of any length, in rank order; blocks."""
+        """Every rank's payload, of any length, in rank order; blocks.
+
+        Raises:
+            RuntimeError: on every rank, if they are in different public calls (`during`) and the backend has tags.
+        """
 
     def settle(self) -> None:  # noqa: B027 (where sending is part of the collective nothing is left to settle)
         """Block until peers have taken all that this rank sent, so that shards may be written again."""
@@ -147,12 +165,12 @@ class LoneRank(Communicator):
     def __init__(self) -> None:
         super().__init__(rank=0, world_size=1)
 
-    def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: int) -> Pending:
+    def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
         if full.data_ptr() != shard.data_ptr():
             full.copy_(shard, non_blocking=True)
         return Pending(what, (), lambda: full)
 
-    def reduce_scatter(self, full: Tensor, what: str, tag: int, dtype: torch.dtype | None = None) -> Pending:
+    def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
         return Pending(what, (), lambda: full.to(dtype or full.dtype))
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", what: str = "all-reduce") -> Pending:
@@ -161,7 +179,7 @@ class LoneRank(Communicator):
     def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
         return Pending("broadcast", (), lambda: tensor)
 
-    def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: int) -> Pending:
+    def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: Tag) -> Pending:
         return Pending(what, (), lambda: torch.empty(0))
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
@@ -185,8 +203,40 @@ def finish(work: Any, what: str) -> None:
 
 
 def incomplete(what: str, error: RuntimeError) -> RuntimeError:
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    call = _call.get()
+    if call:
+        remedy = f"This rank is in {call}: make the same call on every rank of the group"
+    else:
+        remedy = (
+            "This rank is in forward or backward. Every rank of the group must run the same units in every step, in "
+            "evaluation too, and make the same collective calls (state_dict, clip_grad_norm_, fsdp.save). Where ranks "
+            "have different numbers of batches use fsdp.join, and where not every rank runs a module fsdp.cond"
+        )
     return RuntimeError(
-        f"rank {rank}: {what} did not complete: {error}. Every rank of the group must run the same units in every "
-        "step; look at what the other ranks were doing, one may have failed or taken another path."
+        f"rank {own_rank()}: {what} did not complete: {error}. {remedy}; look at what the other ranks were doing, one "
+        "may have failed or taken another path."
     )
+
+
+@contextmanager
+def during(call: str) -> Iterator[None]:
+    """Have errors inside say that this rank is in a public call: in the outermost one, which the user has made.
+
+    Args:
+        call: as users write it, alike on all ranks.
+    """
+    token = _call.set(_call.get() or call)
+    try:
+        yield
+    finally:
+        _call.reset(token)
+
+
+def present_call() -> str:
+    """The public call that this thread is in."""
+    return _call.get()
+
+
+def own_rank() -> int:
+    """This rank's number among all, for errors."""
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -95,7 +95,7 @@ class TakesGradients(HandleState):
             return [None] * len(self.places)
         shard = grad.detach().to(self.home.device)
         full = shard.new_empty(self.layout.padded_numel)
-        self.comm.all_gather(full, shard, f"all-gather of the gradient of {self.name}", self.tag).wait()
+        self.comm.all_gather(full, shard, f"all-gather of the gradient of {self.name}", ("gradient", self.tag)).wait()
         self.comm.settle()
         shown: list[Tensor | None] = []
         for slot, (view, part) in enumerate(zip(self.layout.unpack(full), self.flat_param.parts, strict=True)):

@@ -127,8 +127,10 @@ class HandleState:
     def describe(self) -> str:
         """All that the ranks must agree on, as text."""
         slots = ", ".join(
-            f"{slot.name}{list(slot.shape)}{f' along {slot.dim}' if slot.dim else ''}" + (f" ({part})" if part else "")
-            for slot, part in zip(self.layout.slots, self.flat_param.parts, strict=True)
+            f"{slot.name}{list(slot.shape)}{f' along {slot.dim}' if slot.dim else ''}"
+            + (f" ({part})" if part else "")
+            + (" frozen" if self.requires_grad and not needs else "")
+            for slot, part, needs in zip(self.layout.slots, self.flat_param.parts, self.requires_grad_each, strict=True)
         )
         kind = f"{self.flat_param.dtype} requires_grad={self.requires_grad}"
         if self.is_cast or self.gradients.dtype != self.flat_param.dtype:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp._agreement import Ranks, agree_on, agree_on_outcome
+from fsdp._comm import during
 from fsdp._formats.source import FoundTensor, TensorReader
 from fsdp._model_tensors import Target, WholeTensor, prepared, tensors_in
 from fsdp._safetensors import SafetensorsFiles
@@ -20,6 +21,7 @@ from fsdp._unit import Unit
 Files = TypeVar("Files", bound=SafetensorsFiles)
 
 
+@during("fsdp.load_safetensors()")
 def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> Any:
     """Collective. Load whole values from safetensors files, each rank reading only what it keeps.
 

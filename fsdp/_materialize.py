@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fsdp._assembling import blanks
 from fsdp._blanks import mark
+from fsdp._comm import during
 from fsdp._exposure import Exposure
 from fsdp._forward import TrainingState
 from fsdp._guards import Conversions
@@ -35,6 +36,7 @@ _RESETS = ("reset_parameters", "_reset_parameters")
 
 
 @torch.inference_mode(False)  # or the values could not be trained
+@during("fsdp.materialize()")
 def materialize(model: nn.Module, *, param_init_fn: ParamInit | None = None, seed: int | None = None) -> None:
     """Give values to everything in a model that has none: what was built on the meta device and not loaded since.
 

@@ -20,6 +20,16 @@ _PRECISION_FLAGS: dict[str, tuple[Any, ...]] = {
     "force_input_to_fp32": (False, None),
 }
 
+# Those that change what ranks say to each other, beside what is known by other names.
+ALIKE = (
+    "flatten_parameters",
+    "use_orig_params",
+    "bucket_cap_mb",
+    "disable_reshard_on_root",
+    "state_dict_on_rank_0_only",
+    "no_broadcast_optim_state",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:

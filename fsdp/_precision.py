@@ -98,6 +98,11 @@ class Precision:
     keeps_low_gradients: bool = False
     required: torch.dtype | None = None  # of the parameters that are trained
 
+    def describe(self) -> dict[str, str]:
+        """All of it as text, the same on all ranks that have the same."""
+        kept = sorted(kind.__qualname__ for kind in self.kept)  # given in any order
+        return {name: str(value) for name, value in (vars(self) | {"kept": kept}).items()}
+
     @classmethod
     def of_policy(cls, policy: MixedPrecision) -> Precision:
         return cls(

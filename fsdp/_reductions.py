@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp._comm import Communicator, Pending
+from fsdp._comm import Communicator, Pending, Tag
 from fsdp._handle import FlatParamHandle
 from fsdp._labels import label
 
@@ -49,7 +49,8 @@ class Bucket:
         pieces = [each.pop(0).wait() for _ in list(each)]  # whole gradients that were sent are let go
         if first.is_replicated:  # and has no hook, so that there is one piece
             what = f"sum over replicas of {first.name}" + (f" to {last.name}" if last is not first else "")
-            summing = summed(first.replicas, pieces.pop(), first.gradients.dtype, what, first.replica_tag)
+            tag = tuple(handle.replica_tag for handle in handles)
+            summing = summed(first.replicas, pieces.pop(), first.gradients.dtype, what, tag)
             pieces = [(yield from summing).to(first.flat_param.dtype)]
         if len(pieces) < len(handles):
             pieces = list(pieces[0].split([handle.layout.shard_numel for handle in handles]))
@@ -68,12 +69,13 @@ def _reduce_together(handles: Sequence[FlatParamHandle]) -> Pending:
     rows = [handle.gradients.take().view(first.reduce_comm.world_size, -1) for handle in handles]
     what = f"reduce-scatter of {first.name} to {last.name}"
     together, dtype = torch.cat(rows, dim=1).view(-1), first.reduced_dtype
+    tag = tuple(handle.reduce_tag for handle in handles)  # ranks that reduce others together must not add them to these
     with label("reduce_scatter", f"{first.name} to {last.name}"):
-        return first.reduce_comm.reduce_scatter(together, what, first.reduce_tag, dtype)
+        return first.reduce_comm.reduce_scatter(together, what, tag, dtype)
 
 
 def summed(
-    comm: Communicator, tensor: Tensor, dtype: torch.dtype, what: str, tag: int
+    comm: Communicator, tensor: Tensor, dtype: torch.dtype, what: str, tag: Tag
 ) -> Generator[None, None, Tensor]:
     """Collective, in stages. The sum of all ranks' tensors ``[n]``, the same bits on all of them.
 

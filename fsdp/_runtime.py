@@ -61,7 +61,7 @@ class Runtime(FollowsOthers):
         self.units = [unit for _, unit in named_units]
         settle_shares(root, named_units, all_inside=True)
         refuse_strangers(root, self.units)
-        agree(root.everyone, named_units)
+        agree(root.everyone, named_units, to_run=True)
         adopt(self, named_units)
         return_freed_memory()
         root.wishes.keeps_as_root = keep_root

@@ -185,7 +185,7 @@ def _joined_by_messages(
                 incoming[rank] = [_as_bytes(received)]
                 beside.append((target, received))
     # As bytes: no backend has all dtypes, and nothing is computed.
-    comm.exchange(incoming, outgoing if piece.numel() else {}, _WHAT, comm.talk_tag).wait()
+    comm.exchange(incoming, outgoing if piece.numel() else {}, _WHAT, "state dict").wait()
     for target, received in beside:
         if target is not received:
             target.copy_(received)
@@ -200,7 +200,7 @@ def _joined_by_all_gather(
         piece = _padded(piece, cut.dim, cut.each)
     pieces = piece.new_empty([comm.world_size, *piece.shape])
     if piece.numel():
-        comm.all_gather(_as_bytes(pieces), _as_bytes(piece), _WHAT, comm.talk_tag).wait()
+        comm.all_gather(_as_bytes(pieces), _as_bytes(piece), _WHAT, "state dict").wait()
     if cut.dim == 0 and cut.total == comm.world_size * cut.each and places == sorted(places):
         return pieces.flatten(0, 1)
     full = _blank(cut, piece)

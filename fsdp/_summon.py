@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fsdp._agreement import from_everyone, number_among
 from fsdp._collect import is_ours
+from fsdp._comm import during
 from fsdp._exposure import Exposure, close_all, deal_changes, listed_at
 from fsdp._forward import TrainingState
 from fsdp._handle import FlatParamHandle
@@ -27,6 +28,7 @@ class Summoned(Exposure):
         form: what is shown, and where; changes are those of values and gradients.
     """
 
+    @during("summon_full_params()")
     def __init__(self, unit: Unit, form: Summoning) -> None:
         self._is_here = not form.rank0_only or number_among(unit.everyone) == 0
         self._form = form
@@ -67,6 +69,7 @@ class Summoned(Exposure):
         handle.is_exposed = False
         return []
 
+    @during("summon_full_params()")
     def close(self) -> None:
         """Shard the values again; see `Exposure.close`. With ``rank0_only``, all raise what the first rank does."""
         self._unit.access.summoned = None

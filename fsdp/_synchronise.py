@@ -51,7 +51,7 @@ def take_states_of_first(
     others = [comm for comm in reversed(ranks) if comm.world_size > 1]
     waiting = [False] * len(tensors)
     if others and peers_answer(ranks):
-        agree_on_plan(ranks, [(type(module).__name__, described)])
+        agree_on_plan(ranks, [(type(module).__name__, {"tensors": described})])
         waiting = _waiting(tensors, ranks)
     count = len(found)
     if others:

@@ -122,5 +122,5 @@ def _gathered(comm: Communicator, rows: torch.Tensor, what: str) -> torch.Tensor
     there = comm.for_device(device)
     mine = rows.view(-1).to(device)
     everyone = mine.new_empty(mine.numel() * comm.world_size)
-    there.all_gather(everyone, mine, what, there.talk_tag).wait()
+    there.all_gather(everyone, mine, what, "talk").wait()
     return everyone.view(-1, rows.shape[1]).cpu()

@@ -5,11 +5,12 @@ A unit knows what belongs to it; when its parameters come and go is decided by t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from fsdp._comm import LONE_RANK, Communicator
 from fsdp._comm_hook import CommHook
@@ -18,7 +19,7 @@ from fsdp._forward import Call, ForwardHooks, TrainingState
 from fsdp._handle import FlatParamHandle, Phase
 from fsdp._ignored import Ignored
 from fsdp._kept_modules import compute_in_own_dtype, kept_modules
-from fsdp._names import clean_name
+from fsdp._names import clean_name, join
 from fsdp._pieces import NewPieces
 from fsdp._precision import Buffers, Precision
 from fsdp._state_access import StateAccess
@@ -47,6 +48,7 @@ class Unit:
         wishes: when memory is given back, and what is gathered ahead.
         predivide, postdivide: factors by which gradients are divided before and after they are summed.
         clear_autocast_cache: let go of autocast's copies of weights after each forward.
+        settings: options by their names, of which it needs no more than that all ranks have the same.
         new_runtime: makes the runtime of a tree whose outermost unit is given.
     """
 
@@ -64,6 +66,7 @@ class Unit:
         predivide: float,
         postdivide: float,
         clear_autocast_cache: bool,
+        settings: Mapping[str, Any],
         new_runtime: Callable[[Unit], Runtime],
     ) -> None:
         self.module = module
@@ -87,6 +90,7 @@ class Unit:
         self.shares: list[Share] = []  # what it uses together with other units, or runs for them
         self._is_asleep = False  # its handles are copies and not complete
         self.wishes = wishes
+        self._settings = dict(settings)
         self.predivide, self.postdivide = predivide, postdivide
         self.comm_hook: CommHook | None = None
         self.name = type(module).__name__
@@ -248,6 +252,32 @@ class Unit:
             handle.home.device = device
             handle.follow_shard()
             handle.renew_fingerprints()
+
+    def describe(self) -> dict[str, Any]:
+        """All that the ranks must agree on, by what messages call it."""
+        return {
+            "parameters": [handle.describe() for handle in self.handles],
+            **self._settings,
+            "reshard_after_forward": self.wishes.reshard_after_forward,
+            "reshard_after_backward": self.wishes.reshard_after_backward,
+            "gradient_predivide_factor": self.predivide,
+            "a divisor of summed gradients of": self.postdivide,
+            **{f"mixed_precision.{name}": value for name, value in self.precision.describe().items()},
+            "buffers": [*self._saved_buffers()],
+        }
+
+    def _saved_buffers(self) -> Iterator[str]:
+        """Not those that are not saved: caches may differ."""
+        names = {inner: clean_name(name) for name, inner in self.module.named_modules()}
+        for inner in own_modules(self.module):
+            for name, buffer in inner._buffers.items() if inner not in self.ignored.modules else ():
+                if buffer is not None and name not in inner._non_persistent_buffers_set and not is_lazy(buffer):
+                    yield f"{join(names[inner], name)}{list(buffer.shape)} {buffer.dtype}"
+
+    @property
+    def mode(self) -> str:
+        """Of its module, as users set it."""
+        return "train()" if self.module.training else "eval()"
 
     # --- what the runtime asks for ------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ def _show(ranks: Sequence[Communicator], handles: Sequence[FlatParamHandle]) -> 
     here = b"".join(bytes(handle.gradients.used) for handle in handles)
     flags = torch.tensor(list(here), dtype=torch.uint8).to(handles[0].home.device)
     for comm in ranks:
-        flags = comm.all_reduce(flags, "max").wait()
+        flags = comm.all_reduce(flags, "max", "which parameters were used").wait()
     used = list(here) if all(here) else flags.tolist()
     for handle in handles:
         count = len(handle.gradients.used)

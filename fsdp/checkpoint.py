@@ -16,10 +16,12 @@ from fsdp._checkpoint.folder import steps as steps
 from fsdp._checkpoint.load import Loaded as Loaded
 from fsdp._checkpoint.manifest import Manifest, complete
 from fsdp._checkpoint.save import Saved as Saved
+from fsdp._comm import during
 from fsdp._formats.examine import examine_ours
 from fsdp._plain_values import decoded
 
 
+@during("fsdp.save()")
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -79,6 +81,7 @@ def save(
         _save.release(units)
 
 
+@during("fsdp.load()")
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,

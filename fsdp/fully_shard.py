@@ -185,6 +185,7 @@ def _make_unit(
         predivide=predivide,
         postdivide=averaged / predivide,
         clear_autocast_cache=False,
+        settings={},
         new_runtime=partial(Runtime, keep_root=True, bucket_bytes=_BUCKET_BYTES),
     )
 

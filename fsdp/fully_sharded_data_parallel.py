@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fsdp._clip import clip_grad_norm, clip_grad_value
 from fsdp._collect import GroupKey, Places, collect, device_of, taken_by
+from fsdp._comm import during
 from fsdp._fsdp_module import FSDPModule
 from fsdp._groups import Groups, ShardingStrategy, reshards_after_forward
 from fsdp._guards import guard, move_values, refuse_shared_modules
@@ -132,6 +133,7 @@ class FullyShardedDataParallel(WrapperShards):
             trained as asked, and for options that contradict each other.
     """
 
+    @during("FullyShardedDataParallel()")
     def __init__(
         self,
         module: nn.Module,
@@ -248,6 +250,7 @@ class FullyShardedDataParallel(WrapperShards):
         with self._runtime_as_root("no_sync").no_sync():
             yield
 
+    @during("clip_grad_norm_()")
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Collective. Scale all gradients so that their norm, over all ranks, is at most `max_norm`.
 

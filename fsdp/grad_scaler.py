@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from fsdp._collect import is_ours
-from fsdp._comm import communicator
+from fsdp._comm import communicator, during
 from fsdp._dtensors import missing_ranks
 from fsdp._joining import refuse_in_join
 from fsdp._process_groups import Group, default_group
@@ -122,10 +122,12 @@ class ShardedGradScaler(torch.amp.GradScaler):
                 "and are not in process_group: they would skip other steps. Leave process_group at None for all ranks."
             )
 
+    @during("ShardedGradScaler.unscale_() or step()")
     def _agree(self, found: Tensor) -> Tensor:
         if self.process_group is None and not (dist.is_available() and dist.is_initialized()):
             return found
-        return communicator(default_group(self.process_group), found.device).all_reduce(found, "max").wait()
+        comm = communicator(default_group(self.process_group), found.device)
+        return comm.all_reduce(found, "max", "whether gradients are finite").wait()
 
 
 def _refuse_unreduced(param: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp._comm import during
 from fsdp._names import clean_name
 from fsdp._optim.full import check_form, goes_by_names, numbers_of_module, rekeyed
 from fsdp._wrapper.optim import WrapperOptim
@@ -45,6 +46,7 @@ def stream_optim_state(
     return ((original.name, key, tensor) for original, key, tensor in stream.tensors())
 
 
+@during("full_optim_state_dict()")
 def full_optim_state_dict(model: nn.Module, optim: Any, recipient_rank: int | None = 0) -> dict[str, Any] | None:
     """Collective. A full optimizer state under the parameters' names.
 
@@ -84,6 +86,7 @@ def shard_full_optim_state_dict(model: nn.Module, full: Mapping[str, Any], optim
     return _wrapper(model)._optim_shard(full, optim)
 
 
+@during("load_full_optim_state_dict()")
 def load_full_optim_state_dict(model: nn.Module, optim: Any, full: Any, *, rank0_only: bool = False) -> None:
     """Collective. Load a full optimizer state, each rank keeping its part.
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp._comm import during
 from fsdp._host_memory import require_pinning
 from fsdp._process_groups import Group
 from fsdp._state_broadcast import Arrivals, agree, description, group_of, ranks_of, shared_description
@@ -52,6 +53,7 @@ _CPU = torch.device("cpu")
 
 
 @torch.no_grad()
+@during("gather_state_dict()")
 def gather_state_dict(
     state_dict: Any,
     *,
@@ -256,6 +258,7 @@ def check_state_dict_similarity(
 
 
 @torch.no_grad()
+@during("broadcast_state_dict()")
 def broadcast_state_dict(
     full: Any,
     local: Any,

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel
 from fsdp._comm import (
-    _FIRST_TAG,
     Communicator,
     DirectExchange,
     LoneRank,
@@ -294,7 +293,8 @@ def _wait_in_vain(store: Path) -> list[str]:
                 comm.settle()
             messages.append(str(caught.value))
         elif peer_sends:
-            dist.send(shard, 0, group=comm._group, tag=_FIRST_TAG + 2)
+            for work in comm._post("a shard", "gather", 1, {}, {0: [shard]})[1]:
+                work.wait()
         dist.barrier()
     return messages
 

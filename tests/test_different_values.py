@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, get_fsdp_instances, load_safetensors
+from fsdp._comm import DirectExchange
 from fsdp._fingerprints import Fingerprints, fingerprint, first_difference
 from tests._ranks import RankPool
 from tests.models import nested_mlp
@@ -331,7 +332,8 @@ def test_values_are_compared_once_and_in_one_exchange(ranks: RankPool) -> None:
 
 def _count_exchanges() -> None:
     model = nested_mlp(fully_sharded())
-    with mock.patch("torch.distributed.all_gather_object", wraps=dist.all_gather_object) as exchange:
+    heard = DirectExchange.all_gather_bytes
+    with mock.patch.object(DirectExchange, "all_gather_bytes", autospec=True, side_effect=heard) as exchange:
         forward(model)
         assert exchange.call_count == 3  # what was built, whether values are there, and which
         forward(model)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp import ShardedGradScaler
-from fsdp._comm import TorchCollectives
+from fsdp._comm import DirectExchange
 from tests._ranks import RankPool
 from tests.models import nested_mlp, tiny_transformer
 from tests.precision_twins import PRECISIONS, InPrecision, Measured, fast_sgd_with_momentum
@@ -75,13 +75,13 @@ def step_changes(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer)
 def counted_reductions() -> Iterator[list[str]]:
     """The all-reduces that this rank takes part in, by their operation."""
     calls: list[str] = []
-    reduce = TorchCollectives.all_reduce
+    reduce = DirectExchange.all_reduce
 
-    def counting(self: TorchCollectives, tensor: Tensor, op: str = "sum") -> Any:
+    def counting(self: DirectExchange, tensor: Tensor, op: str, what: str) -> Any:
         calls.append(op)
-        return reduce(self, tensor, op)
+        return reduce(self, tensor, op, what)
 
-    with mock.patch.object(TorchCollectives, "all_reduce", counting):
+    with mock.patch.object(DirectExchange, "all_reduce", counting):
         yield calls
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp._comm import TorchCollectives
+from fsdp._comm import DirectExchange
 from fsdp.state_dict_utils import CompanionMismatch, broadcast_state_dict, gather_state_dict
 from tests._ranks import RankPool
 from tests.state_trees import (
@@ -246,9 +246,7 @@ def test_neighbours_share_a_message_within_the_budget(ranks: RankPool, budget: i
 def _count_messages(budget: int, messages: int) -> None:
     full = [counting(3) for _ in range(6)]  # 12 bytes each, 16 in a buffer
     local = [torch.zeros(3) for _ in range(6)]
-    with mock.patch.object(
-        TorchCollectives, "broadcast", autospec=True, side_effect=TorchCollectives.broadcast
-    ) as sent:
+    with mock.patch.object(DirectExchange, "broadcast", autospec=True, side_effect=DirectExchange.broadcast) as sent:
         broadcast_state_dict(from_rank_0(full), local, CPU, max_coalesced_bytes=budget)
     assert_same(local, full)
     assert sent.call_count == messages + 2  # and the description, after its length

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp._comm import TorchCollectives
+from fsdp._comm import DirectExchange
 from fsdp.state_dict_utils import CompanionMismatch, distribute_state_dict
 from tests._ranks import RankPool
 from tests.state_trees import Peak, assert_same, counting, mesh_of, plain_tree, spread, spread_everywhere
@@ -157,7 +157,7 @@ def _distribute_to_wrong_trees_together() -> None:
         distribute_state_dict({"a": counting(2), "b": counting(2)}, local, CPU, dist.group.WORLD)
     assert_same(local["a"], torch.zeros(2))
     local["b"] = torch.zeros(2)
-    with mock.patch.object(TorchCollectives, "broadcast") as sent:
+    with mock.patch.object(DirectExchange, "broadcast") as sent:
         distribute_state_dict({"a": counting(2), "b": counting(2)}, local, CPU, dist.group.WORLD)
     assert not sent.called
     assert_same(local, {"a": counting(2), "b": counting(2)})

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, auto_wrap, enable_wrap, module_wrap_policy
-from fsdp._comm import LoneRank, communicator
+from fsdp._comm import DirectExchange, LoneRank, communicator
 from fsdp._flat_param import ParamInfo
 from fsdp._ignored import Ignored
 from fsdp._synchronise import take_states_of_first
@@ -201,13 +201,13 @@ def test_a_rank_needs_no_more_than_it_has(ranks: RankPool) -> None:
 def _allocate() -> None:
     sent: list[int] = []
 
-    def broadcast(tensor: Tensor, *args: Any, do: Any = dist.broadcast, **kwargs: Any) -> Any:
+    def broadcast(comm: DirectExchange, tensor: Tensor, do: Any = DirectExchange.broadcast) -> Any:
         sent.append(tensor.data_ptr())
-        return do(tensor, *args, **kwargs)
+        return do(comm, tensor)
 
     plain = nested_mlp(seed=dist.get_rank())
     places = [param.data_ptr() for param in plain.parameters()]
-    with mock.patch("torch.distributed.broadcast", broadcast):
+    with mock.patch.object(DirectExchange, "broadcast", broadcast):
         FullyShardedDataParallel(plain, sync_module_states=True)
     assert sorted(sent) == sorted(places)
 

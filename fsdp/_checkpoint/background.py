@@ -21,6 +21,7 @@ from fsdp._agreement import Ranks, done_by_all
 from fsdp._checkpoint.model import all_ranks
 from fsdp._checkpoint.safetensors_writer import Entry, Part
 from fsdp._checkpoint.save import Place, Plan, Saved, TensorSet, prepare, release, write
+from fsdp._comm import during
 from fsdp._model_tensors import prepared
 from fsdp.stager import StateDictStager
 
@@ -37,6 +38,7 @@ class _Job:
         self._thread = threading.Thread(target=self._run, name=f"saves {place.folder}")
         self._thread.start()  # which the interpreter waits for at its end
 
+    @during("fsdp.checkpoint.Saver.save()")
     def _run(self) -> None:
         try:
             if self._work is not None:
@@ -109,6 +111,7 @@ class Saver:
         """Whether this rank is still writing."""
         return self._job is not None and self._job.is_running
 
+    @during("fsdp.checkpoint.Saver.save()")
     def save(
         self,
         path: str | os.PathLike[str],

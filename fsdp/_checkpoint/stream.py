@@ -66,7 +66,7 @@ class Senders:
 
     def _sent(self, name: str, begin: int, memory: memoryview) -> Fragment:
         chunk = torch.frombuffer(memory, dtype=torch.uint8).to(self._comm.talk_device)
-        self._comm.exchange({}, {0: [chunk]}, _WHAT, self._comm.talk_tag).wait()
+        self._comm.exchange({}, {0: [chunk]}, _WHAT, "checkpoint").wait()
         self._comm.settle()  # the memory is used for the next one
         return fragment(name, begin, memory)
 
@@ -79,7 +79,7 @@ class Senders:
             fds = [stack.enter_context(written(folder, file)) for file in files]
             for rank, name, begin, end in self._chunks(places.keys()):
                 chunk = buffer[: end - begin]
-                self._comm.exchange({rank: [chunk]}, {}, _WHAT, self._comm.talk_tag).wait()
+                self._comm.exchange({rank: [chunk]}, {}, _WHAT, "checkpoint").wait()
                 number, first = places[name]
                 if problem is None:
                     try:

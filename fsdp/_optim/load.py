@@ -351,7 +351,7 @@ def _deal(one: Listed, made: Tensor, values: Sequence[Tensor | None], source: Fi
             incoming.setdefault(0, []).append(flat[mine.offset : mine.offset + mine.numel])
     pending = None
     if (incoming or outgoing) and one.handle is not None:
-        pending = comm.exchange(incoming, outgoing, f"optimizer state of {one.name}", one.handle.tag)
+        pending = comm.exchange(incoming, outgoing, f"optimizer state of {one.name}", ("dealt", one.handle.tag))
     for place, part in kept:  # while the others are on their way
         place.copy_(part)
 

@@ -215,7 +215,8 @@ class OptimStream:
     def _exchange(one: Listed, incoming: Any, outgoing: Any) -> Pending | None:
         if one.handle is None or not (incoming or outgoing):
             return None
-        return one.comm.exchange(incoming, outgoing, f"gather of the optimizer state of {one.name}", one.handle.tag)
+        what, tag = f"gather of the optimizer state of {one.name}", ("optimizer", one.handle.tag)
+        return one.comm.exchange(incoming, outgoing, what, tag)
 
     def _settle(self) -> None:
         """Block until the state may be changed: all that was sent of it has arrived."""

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fsdp._agreement import agree_on
+from fsdp._comm import during
 from fsdp._comm_hook import CommHook
 from fsdp._wrapper.access import WrapperAccess
 
@@ -15,6 +16,7 @@ from fsdp._wrapper.access import WrapperAccess
 class WrapperHooks(WrapperAccess):
     """The part of `FullyShardedDataParallel` that hands the gradients of all units to a hook."""
 
+    @during("register_comm_hook()")
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Tensor, Tensor], None]) -> None:
         """Collective. Have `hook` average gradients over the ranks, in the place of this library's reduce-scatter.
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fsdp._agreement import done_by_all
+from fsdp._comm import during
 from fsdp._optim.full import ADDED, Given, fairscale_dictionary, given, named_dictionary
 from fsdp._optim.load import (
     Plans,
@@ -30,6 +31,7 @@ from fsdp._wrapper.state import WrapperState
 class WrapperOptim(WrapperState):
     """The part of `FullyShardedDataParallel` that saves and loads the state of optimizers."""
 
+    @during("gather_full_optim_state_dict()")
     def gather_full_optim_state_dict(
         self, optim: Any, recipient_rank: int | None = 0, **ignored: Any
     ) -> dict[str, Any] | None:

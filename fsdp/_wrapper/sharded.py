@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from fsdp._comm import during
 from fsdp._forward import TrainingState
 from fsdp._load_state_dict import with_wrapped_metadata
 from fsdp._sharded_state import load_sharded_state, sharded_state
@@ -16,6 +17,7 @@ from fsdp._wrapper.state import WrapperState
 class WrapperSharded(WrapperState):
     """The part of `FullyShardedDataParallel` that `torch.distributed.checkpoint` (DCP) needs."""
 
+    @during("sharded_state_dict()")
     def sharded_state_dict(self, *, prefix: str = "") -> Any:
         """Collective the first time. The state with this rank's parts in the place of whole parameters, for DCP.
 
@@ -40,6 +42,7 @@ class WrapperSharded(WrapperState):
         self._require_shards("take a sharded state dict")
         return sharded_state(self._unit, self._units(), lambda: self.state_dict(prefix=prefix))
 
+    @during("load_sharded_state_dict()")
     def load_sharded_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
         """Collective. Load what `sharded_state_dict` returned, when DCP has loaded values into it.
 

@@ -14,6 +14,7 @@ from fsdp._dtensors import check_ranks
 from fsdp._flat_param import FlatParameter
 from fsdp._groups import Groups
 from fsdp._ignored import Ignored
+from fsdp._options import ALIKE
 from fsdp._pieces import Pieces
 from fsdp._runtime import Runtime
 from fsdp._unit import Unit
@@ -46,6 +47,7 @@ class WrapperShards(WrapperPrivate, WrapperLocal, WrapperSharded, WrapperOptim):
             predivide=predivide,
             postdivide=averaged / predivide,
             clear_autocast_cache=self._options.clear_autocast_cache,
+            settings={name: getattr(self._options, name) for name in ALIKE},
             new_runtime=self._new_runtime,
         )
 

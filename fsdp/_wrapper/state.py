@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fsdp._comm import during
 from fsdp._forward import TrainingState
 from fsdp._handover import reshard_optimizer
 from fsdp._load_state_dict import load_whole
@@ -100,6 +101,7 @@ class WrapperState(WrapperCopy, WrapperHooks):
             with summoned([unit], form):
                 yield unit.module, params_shown(unit, "" if unit is self._unit else f"{name}.")
 
+    @during("summon_full_params()")
     def _prepare_to_summon(self, form: Summoning, recurse: bool) -> None:
         self._require_idle("summon full parameters")
         ensure_agreed(self._unit)
@@ -128,6 +130,7 @@ class WrapperState(WrapperCopy, WrapperHooks):
         with self.summon_full_params():
             self.module.module.reset_parameters()  # type: ignore[operator]
 
+    @during("state_dict()")
     def state_dict(
         self,
         destination: Any = None,
@@ -201,6 +204,7 @@ class WrapperState(WrapperCopy, WrapperHooks):
             state = state if changed is None else changed
         return state
 
+    @during("load_state_dict()")
     def load_state_dict(
         self, state_dict: Any, strict: bool = True, assign: bool = False, *, rank0_only: bool = False
     ) -> Any:
