@@ -1,7 +1,8 @@
 """The few places where we reach into autograd, and those of its names that are private.
 
-``torch._C._current_graph_task_id`` and ``Variable._execution_engine.queue_callback`` have no public counterpart;
-torch's own DistributedDataParallel and FSDP use them. Tried on torch 2.11 and 2.13.
+``torch._C._current_graph_task_id``, ``torch._C._will_engine_execute_node`` and
+``Variable._execution_engine.queue_callback`` have no public counterpart; torch's own DistributedDataParallel, FSDP and
+``register_multi_grad_hook`` use them. Tried on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -19,6 +20,14 @@ from torch.autograd import Variable
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread now: a forward that starts here computes again."""
     return torch._C._current_graph_task_id() != -1
+
+
+def will_run(node: Any) -> bool:
+    """Whether the run of autograd that this is called in will come to a node."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return False  # a leaf that `torch.autograd.grad` was asked for: its gradient is returned, and nothing is added
 
 
 class BackwardPass:

@@ -44,6 +44,8 @@ class GradientBuffer:
         self._expected = sum(expected)
         self._missing = self._expected
         self.used = bytearray(len(layout.slots))  # whose gradients were taken since the last backward began
+        self.times_taken = 0  # since then
+        self.awaited: Sequence[bool] = ()  # for each parameter, whether autograd said that a gradient would come
         self._places: list[list[Tensor]] = []
 
     @property
@@ -59,6 +61,7 @@ class GradientBuffer:
         """Expect every gradient; `is_summing` if those of later backwards will be added before they are taken."""
         self._is_summing = is_summing
         self.used = bytearray(len(self.used))
+        self.times_taken, self.awaited = 0, ()
         self.begin_round()
 
     def begin_round(self) -> None:
@@ -91,6 +94,16 @@ class GradientBuffer:
         """For which parameters something is accumulated, here or on other ranks."""
         return b"\1" * len(self._filled) if self._owes else bytes(self._filled)
 
+    @property
+    def arrived(self) -> list[bool]:
+        """For which parameters something is accumulated here, or was taken since the last backward began."""
+        return [bool(used or filled) for used, filled in zip(self.used, self._filled, strict=True)]
+
+    @property
+    def missed(self) -> list[bool]:
+        """Which gradients were `awaited`, but autograd came with nothing: a function of a user's returned None."""
+        return [awaited and not used for awaited, used in zip(self.awaited, self.used)]  # noqa: B905 (none awaited)
+
     def forget(self, slots: Sequence[int]) -> None:
         """Drop what is accumulated for some parameters."""
         for slot in slots:
@@ -118,6 +131,7 @@ class GradientBuffer:
         if flat is None:
             raise ValueError("nothing has been accumulated")
         self.drop()
+        self.times_taken += 1
         for slot, places in enumerate(every):
             if filled[slot]:
                 self.used[slot] = 1

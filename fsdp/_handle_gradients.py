@@ -54,6 +54,8 @@ class TakesGradients(HandleState):
     def accept(self, reduced: Tensor) -> None:
         """Add a reduced gradient to the shard's."""
         self.flat_param._has_unreduced = False
+        if not any(self.gradients.used) and any(self.gradients.missed) and not reduced.any():
+            return  # no rank has anything of what all awaited
         self.home.check(self.name)
         self.home.accept(
             self.flat_param, reduced.to(self.gradients.dtype) if self._precision.keeps_low_gradients else reduced

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from enum import Enum, auto
+from typing import Any
 
 import torch
 
@@ -81,6 +82,11 @@ class HandleState:
         return self.replicas.world_size > 1
 
     @property
+    def is_local(self) -> bool:
+        """Whether no other rank has anything to do with it."""
+        return not self.is_sharded and not self.is_replicated
+
+    @property
     def requires_grad(self) -> bool:
         return self.flat_param.requires_grad
 
@@ -95,6 +101,11 @@ class HandleState:
         if self.pieces is not None:
             return self.pieces.requires_grad
         return [self.flat_param.requires_grad] * len(self.layout.slots)
+
+    @property
+    def accumulators(self) -> list[list[Any]]:
+        """See `WholeParameters.accumulators`; of each form in which the parameters were whole."""
+        return [whole.accumulators for whole in self._wholes.values()]
 
     @property
     def dtype(self) -> torch.dtype:

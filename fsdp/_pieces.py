@@ -118,18 +118,21 @@ class Pieces:
 
     # --- gradients ----------------------------------------------------------------------------------------------
 
-    def show_gradients(self, used: Sequence[int]) -> None:
+    def show_gradients(self, used: Sequence[int], missed: Sequence[int] = ()) -> None:
         """Give the pieces their parts of the shard's gradient; those not `used` keep having none.
 
         Args:
             used: for each parameter, whether anything was added to its gradient on any rank.
+            missed: the numbers of those of which that was expected, and is true only if the gradient is not zero.
         """
         self._flat_param.bring_gradient()
         grad = self._flat_param.grad
         for slot, piece in enumerate(self.params):
             if isinstance(piece.grad, Placeholder):
                 piece.grad = None
-            if grad is not None and (used[slot] or piece.grad is not None):
+            if grad is None or (piece.grad is None and not used[slot]):
+                continue
+            if piece.grad is not None or slot not in missed or self._of(grad, slot).any():
                 piece.grad = self._show(slot, self._of(grad, slot))
 
     def mark_unreduced(self, filled: Sequence[int]) -> None:

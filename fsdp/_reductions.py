@@ -108,8 +108,8 @@ def summed(
 class Reductions:
     """The reductions of each backward, started as gradients complete and finished as late as memory allows.
 
-    Which small gradients go together is settled when a backward begins: ranks may complete them in different orders (a
-    parameter that one rank did not use is complete at the end only), and must send the same bucket all the same.
+    Which small gradients go together is settled when a backward begins: ranks may complete them in different orders, and
+    must send the same bucket all the same. What of them nobody has is left out, see `Usage`.
 
     Args:
         bucket_bytes: small gradients go together up to this much; 0 sends each by itself.
@@ -127,8 +127,7 @@ class Reductions:
         filling: dict[tuple[Any, ...], tuple[list[FlatParamHandle], int]] = {}
         for handle in handles:
             nbytes = handle.reduced_nbytes
-            is_local = not handle.is_sharded and not handle.is_replicated
-            if nbytes > min(_SMALL_BYTES, self._bucket_bytes) or is_local or not handle.requires_grad:
+            if nbytes > min(_SMALL_BYTES, self._bucket_bytes) or handle.is_local or not handle.requires_grad:
                 continue
             ranks = (handle.reduce_comm, handle.replicas)
             key = (*ranks, handle.gradients.dtype, handle.flat_param.dtype, handle.comm_hook is None)

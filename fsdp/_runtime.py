@@ -33,7 +33,7 @@ from fsdp._regions import Region
 from fsdp._schedule import ExecutionOrder
 from fsdp._sharing import settle_shares
 from fsdp._unit import Unit, units_in
-from fsdp._usage import show_gradients
+from fsdp._usage import Usage
 from fsdp._visits import Visits
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class Runtime(FollowsOthers):
         self.sync_gradients = True
         self.has_run = False
         self._reductions = Reductions(bucket_bytes)
+        self._usage = Usage()
         self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._backward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._running: list[Call] = []  # forwards that are running, the innermost last
@@ -255,6 +256,7 @@ class Runtime(FollowsOthers):
             unit.begin_backward(is_summing=not self.sync_gradients)
         if self.sync_gradients:
             self._reductions.begin(handle for unit in reversed(self.units) for handle in unit.handles)
+            self._usage.begin(self.handles, ranks_begin_together=not self.visits.is_uneven)
 
     def _fetch_for_backward(self, unit: Unit, announced: bool = False) -> None:
         if not unit.incomplete:
@@ -275,7 +277,7 @@ class Runtime(FollowsOthers):
         if self.visits.is_touched(handle):
             return  # until the end, when it is its turn on the ranks that have no gradient of it as well
         self.visits.announce_gradient(unit, handle)
-        if self.sync_gradients:
+        if self.sync_gradients and not self._usage.differs(handle):
             self._reductions.submit(handle, unit.postdivide, keep=self.visits.is_uneven)
 
     def passed(self, unit: Unit, call: Call) -> None:
@@ -299,16 +301,14 @@ class Runtime(FollowsOthers):
 
     def _finish_backward(self) -> None:
         mixed = self.visits.take_mixed()
-        for handle in self.visits.take_touched():
-            if handle.requires_grad:
-                handle.gradients.owe()
-        for unit in self.units:
-            for handle in unit.handles:
-                if not self.sync_gradients:
-                    handle.mark_unreduced()
-                elif not handle.gradients.is_empty:
-                    self._reductions.submit(handle, unit.postdivide)
-        self._reductions.finish()
+        touched = self.visits.take_touched()
+        if self.sync_gradients:
+            self._reduce_rest()
+        else:
+            for handle in self.handles:
+                if handle in touched and handle.requires_grad:
+                    handle.gradients.owe()
+                handle.mark_unreduced()
         for unit in self.units:
             unit.state = TrainingState.IDLE
             unit.unpassed.clear()
@@ -316,8 +316,18 @@ class Runtime(FollowsOthers):
                 unit.reshard()
         self._settle()
         if self.sync_gradients:
-            show_gradients(self.units)
+            self._usage.show_gradients()
         self._backward = None
+
+    def _reduce_rest(self) -> None:
+        """Reduce what did not complete on every rank, and finish all reductions."""
+        self._usage.end()
+        while rest := [(unit, one) for unit in self.units for one in unit.handles if self._usage.is_due(one)]:
+            for unit, handle in rest:
+                handle.gradients.owe()
+                self._reductions.submit(handle, unit.postdivide)
+            self._reductions.finish()
+        self._reductions.finish()
 
     # --- between steps ------------------------------------------------------------------------------------------
 

@@ -343,7 +343,7 @@ class Unit:
     def begin_backward(self, is_summing: bool) -> None:
         self.expect_gradients()
         self.unpassed.clear()
-        for handle in self.incomplete:
+        for handle in self.handles:
             handle.begin_backward(is_summing)
 
     def expect_gradients(self) -> None:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from fsdp._dtensors import MeshPart, local_part, memory_at, memory_of, set_local_part
 from fsdp._flat_param import ParamInfo
@@ -109,6 +110,11 @@ class WholeParameters:
         for module in self._rnns:
             # It would move the weights into memory of cuDNN's choice; ours lie one after the other already.
             module.__dict__["flatten_parameters"] = _leave_as_they_are
+
+    @cached_property
+    def accumulators(self) -> list[Any]:
+        """The nodes by which autograd adds to the leaves' gradients; None for those without."""
+        return [get_gradient_edge(leaf).node if leaf.requires_grad else None for leaf in self.leaves]
 
     def use_at(self, slot: int, places: Sequence[ParamInfo]) -> None:
         """Have a parameter seen in more places."""

@@ -1,0 +1,157 @@
+"""Parameters that some ranks use in a step and others don't, or none does.
+
+The reference is the plain model with the mean of the ranks' gradients. A parameter that no rank used keeps no gradient, which
+momentum and weight decay show in the weights: of a gradient of zeros both make a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import fsdp
+from fsdp._comm import use_torch_collectives
+from tests._ranks import RankPool
+from tests.hooks import average
+from tests.models import Wrap, keep
+from tests.replicated import mesh_of
+from tests.support import fully_sharded
+
+Uses = Callable[[int, int, str], bool]  # in a step, on a rank, of a part
+
+
+class Block(nn.Module):
+    """Parts of equal and of unequal sizes, each of which may be left out; inside of another block perhaps."""
+
+    def __init__(self, name: str, wrap: Wrap, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.name, self.inner = name, inner
+        self.parts = nn.ModuleDict({part: nn.Linear(5, 5) for part in "abc"})
+        self.parts["d"] = nn.Linear(5, 5, bias=False)
+
+    def forward(self, hidden: Tensor, uses: Callable[[str], bool]) -> Tensor:
+        for number, (part, module) in enumerate(self.parts.items()):
+            if self.inner is not None and number == 2:
+                hidden = self.inner(hidden, uses)
+            if uses(f"{self.name}.{part}"):
+                hidden = hidden + torch.tanh(module(hidden))
+        return hidden
+
+
+class Model(nn.Module):
+    """Blocks in a row, one of them with a block inside, and parts of the root before and after them."""
+
+    def __init__(self, wrap: Wrap, how: str = "plain") -> None:
+        super().__init__()
+        self.how = how
+        self.entry, self.exit = nn.Linear(5, 5), nn.Linear(5, 5)
+        inner = wrap(Block("inner", wrap))
+        blocks = [Block("0", wrap), Block("1", wrap, inner), Block("2", wrap), Block("3", wrap)]
+        self.blocks = nn.ModuleList(wrap(block) for block in blocks)
+
+    def forward(self, hidden: Tensor, uses: Callable[[str], bool]) -> Tensor:
+        if uses("entry"):
+            hidden = hidden + self.entry(hidden)
+        for block in self.blocks:
+            if self.how == "plain":
+                hidden = block(hidden, uses)
+            else:
+                hidden = checkpoint(block, hidden, uses, use_reentrant=self.how == "reentrant")
+        if uses("exit"):
+            hidden = hidden + self.exit(hidden)
+        return hidden
+
+
+def make_model(wrap: Wrap, how: str = "plain") -> nn.Module:
+    torch.manual_seed(0)
+    return wrap(Model(wrap, how))
+
+
+def one_here_another_there(step: int, rank: int, part: str) -> bool:
+    """Each rank leaves out another part; the first of some blocks, the last of others; one part is used nowhere."""
+    if part in ("entry", "exit"):
+        return (step + rank + len(part)) % 2 == 0
+    block, _, name = part.partition(".")
+    if name == "d":
+        return step == 1 and rank == 0  # else nowhere, so that it has momentum and no gradient
+    return "abc"[(step + rank + len(block) + ord(block[0])) % 3] != name
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def train_like_plain(
+    make: Callable[[Wrap], nn.Module],
+    wrap: Wrap,
+    uses: Uses = one_here_another_there,
+    accumulate: int = 1,
+    steps: int = 4,
+    **how: Any,
+) -> None:
+    """Collective. Some steps of the sharded and of the plain model end with the same weights."""
+    torch.set_default_dtype(torch.float64)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sharded, plain = make(wrap), make(keep)
+    how = how or {"momentum": 0.9, "weight_decay": 0.1}
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, **how) for model in (sharded, plain)]
+    for step in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for turn in range(accumulate):
+            at = step + 7 * turn
+            with nullcontext() if turn == accumulate - 1 else no_sync(sharded):
+                loss_of(sharded, at, rank, uses).backward()
+            for other in range(world):
+                (loss_of(plain, at, other, uses) / world).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    found = {name: whole(value) for name, value in sharded.state_dict().items()}
+    expected = plain.state_dict()
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11, msg=lambda text, at=name: f"{at}: {text}")
+
+
+def no_sync(model: Any) -> Any:
+    return model.no_sync() if hasattr(model, "no_sync") else _not_synchronised(model)
+
+
+def _not_synchronised(model: Any) -> Any:
+    raise NotImplementedError
+
+
+def loss_of(model: nn.Module, step: int, rank: int, uses: Uses) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    inputs = torch.randn(3, 5, generator=generator, requires_grad=True)
+    return model(inputs, partial(uses, step, rank)).square().sum()
+
+
+def by_name(name: str, param: nn.Parameter) -> str:
+    return name
+
+
+FORMS: dict[str, Callable[..., Wrap]] = {
+    "unflattened": partial(fully_sharded, flatten_parameters=False),
+    "grouped": partial(fully_sharded, group_by=by_name),
+    "original": partial(fully_sharded, use_orig_params=True),
+}
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [0, 25])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_each_parameter_gets_the_sum_of_its_own_gradients(
+    ranks: RankPool, world_size: int, form: str, bucket_cap_mb: int
+) -> None:
+    wrap = FORMS[form](bucket_cap_mb=bucket_cap_mb)
+    ranks(world_size, timeout=30).run(train_like_plain, make_model, wrap)
