@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp._adoption import adopt, refuse_strangers
+from fsdp._adoption import Contents, adopt, refuse_strangers
 from fsdp._agreement import agree
 from fsdp._autograd import BackwardPass, FollowedPass, in_backward
 from fsdp._following import FollowsOthers
@@ -60,7 +60,7 @@ class Runtime(FollowsOthers):
         named_units = units_in(root)
         self.units = [unit for _, unit in named_units]
         settle_shares(root, named_units, all_inside=True)
-        refuse_strangers(root, self.units)
+        refuse_strangers(root)
         agree(root.everyone, named_units)
         adopt(self, named_units)
         return_freed_memory()
@@ -74,6 +74,7 @@ class Runtime(FollowsOthers):
         self._backward: BackwardPass | FollowedPass | None = None  # the one that is running, or that raised
         self.handles = [handle for unit in self.units for handle in unit.handles]
         self.visits = Visits(self)
+        self._contents = {unit: Contents(unit) for unit in self.units}
 
     # --- forward ------------------------------------------------------------------------------------------------
 
@@ -85,6 +86,9 @@ class Runtime(FollowsOthers):
             self._refuse_training_while_summoned(unit)
             return
         call = Call(unit, recomputed=self.is_in_backward and in_backward())
+        if not call.recomputed and torch.is_grad_enabled() and self._contents[unit].have_changed():
+            refuse_strangers(self.root)
+            self._contents[unit] = Contents(unit)
         if not call.recomputed and (not self._running or unit is self.root):
             self._begin_forward(unit)
         self._running.append(call)
