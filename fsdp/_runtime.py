@@ -10,6 +10,8 @@ A step, as the hooks report it:
    back and the reduction is started; it is finished when the next one has been started, or at the end.
 4. *Backward ends.* What did not complete (unused parameters) is settled, reductions are finished, units are idle.
 
+A backward may run inside of a forward: units whose forward is running stay in that state, and keep their parameters.
+
 So at most the units in computation, one prefetched unit and two reductions are alive beside the shards.
 """
 
@@ -230,7 +232,7 @@ class Runtime(FollowsOthers):
             if self.visits.is_uneven:
                 self._reductions.drain()
         if call.in_full_precision is not unit.in_full_precision:
-            if unit.state is TrainingState.BACKWARD_PRE:
+            if unit.state in (TrainingState.BACKWARD_PRE, TrainingState.FORWARD):
                 raise RuntimeError(
                     f"{unit.name}: one backward goes through calls of it in train() and in eval(), which compute in "
                     "different precisions (full_precision_in_eval=True). Run a backward for each."
@@ -238,7 +240,7 @@ class Runtime(FollowsOthers):
             unit.compute_in_full(call.in_full_precision)
         if call.will_pass:
             unit.unpassed.add(call)
-        if unit.state is not TrainingState.BACKWARD_PRE:
+        if unit.state not in (TrainingState.BACKWARD_PRE, TrainingState.FORWARD):
             unit.state = TrainingState.BACKWARD_PRE
             self._fetch_for_backward(unit)
 
@@ -268,7 +270,8 @@ class Runtime(FollowsOthers):
     def gradient_complete(self, unit: Unit, handle: FlatParamHandle) -> None:
         """Hook: every parameter of `handle` has its gradient."""
         self.ensure_backward()
-        unit.state = TrainingState.BACKWARD_POST
+        if unit.state is not TrainingState.FORWARD:
+            unit.state = TrainingState.BACKWARD_POST
         unit.incomplete.discard(handle)
         handle.gradients.begin_round()  # re-entrant checkpoints may bring a second round
         self._free_after_backward(unit)
@@ -289,7 +292,7 @@ class Runtime(FollowsOthers):
             self._free_after_backward(unit)
 
     def _free_after_backward(self, unit: Unit) -> None:
-        if unit.incomplete or unit.unpassed:
+        if unit.incomplete or unit.unpassed or unit.state is TrainingState.FORWARD:
             return
         if unit.has_frozen_handle and unit.contains_units:
             return  # what is frozen may be on the way to the gradients of the units inside
@@ -314,8 +317,10 @@ class Runtime(FollowsOthers):
                     self._reductions.submit(handle, unit.postdivide)
         self._reductions.finish()
         for unit in self.units:
-            unit.state = TrainingState.IDLE
             unit.unpassed.clear()
+            if unit.state is TrainingState.FORWARD:
+                continue  # this backward was inside of its forward, which goes on
+            unit.state = TrainingState.IDLE
             if unit.wishes.frees_after_backward(self.sync_gradients) or unit.is_gathering or unit in mixed:
                 unit.reshard()
         self._settle()
