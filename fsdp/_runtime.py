@@ -170,13 +170,15 @@ class Runtime(FollowsOthers):
             return
         unit.state = TrainingState.IDLE
         needed_at_once = needs_backward and self._order(self.visits.region_of(unit, False), False).at_expected_end()
-        if call.visit is not None or (unit.wishes.frees_after_forward and not needed_at_once):
+        # A loss may leave by another way than the output (an attribute, a generator, a closure). Backward then comes to
+        # the unit unannounced: where the output shows nothing to differentiate, it finds the parameters in place.
+        may_leave = torch.is_grad_enabled() and not needs_backward and any(one.requires_grad for one in unit.handles)
+        if call.visit is not None or (unit.wishes.frees_after_forward and not needed_at_once and not may_leave):
             unit.reshard(keeps_nearby=needs_backward and call.visit is None)
         self.visits.end_root(unit, output)
         if not self._running:
-            # A loss may leave by another way than the output: as an attribute, say.
-            may_need_it = torch.is_grad_enabled() and not unit.wishes.frees_after_forward
-            self._end_forward(needs_backward or (may_need_it and any(one.requires_grad for one in self.handles)))
+            may_need_it = torch.is_grad_enabled() and any(one.requires_grad for one in self.handles)
+            self._end_forward(keep=needs_backward or may_need_it)
 
     def _end_forward(self, keep: bool) -> None:
         for unit in self.units:

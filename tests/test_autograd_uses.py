@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from tests._ranks import RankPool
 from tests.kinds import seeded
 from tests.models import Wrap
+from tests.support import fully_sharded
 from tests.twins import (
     OPTIONS,
+    assert_at_rest,
     assert_trains_like_plain,
     backward_twice,
     eval_first,
@@ -141,3 +143,91 @@ def _train_relaxing(trains_inside: bool) -> None:
     for options in EVERY_FORM[:2] if trains_inside else EVERY_FORM[::3]:
         steps = [once] if trains_inside else [eval_first, backward_twice]
         assert_trains_like_plain(partial(_relaxing, trains_inside=trains_inside), *steps, options=options)
+
+
+# Results that leave a unit by another way than its output
+
+
+class Aside(nn.Module):
+    """A unit of which nothing that it returns shows what there is to differentiate."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.way = way
+
+    def forward(self, inputs: Tensor) -> Any:
+        hidden = self.second(self.first(inputs).tanh()) * self.first.weight[0]
+        if self.way == "closure":
+            return lambda: [hidden]
+        if self.way == "generator":
+            return (part for part in hidden.chunk(2))
+        self.found = [hidden]
+        return hidden.detach()
+
+
+class Collecting(nn.Module):
+    """Computes on with what two of those have found."""
+
+    def __init__(self, wrap: Wrap, way: str) -> None:
+        super().__init__()
+        self.entry = nn.Linear(5, 5)
+        self.asides = (Aside(way), Aside(way))  # which their attributes are read from
+        self.parts = nn.ModuleList(wrap(aside) for aside in self.asides)
+        self.exit = wrap(nn.Linear(5, 5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.entry(inputs)
+        for aside, part in zip(self.asides, self.parts, strict=True):
+            found = part(hidden)
+            if aside.way == "closure":
+                found = found()
+            hidden = hidden + (aside.found.pop() if aside.way == "attribute" else torch.cat(list(found)))
+        return self.exit(hidden)
+
+
+def _collecting(wrap: Wrap, way: str) -> nn.Module:
+    return wrap(seeded(partial(Collecting, wrap, way)))
+
+
+def test_results_that_leave_a_unit_by_another_way_than_its_output(ranks: RankPool) -> None:
+    ranks(2).run(_train_collecting)
+
+
+def _train_collecting() -> None:
+    for way in ("attribute", "closure", "generator"):
+        assert_trains_like_plain(partial(_collecting, way=way), once, two_forwards_then_one_backward)
+    for options in EVERY_FORM[1:]:
+        assert_trains_like_plain(partial(_collecting, way="attribute"), once, options=options)
+
+
+class Penalised(nn.Module):
+    """Computes something with its weight after its output, which leaves by an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output = self.linear(inputs)
+        self.penalty = (self.linear.weight * inputs[0]).sum()
+        return output
+
+
+def test_what_backward_meets_before_its_unit_is_gathered_is_an_error(ranks: RankPool) -> None:
+    """And no crash of the process, which reading freed memory is."""
+    ranks(2).run(_differentiate_penalty)
+
+
+def _differentiate_penalty() -> None:
+    torch.manual_seed(0)
+    wrap = fully_sharded()
+    penalised = Penalised()
+    model = wrap(nn.Sequential(nn.Linear(5, 5), wrap(penalised), wrap(nn.Linear(5, 5))))
+    inputs = torch.ones(2, 5)
+    for _ in range(2):
+        loss = model(inputs).sum() + penalised.penalty
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        model(inputs).sum().backward()
+    assert_at_rest(model)
