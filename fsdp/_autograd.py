@@ -1,8 +1,8 @@
 """The few places where we reach into autograd, and those of its names that are private.
 
 ``torch._C._current_graph_task_id``, ``Variable._execution_engine.queue_callback`` and
-``torch._C._autograd._unsafe_set_version_counter`` have no public counterpart; torch's own DistributedDataParallel and FSDP
-use them. Tried on torch 2.11 and 2.13.
+``torch._C._autograd._unsafe_set_version_counter`` have no public counterpart; torch's own DistributedDataParallel and
+FSDP use them. Tried on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
