@@ -3,18 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from itertools import chain
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
 from fsdp._collect import is_ours
 from fsdp._names import clean_name
-from fsdp._unit import Unit, units_in
+from fsdp._unit import Unit, own_modules, units_in
 
 if TYPE_CHECKING:
     from fsdp._runtime import Runtime
 
 
-def refuse_strangers(root: Unit, units: Sequence[Unit]) -> None:
+class Contents:
+    """Which modules and parameters a unit's own modules hold.
+
+    Every forward in training asks whether these are others now, so the loops run in C. Modules may get other
+    dictionaries (`nn.Sequential` does when a part of it is deleted): they are looked up each time.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._modules = [module.__dict__ for module in own_modules(unit.module)]
+        self._held = self._look()
+
+    def _look(self) -> tuple[list[Any], list[str]]:
+        children = map(dict.values, filter(None, map(itemgetter("_modules"), self._modules)))
+        params = filter(None, map(itemgetter("_parameters"), self._modules))
+        return list(chain.from_iterable(children)), list(chain.from_iterable(params))
+
+    def have_changed(self) -> bool:
+        """Whether a module or a parameter was put into one of the modules since, or taken out."""
+        return self._look() != self._held
+
+
+def refuse_strangers(root: Unit) -> None:
     """Raise RuntimeError if a parameter was added after wrapping."""
+    units = [unit for _, unit in units_in(root)]
     ours = {(place.module, place.name) for unit in units for place in unit.places()}
     # What was put into ignored modules since, is theirs too.
     ignored = {inner for unit in units for module in unit.ignored.modules for inner in module.modules()}
@@ -26,8 +50,8 @@ def refuse_strangers(root: Unit, units: Sequence[Unit]) -> None:
             continue
         raise RuntimeError(
             f"{clean_name(name)} became a parameter after wrapping: it is not sharded, and ranks would train it each "
-            "for itself. Complete the module before wrapping, or leave it out of sharding with ignored_parameters or "
-            "ignored_modules."
+            "for itself. Complete the module before wrapping, wrap what is put into it by itself, or leave it out of "
+            "sharding with ignored_parameters or ignored_modules."
         )
 
 

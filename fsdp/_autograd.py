@@ -1,8 +1,9 @@
 """The few places where we reach into autograd, and those of its names that are private.
 
-``torch._C._current_graph_task_id``, ``torch._C._will_engine_execute_node`` and
-``Variable._execution_engine.queue_callback`` have no public counterpart; torch's own DistributedDataParallel, FSDP and
-``register_multi_grad_hook`` use them. Tried on torch 2.11 and 2.13.
+``torch._C._current_graph_task_id``, ``torch._C._will_engine_execute_node``,
+``torch._C._autograd._unsafe_set_version_counter`` and ``Variable._execution_engine.queue_callback`` have no public
+counterpart; torch's own DistributedDataParallel, FSDP and ``register_multi_grad_hook`` use them. Tried on torch 2.11
+and 2.13.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.autograd.graph import increment_version
 
 
 def in_backward() -> bool:
@@ -53,6 +55,30 @@ class FollowedPass:
     """Stands for a backward that other ranks run, and this one only takes part in."""
 
     is_alive = True
+
+
+class FreedLeaves:
+    """Leaves whose memory comes and goes: autograd must not read what it saved of them while there is none.
+
+    It would read past the end of the memory. While they are `sealed` their versions are other ones, so that it raises
+    the error that it has for tensors which were changed since.
+    """
+
+    def __init__(self, leaves: Iterable[Tensor]) -> None:
+        self._leaves = tuple(leaves)
+        self._versions: tuple[int, ...] | None = None  # while they are sealed: those that autograd knows
+
+    def seal(self) -> None:
+        """Their memory is given back, and a graph may have saved them."""
+        if self._versions is None:
+            self._versions = tuple([leaf._version for leaf in self._leaves])
+            increment_version(self._leaves)
+
+    def unseal(self) -> None:
+        """They have their values again."""
+        if self._versions is not None:
+            torch._C._autograd._unsafe_set_version_counter(self._leaves, self._versions)
+            self._versions = None
 
 
 def differentiable_tensors(tree: Any) -> list[Tensor]:

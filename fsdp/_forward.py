@@ -189,6 +189,11 @@ class Call:
                 tensor._backward_hooks.clear()
             tensor.register_hook(self._output_has_gradient)
             tensor._backward_hooks.update(earlier)
+            # An in-place operation on a view gives it another place in the graph, and takes its hooks out of that; what
+            # it is a view of stays in front of the unit.
+            base = tensor._base
+            if base is not None and base.grad_fn is not None:
+                base.grad_fn.register_prehook(self._output_has_gradient)
         return bool(tensors)
 
     def _inputs_have_gradients(self, _: Any) -> None:

@@ -10,6 +10,8 @@ A step, as the hooks report it:
    back and the reduction is started; it is finished when the next one has been started, or at the end.
 4. *Backward ends.* What did not complete (unused parameters) is settled, reductions are finished, units are idle.
 
+A backward may run inside of a forward: units whose forward is running stay in that state, and keep their parameters.
+
 So at most the units in computation, one prefetched unit and two reductions are alive beside the shards.
 """
 
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fsdp._adoption import adopt, refuse_strangers
+from fsdp._adoption import Contents, adopt, refuse_strangers
 from fsdp._agreement import agree
 from fsdp._autograd import BackwardPass, FollowedPass, in_backward
 from fsdp._following import FollowsOthers
@@ -60,7 +62,7 @@ class Runtime(FollowsOthers):
         named_units = units_in(root)
         self.units = [unit for _, unit in named_units]
         settle_shares(root, named_units, all_inside=True)
-        refuse_strangers(root, self.units)
+        refuse_strangers(root)
         agree(root.everyone, named_units, to_run=True)
         adopt(self, named_units)
         return_freed_memory()
@@ -75,6 +77,7 @@ class Runtime(FollowsOthers):
         self._backward: BackwardPass | FollowedPass | None = None  # the one that is running, or that raised
         self.handles = [handle for unit in self.units for handle in unit.handles]
         self.visits = Visits(self)
+        self._contents = {unit: Contents(unit) for unit in self.units}
 
     # --- forward ------------------------------------------------------------------------------------------------
 
@@ -86,6 +89,9 @@ class Runtime(FollowsOthers):
             self._refuse_training_while_summoned(unit)
             return
         call = Call(unit, recomputed=self.is_in_backward and in_backward())
+        if not call.recomputed and torch.is_grad_enabled() and self._contents[unit].have_changed():
+            refuse_strangers(self.root)
+            self._contents[unit] = Contents(unit)
         if not call.recomputed and (not self._running or unit is self.root):
             self._begin_forward(unit)
         self._running.append(call)
@@ -165,13 +171,15 @@ class Runtime(FollowsOthers):
             return
         unit.state = TrainingState.IDLE
         needed_at_once = needs_backward and self._order(self.visits.region_of(unit, False), False).at_expected_end()
-        if call.visit is not None or (unit.wishes.frees_after_forward and not needed_at_once):
+        # A loss may leave by another way than the output (an attribute, a generator, a closure). Backward then comes to
+        # the unit unannounced: where the output shows nothing to differentiate, it finds the parameters in place.
+        may_leave = torch.is_grad_enabled() and not needs_backward and any(one.requires_grad for one in unit.handles)
+        if call.visit is not None or (unit.wishes.frees_after_forward and not needed_at_once and not may_leave):
             unit.reshard(keeps_nearby=needs_backward and call.visit is None)
         self.visits.end_root(unit, output)
         if not self._running:
-            # A loss may leave by another way than the output: as an attribute, say.
-            may_need_it = torch.is_grad_enabled() and not unit.wishes.frees_after_forward
-            self._end_forward(needs_backward or (may_need_it and any(one.requires_grad for one in self.handles)))
+            may_need_it = torch.is_grad_enabled() and any(one.requires_grad for one in self.handles)
+            self._end_forward(keep=needs_backward or may_need_it)
 
     def _end_forward(self, keep: bool) -> None:
         for unit in self.units:
@@ -227,7 +235,7 @@ class Runtime(FollowsOthers):
             if self.visits.is_uneven:
                 self._reductions.drain()
         if call.in_full_precision is not unit.in_full_precision:
-            if unit.state is TrainingState.BACKWARD_PRE:
+            if unit.state in (TrainingState.BACKWARD_PRE, TrainingState.FORWARD):
                 raise RuntimeError(
                     f"{unit.name}: one backward goes through calls of it in train() and in eval(), which compute in "
                     "different precisions (full_precision_in_eval=True). Run a backward for each."
@@ -235,7 +243,7 @@ class Runtime(FollowsOthers):
             unit.compute_in_full(call.in_full_precision)
         if call.will_pass:
             unit.unpassed.add(call)
-        if unit.state is not TrainingState.BACKWARD_PRE:
+        if unit.state not in (TrainingState.BACKWARD_PRE, TrainingState.FORWARD):
             unit.state = TrainingState.BACKWARD_PRE
             self._fetch_for_backward(unit)
 
@@ -266,7 +274,8 @@ class Runtime(FollowsOthers):
     def gradient_complete(self, unit: Unit, handle: FlatParamHandle) -> None:
         """Hook: every parameter of `handle` has its gradient."""
         self.ensure_backward()
-        unit.state = TrainingState.BACKWARD_POST
+        if unit.state is not TrainingState.FORWARD:
+            unit.state = TrainingState.BACKWARD_POST
         unit.incomplete.discard(handle)
         handle.gradients.begin_round()  # re-entrant checkpoints may bring a second round
         self._free_after_backward(unit)
@@ -287,7 +296,7 @@ class Runtime(FollowsOthers):
             self._free_after_backward(unit)
 
     def _free_after_backward(self, unit: Unit) -> None:
-        if unit.incomplete or unit.unpassed:
+        if unit.incomplete or unit.unpassed or unit.state is TrainingState.FORWARD:
             return
         if unit.has_frozen_handle and unit.contains_units:
             return  # what is frozen may be on the way to the gradients of the units inside
@@ -310,8 +319,10 @@ class Runtime(FollowsOthers):
                     handle.gradients.owe()
                 handle.mark_unreduced()
         for unit in self.units:
-            unit.state = TrainingState.IDLE
             unit.unpassed.clear()
+            if unit.state is TrainingState.FORWARD:
+                continue  # this backward was inside of its forward, which goes on
+            unit.state = TrainingState.IDLE
             if unit.wishes.frees_after_backward(self.sync_gradients) or unit.is_gathering or unit in mixed:
                 unit.reshard()
         self._settle()

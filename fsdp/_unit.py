@@ -172,8 +172,8 @@ class Unit:
 
     def on_gradient(self, handle: FlatParamHandle, slot: int, leaf: Tensor) -> None:
         """A leaf's gradient is there (called by the handle's hooks)."""
-        if self.state is TrainingState.IDLE and self.runtime is not None:
-            self.runtime.ensure_backward()  # of a parameter that was used outside of its unit's forward
+        if self.state in (TrainingState.IDLE, TrainingState.FORWARD) and self.runtime is not None:
+            self.runtime.ensure_backward()  # of a parameter that was used outside of its unit's forward, or inside
         if handle.take_gradient(slot, leaf, self.predivide) and self.runtime is not None:
             self.runtime.gradient_complete(self, handle)
 

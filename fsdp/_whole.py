@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from fsdp._autograd import FreedLeaves
 from fsdp._dtensors import MeshPart, local_part, memory_at, memory_of, set_local_part
 from fsdp._flat_param import ParamInfo
 from fsdp._layout import Layout
@@ -81,6 +82,7 @@ class WholeParameters:
             if leaf.requires_grad:
                 # Weakly: the garbage collector does not see into these hooks, and would never free a model.
                 leaf.register_post_accumulate_grad_hook(partial(_tell, weakref.WeakMethod(on_gradient), number))
+        self._freed = FreedLeaves(self.leaves)
         self._layout = layout
         self._resting: list[tuple[int, int]] | None = None
         if is_shard:
@@ -171,6 +173,7 @@ class WholeParameters:
 
     def show(self) -> None:
         """Let the modules see the parameters."""
+        self._freed.unseal()
         for attributes, place, leaf, _ in self._swaps:
             attributes[place.name] = leaf
         if self._rnns:
@@ -180,6 +183,8 @@ class WholeParameters:
         """Let the modules see placeholders, or what else they see of parameters that are not whole."""
         if not self._hides:
             return
+        if torch.is_grad_enabled() and not self.is_shard:
+            self._freed.seal()
         for attributes, place, leaf, absent in self._swaps:
             if attributes.get(place.name) is leaf:  # else it is `disturbed`
                 attributes[place.name] = absent

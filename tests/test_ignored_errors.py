@@ -100,6 +100,48 @@ def _add_outside(layout: str) -> None:
 
 
 @every_layout
+def test_a_module_put_into_the_model_after_its_first_use_is_refused(ranks: RankPool, layout: str) -> None:
+    """By whatever way, into a unit that is called and into one inside, as long as it is there."""
+    ranks(2).run(_put_modules_in_later, layout)
+
+
+def _put_modules_in_later(layout: str) -> None:
+    options = LAYOUTS[layout]
+    plain = layers()
+    plain.append(FullyShardedDataParallel(nn.Sequential(nn.Linear(5, 5), nn.Tanh()), **options))
+    ignored = plain.append(nn.Sequential())[-1]
+    model = FullyShardedDataParallel(plain, ignored_modules=[ignored], **options)
+    inputs = torch.ones(2, 5)
+    model(inputs).sum().backward()
+    inner: Any = next(module for module in plain[2].modules() if type(module) is nn.Sequential)
+    tanh, middle = inner[1], plain[1]
+
+    def put(at: nn.Sequential, name: str, module: nn.Module | None) -> None:
+        at._modules.pop(name) if module is None else at._modules.update({name: module})
+
+    for change, undo, name in [
+        (lambda: plain.append(nn.Linear(5, 5)), lambda: plain.pop(-1), r"4\.weight"),
+        (lambda: put(inner, "1", nn.Linear(5, 5)), lambda: put(inner, "1", tanh), r"2\.1\.weight"),
+        (lambda: setattr(plain, "1", nn.Linear(5, 5)), lambda: setattr(plain, "1", middle), r"1\.weight"),
+        (lambda: put(tanh, "extra", nn.PReLU()), lambda: put(tanh, "extra", None), r"2\.1\.extra\.weight"),
+        (lambda: setattr(tanh, "extra", nn.Parameter(inputs)), lambda: delattr(tanh, "extra"), r"2\.1\.extra"),
+    ]:
+        change()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=rf"^{name} became a parameter after wrapping"):
+                model(inputs)
+        undo()
+        model(inputs).sum().backward()
+    # What is not trained, is wrapped itself, or is put into what is ignored, may come.
+    plain.append(nn.ReLU())
+    ignored.append(nn.Linear(5, 5))
+    plain.append(FullyShardedDataParallel(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), **options))
+    model.zero_grad()
+    model(inputs).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@every_layout
 def test_one_added_to_an_ignored_module_is_welcome(ranks: RankPool, layout: str) -> None:
     ranks(2).run(_add_inside, layout)
 
