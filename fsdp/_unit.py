@@ -260,6 +260,15 @@ class Unit:
         return any(unit_of(module) is not None for module in self.module.modules() if module is not self.module)
 
     @property
+    def is_lent(self) -> bool:
+        """Whether its modules compute with nothing of it, but with what was given for one call."""
+        # What has no parameters of its own has a part if a unit inside of it has.
+        units = [self] if self.handles else filter(None, map(unit_of, self.module.modules()))
+        handles = (handle for unit in units for handle in unit.handles)
+        first = next(handles, None)
+        return first is not None and first.registry.is_lent and all(handle.registry.is_lent for handle in handles)
+
+    @property
     def is_gathering(self) -> bool:
         return any(handle.phase is Phase.GATHERING for handle in self.handles)
 

@@ -52,6 +52,7 @@ class WholeParameters:
         valueless: the numbers of those without values: where the buffer is the shard, they are not seen until `reveal`.
         on_gradient: a method, held weakly: called with a parameter's number and leaf when autograd has finished its
             gradient.
+        lent: the places that show, for one call, tensors that are not ours; see `fsdp._registry`.
         absent: for each, what modules see while it is not whole; None stands for placeholders, and for the leaves
             where the buffer is the shard.
     """
@@ -67,9 +68,11 @@ class WholeParameters:
         requires_grad: Sequence[bool],
         valueless: Collection[int],
         on_gradient: Callable[[int, Tensor], None],
+        lent: Collection[tuple[nn.Module, str]],
         absent: Sequence[Tensor] | None = None,
     ) -> None:
         self.full = full
+        self._lent = lent
         self.is_shard = is_shard
         self._hides = not is_shard or absent is not None
         self._nbytes = full.numel() * full.element_size()
@@ -112,8 +115,7 @@ class WholeParameters:
 
     def use_at(self, slot: int, places: Sequence[ParamInfo]) -> None:
         """Have a parameter seen in more places."""
-        leaf = self.leaves[slot]
-        absent = next(absent for _, _, other, absent in self._swaps if other is leaf)
+        leaf, absent = self.leaves[slot], self.front(slot, is_whole=False)
         self._swaps += [(place.module.__dict__, place, leaf, absent) for place in places]
         self._find_rnns()
 
@@ -158,15 +160,17 @@ class WholeParameters:
             placeholder._message = sharded_message(name, unit)
 
     def fill_places(self, is_whole: bool) -> None:
-        """Put leaves, or placeholders, where the modules look for their parameters, whatever is there."""
+        """Put leaves, or placeholders, where the modules look for their parameters, whatever is there but lent."""
         for attributes, place, leaf, absent in self._swaps:
-            attributes[place.name] = leaf if is_whole else absent
+            if (place.module, place.name) not in self._lent:
+                attributes[place.name] = leaf if is_whole else absent
         self.refresh_rnns()
 
     def show(self) -> None:
         """Let the modules see the parameters."""
-        for attributes, place, leaf, _ in self._swaps:
-            attributes[place.name] = leaf
+        for attributes, place, leaf, absent in self._swaps:
+            if attributes.get(place.name) is absent:  # else a tensor is lent
+                attributes[place.name] = leaf
         if self._rnns:
             self.refresh_rnns()
 
@@ -179,6 +183,11 @@ class WholeParameters:
                 attributes[place.name] = absent
         if self._rnns:
             self.refresh_rnns()
+
+    def front(self, number: int, is_whole: bool) -> Tensor:
+        """What modules see of a parameter."""
+        own = self.leaves[number]
+        return own if is_whole else next(absent for _, _, leaf, absent in self._swaps if leaf is own)
 
     def reveal(self, number: int) -> None:
         """A parameter has values now: where the buffer is the shard, let modules see it from now on."""
@@ -227,7 +236,7 @@ class WholeParameters:
         found: list[int] = []
         for attributes, place, leaf, absent in self._swaps:
             value = attributes.get(place.name)
-            if value is not absent and value is not leaf:
+            if value is not absent and value is not leaf and (place.module, place.name) not in self._lent:
                 found.append(self._numbers[leaf])
         return found
 
