@@ -111,8 +111,8 @@ class HandleState:
     def shard_state(self) -> Hashable:
         """Changes when the shard is written, cast, moved, frozen or released."""
         shard = self.flat_param
-        needs = shard.requires_grad if self.pieces is None else tuple(self.pieces.requires_grad)
-        return shard._version, shard.data_ptr(), shard.dtype, shard.device, needs
+        pieces = (shard.requires_grad,) if self.pieces is None else (*self.pieces.requires_grad, self.pieces.versions)
+        return shard._version, shard.data_ptr(), shard.dtype, shard.device, pieces
 
     @property
     def intervals(self) -> list[Interval]:

@@ -79,6 +79,11 @@ class Pieces:
         """Of each parameter."""
         return [piece.requires_grad for piece in self.params]
 
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """How often each was written, where the shard's own counter does not tell."""
+        return ()
+
     def alias(self) -> None:
         """Make the pieces views of the shard, which may be another tensor now."""
         shard = self._flat_param.detach()
