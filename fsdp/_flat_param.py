@@ -35,7 +35,7 @@ class SharedParamInfo(NamedTuple):
 class CountedParameter(nn.Parameter):
     """A parameter whose ``.data`` shares its version counter.
 
-    By that we know when what was gathered is stale. Of other tensors, what is written through ``.data`` leaves no trace.
+    By that we know when what was gathered is stale. What is written through ``.data`` of other tensors is not counted.
     """
 
     @property

@@ -14,7 +14,7 @@ In a world of one ``full`` is the shard itself, and stays, unless the shard is o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -171,7 +171,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
             for param in (shard, *self.registry.params):
                 param.grad_dtype = None  # any
         self._wholes: dict[torch.dtype, WholeParameters] = {}
-        self._gathered: Hashable = None
+        self._gathered = None
         self._choose_whole()
 
     def _new_gradients(self) -> GradientBuffer:
@@ -209,7 +209,8 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
 
     def is_own(self, slot: int, value: Any) -> bool:
         """Whether modules may have seen this of a parameter."""
-        return any(value is whole.front(slot, is_whole) for whole in self._wholes.values() for is_whole in (True, False))
+        wholes = self._wholes.values()
+        return any(value is whole.front(slot, is_whole) for whole in wholes for is_whole in (True, False))
 
     def lendable(self, slot: int, tensor: Tensor) -> Tensor:
         """What modules can compute with of a tensor that takes the place of a parameter for one call.
@@ -268,7 +269,6 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         if self.phase is Phase.GATHERING:
             return
         self.absorb()
-        self.whole.begin_pass()
         if self.phase is Phase.FULL:
             if self.shard_state == self._gathered:
                 return

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from enum import Enum, auto
 
 import torch
+from torch import Tensor, nn
 
 from fsdp._collect import text_of_key
 from fsdp._comm import Communicator
@@ -57,8 +58,11 @@ class HandleState:
     has_frozen: bool
     comm_hook: CommHook | None = None
     fingerprints: Fingerprints | None = None  # until the ranks have compared them, and where there are others
+    _reduced: Tensor | None = None  # in this backward, with hooks that are still to be called with it
+    _delivered: Sequence[nn.Parameter] = ()  # whose gradients this backward has brought, and hooks are to be called
     is_exposed = False  # its places hold whole, ordinary parameters
 
+    _gathered: Hashable  # the state of the shard that the whole parameter is of; None of none
     _precision: Precision
     _in_full_precision: bool
     _wholes: dict[torch.dtype, WholeParameters]

@@ -137,6 +137,15 @@ class Pieces:
             if grad is not None and (used[slot] or piece.grad is not None):
                 piece.grad = self._show(slot, self._of(grad, slot))
 
+    def gradient_in(self, grad: Tensor, slot: int) -> tuple[Tensor, Tensor]:
+        """A piece's part of a gradient of the whole shard, and that in the form of the piece."""
+        part = self._of(grad, slot)
+        return part, self._show(slot, part)
+
+    def vector_of(self, slot: int, grad: Tensor) -> Tensor:
+        """A gradient in the form of a piece, as a vector."""
+        return self._flat(slot, grad)
+
     def mark_unreduced(self, filled: Sequence[int]) -> None:
         """Let the missing gradients say why they are missing.
 

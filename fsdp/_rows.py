@@ -1,7 +1,7 @@
 """Parameters as `DTensor`s that are cut into rows: what modules list, and optimizers see, under `fully_shard`.
 
-Each is made around this rank's rows, which lie in the shard; so a step on the `DTensor`s is a step on the shard, as it is
-with other pieces (`fsdp._pieces`). Each has a version counter of its own.
+Each is made around this rank's rows, which lie in the shard, with a version counter of its own; so a step on the
+`DTensor`s is a step on the shard, as it is with other pieces (`fsdp._pieces`).
 """
 
 from __future__ import annotations

@@ -352,8 +352,21 @@ class Unit:
             handle.comm_hook = comm_hook
 
     def changed_since(self, shards: Sequence[Hashable]) -> bool:
-        """Whether a shard was changed after a forward that saw it like this."""
-        return shards != [handle.shard_state for handle in self.handles]
+        """Whether a shard, or what is whole of it, was changed after a forward that saw it like this."""
+        return shards != [handle.shard_state for handle in self.handles] or any(
+            handle.was_written and not handle.whole.is_shard for handle in self.handles
+        )
+
+    def take_written(self) -> None:
+        """Collective if a forward has written to its weights: keep that."""
+        for handle in self.handles:
+            handle.take_written()
+
+    def forget_written(self) -> None:
+        """What was written to its weights until now is not to be kept."""
+        for handle in self.handles:
+            if handle.phase is Phase.FULL:
+                handle.whole.rest()
 
 
 def unit_of(module: nn.Module) -> Unit | None:

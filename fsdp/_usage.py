@@ -12,7 +12,8 @@ from fsdp._unit import Unit
 
 
 def show_gradients(units: Sequence[Unit]) -> None:
-    """Collective. After reductions: give pieces of original parameters their gradients, if they were used on any rank.
+    """Collective. After reductions: give pieces of original parameters their gradients, if they were used on any rank,
+    and call hooks.
 
     A sum over ranks is zero where a parameter was used nowhere, and where its gradient is zero; only the ranks together
     can tell. They exchange one byte per parameter, all units together, and a rank reads the answer only if something
@@ -24,6 +25,8 @@ def show_gradients(units: Sequence[Unit]) -> None:
             # What was accumulated before its parameters were frozen has been reduced with the rest.
             if handle.pieces is not None and (handle.requires_grad or any(handle.gradients.used)):
                 by_ranks.setdefault((handle.reduce_comm, handle.replicas), []).append(handle)
+            elif handle.pieces is None:
+                handle.deliver(())
     for ranks, handles in by_ranks.items():
         _show(ranks, handles)
 
@@ -37,5 +40,4 @@ def _show(ranks: Sequence[Communicator], handles: Sequence[FlatParamHandle]) -> 
     for handle in handles:
         count = len(handle.gradients.used)
         mine, used = used[:count], used[count:]
-        if handle.pieces is not None:
-            handle.pieces.show_gradients(mine)
+        handle.deliver(mine)

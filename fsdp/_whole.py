@@ -84,7 +84,8 @@ class WholeParameters:
                 # Weakly: the garbage collector does not see into these hooks, and would never free a model.
                 leaf.register_post_accumulate_grad_hook(partial(_tell, weakref.WeakMethod(on_gradient), number))
         self._layout = layout
-        self._resting: list[tuple[int, int]] | None = None
+        self._offsets = [memory_at(leaf) - full.data_ptr() for leaf in self.leaves]  # in bytes
+        self._versions: list[int] | None = None
         if is_shard:
             self.rest()
         self._numbers: dict[Tensor, int] = {leaf: number for number, leaf in enumerate(self.leaves)}
@@ -148,7 +149,7 @@ class WholeParameters:
         """
         if not self.is_shard:
             self.full.untyped_storage().resize_(0)
-            self._resting = None
+            self._versions = None
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is the buffer's, and will be freed."""
@@ -171,6 +172,8 @@ class WholeParameters:
         for attributes, place, leaf, absent in self._swaps:
             if attributes.get(place.name) is absent:  # else a tensor is lent
                 attributes[place.name] = leaf
+        if not self.is_shard:
+            self.rest()
         if self._rnns:
             self.refresh_rnns()
 
@@ -204,32 +207,34 @@ class WholeParameters:
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
     def rest(self) -> None:
-        """What is written to the leaves from now on is written by users, not by the module's own forward."""
-        self._resting = [(memory_at(leaf), leaf._version) for leaf in self.leaves]
+        """What is written to the leaves from now on is new."""
+        self._versions = [leaf._version for leaf in self.leaves]
 
     def written(self) -> list[int]:
-        """The numbers of the leaves that users have written to, in ways that the shard does not show."""
-        if self._resting is None:
+        """The numbers of the leaves that were written since they are shown, or since `rest`."""
+        if self._versions is None:
             return []
-        found = []
-        for number, (leaf, (address, version)) in enumerate(zip(self.leaves, self._resting, strict=True)):
-            if memory_at(leaf) != address or (leaf._version != version and not self.is_shard):
-                found.append(number)
-        return found
+        return [
+            number
+            for number, (leaf, version) in enumerate(zip(self.leaves, self._versions, strict=True))
+            if leaf._version != version or self._is_moved(number)
+        ]
+
+    def moved(self) -> list[int]:
+        """The numbers of those `written` whose ``.data`` is in another place now, and no part of the buffer."""
+        return [number for number in range(len(self.leaves)) if self._is_moved(number)] if self._versions else []
+
+    def _is_moved(self, number: int) -> bool:
+        return memory_at(self.leaves[number]) != self.full.data_ptr() + self._offsets[number]
 
     def restore(self, numbers: Sequence[int]) -> None:
         """Have leaves that were `written` be views of the buffer again, with their new values."""
         views = self._layout.views(self.full.detach()[: self._layout.whole_numel])
         for number in numbers:
-            if memory_at(self.leaves[number]) != views[number].data_ptr():
+            if self._is_moved(number):
                 views[number].copy_(local_part(self.leaves[number]).detach())
                 set_local_part(self.leaves[number], views[number].data)
         self.rest()
-
-    def begin_pass(self) -> None:
-        """From now on a module's forward may write to the leaves, as an embedding with ``max_norm`` does."""
-        if not self.is_shard:
-            self._resting = None
 
     def disturbed(self) -> list[int]:
         """The numbers of the parameters in whose places is something that is not ours, once for each such place."""
