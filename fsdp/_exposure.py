@@ -90,7 +90,7 @@ class Exposure:
 
     @property
     def _compares_values(self) -> bool:
-        """Whether only what was changed is kept, so that a change through ``.data``, which is not counted, must be seen."""
+        """Whether only what was changed is kept, so that what is written through ``.data``, uncounted, must be seen."""
         return False
 
     def _shown(self, unit: Unit) -> list[FlatParamHandle]:

@@ -44,7 +44,7 @@ class CountedParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        Tensor.data.__set__(self, value)
 
 
 class FlatParameter(CountedParameter):

@@ -82,8 +82,9 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         self.phase = Phase.SHARDED
         self.pieces = None if new_pieces is None else new_pieces(flat_param, self.layout, comm.rank, infos)
         self.places = [list(places) for places in infos]
-        entries = [(module, name, flat_param) for module, name in registered]
-        entries = self.pieces.entries if self.pieces is not None else entries
+        entries: list[tuple[nn.Module, str, nn.Parameter]] = [(*place, flat_param) for place in registered]
+        if self.pieces is not None:
+            entries = self.pieces.entries
         self.registry = Registry(self.places, entries, looks=self)
         self._precision = precision
         self._in_full_precision = False

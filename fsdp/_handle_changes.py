@@ -48,6 +48,15 @@ class FollowsChanges(HandleState):
                 self.note_written([slot])
                 self.note_values(slot)
 
+    def refuse_lent(self, what: str) -> None:
+        """Raise RuntimeError if modules compute with tensors that are not ours and were given for one call."""
+        for module, name in self.registry.lent:
+            raise RuntimeError(
+                f"{self._unit_name}: cannot {what}: '{name}' of a {type(module).__name__} was given other tensors to "
+                "compute with, which have not been taken back. Do it outside of torch.func.functional_call; and assign "
+                "new values as attributes (module.weight = nn.Parameter(...)), not in `_parameters`."
+            )
+
     def _take_back(self, replaced: list[int], written: list[int]) -> None:
         try:
             for slot in written:
@@ -98,9 +107,9 @@ class FollowsChanges(HandleState):
         if clashes:
             names = ", ".join(self.layout.slots[slots[number]].name for number in clashes)
             raise RuntimeError(
-                f"{self._unit_name}: its forward wrote to {names}, and other values on other ranks, from their own part "
-                "of the batch: there is no right one to keep. Let all ranks write the same (sum over the ranks what it "
-                "is computed from), keep it in a buffer, or change it between steps inside "
+                f"{self._unit_name}: its forward wrote to {names}, and other values on other ranks, from their own "
+                "part of the batch: there is no right one to keep. Let all ranks write the same (sum over the ranks "
+                "what it is computed from), keep it in a buffer, or change it between steps inside "
                 "`with model.summon_full_params():`."
             )
         for part, value, was in zip(own, merged.values, before or merged.values, strict=True):

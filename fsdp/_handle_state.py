@@ -68,6 +68,7 @@ class HandleState:
     _wholes: dict[torch.dtype, WholeParameters]
     _built_for: tuple[torch.dtype, list[bool], int, torch.device]
     _build: Callable[[], None]
+    settle: Callable[[], None]
 
     @property
     def comms(self) -> tuple[Communicator, ...]:

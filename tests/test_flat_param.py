@@ -608,7 +608,7 @@ def _replace_attribute(state: str, removes: Any) -> None:
     handle = handle_of(module)
     if state == "whole":
         handle.unshard()
-    with pytest.raises(TypeError, match="cannot assign .* as parameter 'odd'"):  # as without sharding
+    with pytest.raises(TypeError, match=r"cannot assign .* as parameter 'odd'"):  # as without sharding
         module.odd = torch.zeros(7)
     removes(module, "odd", *([None] if removes is setattr else []))
     handle.reshard()  # memory is given back whatever was done to the modules

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call, grad, vmap
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import cached
 
 from fsdp import FullyShardedDataParallel, fully_shard
 
@@ -167,6 +170,70 @@ def _transforms(kind: str) -> None:
     torch.testing.assert_close(found, expected)
     for mine, theirs in zip(_trained(model), _trained(plain, shard=False), strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("kind", ["flat", "pieces"])
+def test_modules_with_ways_of_their_own(ranks, kind, world_size):
+    ranks(world_size).run(_own_ways, kind)
+
+
+def _own_ways(kind: str) -> None:
+    torch.manual_seed(0)
+    # A list of weights beside the attributes, buffers, and weights that are computed.
+    for make in (lambda: nn.LSTM(4, 3), lambda: nn.BatchNorm1d(4), lambda: weight_norm(nn.Linear(4, 3))):
+        plain = make()
+        model, inputs = _wrapped(plain, kind), _inputs()
+        given = {name: value + 0.5 for name, value in plain.state_dict().items() if value.is_floating_point()}
+        for _ in range(2):
+            ours, theirs = dict(given), dict(given)
+            expected, found = functional_call(plain, theirs, inputs), functional_call(model, ours, inputs)
+            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(ours, theirs)  # running statistics are written to what was given
+            torch.testing.assert_close(model(inputs), plain(inputs))
+        sums = []
+        for each in (model, plain):
+            with cached():  # torch tells modules apart by what they were copied from
+                sums.append(_sum(each(inputs)) + _sum(each(2 * inputs)))
+                sums[-1].backward()
+        torch.testing.assert_close(*sums)
+        torch.testing.assert_close(model.state_dict(), dict(plain.state_dict()))
+
+
+def _sum(output: Any) -> Tensor:
+    result: Tensor = (output[0] if isinstance(output, tuple) else output).square().sum()
+    return result
+
+
+def test_what_is_assigned_through_a_wrapper_arrives_in_the_module(ranks):
+    ranks(2).run(_assign_through_the_wrapper)
+
+
+def _assign_through_the_wrapper() -> None:
+    for options in ({}, {"use_orig_params": True}):
+        model = FullyShardedDataParallel(nn.BatchNorm1d(4), **options)
+        for each in (model, pickle.loads(pickle.dumps(copy.deepcopy(nn.Sequential(model))))[0]):
+            each.weight = nn.Parameter(torch.full((4,), 3.0))
+            each.running_mean = torch.full((4,), 5.0)
+            each.process_group = torch.distributed.group.WORLD
+            each.eval()(torch.ones(2, 4))
+            assert each.state_dict()["weight"].eq(3.0).all()
+            assert each.state_dict()["running_mean"].eq(5.0).all()
+            assert each.module.module.running_mean.eq(5.0).all()
+
+
+def test_what_is_lent_is_not_saved(ranks):
+    ranks(2).run(_save_lent)
+
+
+def _save_lent() -> None:
+    model = FullyShardedDataParallel(nn.Linear(4, 3), use_orig_params=True)
+    listed = model.module.module._parameters["weight"]
+    model.module.module._parameters["weight"] = nn.Parameter(torch.ones(3, 4))
+    with pytest.raises(RuntimeError, match=r"'weight' of a Linear was given other tensors"):
+        model.state_dict()
+    model.module.module._parameters["weight"] = listed
+    assert not model.state_dict()["weight"].eq(1.0).all()
 
 
 @pytest.mark.parametrize("kind", ["flat", "pieces", "rows"])
