@@ -32,6 +32,9 @@ class SharedParamInfo(NamedTuple):
     primary: ParamInfo
 
 
+_set_data: Any = vars(torch._C.TensorBase)["data"].__set__
+
+
 class CountedParameter(nn.Parameter):
     """A parameter whose ``.data`` shares its version counter.
 
@@ -39,12 +42,12 @@ class CountedParameter(nn.Parameter):
     """
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         return self.detach().as_subclass(Tensor)
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        Tensor.data.__set__(self, value)
+        _set_data(self, value)
 
 
 class FlatParameter(CountedParameter):

@@ -84,7 +84,11 @@ class WholeParameters:
                 # Weakly: the garbage collector does not see into these hooks, and would never free a model.
                 leaf.register_post_accumulate_grad_hook(partial(_tell, weakref.WeakMethod(on_gradient), number))
         self._layout = layout
-        self._offsets = [memory_at(leaf) - full.data_ptr() for leaf in self.leaves]  # in bytes
+        # Where leaves lie in the buffer, in bytes; what is empty lies nowhere. Asking `DTensor`s takes longer.
+        self._address_of = memory_at if any(parts) else Tensor.data_ptr
+        self._numbers_placed = [number for number, view in enumerate(views) if view.numel()]
+        self._leaves_placed = [self.leaves[number] for number in self._numbers_placed]
+        self._offsets = [self._address_of(leaf) - full.data_ptr() for leaf in self._leaves_placed]
         self._versions: list[int] | None = None
         if is_shard:
             self.rest()
@@ -214,24 +218,28 @@ class WholeParameters:
         """The numbers of the leaves that were written since they are shown, or since `rest`."""
         if self._versions is None:
             return []
-        return [
-            number
-            for number, (leaf, version) in enumerate(zip(self.leaves, self._versions, strict=True))
-            if leaf._version != version or self._is_moved(number)
-        ]
+        versions = [leaf._version for leaf in self.leaves]
+        moved = self.moved()
+        if versions == self._versions and not moved:  # as after nearly every forward
+            return []
+        changed = [number for number, version in enumerate(self._versions) if version != versions[number]]
+        return sorted({*changed, *moved})
 
     def moved(self) -> list[int]:
         """The numbers of those `written` whose ``.data`` is in another place now, and no part of the buffer."""
-        return [number for number in range(len(self.leaves)) if self._is_moved(number)] if self._versions else []
-
-    def _is_moved(self, number: int) -> bool:
-        return memory_at(self.leaves[number]) != self.full.data_ptr() + self._offsets[number]
+        if self._versions is None:
+            return []
+        begin, found = self.full.data_ptr(), list(map(self._address_of, self._leaves_placed))
+        expected = [begin + offset for offset in self._offsets]
+        if found == expected:
+            return []
+        return [self._numbers_placed[at] for at, address in enumerate(found) if address != expected[at]]
 
     def restore(self, numbers: Sequence[int]) -> None:
         """Have leaves that were `written` be views of the buffer again, with their new values."""
         views = self._layout.views(self.full.detach()[: self._layout.whole_numel])
-        for number in numbers:
-            if self._is_moved(number):
+        for number in self.moved():
+            if number in numbers:
                 views[number].copy_(local_part(self.leaves[number]).detach())
                 set_local_part(self.leaves[number], views[number].data)
         self.rest()

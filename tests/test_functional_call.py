@@ -15,6 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import cached
 
 from fsdp import FullyShardedDataParallel, fully_shard
+from tests._ranks import RankPool
 
 Given = dict[str, Tensor]
 
@@ -56,7 +57,7 @@ def _wrapped(model: nn.Module, kind: str) -> nn.Module:
         return fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
     if kind == "nested" and isinstance(model, Net):
         model.inner = FullyShardedDataParallel(model.inner)  # type: ignore[assignment]
-    options = {"alone": {"flatten_parameters": False}, "pieces": {"use_orig_params": True}}
+    options: dict[str, dict[str, Any]] = {"alone": {"flatten_parameters": False}, "pieces": {"use_orig_params": True}}
     return FullyShardedDataParallel(model, **options.get(kind, {}))
 
 
@@ -91,7 +92,9 @@ def _values(model: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_functional_call_computes_with_what_it_is_given_and_leaves_the_parameters_alone(ranks, kind):
+def test_functional_call_computes_with_what_it_is_given_and_leaves_the_parameters_alone(
+    ranks: RankPool, kind: str
+) -> None:
     ranks(2).run(_calls, kind)
 
 
@@ -133,7 +136,7 @@ def _calls(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["flat", "pieces", "rows"])
 @pytest.mark.parametrize("keeps_class", [True, False])
-def test_functional_call_in_the_middle_of_a_forward(ranks, kind, keeps_class):
+def test_functional_call_in_the_middle_of_a_forward(ranks: RankPool, kind: str, keeps_class: bool) -> None:
     ranks(2).run(_calls_inside, kind, keeps_class)
 
 
@@ -148,7 +151,7 @@ def _calls_inside(kind: str, keeps_class: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["flat", "pieces"])
-def test_functorch_differentiates_through_what_is_given(ranks, kind):
+def test_functorch_differentiates_through_what_is_given(ranks: RankPool, kind: str) -> None:
     ranks(2).run(_transforms, kind)
 
 
@@ -174,14 +177,15 @@ def _transforms(kind: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("kind", ["flat", "pieces"])
-def test_modules_with_ways_of_their_own(ranks, kind, world_size):
+def test_modules_with_ways_of_their_own(ranks: RankPool, kind: str, world_size: int) -> None:
     ranks(world_size).run(_own_ways, kind)
 
 
 def _own_ways(kind: str) -> None:
     torch.manual_seed(0)
     # A list of weights beside the attributes, buffers, and weights that are computed.
-    for make in (lambda: nn.LSTM(4, 3), lambda: nn.BatchNorm1d(4), lambda: weight_norm(nn.Linear(4, 3))):
+    makes: Any = (lambda: nn.LSTM(4, 3), lambda: nn.BatchNorm1d(4), lambda: weight_norm(nn.Linear(4, 3)))
+    for make in makes:
         plain = make()
         model, inputs = _wrapped(plain, kind), _inputs()
         given = {name: value + 0.5 for name, value in plain.state_dict().items() if value.is_floating_point()}
@@ -205,13 +209,13 @@ def _sum(output: Any) -> Tensor:
     return result
 
 
-def test_what_is_assigned_through_a_wrapper_arrives_in_the_module(ranks):
+def test_what_is_assigned_through_a_wrapper_arrives_in_the_module(ranks: RankPool) -> None:
     ranks(2).run(_assign_through_the_wrapper)
 
 
 def _assign_through_the_wrapper() -> None:
-    for options in ({}, {"use_orig_params": True}):
-        model = FullyShardedDataParallel(nn.BatchNorm1d(4), **options)
+    for use_orig_params in (False, True):
+        model: Any = FullyShardedDataParallel(nn.BatchNorm1d(4), use_orig_params=use_orig_params)
         for each in (model, pickle.loads(pickle.dumps(copy.deepcopy(nn.Sequential(model))))[0]):
             each.weight = nn.Parameter(torch.full((4,), 3.0))
             each.running_mean = torch.full((4,), 5.0)
@@ -222,7 +226,7 @@ def _assign_through_the_wrapper() -> None:
             assert each.module.module.running_mean.eq(5.0).all()
 
 
-def test_what_is_lent_is_not_saved(ranks):
+def test_what_is_lent_is_not_saved(ranks: RankPool) -> None:
     ranks(2).run(_save_lent)
 
 
@@ -237,7 +241,7 @@ def _save_lent() -> None:
 
 
 @pytest.mark.parametrize("kind", ["flat", "pieces", "rows"])
-def test_functional_call_refuses_parts_of_parameters(ranks, kind):
+def test_functional_call_refuses_parts_of_parameters(ranks: RankPool, kind: str) -> None:
     ranks(2).run(_refuses, kind)
 
 
