@@ -30,6 +30,7 @@ def assembled(handle: FlatParamHandle, at_first: bool = False) -> list[Tensor]:
     """
     handle.home.check(handle.name)
     handle.absorb()
+    handle.refuse_lent("put whole parameters together")
     if at_first and not is_first(handle):
         if not _is_at_hand(handle) and handle.replicas.rank == 0:
             _send_pieces(handle, [], [0])

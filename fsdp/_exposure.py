@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -18,6 +19,7 @@ from fsdp._assembling import assembled, deal
 from fsdp._blanks import is_marked, mark
 from fsdp._collect import note_stale
 from fsdp._dtensors import local_part
+from fsdp._fingerprints import fingerprint
 from fsdp._flat_param import ParamInfo
 from fsdp._forward import TrainingState
 from fsdp._handle import FlatParamHandle
@@ -42,7 +44,7 @@ class Exposure:
         self._outer_state, unit.state = unit.state, TrainingState.SUMMON_FULL_PARAMS
         unit.buffers.widen()
         self._installed = [
-            (handle, slot, param, _version_of(param))
+            (handle, slot, param, _Look.at(param, by_value=self._compares_values))
             for handle, tensors in zip(self._handles, values, strict=True)
             for slot, param in enumerate(self._install(handle, tensors))
         ]
@@ -82,9 +84,14 @@ class Exposure:
         """Which parameters were written, or replaced."""
         return [
             (handle, slot)
-            for handle, slot, param, version in self._installed
-            if version is None or listed_at(handle.places[slot][0]) is not param or _version_of(param) != version
+            for handle, slot, param, look in self._installed
+            if listed_at(handle.places[slot][0]) is not param or not look.is_of(param)
         ]
+
+    @property
+    def _compares_values(self) -> bool:
+        """Whether only what was changed is kept, so that what is written through ``.data``, uncounted, must be seen."""
+        return False
 
     def _shown(self, unit: Unit) -> list[FlatParamHandle]:
         return [handle for handle in unit.seen if not handle.is_exposed]
@@ -116,9 +123,22 @@ def install(handle: FlatParamHandle, params: list[nn.Parameter]) -> list[nn.Para
     return params
 
 
-def _version_of(param: nn.Parameter) -> int | None:
-    """How often it was written; None if that is not known, in inference mode."""
-    return None if param.is_inference() else param._version
+class _Look(NamedTuple):
+    """What a parameter was, as far as is needed to see whether it was written."""
+
+    version: int | None  # how often it was written; None if that is not known, in inference mode
+    value: int | None  # a fingerprint, if it was asked for
+
+    @classmethod
+    def at(cls, param: nn.Parameter, by_value: bool) -> _Look:
+        version = None if param.is_inference() else param._version
+        local = local_part(param)
+        return cls(version, fingerprint(local) if by_value and not local.is_meta else None)
+
+    def is_of(self, param: nn.Parameter) -> bool:
+        """Whether the parameter is still the same."""
+        is_counted = self.version is not None and not param.is_inference() and param._version == self.version
+        return is_counted and (self.value is None or _Look.at(param, by_value=True).value == self.value)
 
 
 def deal_changes(

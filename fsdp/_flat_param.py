@@ -32,7 +32,25 @@ class SharedParamInfo(NamedTuple):
     primary: ParamInfo
 
 
-class FlatParameter(nn.Parameter):
+_set_data: Any = vars(torch._C.TensorBase)["data"].__set__
+
+
+class CountedParameter(nn.Parameter):
+    """A parameter whose ``.data`` shares its version counter.
+
+    By that we know when what was gathered is stale. What is written through ``.data`` of other tensors is not counted.
+    """
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach().as_subclass(Tensor)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _set_data(self, value)
+
+
+class FlatParameter(CountedParameter):
     """Several parameters, in row-major order one after the other, as one 1-D parameter.
 
     Args:
@@ -261,7 +279,7 @@ class FlatParameter(nn.Parameter):
         )
 
 
-class PieceParameter(nn.Parameter):
+class PieceParameter(CountedParameter):
     """This rank's piece of an original parameter: elements ``offset:offset + numel()`` of it in row-major order.
 
     1-D, and empty on ranks that have nothing of it. Of a `DTensor` it is a piece of the local part.

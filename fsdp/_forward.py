@@ -86,7 +86,7 @@ class ForwardHooks:
         """The module is about to compute. Returns its arguments if they were cast."""
         if self._unit.state is TrainingState.FORWARD and self._is_inside_its_call():
             self._nested += 1
-        else:
+        elif not self._unit.is_lent:  # else it has no part in this call
             self._nested = 0
             self._unit.ensure_runtime().before_forward(self._unit, (args, kwargs))
         return self._cast_inputs((args, kwargs))

@@ -93,7 +93,7 @@ class Conversions:
         own, listed = self._module._parameters, dict(self._module._parameters)
         rows = [name for name, param in listed.items() if param is not None and is_ours(param) and is_dtensor(param)]
         for name in rows:
-            del own[name]  # torch would put other tensors in their place; they follow their shard
+            own.pop(name)  # torch would put other tensors in their place; they follow their shard
         try:
             type(self._module)._apply(self._module, fn, recurse)
         finally:

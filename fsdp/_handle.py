@@ -14,13 +14,14 @@ In a world of one ``full`` is the shard itself, and stays, unless the shard is o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsdp._comm import LONE_RANK, Communicator, Pending
+from fsdp._dtensors import is_dtensor
 from fsdp._errors import InternalError
 from fsdp._flat_param import FlatParameter, ParamInfo, SharedParamInfo
 from fsdp._gradients import GradientBuffer
@@ -81,8 +82,10 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         self.phase = Phase.SHARDED
         self.pieces = None if new_pieces is None else new_pieces(flat_param, self.layout, comm.rank, infos)
         self.places = [list(places) for places in infos]
-        entries = [(module, name, flat_param) for module, name in registered]
-        self.registry = Registry(self.places, self.pieces.entries if self.pieces is not None else entries)
+        entries: list[tuple[nn.Module, str, nn.Parameter]] = [(*place, flat_param) for place in registered]
+        if self.pieces is not None:
+            entries = self.pieces.entries
+        self.registry = Registry(self.places, entries, looks=self)
         self._precision = precision
         self._in_full_precision = False
         self._on_gradient = on_gradient
@@ -144,6 +147,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         self.home.adopt(shard)
         if self.pieces is not None:
             self.pieces.alias()
+        self.registry.enter()
         self.gradients = self._new_gradients()
         self._build()
 
@@ -168,7 +172,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
             for param in (shard, *self.registry.params):
                 param.grad_dtype = None  # any
         self._wholes: dict[torch.dtype, WholeParameters] = {}
-        self._gathered: Hashable = None
+        self._gathered = None
         self._choose_whole()
 
     def _new_gradients(self) -> GradientBuffer:
@@ -196,8 +200,34 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
             requires_grad=self.requires_grad_each,
             valueless=self.valueless,
             on_gradient=self._leaf_has_gradient,
+            lent=self.registry.lent,
             absent=self.pieces.absent if self.pieces is not None else None,
         )
+
+    def present(self, slot: int) -> Tensor:
+        """What modules see of a parameter in this phase."""
+        return self.whole.front(slot, self.phase is Phase.FULL)
+
+    def is_own(self, slot: int, value: Any) -> bool:
+        """Whether modules may have seen this of a parameter."""
+        wholes = self._wholes.values()
+        return any(value is whole.front(slot, is_whole) for whole in wholes for is_whole in (True, False))
+
+    def lendable(self, slot: int, tensor: Tensor) -> Tensor:
+        """What modules can compute with of a tensor that takes the place of a parameter for one call.
+
+        Raises:
+            RuntimeError: if it is not of the parameter's shape, as this rank's part is not.
+        """
+        name, part = self.layout.slots[slot].name, self.flat_param.parts[slot]
+        shape = self.layout.slots[slot].shape if part is None else part.shape
+        if tensor.shape != shape or (part is None and is_dtensor(tensor)):
+            raise RuntimeError(
+                f"{name} of {self._unit_name} was given a {type(tensor).__name__} of shape {tuple(tensor.shape)} to "
+                f"compute with (by torch.func.functional_call?): give a whole, ordinary tensor of shape {tuple(shape)} "
+                "under the original parameter's name. Inside `with model.summon_full_params():` the model lists such."
+            )
+        return tensor.to(self.dtype) if self.is_cast and tensor.dtype == self.flat_param.dtype else tensor
 
     @property
     def _whole_numel(self) -> int:
@@ -240,7 +270,6 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         if self.phase is Phase.GATHERING:
             return
         self.absorb()
-        self.whole.begin_pass()
         if self.phase is Phase.FULL:
             if self.shard_state == self._gathered:
                 return

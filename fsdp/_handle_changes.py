@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from fsdp._dtensors import check_device
+from fsdp._dtensors import check_device, local_part
 from fsdp._handle_state import HandleState, Phase
+from fsdp._merged import Merged, differs
 
 
 class FollowsChanges(HandleState):
@@ -37,13 +38,24 @@ class FollowsChanges(HandleState):
             return  # changes are kept, or not, when that ends
         if self.phase is Phase.GATHERING:
             return  # the shard is being sent; `check_places` will report what is new
-        disturbed, missing, written = self.whole.disturbed(), self.registry.missing(), self.whole.written()
+        disturbed, missing = self.whole.disturbed(), self.registry.missing()
+        # Where the buffer is the shard, what is written to it is there already.
+        written = self.whole.moved() if self.whole.is_shard else self.whole.written()
         if disturbed or missing or written:
             self._take_back(list(dict.fromkeys([*disturbed, *missing])), written)
         if self.pieces is not None:
             for slot in self.pieces.absorb():
                 self.note_written([slot])
                 self.note_values(slot)
+
+    def refuse_lent(self, what: str) -> None:
+        """Raise RuntimeError if modules compute with tensors that are not ours and were given for one call."""
+        for module, name in self.registry.lent:
+            raise RuntimeError(
+                f"{self._unit_name}: cannot {what}: '{name}' of a {type(module).__name__} was given other tensors to "
+                "compute with, which have not been taken back. Do it outside of torch.func.functional_call; and assign "
+                "new values as attributes (module.weight = nn.Parameter(...)), not in `_parameters`."
+            )
 
     def _take_back(self, replaced: list[int], written: list[int]) -> None:
         try:
@@ -62,6 +74,52 @@ class FollowsChanges(HandleState):
         if replaced:
             self.registry.withdraw(replaced)
             self.fill_places()
+
+    @property
+    def was_written(self) -> bool:
+        """Whether modules or users have written to the whole parameters what their shards do not have."""
+        return not (self.whole.is_shard and not self.is_replicated) and bool(self.whole.written())
+
+    def take_written(self) -> None:
+        """Collective if the module's own forward has written to its weights, as an embedding with ``max_norm`` does.
+
+        An element is what the ranks that wrote it made of it, whether others did or not: what a forward over all ranks'
+        batches would have made of it.
+
+        Raises:
+            RuntimeError: on all ranks, if some made different values of one element.
+        """
+        if not self.was_written:
+            return
+        slots = self.whole.written()
+        made = {slot: local_part(self.whole.leaves[slot]).detach() for slot in slots}
+        parts = self.layout.parts(self._shard, self.comm.rank)
+        own = [parts[slot].data for slot in slots]  # `.data`: it is not the user who changes it between two passes
+        before = None if self.whole.is_shard else [part.to(self.home.device, self.dtype) for part in own]
+        merged = Merged(before, [self.layout.part_of(slot, made[slot], self.comm.rank) for slot in slots])
+        what = f"values that the forward of {self._unit_name} wrote to its parameters"
+        ranks = range(self.comm.world_size)
+        dealt = [[self.layout.part_of(slot, made[slot], rank) for slot in slots] for rank in ranks]
+        merged.exchange(self.comm, dealt, what, self.tag)
+        merged.exchange(self.replicas, [merged.values] * self.replicas.world_size, what, self.replica_tag)
+        self.settle()
+        clashes = merged.clashes((self.comm, self.replicas))
+        if clashes:
+            names = ", ".join(self.layout.slots[slots[number]].name for number in clashes)
+            raise RuntimeError(
+                f"{self._unit_name}: its forward wrote to {names}, and other values on other ranks, from their own "
+                "part of the batch: there is no right one to keep. Let all ranks write the same (sum over the ranks "
+                "what it is computed from), keep it in a buffer, or change it between steps inside "
+                "`with model.summon_full_params():`."
+            )
+        for part, value, was in zip(own, merged.values, before or merged.values, strict=True):
+            if before is not None:
+                part.copy_(torch.where(differs(value, was).to(part.device), value.to(part.device, part.dtype), part))
+        self.note_written(slots)
+        self.home.release()
+        self.whole.rest()
+        if before is not None:
+            self._gathered = None  # other ranks may have written other elements
 
     def keep(self, slot: int, value: nn.Parameter) -> None:
         """Keep this rank's part of what a user has made of a whole parameter.

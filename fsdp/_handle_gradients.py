@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp._comm import Pending
 from fsdp._comm_hook import HookCall
@@ -52,18 +52,54 @@ class TakesGradients(HandleState):
         return torch.promote_types(own, self.gradients.dtype) if self.is_replicated else own
 
     def accept(self, reduced: Tensor) -> None:
-        """Add a reduced gradient to the shard's."""
+        """Add a reduced gradient to the shard's; if there are hooks to be called with it, when `deliver` is."""
         self.flat_param._has_unreduced = False
         if not any(self.gradients.used) and any(self.gradients.missed) and not reduced.any():
             return  # no rank has anything of what all awaited
         self.home.check(self.name)
-        self.home.accept(
-            self.flat_param, reduced.to(self.gradients.dtype) if self._precision.keeps_low_gradients else reduced
-        )
+        reduced = reduced.to(self.gradients.dtype) if self._precision.keeps_low_gradients else reduced
+        if any(param._backward_hooks or param._post_accumulate_grad_hooks for param in self._hookable):
+            self._reduced = reduced if self._reduced is None else self._reduced + reduced
+        else:
+            self.home.accept(self.flat_param, reduced)
+
+    @property
+    def _hookable(self) -> Sequence[nn.Parameter]:
+        return [self.flat_param] if self.pieces is None else self.pieces.params
+
+    def deliver(self, used: Sequence[int], missed: Sequence[int]) -> None:
+        """All gradients of this backward are reduced: call the hooks of `Tensor.register_hook`, and show gradients.
+
+        Args:
+            used, missed: of the original parameters, see `Pieces.show_gradients`.
+        """
+        reduced, self._reduced = self._reduced, None
+        if reduced is not None:
+            params = self._hookable
+            slots = [slot for slot in range(len(params)) if self.pieces is None or used[slot]]
+            for slot in slots:
+                if params[slot]._backward_hooks:
+                    part, grad = (reduced, reduced) if self.pieces is None else self.pieces.gradient_in(reduced, slot)
+                    after = _after_hooks(params[slot], grad)
+                    if after is not grad:
+                        part.copy_(after if self.pieces is None else self.pieces.vector_of(slot, after))
+            self.home.accept(self.flat_param, reduced)
+            self._delivered = [params[slot] for slot in slots]
+        if self.pieces is not None:
+            self.pieces.show_gradients(used, missed)
+
+    def call_hooks(self) -> None:
+        """Call the hooks of `Tensor.register_post_accumulate_grad_hook`, of what this backward has brought."""
+        delivered, self._delivered = self._delivered, []
+        if any(param._post_accumulate_grad_hooks for param in delivered):
+            self.home.lane.settle()
+            self.flat_param.bring_gradient()
+            for param in (each for each in delivered if each.grad is not None):
+                for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+                    hook(param)
 
     def mark_unreduced(self) -> None:
         """Let the shard's missing gradient say why it is missing, if it is and something is accumulated."""
-        self.whole.rest()  # if it stays whole: until the next pass
         if not self.gradients.is_empty:
             self.flat_param._has_unreduced = True
             if self.flat_param.grad is None:
@@ -145,7 +181,8 @@ class TakesGradients(HandleState):
         self.gradients.begin_backward(is_summing)
 
     def drop_unreduced(self) -> None:
-        """Forget what is accumulated and not reduced."""
+        """Forget what is accumulated and not reduced, or not delivered."""
+        self._reduced, self._delivered = None, []
         self.flat_param._has_unreduced = False
         self.gradients.drop()
         if isinstance(self.flat_param.grad, Placeholder) and self.flat_param.held_gradient is None:
@@ -155,3 +192,11 @@ class TakesGradients(HandleState):
         for whole in self._wholes.values():
             for leaf in whole.leaves:
                 leaf.grad = None
+
+
+def _after_hooks(param: nn.Parameter, grad: Tensor) -> Tensor:
+    """What the hooks of `Tensor.register_hook` make of a gradient."""
+    for hook in list((param._backward_hooks or {}).values()):
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    return grad

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from enum import Enum, auto
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from fsdp._collect import text_of_key
 from fsdp._comm import Communicator
@@ -58,13 +59,17 @@ class HandleState:
     has_frozen: bool
     comm_hook: CommHook | None = None
     fingerprints: Fingerprints | None = None  # until the ranks have compared them, and where there are others
+    _reduced: Tensor | None = None  # in this backward, with hooks that are still to be called with it
+    _delivered: Sequence[nn.Parameter] = ()  # whose gradients this backward has brought, and hooks are to be called
     is_exposed = False  # its places hold whole, ordinary parameters
 
+    _gathered: Hashable  # the state of the shard that the whole parameter is of; None of none
     _precision: Precision
     _in_full_precision: bool
     _wholes: dict[torch.dtype, WholeParameters]
     _built_for: tuple[torch.dtype, list[bool], int, torch.device]
     _build: Callable[[], None]
+    settle: Callable[[], None]
 
     @property
     def comms(self) -> tuple[Communicator, ...]:
@@ -122,8 +127,8 @@ class HandleState:
     def shard_state(self) -> Hashable:
         """Changes when the shard is written, cast, moved, frozen or released."""
         shard = self.flat_param
-        needs = shard.requires_grad if self.pieces is None else tuple(self.pieces.requires_grad)
-        return shard._version, shard.data_ptr(), shard.dtype, shard.device, needs
+        pieces = (shard.requires_grad,) if self.pieces is None else (*self.pieces.requires_grad, self.pieces.versions)
+        return shard._version, shard.data_ptr(), shard.dtype, shard.device, pieces
 
     @property
     def intervals(self) -> list[Interval]:

@@ -210,6 +210,10 @@ class _Loaded(Exposure):
             part.dtensor(each) if part else each for each, part in zip(tensors, handle.flat_param.parts, strict=True)
         ]
 
+    @property
+    def _compares_values(self) -> bool:
+        return self._is_read and self._is_here
+
     def _install(self, handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[nn.Parameter]:
         if self._is_read or any(handle.flat_param.parts):
             return super()._install(handle, tensors)

@@ -79,6 +79,7 @@ def local(root: Unit, what: str) -> Iterator[None]:
     settle_shares(root, units_in(root), all_inside=False)
     for handle in _handles(units):
         handle.absorb()  # what users have put in the places of parameters belongs to the shards
+        handle.refuse_lent("save or load its shards")
         handle.home.check(handle.name)
     try:
         for unit in units:

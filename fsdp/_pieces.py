@@ -79,6 +79,11 @@ class Pieces:
         """Of each parameter."""
         return [piece.requires_grad for piece in self.params]
 
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """How often each was written, where the shard's own counter does not tell."""
+        return ()
+
     def alias(self) -> None:
         """Make the pieces views of the shard, which may be another tensor now."""
         shard = self._flat_param.detach()
@@ -134,6 +139,15 @@ class Pieces:
                 continue
             if piece.grad is not None or slot not in missed or self._of(grad, slot).any():
                 piece.grad = self._show(slot, self._of(grad, slot))
+
+    def gradient_in(self, grad: Tensor, slot: int) -> tuple[Tensor, Tensor]:
+        """A piece's part of a gradient of the whole shard, and that in the form of the piece."""
+        part = self._of(grad, slot)
+        return part, self._show(slot, part)
+
+    def vector_of(self, slot: int, grad: Tensor) -> Tensor:
+        """A gradient in the form of a piece, as a vector."""
+        return self._flat(slot, grad)
 
     def mark_unreduced(self, filled: Sequence[int]) -> None:
         """Let the missing gradients say why they are missing.

@@ -1,6 +1,6 @@
 """Parameters as `DTensor`s that are cut into rows: what modules list, and optimizers see, under `fully_shard`.
 
-Each is made around this rank's rows, which lie in the shard, and has the shard's version counter; so a step on the
+Each is made around this rank's rows, which lie in the shard, with a version counter of its own; so a step on the
 `DTensor`s is a step on the shard, as it is with other pieces (`fsdp._pieces`).
 """
 
@@ -59,7 +59,11 @@ class RowPieces(Pieces):
         self._held: dict[int, Tensor] = {}
         super().__init__(flat_param, layout, rank, places)
         del self._given
-        self._versions = [param._version for param in self.params]
+        self._versions = self.versions
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        return tuple(param._version for param in self.params)
 
     @property
     def absent(self) -> list[Tensor]:  # type: ignore[override]
@@ -104,8 +108,8 @@ class RowPieces(Pieces):
                 self._take_back(slot, param)
         self._flat_param.requires_grad_(any(self.requires_grad))
         # Every rank writes to a DTensor when any does, also those that have no rows of it.
-        before, self._versions = self._versions, [param._version for param in self.params]
-        return [slot for slot, version in enumerate(before) if version != self.params[slot]._version]
+        before, self._versions = self._versions, self.versions
+        return [slot for slot, version in enumerate(before) if version != self._versions[slot]]
 
 
 def _rows_shape(layout: Layout, slot: int, rank: int) -> torch.Size:

@@ -160,10 +160,14 @@ class Runtime(FollowsOthers):
         if not self._running or self._running[-1].unit is not unit:
             return  # it never began: a hook before ours has raised
         call = self._running.pop()
+        if call.recomputed:
+            unit.forget_written()  # the forward has written it already
         if failed:
             if not call.recomputed:
                 self._end_failed_forward(unit)
             return
+        if not call.recomputed:
+            self._take_written(unit, only_here=call.visit is not None)
         needs_backward = torch.is_grad_enabled() and call.watch_outputs(output)
         if needs_backward:
             self.visits.expect_backward(unit, call)
@@ -181,7 +185,21 @@ class Runtime(FollowsOthers):
             may_need_it = torch.is_grad_enabled() and any(one.requires_grad for one in self.handles)
             self._end_forward(keep=needs_backward or may_need_it)
 
+    def _take_written(self, unit: Unit, *, only_here: bool = False) -> None:
+        try:
+            if only_here and any(handle.was_written for handle in unit.handles):
+                raise RuntimeError(
+                    f"{unit.name}: its forward writes to its own parameters, and only some ranks run it (fsdp.cond, "
+                    "fsdp.join). Change parameters between steps, inside `with model.summon_full_params():`."
+                )
+            unit.take_written()
+        except BaseException:
+            self._end_failed_forward(unit)
+            raise
+
     def _end_forward(self, keep: bool) -> None:
+        for unit in self.units if keep else ():
+            self._take_written(unit)  # what the forward of others has written
         for unit in self.units:
             # Kept for a backward that doesn't come, or prefetched in vain.
             if not keep or unit.is_gathering:
@@ -327,8 +345,13 @@ class Runtime(FollowsOthers):
                 unit.reshard()
         self._settle()
         if self.sync_gradients:
-            self._usage.show_gradients()
+            with torch.no_grad():
+                self._usage.show_gradients()
         self._backward = None
+        with torch.no_grad():
+            for unit in reversed(self.units):
+                for handle in unit.handles:
+                    handle.call_hooks()
 
     def _reduce_rest(self) -> None:
         """Reduce what did not complete on every rank, and finish all reductions."""

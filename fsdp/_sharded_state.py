@@ -70,6 +70,7 @@ class _Parts(Exposure):
     def _values(self, handle: FlatParamHandle) -> list[Tensor]:
         handle.home.check(handle.name)
         handle.absorb()
+        handle.refuse_lent("save or load its shards")
         handle.follow_shard()
         shard = handle.flat_param.detach().as_subclass(Tensor)
         flats = handle.layout.parts(shard, handle.comm.rank)

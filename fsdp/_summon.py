@@ -47,6 +47,10 @@ class Summoned(Exposure):
     def _values(self, handle: FlatParamHandle) -> list[Tensor]:
         return [tensor if tensor.is_meta else self._placed(tensor) for tensor in super()._values(handle)]
 
+    @property
+    def _compares_values(self) -> bool:
+        return self._keep_changes and self._form.rank0_only and self._is_here
+
     def _placed(self, tensor: Any) -> Any:
         return tensor.cpu() if self._form.on_host and tensor is not None else tensor
 

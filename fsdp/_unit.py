@@ -290,6 +290,15 @@ class Unit:
         return any(unit_of(module) is not None for module in self.module.modules() if module is not self.module)
 
     @property
+    def is_lent(self) -> bool:
+        """Whether its modules compute with nothing of it, but with what was given for one call."""
+        # What has no parameters of its own has a part if a unit inside of it has.
+        units = [self] if self.handles else filter(None, map(unit_of, self.module.modules()))
+        handles = (handle for unit in units for handle in unit.handles)
+        first = next(handles, None)
+        return first is not None and first.registry.is_lent and all(handle.registry.is_lent for handle in handles)
+
+    @property
     def is_gathering(self) -> bool:
         return any(handle.phase is Phase.GATHERING for handle in self.handles)
 
@@ -373,8 +382,21 @@ class Unit:
             handle.comm_hook = comm_hook
 
     def changed_since(self, shards: Sequence[Hashable]) -> bool:
-        """Whether a shard was changed after a forward that saw it like this."""
-        return shards != [handle.shard_state for handle in self.handles]
+        """Whether a shard, or what is whole of it, was changed after a forward that saw it like this."""
+        return shards != [handle.shard_state for handle in self.handles] or any(
+            handle.was_written and not handle.whole.is_shard for handle in self.handles
+        )
+
+    def take_written(self) -> None:
+        """Collective if a forward has written to its weights: keep that."""
+        for handle in self.handles:
+            handle.take_written()
+
+    def forget_written(self) -> None:
+        """What was written to its weights until now is not to be kept."""
+        for handle in self.handles:
+            if handle.phase is Phase.FULL:
+                handle.whole.rest()
 
 
 def unit_of(module: nn.Module) -> Unit | None:

@@ -110,11 +110,10 @@ class Usage:
         return handle.gradients.times_taken < self._times.get(handle, 0) or not handle.gradients.is_empty
 
     def show_gradients(self) -> None:
-        """After all reductions: give pieces of original parameters their gradients, if any rank used them."""
+        """After all reductions: have handles show their gradients, those of original parameters that any rank used."""
         for handle in self._handles:
-            if handle.pieces is not None:
-                missed = [slot for slot, is_missed in enumerate(handle.gradients.missed) if is_missed]
-                handle.pieces.show_gradients(self._used.get(handle, handle.gradients.used), missed)
+            missed = [slot for slot, is_missed in enumerate(handle.gradients.missed) if is_missed]
+            handle.deliver(self._used.get(handle, handle.gradients.used), missed)
 
 
 def _forecast(handle: FlatParamHandle) -> Iterable[int]:

@@ -54,6 +54,7 @@ class WholeParameters:
         valueless: the numbers of those without values: where the buffer is the shard, they are not seen until `reveal`.
         on_gradient: a method, held weakly: called with a parameter's number and leaf when autograd has finished its
             gradient.
+        lent: the places that show, for one call, tensors that are not ours; see `fsdp._registry`.
         absent: for each, what modules see while it is not whole; None stands for placeholders, and for the leaves
             where the buffer is the shard.
     """
@@ -69,9 +70,11 @@ class WholeParameters:
         requires_grad: Sequence[bool],
         valueless: Collection[int],
         on_gradient: Callable[[int, Tensor], None],
+        lent: Collection[tuple[nn.Module, str]],
         absent: Sequence[Tensor] | None = None,
     ) -> None:
         self.full = full
+        self._lent = lent
         self.is_shard = is_shard
         self._hides = not is_shard or absent is not None
         self._nbytes = full.numel() * full.element_size()
@@ -84,7 +87,12 @@ class WholeParameters:
                 leaf.register_post_accumulate_grad_hook(partial(_tell, weakref.WeakMethod(on_gradient), number))
         self._freed = FreedLeaves(self.leaves)
         self._layout = layout
-        self._resting: list[tuple[int, int]] | None = None
+        # Where leaves lie in the buffer, in bytes; what is empty lies nowhere. Asking `DTensor`s takes longer.
+        self._address_of = memory_at if any(parts) else Tensor.data_ptr
+        self._numbers_placed = [number for number, view in enumerate(views) if view.numel()]
+        self._leaves_placed = [self.leaves[number] for number in self._numbers_placed]
+        self._offsets = [self._address_of(leaf) - full.data_ptr() for leaf in self._leaves_placed]
+        self._versions: list[int] | None = None
         if is_shard:
             self.rest()
         self._numbers: dict[Tensor, int] = {leaf: number for number, leaf in enumerate(self.leaves)}
@@ -120,8 +128,7 @@ class WholeParameters:
 
     def use_at(self, slot: int, places: Sequence[ParamInfo]) -> None:
         """Have a parameter seen in more places."""
-        leaf = self.leaves[slot]
-        absent = next(absent for _, _, other, absent in self._swaps if other is leaf)
+        leaf, absent = self.leaves[slot], self.front(slot, is_whole=False)
         self._swaps += [(place.module.__dict__, place, leaf, absent) for place in places]
         self._find_rnns()
 
@@ -154,7 +161,7 @@ class WholeParameters:
         """
         if not self.is_shard:
             self.full.untyped_storage().resize_(0)
-            self._resting = None
+            self._versions = None
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is the buffer's, and will be freed."""
@@ -166,16 +173,20 @@ class WholeParameters:
             placeholder._message = sharded_message(name, unit)
 
     def fill_places(self, is_whole: bool) -> None:
-        """Put leaves, or placeholders, where the modules look for their parameters, whatever is there."""
+        """Put leaves, or placeholders, where the modules look for their parameters, whatever is there but lent."""
         for attributes, place, leaf, absent in self._swaps:
-            attributes[place.name] = leaf if is_whole else absent
+            if (place.module, place.name) not in self._lent:
+                attributes[place.name] = leaf if is_whole else absent
         self.refresh_rnns()
 
     def show(self) -> None:
         """Let the modules see the parameters."""
         self._freed.unseal()
-        for attributes, place, leaf, _ in self._swaps:
-            attributes[place.name] = leaf
+        for attributes, place, leaf, absent in self._swaps:
+            if attributes.get(place.name) is absent:  # else a tensor is lent
+                attributes[place.name] = leaf
+        if not self.is_shard:
+            self.rest()
         if self._rnns:
             self.refresh_rnns()
 
@@ -190,6 +201,11 @@ class WholeParameters:
                 attributes[place.name] = absent
         if self._rnns:
             self.refresh_rnns()
+
+    def front(self, number: int, is_whole: bool) -> Tensor:
+        """What modules see of a parameter."""
+        own = self.leaves[number]
+        return own if is_whole else next(absent for _, _, leaf, absent in self._swaps if leaf is own)
 
     def reveal(self, number: int) -> None:
         """A parameter has values now: where the buffer is the shard, let modules see it from now on."""
@@ -206,39 +222,45 @@ class WholeParameters:
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
     def rest(self) -> None:
-        """What is written to the leaves from now on is written by users, not by the module's own forward."""
-        self._resting = [(memory_at(leaf), leaf._version) for leaf in self.leaves]
+        """What is written to the leaves from now on is new."""
+        self._versions = [leaf._version for leaf in self.leaves]
 
     def written(self) -> list[int]:
-        """The numbers of the leaves that users have written to, in ways that the shard does not show."""
-        if self._resting is None:
+        """The numbers of the leaves that were written since they are shown, or since `rest`."""
+        if self._versions is None:
             return []
-        found = []
-        for number, (leaf, (address, version)) in enumerate(zip(self.leaves, self._resting, strict=True)):
-            if memory_at(leaf) != address or (leaf._version != version and not self.is_shard):
-                found.append(number)
-        return found
+        versions = [leaf._version for leaf in self.leaves]
+        moved = self.moved()
+        if versions == self._versions and not moved:  # as after nearly every forward
+            return []
+        changed = [number for number, version in enumerate(self._versions) if version != versions[number]]
+        return sorted({*changed, *moved})
+
+    def moved(self) -> list[int]:
+        """The numbers of those `written` whose ``.data`` is in another place now, and no part of the buffer."""
+        if self._versions is None:
+            return []
+        begin, found = self.full.data_ptr(), list(map(self._address_of, self._leaves_placed))
+        expected = [begin + offset for offset in self._offsets]
+        if found == expected:
+            return []
+        return [self._numbers_placed[at] for at, address in enumerate(found) if address != expected[at]]
 
     def restore(self, numbers: Sequence[int]) -> None:
         """Have leaves that were `written` be views of the buffer again, with their new values."""
         views = self._layout.views(self.full.detach()[: self._layout.whole_numel])
-        for number in numbers:
-            if memory_at(self.leaves[number]) != views[number].data_ptr():
+        for number in self.moved():
+            if number in numbers:
                 views[number].copy_(local_part(self.leaves[number]).detach())
                 set_local_part(self.leaves[number], views[number].data)
         self.rest()
-
-    def begin_pass(self) -> None:
-        """From now on a module's forward may write to the leaves, as an embedding with ``max_norm`` does."""
-        if not self.is_shard:
-            self._resting = None
 
     def disturbed(self) -> list[int]:
         """The numbers of the parameters in whose places is something that is not ours, once for each such place."""
         found: list[int] = []
         for attributes, place, leaf, absent in self._swaps:
             value = attributes.get(place.name)
-            if value is not absent and value is not leaf:
+            if value is not absent and value is not leaf and (place.module, place.name) not in self._lent:
                 found.append(self._numbers[leaf])
         return found
 

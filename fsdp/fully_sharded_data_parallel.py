@@ -217,6 +217,7 @@ class FullyShardedDataParallel(WrapperShards):
         self._unit.wanted = wanted(tied)
         self._unit.restore_order()
         guard(self._unit)
+        self._forward_entries()
         self._loading = Loading(self, self._unit)
 
     def _reduce_group(self, wanted: Any, device: torch.device) -> Group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp import TrainingState, get_fsdp_instances
+from fsdp import FullyShardedDataParallel, TrainingState, get_fsdp_instances
 from tests._ranks import RankPool
 from tests.changing import LAYOUTS, Twins, adamw, find, momentum
 from tests.models import keep, nested_mlp
@@ -204,6 +205,27 @@ def _interrupt(path: str, layout: str) -> None:
     for model in twins.models:
         find(model, path).load_state_dict(state)
     twins.assert_same()
+
+
+class Doubling(nn.Linear):
+    """Loads by a way of its own, that leaves no trace on the parameters."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self.weight.data.mul_(2)
+        self.bias.data.copy_(state_dict[prefix + "bias"])
+
+
+def test_what_a_load_writes_through_data_is_kept(ranks: RankPool) -> None:
+    ranks(2).run(_load_by_data)
+
+
+def _load_by_data() -> None:
+    plain = Doubling(5, 3)
+    model = FullyShardedDataParallel(copy.deepcopy(plain))
+    state = {"weight": torch.zeros(3, 5), "bias": torch.ones(3)}
+    for each in (plain, model):
+        each.load_state_dict(state)
+    torch.testing.assert_close(model.state_dict(), dict(plain.state_dict()), rtol=0, atol=0)
 
 
 @parametrize_pairs(part=list(PARTS), world_size=[3, 1], layout=list(LAYOUTS))

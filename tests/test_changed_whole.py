@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp import FullyShardedDataParallel
 from tests._ranks import RankPool
 from tests.changing import LAYOUTS, Twins, find
 from tests.models import Wrap
@@ -141,18 +140,3 @@ def _write_sharded(write: Callable[[nn.Parameter], None]) -> None:
     with pytest.raises(RuntimeError, match=r"entry\.weight is sharded"):
         write(seen_in(twins.sharded, "entry.weight"))
     twins.train(lambda: None)
-
-
-def test_what_a_forward_writes_itself_is_no_change_of_the_user(ranks: RankPool) -> None:
-    ranks(2).run(_renormalise)
-
-
-def _renormalise() -> None:
-    # An embedding with max_norm writes to its weight in every forward, each rank to the rows that it reads.
-    torch.manual_seed(0)
-    model = FullyShardedDataParallel(nn.Embedding(7, 5, max_norm=0.1), reshard_after_forward=False)
-    before = model.state_dict()["weight"]
-    with model.no_sync():
-        model(torch.arange(3)).sum().backward()
-    model(torch.arange(3)).sum().backward()
-    assert torch.equal(model.state_dict()["weight"], before)

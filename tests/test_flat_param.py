@@ -597,18 +597,20 @@ def _replace_shard() -> None:
 # Attributes that were replaced
 
 
-@pytest.mark.parametrize("new", [torch.zeros(7), None], ids=["tensor", "None"])
+@pytest.mark.parametrize("removes", [setattr, delattr])
 @pytest.mark.parametrize("state", ["sharded", "whole"])
-def test_an_attribute_that_is_no_parameter_any_more_is_named(ranks: RankPool, state: str, new: Tensor | None) -> None:
-    ranks(2).run(_replace_attribute, state, new)
+def test_an_attribute_that_is_no_parameter_any_more_is_named(ranks: RankPool, state: str, removes: Any) -> None:
+    ranks(2).run(_replace_attribute, state, removes)
 
 
-def _replace_attribute(state: str, new: Tensor | None) -> None:
+def _replace_attribute(state: str, removes: Any) -> None:
     module = Odd()
     handle = handle_of(module)
     if state == "whole":
         handle.unshard()
-    module.odd = new
+    with pytest.raises(TypeError, match=r"cannot assign .* as parameter 'odd'"):  # as without sharding
+        module.odd = torch.zeros(7)
+    removes(module, "odd", *([None] if removes is setattr else []))
     handle.reshard()  # memory is given back whatever was done to the modules
     assert handle.whole.full.untyped_storage().nbytes() == 0
     with pytest.raises(RuntimeError, match=r"the unit: .* odd, tied was removed.*Assign an nn.Parameter"):
@@ -629,7 +631,7 @@ def _assign_parameter(state: str) -> None:
     handle.unshard()
     assert torch.equal(module.transposed, torch.arange(15.0).view(5, 3))
     assert module.transposed is handle.whole.leaves[2]
-    assert not module._parameters.keys() & set(ALL_NAMES)
+    assert [name for name, _ in module.named_parameters()] == ["flat_param_0"]
     handle.reshard()
     assert_sharded(handle, module)
 
@@ -655,7 +657,7 @@ def _replace_and_mend() -> None:
     model = fully_sharded()(nn.Linear(3, 2))
     inner = model.module.module
     for _ in range(2):
-        inner.weight = torch.zeros(2, 3)
+        inner.weight = None
         with pytest.raises(RuntimeError, match=r"weight was removed, or is no parameter any more.*nn\.Parameter"):
             model(torch.ones(1, 3))
         inner.weight = nn.Parameter(torch.ones(2, 3))

@@ -174,6 +174,7 @@ ROOMS: dict[str, set[str]] = {
         "_handle",
         "_comm_hook",
         "_whole",
+        "_merged",
         "_handle_gradients",
         "_pieces",
         "_rows",

@@ -98,6 +98,12 @@ def _replicas() -> None:
         if dist.get_rank() == 0:
             model.module.weight.fill_(7.0)
     assert model.state_dict()["weight"].eq(7.0).all()
+    with model.summon_full_params(rank0_only=True):
+        if dist.get_rank() == 0:
+            model.module.weight.data.fill_(5.0)  # which no version counter shows
+            model.module.bias.detach().numpy()[:] = 3.0
+    assert model.state_dict()["weight"].eq(5.0).all()
+    assert model.state_dict()["bias"].eq(3.0).all()
 
 
 def test_other_ranks_stay_sharded(ranks: RankPool) -> None:

@@ -15,6 +15,7 @@ from fsdp._names import clean_name
 from fsdp._options import Options
 from fsdp._precision import MixedPrecision
 from fsdp._process_groups import Group
+from fsdp._registry import Forwarding
 from fsdp._sharing import share
 from fsdp._unit import Unit
 from fsdp.flatten_params_wrapper import FlattenParamsWrapper
@@ -192,9 +193,16 @@ class WrapperAccess(nn.Module):
             if unit.runtime is not None:
                 unit.runtime.forget()
 
+    def _forward_entries(self) -> None:
+        """Have what is put in the wrapped module's parameters and buffers through this wrapper arrive there."""
+        for kind in ("_parameters", "_buffers"):
+            self.__dict__[kind] = Forwarding(self.__dict__[kind], lambda: self._unit.module, kind)
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "_is_root" and value is None:
             self._reset_lazy_init()
+        elif any(isinstance(one, Forwarding) and one.forwards(name) for one in (self._parameters, self._buffers)):
+            setattr(self._unit.module, name, value)
         else:
             super().__setattr__(name, value)
 

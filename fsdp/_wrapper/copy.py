@@ -51,6 +51,7 @@ class WrapperCopy(WrapperAccess):
                 "there and save its state_dict(), or local_state_dict() with local_metadata_dict(), which load here."
             )
         super().__setstate__(state)
+        self._forward_entries()
         self._unit.wake()
 
     def __copy__(self) -> Self:
@@ -65,6 +66,7 @@ class WrapperCopy(WrapperAccess):
             memo[id(self.__dict__[name])] = self.__dict__[name]  # the ranks are the same ones
         with under_way():
             copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied._forward_entries()
         copied._unit.wake()
         return copied
 
