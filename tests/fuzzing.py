@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pkgutil
 import random
 import shutil
 import tempfile
@@ -20,6 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -732,3 +734,72 @@ def run_seeds(seeds: Sequence[int], world_size: int) -> None:
     """Collective. The cases of these seeds, one after the other."""
     for seed in seeds:
         run_case(Case.of_seed(seed, world_size))
+
+
+# --- planted mistakes: that the cases find these shows that they look where they should -------------------------------
+
+
+def _divided_twice(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda buffer, slot, grad, divisor: original(buffer, slot, grad, 2 * divisor)
+
+
+def _replaced_instead_of_added(original: Callable[..., Any]) -> Callable[..., Any]:
+    def hold(shard: Any, reduced: Tensor) -> None:
+        shard.grad = None
+        original(shard, reduced)
+
+    return hold
+
+
+def _of_this_rank_alone(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda comms, tensor, op: tensor
+
+
+def _not_stored_on_the_last_rank(original: Callable[..., Any]) -> Callable[..., Any]:
+    def store(handle: Any, slot: int, value: Tensor) -> None:
+        if handle.comm.rank < handle.comm.world_size - 1:
+            original(handle, slot, value)
+
+    return store
+
+
+def _not_summed_over_replicas(original: Callable[..., Any]) -> Callable[..., Any]:
+    def summed(comm: Any, tensor: Tensor, *args: Any) -> Iterator[None]:
+        return tensor
+        yield
+
+    return summed
+
+
+def _forgotten(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: None
+
+
+def _always_the_same(original: Any) -> Any:
+    return property(lambda handle: 0)
+
+
+def _all_used(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda pieces, used, *args: original(pieces, [1] * len(used), *args)
+
+
+# What is replaced, and what by.
+MISTAKES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "gradients are divided twice": ("fsdp._gradients.GradientBuffer.add", _divided_twice),
+    "gradients replace accumulated ones": ("fsdp._flat_param.FlatParameter.hold_gradient", _replaced_instead_of_added),
+    "clipping knows this rank's norm only": ("fsdp._clip._over_all", _of_this_rank_alone),
+    "the last rank does not load": ("fsdp._handle_changes.FollowsChanges.store", _not_stored_on_the_last_rank),
+    "replicas go apart": ("fsdp._reductions.summed", _not_summed_over_replicas),
+    "the optimizer's state is not loaded": ("fsdp.optim_utils.load_full_optim_state_dict", _forgotten),
+    "stale parameters are computed with": ("fsdp._handle_state.HandleState.shard_state", _always_the_same),
+    "what is not used has a gradient": ("fsdp._pieces.Pieces.show_gradients", _all_used),
+}
+
+
+def run_seeds_with(mistake: str, seeds: Sequence[int], world_size: int) -> None:
+    """Collective. As `run_seeds`, with a mistake planted in the library."""
+    place, planted = MISTAKES[mistake]
+    owner, _, name = place.rpartition(".")
+    target = pkgutil.resolve_name(owner)
+    with mock.patch.object(target, name, planted(target.__dict__[name])):
+        run_seeds(seeds, world_size)

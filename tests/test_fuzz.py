@@ -10,7 +10,7 @@ import re
 import pytest
 
 from tests._ranks import RankError, RankPool
-from tests.fuzzing import Case, run_seeds
+from tests.fuzzing import MISTAKES, Case, run_seeds, run_seeds_with
 
 CHUNK = 20  # cases in one run of ranks
 
@@ -36,3 +36,10 @@ def test_random_cases_equal_the_unsharded_model(ranks: RankPool, world_size: int
 def test_a_case_follows_from_its_seed() -> None:
     assert [Case.of_seed(seed, 2) for seed in range(20)] == [Case.of_seed(seed, 2) for seed in range(20)]
     assert len({str(Case.of_seed(seed, 2)) for seed in range(20)}) == 20
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_planted_mistake_is_found(ranks: RankPool, mistake: str) -> None:
+    world_size = 4 if "replicas" in mistake else 2
+    with pytest.raises(RankError, match=r"CaseError: seed \d+ at operation"):
+        ranks(world_size).run(run_seeds_with, mistake, range(world_size - 1, 160, 4), world_size)
