@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp._agreement import agree_on
-from fsdp._comm import LONE_RANK, Communicator, communicator
+from fsdp._comm import LONE_RANK, Communicator, communicator, during
 from fsdp._process_groups import Group, behind, default_group, number_of_groups
 
 _HOST = torch.device("cpu")
@@ -206,6 +206,7 @@ _made: dict[tuple[Any, int], tuple[Group, Group | None]] = {}
 _nearby: dict[tuple[Any, int], Group] = {}
 
 
+@during("FullyShardedDataParallel() or fully_shard()")
 def _all_ranks(shard: Group, replicate: Group) -> frozenset[int]:
     """Collective the first time. The ranks of the rectangle that two groups of this rank are sides of.
 

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from fsdp._agreement import agree_on_plan, from_everyone, peers_answer
 from fsdp._collect import Places
-from fsdp._comm import Communicator
+from fsdp._comm import Communicator, during
 from fsdp._dtensors import local_part
 from fsdp._ignored import Ignored
 from fsdp._names import clean_name
 from fsdp._unit import own_modules
 
 
+@during("FullyShardedDataParallel(sync_module_states=True)")
 def take_states_of_first(
     module: nn.Module,
     found: dict[nn.Parameter, Places],

@@ -45,7 +45,7 @@ def save(
     moment, the checkpoint that was there is still there, whole. Files of yours in it are copied to the new one.
 
     Args:
-        path: the folder. One that is a checkpoint, or empty, is replaced.
+        path: the folder, written alike on all ranks. One that is a checkpoint, or empty, is replaced.
         model: wrapped, or with units inside, or plain, which all ranks of the default process group then have alike.
         optimizer: of the model's parameters, or a list of several, each of its own; None saves none. State with a value
             for each element of a parameter is saved as tensors of the parameter's shape, numbers and parameter groups
@@ -64,7 +64,8 @@ def save(
 
     Raises:
         RuntimeError: in a forward or backward, or inside `summon_full_params`; if there are parameters without values;
-            for units with other ranks than the outermost one; on every rank, naming the reason, if another one fails.
+            for units with other ranks than the outermost one; on every rank, naming the reason, if another one fails,
+            or if ranks were given different paths, steps or settings.
         OSError: if this rank cannot write: the disk is full, the folder read-only, the path a file or no checkpoint.
         TypeError: for `values` of other types; says where. For what is no model, optimizer, number or float dtype.
         ValueError: for an optimizer of other parameters, or two of the same; for state that is neither of the
@@ -73,7 +74,7 @@ def save(
     """
     place = _save.Place(path, step, keep)
     found, ranks, units = _save.prepare(
-        model, optimizer, values, dtype=dtype, max_file_bytes=max_file_bytes, generators=generators
+        place, model, optimizer, values, dtype=dtype, max_file_bytes=max_file_bytes, generators=generators
     )
     try:
         return _save.write(place, found, ranks)

@@ -133,7 +133,6 @@ class FullyShardedDataParallel(WrapperShards):
             trained as asked, and for options that contradict each other.
     """
 
-    @during("FullyShardedDataParallel()")
     def __init__(
         self,
         module: nn.Module,

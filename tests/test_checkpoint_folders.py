@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -153,6 +156,18 @@ def test_numbers_that_make_no_sense_are_refused(tmp_path: Path, options: dict[st
 # Where ranks see different folders
 
 
+@contextmanager
+def folder_of_its_own(path: Path) -> Iterator[None]:
+    """This rank sees another folder than others under the same relative path."""
+    path.mkdir(exist_ok=True)
+    before = os.getcwd()
+    os.chdir(path)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
 @parametrize_pairs(world_size=[3, 2, 4], apart=[1, 2], background=[False, True], size=["small", "large"])
 def test_ranks_that_do_not_share_a_file_system_send_their_parts_to_the_first(
     ranks: RankPool, tmp_path: Path, world_size: int, apart: int, background: bool, size: str
@@ -176,17 +191,16 @@ def _step(model: Any, optimizer: Any) -> None:
 
 
 def _save_apart(folder: Path, apart: int, background: bool, size: str) -> None:
-    mine = folder / ("0" if dist.get_rank() < apart else f"{dist.get_rank()}")
-    mine.mkdir(exist_ok=True)
     model = _model(size, seed=1)
     optimizer = adam(model.parameters())
     _step(model, optimizer)
     model.load_state_dict(_model(size, seed=1).state_dict())
-    if background:
-        with checkpoint.Saver() as saver:
-            saver.save(mine / "run", model, optimizer)
-    else:
-        fsdp.save(mine / "run", model, optimizer)
+    with folder_of_its_own(folder / ("0" if dist.get_rank() < apart else f"{dist.get_rank()}")):
+        if background:
+            with checkpoint.Saver() as saver:
+                saver.save("run", model, optimizer)
+        else:
+            fsdp.save("run", model, optimizer)
 
 
 def _load_there(folder: Path, size: str) -> None:
@@ -204,11 +218,9 @@ def test_a_rank_that_sends_takes_a_block_of_memory(ranks: RankPool, tmp_path: Pa
 
 
 def _send_with_little_memory(folder: Path) -> None:
-    mine = folder / f"{dist.get_rank()}"
-    mine.mkdir()
     model = FullyShardedDataParallel(torch.nn.Linear(2048, 4096, bias=False))
-    with torch.profiler.profile(profile_memory=True) as profile:
-        fsdp.save(mine / "run", model)
+    with folder_of_its_own(folder / f"{dist.get_rank()}"), torch.profiler.profile(profile_memory=True) as profile:
+        fsdp.save("run", model)
     assert max((event.cpu_memory_usage for event in profile.events()), default=0) <= 4 << 20
 
 
@@ -218,13 +230,13 @@ def test_the_first_rank_cannot_write_what_it_gets(ranks: RankPool, tmp_path: Pat
 
 def _send_in_vain(folder: Path) -> None:
     mine = folder / f"{dist.get_rank()}"
-    mine.mkdir()
     full = mock.patch("os.pwrite", side_effect=OSError(errno.ENOSPC, "No space left on device"))
     model = nested_mlp(fully_sharded())
     own = mock.patch("fsdp._checkpoint.save.write_parts", return_value=[])
-    with full, own, pytest.raises((OSError, RuntimeError), match=r"No space left on device.*run\.saving/model"):
-        fsdp.save(mine / "run", model)
-    fsdp.save(mine / "run", model)
+    with folder_of_its_own(mine):
+        with full, own, pytest.raises((OSError, RuntimeError), match=r"No space left on device.*run\.saving/model"):
+            fsdp.save("run", model)
+        fsdp.save("run", model)
     assert not list(mine.iterdir()) or dist.get_rank() == 0
 
 
@@ -233,16 +245,36 @@ def test_another_replica_cannot_send(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def _save_from_replicas(folder: Path) -> None:
-    mine = folder / f"{dist.get_rank()}"
-    mine.mkdir()
     inner = FullyShardedDataParallel(torch.nn.Linear(3, 3))
     model = FullyShardedDataParallel(
         torch.nn.Sequential(inner, torch.nn.Linear(3, 3)), sharding_strategy=fsdp.ShardingStrategy.NO_SHARD
     )
+    refused = r"rank 1 does not see .*run\.saving, which rank 0 has made, and cannot send"
+    with folder_of_its_own(folder / f"{dist.get_rank()}"), pytest.raises(RuntimeError, match=refused):
+        fsdp.save("run", model)
+
+
+def test_ranks_that_save_to_different_places(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_save_to_different_places, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def _save_to_different_places(folder: Path) -> None:
+    rank, model = dist.get_rank(), nested_mlp(fully_sharded())
+    optimizer = adam(model.parameters())
+    found = rf"rank {rank}: the ranks have different places or settings for a checkpoint: rank 0 has .*"
+    with pytest.raises(RuntimeError, match=found + "run0, .* and rank 1 has .*run1, "):
+        fsdp.save(folder / f"run{rank}", model)
+    with pytest.raises(RuntimeError, match=found + "step-00000007, .* and rank 1 has .*step-00000008, "):
+        fsdp.save(folder, model, step=7 + rank)
+    with checkpoint.Saver() as saver, pytest.raises(RuntimeError, match=found + "keep=1, .* and rank 1 has .*keep=2"):
+        saver.save(folder, model, step=7, keep=1 + rank)
+    with pytest.raises(RuntimeError, match=found + "an optimizer and rank 1 has .*no optimizer"):
+        fsdp.save(folder, model, optimizer if rank == 0 else None)
     with pytest.raises(
-        RuntimeError, match=r"rank 1 does not see .*run\.saving, which rank 0 has made, and cannot send"
+        RuntimeError, match=r"settings to load a checkpoint: .*an optimizer and rank 1 has .*no optimizer"
     ):
-        fsdp.save(mine / "run", model)
+        fsdp.load(folder, model, optimizer if rank == 0 else None)
 
 
 # Checksums

@@ -138,7 +138,7 @@ class Saver:
         done_by_all([ranks], _WHAT, self._require_room)
         done_by_all([ranks], "save the last checkpoint", self._finish)
         found, ranks, units = prepare(
-            model, optimizer, values, dtype=dtype, max_file_bytes=max_file_bytes, generators=generators
+            place, model, optimizer, values, dtype=dtype, max_file_bytes=max_file_bytes, generators=generators
         )
         found = done_by_all([ranks], "copy its part of a checkpoint", lambda: self._copied(found))
         release(units)

@@ -49,6 +49,10 @@ class Loaded:
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, strict: bool, generators: bool) -> Loaded:
     """Collective. See `fsdp.checkpoint.load`."""
     units, everyone = prepared(model, "load a checkpoint")
+    settings = [f"strict={bool(strict)}", f"generators={bool(generators)}"]
+    settings += ["no optimizer" if optimizer is None else "an optimizer"]
+    for ranks in everyone:
+        agree_on(ranks, "settings to load a checkpoint", ", ".join(settings))
     with closing(_found(path, everyone, None if optimizer is not None else "model")) as source:
         targets = tensors_in(model, units)
         missing, unexpected, problems = misfits(targets, source.model, strict)

@@ -106,10 +106,50 @@ class Saved:
     cast: dict[str, torch.dtype]
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint is to be.
+
+    Attributes:
+        path: the folder; with a step, the one that has the folders of several steps.
+        step: the number among those; None for a folder by itself.
+        keep: how many of them to keep; None for all.
+
+    Raises:
+        TypeError: for what is no number.
+        ValueError: for numbers that make no sense, and an empty path.
+    """
+
+    path: str | os.PathLike[str]
+    step: int | None = None
+    keep: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_number("step", self.step)
+        _require_number("keep", self.keep)
+        if not os.fspath(self.path):
+            raise ValueError("path is empty: a checkpoint is a folder of its own")
+        if self.step is not None and self.step < 0:
+            raise ValueError(f"step must be 0 or more, got {self.step}")
+        if self.keep is not None and (self.step is None or self.keep < 1):
+            raise ValueError(f"keep={self.keep} must be positive, and is for checkpoints with a step")
+
+    @property
+    def folder(self) -> str:
+        """The checkpoint's own."""
+        return os.fspath(self.path) if self.step is None else numbered(self.path, self.step)
+
+    def tidy(self) -> None:
+        """Remove what is not to be kept, now that the checkpoint is there."""
+        if self.keep is not None and self.step is not None:
+            rotate(self.path, self.keep, self.step)
+
+
 # What is to be written
 
 
 def prepare(
+    place: Place,
     model: nn.Module,
     optimizer: Any,
     values: Any,
@@ -118,7 +158,11 @@ def prepare(
     max_file_bytes: int | None,
     generators: bool,
 ) -> tuple[Plan, Ranks, list[Unit]]:
-    """Collective. What is to be written, the ranks that write, and the units whose memory it is in."""
+    """Collective. What is to be written, the ranks that write, and the units whose memory it is in.
+
+    Raises:
+        RuntimeError: on every rank, naming what the ranks were given, if that is not the same.
+    """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
     _require_number("max_file_bytes", max_file_bytes)
@@ -126,6 +170,13 @@ def prepare(
         raise ValueError(f"max_file_bytes must be a positive number of bytes or None, got {max_file_bytes}")
     units, everyone = prepared(model, _WHAT)
     ranks = all_ranks(everyone)
+    settings = [
+        os.fspath(place.folder),
+        f"keep={place.keep}",
+        f"generators={bool(generators)}",
+        "no optimizer" if optimizer is None else "an optimizer",
+    ]
+    agree_on(ranks, "places or settings for a checkpoint", ", ".join(settings))
     require_one_model(units, ranks)
     for unit in outermost_units(model):
         require_values_everywhere(unit, _WHAT)
@@ -183,45 +234,6 @@ def release(units: Sequence[Unit]) -> None:
 
 
 # Writing
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a checkpoint is to be.
-
-    Attributes:
-        path: the folder; with a step, the one that has the folders of several steps.
-        step: the number among those; None for a folder by itself.
-        keep: how many of them to keep; None for all.
-
-    Raises:
-        TypeError: for what is no number.
-        ValueError: for numbers that make no sense, and an empty path.
-    """
-
-    path: str | os.PathLike[str]
-    step: int | None = None
-    keep: int | None = None
-
-    def __post_init__(self) -> None:
-        _require_number("step", self.step)
-        _require_number("keep", self.keep)
-        if not os.fspath(self.path):
-            raise ValueError("path is empty: a checkpoint is a folder of its own")
-        if self.step is not None and self.step < 0:
-            raise ValueError(f"step must be 0 or more, got {self.step}")
-        if self.keep is not None and (self.step is None or self.keep < 1):
-            raise ValueError(f"keep={self.keep} must be positive, and is for checkpoints with a step")
-
-    @property
-    def folder(self) -> str:
-        """The checkpoint's own."""
-        return os.fspath(self.path) if self.step is None else numbered(self.path, self.step)
-
-    def tidy(self) -> None:
-        """Remove what is not to be kept, now that the checkpoint is there."""
-        if self.keep is not None and self.step is not None:
-            rotate(self.path, self.keep, self.step)
 
 
 def write(place: Place, found: Plan, ranks: Ranks) -> Saved:
