@@ -184,11 +184,11 @@ class Call:
         for tensor in tensors:
             # Another rank may compute with what a unit inside has returned, while this one returns it as it is. So that
             # both reach the outer unit first, its hook goes before the inner one's. (Autograd calls them as they lie.)
-            earlier = dict(tensor._backward_hooks or {})
-            if earlier:
-                tensor._backward_hooks.clear()
+            hooks: Any = tensor._backward_hooks or {}
+            earlier = dict(hooks)
+            hooks.clear()
             tensor.register_hook(self._output_has_gradient)
-            tensor._backward_hooks.update(earlier)
+            hooks.update(earlier)
         return bool(tensors)
 
     def _inputs_have_gradients(self, _: Any) -> None:

@@ -1,7 +1,7 @@
 """Parameters that some ranks use in a step and others don't, or none does.
 
-The reference is the plain model with the mean of the ranks' gradients. A parameter that no rank used keeps no gradient, which
-momentum and weight decay show in the weights: of a gradient of zeros both make a step.
+The reference is the plain model with the mean of the ranks' gradients. A parameter that no rank used keeps no gradient,
+which momentum and weight decay show in the weights: of a gradient of zeros both make a step.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp
 from fsdp._comm import use_torch_collectives
+from fsdp._reductions import Bucket
 from tests._ranks import RankPool
 from tests.hooks import average, with_hook
 from tests.models import Wrap, keep
@@ -196,3 +198,87 @@ def _train_replicas(bucket_cap_mb: float) -> None:
 def _train_with_hook(bucket_cap_mb: float) -> None:
     wrap = FORMS["unflattened"](bucket_cap_mb=bucket_cap_mb)
     train_like_plain(partial(with_hook, make_model, average), wrap)
+
+
+def test_a_bucket_is_reduced_in_one_order_whichever_of_it_was_complete_first() -> None:
+    order: list[int] = []
+    ranks = {"reduce_comm.world_size": 2}
+    handles: list[Any] = [mock.MagicMock(number=number, is_replicated=False, **ranks) for number in (2, 0, 1)]
+    for handle in handles:
+        handle.reduce.side_effect = partial(_reduced, handle, order)
+    for _ in Bucket(dict.fromkeys(handles, 1.0)).reduce():
+        pass
+    assert order == [0, 1, 2]
+    assert all(handle.accept.call_args.args == (handle.number,) for handle in handles)
+
+
+def _reduced(handle: Any, order: list[int]) -> Any:
+    order.append(handle.number)
+    return mock.MagicMock(wait=lambda: handle.number)
+
+
+class Straight(torch.autograd.Function):
+    """Says that it has no gradient for a parameter that requires one."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, scale: Tensor) -> Tensor:
+        return inputs * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class Scaled(nn.Module):
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(5, 5), nn.Parameter(torch.full((5,), 0.5))
+
+    def forward(self, inputs: Tensor, uses: Callable[[str], bool]) -> Tensor:
+        return Straight.apply(self.layer(inputs), self.scale)
+
+
+def _scaled(wrap: Wrap) -> nn.Module:
+    torch.manual_seed(0)
+    return wrap(Scaled(wrap))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_a_function_has_no_gradient_for_keeps_none(ranks: RankPool, form: str) -> None:
+    ranks(2).run(_train_scaled, form)
+
+
+def _train_scaled(form: str) -> None:
+    train_like_plain(_scaled, FORMS[form]())
+
+
+def test_ranks_with_a_loss_on_different_outputs_agree_where_nothing_is_gathered_for_backward(ranks: RankPool) -> None:
+    """Units that stay whole are reached by backward on one rank only."""
+    ranks(2, timeout=30).run(_train_heads)
+
+
+class Heads(nn.Module):
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.body = wrap(nn.Linear(5, 5))
+        self.heads = nn.ModuleList(wrap(nn.Linear(5, 5)) for _ in range(3))
+
+    def forward(self, inputs: Tensor, uses: Callable[[str], bool]) -> Tensor:
+        hidden = torch.tanh(self.body(inputs))
+        outputs = [head(hidden) for head in self.heads]
+        return torch.stack([output for number, output in enumerate(outputs) if uses(f"{number}.a")]).sum(0)
+
+
+def _heads(wrap: Wrap) -> nn.Module:
+    torch.manual_seed(0)
+    return wrap(Heads(wrap))
+
+
+def _one_head_each(step: int, rank: int, part: str) -> bool:
+    return part == f"{(step + rank) % 3}.a"
+
+
+def _train_heads() -> None:
+    for options in ({}, {"bucket_cap_mb": 0}, {"use_orig_params": True}):
+        wrap = fully_sharded(reshard_after_forward=False, **options)
+        train_like_plain(_heads, wrap, _one_head_each)
