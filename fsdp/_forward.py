@@ -184,11 +184,11 @@ class Call:
         for tensor in tensors:
             # Another rank may compute with what a unit inside has returned, while this one returns it as it is. So that
             # both reach the outer unit first, its hook goes before the inner one's. (Autograd calls them as they lie.)
-            earlier = dict(tensor._backward_hooks or {})
-            if earlier:
-                tensor._backward_hooks.clear()
+            hooks: Any = tensor._backward_hooks or {}
+            earlier = dict(hooks)
+            hooks.clear()
             tensor.register_hook(self._output_has_gradient)
-            tensor._backward_hooks.update(earlier)
+            hooks.update(earlier)
             # An in-place operation on a view gives it another place in the graph, and takes its hooks out of that; what
             # it is a view of stays in front of the unit.
             base = tensor._base

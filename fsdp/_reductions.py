@@ -108,8 +108,8 @@ def summed(
 class Reductions:
     """The reductions of each backward, started as gradients complete and finished as late as memory allows.
 
-    Which small gradients go together is settled when a backward begins: ranks may complete them in different orders, and
-    must send the same bucket all the same. What of them nobody has is left out, see `Usage`.
+    Which small gradients go together is settled when a backward begins: ranks may complete them in different orders,
+    and must send the same bucket all the same. All ranks submit the same, see `Usage`.
 
     Args:
         bucket_bytes: small gradients go together up to this much; 0 sends each by itself.

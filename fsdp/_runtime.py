@@ -356,10 +356,11 @@ class Runtime(FollowsOthers):
     def _reduce_rest(self) -> None:
         """Reduce what did not complete on every rank, and finish all reductions."""
         self._usage.end()
-        while rest := [(unit, one) for unit in self.units for one in unit.handles if self._usage.is_due(one)]:
-            for unit, handle in rest:
-                handle.gradients.owe()
-                self._reductions.submit(handle, unit.postdivide)
+        while any(map(self._usage.is_due, self.handles)):
+            for unit in self.units:
+                for handle in filter(self._usage.is_due, unit.handles):  # asked one by one: a bucket takes several
+                    handle.gradients.owe()
+                    self._reductions.submit(handle, unit.postdivide)
             self._reductions.finish()
         self._reductions.finish()
 

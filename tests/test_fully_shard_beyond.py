@@ -152,6 +152,27 @@ def test_a_parameter_may_be_cut_unevenly_along_another_dimension(ranks: RankPool
     ranks(world_size).run(assert_trains_as_plain, uneven, shard_placement_fn=last_dim)
 
 
+class Convolutions(nn.Module):
+    """Weights of four dimensions, and as many biases as channels: five on four ranks leave one without any."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.first, self.second = wrap(nn.Conv2d(1, 5, (3, 2))), wrap(nn.Conv2d(5, 2, (2, 3), padding=1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(inputs[None, None]))).sum(dim=(0, 1))
+
+
+def third_dim_of_convolutions(param: nn.Parameter) -> Shard:
+    return Shard(2 if param.dim() == 4 else 0)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_convolutions_may_be_cut_along_the_dimensions_of_their_kernels(ranks: RankPool, world_size: int) -> None:
+    make = partial(seeded, Convolutions)
+    ranks(world_size).run(assert_trains_as_plain, make, shard_placement_fn=third_dim_of_convolutions)
+
+
 def test_uneven_cuts_along_another_dimension_are_refused_by_torchs(ranks: RankPool) -> None:
     ranks(2).run(_cut_torchs)
 

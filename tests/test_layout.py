@@ -139,7 +139,29 @@ def test_a_place_of_a_shard_is_found_in_the_gathered_buffer(
 def test_what_is_divided_fills_its_places_and_nothing_else(
     kind: type[Layout], shapes: Shapes, world_size: int, align: int
 ) -> None:
-    layout = kind.of(((f"p{number}", shape) for number, shape in enumerate(shapes)), world_size, align)
+    _assert_filled(kind.of(((f"p{number}", shape) for number, shape in enumerate(shapes)), world_size, align))
+
+
+@both_kinds
+@pytest.mark.parametrize("world_size", [2, 4, 5, 9])
+def test_every_number_of_rows_leaves_zeros_where_there_are_none(kind: type[Layout], world_size: int) -> None:
+    for rows in range(30):  # 5 on 4 ranks are 2, 2, 1 and none
+        _assert_filled(pack(kind, [(rows, 3), (29 - rows,)], world_size))
+
+
+@both_kinds
+@for_any(shape=st.lists(st.integers(0, 4), min_size=1, max_size=4), dim=st.integers(0, 3))
+def test_whichever_dimension_lies_first_a_parameter_is_shown_as_it_was(
+    kind: type[Layout], shape: list[int], dim: int
+) -> None:
+    dim %= len(shape)
+    slot = kind.of([("p", shape)], 3, dims=[dim]).slots[0]
+    value = torch.arange(slot.numel).view(shape)
+    assert torch.equal(slot.kept(value), value.movedim(dim, 0))
+    assert torch.equal(slot.shown(slot.kept(value)), value)
+
+
+def _assert_filled(layout: Layout) -> None:
     values = values_of(layout)
     full = torch.full((layout.padded_numel,), torch.nan, dtype=torch.float64)
     for slot, places in enumerate(layout.places(full)):

@@ -96,6 +96,23 @@ def _gather_without_state() -> None:
     assert set(full["param_id_map"].values()) == {None}
 
 
+def test_ranks_that_hold_nothing_of_a_parameter_need_no_state_of_it(ranks: RankPool) -> None:
+    ranks(3).run(_gather_where_some_hold_nothing)
+
+
+def _gather_where_some_hold_nothing() -> None:
+    model, optimizer = trained(use_orig_params=True)
+    expected = from_first(model.gather_full_optim_state_dict(optimizer))
+    held = list(optimizer.state)
+    for param in held:
+        if not param.numel():
+            del optimizer.state[param]
+    gone = torch.tensor(len(held) - len(optimizer.state))
+    dist.all_reduce(gone)
+    assert gone > 0
+    assert_same(from_first(model.gather_full_optim_state_dict(optimizer)), expected)
+
+
 def _numbers(model: Any) -> dict[str, int]:
     params = model._optim_parameters("test")
     return {original.name: number for number, (_, original) in params.by_number.items()}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from parameterized import parameterized
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, TrainingState, get_fsdp_instances
+from fsdp._handle import FlatParamHandle
 from tests._ranks import RankPool
 from tests.models import tiny_transformer
 from tests.support import RanksTestCase, fully_sharded, nested_mlp, sgd_with_momentum
@@ -545,6 +548,40 @@ def _count_visits() -> None:
     expected: list[nn.Module] = []
     plain.apply(expected.append)
     assert users_own == [type(module) for module in expected]
+
+
+def test_shards_are_written_only_when_peers_have_received_what_they_were_sent(ranks: RankPool) -> None:
+    ranks(2).run(_write_while_sending)
+
+
+def _write_while_sending() -> None:
+    model: Any = nested_mlp(fully_sharded())
+    values = nested_mlp().state_dict()
+    for write in (_write_in_summon, lambda model: model.load_state_dict(values)):
+        events: list[tuple[str, str]] = []
+        with ExitStack() as patched:
+            for name in ("settle", "store", "fill", "fill_local"):
+                recorded = _recorded(getattr(FlatParamHandle, name), events)
+                patched.enter_context(mock.patch.object(FlatParamHandle, name, recorded))
+            write(model)
+        written = {name for what, name in events if what != "settle"}
+        assert written
+        for name in written:
+            assert next(what for what, of in events if of == name) == "settle"
+
+
+def _recorded(method: Any, events: list[tuple[str, str]]) -> Any:
+    def recorded(handle: Any, *args: Any, **kwargs: Any) -> Any:
+        events.append((method.__name__, handle.name))
+        return method(handle, *args, **kwargs)
+
+    return recorded
+
+
+def _write_in_summon(model: Any) -> None:
+    with model.summon_full_params():
+        for param in model.parameters():
+            param.data.add_(1.0)
 
 
 def test_an_exception_in_apply_leaves_the_model_usable(ranks: RankPool) -> None:
