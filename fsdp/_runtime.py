@@ -39,7 +39,9 @@ from fsdp._usage import show_gradients
 from fsdp._visits import Visits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
+
+    from fsdp._flat_param import FlatParameter
 
 
 class Runtime(FollowsOthers):
@@ -77,6 +79,8 @@ class Runtime(FollowsOthers):
         self.handles = [handle for unit in self.units for handle in unit.handles]
         self.visits = Visits(self)
         self._contents = {unit: Contents(unit) for unit in self.units}
+        self.misses_gradients = False  # a forward could be differentiated, and nothing got a gradient since
+        _runtimes.add(self)
 
     # --- forward ------------------------------------------------------------------------------------------------
 
@@ -179,6 +183,7 @@ class Runtime(FollowsOthers):
         if not self._running:
             may_need_it = torch.is_grad_enabled() and any(one.requires_grad for one in self.handles)
             self._end_forward(keep=needs_backward or may_need_it)
+            self.misses_gradients |= needs_backward
 
     def _end_forward(self, keep: bool) -> None:
         for unit in self.units:
@@ -272,6 +277,7 @@ class Runtime(FollowsOthers):
     def gradient_complete(self, unit: Unit, handle: FlatParamHandle) -> None:
         """Hook: every parameter of `handle` has its gradient."""
         self.ensure_backward()
+        self.misses_gradients = False
         if unit.state is not TrainingState.FORWARD:
             unit.state = TrainingState.BACKWARD_POST
         unit.incomplete.discard(handle)
@@ -313,6 +319,7 @@ class Runtime(FollowsOthers):
                 handle.gradients.owe()
         for unit in self.units:
             for handle in unit.handles:
+                self.misses_gradients &= handle.gradients.is_empty
                 if not self.sync_gradients:
                     handle.mark_unreduced()
                 elif not handle.gradients.is_empty:
@@ -397,6 +404,7 @@ class Runtime(FollowsOthers):
             lane.settle()
 
 
+_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 _last: weakref.ref[Runtime] | None = None
 
 
@@ -404,3 +412,14 @@ def running() -> Runtime | None:
     """Of the root whose forward or backward runs now; the one that began last, if there are several."""
     runtime = None if _last is None else _last()
     return runtime if runtime is not None and runtime.is_computing else None
+
+
+def refuse_missing_gradients(optimizer: str, shards: Collection[FlatParameter]) -> None:
+    """Raise RuntimeError if an optimizer is to step shards without a gradient, which backward was kept from."""
+    for runtime in _runtimes:
+        if runtime.misses_gradients and any(one.flat_param in shards for one in runtime.handles):
+            raise RuntimeError(
+                f"{optimizer}.step(): nothing in {runtime.root.name} got a gradient since its last forward. What it "
+                "lists are shards, which backward(inputs=...) and torch.autograd.grad() don't find in the graph. Call "
+                "backward() without inputs, and requires_grad_(False) before the forward on what is to get no gradient."
+            )
