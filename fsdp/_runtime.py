@@ -256,7 +256,7 @@ class Runtime(FollowsOthers):
         if self.is_in_backward:
             return
         if self._backward is not None:
-            self._recover()  # the last one raised
+            self._abandon_backward()  # the last one raised
         self._backward = BackwardPass(self._end_backward)
         self._begin_backward()
 
@@ -385,15 +385,22 @@ class Runtime(FollowsOthers):
     def _recover(self) -> None:
         """Back to idle after a forward or backward that was given up; its unreduced gradients are dropped."""
         self._running.clear()
+        for unit in self.units:
+            unit.state = TrainingState.IDLE
+        self._abandon_backward()
+
+    def _abandon_backward(self) -> None:
+        """Forget a backward that was given up, with its unreduced gradients. Units whose forward is running go on."""
         self._backward = None
         self.visits.abandon()
         self._reductions.abandon()
         for unit in self.units:
-            unit.state = TrainingState.IDLE
             unit.unpassed.clear()
             for handle in unit.handles:
                 handle.drop_unreduced()
-            unit.reshard()
+            if unit.state is not TrainingState.FORWARD:
+                unit.state = TrainingState.IDLE
+                unit.reshard()
         self._settle()
 
     def _settle(self) -> None:

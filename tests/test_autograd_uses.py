@@ -96,6 +96,18 @@ def _train_changing_outputs() -> None:
 # Backwards inside of a forward
 
 
+class Failing(torch.autograd.Function):
+    """Its backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise ArithmeticError
+
+
 class Relaxing(nn.Module):
     """Follows gradients of a unit's outputs, and trains by a loss of its own, in the middle of its forward."""
 
@@ -109,6 +121,8 @@ class Relaxing(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.entry(inputs).tanh()
+        with pytest.raises(ArithmeticError):
+            torch.autograd.grad(self.energy(Failing.apply(hidden)).sum(), hidden)
         for _ in range(2):
             energy = self.energy(hidden)
             (force,) = torch.autograd.grad(energy.square().sum(), hidden, retain_graph=True)
