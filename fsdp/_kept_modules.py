@@ -9,19 +9,33 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fsdp._precision import cast_floats
+from fsdp._precision import Precision, cast_floats
 from fsdp._trees import map_tensors
 
 
-def kept_modules(modules: Iterable[nn.Module], kinds: tuple[type[nn.Module], ...]) -> dict[nn.Module, list[nn.Module]]:
-    """Of `modules`, outer before inner, those that are of the classes `kinds`, each with all that is inside of it."""
+def kept_modules(modules: Iterable[nn.Module], precision: Precision) -> dict[nn.Module, list[nn.Module]]:
+    """Of a unit's modules, outer before inner, those that it keeps, each with all that is inside of it.
+
+    Modules of which nothing would be cast are not kept: a unit that computes in float32 leaves it to autocast what
+    their inputs are.
+    """
     kept: dict[nn.Module, list[nn.Module]] = {}
     seen: set[nn.Module] = set()
     for module in modules:
-        if isinstance(module, kinds) and module not in seen:
+        if isinstance(module, precision.kept) and module not in seen and _would_be_cast(module, precision):
             kept[module] = list(module.modules())
             seen.update(kept[module])
     return kept
+
+
+def _would_be_cast(module: nn.Module, precision: Precision) -> bool:
+    params = [param.dtype for param in module.parameters() if param.is_floating_point()]
+    buffers = [buffer.dtype for buffer in module.buffers() if buffer.is_floating_point()]
+    return (
+        not (params or buffers)
+        or any({precision.compute_dtype(own), precision.reduce_dtype(own)} != {own} for own in params)
+        or any(precision.buffers not in (None, own) for own in buffers)
+    )
 
 
 def compute_in_own_dtype(module: nn.Module) -> list[RemovableHandle]:

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fsdp._collect import is_ours, taken_by
 from fsdp._dtensors import is_dtensor, is_on_many_ranks
 from fsdp._offload import DiskHome
+from fsdp._runtime import refuse_missing_gradients
 
 
 @cache
@@ -62,6 +63,9 @@ def _prepare(optimizer: torch.optim.Optimizer) -> None:
     _refuse_original_parameters(optimizer, params)
     _warn_of_whole_parameters(optimizer, ours)
     _refuse_low_gradients(optimizer, ours)
+    if all(param.grad is None for param in ours):
+        trained = {param.owner for param in ours if param.requires_grad}
+        refuse_missing_gradients(type(optimizer).__name__, trained)
     for param in ours:
         what = f"{type(optimizer).__name__}.step() of a flat parameter with {param.owner._names[0]}"
         param.owner.home.check(what, optimizer.state.get(param, {}).values())

@@ -39,7 +39,9 @@ from fsdp._usage import Usage
 from fsdp._visits import Visits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
+
+    from fsdp._flat_param import FlatParameter
 
 
 class Runtime(FollowsOthers):
@@ -78,6 +80,8 @@ class Runtime(FollowsOthers):
         self.handles = [handle for unit in self.units for handle in unit.handles]
         self.visits = Visits(self)
         self._contents = {unit: Contents(unit) for unit in self.units}
+        self.misses_gradients = False  # a forward could be differentiated, and nothing got a gradient since
+        _runtimes.add(self)
 
     # --- forward ------------------------------------------------------------------------------------------------
 
@@ -184,6 +188,7 @@ class Runtime(FollowsOthers):
         if not self._running:
             may_need_it = torch.is_grad_enabled() and any(one.requires_grad for one in self.handles)
             self._end_forward(keep=needs_backward or may_need_it)
+            self.misses_gradients |= needs_backward
 
     def _take_written(self, unit: Unit, *, only_here: bool = False) -> None:
         try:
@@ -270,7 +275,7 @@ class Runtime(FollowsOthers):
         if self.is_in_backward:
             return
         if self._backward is not None:
-            self._recover()  # the last one raised
+            self._abandon_backward()  # the last one raised
         self._backward = BackwardPass(self._end_backward)
         self._begin_backward()
 
@@ -292,6 +297,7 @@ class Runtime(FollowsOthers):
     def gradient_complete(self, unit: Unit, handle: FlatParamHandle) -> None:
         """Hook: every parameter of `handle` has its gradient."""
         self.ensure_backward()
+        self.misses_gradients = False
         if unit.state is not TrainingState.FORWARD:
             unit.state = TrainingState.BACKWARD_POST
         unit.incomplete.discard(handle)
@@ -328,6 +334,7 @@ class Runtime(FollowsOthers):
 
     def _finish_backward(self) -> None:
         mixed = self.visits.take_mixed()
+        self.misses_gradients &= all(handle.gradients.is_empty for handle in self.handles)
         touched = self.visits.take_touched()
         if self.sync_gradients:
             self._reduce_rest()
@@ -412,15 +419,22 @@ class Runtime(FollowsOthers):
     def _recover(self) -> None:
         """Back to idle after a forward or backward that was given up; its unreduced gradients are dropped."""
         self._running.clear()
+        for unit in self.units:
+            unit.state = TrainingState.IDLE
+        self._abandon_backward()
+
+    def _abandon_backward(self) -> None:
+        """Forget a backward that was given up, with its unreduced gradients. Units whose forward is running go on."""
         self._backward = None
         self.visits.abandon()
         self._reductions.abandon()
         for unit in self.units:
-            unit.state = TrainingState.IDLE
             unit.unpassed.clear()
             for handle in unit.handles:
                 handle.drop_unreduced()
-            unit.reshard()
+            if unit.state is not TrainingState.FORWARD:
+                unit.state = TrainingState.IDLE
+                unit.reshard()
         self._settle()
 
     def _settle(self) -> None:
@@ -431,6 +445,7 @@ class Runtime(FollowsOthers):
             lane.settle()
 
 
+_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 _last: weakref.ref[Runtime] | None = None
 
 
@@ -438,3 +453,14 @@ def running() -> Runtime | None:
     """Of the root whose forward or backward runs now; the one that began last, if there are several."""
     runtime = None if _last is None else _last()
     return runtime if runtime is not None and runtime.is_computing else None
+
+
+def refuse_missing_gradients(optimizer: str, shards: Collection[FlatParameter]) -> None:
+    """Raise RuntimeError if an optimizer is to step shards without a gradient, which backward was kept from."""
+    for runtime in _runtimes:
+        if runtime.misses_gradients and any(one.flat_param in shards for one in runtime.handles):
+            raise RuntimeError(
+                f"{optimizer}.step(): nothing in {runtime.root.name} got a gradient since its last forward. What it "
+                "lists are shards, which backward(inputs=...) and torch.autograd.grad() don't find in the graph. Call "
+                "backward() without inputs, and requires_grad_(False) before the forward on what is to get no gradient."
+            )

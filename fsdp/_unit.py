@@ -74,7 +74,7 @@ class Unit:
         self.device = device
         self.ignored = ignored
         ours = [inner for inner in own_modules(module) if inner not in ignored.modules]
-        kept = kept_modules(ours, precision.kept)
+        kept = kept_modules(ours, precision)
         self._kept = {inner for group in kept.values() for inner in group}
         # Before our own hooks, which then run around those that keep a module's precision.
         casting = kept if precision.is_mixed else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from tests._ranks import RankPool
 from tests.kinds import seeded
 from tests.models import Wrap
+from tests.rows import ours
 from tests.support import fully_sharded
 from tests.twins import (
     OPTIONS,
@@ -94,6 +96,18 @@ def _train_changing_outputs() -> None:
 # Backwards inside of a forward
 
 
+class Failing(torch.autograd.Function):
+    """Its backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise ArithmeticError
+
+
 class Relaxing(nn.Module):
     """Follows gradients of a unit's outputs, and trains by a loss of its own, in the middle of its forward."""
 
@@ -107,6 +121,8 @@ class Relaxing(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.entry(inputs).tanh()
+        with pytest.raises(ArithmeticError):
+            torch.autograd.grad(self.energy(Failing.apply(hidden)).sum(), hidden)
         for _ in range(2):
             energy = self.energy(hidden)
             (force,) = torch.autograd.grad(energy.square().sum(), hidden, retain_graph=True)
@@ -231,3 +247,43 @@ def _differentiate_penalty() -> None:
             loss.backward()
         model(inputs).sum().backward()
     assert_at_rest(model)
+
+
+# Gradients of the parameters that the wrapped model lists
+
+
+@pytest.mark.parametrize("form", [*EVERY_FORM[::2], EVERY_FORM[3], None], ids=["flat", "unflattened", "pieces", "rows"])
+def test_gradients_of_listed_parameters_alone_are_refused(ranks: RankPool, form: dict[str, Any] | None) -> None:
+    """They are not in the graph: torch says so, or nothing, and then the step does."""
+    ranks(2).run(_differentiate_listed, form)
+
+
+def _differentiate_listed(form: dict[str, Any] | None) -> None:
+    torch.manual_seed(0)
+    wrap = ours() if form is None else fully_sharded(**form)
+    model = wrap(nn.Sequential(wrap(nn.Linear(5, 5)), nn.Tanh(), nn.Linear(5, 5)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.ones(2, 5, requires_grad=True)
+    listed = list(model.parameters())
+
+    def refuse_step() -> None:
+        with pytest.raises(RuntimeError, match=r"SGD\.step\(\): nothing in root .* got a gradient .*without inputs"):
+            optimizer.step()
+
+    optimizer.step()  # before anything was computed
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="not have been used in the graph"):
+            torch.autograd.grad(model(inputs).sum(), listed)
+        refuse_step()
+        model(inputs).sum().backward(inputs=listed)
+        refuse_step()
+        model(inputs).sum().backward(inputs=[*listed, inputs])
+        refuse_step()
+        model(inputs).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()  # for what was zeroed on purpose
+    with model.no_sync() if form is not None else nullcontext():
+        model(inputs).sum().backward()
+    optimizer.zero_grad()
+    optimizer.step()

@@ -280,3 +280,35 @@ def _compare_with_casts_by_hand(dtype: torch.dtype, kind: type[Model]) -> None:
             optimizer.zero_grad()
     assert set(module.seen) == {dtype}
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
+
+
+# Under autocast
+
+
+class SeeingNorm(nn.BatchNorm1d):
+    """Remembers the dtypes of its inputs."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.seen.append(inputs.dtype)
+        return super().forward(inputs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mixed_precision": MixedPrecision(param_dtype=SINGLE)}, {"mixed_precision": True, "compute_dtype": SINGLE}],
+    ids=["policy", "flags"],
+)
+def test_a_unit_in_float32_leaves_inputs_to_autocast(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 3), SeeingNorm(3), nn.Linear(3, 5))
+    sharded = copy.deepcopy(plain)
+    model = wrap_alone(sharded, **options)
+    with torch.autocast("cpu", BRAIN):
+        found, expected = backward(model, torch.ones(4, 5)), backward(plain, torch.ones(4, 5))
+    assert sharded[1].seen == plain[1].seen == [BRAIN]
+    assert torch.equal(found, expected)
+    assert len(model._unit.handles) == 1
