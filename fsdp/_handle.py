@@ -147,7 +147,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         self.home.adopt(shard)
         if self.pieces is not None:
             self.pieces.alias()
-        self.registry.enter()
+        self.registry.wake(self)
         self.gradients = self._new_gradients()
         self._build()
 

@@ -7,6 +7,7 @@ the gradients, and leaves the parameter as it was.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -30,8 +31,9 @@ class Listing(dict[str, Any]):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module._parameters)
-        self._module = module
-        self._registries: dict[str, Registry] = {}
+        # Weakly, or a model would be freed only by the garbage collector.
+        self._module = weakref.ref(module)
+        self._registries: weakref.WeakValueDictionary[str, Registry] = weakref.WeakValueDictionary()
 
     @classmethod
     def of(cls, module: nn.Module) -> Listing:
@@ -46,14 +48,16 @@ class Listing(dict[str, Any]):
         self._registries[name] = registry
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if name in self._registries:
-            value = self._registries[name].notice(self._module, name, value)
+        registry, module = self._registries.get(name), self._module()
+        if registry is not None and module is not None:
+            value = registry.notice(module, name, value)
         super().__setitem__(name, value)
 
     def __delitem__(self, name: str) -> None:
         super().__delitem__(name)
-        if name in self._registries:
-            self._module.__dict__.pop(name, None)  # as if it was a parameter like others
+        module = self._module()
+        if name in self._registries and module is not None:
+            module.__dict__.pop(name, None)  # as if it was a parameter like others
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (dict(self),)
@@ -117,7 +121,8 @@ class Registry:
     Args:
         places: for each original parameter, where it is used, first the place that names it.
         entries: the modules with the name under which, and the parameter that, each is to list.
-        looks: what gives a parameter, by its number, its looks in modules.
+        looks: what gives a parameter, by its number, its looks in modules; held weakly. A copy needs another one
+            (`wake`).
     """
 
     def __init__(
@@ -127,11 +132,19 @@ class Registry:
         looks: Looks,
     ) -> None:
         self._places = places
-        self._looks = looks
+        self._looks = weakref.ref(looks)
         self.entries = list(entries)
         self.lent: set[tuple[nn.Module, str]] = set()  # where a tensor is lent
         numbers = {(place.module, place.name): slot for slot, used in enumerate(places) for place in used}
         self._listed = [(numbers[entry[:2]], *entry) for entry in self.entries if entry[:2] in numbers]
+        self.enter()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_looks": None, "lent": set()}
+
+    def wake(self, looks: Looks) -> None:
+        """After it was copied or unpickled, with the modules."""
+        self._looks = weakref.ref(looks)
         self.enter()
 
     @property
@@ -181,6 +194,9 @@ class Registry:
             RuntimeError: for what modules cannot compute with.
         """
         entry = next((param for own, known_as, param in self.entries if own is module and known_as == name), None)
+        looks = self._looks()
+        if looks is None:
+            return value
         slot = next((slot for slot, used in enumerate(self._places) if (module, name) in [x[:2] for x in used]), None)
         if slot is None:
             if value is not entry:
@@ -190,26 +206,26 @@ class Registry:
                     "torch.func.functional_call under those names; or change values inside "
                     "`with model.summon_full_params():`."
                 )
-        elif (module, name) in self.lent and (value is entry or self._looks.is_own(slot, value)):
-            self._show(slot, module, name, None)
+        elif (module, name) in self.lent and (value is entry or looks.is_own(slot, value)):
+            self._show(slot, module, name, looks.present(slot), is_lent=False)
             return entry
         elif value is None:
             module.__dict__.pop(name, None)  # removed
         elif name in module.__dict__ and value is not entry:
-            self._show(slot, module, name, self._looks.lendable(slot, value))
+            self._show(slot, module, name, looks.lendable(slot, value), is_lent=True)
         return value
 
-    def _show(self, slot: int, module: nn.Module, name: str, lent: Tensor | None) -> None:
+    def _show(self, slot: int, module: nn.Module, name: str, tensor: Tensor, *, is_lent: bool) -> None:
         """Have modules see a tensor that is lent, or again what is ours."""
         places = [(place.module, place.name) for place in self._places[slot]]
         if any(listed == slot for listed, *_ in self._listed):
             places = [(module, name)]  # whoever wants a tied one in its other places too finds it listed there
         for at in places:
-            at[0].__dict__[at[1]] = self._looks.present(slot) if lent is None else lent
-            if lent is None:
-                self.lent.discard(at)
-            else:
-                self.lent.add(at)
+            at[0].__dict__[at[1]] = tensor
+        if is_lent:
+            self.lent.update(places)
+        else:
+            self.lent.difference_update(places)
 
     def replacement(self, slot: int) -> nn.Parameter:
         """The parameter that a user has assigned where original number `slot` is used.

@@ -22,6 +22,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "alone": {"flatten_parameters": False},
     "rows": {},
     "checkpointed": {},
+    "offloaded": {"move_params_to_cpu": True},
+    "hybrid": {},
 }
 
 
@@ -46,6 +48,8 @@ def _wrapped(plain: nn.Module, kind: str) -> Any:
     model = copy.deepcopy(plain)
     if kind == "checkpointed":
         model = checkpoint_wrapper(model)
+    if kind == "hybrid":
+        return FullyShardedDataParallel(model, process_group=init_device_mesh("cpu", (2, 2)))
     if kind == "rows":
         return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     return FullyShardedDataParallel(model, **OPTIONS[kind])
@@ -64,7 +68,7 @@ def _whole(model: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_what_forward_writes_to_its_own_weights_is_kept(ranks: RankPool, kind: str) -> None:
-    ranks(3).run(_train, kind)
+    ranks(4 if kind == "hybrid" else 3).run(_train, kind)
 
 
 def _train(kind: str) -> None:
@@ -86,7 +90,7 @@ def _train(kind: str) -> None:
                 optimizer.zero_grad()
     with torch.no_grad():
         model(torch.arange(4) + dist.get_rank())
-        plain(torch.arange(6))
+        plain(torch.arange(3 + world))
     found = _whole(model)
     for name, expected in plain.state_dict().items():
         torch.testing.assert_close(found[name], expected, msg=name)
