@@ -74,6 +74,7 @@ class Runtime(FollowsOthers):
         self._backward: BackwardPass | FollowedPass | None = None  # the one that is running, or that raised
         self.handles = [handle for unit in self.units for handle in unit.handles]
         self.visits = Visits(self)
+        _all.add(self)
 
     # --- forward ------------------------------------------------------------------------------------------------
 
@@ -387,6 +388,12 @@ class Runtime(FollowsOthers):
 
 
 _last: weakref.ref[Runtime] | None = None
+_all: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+def runtimes() -> list[Runtime]:
+    """Of all models that have been used."""
+    return [runtime for runtime in _all if runtime.root.runtime is runtime]
 
 
 def running() -> Runtime | None:

@@ -144,6 +144,7 @@ ROOMS: dict[str, set[str]] = {
         "_reductions",
         "_autograd",
         "_clip",
+        "_nn_utils",
         "_optimizers",
         "_kept_modules",
         "_usage",
