@@ -60,7 +60,10 @@ def _prepare(optimizer: torch.optim.Optimizer) -> None:
         _refuse_lonely_scaler(optimizer)
         _refuse_products(optimizer)
     _refuse_original_parameters(optimizer, params)
-    _warn_of_whole_parameters(optimizer, ours)
+    if optimizer not in _seen:
+        _seen.add(optimizer)
+        _warn_of_whole_parameters(optimizer, ours)
+        _warn_of_groups(optimizer)
     _refuse_low_gradients(optimizer, ours)
     for param in ours:
         what = f"{type(optimizer).__name__}.step() of a flat parameter with {param.owner._names[0]}"
@@ -104,20 +107,59 @@ def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[A
 
 # Optimizers that look at a parameter's rows and columns, or at its norm, by their classes' names.
 _OF_WHOLE_PARAMETERS = re.compile("adafactor|muon|shampoo|lamb(?!da)|lars", re.IGNORECASE)
-_warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that have stepped
 
 
 def _warn_of_whole_parameters(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
-    """Warn once of an optimizer that cannot do on flat shards what it does on whole parameters."""
-    if ours and optimizer not in _warned and _OF_WHOLE_PARAMETERS.search(type(optimizer).__name__):
-        _warned.add(optimizer)
+    """Warn of an optimizer that cannot do on flat shards what it does on whole parameters."""
+    if ours and _OF_WHOLE_PARAMETERS.search(type(optimizer).__name__):
         warnings.warn(
             f"{type(optimizer).__name__} goes by the rows, columns or norms of whole parameters, and gets flat shards, "
             f"as that with {ours[0].owner._names[0]}: it does not train as without sharding, and its state may not be "
             "saved whole. Use an optimizer that works element by element (Adam, AdamW, SGD, ...), or leave the "
             "parameters that it needs whole with ignored_parameters, summing their gradients over the ranks yourself.",
-            stacklevel=4,
+            stacklevel=5,
         )
+
+
+def _warn_of_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Warn if groups were made by a rule that took shards of matrices and of biases for the same, both being 1-D.
+
+    The group for matrices is empty then, or decays nothing but parameters that are not sharded; that for biases has all
+    the shards. A rule by names does the same with flat parameters, whose names say nothing.
+    """
+    for of_shards in optimizer.param_groups:
+        params = of_shards["params"]
+        shapes = [shape for param in _ours(params) for shape in _shapes_in(param)]
+        if any(param.ndim >= 2 for param in params) or len({len(shape) >= 2 for shape in shapes}) < 2:
+            continue
+        for other in optimizer.param_groups:
+            is_empty = not other["params"] and _options(other) != _options(of_shards)
+            decays = other.get("weight_decay", 0) > of_shards.get("weight_decay", 0)
+            if is_empty or (other["params"] and decays and all(param.ndim >= 2 for param in other["params"])):
+                names = [name for param in _ours(params) for name in _names_in(param)]
+                warnings.warn(
+                    f"a group of this {type(optimizer).__name__} has no sharded parameters, and another one has all, "
+                    f"matrices and vectors alike ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): shards "
+                    "are 1-D, and a flat parameter is many in one, so rules like `param.ndim >= 2`, or by name, do not "
+                    "tell them apart. Wrap with use_orig_params=True and make groups by names, or by "
+                    "`len(param.whole_shape)`; or wrap with group_by, and make groups by `param.group`.",
+                    stacklevel=5,
+                )
+                return
+
+
+def _options(group: dict[str, Any]) -> str:
+    return repr({key: value for key, value in group.items() if key != "params"})
+
+
+def _shapes_in(param: Any) -> tuple[torch.Size, ...]:
+    """Of the original parameters that a shard, or piece of one, is made of."""
+    return param._shapes if param is param.owner else (param.whole_shape,)
+
+
+def _names_in(param: Any) -> tuple[str, ...]:
+    return param._names if param is param.owner else (param.fqn,)
 
 
 def _refuse_products(optimizer: torch.optim.Optimizer) -> None:
