@@ -10,7 +10,7 @@ import re
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fsdp._collect import is_ours, taken_by
 from fsdp._dtensors import is_dtensor, is_on_many_ranks
 from fsdp._offload import DiskHome
+from fsdp._runtime import runtimes
 
 
 @cache
@@ -32,6 +33,7 @@ def watch_optimizers() -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """A closure makes the gradients in the middle of the step: then is the time to look at them."""
+    _refuse_loaded(optimizer)
     closure = kwargs.get("closure") or next((each for each in args[1:2] if callable(each)), None)
     if closure is None:
         _prepare(optimizer)
@@ -64,6 +66,8 @@ def _prepare(optimizer: torch.optim.Optimizer) -> None:
         _seen.add(optimizer)
         _warn_of_whole_parameters(optimizer, ours)
         _warn_of_groups(optimizer)
+        optimizer.register_state_dict_post_hook(_sign_state)
+        optimizer.register_load_state_dict_pre_hook(_check_signed)
     _refuse_low_gradients(optimizer, ours)
     for param in ours:
         what = f"{type(optimizer).__name__}.step() of a flat parameter with {param.owner._names[0]}"
@@ -104,6 +108,65 @@ def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[A
             "FullyShardedDataParallel, or make it after wrapping, from the wrapped model's parameters()."
         )
 
+
+# --- whose shards a state is of -------------------------------------------------------------------------------------
+
+# Under which the groups of an optimizer's state dict say so. torch takes options that it does not know over into the
+# groups of the optimizer that loads it, so that its first step finds it where nobody looked before.
+_SHARDS_OF = "fsdp_shards_of"
+
+
+def without_signature(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict that does not say whose shards it is of."""
+    return {**state_dict, "param_groups": [unsigned_options(group) for group in state_dict["param_groups"]]}
+
+
+def unsigned_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options, without what we have written there."""
+    return {key: value for key, value in group.items() if key != _SHARDS_OF}
+
+
+def _sign_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        own = _shards_in(group)
+        if any(world_size > 1 for _, world_size in own):
+            saved[_SHARDS_OF] = own
+
+
+def _check_signed(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+        _refuse_other_shards(optimizer, _shards_in(group), saved.get(_SHARDS_OF))
+    return without_signature(state_dict)
+
+
+def _refuse_loaded(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        if _SHARDS_OF in group:
+            _refuse_other_shards(optimizer, _shards_in(group), group[_SHARDS_OF])
+            del group[_SHARDS_OF]
+
+
+def _refuse_other_shards(optimizer: torch.optim.Optimizer, own: list[list[int]], saved: Any) -> None:
+    """Raise RuntimeError for the state of other shards than this rank's."""
+    if own and saved and own != saved:
+        theirs, ours = (" and ".join(f"{rank} of {size}" for rank, size in each) for each in (saved, own))
+        raise RuntimeError(
+            f"the state loaded into this {type(optimizer).__name__} is of the shards of rank {theirs}, and this "
+            f"rank has those of rank {ours}: optimizer.state_dict() has this rank's part only. Have every rank load "
+            "what it has saved itself; or save the whole state, with fsdp.save or "
+            "fsdp.optim_utils.full_optim_state_dict, and load it with fsdp.load or load_full_optim_state_dict."
+        )
+
+
+def _shards_in(group: dict[str, Any]) -> list[list[int]]:
+    """Which ranks' shards, of how many, a group has; nothing while that is not known, or torch knows."""
+    ours = {id(param.owner) for param in _ours(group["params"]) if not is_dtensor(param)}
+    handles = (handle for runtime in runtimes() for unit in runtime.units for handle in unit.handles) if ours else ()
+    comms = (handle.comm for handle in handles if id(handle.flat_param) in ours)
+    return sorted([list(each) for each in {(comm.rank, comm.world_size) for comm in comms}])
+
+
+# --- mistakes -------------------------------------------------------------------------------------------------------
 
 # Optimizers that look at a parameter's rows and columns, or at its norm, by their classes' names.
 _OF_WHOLE_PARAMETERS = re.compile("adafactor|muon|shampoo|lamb(?!da)|lars", re.IGNORECASE)

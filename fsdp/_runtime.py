@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdp._adoption import adopt, refuse_strangers
 from fsdp._agreement import agree
@@ -114,11 +115,20 @@ class Runtime(FollowsOthers):
                     f"a second root: unit '{other.name}' now belongs to another root, since it was wrapped and called "
                     "there. Use only one of the two, or call `_reset_lazy_init()` on this one first."
                 )
+        if DistributedDataParallel._active_ddp_module is not None:
+            self._refuse_ddp(DistributedDataParallel._active_ddp_module)
         if not self.visits.is_inside:
             self.trust_values(unit)
         self.visits.begin_root(unit)
         if not self.visits.is_inside:
             self._forward_order.begin()
+
+    def _refuse_ddp(self, ddp: Any) -> None:
+        """Raise RuntimeError if what runs this model takes its shards for copies of one another."""
+        spread = [handle for handle in self.handles if handle.comm.world_size * handle.replicas.world_size > 1]
+        ours = {id(param) for handle in spread for param in handle.registry.params}
+        if not ours.isdisjoint(map(id, ddp._module_parameters)):  # private, and without those that it is to ignore
+            raise RuntimeError(ddp_message(self.root.name))
 
     def _fetch(self, unit: Unit, is_backward: bool, announced: bool = False) -> None:
         region = None if announced else self.visits.region_of(unit, is_backward)
@@ -385,6 +395,15 @@ class Runtime(FollowsOthers):
             comm.settle()
         for lane in {handle.home.lane for handle in handles}:
             lane.settle()
+
+
+def ddp_message(name: str) -> str:
+    """What is wrong with `DistributedDataParallel` around a sharded model, and what to do."""
+    return (
+        f"DistributedDataParallel has been given {name}, which is sharded: it takes the ranks' shards for copies of "
+        "the same parameters, and overwrites them with those of its first rank. Leave it out, since gradients are averaged "
+        "over the ranks without it (for replicas of shards, see sharding_strategy), and build the model anew."
+    )
 
 
 _last: weakref.ref[Runtime] | None = None
