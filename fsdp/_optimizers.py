@@ -66,6 +66,7 @@ def _prepare(optimizer: torch.optim.Optimizer) -> None:
         _seen.add(optimizer)
         _warn_of_whole_parameters(optimizer, ours)
         _warn_of_groups(optimizer)
+        _warn_of_parameters_apart(optimizer, params, ours)
         optimizer.register_state_dict_post_hook(_sign_state)
         optimizer.register_load_state_dict_pre_hook(_check_signed)
     _refuse_low_gradients(optimizer, ours)
@@ -210,6 +211,23 @@ def _warn_of_groups(optimizer: torch.optim.Optimizer) -> None:
                     stacklevel=5,
                 )
                 return
+
+
+def _warn_of_parameters_apart(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[Any]) -> None:
+    """Warn if it steps, beside shards, what is in no wrapper: the outermost one was forgotten."""
+    if not any(is_dtensor(param) or _is_spread(param) for param in ours):
+        return
+    ignored = {id(param) for runtime in runtimes() for param in runtime.root.module.parameters()}
+    apart = [p for p in params if p.grad is not None and not is_ours(p) and not is_dtensor(p) and id(p) not in ignored]
+    if apart:
+        shapes = ", ".join([*(str(list(param.shape)) for param in apart[:3]), *(["..."] if apart[3:] else [])])
+        warnings.warn(
+            f"this {type(optimizer).__name__} steps sharded parameters, and {len(apart)} that are in no wrapper (of "
+            f"shapes {shapes}): nobody averages their gradients over the ranks, so each rank "
+            "trains its own. Wrap the outermost module as well; or, if you average them yourself, wrap it with "
+            "ignored_parameters.",
+            stacklevel=5,
+        )
 
 
 def _options(group: dict[str, Any]) -> str:

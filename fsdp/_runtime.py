@@ -125,8 +125,7 @@ class Runtime(FollowsOthers):
 
     def _refuse_ddp(self, ddp: Any) -> None:
         """Raise RuntimeError if what runs this model takes its shards for copies of one another."""
-        spread = [handle for handle in self.handles if handle.comm.world_size * handle.replicas.world_size > 1]
-        ours = {id(param) for handle in spread for param in handle.registry.params}
+        ours = {id(param) for handle in self.handles for param in handle.registry.params}
         if not ours.isdisjoint(map(id, ddp._module_parameters)):  # private, and without those that it is to ignore
             raise RuntimeError(ddp_message(self.root.name))
 
@@ -401,7 +400,7 @@ def ddp_message(name: str) -> str:
     """What is wrong with `DistributedDataParallel` around a sharded model, and what to do."""
     return (
         f"DistributedDataParallel has been given {name}, which is sharded: it takes the ranks' shards for copies of "
-        "the same parameters, and overwrites them with those of its first rank. Leave it out, since gradients are averaged "
+        "the same parameters, and overwrites them with those of its first rank. Leave it out: gradients are averaged "
         "over the ranks without it (for replicas of shards, see sharding_strategy), and build the model anew."
     )
 

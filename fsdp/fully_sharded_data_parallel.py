@@ -28,6 +28,7 @@ from fsdp._runtime import Runtime
 from fsdp._sharing import claimed_in, refuse_nothing_own, wanted
 from fsdp._synchronise import take_states_of_first
 from fsdp._unit import unit_of
+from fsdp._wrapper.fsdp1 import METHODS, Instead, refuse_keywords
 from fsdp._wrapper.shards import WrapperShards
 from fsdp.flatten_params_wrapper import FlattenParamsWrapper
 
@@ -132,6 +133,11 @@ class FullyShardedDataParallel(WrapperShards):
             `DTensor`s on ranks of `process_group`, or on a mesh of another kind of device; for dtypes that cannot be
             trained as asked, and for options that contradict each other.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls.__init__ is FullyShardedDataParallel.__init__:  # another one may have such arguments
+            refuse_keywords(kwargs)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -300,6 +306,10 @@ class FullyShardedDataParallel(WrapperShards):
                 f"{runtime.root.name}. Call it there."
             )
         return runtime
+
+
+for _name in METHODS:
+    setattr(FullyShardedDataParallel, _name, Instead(_name))
 
 
 def _device_of(found: dict[nn.Parameter, Places], module: nn.Module, over: Group) -> torch.device:

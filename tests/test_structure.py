@@ -62,6 +62,7 @@ ROOMS: dict[str, set[str]] = {
         "_forward_methods",
         "_wrapper.copy",
         "_wrapper.hooks",
+        "_wrapper.fsdp1",
         "comm_hooks",
         "_batch_norm",
         "grad_scaler",

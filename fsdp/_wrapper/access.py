@@ -190,9 +190,7 @@ class WrapperAccess(nn.Module):
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
         """What `DistributedDataParallel` asks first of what it is given."""
-        if any(comm.world_size > 1 for unit in self._units() for comm in unit.everyone):
-            raise RuntimeError(ddp_message(self._unit.name))
-        return getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
+        raise RuntimeError(ddp_message(self._unit.name))
 
     def _replicate_for_data_parallel(self) -> Any:
         raise RuntimeError(
