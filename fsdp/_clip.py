@@ -8,40 +8,79 @@ number of ranks that have it too; so they all come to the same norm, to the bit,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from fsdp._collect import is_ours
+from fsdp._collect import is_ours, owner_of
 from fsdp._comm import Communicator, communicator
 from fsdp._dtensors import MeshGroups, MeshPart, settled_gradient
 from fsdp._handle import FlatParamHandle
 from fsdp._unit import Unit
 
+if TYPE_CHECKING:
+    from fsdp._runtime import Runtime
+
+
+# Gradients (or other values) with the parameters that they are of, which know how they are spread over the ranks.
+Owned = Sequence[tuple[Tensor, nn.Parameter]]
+
+
+def clip_by_norm(runtime: Runtime, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    """Collective. `clip_grad_norm` of all gradients of a model, between its passes."""
+    runtime.ensure_idle("clip gradients", is_served=True)
+    if (joining := runtime.visits.joining) is not None:
+        joining.tell_clip_norm(max_norm, norm_type, error_if_nonfinite)
+    return clip_grad_norm(runtime.root, runtime.units, max_norm, norm_type, error_if_nonfinite)
+
+
+def clip_by_value(runtime: Runtime, clip_value: float) -> None:
+    """`clip_grad_value` of all gradients of a model, between its passes."""
+    runtime.ensure_idle("clip gradients", is_served=True)
+    if (joining := runtime.visits.joining) is not None:
+        joining.tell_clip_value(clip_value)
+    clip_grad_value(runtime.root, runtime.units, clip_value)
+
 
 def clip_grad_norm(
-    root: Unit,
-    units: Sequence[Unit],
-    max_norm: float,
-    norm_type: float,
-    device: torch.device,
-    error_if_nonfinite: bool = False,
+    root: Unit, units: Sequence[Unit], max_norm: float, norm_type: float, error_if_nonfinite: bool = False
 ) -> Tensor:
     """Collective. Scale all gradients so that their norm over all ranks is at most `max_norm`.
 
-    Sums of powers are taken per shard in float32 or wider and added over the ranks once; with `DTensor`s once more over
-    each dimension of their mesh. Of ignored parameters, which every rank has for itself, the mean over ranks of these
-    sums is taken: all ranks find the same norm, and the right one where their gradients are alike. A unit with ranks of
-    its own counts once for each group of ranks that shares (or replicates) it, since each group trains its own.
-
     Returns:
-        The norm before clipping.
+        The norm before clipping; see `norm_over_ranks`.
 
     Raises:
         RuntimeError: if gradients are not reduced yet, or, if that is asked for, the norm is not finite; no gradient is
             changed then.
+        ValueError, NotImplementedError: as `norm_over_ranks`.
+    """
+    reduced = _reduced_gradients([handle for unit in units for handle in unit.handles])
+    owned: Owned = [(grad, handle.flat_param) for handle, grad in reduced.items()]
+    owned = [*owned, *((grad, param) for param, grad in _ignored_gradients(root).items())]
+    norm = norm_over_ranks(root, units, owned, norm_type)
+    scale_to([grad for grad, _ in owned], norm, max_norm, error_if_nonfinite)
+    return norm
+
+
+def norm_over_ranks(root: Unit, units: Sequence[Unit], owned: Owned, norm_type: float) -> Tensor:
+    """Collective. The norm of what all ranks of a model have, in float32 or wider.
+
+    Sums of powers are taken per shard and added over the ranks once; with `DTensor`s once more over each dimension of
+    their mesh. Of parameters that are not sharded, which every rank has for itself, the mean over ranks of these sums
+    is taken: all ranks find the same norm, and the right one where they have the same. A unit with ranks of its own
+    counts once for each group of ranks that shares (or replicates) it, since each group trains its own.
+
+    Args:
+        root: of the model.
+        units: all of them.
+        owned: shards or pieces of them, of whichever parameters of the units, and parts of others.
+        norm_type: p of the p-norm.
+
+    Raises:
         ValueError: for a norm that is none, or if a unit spans ranks that the root does not.
         NotImplementedError: if meshes of `DTensor`s overlap in part.
     """
@@ -54,28 +93,42 @@ def clip_grad_norm(
         )
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, or inf for the largest absolute value; got {norm_type}")
-    grads, unsharded = _reduced_gradients(units), _ignored_gradients(root)
-    ours = [part for unit in units for handle in unit.handles for part in handle.flat_param.parts]
-    parallel = MeshGroups.of([*ours, *map(MeshPart.of, root.module.parameters())])
-    # Parameters of one handle are spread over the same ranks.
-    shares = [
-        (grad, parallel.copies(handle.flat_param.parts[0]) * handle.replicas.world_size)
-        for handle, grad in grads.items()
-    ]
+    handles = {id(handle.flat_param): handle for unit in units for handle in unit.handles}
+    others = [param for _, param in owned if owner_of(param) is None]
+    ours = [part for handle in handles.values() for part in handle.flat_param.parts]
+    parallel = MeshGroups.of([*ours, *map(MeshPart.of, [*root.module.parameters(), *others])])
     every = math.prod(comm.world_size for comm in root.everyone)
-    shares += [(grad, parallel.copies(MeshPart.of(param)) * every) for param, grad in unsharded.items()]
-    comms = [*root.everyone, *(communicator(group, device) for group in parallel.groups.values())]
-    norm = _total(comms, _local_total(shares, norm_type, device, _ignored_dtype(root)), norm_type)
+
+    def copies(param: nn.Parameter) -> int:
+        owner = owner_of(param)
+        if owner is None:
+            return parallel.copies(MeshPart.of(param)) * every
+        # Parameters of one handle are spread over the same ranks.
+        return parallel.copies(owner.parts[0]) * handles[id(owner)].replicas.world_size
+
+    shares = [(tensor, copies(param)) for tensor, param in owned]
+    comms = [*root.everyone, *(communicator(group, root.device) for group in parallel.groups.values())]
+    # By what could have gradients: one rank may have some that others have not, and sums must be of one dtype on all.
+    trained = [param for param in [*unsharded_parameters(root), *others] if param.requires_grad]
+    dtype = torch.float64 if any(param.real.dtype is torch.float64 for param in trained) else torch.float32
+    return _total(comms, _local_total(shares, norm_type, root.device, dtype), norm_type)
+
+
+def scale_to(grads: Iterable[Tensor], norm: Tensor, max_norm: float, error_if_nonfinite: bool) -> None:
+    """Scale gradients of this norm to one of at most `max_norm`.
+
+    Raises:
+        RuntimeError: if the norm is not finite and that is to be an error.
+    """
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
-            f"the norm of the gradients is {norm.item()} (of order {norm_type}), so they cannot be clipped; they are "
+            f"the norm of the gradients is {norm.item()} over all ranks, so they cannot be clipped; they are "
             "left as they are, on every rank. Pass error_if_nonfinite=False to clip all the same."
         )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     # Also where the scale is 1: deciding on the host would make it wait for the device.
-    for grad, _ in shares:
+    for grad in grads:
         grad.mul_(scale.to(grad.device, grad.dtype))
-    return norm
 
 
 def clip_grad_value(root: Unit, units: Sequence[Unit], clip_value: float) -> None:
@@ -87,12 +140,17 @@ def clip_grad_value(root: Unit, units: Sequence[Unit], clip_value: float) -> Non
     """
     if not clip_value >= 0:
         raise ValueError(f"clip_value must not be negative, got {clip_value}")
-    for grad in (*_reduced_gradients(units).values(), *_ignored_gradients(root).values()):
+    reduced = _reduced_gradients([handle for unit in units for handle in unit.handles])
+    for grad in (*reduced.values(), *_ignored_gradients(root).values()):
         grad.clamp_(-clip_value, clip_value)
 
 
-def _reduced_gradients(units: Sequence[Unit]) -> dict[FlatParamHandle, Tensor]:
-    handles = [handle for unit in units for handle in unit.handles]
+def require_reduced(handles: Iterable[FlatParamHandle]) -> None:
+    """Have the gradients of shards and pieces where their parameters are.
+
+    Raises:
+        RuntimeError: if gradients are not reduced yet.
+    """
     for handle in handles:
         handle.home.check(handle.name)
         if handle.pieces is not None:
@@ -103,22 +161,21 @@ def _reduced_gradients(units: Sequence[Unit]) -> dict[FlatParamHandle, Tensor]:
                 f"cannot clip: the gradients of {handle.name} accumulated under no_sync() are not reduced over the "
                 "ranks yet. Run the last backward of the step outside no_sync()."
             )
+
+
+def _reduced_gradients(handles: Sequence[FlatParamHandle]) -> dict[FlatParamHandle, Tensor]:
+    require_reduced(handles)
     return {handle: handle.flat_param.grad for handle in handles if handle.flat_param.grad is not None}
 
 
-def _ignored(root: Unit) -> list[nn.Parameter]:
+def unsharded_parameters(root: Unit) -> list[nn.Parameter]:
+    """The parameters in a model that every rank has for itself: those that it ignores."""
     return [param for param in root.module.parameters() if not is_ours(param)]
 
 
 def _ignored_gradients(root: Unit) -> dict[nn.Parameter, Tensor]:
-    grads = {param: settled_gradient(param) for param in _ignored(root)}
+    grads = {param: settled_gradient(param) for param in unsharded_parameters(root)}
     return {param: grad for param, grad in grads.items() if grad is not None}
-
-
-def _ignored_dtype(root: Unit) -> torch.dtype:
-    # By what could have gradients: one rank may have some that others have not, and sums must be of one dtype on all.
-    wide = any(param.requires_grad and param.real.dtype is torch.float64 for param in _ignored(root))
-    return torch.float64 if wide else torch.float32
 
 
 def _total(comms: Sequence[Communicator], local: Tensor, norm_type: float) -> Tensor:

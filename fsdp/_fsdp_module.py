@@ -139,6 +139,12 @@ class FSDPModule:
         _of(copied).wake()
         return copied
 
+    def _replicate_for_data_parallel(self) -> Any:
+        raise RuntimeError(
+            f"DataParallel has been given a {type(self).__name__}, which is sharded over processes and cannot be "
+            "copied to several devices of one. Call the module itself, in one process for each device."
+        )
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise NotImplementedError(
             f"a {type(self).__name__} cannot be pickled: its parameters are DTensors, whose mesh is of these "

@@ -152,7 +152,7 @@ class Joining:
         root, units = self._runtime.root, self._runtime.units
         if event.kind == Kind.CLIP_NORM:
             numbers = _float(event.argument), _float(event.extra)
-            clip_grad_norm(root, units, *numbers, root.device, error_if_nonfinite=bool(event.subject))
+            clip_grad_norm(root, units, *numbers, error_if_nonfinite=bool(event.subject))
         elif event.kind == Kind.CLIP_VALUE:
             clip_grad_value(root, units, _float(event.argument))
         elif event.kind == Kind.ZERO_GRAD:

@@ -10,7 +10,7 @@ import re
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fsdp._collect import is_ours, taken_by
 from fsdp._dtensors import is_dtensor, is_on_many_ranks
 from fsdp._offload import DiskHome
-from fsdp._runtime import refuse_missing_gradients
+from fsdp._runtime import refuse_missing_gradients, runtimes
 
 
 @cache
@@ -33,6 +33,7 @@ def watch_optimizers() -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """A closure makes the gradients in the middle of the step: then is the time to look at them."""
+    _refuse_loaded(optimizer)
     closure = kwargs.get("closure") or next((each for each in args[1:2] if callable(each)), None)
     if closure is None:
         _prepare(optimizer)
@@ -61,7 +62,13 @@ def _prepare(optimizer: torch.optim.Optimizer) -> None:
         _refuse_lonely_scaler(optimizer)
         _refuse_products(optimizer)
     _refuse_original_parameters(optimizer, params)
-    _warn_of_whole_parameters(optimizer, ours)
+    if optimizer not in _seen:
+        _seen.add(optimizer)
+        _warn_of_whole_parameters(optimizer, ours)
+        _warn_of_groups(optimizer)
+        _warn_of_parameters_apart(optimizer, params, ours)
+        optimizer.register_state_dict_post_hook(_sign_state)
+        optimizer.register_load_state_dict_pre_hook(_check_signed)
     _refuse_low_gradients(optimizer, ours)
     if all(param.grad is None for param in ours):
         trained = {param.owner for param in ours if param.requires_grad}
@@ -106,22 +113,137 @@ def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[A
         )
 
 
+# --- whose shards a state is of -------------------------------------------------------------------------------------
+
+# Under which the groups of an optimizer's state dict say so. torch takes options that it does not know over into the
+# groups of the optimizer that loads it, so that its first step finds it where nobody looked before.
+_SHARDS_OF = "fsdp_shards_of"
+
+
+def without_signature(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict that does not say whose shards it is of."""
+    return {**state_dict, "param_groups": [unsigned_options(group) for group in state_dict["param_groups"]]}
+
+
+def unsigned_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options, without what we have written there."""
+    return {key: value for key, value in group.items() if key != _SHARDS_OF}
+
+
+def _sign_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        own = _shards_in(group)
+        if any(world_size > 1 for _, world_size in own):
+            saved[_SHARDS_OF] = own
+
+
+def _check_signed(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+        _refuse_other_shards(optimizer, _shards_in(group), saved.get(_SHARDS_OF))
+    return without_signature(state_dict)
+
+
+def _refuse_loaded(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        if _SHARDS_OF in group:
+            _refuse_other_shards(optimizer, _shards_in(group), group[_SHARDS_OF])
+            del group[_SHARDS_OF]
+
+
+def _refuse_other_shards(optimizer: torch.optim.Optimizer, own: list[list[int]], saved: Any) -> None:
+    """Raise RuntimeError for the state of other shards than this rank's."""
+    if own and saved and own != saved:
+        theirs, ours = (" and ".join(f"{rank} of {size}" for rank, size in each) for each in (saved, own))
+        raise RuntimeError(
+            f"the state loaded into this {type(optimizer).__name__} is of the shards of rank {theirs}, and this "
+            f"rank has those of rank {ours}: optimizer.state_dict() has this rank's part only. Have every rank load "
+            "what it has saved itself; or save the whole state, with fsdp.save or "
+            "fsdp.optim_utils.full_optim_state_dict, and load it with fsdp.load or load_full_optim_state_dict."
+        )
+
+
+def _shards_in(group: dict[str, Any]) -> list[list[int]]:
+    """Which ranks' shards, of how many, a group has; nothing while that is not known, or torch knows."""
+    ours = {id(param.owner) for param in _ours(group["params"]) if not is_dtensor(param)}
+    handles = (handle for runtime in runtimes() for unit in runtime.units for handle in unit.handles) if ours else ()
+    comms = (handle.comm for handle in handles if id(handle.flat_param) in ours)
+    return sorted([list(each) for each in {(comm.rank, comm.world_size) for comm in comms}])
+
+
+# --- mistakes -------------------------------------------------------------------------------------------------------
+
 # Optimizers that look at a parameter's rows and columns, or at its norm, by their classes' names.
 _OF_WHOLE_PARAMETERS = re.compile("adafactor|muon|shampoo|lamb(?!da)|lars", re.IGNORECASE)
-_warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that have stepped
 
 
 def _warn_of_whole_parameters(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
-    """Warn once of an optimizer that cannot do on flat shards what it does on whole parameters."""
-    if ours and optimizer not in _warned and _OF_WHOLE_PARAMETERS.search(type(optimizer).__name__):
-        _warned.add(optimizer)
+    """Warn of an optimizer that cannot do on flat shards what it does on whole parameters."""
+    if ours and _OF_WHOLE_PARAMETERS.search(type(optimizer).__name__):
         warnings.warn(
             f"{type(optimizer).__name__} goes by the rows, columns or norms of whole parameters, and gets flat shards, "
             f"as that with {ours[0].owner._names[0]}: it does not train as without sharding, and its state may not be "
             "saved whole. Use an optimizer that works element by element (Adam, AdamW, SGD, ...), or leave the "
             "parameters that it needs whole with ignored_parameters, summing their gradients over the ranks yourself.",
-            stacklevel=4,
+            stacklevel=5,
         )
+
+
+def _warn_of_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Warn if groups were made by a rule that took shards of matrices and of biases for the same, both being 1-D.
+
+    The group for matrices is empty then, or decays nothing but parameters that are not sharded; that for biases has all
+    the shards. A rule by names does the same with flat parameters, whose names say nothing.
+    """
+    for of_shards in optimizer.param_groups:
+        params = of_shards["params"]
+        shapes = [shape for param in _ours(params) for shape in _shapes_in(param)]
+        if any(param.ndim >= 2 for param in params) or len({len(shape) >= 2 for shape in shapes}) < 2:
+            continue
+        for other in optimizer.param_groups:
+            is_empty = not other["params"] and _options(other) != _options(of_shards)
+            decays = other.get("weight_decay", 0) > of_shards.get("weight_decay", 0)
+            if is_empty or (other["params"] and decays and all(param.ndim >= 2 for param in other["params"])):
+                names = [name for param in _ours(params) for name in _names_in(param)]
+                warnings.warn(
+                    f"a group of this {type(optimizer).__name__} has no sharded parameters, and another one has all, "
+                    f"matrices and vectors alike ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): shards "
+                    "are 1-D, and a flat parameter is many in one, so rules like `param.ndim >= 2`, or by name, do not "
+                    "tell them apart. Wrap with use_orig_params=True and make groups by names, or by "
+                    "`len(param.whole_shape)`; or wrap with group_by, and make groups by `param.group`.",
+                    stacklevel=5,
+                )
+                return
+
+
+def _warn_of_parameters_apart(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[Any]) -> None:
+    """Warn if it steps, beside shards, what is in no wrapper: the outermost one was forgotten."""
+    if not any(is_dtensor(param) or _is_spread(param) for param in ours):
+        return
+    ignored = {id(param) for runtime in runtimes() for param in runtime.root.module.parameters()}
+    apart = [p for p in params if p.grad is not None and not is_ours(p) and not is_dtensor(p) and id(p) not in ignored]
+    if apart:
+        shapes = ", ".join([*(str(list(param.shape)) for param in apart[:3]), *(["..."] if apart[3:] else [])])
+        warnings.warn(
+            f"this {type(optimizer).__name__} steps sharded parameters, and {len(apart)} that are in no wrapper (of "
+            f"shapes {shapes}): nobody averages their gradients over the ranks, so each rank "
+            "trains its own. Wrap the outermost module as well; or, if you average them yourself, wrap it with "
+            "ignored_parameters.",
+            stacklevel=5,
+        )
+
+
+def _options(group: dict[str, Any]) -> str:
+    return repr({key: value for key, value in group.items() if key != "params"})
+
+
+def _shapes_in(param: Any) -> tuple[torch.Size, ...]:
+    """Of the original parameters that a shard, or piece of one, is made of."""
+    return param._shapes if param is param.owner else (param.whole_shape,)
+
+
+def _names_in(param: Any) -> tuple[str, ...]:
+    return param._names if param is param.owner else (param.fqn,)
 
 
 def _refuse_products(optimizer: torch.optim.Optimizer) -> None:

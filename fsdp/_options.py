@@ -11,6 +11,7 @@ import torch
 from fsdp._offload import Offload
 from fsdp._precision import MixedPrecision, Precision
 from fsdp._process_groups import Group
+from fsdp._wrapper.fsdp1 import offload_of, precision_of
 
 # Arguments that say in flags what a `MixedPrecision` says in one object, with the values that say nothing.
 _PRECISION_FLAGS: dict[str, tuple[Any, ...]] = {
@@ -67,6 +68,7 @@ class Options:
         Raises:
             ValueError: for a value out of range, or options that contradict each other.
         """
+        given["mixed_precision"] = precision_of(given["mixed_precision"])
         factor = given["gradient_predivide_factor"]
         if factor is not None and factor <= 0:
             raise ValueError(f"gradient_predivide_factor must be positive, got {factor}")
@@ -76,7 +78,7 @@ class Options:
                 "parameter's shard already. Choose one."
             )
         offload = Offload.of_options(
-            move_params_to_cpu=bool(given["move_params_to_cpu"] or given["cpu_offload"]),
+            move_params_to_cpu=bool(given["move_params_to_cpu"] or offload_of(given["cpu_offload"])),
             **{name: given[name] for name in ("offload", "offload_folder", "keep_offload_files", "move_grads_to_cpu")},
         )
         resolved: dict[str, Any] = {

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdp._adoption import Contents, adopt, refuse_strangers
 from fsdp._agreement import agree
@@ -81,7 +82,7 @@ class Runtime(FollowsOthers):
         self.visits = Visits(self)
         self._contents = {unit: Contents(unit) for unit in self.units}
         self.misses_gradients = False  # a forward could be differentiated, and nothing got a gradient since
-        _runtimes.add(self)
+        _all.add(self)
 
     # --- forward ------------------------------------------------------------------------------------------------
 
@@ -124,11 +125,19 @@ class Runtime(FollowsOthers):
                     f"a second root: unit '{other.name}' now belongs to another root, since it was wrapped and called "
                     "there. Use only one of the two, or call `_reset_lazy_init()` on this one first."
                 )
+        if DistributedDataParallel._active_ddp_module is not None:
+            self._refuse_ddp(DistributedDataParallel._active_ddp_module)
         if not self.visits.is_inside:
             self.trust_values(unit)
         self.visits.begin_root(unit)
         if not self.visits.is_inside:
             self._forward_order.begin()
+
+    def _refuse_ddp(self, ddp: Any) -> None:
+        """Raise RuntimeError if what runs this model takes its shards for copies of one another."""
+        ours = {id(param) for handle in self.handles for param in handle.registry.params}
+        if not ours.isdisjoint(map(id, ddp._module_parameters)):  # private, and without those that it is to ignore
+            raise RuntimeError(ddp_message(self.root.name))
 
     def _fetch(self, unit: Unit, is_backward: bool, announced: bool = False) -> None:
         region = None if announced else self.visits.region_of(unit, is_backward)
@@ -445,8 +454,22 @@ class Runtime(FollowsOthers):
             lane.settle()
 
 
-_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
+def ddp_message(name: str) -> str:
+    """What is wrong with `DistributedDataParallel` around a sharded model, and what to do."""
+    return (
+        f"DistributedDataParallel has been given {name}, which is sharded: it takes the ranks' shards for copies of "
+        "the same parameters, and overwrites them with those of its first rank. Leave it out: gradients are averaged "
+        "over the ranks without it (for replicas of shards, see sharding_strategy), and build the model anew."
+    )
+
+
 _last: weakref.ref[Runtime] | None = None
+_all: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+def runtimes() -> list[Runtime]:
+    """Of all models that have been used."""
+    return [runtime for runtime in _all if runtime.root.runtime is runtime]
 
 
 def running() -> Runtime | None:
@@ -457,7 +480,7 @@ def running() -> Runtime | None:
 
 def refuse_missing_gradients(optimizer: str, shards: Collection[FlatParameter]) -> None:
     """Raise RuntimeError if an optimizer is to step shards without a gradient, which backward was kept from."""
-    for runtime in _runtimes:
+    for runtime in runtimes():
         if runtime.misses_gradients and any(one.flat_param in shards for one in runtime.handles):
             raise RuntimeError(
                 f"{optimizer}.step(): nothing in {runtime.root.name} got a gradient since its last forward. What it "

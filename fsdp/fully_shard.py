@@ -25,6 +25,7 @@ from fsdp._groups import Groups, nearby_in
 from fsdp._guards import guard, refuse_shared_modules
 from fsdp._ignored import Ignored
 from fsdp._layout import RowsLayout
+from fsdp._nn_utils import teach_torch
 from fsdp._offload import Offload
 from fsdp._optimizers import watch_optimizers
 from fsdp._options import usual_predivide_factor
@@ -123,6 +124,7 @@ def fully_shard(
     _check_module(module, ignored)
     refuse_shared_modules(module)
     watch_optimizers()
+    teach_torch()
     tied: dict[nn.Parameter, Places] = {}
     found = collect(module, ignored, tied, claimed_in(module), with_values=False)
     mesh = _whole_mesh(module) if mesh is None else mesh

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp._clip import clip_grad_norm, clip_grad_value
+from fsdp._clip import clip_by_norm, clip_by_value
 from fsdp._collect import GroupKey, Places, collect, device_of, taken_by
 from fsdp._comm import during
 from fsdp._fsdp_module import FSDPModule
@@ -20,6 +20,7 @@ from fsdp._guards import guard, move_values, refuse_shared_modules
 from fsdp._ignored import Ignored
 from fsdp._load_state_dict import Loading
 from fsdp._materialize import ParamInit, materialize_unit
+from fsdp._nn_utils import teach_torch
 from fsdp._optimizers import watch_optimizers
 from fsdp._options import Options
 from fsdp._precision import MixedPrecision
@@ -28,6 +29,7 @@ from fsdp._runtime import Runtime
 from fsdp._sharing import claimed_in, refuse_nothing_own, wanted
 from fsdp._synchronise import take_states_of_first
 from fsdp._unit import unit_of
+from fsdp._wrapper.fsdp1 import METHODS, Instead, refuse_keywords
 from fsdp._wrapper.shards import WrapperShards
 from fsdp.flatten_params_wrapper import FlattenParamsWrapper
 
@@ -133,6 +135,11 @@ class FullyShardedDataParallel(WrapperShards):
             trained as asked, and for options that contradict each other.
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls.__init__ is FullyShardedDataParallel.__init__:  # another one may have such arguments
+            refuse_keywords(kwargs)
+        return super().__new__(cls)
+
     def __init__(
         self,
         module: nn.Module,
@@ -179,6 +186,7 @@ class FullyShardedDataParallel(WrapperShards):
         inner = [unit for unit in map(unit_of, module.modules()) if unit is not None]
         ignored.check(taken_by, [place for unit in inner for place in unit.places()])
         watch_optimizers()
+        teach_torch()
         self._options = options
         groups = Groups.resolve(process_group, sharding_strategy, reshard_after_forward)
         self.process_group, self.replicate_group = groups.shard, groups.replicate
@@ -269,11 +277,7 @@ class FullyShardedDataParallel(WrapperShards):
             NotImplementedError: if meshes of `DTensor`s overlap in part.
         """
         runtime = self._runtime_as_root("clip_grad_norm_")
-        runtime.ensure_idle("clip gradients", is_served=True)
-        max_norm, norm_type, device = float(max_norm), float(norm_type), self.compute_device
-        if (joining := runtime.visits.joining) is not None:
-            joining.tell_clip_norm(max_norm, norm_type, error_if_nonfinite)
-        return clip_grad_norm(self._unit, runtime.units, max_norm, norm_type, device, error_if_nonfinite)
+        return clip_by_norm(runtime, float(max_norm), float(norm_type), error_if_nonfinite)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every element of all gradients to at most `clip_value` in absolute value. No rank needs another for it.
@@ -282,11 +286,7 @@ class FullyShardedDataParallel(WrapperShards):
             RuntimeError: on an inner wrapper, inside a forward or backward, or if gradients are not reduced yet.
             ValueError: if `clip_value` is negative.
         """
-        runtime = self._runtime_as_root("clip_grad_value_")
-        runtime.ensure_idle("clip gradients", is_served=True)
-        if (joining := runtime.visits.joining) is not None:
-            joining.tell_clip_value(float(clip_value))
-        clip_grad_value(self._unit, runtime.units, float(clip_value))
+        clip_by_value(self._runtime_as_root("clip_grad_value_"), float(clip_value))
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool = False) -> None:
         """Divide gradients by `pre` before and by `post` after they are summed, whatever the world size.
@@ -309,6 +309,10 @@ class FullyShardedDataParallel(WrapperShards):
                 f"{runtime.root.name}. Call it there."
             )
         return runtime
+
+
+for _name in METHODS:
+    setattr(FullyShardedDataParallel, _name, Instead(_name))
 
 
 def _device_of(found: dict[nn.Parameter, Places], module: nn.Module, over: Group) -> torch.device:

@@ -8,6 +8,7 @@ place where its module occurs.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
@@ -15,6 +16,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp._ignored import Ignored
@@ -309,6 +311,7 @@ def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
     """
     wrapper_cls = ConfigAutoWrap.wrapper_cls
     if not ConfigAutoWrap.in_autowrap_context or wrapper_cls is None:
+        _warn_outside("wrap", module)
         return module
     own_config = getattr(module, "wrapper_config", {})
     if not isinstance(own_config, Mapping):
@@ -364,11 +367,23 @@ def auto_wrap(
         RuntimeError: as `wrap` raises.
     """
     if not ConfigAutoWrap.in_autowrap_context:
+        _warn_outside("auto_wrap", module)
         return module
     wrapped, _ = ConfigAutoWrap.recursive_wrap(
         module, auto_wrap_policy, module_is_root=True, keep_wrapped=keep_wrapped, **kwargs
     )
     return wrapped
+
+
+def _warn_outside(function: str, module: nn.Module) -> None:
+    """Warn if several ranks run and nothing has been wrapped, so that each would train its own model."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        warnings.warn(
+            f"{function}() outside of enable_wrap leaves this {type(module).__name__} as it is: unless it is wrapped "
+            f"otherwise, each of the {dist.get_world_size()} ranks trains its own. Call it inside of "
+            "`with enable_wrap(wrapper_cls=FullyShardedDataParallel):`.",
+            stacklevel=3,
+        )
 
 
 def _wrapped_in(root: nn.Module, wrapper_cls: Callable[..., nn.Module] | None, is_allowed: bool) -> list[nn.Module]:

@@ -6,6 +6,7 @@ What the policies promise in detail is in test_wrap.py, which needs no ranks.
 from __future__ import annotations
 
 import logging
+import warnings
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from parameterized import parameterized
 from torch import Tensor, nn
 
+import fsdp
 from benchmarks.gpt import GPT, SIZES, Block, next_byte_loss
 from fsdp import (
     ConfigAutoWrap,
@@ -349,3 +351,33 @@ def _count_units_of_the_transformer() -> None:
     assert len(get_fsdp_instances(by_hand)) == TinyTransformer.LAYERS + 1
     tokens = torch.zeros(1, TinyTransformer.CONTEXT, dtype=torch.int64)
     assert torch.equal(by_hand(tokens), by_policy(tokens))
+
+
+# Ranks that would train apart
+
+
+def test_what_leaves_ranks_to_train_apart_is_noticed(ranks: RankPool) -> None:
+    ranks(2).run(_train_apart)
+
+
+def _train_apart() -> None:
+    for wrap_outside, name in ((fsdp.wrap.auto_wrap, "auto_wrap"), (fsdp.wrap.wrap, "wrap")):
+        module = nn.Linear(2, 2)
+        with pytest.warns(
+            UserWarning, match=rf"^{name}\(\) outside of enable_wrap.*each of the 2 ranks trains its own"
+        ):
+            assert wrap_outside(module) is module
+    # The outermost module was forgotten: what no unit took is stepped beside shards.
+    for ignored, is_noticed in ((False, True), (True, False)):
+        model = nn.Sequential(fsdp.FullyShardedDataParallel(nn.Linear(2, 2)), nn.Linear(2, 2), nn.Linear(2, 2))
+        if ignored:
+            model = fsdp.FullyShardedDataParallel(model, ignored_modules=[model[1]])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            optimizer.step()
+        assert [str(one.message) for one in seen if "4 that are in no wrapper" in str(one.message)] == [
+            str(one.message) for one in seen if is_noticed
+        ]
+        assert len(seen) == is_noticed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from fsdp import FullyShardedDataParallel, auto_wrap, enable_wrap, module_wrap_policy
 from tests._ranks import RankPool
 from tests.changing import LAYOUTS, Twins
-from tests.models import Wrap, keep
+from tests.models import Wrap, keep, nested_mlp
 from tests.pairs import parametrize_pairs
 from tests.support import Alone, fully_sharded
 
@@ -299,3 +300,71 @@ def _group_by_objects() -> None:
     model = layers(fully_sharded(group_by=lambda name, param: Kind(decay(name, param))))
     assert {param.group.name for param in model.parameters()} == {"decay", "no decay"}  # type: ignore[attr-defined]
     model(torch.ones(2, 5)).sum().backward()
+
+
+# Groups by rules that shards cannot follow
+
+
+def test_groups_by_dimensions_or_names_that_shards_do_not_have_are_noticed(ranks: RankPool) -> None:
+    ranks(2).run(_group_blindly)
+
+
+def _group_blindly() -> None:
+    def by_dimensions(name: str, param: nn.Parameter) -> bool:
+        return param.ndim >= 2
+
+    def by_name(name: str, param: nn.Parameter) -> bool:
+        return not name.endswith(("bias", "scale"))
+
+    def by_whole_shape(name: str, param: Any) -> bool:
+        return len(param.whole_shape) >= 2
+
+    def by_group(name: str, param: Any) -> bool:
+        return bool(param.group == "decay")
+
+    def by_layer(name: str, param: nn.Parameter) -> bool:
+        return "trunk" in name
+
+    flat, original, single = {}, {"use_orig_params": True}, {"flatten_parameters": False}
+    # What remains when an embedding is left alone: one matrix that is not sharded.
+    beside: dict[str, Any] = {"ignored": True}
+    table: list[tuple[dict[str, Any], Callable[[str, Any], bool], bool]] = [
+        (flat, by_dimensions, True),
+        (flat, by_name, True),
+        (original, by_dimensions, True),
+        (single, by_dimensions, True),
+        (flat | beside, by_dimensions, True),
+        (original, by_name, False),
+        (original, by_whole_shape, False),
+        (single, by_name, False),
+        ({"group_by": decay}, by_group, False),
+        (flat, by_layer, True),
+        ({"nested": True}, by_layer, False),
+        (flat, lambda name, param: True, False),
+    ]
+    for options, rule, is_noticed in table:
+        _step_in_groups(options, rule, is_noticed)
+
+
+def _step_in_groups(given: dict[str, Any], rule: Callable[[str, Any], bool], is_noticed: bool) -> None:
+    options = dict(given)
+    module = nested_mlp(keep)
+    if options.pop("ignored", False):
+        options["ignored_parameters"] = [module.entry.weight]
+    if options.pop("nested", False):
+        module.trunk = FullyShardedDataParallel(module.trunk)
+    model = FullyShardedDataParallel(module, **options)
+    named = list(model.named_parameters())
+    decayed = [param for name, param in named if rule(name, param)]
+    spared = [param for name, param in named if not rule(name, param)]
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": spared, "weight_decay": 0.0}]
+    # A single group says nothing of how it was made.
+    optimizer = torch.optim.AdamW(groups if rule.__name__ != "<lambda>" else groups[:1])
+    for _ in range(2):
+        model(torch.ones(2, 5)).sum().backward()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            optimizer.step()
+        said = [str(one.message) for one in seen if "do not tell them apart" in str(one.message)]
+        assert len(said) == is_noticed, (given, rule, said)
+        is_noticed = False  # once

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import fsdp
 from fsdp import FullyShardedDataParallel, optim_utils
 from tests._ranks import RankPool
 from tests.optimizing import (
@@ -30,7 +31,7 @@ from tests.optimizing import (
     with_plain_steps,
 )
 from tests.pairs import parametrize_pairs
-from tests.support import fully_sharded
+from tests.support import fully_sharded, nested_mlp
 
 FORMS: list[dict[str, Any]] = [{}, {"flatten_parameters": False}, {"use_orig_params": True}, {"group_by": is_bias}]
 OPTIMIZERS: list[MakeOptimizer] = [adam, grouped_adamw, momentum, adadelta, nadam, stateless]
@@ -168,3 +169,69 @@ def _to_a_plain_model_and_back(make_optimizer: MakeOptimizer) -> None:
     again = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
     assert again is not None
     assert_same(again["state"], back["state"])
+
+
+# A rank's own part of the state
+
+
+@pytest.mark.parametrize("form", [{}, {"use_orig_params": True}], ids=["flat", "original"])
+def test_the_state_of_another_ranks_shards_is_refused(ranks: RankPool, form: dict[str, Any], tmp_path: Path) -> None:
+    ranks(2).run(_load_what_one_rank_saved, form, tmp_path)
+    ranks(3).run(_load_at_another_size, form, tmp_path)
+
+
+def _new(form: dict[str, Any]) -> tuple[Any, torch.optim.Optimizer]:
+    model = nested_mlp(fully_sharded(**form))
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def _step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+
+
+def _load_what_one_rank_saved(form: dict[str, Any], folder: Path) -> None:
+    rank = dist.get_rank()
+    model, optimizer = _new(form)
+    _step(model, optimizer)
+    torch.save(optimizer.state_dict(), folder / f"{rank}.pt")
+    dist.barrier()
+    # One that has stepped says so when it loads.
+    loaded = torch.load(folder / "0.pt", weights_only=True)
+    if rank == 0:
+        optimizer.load_state_dict(loaded)
+    else:
+        with pytest.raises(RuntimeError, match=r"of rank 0 of 2, and this rank has those of rank 1 of 2.*fsdp\.save"):
+            optimizer.load_state_dict(loaded)
+    assert all(group.keys() == optimizer.defaults.keys() | {"params"} for group in optimizer.param_groups)
+    # One that is new says so when it steps.
+    model, optimizer = _new(form)
+    optimizer.load_state_dict(loaded)
+    model(torch.ones(2, 5)).sum().backward()
+    if rank == 0:
+        optimizer.step()
+    else:
+        with pytest.raises(RuntimeError, match=r"of rank 0 of 2, and this rank has those of rank 1 of 2.*fsdp\.save"):
+            optimizer.step()
+    # Its own it loads, and whole states do not say whose they are.
+    model, optimizer = _new(form)
+    optimizer.load_state_dict(torch.load(folder / f"{rank}.pt", weights_only=True))
+    full = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
+    assert full is not None
+    assert "fsdp" not in str(full["param_groups"])
+    fsdp.save(folder / "saved", model, optimizer)
+    _step(model, optimizer)
+    optim_utils.load_full_optim_state_dict(model, optimizer, full)
+    _step(model, optimizer)
+    fsdp.load(folder / "saved", model, optimizer)
+    assert all(group.keys() == optimizer.defaults.keys() | {"params"} for group in optimizer.param_groups)
+    _step(model, optimizer)
+
+
+def _load_at_another_size(form: dict[str, Any], folder: Path) -> None:
+    model, optimizer = _new(form)
+    optimizer.load_state_dict(torch.load(folder / "0.pt", weights_only=True))
+    model(torch.ones(2, 5)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"of rank 0 of 2, and this rank has those of rank \d of 3"):
+        optimizer.step()

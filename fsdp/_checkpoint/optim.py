@@ -26,6 +26,7 @@ from fsdp._layout import Interval
 from fsdp._model_tensors import SlotTensor
 from fsdp._offload import DiskHome
 from fsdp._optim.stream import is_number
+from fsdp._optimizers import unsigned_options
 from fsdp._plain_values import decoded, encoded
 from fsdp._safetensors import DTYPES
 
@@ -203,7 +204,7 @@ def _parts(member: Member, value: Tensor | None, ranks: Ranks) -> list[Part]:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", _NAMES)}
+    return {key: value for key, value in unsigned_options(group).items() if key not in ("params", _NAMES)}
 
 
 def _names(group: Sequence[Seen]) -> list[str]:

@@ -15,6 +15,7 @@ from fsdp._offload import DiskHome
 from fsdp._optim.full import Given, Place
 from fsdp._optim.params import Listed, Original, Parameters, held_by
 from fsdp._optim.stream import Window, is_number, odd_shape, release
+from fsdp._optimizers import without_signature
 from fsdp._transfers import FirstRank
 
 _APART = "Wrap with use_orig_params=True, with which optimizers have each parameter by itself."
@@ -201,7 +202,7 @@ def groups_as_now(params: Parameters, full: Given, optim: Any) -> list[tuple[dic
     Raises:
         ValueError: for a group of which the saved ones have only a part, or which several of them have.
     """
-    dictionary = optim.state_dict()
+    dictionary = without_signature(optim.state_dict())
     held = held_by(params, optim, [len(group["params"]) for group in dictionary["param_groups"]])
     saved = {place: number for number, (_, places) in enumerate(full.groups) for place in places}
     groups = []

@@ -23,6 +23,7 @@ from fsdp._forward import TrainingState
 from fsdp._handle import FlatParamHandle
 from fsdp._layout import Interval
 from fsdp._names import clean_name, join
+from fsdp._optimizers import without_signature
 from fsdp._unit import Unit, units_in
 
 
@@ -231,6 +232,7 @@ def own_state(params: Parameters, optim: Any) -> OwnState:
         raise TypeError(
             f"{type(optim).__name__}.state_dict() has no 'state' and 'param_groups' as torch's optimizers have"
         )
+    dictionary = without_signature(dictionary)
     groups = held_by(params, optim, [len(group["params"]) for group in dictionary["param_groups"]])
     numbers = [number for group in dictionary["param_groups"] for number in group["params"]]
     ids = dict(zip((one for group in groups for one in group), numbers, strict=True))

@@ -16,6 +16,7 @@ from fsdp._options import Options
 from fsdp._precision import MixedPrecision
 from fsdp._process_groups import Group
 from fsdp._registry import Forwarding
+from fsdp._runtime import ddp_message
 from fsdp._sharing import share
 from fsdp._unit import Unit
 from fsdp.flatten_params_wrapper import FlattenParamsWrapper
@@ -186,6 +187,17 @@ class WrapperAccess(nn.Module):
         """Whether this is the outermost wrapper; None while that is not known. Setting None forgets it."""
         runtime = self._unit.runtime
         return None if runtime is None else runtime.root is self._unit
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """What `DistributedDataParallel` asks first of what it is given."""
+        raise RuntimeError(ddp_message(self._unit.name))
+
+    def _replicate_for_data_parallel(self) -> Any:
+        raise RuntimeError(
+            f"DataParallel has been given {self._unit.name}, which is sharded over processes and cannot be copied to "
+            "several devices of one. Call the FullyShardedDataParallel itself, in one process for each device."
+        )
 
     def _reset_lazy_init(self) -> None:
         """Forget which wrapper is outermost; the next use finds out again."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from fsdp._wrapper.fsdp1 import METHODS, Instead
 from fsdp._wrapper.state import WrapperState
 
 # Said in place of the error of the wrapped module, which knows nothing of FairScale.
@@ -73,6 +74,8 @@ class WrapperPrivate(WrapperState):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name in METHODS:
+                return Instead(name).__get__(self, type(self))
             if name not in INSTEAD:
                 raise
         raise AttributeError(f"{type(self).__name__} has no {name}, which FairScale's has: {INSTEAD[name]}")

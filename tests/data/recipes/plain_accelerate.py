@@ -11,7 +11,7 @@ def train(accelerator: accelerate.Accelerator, model, optimizer, scheduler, load
         with accelerator.accumulate(model):
             accelerator.backward(model(**batch).loss)
             if accelerator.sync_gradients:
-                model.clip_grad_norm_(max_norm)  # accelerator.clip_grad_norm_ would see this rank's part only
+                model.clip_grad_norm_(max_norm)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
