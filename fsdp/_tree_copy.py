@@ -227,7 +227,7 @@ class TreeCopy:
             storage = original.untyped_storage()
         except (NotImplementedError, RuntimeError) as error:
             raise TypeError(f"{self._where()}: {_described(original)} has no storage to copy: {error}") from error
-        self._check(original, storage)
+        self._check(original)
         placed = self._storage(storage)
         if original.is_quantized:
             view = torch.empty_quantized(original.shape, original, device=placed.device)
@@ -238,21 +238,14 @@ class TreeCopy:
             view = view.conj()
         return torch._neg_view(view) if original.is_neg() else view
 
-    def _check(self, original: Tensor, storage: UntypedStorage) -> None:
-        if original.is_nested or _is_wrapper(original, storage):
+    def _check(self, original: Tensor) -> None:
+        if original.is_nested or is_wrapper(original):
             raise TypeError(
                 f"{self._where()}: {_described(original)} keeps its values where nobody sees them. A class that wraps "
                 "tensors needs __tensor_flatten__ and __tensor_unflatten__, or a __reduce_ex__ of its own."
             )
-        extent = original.numel()
-        if extent and not original.is_contiguous():
-            extent = 1 + sum((n - 1) * step for n, step in zip(original.shape, original.stride(), strict=True))
-        needed = (original.storage_offset() + extent) * original.itemsize if extent else 0
-        if needed > storage.nbytes():
-            raise RuntimeError(
-                f"{self._where()}: {_described(original)} needs {needed} bytes of its storage, which has "
-                f"{storage.nbytes()}: its memory was freed (a sharded parameter, say). Stage what state_dict() returns."
-            )
+        if missing := missing_memory(original):
+            raise RuntimeError(f"{self._where()}: {missing}. Stage what state_dict() returns.")
 
     def _sparse(self, original: Tensor) -> Tensor:
         if original.layout == torch.sparse_coo:
@@ -333,16 +326,32 @@ def _give_state(copied: Any, state: Any, set_state: Callable[[Any, Any], None] |
             setattr(copied, name, value)
 
 
-def _is_wrapper(tensor: Tensor, storage: UntypedStorage) -> bool:
+def is_wrapper(tensor: Tensor) -> bool:
     """Whether the storage has a size and no memory, or memory that is not the tensor's."""
     if type(tensor) in (Tensor, nn.Parameter):
         return False
-    if storage.device != tensor.device:
-        return True
     try:
+        storage = tensor.untyped_storage()
+        if storage.device != tensor.device:
+            return True
         return storage.data_ptr() == 0 and storage.nbytes() > 0 and not tensor.is_meta
-    except RuntimeError:
+    except (NotImplementedError, RuntimeError):
         return True
+
+
+def missing_memory(tensor: Tensor) -> str | None:
+    """What a dense tensor lacks if its memory was freed or is too small; None if nothing."""
+    extent = tensor.numel()
+    if extent and not tensor.is_contiguous():
+        extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + extent) * tensor.itemsize if extent else 0
+    there = tensor.untyped_storage().nbytes()
+    if needed <= there:
+        return None
+    return (
+        f"{_described(tensor)} needs {needed} bytes of its storage, which has {there}: its memory was freed (a sharded "
+        "parameter, say)"
+    )
 
 
 def _described(tensor: Tensor) -> str:
