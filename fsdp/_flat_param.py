@@ -32,6 +32,25 @@ class SharedParamInfo(NamedTuple):
     primary: ParamInfo
 
 
+Attributes = dict[str, Any]
+
+
+def attributes_of(param: Tensor) -> Attributes:
+    """What users have set on a parameter, and not its class."""
+    own = {name for kind in type(param).__mro__ for name in vars(kind).get("__annotations__", ())}
+    return {name: value for name, value in vars(param).items() if name not in own and not name.startswith(_NOT_SET)}
+
+
+_NOT_SET = "__", "_dynamo"  # by users
+
+
+def give_attributes(param: Tensor, attributes: Attributes) -> None:
+    """Set what users had set on the parameter that this one stands for, but for what it has itself."""
+    for name, value in attributes.items():
+        if not hasattr(param, name):
+            param.__dict__[name] = value
+
+
 class FlatParameter(nn.Parameter):
     """Several parameters, in row-major order one after the other, as one 1-D parameter.
 
@@ -55,6 +74,7 @@ class FlatParameter(nn.Parameter):
     _has_unreduced: bool  # gradients were accumulated under `no_sync` and are not in `grad` yet
     valueless: set[int]  # the numbers of those that have no values yet: they came from the meta device
     home: Any  # where a shard and its gradient live
+    attributes: tuple[Attributes, ...]  # what users had set on its parameters
     group: Hashable = None  # what `group_by` said of its parameters
     fingerprints: Fingerprints | None = None  # of what it was cut from, until a handle takes them over
 
@@ -72,7 +92,9 @@ class FlatParameter(nn.Parameter):
             raise ValueError(f"FlatParameter flattens parameters of one dtype, got {sorted(map(str, dtypes))}")
         data = torch.cat([param.detach().reshape(-1) for param in params])
         shapes = tuple(param.shape for param in params)
-        return cls._build(data, requires_grad, tuple(names or map(str, range(len(params)))), shapes)
+        self = cls._build(data, requires_grad, tuple(names or map(str, range(len(params)))), shapes)
+        self.attributes = tuple(map(attributes_of, params))
+        return self
 
     @classmethod
     def _build(
@@ -88,6 +110,7 @@ class FlatParameter(nn.Parameter):
         self._is_sharded = self._is_managed = self._has_unreduced = False
         self._cut, self._align, self._dims = cut, 1, None
         self.valueless = set()
+        self.attributes = tuple({} for _ in shapes)
         self.home = None
         return self
 
@@ -129,6 +152,9 @@ class FlatParameter(nn.Parameter):
         if world_size * replicas > 1 and layout.numel > 0:  # later nobody knows what the others have seen
             self.fingerprints = Fingerprints.of(locals_, layout.parts(shard, rank))
         self.home = home
+        self.attributes = tuple(map(attributes_of, params))
+        if len(params) == 1:
+            give_attributes(self, self.attributes[0])
         home.release()
         return self
 
@@ -154,6 +180,7 @@ class FlatParameter(nn.Parameter):
         self._is_sharded, self._align = world_size > 1 and layout.numel > 0, shard._align
         self.valueless = {number for number, slot in enumerate(slots) if slot in shard.valueless}
         self.group, self.home = shard.group, home
+        self.attributes = tuple(shard.attributes[slot] for slot in slots)
         return self
 
     def __init__(self, params: Any = None, requires_grad: bool = True, names: Any = None) -> None:
@@ -217,7 +244,10 @@ class FlatParameter(nn.Parameter):
         # One split: of as many slices, each would have a gradient of the whole size.
         sizes = [size for slot, gap in zip(layout.slots, layout.gaps, strict=True) for size in (slot.numel, gap)]
         pieces = data.view(-1).split(sizes)[::2]
-        return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
+        views = [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
+        for view, attributes in zip(views, self.attributes, strict=True):
+            give_attributes(view, attributes)
+        return views
 
     def metadata(self) -> tuple[tuple[str, ...], tuple[torch.Size, ...], tuple[int, ...]]:
         """Names, shapes and numbers of elements of the original parameters."""
@@ -229,6 +259,7 @@ class FlatParameter(nn.Parameter):
         names = (".".join(filter(None, (path, name))) for path, _, name in infos)
         self._names = tuple(names) or tuple(map(str, range(len(shapes))))
         self._shapes = tuple(map(torch.Size, shapes))
+        self.attributes = tuple({} for _ in self._shapes)
         self._is_sharded = self.numel() != sum(numels)
 
     @torch.inference_mode(False)  # or the copy could not be trained
@@ -243,6 +274,8 @@ class FlatParameter(nn.Parameter):
         copied.parts, copied._align, copied._dims = self.parts, self._align, self._dims
         copied.valueless = set(self.valueless)
         copied.home = home
+        copied.attributes = self.attributes
+        give_attributes(copied, attributes_of(self))
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -258,6 +291,8 @@ class FlatParameter(nn.Parameter):
             type(self),
             tuple(self.valueless),
             self._cut,
+            self.attributes,
+            attributes_of(self),
         )
 
 
@@ -300,14 +335,18 @@ class PieceParameter(nn.Parameter):
         return piece
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PieceParameter:
-        build, (owner, *others) = self.__reduce_ex__(2)
+        build, (owner, *others), *_ = self.__reduce_ex__(2)
         copied = memo[id(self)] = build(copy.deepcopy(owner, memo), *others)
+        give_attributes(copied, attributes_of(self))
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         start = int(self.storage_offset() - self.owner.storage_offset())
         args = (start, self.numel(), self.requires_grad, self.fqn, self.whole_shape, self.offset)
-        return type(self).of, (self.owner, *args)
+        return type(self).of, (self.owner, *args), attributes_of(self) or None
+
+    def __setstate__(self, state: Attributes) -> None:
+        give_attributes(self, state)
 
 
 def _rebuild_flat_parameter(
@@ -321,10 +360,14 @@ def _rebuild_flat_parameter(
     kind: type[FlatParameter] = FlatParameter,
     valueless: tuple[int, ...] = (),
     cut: type[Layout] = ContiguousLayout,
+    attributes: tuple[Attributes, ...] | None = None,
+    own_attributes: Attributes | None = None,
 ) -> FlatParameter:
     flat = kind._build(data, requires_grad, names, shapes, cut)
     flat._is_sharded, flat._align, flat.group = sharded, align, group
     flat.valueless = set(valueless)
+    flat.attributes = flat.attributes if attributes is None else attributes
+    give_attributes(flat, own_attributes or {})
     return flat
 
 

@@ -195,6 +195,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
             is_shard=is_shard,
             requires_grad=self.requires_grad_each,
             valueless=self.valueless,
+            attributes=shard.attributes,
             on_gradient=self._leaf_has_gradient,
             absent=self.pieces.absent if self.pieces is not None else None,
         )

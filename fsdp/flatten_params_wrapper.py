@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp._collect import collect, names_of, take_over
-from fsdp._flat_param import FlatParameter, ParamInfo
+from fsdp._flat_param import FlatParameter, ParamInfo, attributes_of, give_attributes
 from fsdp._names import FLATTEN_PART, clean_name, clean_text
 from fsdp._offload import Home
 
@@ -178,6 +178,7 @@ class FlattenParamsWrapper(nn.Module):
         requires_grad = [flat.requires_grad for flat in self.flat_params for _ in flat.metadata()[0]]
         for view, needs, places in zip(views, requires_grad, self._places(), strict=True):
             param = nn.Parameter(view.detach().clone(), needs)
+            give_attributes(param, attributes_of(view))
             self._unflattened.append(param)
             for place in places:
                 place.module.__dict__.pop(place.name, None)
