@@ -24,19 +24,20 @@ from fsdp._unit import Unit, own_modules, units_in
 Conversion = Callable[[Tensor], Tensor]
 
 
-def guard(unit: Unit, *, lists_parts: bool = False) -> None:
+def guard(unit: Unit, *, lists_parts: bool = False, names_shards: bool = False) -> None:
     """Watch over the modules of a unit whose handles are complete.
 
     Args:
         unit: the unit.
         lists_parts: what its modules list can be saved and loaded as it is, and gets memory by `to_empty`.
+        names_shards: its modules list a shard of each parameter under the parameter's name, and save it.
     """
     tied = {place.module for one in unit.wanted for place in one.places}
     # What units inside hold they save by themselves. Buffers may be cast.
     is_bare = unit.holds_nothing and not any(module._buffers for module in own_modules(unit.module))
     taken_from = {unit.module, *(place.module for place in unit.places()), *tied}
     for module in own_modules(unit.module):
-        if module in taken_from and not (lists_parts or is_bare):
+        if module in taken_from and not (lists_parts or names_shards or is_bare):
             unit.hooks.append(module.register_state_dict_pre_hook(Hook(partial(_refuse_partial_state, unit))))
         if not taken_from.isdisjoint(module.modules()):
             module.__dict__["_apply"] = Conversions(unit, module, gives_memory=lists_parts)

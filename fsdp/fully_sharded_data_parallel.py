@@ -218,7 +218,7 @@ class FullyShardedDataParallel(WrapperShards):
         self._unit.rename(type(module).__name__)
         self._unit.wanted = wanted(tied)
         self._unit.restore_order()
-        guard(self._unit)
+        guard(self._unit, names_shards=not self.flatten_parameters)
         self._loading = Loading(self, self._unit)
 
     def _reduce_group(self, wanted: Any, device: torch.device) -> Group:
