@@ -265,3 +265,42 @@ def test_the_bucketer_wants_a_tensor_for_each_rank(inputs: list[Tensor], message
 def test_the_bucketer_wants_tensors_that_are_alike() -> None:
     with pytest.raises(ValueError, match="one shape, dtype and device"):
         ReduceScatterBucketer().reduce_scatter_async([torch.ones(1), torch.ones(2)], DummyProcessGroup(0, 2))
+
+
+# Optimizer state
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts steps by what `start` is, and converts nothing when it loads."""
+
+    def __init__(self, params: Any, start: Any) -> None:
+        super().__init__(params, {})
+        self._start = start
+
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            state["step"] = state.get("step", self._start) + 1
+            state["sum"] = state.get("sum", 0) + param.grad
+
+
+@pytest.mark.parametrize("start", [torch.tensor(0.0), torch.tensor(0), 0, 0.0], ids=str)
+@pytest.mark.parametrize("flatten", [True, False])
+def test_a_shard_of_an_optimizer_state_has_the_types_of_the_live_one(start: Any, flatten: bool) -> None:
+    model = linear(flatten_parameters=flatten)
+    optimizer = Counting(model.parameters(), start)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.step()
+    full = model.gather_full_optim_state_dict(optimizer)
+    assert [state["step"] for state in full["state"].values()] == [2, 2]
+    assert not any(isinstance(state["step"], Tensor) for state in full["state"].values()), "FairScale's format"
+    shard = model.get_shard_from_optim_state_dict(full)
+    for found, live in zip(shard["state"].values(), optimizer.state.values(), strict=True):
+        assert type(found["step"]) is type(live["step"])
+        assert getattr(found["step"], "dtype", None) == getattr(live["step"], "dtype", None)
+        assert found["step"] == 2
+        assert torch.equal(found["sum"], live["sum"])
+    optimizer.load_state_dict(shard)
+    optimizer.step()
+    assert [state["step"] for state in optimizer.state.values()] == [3] * len(optimizer.state)
