@@ -54,6 +54,8 @@ def give_attributes(param: Tensor, attributes: Attributes) -> None:
 class FlatParameter(nn.Parameter):
     """Several parameters, in row-major order one after the other, as one 1-D parameter.
 
+    One that is by itself, and whole on this rank, may keep its shape.
+
     Args:
         params: a non-empty list or tuple of parameters of one dtype and device, none of them flat.
         requires_grad: whether the flat parameter is trained.
@@ -126,6 +128,7 @@ class FlatParameter(nn.Parameter):
         replicas: int = 1,
         cut: type[Layout] = ContiguousLayout,
         dims: tuple[int, ...] | None = None,
+        keeps_shape: bool = False,
     ) -> FlatParameter:
         """One rank's shard of the flat parameter, cut straight from the parameters: there is never a whole copy.
 
@@ -137,6 +140,7 @@ class FlatParameter(nn.Parameter):
             replicas: how many ranks hold this shard.
             cut: how it is cut into shards.
             dims: the dimension along which each parameter is cut; None is the first.
+            keeps_shape: if it is one parameter that no other rank has a part of, it has that one's shape.
         """
         locals_ = [local_part(param) for param in params]
         shapes = tuple(local.shape for local in locals_)
@@ -145,6 +149,8 @@ class FlatParameter(nn.Parameter):
         for slot, local in enumerate(locals_):
             if not local.is_meta:
                 layout.shard_of(slot, local, shard, rank)
+        if keeps_shape and world_size == 1 and not is_dtensor(params[0]):
+            shard = shard.view(shapes[0])
         self = home.flat_parameter._build(shard, params[0].requires_grad, tuple(names), shapes, cut)
         self._dims, self.parts = dims, tuple(MeshPart.of(param) for param in params)
         self._is_sharded, self._align = world_size > 1 and layout.numel > 0, align
@@ -191,6 +197,11 @@ class FlatParameter(nn.Parameter):
         return self._cut.of(zip(self._names, self._shapes, strict=True), world_size, self._align, self._dims)
 
     @property
+    def vector(self) -> Tensor:
+        """Its elements in one dimension, in the same memory."""
+        return self.detach().as_subclass(Tensor).view(-1)
+
+    @property
     def owner(self) -> FlatParameter:
         """Itself; what owns the memory of a `PieceParameter`."""
         return self
@@ -210,9 +221,9 @@ class FlatParameter(nn.Parameter):
         """Add a reduced gradient; one on another device is kept there, beside the parameter."""
         held = self.held_gradient
         if held is not None:
-            held.add_(reduced.to(held.device))
+            held.add_(_shaped(reduced.to(held.device), held.shape))
         elif reduced.device == self.device:
-            self.grad = reduced
+            self.grad = _shaped(reduced, self.shape)
         else:
             placeholder = gradient_elsewhere(f"a flat parameter with {self._names[0]}", self, reduced.device)
             placeholder.stands_for = reduced
@@ -222,7 +233,7 @@ class FlatParameter(nn.Parameter):
         """Have a gradient that is kept elsewhere in ``grad``, where optimizers look for it."""
         held = self.held_gradient
         if held is not None and held is not self.grad:
-            self.grad = held.to(self.device)
+            self.grad = _shaped(held.to(self.device), self.shape)
 
     def forget_gradient(self) -> None:
         """Have no gradient, here or elsewhere."""
@@ -267,7 +278,7 @@ class FlatParameter(nn.Parameter):
         home = copy.deepcopy(self.home, memo)
         data = self.detach().as_subclass(Tensor).clone() if home is None else home.allocate(self.numel(), self.dtype)
         if home is not None:
-            data.copy_(self.detach())
+            data = data.view(self.shape).copy_(self.detach())
             home.release()
         copied = memo[id(self)] = type(self)._build(data, self.requires_grad, self._names, self._shapes, self._cut)
         copied._is_sharded, copied._is_managed, copied.group = self._is_sharded, self._is_managed, self.group
@@ -294,6 +305,10 @@ class FlatParameter(nn.Parameter):
             self.attributes,
             attributes_of(self),
         )
+
+
+def _shaped(tensor: Tensor, shape: torch.Size) -> Tensor:
+    return tensor if tensor.shape == shape else tensor.view(shape)
 
 
 class PieceParameter(nn.Parameter):

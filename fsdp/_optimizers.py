@@ -85,7 +85,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     increment_version([param.owner for param in ours if param.grad is not None])
     on_disk = [param for param in ours if isinstance(param.owner.home, DiskHome)]
     for param in on_disk:
-        param.owner.home.keep_state(optimizer.state.get(param, {}), param.numel())
+        param.owner.home.keep_state(optimizer.state.get(param, {}), param.shape)
     for files in {param.owner.home.files for param in on_disk}:
         files.release()
 
@@ -119,6 +119,7 @@ _warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 def _warn_of_whole_parameters(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
     """Warn once of an optimizer that cannot do on flat shards what it does on whole parameters."""
+    ours = [param for param in ours if (param.shape,) != param.owner._shapes]  # others are whole, and as they were
     if ours and optimizer not in _warned and _OF_WHOLE_PARAMETERS.search(type(optimizer).__name__):
         _warned.add(optimizer)
         warnings.warn(

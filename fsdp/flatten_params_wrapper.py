@@ -349,6 +349,10 @@ class ShardedParamsWrapper(FlattenParamsWrapper):
     def _flatten(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> FlatParameter:
         return self._cut(params, names, home=self._new_home())
 
+    def cut_alone(self, param: nn.Parameter, name: str) -> FlatParameter:
+        """This rank's shard of a parameter that is not flattened with others."""
+        return self._cut([param], [name], home=self._new_home(), keeps_shape=True)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedParamsWrapper:
         self._fpw_module._apply(fn, recurse)  # which sees to the flat parameters, with its unit
         return self

@@ -68,7 +68,8 @@ class FullyShardedDataParallel(WrapperShards):
             False keeps them until backward is done: a third less communication.
         disable_reshard_on_root: the outermost wrapper keeps its own parameters (only) between forward and backward,
             which need them at once.
-        flatten_parameters: False makes every parameter a flat parameter of its own, under its own name.
+        flatten_parameters: False makes every parameter a flat parameter of its own, under its own name, and in a world
+            of one of its own shape.
         bucket_cap_mb: gradients of small units (below 1 MiB, where latency counts) are collected up to this many MiB
             and reduced by one collective; 0 or less reduces each by itself. Larger gradients always leave at once.
         mixed_precision: a `MixedPrecision` says in which dtypes to compute and communicate. True is FairScale's way of

@@ -167,7 +167,7 @@ def _own(value: Any, rank: int) -> Any:
 
 
 def have_types(state: dict[str, Any], live: Mapping[str, Any]) -> None:
-    """Have numbers be tensors, or tensors numbers, as an optimizer has them now: FairScale's files count steps by number.
+    """Have numbers be tensors, or the other way round, as an optimizer has them now: FairScale counts steps by numbers.
 
     Args:
         state: cut for a parameter; it is changed.
@@ -177,7 +177,7 @@ def have_types(state: dict[str, Any], live: Mapping[str, Any]) -> None:
         now = live.get(key)
         if isinstance(now, Tensor) and now.dim() == 0 and isinstance(value, (int, float)):
             state[key] = torch.tensor(value, dtype=now.dtype, device=now.device)
-        elif isinstance(value, Tensor) and value.dim() == 0 and type(now) in (int, float):
+        elif isinstance(value, Tensor) and value.dim() == 0 and isinstance(now, (int, float)):
             state[key] = type(now)(value.item())
 
 
