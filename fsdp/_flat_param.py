@@ -156,7 +156,7 @@ class FlatParameter(nn.Parameter):
         self._is_sharded, self._align = world_size > 1 and layout.numel > 0, align
         self.valueless = {slot for slot, local in enumerate(locals_) if local.is_meta and local.numel()}
         if world_size * replicas > 1 and layout.numel > 0:  # later nobody knows what the others have seen
-            self.fingerprints = Fingerprints.of(locals_, layout.parts(shard, rank))
+            self.fingerprints = Fingerprints.of(locals_, layout.parts(self.vector, rank))
         self.home = home
         self.attributes = tuple(map(attributes_of, params))
         if len(params) == 1:
