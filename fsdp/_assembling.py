@@ -100,7 +100,7 @@ def deal(handle: FlatParamHandle, slots: Sequence[int], wholes: Mapping[int, Ten
     if handle.layout.numel == 0:
         return
     comm, layout, device = handle.comm, handle.layout, handle.home.device
-    shard = handle.flat_param.detach()
+    shard = handle.flat_param.vector
     pieces = {slot: piece.to(device) for slot, piece in layout.pieces(shard, comm.rank).items() if slot in slots}
     incoming, outgoing = {}, {}
     if is_first(handle):

@@ -20,7 +20,7 @@ from fsdp._blanks import is_marked, mark
 from fsdp._collect import note_stale
 from fsdp._dtensors import local_part
 from fsdp._fingerprints import fingerprint
-from fsdp._flat_param import ParamInfo
+from fsdp._flat_param import ParamInfo, give_attributes
 from fsdp._forward import TrainingState
 from fsdp._handle import FlatParamHandle
 from fsdp._unit import Unit
@@ -112,8 +112,9 @@ class Exposure:
 
 def install(handle: FlatParamHandle, params: list[nn.Parameter]) -> list[nn.Parameter]:
     """List these parameters in the modules, instead of what stands for them."""
-    for param, places in zip(params, handle.places, strict=True):
+    for param, places, attributes in zip(params, handle.places, handle.flat_param.attributes, strict=True):
         note_stale(param, f"a summoned copy of {places[0].fqn}")
+        give_attributes(param, attributes)
         for place in places:
             place.module.__dict__.pop(place.name, None)
             place.module._parameters[place.name] = param

@@ -32,6 +32,25 @@ class SharedParamInfo(NamedTuple):
     primary: ParamInfo
 
 
+Attributes = dict[str, Any]
+
+
+def attributes_of(param: Tensor) -> Attributes:
+    """What users have set on a parameter, and not its class."""
+    own = {name for kind in type(param).__mro__ for name in vars(kind).get("__annotations__", ())}
+    return {name: value for name, value in vars(param).items() if name not in own and not name.startswith(_NOT_SET)}
+
+
+_NOT_SET = "__", "_dynamo"  # by users
+
+
+def give_attributes(param: Tensor, attributes: Attributes) -> None:
+    """Set what users had set on the parameter that this one stands for, but for what it has itself."""
+    for name, value in attributes.items():
+        if not hasattr(param, name):
+            param.__dict__[name] = value
+
+
 _set_data: Any = vars(torch._C.TensorBase)["data"].__set__
 
 
@@ -53,6 +72,8 @@ class CountedParameter(nn.Parameter):
 class FlatParameter(CountedParameter):
     """Several parameters, in row-major order one after the other, as one 1-D parameter.
 
+    One that is by itself, and whole on this rank, may keep its shape.
+
     Args:
         params: a non-empty list or tuple of parameters of one dtype and device, none of them flat.
         requires_grad: whether the flat parameter is trained.
@@ -73,6 +94,7 @@ class FlatParameter(CountedParameter):
     _has_unreduced: bool  # gradients were accumulated under `no_sync` and are not in `grad` yet
     valueless: set[int]  # the numbers of those that have no values yet: they came from the meta device
     home: Any  # where a shard and its gradient live
+    attributes: tuple[Attributes, ...]  # what users had set on its parameters
     group: Hashable = None  # what `group_by` said of its parameters
     fingerprints: Fingerprints | None = None  # of what it was cut from, until a handle takes them over
 
@@ -90,7 +112,9 @@ class FlatParameter(CountedParameter):
             raise ValueError(f"FlatParameter flattens parameters of one dtype, got {sorted(map(str, dtypes))}")
         data = torch.cat([param.detach().reshape(-1) for param in params])
         shapes = tuple(param.shape for param in params)
-        return cls._build(data, requires_grad, tuple(names or map(str, range(len(params)))), shapes)
+        self = cls._build(data, requires_grad, tuple(names or map(str, range(len(params)))), shapes)
+        self.attributes = tuple(map(attributes_of, params))
+        return self
 
     @classmethod
     def _build(
@@ -106,6 +130,7 @@ class FlatParameter(CountedParameter):
         self._is_sharded = self._is_managed = self._has_unreduced = False
         self._cut, self._align, self._dims = cut, 1, None
         self.valueless = set()
+        self.attributes = tuple({} for _ in shapes)
         self.home = None
         return self
 
@@ -121,6 +146,7 @@ class FlatParameter(CountedParameter):
         replicas: int = 1,
         cut: type[Layout] = ContiguousLayout,
         dims: tuple[int, ...] | None = None,
+        keeps_shape: bool = False,
     ) -> FlatParameter:
         """One rank's shard of the flat parameter, cut straight from the parameters: there is never a whole copy.
 
@@ -132,6 +158,7 @@ class FlatParameter(CountedParameter):
             replicas: how many ranks hold this shard.
             cut: how it is cut into shards.
             dims: the dimension along which each parameter is cut; None is the first.
+            keeps_shape: if it is one parameter that no other rank has a part of, it has that one's shape.
         """
         locals_ = [local_part(param) for param in params]
         shapes = tuple(local.shape for local in locals_)
@@ -140,13 +167,18 @@ class FlatParameter(CountedParameter):
         for slot, local in enumerate(locals_):
             if not local.is_meta:
                 layout.shard_of(slot, local, shard, rank)
+        if keeps_shape and world_size == 1 and not is_dtensor(params[0]):
+            shard = shard.view(shapes[0])
         self = home.flat_parameter._build(shard, params[0].requires_grad, tuple(names), shapes, cut)
         self._dims, self.parts = dims, tuple(MeshPart.of(param) for param in params)
         self._is_sharded, self._align = world_size > 1 and layout.numel > 0, align
         self.valueless = {slot for slot, local in enumerate(locals_) if local.is_meta and local.numel()}
         if world_size * replicas > 1 and layout.numel > 0:  # later nobody knows what the others have seen
-            self.fingerprints = Fingerprints.of(locals_, layout.parts(shard, rank))
+            self.fingerprints = Fingerprints.of(locals_, layout.parts(self.vector, rank))
         self.home = home
+        self.attributes = tuple(map(attributes_of, params))
+        if len(params) == 1:
+            give_attributes(self, self.attributes[0])
         home.release()
         return self
 
@@ -172,6 +204,7 @@ class FlatParameter(CountedParameter):
         self._is_sharded, self._align = world_size > 1 and layout.numel > 0, shard._align
         self.valueless = {number for number, slot in enumerate(slots) if slot in shard.valueless}
         self.group, self.home = shard.group, home
+        self.attributes = tuple(shard.attributes[slot] for slot in slots)
         return self
 
     def __init__(self, params: Any = None, requires_grad: bool = True, names: Any = None) -> None:
@@ -180,6 +213,11 @@ class FlatParameter(CountedParameter):
     def make_layout(self, world_size: int = 1) -> Layout:
         """How the parameters lie in the vector when `world_size` ranks share it."""
         return self._cut.of(zip(self._names, self._shapes, strict=True), world_size, self._align, self._dims)
+
+    @property
+    def vector(self) -> Tensor:
+        """Its elements in one dimension, in the same memory."""
+        return self.detach().as_subclass(Tensor).view(-1)
 
     @property
     def owner(self) -> FlatParameter:
@@ -201,9 +239,9 @@ class FlatParameter(CountedParameter):
         """Add a reduced gradient; one on another device is kept there, beside the parameter."""
         held = self.held_gradient
         if held is not None:
-            held.add_(reduced.to(held.device))
+            held.add_(_shaped(reduced.to(held.device), held.shape))
         elif reduced.device == self.device:
-            self.grad = reduced
+            self.grad = _shaped(reduced, self.shape)
         else:
             placeholder = gradient_elsewhere(f"a flat parameter with {self._names[0]}", self, reduced.device)
             placeholder.stands_for = reduced
@@ -213,7 +251,7 @@ class FlatParameter(CountedParameter):
         """Have a gradient that is kept elsewhere in ``grad``, where optimizers look for it."""
         held = self.held_gradient
         if held is not None and held is not self.grad:
-            self.grad = held.to(self.device)
+            self.grad = _shaped(held.to(self.device), self.shape)
 
     def forget_gradient(self) -> None:
         """Have no gradient, here or elsewhere."""
@@ -235,7 +273,10 @@ class FlatParameter(CountedParameter):
         # One split: of as many slices, each would have a gradient of the whole size.
         sizes = [size for slot, gap in zip(layout.slots, layout.gaps, strict=True) for size in (slot.numel, gap)]
         pieces = data.view(-1).split(sizes)[::2]
-        return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
+        views = [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
+        for view, attributes in zip(views, self.attributes, strict=True):
+            give_attributes(view, attributes)
+        return views
 
     def metadata(self) -> tuple[tuple[str, ...], tuple[torch.Size, ...], tuple[int, ...]]:
         """Names, shapes and numbers of elements of the original parameters."""
@@ -247,6 +288,7 @@ class FlatParameter(CountedParameter):
         names = (".".join(filter(None, (path, name))) for path, _, name in infos)
         self._names = tuple(names) or tuple(map(str, range(len(shapes))))
         self._shapes = tuple(map(torch.Size, shapes))
+        self.attributes = tuple({} for _ in self._shapes)
         self._is_sharded = self.numel() != sum(numels)
 
     @torch.inference_mode(False)  # or the copy could not be trained
@@ -254,13 +296,15 @@ class FlatParameter(CountedParameter):
         home = copy.deepcopy(self.home, memo)
         data = self.detach().as_subclass(Tensor).clone() if home is None else home.allocate(self.numel(), self.dtype)
         if home is not None:
-            data.copy_(self.detach())
+            data = data.view(self.shape).copy_(self.detach())
             home.release()
         copied = memo[id(self)] = type(self)._build(data, self.requires_grad, self._names, self._shapes, self._cut)
         copied._is_sharded, copied._is_managed, copied.group = self._is_sharded, self._is_managed, self.group
         copied.parts, copied._align, copied._dims = self.parts, self._align, self._dims
         copied.valueless = set(self.valueless)
         copied.home = home
+        copied.attributes = self.attributes
+        give_attributes(copied, attributes_of(self))
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -276,7 +320,13 @@ class FlatParameter(CountedParameter):
             type(self),
             tuple(self.valueless),
             self._cut,
+            self.attributes,
+            attributes_of(self),
         )
+
+
+def _shaped(tensor: Tensor, shape: torch.Size) -> Tensor:
+    return tensor if tensor.shape == shape else tensor.view(shape)
 
 
 class PieceParameter(CountedParameter):
@@ -318,14 +368,18 @@ class PieceParameter(CountedParameter):
         return piece
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PieceParameter:
-        build, (owner, *others) = self.__reduce_ex__(2)
+        build, (owner, *others), *_ = self.__reduce_ex__(2)
         copied = memo[id(self)] = build(copy.deepcopy(owner, memo), *others)
+        give_attributes(copied, attributes_of(self))
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         start = int(self.storage_offset() - self.owner.storage_offset())
         args = (start, self.numel(), self.requires_grad, self.fqn, self.whole_shape, self.offset)
-        return type(self).of, (self.owner, *args)
+        return type(self).of, (self.owner, *args), attributes_of(self) or None
+
+    def __setstate__(self, state: Attributes) -> None:
+        give_attributes(self, state)
 
 
 def _rebuild_flat_parameter(
@@ -339,10 +393,14 @@ def _rebuild_flat_parameter(
     kind: type[FlatParameter] = FlatParameter,
     valueless: tuple[int, ...] = (),
     cut: type[Layout] = ContiguousLayout,
+    attributes: tuple[Attributes, ...] | None = None,
+    own_attributes: Attributes | None = None,
 ) -> FlatParameter:
     flat = kind._build(data, requires_grad, names, shapes, cut)
     flat._is_sharded, flat._align, flat.group = sharded, align, group
     flat.valueless = set(valueless)
+    flat.attributes = flat.attributes if attributes is None else attributes
+    give_attributes(flat, own_attributes or {})
     return flat
 
 

@@ -24,18 +24,21 @@ from fsdp._unit import Unit, own_modules, units_in
 Conversion = Callable[[Tensor], Tensor]
 
 
-def guard(unit: Unit, *, lists_parts: bool = False) -> None:
+def guard(unit: Unit, *, lists_parts: bool = False, names_shards: bool = False) -> None:
     """Watch over the modules of a unit whose handles are complete.
 
     Args:
         unit: the unit.
         lists_parts: what its modules list can be saved and loaded as it is, and gets memory by `to_empty`.
+        names_shards: its modules list a shard of each parameter under the parameter's name, and save it.
     """
     tied = {place.module for one in unit.wanted for place in one.places}
+    # What units inside hold they save by themselves. Buffers may be cast.
+    is_bare = unit.holds_nothing and not any(module._buffers for module in own_modules(unit.module))
     taken_from = {unit.module, *(place.module for place in unit.places()), *tied}
     for module in own_modules(unit.module):
-        if module in taken_from and not lists_parts:
-            module.register_state_dict_pre_hook(Hook(partial(_refuse_partial_state, unit)))
+        if module in taken_from and not (lists_parts or names_shards or is_bare):
+            unit.hooks.append(module.register_state_dict_pre_hook(Hook(partial(_refuse_partial_state, unit))))
         if not taken_from.isdisjoint(module.modules()):
             module.__dict__["_apply"] = Conversions(unit, module, gives_memory=lists_parts)
             if module is not unit.module:
@@ -51,7 +54,7 @@ def refuse_shared_modules(module: nn.Module) -> None:
     """Raise ValueError if `module` uses a module without the unit that took its parameters."""
     for submodule in own_modules(module):
         guarding = submodule.__dict__.get("_apply")
-        if isinstance(guarding, Conversions):
+        if isinstance(guarding, Conversions) and not guarding.unit.holds_nothing:
             owner, kind = guarding.unit, type(submodule).__name__
             here = [clean_name(name) or kind for name, found in _named_modules(module) if found is submodule]
             there = [clean_name(name) for name, found in _named_modules(owner.module) if found is submodule]
@@ -173,16 +176,16 @@ class Freezing:
     """What a module in a unit has as ``requires_grad_``."""
 
     def __init__(self, unit: Unit, module: nn.Module) -> None:
-        self._unit, self._module = unit, module
+        self.unit, self._module = unit, module
 
     def __call__(self, requires_grad: bool = True) -> nn.Module:
         inside = set(self._module.modules())
-        for handle in self._unit.handles:
+        for handle in self.unit.handles:
             here = [place for places in handle.places for place in places if place.module in inside]
             listed = any(module in inside for module, _, _ in handle.registry.entries)
             if here and not listed and handle.requires_grad is not requires_grad:
                 raise RuntimeError(
-                    f"{self._unit.name}: {here[0].fqn} cannot be frozen or thawed apart from its flat parameter. "
+                    f"{self.unit.name}: {here[0].fqn} cannot be frozen or thawed apart from its flat parameter. "
                     "Do it before wrapping, wrap with use_orig_params=True, or freeze the whole wrapped module."
                 )
         type(self._module).requires_grad_(self._module, requires_grad)

@@ -195,10 +195,11 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
             self.layout,
             self.places,
             shard.parts,
-            shard.detach() if is_shard else self._new_buffer(self.dtype, self._whole_numel),
+            shard.vector if is_shard else self._new_buffer(self.dtype, self._whole_numel),
             is_shard=is_shard,
             requires_grad=self.requires_grad_each,
             valueless=self.valueless,
+            attributes=shard.attributes,
             on_gradient=self._leaf_has_gradient,
             lent=self.registry.lent,
             absent=self.pieces.absent if self.pieces is not None else None,
@@ -299,7 +300,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         if self.is_sharded or full.dtype != self.flat_param.dtype:
             shard = self.home.staged(self.flat_param, full.dtype)
         else:
-            shard = self.flat_param.detach()  # copied to its place directly
+            shard = self.flat_param.vector  # copied to its place directly
         with label("all_gather", self._unit_name):
             return self.comm.all_gather(full, shard, f"all-gather of {self.name}", self.tag)
 

@@ -188,7 +188,7 @@ class FollowsChanges(HandleState):
                 value = part.cut(self.layout.slots[slot].name, value)
             rows = None if self.pieces is None else self.pieces.part_of(slot, value)
             if rows is None:
-                self.layout.shard_of(slot, value, self.flat_param, self.comm.rank)
+                self.layout.shard_of(slot, value, self._shard, self.comm.rank)
             else:
                 self.layout.parts(self._shard, self.comm.rank)[slot].copy_(rows)
             # Ranks that keep nothing of this parameter must find the shard changed as the others do, or they would
@@ -251,4 +251,4 @@ class FollowsChanges(HandleState):
 
     @property
     def _shard(self) -> Tensor:
-        return self.flat_param.detach().as_subclass(Tensor)
+        return self.flat_param.vector

@@ -131,7 +131,7 @@ class TakesGradients(HandleState):
         grad = self.flat_param.grad
         if grad is None:
             return [None] * len(self.places)
-        shard = grad.detach().to(self.home.device)
+        shard = grad.detach().view(-1).to(self.home.device)
         full = shard.new_empty(self.layout.padded_numel)
         self.comm.all_gather(full, shard, f"all-gather of the gradient of {self.name}", ("gradient", self.tag)).wait()
         self.comm.settle()

@@ -180,7 +180,7 @@ class Heir:
         made = torch.zeros_like(self.param, dtype=self.originals[0].state[key].dtype)
         for original in self.originals:
             if self._handle.pieces is None:
-                layout.shard_of(original.slot, original.state[key], made, rank)
+                layout.shard_of(original.slot, original.state[key], made.view(-1), rank)
             else:
                 made.copy_(layout.part_of(original.slot, original.state[key], rank))
         return made

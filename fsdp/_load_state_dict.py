@@ -301,9 +301,11 @@ class Loading:
         wrapper.register_load_state_dict_pre_hook(self._add_path_parts)
         wrapper.register_load_state_dict_post_hook(self._clean)
         for module in (wrapper, *own_modules(unit.module)):
-            module.register_load_state_dict_pre_hook(self._enter)
-            module.register_load_state_dict_pre_hook(spread_loaded)
-            module.register_load_state_dict_post_hook(self._leave)
+            unit.hooks += [
+                module.register_load_state_dict_pre_hook(self._enter),
+                module.register_load_state_dict_pre_hook(spread_loaded),
+                module.register_load_state_dict_post_hook(self._leave),
+            ]
 
     def _add_path_parts(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         self._error_msgs = rest[-1]

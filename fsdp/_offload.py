@@ -72,7 +72,7 @@ class Home:
 
     def staged(self, flat_param: FlatParameter, dtype: torch.dtype) -> Tensor:
         """The shard on the compute device in `dtype`; the shard itself if it is that already."""
-        return flat_param.detach().to(self.device, non_blocking=True).to(dtype)
+        return flat_param.vector.to(self.device, non_blocking=True).to(dtype)
 
     def accept(self, flat_param: FlatParameter, reduced: Tensor) -> None:
         """Add a reduced gradient ``[shard_numel]``, of the shard's dtype and on the compute device, to the shard's."""
@@ -107,7 +107,8 @@ class HostHome(Home):
     def adopt(self, flat_param: FlatParameter) -> None:
         is_pinned = self.device.type != "cuda" or flat_param.is_pinned()
         if self.is_elsewhere and (flat_param.device != _HOST or not is_pinned):
-            flat_param.data = self.allocate(flat_param.numel(), flat_param.dtype).copy_(flat_param.detach())
+            values = flat_param.detach()
+            flat_param.data = self.allocate(values.numel(), values.dtype).view(values.shape).copy_(values)
 
     def accept(self, flat_param: FlatParameter, reduced: Tensor) -> None:
         if self._grads:
@@ -132,7 +133,7 @@ class _OnDisk:
                 return func(*args, **kwargs)
         numel, dtype = like.numel(), kwargs.get("dtype") or like.dtype
         made, _ = home.files.allocate(numel, dtype, "optimizer state")
-        return fill(made, args, kwargs).requires_grad_(kwargs.get("requires_grad", False))
+        return fill(made.view(like.shape), args, kwargs).requires_grad_(kwargs.get("requires_grad", False))
 
 
 class DiskFlatParameter(_OnDisk, FlatParameter):
@@ -195,7 +196,7 @@ class DiskHome(Home):
     def adopt(self, flat_param: FlatParameter) -> None:
         if self._shard is None or flat_param.data_ptr() != self._shard[0]:
             values = flat_param.detach()
-            flat_param.data = self.allocate(values.numel(), values.dtype).copy_(values)
+            flat_param.data = self.allocate(values.numel(), values.dtype).view(values.shape).copy_(values)
 
     def read_ahead(self) -> None:
         if self._shard is not None:  # the gradient is written next, not read
@@ -215,16 +216,20 @@ class DiskHome(Home):
             is_kept = self._shown is not None and self._shown() is not None  # by the user, since it is no gradient now
             if self._grad is None or self._grad[0].dtype != reduced.dtype or is_kept:
                 self._grad = self.files.allocate(reduced.numel(), reduced.dtype, "gradient")
-            reduced = self._grad[0].copy_(reduced).detach()  # casting the model changes the tensor that is handed out
+            # Casting the model changes the tensor that is handed out.
+            reduced = self._grad[0].copy_(reduced).detach().view(flat_param.shape)
             self._shown = weakref.ref(reduced)
         flat_param.hold_gradient(reduced)
         self.release()
 
-    def keep_state(self, state: dict[str, Any], numel: int) -> None:
-        """Move what an optimizer made in memory for a parameter of `numel` elements to files."""
+    def keep_state(self, state: dict[str, Any], shape: torch.Size) -> None:
+        """Move what an optimizer made in memory for a parameter of this shape to files."""
         for key, value in state.items():
-            if isinstance(value, Tensor) and value.shape == (numel,) and numel and not self.files.holds(value):
-                state[key] = self.files.allocate(numel, value.dtype, "optimizer state")[0].copy_(value)
+            if key == "step" and not shape:
+                continue  # a count, though it looks like a value for each element
+            if isinstance(value, Tensor) and value.shape == shape and value.numel() and not self.files.holds(value):
+                made, _ = self.files.allocate(value.numel(), value.dtype, "optimizer state")
+                state[key] = made.view(shape).copy_(value)
 
     def _regions(self) -> list[Region]:
         return [kept[1] for kept in (self._shard, self._grad) if kept is not None]

@@ -79,14 +79,24 @@ def _prepare(optimizer: torch.optim.Optimizer) -> None:
         param.owner.bring_gradient()
 
 
+def state_of(param: torch.Tensor) -> dict[str, Any]:
+    """What the optimizer that has stepped a shard, or a piece of one, has of it; empty if none has."""
+    return next((optimizer.state[param] for optimizer in _stepping if param in optimizer.state), {})
+
+
+_stepping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that have stepped parameters of ours
+
+
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     ours = _ours(params)
+    if ours and optimizer not in _stepping:
+        _stepping.add(optimizer)
     # Fused optimizers write without torch counting it, and by that count we know that gathered parameters are stale.
     increment_version([param.owner for param in ours if param.grad is not None])
     on_disk = [param for param in ours if isinstance(param.owner.home, DiskHome)]
     for param in on_disk:
-        param.owner.home.keep_state(optimizer.state.get(param, {}), param.numel())
+        param.owner.home.keep_state(optimizer.state.get(param, {}), param.shape)
     for files in {param.owner.home.files for param in on_disk}:
         files.release()
 
@@ -179,6 +189,7 @@ _seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that 
 
 def _warn_of_whole_parameters(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
     """Warn of an optimizer that cannot do on flat shards what it does on whole parameters."""
+    ours = [param for param in ours if (param.shape,) != param.owner._shapes]  # others are whole, and as they were
     if ours and _OF_WHOLE_PARAMETERS.search(type(optimizer).__name__):
         warnings.warn(
             f"{type(optimizer).__name__} goes by the rows, columns or norms of whole parameters, and gets flat shards, "

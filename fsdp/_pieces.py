@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp._flat_param import FlatParameter, ParamInfo
+from fsdp._flat_param import FlatParameter, ParamInfo, give_attributes
 from fsdp._layout import Layout
 from fsdp._placeholder import Placeholder, unreduced_gradient
 
@@ -46,7 +46,9 @@ class Pieces:
         interval, kept = self._intervals[slot], layout.slots[slot]
         offset, numel, start = (interval.offset, interval.numel, interval.start) if interval else (0, 0, 0)
         kind = self._flat_param.home.piece_parameter
-        return kind.of(self._flat_param, offset, numel, requires_grad, kept.name, kept.shape, start)
+        piece = kind.of(self._flat_param, offset, numel, requires_grad, kept.name, kept.shape, start)
+        give_attributes(piece, self._flat_param.attributes[slot])
+        return piece
 
     def _of(self, shard: Tensor, slot: int) -> Tensor:
         interval = self._intervals[slot]

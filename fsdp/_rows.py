@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp._dtensors import MeshPart, become, beside, held_part, is_dtensor, set_local_part
-from fsdp._flat_param import FlatParameter, ParamInfo
+from fsdp._flat_param import FlatParameter, ParamInfo, attributes_of, give_attributes
 from fsdp._layout import Layout, RowsLayout, Slot
 from fsdp._pieces import Pieces
 
@@ -75,7 +75,9 @@ class RowPieces(Pieces):
         if self._given is not None:
             self._given[slot].__dict__["owner"] = self._flat_param
             return self._given[slot]  # `alias` has it lie in the new shard
-        return row_parameter(self._flat_param, rows, self._parts[slot], requires_grad, layout.slots[slot].name)
+        made = row_parameter(self._flat_param, rows, self._parts[slot], requires_grad, layout.slots[slot].name)
+        give_attributes(made, self._flat_param.attributes[slot])
+        return made
 
     def _show(self, slot: int, part: Tensor) -> Tensor:
         rows, param = self._rows(slot, part), self.params[slot]
@@ -141,6 +143,7 @@ def _copied(param: weakref.ref[Any], part: MeshPart, memo: dict[int, Any]) -> nn
     start = int(rows.storage_offset() - found.owner.storage_offset())
     mine = owner.detach().as_subclass(Tensor).as_strided(rows.shape, rows.stride(), owner.storage_offset() + start)
     copied = memo[id(found)] = row_parameter(owner, mine, part, found.requires_grad, found.fqn)
+    give_attributes(copied, attributes_of(found))
     return copied
 
 

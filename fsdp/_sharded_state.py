@@ -72,7 +72,7 @@ class _Parts(Exposure):
         handle.absorb()
         handle.refuse_lent("save or load its shards")
         handle.follow_shard()
-        shard = handle.flat_param.detach().as_subclass(Tensor)
+        shard = handle.flat_param.vector
         flats = handle.layout.parts(shard, handle.comm.rank)
         return [
             self._kind.around(self._part(handle, slot), self._held(handle, slot, flat))

@@ -6,20 +6,23 @@ So a tree that does not fit on one rank is an error on all, and nothing has been
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections import deque
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fsdp._comm import LONE_RANK, Communicator, communicator
-from fsdp._dtensors import is_dtensor
+from fsdp._dtensors import arrived, is_dtensor
 from fsdp._process_groups import Group, backend_names
-from fsdp._state_tree import CompanionMismatch, Path, TensorInfo, check_types, leaves, mapped, spelled
+from fsdp._state_kinds import TensorInfo, cannot, is_tensor, without_values
+from fsdp._state_tree import CompanionMismatch, Path, check_types, leaves, mapped, spelled
 
+Result = TypeVar("Result")
 _ALIGNMENT = 16  # bytes; that of the widest dtype, so that a part of a buffer can be seen as any
 
 
@@ -51,6 +54,11 @@ def group_of(pg: Group | None) -> Group | None:
     return pg
 
 
+def place_in(comm: Communicator) -> str:
+    """What other ranks of a group call this one."""
+    return f"rank {comm.rank} of the group"
+
+
 # What will be sent
 
 
@@ -61,26 +69,53 @@ def description(tree: Any, type_check: bool = True) -> Any:
 
 
 def _info(path: Path, leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
     if is_dtensor(leaf):
         raise TypeError(f"{spelled(path)}: a DTensor, where a whole tensor is expected: gather_state_dict makes one")
-    if leaf.is_meta:
-        raise ValueError(f"{spelled(path)}: on the meta device, where there are no values")
-    return TensorInfo(leaf.shape, leaf.dtype)
+    if isinstance(leaf, Tensor) and (missing := without_values(leaf)):
+        raise ValueError(f"{spelled(path)}: {missing}")
+    return TensorInfo(leaf.shape, leaf.dtype) if is_tensor(leaf) else leaf
 
 
-def shared_description(comm: Communicator, full: Any, type_check: bool) -> Any:
-    """Collective. The description of rank 0's tree; what is wrong with it is raised on every rank."""
-    payload = b""
+def shared_description(comm: Communicator, full: Any, type_check: bool) -> bytes:
+    """Collective. The description of rank 0's tree, or what is wrong with it, for `unpacked`."""
+    letter = b""
     if comm.rank == 0:
         try:
-            payload = pickle.dumps(description(full, type_check))
-        except (TypeError, ValueError, AttributeError, pickle.PicklingError) as error:
-            payload = pickle.dumps(_Failure(error))
-    described = pickle.loads(_broadcast_bytes(comm, payload))
+            letter = _packed(description(full, type_check))
+        except Exception as error:  # noqa: BLE001 - all ranks are told of it
+            letter = _saved(_Failure(error, place_in(comm)))
+    return _broadcast_bytes(comm, letter)
+
+
+def _packed(described: Any) -> bytes:
+    try:
+        return _saved(described)
+    except Exception as problem:
+        for path, leaf in leaves(described):
+            try:
+                _saved(leaf)
+            except Exception as error:  # noqa: BLE001 - users' classes may raise anything
+                raise TypeError(f"{spelled(path)}: {cannot(leaf, 'be sent', error)}") from problem
+        raise
+
+
+def _saved(value: Any) -> bytes:
+    if isinstance(value, torch.UntypedStorage):
+        raise TypeError("torch.load makes a storage of another class of it. Send a tensor that views it")
+    file = io.BytesIO()
+    torch.save(value, file)  # and not pickle, which brings tensors to the device that they come from
+    return file.getvalue()
+
+
+def unpacked(letter: bytes, device: torch.device) -> Any:
+    """The description that a letter has; raises what was wrong with it on rank 0.
+
+    Args:
+        device: where tensors inside of leaves of unknown types go.
+    """
+    described = torch.load(io.BytesIO(letter), map_location=device, weights_only=False)
     if isinstance(described, _Failure):
-        described.raise_on(0)
+        described.raise_here()
     return described
 
 
@@ -101,29 +136,39 @@ def _broadcast_bytes(comm: Communicator, payload: bytes) -> bytes:
 class _Failure:
     """What went wrong on one rank, for the others."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: Exception, where: str) -> None:
         self._path = error.path if isinstance(error, CompanionMismatch) else None
-        self._kind = ValueError if isinstance(error, ValueError) else TypeError
-        self._text = error.difference if isinstance(error, CompanionMismatch) else str(error)
+        kinds = (ValueError, NotImplementedError, TypeError)
+        self._kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
+        text = error.difference if isinstance(error, CompanionMismatch) else str(error)
+        self._text = f"on {where}, {text}"
 
-    def raise_on(self, rank: int) -> None:
-        text = f"on rank {rank} of the group, {self._text}"
-        raise self._kind(text) if self._path is None else CompanionMismatch(self._path, text)
+    def raise_here(self) -> None:
+        raise self._kind(self._text) if self._path is None else CompanionMismatch(self._path, self._text)
 
 
-def agree(comm: Communicator, check: Callable[[], None]) -> None:
-    """Collective. Run a check on every rank, and raise on all if it raises on one."""
-    error: Exception | None = None
+def agree(ways: Sequence[Communicator], where: str, check: Callable[[], Result]) -> Result:
+    """Collective. Run a check on every rank and return its result, or raise on all ranks if it raises on one.
+
+    Args:
+        ways: to other ranks. What is heard on one way is told on the next.
+        where: what other ranks call this one.
+        check: may raise anything.
+    """
+    problem, failed = b"", None
     try:
-        check()
-    except (TypeError, ValueError) as caught:
-        error = caught
-    answers = comm.all_gather_bytes(pickle.dumps(_Failure(error)) if error is not None else b"")
-    if error is not None:
-        raise error
-    for rank, answer in enumerate(answers):
-        if answer:
-            pickle.loads(answer).raise_on(rank)
+        result = check()
+    except Exception as error:  # noqa: BLE001 - all ranks are told of it
+        failed = error
+        problem = pickle.dumps(_Failure(error, where))
+    for comm in ways:
+        answers = comm.all_gather_bytes(problem)
+        problem = problem or next(filter(None, answers), b"")
+    if failed is not None:
+        raise failed
+    if problem:
+        pickle.loads(problem).raise_here()
+    return result
 
 
 # Sending it
@@ -144,7 +189,7 @@ class Arrivals:
         self._comm, self._device = comm, torch.empty(0, device=device).device
         self._sources: deque[Tensor] | None = None
         if comm.rank == 0:
-            self._sources = deque(leaf for _, leaf in leaves(full) if isinstance(leaf, Tensor))
+            self._sources = deque(arrived(leaf) for _, leaf in leaves(full) if is_tensor(leaf))
         self._messages = deque(
             _messages([leaf for _, leaf in leaves(described) if isinstance(leaf, TensorInfo)], budget)
         )

@@ -8,7 +8,7 @@ Here each part goes, as bytes, straight to the ranks that want the result.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,10 @@ class Gathering:
     Args:
         group: the ranks that `ranks_only` counts, on this rank; None where there are no others.
         ranks_only: those that want the result; all of them if empty.
+
+    Attributes:
+        is_wanted: this rank wants the result.
+        where: what messages call this rank.
     """
 
     def __init__(self, group: Group | None, ranks_only: Collection[int]) -> None:
@@ -35,10 +39,21 @@ class Gathering:
         for each in ranks_only:
             if not 0 <= each < size:
                 raise ValueError(f"ranks_only={tuple(ranks_only)}: there is no rank {each}, only 0 to {size - 1}")
+        self.where = f"rank {dist.get_rank() if group is not None else 0}"
         self.is_wanted = not ranks_only or rank in ranks_only
         members = dist.get_process_group_ranks(group) if ranks_only and group is not None else []  # type: ignore[arg-type]
         self._wants = {member: number in ranks_only for number, member in enumerate(members)}
         self._used: set[Communicator] = set()
+
+    def ways(self, tensors: Iterable[Tensor]) -> list[Communicator]:
+        """To the ranks of these tensors' meshes, along each dimension of each."""
+        meshes = dict.fromkeys(part.mesh for part in map(MeshPart.of, tensors) if part is not None)
+        return [
+            communicator(mesh.get_group(dim), torch.device(mesh.device_type))
+            for mesh in meshes
+            if mesh.get_coordinate() is not None
+            for dim in range(mesh.ndim)
+        ]
 
     def settle(self) -> None:
         """Block until all parts have been sent, so that they may be written again."""

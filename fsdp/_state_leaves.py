@@ -11,7 +11,8 @@ from torch import Tensor
 from fsdp._dtensors import MeshPart, is_dtensor, local_part, set_local_part
 from fsdp._host_memory import allocate
 from fsdp._state_gather import has_only_usual_placements, odd_local_part, usual_part
-from fsdp._state_tree import Path, TensorInfo, described, own_copy, spelled
+from fsdp._state_kinds import casts, described, is_tensor, not_writable, without_values
+from fsdp._state_tree import Path, spelled
 
 
 def has_part(tensor: Tensor) -> bool:
@@ -74,46 +75,49 @@ def placed(value: Tensor, target: Tensor | None, home: torch.device, is_ours: bo
 
 def differ_as_values(full: Any, local: Any) -> str | None:
     """Why a whole value cannot be stored in a leaf; None if it can."""
-    difference = _differ_in_kind(full, local, casts=True)
-    if difference is not None or not isinstance(local, Tensor):
+    difference = _differ_in_kind(full, local, casting=True)
+    if difference is not None or not is_tensor(local):
         return difference
     part = MeshPart.of(local)
-    if part is None or not has_part(local):
+    if part is not None and not has_part(local):
         return None
-    if any(placement.is_partial() for placement in part.placements):
+    if part is not None and any(placement.is_partial() for placement in part.placements):
         return f"placements {list(part.placements)}: a Partial has no part of a whole value"
-    return odd_local_part(local)
+    return odd_local_part(local) or (None if local.is_meta else not_writable(local))
 
 
 def differ_as_parts(source: Any, into: Any) -> str | None:
     """Why a leaf cannot be copied into another one, each rank its part; None if it can."""
-    difference = _differ_in_kind(source, into, casts=True) or _differ_in_spread(source, into)
-    if difference is None and isinstance(source, Tensor):
-        for name, tensor in (("source", source), ("target", into)):
-            if tensor.is_meta:
-                return f"the {name} is on the meta device, where there are no values"
-    return difference
+    difference = _differ_in_kind(source, into, casting=True) or _differ_in_spread(source, into)
+    if difference is not None or not is_tensor(source):
+        return difference
+    for name, tensor in (("source", source), ("target", into)):
+        if missing := without_values(tensor):
+            return f"the {name} is {missing}"
+    return not_writable(into)
 
 
 def differ_in_form(first: Any, second: Any) -> str | None:
     """What two leaves differ in beside their values; None if in nothing."""
     if not isinstance(first, Tensor) and not isinstance(second, Tensor):
         return None if type(first) is type(second) else f"{described(first)} and {described(second)}"
-    return _differ_in_kind(first, second, casts=False) or _differ_in_spread(first, second)
+    return _differ_in_kind(first, second, casting=False) or _differ_in_spread(first, second)
 
 
-def _differ_in_kind(first: Any, second: Any, casts: bool) -> str | None:
-    tensors = [isinstance(value, (Tensor, TensorInfo)) for value in (first, second)]
-    if not any(tensors):
-        return None
-    if not all(tensors) or first.shape != second.shape:
+def _differ_in_kind(first: Any, second: Any, casting: bool) -> str | None:
+    """Where one of them is a tensor of any kind."""
+    if not is_tensor(first) or not is_tensor(second):
+        special = isinstance(first, Tensor) or isinstance(second, Tensor) or is_tensor(first)
+        names = described(first), described(second)
+        return f"{names[0]} and {names[1]}" if special and names[0] != names[1] else None
+    if first.shape != second.shape:
         return f"{described(first)} and {described(second)}"
-    fits = torch.can_cast(first.dtype, second.dtype) if casts else first.dtype == second.dtype
-    return None if fits else f"dtypes {first.dtype} and {second.dtype}" + ", which loses values" * casts
+    fits = casts(first.dtype, second.dtype) if casting else first.dtype == second.dtype
+    return None if fits else f"dtypes {first.dtype} and {second.dtype}" + ", which loses values" * casting
 
 
 def _differ_in_spread(first: Any, second: Any) -> str | None:
-    if not isinstance(first, Tensor):
+    if not is_tensor(first):
         return None
     ours, theirs = MeshPart.of(first), MeshPart.of(second)
     if ours != theirs:
@@ -123,9 +127,9 @@ def _differ_in_spread(first: Any, second: Any) -> str | None:
 
 
 def copied(path: Path, leaf: Any, into: Any, non_blocking: bool) -> Any:
-    """`into` with the values of `leaf`, or a copy of a leaf that is no tensor."""
-    if not isinstance(leaf, Tensor):
-        return own_copy(leaf)
+    """`into` with the values of `leaf`, or a leaf that is no tensor."""
+    if not is_tensor(leaf):
+        return leaf
     local_part(into).detach().copy_(local_part(leaf).detach(), non_blocking=non_blocking)
     return into
 

@@ -7,17 +7,14 @@ Containers are seen alike, as keys with children, so that what is done to trees 
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
+from fsdp._state_kinds import described, is_tensor, own_copy, why_unknown
 
 Path = tuple[Any, ...]
 
-PLAIN_LEAVES = (int, float, complex, str, bytes, io.BytesIO, type(None))
 _SHOWN = 5  # keys in one message
 
 
@@ -41,27 +38,6 @@ class CompanionMismatch(ValueError):  # noqa: N818  # a name that torch has
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.path, self.difference)
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """What a rank must know of a tensor that will arrive."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
-
-
-def described(value: Any) -> str:
-    """A node as messages have it."""
-    if isinstance(value, (Tensor, TensorInfo)):
-        # By name, so that the walk need not know torch.distributed.
-        kind = type(value).__name__ if type(value).__name__ == "DTensor" else "tensor"
-        return f"{kind} {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
-    return "None" if value is None else type(value).__name__
 
 
 # One tree
@@ -133,23 +109,24 @@ def emptied(tree: Any) -> Any:
 def check_types(tree: Any, type_check: bool = True) -> None:
     """Raise TypeError for the first leaf that is neither a dense tensor nor of a plain type, unless told not to."""
     for path, leaf in leaves(tree) if type_check else ():
-        if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
-            raise TypeError(
-                f"{spelled(path)}: a tensor of layout {leaf.layout}, and only strided (dense) ones are known. Convert "
-                "it with to_dense(), take it out of the tree, or pass type_check=False."
-            )
-        if not isinstance(leaf, (Tensor, *PLAIN_LEAVES)):
-            raise TypeError(
-                f"{spelled(path)}: a {type(leaf).__name__} is neither a container (a mapping, list or tuple) nor a "
-                "tensor, number, str, bytes, io.BytesIO or None. Take it out of the tree, or pass type_check=False."
-            )
+        if problem := why_unknown(leaf):
+            raise TypeError(f"{spelled(path)}: {problem}")
 
 
-def own_copy(leaf: Any) -> Any:
-    """Of a leaf that is no tensor; what cannot change is its own copy."""
-    if isinstance(leaf, io.BytesIO):
-        return io.BytesIO(leaf.getvalue())
-    return leaf if isinstance(leaf, PLAIN_LEAVES) else copy.deepcopy(leaf)
+def with_own_leaves(tree: Any) -> Any:
+    """The tree with a copy of each leaf that is no tensor.
+
+    Raises:
+        TypeError: for a leaf that cannot be copied.
+    """
+
+    def own(path: Path, leaf: Any) -> Any:
+        try:
+            return leaf if is_tensor(leaf) else own_copy(leaf)
+        except TypeError as error:
+            raise TypeError(f"{spelled(path)}: {error}") from error
+
+    return mapped(own, tree)
 
 
 # Two trees

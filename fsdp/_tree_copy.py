@@ -3,6 +3,10 @@
 `copy.deepcopy` leaves tensors where they are. Here a tensor is what ``torch.save`` sees: a storage, and how it is
 looked at. Each storage is replaced once, by whoever asks for the copy, and every tensor that looked at it looks at
 the replacement in the same way. For all other objects the rules are those of `copy.deepcopy`.
+
+Classes may have code of their own that runs while they are copied (a constructor, ``__setstate__``, ``__deepcopy__``,
+``__hash__``), and that code may read values. So replacements are filled before such code sees them; as long as there
+are only tensors and plain containers, they may be filled later.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import copyreg
 import types
 import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,6 +36,8 @@ _COMPRESSED = {
     torch.sparse_bsc: (Tensor.ccol_indices, Tensor.row_indices),
 }
 _MISSING = object()
+# They store what they are given without looking at it.
+_STORING: frozenset[Any] = frozenset({list.append, deque.append, dict.__setitem__, OrderedDict.__setitem__})
 
 
 class TreeCopy:
@@ -38,11 +45,15 @@ class TreeCopy:
 
     Args:
         place: given a storage of the original, the one that stands for it. Called once for each storage, and for each
-            tensor without memory. Values are none of our business.
+            tensor without memory.
+        fill: give all storages that `place` has returned so far the values of their originals. Called before code that
+            is not ours sees them. The storages that were placed since the last such call are for the caller to fill.
     """
 
-    def __init__(self, place: Callable[[UntypedStorage], UntypedStorage]) -> None:
-        self._place = place
+    def __init__(
+        self, place: Callable[[UntypedStorage], UntypedStorage], fill: Callable[[], None] = lambda: None
+    ) -> None:
+        self._place, self._fill = place, fill
         # As `copy.deepcopy` has it, because objects' own `__deepcopy__` take it. It keeps the originals, too: what
         # lives only while it is copied must not leave its id to others.
         self._originals: list[Any] = []
@@ -88,7 +99,13 @@ class TreeCopy:
     def _dict(self, original: dict[Any, Any]) -> Any:
         copied = self._remember(original, {})
         for key, value in original.items():
-            copied[self.copy(key)] = self._part(key, value)
+            copied[self._key(key)] = self._part(key, value)
+        return copied
+
+    def _key(self, original: Any) -> Any:
+        copied = self.copy(original)
+        if copied is not original:  # its hash may depend on values
+            self._fill()
         return copied
 
     def _list(self, original: list[Any]) -> Any:
@@ -112,6 +129,7 @@ class TreeCopy:
         # It will hand its parts to `copy.deepcopy`, which looks into the memo first.
         for found in tensors_in(original):
             self.copy(found)
+        self._fill()
         copied = original.__deepcopy__(self._memo)
         if copied is original:
             return original
@@ -132,13 +150,25 @@ class TreeCopy:
         if isinstance(rebuilt, str):  # a global
             return original
         build, args, state, items, pairs, set_state = (*rebuilt, None, None, None, None)[:6]
-        copied = self._remember(original, build(*map(self.copy, args)))
+        own_args = [self.copy(arg) for arg in args]
+        if any(own is not arg for own, arg in zip(own_args, args, strict=True)):
+            self._fill()
+        copied = self._remember(original, build(*own_args))
         if state is not None:
-            _give_state(copied, self.copy(state), set_state)
+            own_state = self.copy(state)
+            if set_state is not None or hasattr(copied, "__setstate__"):
+                self._fill()
+            _give_state(copied, own_state, set_state)
         for item in items or ():
-            copied.append(self.copy(item))
+            own_item = self.copy(item)
+            if type(copied).append not in _STORING:
+                self._fill()
+            copied.append(own_item)
         for key, value in pairs or ():
-            copied[self.copy(key)] = self._part(key, value)
+            own_value, own_key = self._part(key, value), self._key(key)
+            if type(copied).__setitem__ not in _STORING:
+                self._fill()
+            copied[own_key] = own_value
         return copied
 
     def _same(self, original: Any) -> Any:
@@ -170,6 +200,8 @@ class TreeCopy:
         for name, part in parts.items():
             if isinstance(part, Tensor):  # else it belongs to the process, as the mesh of a `DTensor` does
                 parts[name] = self._part(name, part)
+        if not type(original).__module__.startswith("torch."):  # those of torch do not look at values
+            self._fill()
         copied = type(original).__tensor_unflatten__(parts, context, original.size(), original.stride())
         if copied.requires_grad != original.requires_grad:
             copied.requires_grad_(original.requires_grad)
@@ -195,7 +227,7 @@ class TreeCopy:
             storage = original.untyped_storage()
         except (NotImplementedError, RuntimeError) as error:
             raise TypeError(f"{self._where()}: {_described(original)} has no storage to copy: {error}") from error
-        self._check(original, storage)
+        self._check(original)
         placed = self._storage(storage)
         if original.is_quantized:
             view = torch.empty_quantized(original.shape, original, device=placed.device)
@@ -206,21 +238,14 @@ class TreeCopy:
             view = view.conj()
         return torch._neg_view(view) if original.is_neg() else view
 
-    def _check(self, original: Tensor, storage: UntypedStorage) -> None:
-        if original.is_nested or _is_wrapper(original, storage):
+    def _check(self, original: Tensor) -> None:
+        if original.is_nested or is_wrapper(original):
             raise TypeError(
                 f"{self._where()}: {_described(original)} keeps its values where nobody sees them. A class that wraps "
                 "tensors needs __tensor_flatten__ and __tensor_unflatten__, or a __reduce_ex__ of its own."
             )
-        extent = original.numel()
-        if extent and not original.is_contiguous():
-            extent = 1 + sum((n - 1) * step for n, step in zip(original.shape, original.stride(), strict=True))
-        needed = (original.storage_offset() + extent) * original.itemsize if extent else 0
-        if needed > storage.nbytes():
-            raise RuntimeError(
-                f"{self._where()}: {_described(original)} needs {needed} bytes of its storage, which has "
-                f"{storage.nbytes()}: its memory was freed (a sharded parameter, say). Stage what state_dict() returns."
-            )
+        if missing := missing_memory(original):
+            raise RuntimeError(f"{self._where()}: {missing}. Stage what state_dict() returns.")
 
     def _sparse(self, original: Tensor) -> Tensor:
         if original.layout == torch.sparse_coo:
@@ -301,16 +326,32 @@ def _give_state(copied: Any, state: Any, set_state: Callable[[Any, Any], None] |
             setattr(copied, name, value)
 
 
-def _is_wrapper(tensor: Tensor, storage: UntypedStorage) -> bool:
+def is_wrapper(tensor: Tensor) -> bool:
     """Whether the storage has a size and no memory, or memory that is not the tensor's."""
     if type(tensor) in (Tensor, nn.Parameter):
         return False
-    if storage.device != tensor.device:
-        return True
     try:
+        storage = tensor.untyped_storage()
+        if storage.device != tensor.device:
+            return True
         return storage.data_ptr() == 0 and storage.nbytes() > 0 and not tensor.is_meta
-    except RuntimeError:
+    except (NotImplementedError, RuntimeError):
         return True
+
+
+def missing_memory(tensor: Tensor) -> str | None:
+    """What a dense tensor lacks if its memory was freed or is too small; None if nothing."""
+    extent = tensor.numel()
+    if extent and not tensor.is_contiguous():
+        extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + extent) * tensor.itemsize if extent else 0
+    there = tensor.untyped_storage().nbytes()
+    if needed <= there:
+        return None
+    return (
+        f"{_described(tensor)} needs {needed} bytes of its storage, which has {there}: its memory was freed (a sharded "
+        "parameter, say)"
+    )
 
 
 def _described(tensor: Tensor) -> str:

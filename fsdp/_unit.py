@@ -78,7 +78,7 @@ class Unit:
         self._kept = {inner for group in kept.values() for inner in group}
         # Before our own hooks, which then run around those that keep a module's precision.
         casting = kept if precision.is_mixed else {}
-        self._hooks = [hook for outermost in casting for hook in compute_in_own_dtype(outermost)]
+        self.hooks = [hook for outermost in casting for hook in compute_in_own_dtype(outermost)]  # on its modules
         self.precision = precision.without_casts() if module in self._kept else precision
         self.access = StateAccess()
         self.buffers = Buffers([inner for inner in ours if inner not in self._kept], precision.buffers)
@@ -106,7 +106,7 @@ class Unit:
         self._new_runtime = new_runtime
         module.__dict__[_ATTRIBUTE] = self
         self.forward = ForwardHooks(self, clear_autocast_cache)
-        self._hooks += self.forward.register()
+        self.hooks += self.forward.register()
 
     @property
     def handles(self) -> list[FlatParamHandle]:
@@ -139,7 +139,6 @@ class Unit:
             "unpassed": set(),
             "wishes": self.wishes.of_copy(),
             "access": StateAccess(),
-            "_hooks": [],
             # What moved to a unit around it is back: that may not be copied.
             "_handles": list(self.own),
             "shares": [one for one in self.shares if self in one.members],
@@ -163,10 +162,25 @@ class Unit:
             self.runtime = self._new_runtime(self)
         return self.runtime
 
+    @property
+    def holds_nothing(self) -> bool:
+        """Whether all parameters of its modules are other units'."""
+        return not (self.seen or self.own or self.wanted)
+
     def withdraw(self) -> None:
-        """Leave the module as it was found: it could not be wrapped."""
-        for hook in self._hooks:
+        """Leave the module as it was found: it could not be wrapped, or another unit takes over.
+
+        Raises:
+            RuntimeError: in the middle of a forward or backward.
+        """
+        if self.runtime is not None:
+            self.runtime.forget()
+        for hook in self.hooks:
             hook.remove()
+        for module in own_modules(self.module):
+            for name in ("_apply", "requires_grad_"):
+                if getattr(module.__dict__.get(name), "unit", None) is self:
+                    del module.__dict__[name]
         self.buffers.widen()
         del self.module.__dict__[_ATTRIBUTE]
 

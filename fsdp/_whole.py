@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from fsdp._autograd import FreedLeaves
 from fsdp._dtensors import MeshPart, local_part, memory_at, memory_of, set_local_part
-from fsdp._flat_param import ParamInfo
+from fsdp._flat_param import Attributes, ParamInfo, attributes_of, give_attributes
 from fsdp._layout import Layout
 from fsdp._placeholder import Placeholder, is_model_under_way, sharded_message, sharded_weight, valueless_weight
 
@@ -52,6 +52,7 @@ class WholeParameters:
         full: ``[whole_numel]`` or more, the buffer. If it is the shard itself (`is_shard`) it is never freed.
         requires_grad: of each leaf.
         valueless: the numbers of those without values: where the buffer is the shard, they are not seen until `reveal`.
+        attributes: for each, what users had set on it.
         on_gradient: a method, held weakly: called with a parameter's number and leaf when autograd has finished its
             gradient.
         lent: the places that show, for one call, tensors that are not ours; see `fsdp._registry`.
@@ -69,6 +70,7 @@ class WholeParameters:
         is_shard: bool,
         requires_grad: Sequence[bool],
         valueless: Collection[int],
+        attributes: Sequence[Attributes],
         on_gradient: Callable[[int, Tensor], None],
         lent: Collection[tuple[nn.Module, str]],
         absent: Sequence[Tensor] | None = None,
@@ -101,6 +103,7 @@ class WholeParameters:
         for number, (slot, leaf, used) in enumerate(zip(layout.slots, self.leaves, places, strict=True)):
             placeholder = sharded_weight(slot.name, leaf)
             # Whoever copies a model gets no second copy of the weights with what its modules show: shards are copied.
+            give_attributes(leaf, attributes[number])
             itself = weakref.ref(leaf)
             leaf.__dict__["__deepcopy__"] = partial(_copy_leaf, itself, placeholder)
             leaf.__dict__["__reduce_ex__"] = partial(_reduce_leaf, itself, placeholder)
@@ -278,7 +281,9 @@ def _apart(leaf: weakref.ref[nn.Parameter], placeholder: Placeholder) -> Tensor:
     found = leaf()
     if found is None or (found.numel() and not local_part(found).untyped_storage().nbytes()):
         return placeholder
-    return nn.Parameter(found.detach().clone(), found.requires_grad)
+    apart = nn.Parameter(found.detach().clone(), found.requires_grad)
+    give_attributes(apart, attributes_of(found))
+    return apart
 
 
 def _leave_as_they_are() -> None:

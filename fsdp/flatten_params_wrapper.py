@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp._collect import collect, names_of, take_over
-from fsdp._flat_param import FlatParameter, ParamInfo
+from fsdp._flat_param import FlatParameter, ParamInfo, attributes_of, give_attributes
 from fsdp._names import FLATTEN_PART, clean_name, clean_text
 from fsdp._offload import Home
 
@@ -178,6 +178,7 @@ class FlattenParamsWrapper(nn.Module):
         requires_grad = [flat.requires_grad for flat in self.flat_params for _ in flat.metadata()[0]]
         for view, needs, places in zip(views, requires_grad, self._places(), strict=True):
             param = nn.Parameter(view.detach().clone(), needs)
+            give_attributes(param, attributes_of(view))
             self._unflattened.append(param)
             for place in places:
                 place.module.__dict__.pop(place.name, None)
@@ -347,6 +348,10 @@ class ShardedParamsWrapper(FlattenParamsWrapper):
 
     def _flatten(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> FlatParameter:
         return self._cut(params, names, home=self._new_home())
+
+    def cut_alone(self, param: nn.Parameter, name: str) -> FlatParameter:
+        """This rank's shard of a parameter that is not flattened with others."""
+        return self._cut([param], [name], home=self._new_home(), keeps_shape=True)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedParamsWrapper:
         self._fpw_module._apply(fn, recurse)  # which sees to the flat parameters, with its unit

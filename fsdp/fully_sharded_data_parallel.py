@@ -28,7 +28,7 @@ from fsdp._process_groups import Group, reduce_group, served_device
 from fsdp._runtime import Runtime
 from fsdp._sharing import claimed_in, refuse_nothing_own, wanted
 from fsdp._synchronise import take_states_of_first
-from fsdp._unit import unit_of
+from fsdp._unit import Unit, unit_of
 from fsdp._wrapper.fsdp1 import METHODS, Instead, refuse_keywords
 from fsdp._wrapper.shards import WrapperShards
 from fsdp.flatten_params_wrapper import FlattenParamsWrapper
@@ -50,6 +50,9 @@ class FullyShardedDataParallel(WrapperShards):
     inner modules first (see `fsdp.auto_wrap`): only one wrapper's parameters, and the next one's, are whole at a time.
     Make the optimizer afterwards, from ``parameters()`` of the outermost wrapper.
 
+    A wrapper may be wrapped in turn, used or not. A module of which inner wrappers took all parameters may be wrapped
+    again, for another session say: the new wrapper takes the place of the old one, which is not to be used any more.
+
     Every rank must wrap the same modules with the same values in the same order; nothing is broadcast but for
     `sync_module_states`, and ranks compare their values at the first use. The
     arguments are FairScale's, in its order, and after them our own, by keyword only.
@@ -68,7 +71,8 @@ class FullyShardedDataParallel(WrapperShards):
             False keeps them until backward is done: a third less communication.
         disable_reshard_on_root: the outermost wrapper keeps its own parameters (only) between forward and backward,
             which need them at once.
-        flatten_parameters: False makes every parameter a flat parameter of its own, under its own name.
+        flatten_parameters: False makes every parameter a flat parameter of its own, under its own name, and in a world
+            of one of its own shape.
         bucket_cap_mb: gradients of small units (below 1 MiB, where latency counts) are collected up to this many MiB
             and reduced by one collective; 0 or less reduces each by itself. Larger gradients always leave at once.
         mixed_precision: a `MixedPrecision` says in which dtypes to compute and communicate. True is FairScale's way of
@@ -130,9 +134,9 @@ class FullyShardedDataParallel(WrapperShards):
         RuntimeError: without a process group, or if the disk is too small.
         TypeError: for integer parameters, or `DTensor`s without values (meta device) or of other placements than
             `Shard` and `Replicate`.
-        ValueError: for a module that is wrapped already, has no parameters, or shares one with an inner wrapper; for
-            `DTensor`s on ranks of `process_group`, or on a mesh of another kind of device; for dtypes that cannot be
-            trained as asked, and for options that contradict each other.
+        ValueError: for a module whose own parameters a wrapper has already, that has no parameters, or that shares one
+            with an inner wrapper; for `DTensor`s on ranks of `process_group`, or on a mesh of another kind of device;
+            for dtypes that cannot be trained as asked, and for options that contradict each other.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -193,6 +197,7 @@ class FullyShardedDataParallel(WrapperShards):
         self.sharding_strategy = groups.strategy
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.flatten_parameters, self.verbose = flatten_parameters, verbose
+        _take_over(module, inner)
         self._wrap(module, ignored, group_by, process_group_reduce_scatter, groups)
         if param_init_fn is not None:
             materialize_unit(self._unit, param_init_fn)
@@ -223,7 +228,7 @@ class FullyShardedDataParallel(WrapperShards):
         self._unit.rename(type(module).__name__)
         self._unit.wanted = wanted(tied)
         self._unit.restore_order()
-        guard(self._unit)
+        guard(self._unit, names_shards=not self.flatten_parameters)
         self._forward_entries()
         self._loading = Loading(self, self._unit)
 
@@ -322,13 +327,23 @@ def _device_of(found: dict[nn.Parameter, Places], module: nn.Module, over: Group
     return get_fsdp_instances(module, skip_empty=True)[0].compute_device
 
 
+def _take_over(module: nn.Module, units: Iterable[Unit]) -> None:
+    """Have those that were outermost until now, or the module's own from an earlier wrapper, make way for a new one."""
+    for unit in units:
+        if unit.module is module:
+            unit.withdraw()
+        elif unit.runtime is not None and unit.runtime.root is unit:
+            unit.runtime.forget()
+
+
 def _check_module(module: Any, ignored: Ignored) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"FullyShardedDataParallel wraps an nn.Module, got a {type(module).__name__}")
     managed = isinstance(module, FlattenParamsWrapper) and module._is_managed
-    if isinstance(module, FullyShardedDataParallel) or managed or unit_of(module) is not None:
+    if managed or ((unit := unit_of(module)) is not None and not unit.holds_nothing):
         raise ValueError(
-            f"this {type(module).__name__} is wrapped already: wrap each module once, and the modules around it"
+            f"this {type(module).__name__} is wrapped already, and its wrapper has parameters of its own: wrap that "
+            "wrapper, or the modules around it"
         )
     if any(isinstance(inner, FSDPModule) for inner in module.modules()):
         raise ValueError(

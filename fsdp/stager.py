@@ -161,8 +161,13 @@ class StateDictStager:
             pairs.append((original, host))
             return host
 
+        def fill() -> None:
+            for arrival in self._transfer(pairs):
+                arrival.synchronize()
+            pairs.clear()
+
         with torch.inference_mode(False), torch.no_grad():
-            copied = TreeCopy(place).copy(tree)
+            copied = TreeCopy(place, fill).copy(tree)
             arrivals = self._transfer(pairs)
         return PendingCopy(copied, [original for original, _ in pairs], arrivals)
 

@@ -4,7 +4,10 @@ A *state tree* is any nest of mappings, lists and tuples (named ones too) whose 
 strings, bytes, `io.BytesIO` or None; the state dict of a model or an optimizer is one. Containers keep their types. A
 leaf of another type is a TypeError that names its path, unless ``type_check=False``: then leaves of unknown types are
 carried along, tensors inside of them untouched, as they are where a result shares memory with its source, and as deep
-copies otherwise.
+copies otherwise. Tensors that are not dense (sparse, quantised, nested, wrappers of others) are of unknown types.
+
+What cannot be done is an error that names the path, raised before anything is changed; where ranks take part, on every
+one of them.
 
 Names and arguments are those of torch's private `torch.distributed._state_dict_utils`.
 """
@@ -18,14 +21,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp._comm import during
+from fsdp._comm import LONE_RANK, during
+from fsdp._dtensors import is_dtensor
 from fsdp._host_memory import require_pinning
 from fsdp._process_groups import Group
-from fsdp._state_broadcast import Arrivals, agree, description, group_of, ranks_of, shared_description
+from fsdp._state_broadcast import (
+    Arrivals,
+    agree,
+    description,
+    group_of,
+    place_in,
+    ranks_of,
+    shared_description,
+    unpacked,
+)
 from fsdp._state_flat import FlatMapping as FlatMapping
 from fsdp._state_flat import flatten_state_dict as flatten_state_dict
 from fsdp._state_flat import unflatten_state_dict as unflatten_state_dict
 from fsdp._state_gather import Gathering, odd_local_part
+from fsdp._state_kinds import TensorInfo, is_tensor, why_unknown, without_values
 from fsdp._state_leaves import (
     copied,
     differ_as_parts,
@@ -39,13 +53,12 @@ from fsdp._state_tree import CompanionMismatch as CompanionMismatch
 from fsdp._state_tree import (
     Comparison,
     Path,
-    TensorInfo,
     check_types,
     emptied,
     leaves,
     mapped,
-    own_copy,
     spelled,
+    with_own_leaves,
     written,
 )
 
@@ -66,6 +79,7 @@ def gather_state_dict(
     """Collective. A tree in which every `DTensor` has become a whole, plain tensor.
 
     All ranks of the tensors' meshes call it, with the same `DTensor`s in the same order; `Partial` ones are reduced.
+    They tell each other first whether their trees can be gathered: if one cannot, every rank raises.
     The tensors are gathered one after the other. A rank that wants them holds the result and at most one tensor more;
     one that does not only sends its parts, if `pg` has all ranks of the mesh. (Interleaved shards, and sums over the
     mesh, are made whole on every rank, and dropped at once.)
@@ -84,7 +98,7 @@ def gather_state_dict(
 
     Raises:
         TypeError: for a leaf of an unknown type.
-        ValueError: for a rank that `pg` does not have, a tensor on the meta device, a wanted `DTensor` on a mesh that
+        ValueError: for a rank that `pg` does not have, a tensor without values, a wanted `DTensor` on a mesh that
             this rank is not in, a local part that is not of torch's size, or both `cpu_offload` and another `device`.
         NotImplementedError: for interleaved shards on a mesh whose ranks are not in rising order.
         RuntimeError: if another rank did not answer.
@@ -95,9 +109,14 @@ def gather_state_dict(
             raise ValueError(f"cpu_offload=True and device={str(home)!r} exclude each other: pass one of them")
         home = _CPU
     gathering = Gathering(group_of(pg), ranks_only)
-    check_types(state_dict, type_check)
-    _check_values(state_dict)
-    _check_parts(state_dict, gathering.is_wanted)
+
+    def check() -> None:
+        check_types(state_dict, type_check)
+        _check_values(state_dict)
+        _check_parts(state_dict, gathering.is_wanted)
+
+    tensors = [leaf for _, leaf in leaves(state_dict) if isinstance(leaf, Tensor)]
+    agree(gathering.ways(tensors), gathering.where, check)
 
     def whole(path: Path, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not has_part(leaf):
@@ -126,12 +145,14 @@ def _check_parts(tree: Any, is_wanted: bool) -> None:
             )
         if difference := odd_local_part(leaf):
             raise ValueError(f"{spelled(path)}: {difference}. Make it with distribute_tensor.")
+        if is_dtensor(leaf) and not is_tensor(leaf):
+            raise TypeError(f"{spelled(path)}: {why_unknown(leaf)}")
 
 
 def _check_values(tree: Any) -> None:
     for path, leaf in leaves(tree):
-        if isinstance(leaf, Tensor) and leaf.is_meta:
-            raise ValueError(f"{spelled(path)}: on the meta device, where there are no values")
+        if isinstance(leaf, Tensor) and (missing := without_values(leaf)):
+            raise ValueError(f"{spelled(path)}: {missing}")
 
 
 @torch.no_grad()
@@ -196,7 +217,7 @@ def copy_state_dict(source: Any, into: Any, *, non_blocking: bool = False, type_
     check_types(source, type_check)
     check_types(into, type_check)
     Comparison(("the source", "the target"), differ_as_parts).check(source, into)
-    return written(source, into, partial(copied, non_blocking=non_blocking))
+    return written(with_own_leaves(source), into, partial(copied, non_blocking=non_blocking))
 
 
 @torch.no_grad()
@@ -225,9 +246,9 @@ def create_cpu_state_dict(
     check_types(state_dict, type_check)
 
     def twin(path: Path, leaf: Any) -> Any:
-        return host_twin(path, leaf, pin_memory, share_memory) if isinstance(leaf, Tensor) else own_copy(leaf)
+        return host_twin(path, leaf, pin_memory, share_memory) if is_tensor(leaf) else leaf
 
-    return mapped(twin, state_dict)
+    return mapped(twin, with_own_leaves(state_dict))
 
 
 def check_state_dict_similarity(
@@ -288,7 +309,7 @@ def broadcast_state_dict(
         cpu_offload: make new tensors on CPU.
         max_coalesced_bytes: send neighbours in one message as long as they are no larger together. 0 sends each tensor
             by itself. Small tensors are faster together.
-        type_check: see the module. Unknown leaves are sent by pickle.
+        type_check: see the module. Unknown leaves are sent by `torch.save`.
 
     Returns:
         `local`; another object only if its outermost container cannot be changed in place, as a tuple cannot.
@@ -302,11 +323,17 @@ def broadcast_state_dict(
     if max_coalesced_bytes < 0:
         raise ValueError(f"max_coalesced_bytes is a number of bytes, got {max_coalesced_bytes}")
     device = torch.device(device)
-    comm = ranks_of(pg, device)
-    described = shared_description(comm, full, type_check)
-    agree(comm, partial(_check_local, described, local, strict, type_check))
-    arrivals = Arrivals(comm, device, described, full, max_coalesced_bytes)
     home = _CPU if cpu_offload else device
+    comm = ranks_of(pg, device)
+    letter = shared_description(comm, full, type_check)
+
+    def check() -> Any:
+        described = unpacked(letter, home)
+        _check_local(described, local, strict, type_check)
+        return described
+
+    described = agree([comm], place_in(comm), check)
+    arrivals = Arrivals(comm, device, described, full, max_coalesced_bytes)
 
     def put(path: Path, info: Any, target: Any) -> Any:
         if not isinstance(info, TensorInfo):
@@ -355,15 +382,14 @@ def distribute_state_dict(
     """
     home = _CPU if cpu_offload else torch.device(device)
 
-    def check() -> None:
+    def check() -> Any:
         _check_local(description(full, type_check), local, strict, type_check)
+        return with_own_leaves(full)
 
-    if pg is None:
-        check()
-    else:
-        agree(ranks_of(pg, torch.device(device)), check)
+    comm = LONE_RANK if pg is None else ranks_of(pg, torch.device(device))
+    whole = agree([comm], place_in(comm), check)
 
     def put(path: Path, value: Any, target: Any) -> Any:
-        return placed(value.detach(), target, home) if isinstance(value, Tensor) else own_copy(value)
+        return placed(value.detach(), target, home) if is_tensor(value) else value
 
-    return written(full, local, put)
+    return written(whole, local, put)

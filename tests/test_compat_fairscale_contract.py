@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections import OrderedDict, namedtuple
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -265,3 +268,132 @@ def test_the_bucketer_wants_a_tensor_for_each_rank(inputs: list[Tensor], message
 def test_the_bucketer_wants_tensors_that_are_alike() -> None:
     with pytest.raises(ValueError, match="one shape, dtype and device"):
         ReduceScatterBucketer().reduce_scatter_async([torch.ones(1), torch.ones(2)], DummyProcessGroup(0, 2))
+
+
+# Optimizer state
+
+
+class StepCounting(torch.optim.Optimizer):
+    """Counts steps by what `start` is, and converts nothing when it loads."""
+
+    def __init__(self, params: Any, start: Any) -> None:
+        super().__init__(params, {})
+        self._start = start
+
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            state["step"] = state.get("step", self._start) + 1
+            state["sum"] = state.get("sum", 0) + param.grad
+
+
+@pytest.mark.parametrize("start", [torch.tensor(0.0), torch.tensor(0), 0, 0.0], ids=str)
+@pytest.mark.parametrize("flatten", [True, False])
+def test_a_shard_of_an_optimizer_state_has_the_types_of_the_live_one(start: Any, flatten: bool) -> None:
+    model = linear(flatten_parameters=flatten)
+    optimizer = StepCounting(model.parameters(), start)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.step()
+    full = model.gather_full_optim_state_dict(optimizer)
+    assert [state["step"] for state in full["state"].values()] == [2, 2]
+    assert not any(isinstance(state["step"], Tensor) for state in full["state"].values()), "FairScale's format"
+    shard = model.get_shard_from_optim_state_dict(full)
+    for found, live in zip(shard["state"].values(), optimizer.state.values(), strict=True):
+        assert type(found["step"]) is type(live["step"])
+        assert getattr(found["step"], "dtype", None) == getattr(live["step"], "dtype", None)
+        assert found["step"] == 2
+        assert torch.equal(found["sum"], live["sum"])
+    optimizer.load_state_dict(shard)
+    optimizer.step()
+    assert [state["step"] for state in optimizer.state.values()] == [3] * len(optimizer.state)
+
+
+# A world of one
+
+
+class Kinds(nn.Module):
+    """Parameters of several numbers of dimensions, one of them tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale, self.layer = nn.Parameter(torch.tensor(1.5)), nn.Linear(3, 3)
+        self.cube = nn.Parameter(torch.randn(2, 3, 2))
+        self.tied = nn.Linear(3, 3, bias=False)
+        self.tied.weight = self.layer.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.tied(self.layer(inputs)) * self.scale
+        return torch.einsum("bi,kij->bkj", hidden, self.cube)
+
+
+ALONE_OPTIONS: list[dict[str, Any]] = [{}, {"move_params_to_cpu": True}, {"offload": "disk"}, {"mixed_precision": True}]
+
+
+@pytest.mark.parametrize("options", ALONE_OPTIONS, ids=str)
+def test_unflattened_parameters_keep_their_shapes_in_a_world_of_one(options: dict[str, Any], tmp_path: Path) -> None:
+    if options.get("offload"):
+        options = options | {"offload_folder": tmp_path}
+    if options.get("mixed_precision"):
+        options = options | {"compute_dtype": torch.bfloat16}
+    plain, shapes = Kinds(), {name: param.shape for name, param in Kinds().named_parameters()}
+    model = FullyShardedDataParallel(Kinds(), ALONE, flatten_parameters=False, **options)
+    optimizers = [torch.optim.Adam(one.parameters(), 0.01) for one in (model, plain)]
+    tolerance = 0.05 if options.get("mixed_precision") else 1e-6
+    for number in range(6):
+        assert {name: param.shape for name, param in model.named_parameters()} == shapes
+        for one, optimizer in zip((model, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            one(torch.linspace(-1, 1, 6).view(2, 3) + number).float().square().sum().backward()
+            if one is model:
+                assert all(param.grad.shape == param.shape for param in model.parameters())
+                model.clip_grad_norm_(1e9)
+            optimizer.step()
+        _travel(number, model, optimizers[0])
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(model.state_dict()[name], value, rtol=tolerance, atol=tolerance)
+    assert all(state["exp_avg"].shape == param.shape for param, state in optimizers[0].state.items())
+
+
+def _travel(number: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """After each step the state leaves and comes back in another way."""
+    if number == 0:
+        model.load_state_dict(model.state_dict())
+        full = model.gather_full_optim_state_dict(optimizer)
+        optimizer.load_state_dict(model.get_shard_from_optim_state_dict(full))
+    elif number == 1:
+        local = {name: value.clone() for name, value in model.local_state_dict().items()}
+        whole = model.consolidate_shard_weights([local], [model.local_metadata_dict()])
+        for name, value in model.state_dict().items():
+            assert torch.equal(whole[name], value)
+            assert local[name].shape == value.shape
+        model.load_local_state_dict({name: value.flatten() for name, value in local.items()})  # as they were before
+    elif number == 2:
+        with model.summon_full_params():
+            model.layer.bias.data.mul_(1)
+        model.load_sharded_state_dict(model.sharded_state_dict())
+    elif number == 3:
+        copied = copy.deepcopy(model)
+        assert [param.shape for param in copied.parameters()] == [param.shape for param in model.parameters()]
+        copied(torch.ones(1, 3)).sum().backward()
+        pickled = pickle.loads(pickle.dumps(model))
+        assert [param.shape for param in pickled.parameters()] == [param.shape for param in model.parameters()]
+    elif number == 4:
+        for param in model.parameters():
+            param.data = param.data.clone()
+
+
+def test_a_plain_optimizer_is_handed_over_in_a_world_of_one() -> None:
+    plain = Kinds()
+    optimizer = torch.optim.Adam(plain.parameters(), 0.01)
+    plain(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
+    model: Any = FullyShardedDataParallel(plain, ALONE, flatten_parameters=False)
+    model.reshard_optimizer(optimizer)
+    for state, moment in zip(optimizer.state.values(), moments, strict=True):
+        assert torch.equal(state["exp_avg"], moment)
+    optimizer.zero_grad()
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()

@@ -295,6 +295,126 @@ def test_rules_of_classes_are_followed() -> None:
     assert staged(deque([1], maxlen=4)).maxlen == 4
 
 
+# What reads values while it is copied
+
+
+class ReadsAs:
+    """Notes the values of its tensor; how it is copied is up to the subclass."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        self.seen = weight.tolist()
+
+
+class ReadsInConstructor(ReadsAs):
+    def __reduce__(self) -> Any:
+        return type(self), (self.weight,)
+
+
+class ReadsInSetState(ReadsAs):
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["weight"])  # type: ignore[misc]
+
+
+class ReadsInDeepCopy(ReadsAs):
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return type(self)(copy.deepcopy(self.weight, memo))
+
+
+class ReadsInAppend(list[Any]):
+    def append(self, item: Any) -> None:
+        super().append(item)
+        self.seen = [each.tolist() for each in self]
+
+
+class ReadsInSetItem(dict[Any, Any]):
+    def __setitem__(self, key: Any, item: Any) -> None:
+        super().__setitem__(key, item)
+        self.seen = item.tolist()
+
+
+class ReadsInHash(ReadsAs):
+    def __hash__(self) -> int:
+        return hash(tuple(self.weight.tolist()))
+
+    def __eq__(self, other: Any) -> bool:
+        return bool(torch.equal(self.weight, other.weight))
+
+
+class ReadsAsTensor(Tensor):
+    seen: list[float]
+
+    @staticmethod
+    def of(weight: Tensor) -> ReadsAsTensor:
+        made = Tensor._make_subclass(ReadsAsTensor, weight)
+        made.seen = weight.tolist()
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return ReadsAsTensor.of, (self.as_subclass(Tensor),)
+
+
+class ReadsAsWrapper(Tensor):
+    weight: Tensor
+    seen: list[float]
+
+    @staticmethod
+    def __new__(cls, weight: Tensor) -> ReadsAsWrapper:
+        made = Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)
+        made.weight, made.seen = weight, weight.tolist()
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["weight"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> ReadsAsWrapper:
+        return ReadsAsWrapper(inner["weight"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise AssertionError(f"{func} was called on it")
+
+
+READERS: dict[str, Callable[[Tensor], Any]] = {
+    "__reduce__": ReadsInConstructor,
+    "__setstate__": ReadsInSetState,
+    "__deepcopy__": ReadsInDeepCopy,
+    "append": lambda weight: ReadsInAppend([weight]),
+    "__setitem__": lambda weight: ReadsInSetItem(weight=weight),
+    "__reduce_ex__ of a tensor": ReadsAsTensor.of,
+    "__tensor_unflatten__": ReadsAsWrapper,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_code_of_classes_that_runs_while_they_are_copied_reads_the_values(name: str) -> None:
+    stager = StateDictStager()
+    weight = torch.full((3,), 7.0)
+    for value in (1.0, 2.0):  # the second time in memory that holds the values of the first
+        weight.fill_(value)
+        copied = stager.stage([weight, READERS[name](weight)])
+        expected = [value] * 3
+        assert copied[0].tolist() == expected
+        assert copied[1].seen in (expected, [expected])
+        del copied
+
+
+def test_a_key_whose_hash_depends_on_values_is_found() -> None:
+    copied = staged({ReadsInHash(torch.ones(2)): 1, (ReadsInHash(torch.ones(2)),): 2})
+    key, group = copied
+    assert (copied[key], copied[group]) == (1, 2)
+    assert staged({ReadsInHash(torch.ones(2))}) == {ReadsInHash(torch.ones(2))}
+
+
+def test_a_generator_goes_on_where_the_original_was() -> None:
+    generator = torch.Generator().manual_seed(3)
+    torch.rand(5, generator=generator)
+    copied = staged({"generator": generator})["generator"]
+    assert copied is not generator
+    assert torch.equal(torch.rand(5, generator=copied), torch.rand(5, generator=generator))
+
+
 def test_what_copies_itself_finds_parameters_staged() -> None:
     param = nn.Parameter(torch.ones(3))
     made, alias = staged([CopiedByItself(torch.zeros(2), param), param])

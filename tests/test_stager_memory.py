@@ -8,13 +8,14 @@ import math
 import threading
 import time
 import weakref
+from collections import defaultdict, deque
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.multiprocessing as mp
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp import StateDictStager
 from fsdp._streams import Arrival, Lane
@@ -438,6 +439,16 @@ def test_without_blocking_the_caller_says_when_to_wait(lane: RecordingLane) -> N
     assert lane.calls == ["fork", "stream waits"]
     pending.wait()
     assert lane.calls == ["fork", "stream waits", "host waits"]
+
+
+def test_plain_containers_and_parameters_do_not_wait_and_what_may_read_values_does(lane: RecordingLane) -> None:
+    state = nn.Linear(2, 2).state_dict()
+    tree = [state, defaultdict(list, {("a", 1): state}), nn.Parameter(torch.ones(2)), deque([torch.ones(1)])]
+    StateDictStager().stage(tree, non_blocking=True)
+    assert lane.calls == ["fork"]
+    lane.calls.clear()
+    StateDictStager().stage([*tree, nn.Linear(2, 2), torch.ones(3)], non_blocking=True)
+    assert lane.calls == ["fork", "host waits", "fork"]  # the module has a __setstate__
 
 
 def test_originals_live_until_a_copy_has_arrived(lane: RecordingLane) -> None:

@@ -238,7 +238,7 @@ def _weigh_gather(rows: int, dim: int) -> None:
     beside = whole.nbytes if dim else 0
     result = len(tree) * whole.nbytes if dist.get_rank() == 0 else 0
     allowed = result + beside if dist.get_rank() == 0 else 0
-    assert result <= gathers.bytes <= allowed + 64, "less than a part: torch keeps a mesh's ranks"
+    assert result <= gathers.bytes <= allowed + 128, "less than a part: torch keeps a mesh's ranks"
 
 
 # What cannot be gathered
@@ -262,17 +262,24 @@ def test_unknown_types_may_be_carried_along() -> None:
     assert gather_state_dict([custom, 1], type_check=False) == [custom, 1]
 
 
-def test_bad_leaves_are_found_before_anything_is_sent(ranks: RankPool) -> None:
-    ranks(2).run(_gather_with_a_bad_leaf)
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_a_bad_leaf_on_one_rank_is_an_error_on_all_ranks_of_the_mesh(ranks: RankPool, shape: tuple[int, ...]) -> None:
+    ranks(4).run(_gather_with_a_bad_leaf, shape)
 
 
-def _gather_with_a_bad_leaf() -> None:
-    sharded = spread(counting(5), mesh_of(2), [Shard(0)])
-    if dist.get_rank() == 0:  # the other rank would have to answer if something was sent
-        with pytest.raises(TypeError, match=r"^custom: "):
-            gather_state_dict({"weight": sharded, "custom": Custom()})
-        with pytest.raises(ValueError, match=r"^lazy: on the meta device"):
-            gather_state_dict({"weight": sharded, "lazy": torch.empty(2, device="meta")})
+def _gather_with_a_bad_leaf(shape: tuple[int, ...]) -> None:
+    sharded = spread(counting(5), mesh_of(*shape), [Shard(0)] * len(shape))
+    for leaf, error, message in (
+        (Custom(), TypeError, r"leaf: a Custom is neither"),
+        (torch.empty(2, device="meta"), ValueError, r"leaf: on the meta device"),
+        (torch.eye(2).to_sparse_csr(), TypeError, r"leaf: a tensor of layout torch.sparse_csr"),
+    ):
+        # The last rank of a mesh of two dimensions shares a group with two of the others only.
+        tree = {"weight": sharded, "leaf": leaf if dist.get_rank() == 3 else None}
+        with pytest.raises(error, match=message) as caught:
+            gather_state_dict(tree)
+        assert ("on rank 3, " in str(caught.value)) == (dist.get_rank() != 3)
+    assert_same(gather_state_dict({"weight": sharded})["weight"], counting(5))
 
 
 def test_options_that_exclude_each_other_or_name_no_rank_are_refused() -> None:

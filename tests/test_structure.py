@@ -119,6 +119,7 @@ ROOMS: dict[str, set[str]] = {
         "_host_memory",
         "_state_tree",
         "_state_flat",
+        "_state_kinds",
         "_state_leaves",
         "_state_gather",
         "_state_broadcast",

@@ -115,7 +115,7 @@ def values_of(name: str, target: Stored) -> Tensor:
     """This rank's shard, or the whole tensor; flat."""
     if isinstance(target, SlotTensor):
         target.handle.home.check(target.handle.name)
-        return target.handle.flat_param.detach().as_subclass(Tensor)
+        return target.handle.flat_param.vector
     if target.tensor.is_meta:
         raise RuntimeError(f"cannot save a checkpoint: {name} is on the meta device and has no values")
     return target.tensor.detach().reshape(-1)

@@ -167,6 +167,21 @@ def _own(value: Any, rank: int) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
+def have_types(state: dict[str, Any], live: Mapping[str, Any]) -> None:
+    """Have numbers be tensors, or the other way round, as an optimizer has them now: FairScale counts steps by numbers.
+
+    Args:
+        state: cut for a parameter; it is changed.
+        live: what the optimizer has of it now.
+    """
+    for key, value in state.items():
+        now = live.get(key)
+        if isinstance(now, Tensor) and now.dim() == 0 and isinstance(value, (int, float)):
+            state[key] = torch.tensor(value, dtype=now.dtype, device=now.device)
+        elif isinstance(value, Tensor) and value.dim() == 0 and isinstance(now, (int, float)):
+            state[key] = type(now)(value.item())
+
+
 # --- dictionaries for the optimizer ---------------------------------------------------------------------------------
 
 

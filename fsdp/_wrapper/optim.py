@@ -18,10 +18,12 @@ from fsdp._optim.load import (
     dictionary_of,
     groups_as_now,
     groups_as_saved,
+    have_types,
     plans_for,
 )
 from fsdp._optim.params import Listed, OwnState, Parameters, own_state, require_shards
 from fsdp._optim.stream import OptimStream
+from fsdp._optimizers import state_of
 from fsdp._state_dict import ensure_agreed
 from fsdp._transfers import FirstRank
 from fsdp._unit import Unit
@@ -82,6 +84,8 @@ class WrapperOptim(WrapperState):
 
         Returns:
             The same dictionary. Tensors in it are on the host (on disk, where shards are), in memory of their own.
+            Numbers, ``step`` for one, are of the types that they have in the optimizer that has stepped the parameters
+            in this session, if one has.
 
         Raises:
             RuntimeError: inside a forward, backward or `summon_full_params`.
@@ -91,7 +95,10 @@ class WrapperOptim(WrapperState):
         params = self._optim_parameters("cut an optimizer state")
         full = given(params, full_optim_state_dict)
         plans, groups = plans_for(params, full), groups_as_saved(full)
-        full_optim_state_dict |= dictionary_of(groups, cut_states(plans, full, is_consumed=True))
+        states = cut_states(plans, full, is_consumed=True)
+        for one, state in states.items():
+            have_types(state, state_of(one.param))
+        full_optim_state_dict |= dictionary_of(groups, states)
         for key in ADDED:
             full_optim_state_dict.pop(key, None)
         return full_optim_state_dict
@@ -148,7 +155,10 @@ class WrapperOptim(WrapperState):
         params = self._optim_parameters("cut an optimizer state")
         read = given(params, full)
         plans, groups = plans_for(params, read), groups_as_now(params, read, optim)
-        return {**read.beside, **dictionary_of(groups, cut_states(plans, read))}
+        states = cut_states(plans, read)
+        for one, state in states.items():
+            have_types(state, _live(optim, one))
+        return {**read.beside, **dictionary_of(groups, states)}
 
     def _load_full_optim_state(self, optim: Any, full: Any, rank0_only: bool) -> None:
         self._require_idle("load an optimizer state")
@@ -168,16 +178,18 @@ class WrapperOptim(WrapperState):
 
         plans, found = described_by_first(params, source, read)
         groups = done_by_all([source.ranks], _LOAD, lambda: groups_as_now(params, found, optim))
-        states = deal_states(params, plans, found, source, lambda one, key: _present(optim, one, key))
+        states = deal_states(params, plans, found, source, lambda one, key: _live(optim, one).get(key))
+        for one, state in states.items():
+            have_types(state, _live(optim, one))
         return {**found.beside, **dictionary_of(groups, states)}
 
 
 _LOAD = "load its optimizer state"
 
 
-def _present(optim: Any, one: Listed, key: str) -> Any:
-    """What an optimizer has now."""
-    return optim.state.get(one.param, {}).get(key) if isinstance(optim, torch.optim.Optimizer) else None
+def _live(optim: Any, one: Listed) -> Mapping[str, Any]:
+    """What an optimizer has of a parameter now."""
+    return optim.state.get(one.param, {}) if isinstance(optim, torch.optim.Optimizer) else {}
 
 
 def _is_alone(unit: Unit, root: Unit) -> bool:

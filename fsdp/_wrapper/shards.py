@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp._collect import GroupKey, Places, group, key_of, names_of, take_over
+from fsdp._collect import GroupKey, Places, group, key_of, take_over
 from fsdp._comm import communicator
 from fsdp._dtensors import check_ranks
 from fsdp._flat_param import FlatParameter
@@ -67,7 +67,7 @@ class WrapperShards(WrapperPrivate, WrapperLocal, WrapperSharded, WrapperOptim):
             flat_param.group = name
         if self.flatten_parameters:
             return []
-        alone = [self.module._flatten([param], names_of([param], found)) for param in found]
+        alone = [self.module.cut_alone(param, places[0].fqn) for param, places in found.items()]
         for flat_param, (param, places) in zip(alone, found.items(), strict=True):
             flat_param.group = key_of(param, places, key)
         return alone
