@@ -231,6 +231,8 @@ class TorchArchive:
 
 
 def _bytes_of(file: IO[bytes], begin: int, nbytes: int) -> bytes:
+    if begin < 0:
+        raise ValueError(f"it says that something begins {-begin} bytes before it")
     file.seek(begin)
     return file.read(nbytes)
 
@@ -249,8 +251,7 @@ def _pickle_at(file: IO[bytes], begin: int, end: int) -> bytes:
 
 
 def _record(file: IO[bytes], begin: int, info: zipfile.ZipInfo) -> Record:
-    file.seek(begin + info.header_offset)
-    header = file.read(_LOCAL_HEADER)
+    header = _bytes_of(file, begin + info.header_offset, _LOCAL_HEADER)
     if header[:4] != b"PK\3\4":
         raise ValueError(f"the header of {info.filename} is not where it should be")
     name, extra = struct.unpack_from("<HH", header, 26)
