@@ -18,6 +18,7 @@ from fsdp._checkpoint.generators import GeneratorStates
 from fsdp._command import inspect
 from fsdp._formats.open_source import format_of, open_source
 from fsdp._plain_values import decoded
+from fsdp._untrusted import reading
 from tests.converting import bits, whole
 
 _MORE_BYTES = 1 << 29  # of addresses, which are taken for more than is used
@@ -50,8 +51,9 @@ def everything_in(path: Path, word: str | None = None) -> dict[str, Any]:
         tensors = {name: bits(whole(reader, name)) for reader in readers for name in reader.tensors}
         list(inspect.lines(source))
         text = json.dumps(inspect.described(source))
-        for states in source.generators or ():
-            GeneratorStates(decoded(states))
+        with reading(path):
+            for states in source.generators or ():
+                GeneratorStates(decoded(states))
     return {"tensors": tensors, "described": text}
 
 
