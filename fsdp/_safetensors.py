@@ -251,7 +251,7 @@ def _stored(path: str, name: str, entry: Any, first: int, most: int) -> StoredTe
     if not isinstance(kind, str) or kind not in DTYPES:
         raise ValueError(f"{name} in {path} is of dtype {short(kind)}, which torch {torch.__version__} has not")
     numbers = [*shape, begin, end] if isinstance(shape, list) else [None]
-    if any(type(number) is not int or number < 0 for number in numbers) or max(numbers) > _MOST_ELEMENTS:
+    if any(type(number) is not int or not 0 <= number <= _MOST_ELEMENTS for number in numbers):
         raise ValueError(
             f"{name} in {path} has shape {short(shape)} and data_offsets {short(entry['data_offsets'])}"
         )
