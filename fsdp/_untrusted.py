@@ -127,6 +127,8 @@ def reading(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
     except BROKEN as error:
         text = str(error)
-        if type(error) not in (ValueError, TypeError) or place not in text:
+        if type(error) is ValueError:  # which says what is wrong
+            text = text if place in text else f"{place}: {text}"
+        elif type(error) is not TypeError or place not in text:
             text = f"{place} is damaged, or of a form that is not known here: {type(error).__name__}: {text}"
         raise ValueError(readable(text)) from None

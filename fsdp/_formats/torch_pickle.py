@@ -165,12 +165,12 @@ def unpickled(content: bytes) -> Any:
     """What a pickle has of containers and numbers, with `Foreign`s for the rest. Nothing that it names is called.
 
     Raises:
-        ValueError: if it cannot be read.
+        pickle.UnpicklingError: if it cannot be read.
     """
     try:
         return Unpickler(content).load()
     except BROKEN as error:
-        raise ValueError(f"the pickle cannot be read: {type(error).__name__}: {error}") from None
+        raise pickle.UnpicklingError(f"the pickle cannot be read: {type(error).__name__}: {error}") from None
 
 
 def _foreign_class(module: str, name: str) -> type[Foreign]:
