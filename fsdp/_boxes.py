@@ -51,3 +51,14 @@ def boxes_of(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 def _in_row(inner: Sequence[int], row: int, start: int, stop: int) -> Iterator[Box]:
     for box in boxes_of(inner, start, stop):
         yield Box((row, *box.offsets), (1, *box.sizes))
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """What lies in both; None if nothing does."""
+    begins = tuple(map(max, one.offsets, other.offsets))
+    ends = (
+        min(first + size, second + more)
+        for first, size, second, more in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    )
+    sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+    return Box(begins, sizes) if all(size > 0 for size in sizes) else None

@@ -17,6 +17,7 @@ from fsdp._formats.source import FoundTensor, TensorReader
 from fsdp._model_tensors import Target, WholeTensor, prepared, tensors_in
 from fsdp._safetensors import SafetensorsFiles
 from fsdp._unit import Unit
+from fsdp._untrusted import readable
 
 Files = TypeVar("Files", bound=SafetensorsFiles)
 
@@ -102,7 +103,8 @@ def misfits(targets: Sequence[Target], files: TensorReader, strict: bool) -> tup
 
 def does_not_fit(path: str, model: nn.Module, problems: Sequence[str]) -> str:
     """What to say of files that do not fit a model."""
-    return f"{path} does not fit this {type(model).__name__}, and nothing was loaded:\n\t" + "\n\t".join(problems)
+    lines = "\n\t".join(map(readable, problems))
+    return f"{path} does not fit this {type(model).__name__}, and nothing was loaded:\n\t{lines}"
 
 
 def _key(target: Target, stored: Mapping[str, FoundTensor]) -> str | None:

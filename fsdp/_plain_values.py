@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fsdp._safetensors import DTYPES
+from fsdp._untrusted import readable, short
 
 _KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 _TUPLE, _DICT, _TENSOR, _BYTES, _FLOAT = "~tuple", "~dict", "~tensor", "~bytes", "~float"
@@ -84,19 +85,37 @@ def decoded(value: Any) -> Any:
     Raises:
         ValueError: for what it never returns.
     """
+    try:
+        return _decoded(value)
+    except RecursionError:
+        raise ValueError("values lie too deep in each other") from None
+
+
+def problem_of(value: Any) -> str | None:
+    """Why it is nothing that `encoded` has returned; None if it is."""
+    try:
+        decoded(value)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _decoded(value: Any) -> Any:
     if isinstance(value, list):
-        return [decoded(each) for each in value]
+        return [_decoded(each) for each in value]
     if not isinstance(value, dict):
         return value
     kind = next(iter(value), "")
     if len(value) != 1 or not kind.startswith("~"):
-        return {key: decoded(each) for key, each in value.items()}
+        return {key: _decoded(each) for key, each in value.items()}
     content = value[kind]
     try:
+        if kind in (_TUPLE, _DICT) and not isinstance(content, list):
+            raise TypeError("no list")
         if kind == _TUPLE:
-            return tuple(map(decoded, content))
+            return tuple(map(_decoded, content))
         if kind == _DICT:
-            return {decoded(key): decoded(each) for key, each in content}
+            return {_decoded(key): _decoded(each) for key, each in content}
         if kind == _FLOAT:
             return float(content)
         if kind == _BYTES:
@@ -106,6 +125,8 @@ def decoded(value: Any) -> Any:
             data = bytearray(base64.b64decode(text))
             flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
             return flat.view(DTYPES[name]).view(shape)
-    except (TypeError, KeyError, RuntimeError) as error:
-        raise ValueError(f"{kind} has {str(content)[:40]}...: {error}") from None
-    raise ValueError(f"no values are of the kind {kind}: a newer version has written them")
+    except RecursionError:
+        raise
+    except (TypeError, ValueError, KeyError, ArithmeticError, RuntimeError) as error:
+        raise ValueError(f"{kind} has {short(content, 40)}: {readable(str(error), 500)}") from None
+    raise ValueError(f"no values are of the kind {short(kind)}: a newer version has written them")

@@ -14,18 +14,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fsdp._untrusted import beside, content_of, descriptor, opened, readable, reading, short
+
 INDEX_SUFFIX = ".safetensors.index.json"
 _ONE_FILE = "model.safetensors"
 MAX_HEADER = 100_000_000  # bytes, as in the reference implementation
 _CHUNK_BYTES = 4 << 20
+_MOST_ELEMENTS = (1 << 63) - 1  # that torch can count
 
 _NAMES = {
     "F64": "float64",
@@ -70,7 +73,7 @@ class StoredTensor:
         return self.numel * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{self.name} in {self.file}"
+        return readable(f"{self.name} in {self.file}")
 
 
 class SafetensorsFiles:
@@ -92,7 +95,8 @@ class SafetensorsFiles:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = _resolve(path)
         self.metadata: dict[str, str] = {}
-        self.tensors = self._of_index() if self.path.endswith(".json") else self._of_file(self.path)
+        with reading(self.path):
+            self.tensors = self._of_index() if self.path.endswith(".json") else self._of_file(self.path)
         self._open: dict[str, int] = {}
 
     def _of_file(self, path: str) -> dict[str, StoredTensor]:
@@ -102,19 +106,18 @@ class SafetensorsFiles:
 
     def _of_index(self) -> dict[str, StoredTensor]:
         try:
-            weight_map = json.loads(Path(self.path).read_bytes())["weight_map"]
+            weight_map = json.loads(content_of(self.path))["weight_map"]
             pairs = [(str(name), str(file)) for name, file in weight_map.items()]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f'{self.path} is no index of safetensors files, {{"weight_map": {{...}}}}: {error}'
             ) from None
-        folder = os.path.dirname(self.path)
         files: dict[str, dict[str, StoredTensor]] = {}
         found = {}
         for name, file in pairs:
             if file not in files:
-                place = os.path.join(folder, file)
-                if not os.path.isfile(place):
+                place = beside(self.path, file)
+                if not os.path.exists(place):
                     raise FileNotFoundError(f"{self.path} names {place} for {name}, and there is no such file")
                 files[file] = self._of_file(place)
             if name not in files[file]:
@@ -178,7 +181,7 @@ class SafetensorsFiles:
 
     def _descriptor(self, file: str) -> int:
         if file not in self._open:
-            self._open[file] = os.open(file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            self._open[file] = descriptor(file)
         return self._open[file]
 
     def __enter__(self) -> SafetensorsFiles:
@@ -200,7 +203,7 @@ def read_header(path: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         FileNotFoundError: if it is missing.
         ValueError: if it is not a whole safetensors file.
     """
-    with open(path, "rb") as file:
+    with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER):
@@ -213,7 +216,7 @@ def read_header(path: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     if not _maps(metadata, str):
         raise ValueError(f"{path}: __metadata__ of a safetensors file must map strings to strings")
     first = 8 + length
-    tensors = {name: _stored(path, name, entry, first) for name, entry in header.items()}
+    tensors = {name: _stored(path, name, entry, first, size) for name, entry in header.items()}
     _check_places(path, tensors.values(), first, size)
     return tensors, metadata
 
@@ -231,8 +234,8 @@ def _parsed(path: str, text: bytes) -> dict[str, Any]:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} is in it twice")
+        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"{readable(name, 200)} is in it twice")
     return found
 
 
@@ -240,22 +243,27 @@ def _maps(value: Any, kind: type) -> bool:
     return isinstance(value, dict) and all(isinstance(each, kind) for each in value.values())
 
 
-def _stored(path: str, name: str, entry: Any, first: int) -> StoredTensor:
+def _stored(path: str, name: str, entry: Any, first: int, most: int) -> StoredTensor:
     try:
         kind, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{name} in {path} has no dtype, shape and two data_offsets, but {entry!r}") from None
+        raise ValueError(f"{name} in {path} has no dtype, shape and two data_offsets, but {short(entry)}") from None
     if not isinstance(kind, str) or kind not in DTYPES:
-        raise ValueError(f"{name} in {path} is of dtype {kind!r}, which torch {torch.__version__} has not")
+        raise ValueError(f"{name} in {path} is of dtype {short(kind)}, which torch {torch.__version__} has not")
     numbers = [*shape, begin, end] if isinstance(shape, list) else [None]
-    if any(type(number) is not int or number < 0 for number in numbers):
-        raise ValueError(f"{name} in {path} has shape {shape!r} and data_offsets {entry['data_offsets']!r}")
-    numel = 1
-    for size in shape:  # in Python's numbers, which do not overflow
+    if any(type(number) is not int or not 0 <= number <= _MOST_ELEMENTS for number in numbers):
+        raise ValueError(
+            f"{name} in {path} has shape {short(shape)} and data_offsets {short(entry['data_offsets'])}"
+        )
+    numel = 0 if 0 in shape else 1
+    for size in shape if numel else ():  # in Python's numbers, which do not overflow
         numel *= size
+        if numel > most:  # of a file that has a byte for each of them: its numbers may have thousands of digits
+            break
     if end - begin != numel * DTYPES[kind].itemsize:
         raise ValueError(
-            f"{name} in {path} has {end - begin} bytes, and {shape} of {kind} needs {numel * DTYPES[kind].itemsize}"
+            f"{name} in {path} has {end - begin} bytes, and {short(shape)} of {kind} needs "
+            f"{numel * DTYPES[kind].itemsize}{' or more' if numel > most else ''}"
         )
     return StoredTensor(name, path, DTYPES[kind], torch.Size(shape), first + begin)
 
@@ -289,6 +297,5 @@ def _resolve(path: str | os.PathLike[str]) -> str:
             return os.path.join(place, candidates[0])
     if not whole and not indices:
         raise FileNotFoundError(f"{place} has no .safetensors file, and no {INDEX_SUFFIX[1:]} of several")
-    raise ValueError(
-        f"{place} has several safetensors files, {', '.join(indices or whole)}: name the one that is meant"
-    )
+    shown = readable(", ".join(indices or whole), 500)
+    raise ValueError(f"{place} has several safetensors files, {shown}: name the one that is meant")

@@ -7,7 +7,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -219,50 +219,164 @@ def _load_what_nobody_may(folder: Path) -> None:
 # What the disk has promised to keep
 
 
+@contextmanager
+def recorded_events() -> Iterator[list[tuple[str, ...]]]:
+    """What is written, synced, renamed and removed, in its order; each with the path that it has at that moment."""
+    events: list[tuple[str, ...]] = []
+
+    def path_of(file: Any) -> str:
+        return os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else str(file)
+
+    def recorded(name: str) -> Any:
+        do = getattr(os, name)
+
+        def step(*args: Any, **options: Any) -> Any:
+            done = do(*args, **options)
+            events.append((name, *map(path_of, args[: 2 if name == "rename" else 1])))
+            return done
+
+        return mock.patch(f"os.{name}", step)
+
+    with ExitStack() as stack:
+        for name in ("pwrite", "fsync", "rename", "unlink", "rmdir"):
+            stack.enter_context(recorded(name))
+        yield events
+
+
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="only Linux says which file a descriptor is of")
 @pytest.mark.parametrize("max_file_bytes", [None, 80])
-def test_every_file_is_on_the_disk_before_the_old_one_is_touched(tmp_path: Path, max_file_bytes: int | None) -> None:
-    path = tmp_path / "run"
+def test_each_step_is_on_the_disk_before_the_next_one(tmp_path: Path, max_file_bytes: int | None) -> None:
+    """A disk keeps what was synced; of the rest it may keep any part. So the order of syncing and renaming counts."""
+    path, folder = tmp_path / "run", tmp_path / "run.saving"
     fsdp.save(path, small(), max_file_bytes=max_file_bytes)
     (path / "config.json").write_text("{}")
     (path / "tokenizer").mkdir()
     (path / "tokenizer" / "words").write_text("a b")
-    synced: list[str] = []
-
-    def fsync(fd: int, do: Callable[[int], None] = os.fsync) -> None:
-        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
-        do(fd)
-
-    def rename(source: str, target: str, do: Callable[[str, str], None] = os.rename) -> None:
-        if source == str(path):
-            at_rename.update(synced)
-        do(source, target)
-
-    at_rename: set[str] = set()
-    with mock.patch("os.fsync", fsync), mock.patch("os.rename", rename):
+    with recorded_events() as events:
         fsdp.save(path, small(seed=1), max_file_bytes=max_file_bytes)
-    expected = {f"{path}.saving/{name}" for name in content(path)} | {f"{path}.saving", f"{path}.saving/tokenizer"}
-    expected -= {f"{path}.saving/checkpoint.json"}
-    assert at_rename >= expected | {f"{path}.saving/checkpoint.json.part"}
-    assert synced[-1] == str(tmp_path)
+    part, manifest = f"{folder}/checkpoint.json.part", f"{folder}/checkpoint.json"
+    complete, aside, in_place = (
+        events.index(("rename", *map(str, names)))
+        for names in ((part, manifest), (path, f"{path}.replaced"), (folder, path))
+    )
+    files = {str(folder / name) for name in content(path)} - {manifest} | {part}
+    # It is complete when all files, and their names, are on the disk,
+    for file in files:
+        written = [number for number, event in enumerate(events) if event == ("pwrite", file)]
+        synced = [number for number, event in enumerate(events[:complete]) if event == ("fsync", file)]
+        assert synced, file
+        assert max(written, default=0) < synced[-1], file
+    names = [number for number, event in enumerate(events[:complete]) if event == ("fsync", str(folder))]
+    assert names
+    assert ("fsync", f"{folder}/tokenizer") in events[:complete]
+    # the old one is touched when it is known to be complete, and goes when the new one is known to be in its place.
+    assert ("fsync", str(folder)) in events[complete + 1 : aside]
+    assert aside < in_place
+    gone = next(number for number, event in enumerate(events) if f"{path}.replaced/" in event[1])
+    assert ("fsync", str(tmp_path)) in events[in_place + 1 : gone]
+
+
+def test_a_checkpoint_that_is_removed_says_so_to_the_last(tmp_path: Path) -> None:
+    """Or what is left of it would be taken for a user's folder, or for a checkpoint."""
+    for version in (OLD, NEW):
+        fsdp.save(tmp_path, small(seed=version), step=version, max_file_bytes=80)
+    (tmp_path / "step-00000001" / "zzz.txt").write_text("mine")
+    with recorded_events() as events:
+        fsdp.save(tmp_path, small(seed=NEXT), step=NEXT, keep=2)
+    gone = f"{tmp_path}/step-00000001"
+    removing = [event for event in events if event[1].startswith(gone)]
+    assert removing[0] == ("rename", f"{gone}/checkpoint.json", f"{gone}/not-a-checkpoint")
+    assert removing[-2:] == [("unlink", f"{gone}/not-a-checkpoint"), ("rmdir", gone)]
+    assert len(removing) > 6
 
 
 # Two jobs at one place
 
 
-def test_a_job_whose_folder_another_has_taken_over_is_told_and_leaves_it_alone(tmp_path: Path) -> None:
-    """As when a job is started again while a process of the last one still runs."""
+def test_of_two_saves_at_once_one_wins_and_saving_works_afterwards(ranks: RankPool, tmp_path: Path) -> None:
+    wins = ranks(3, backend=None).run(_save_again_and_again, tmp_path / "run")
+    assert all(wins)
+    version = _version(tmp_path / "run")
+    assert version in (0, 1, 2)
+    for _ in range(2):  # a lone save
+        fsdp.save(tmp_path / "run", small(seed=NEXT), values=NEXT)
+        assert _version(tmp_path / "run") == NEXT
+        assert [each.name for each in tmp_path.iterdir()] == ["run"]
+
+
+def _save_again_and_again(path: Path) -> int:
+    """Each process by itself. How many of its saves have won; the others were told."""
+    version, wins = int(os.environ["RANK"]), 0
+    model = small(seed=version)
+    for _ in range(400):
+        try:
+            fsdp.save(path, model, values=version)
+            wins += 1
+        except RuntimeError as error:
+            if "another save to" not in str(error):
+                raise
+        if wins == 10:
+            break
+    return wins
+
+
+def test_a_save_that_runs_is_left_alone_whoever_saves_or_tidies_up(ranks: RankPool, tmp_path: Path) -> None:
+    running = Destination(tmp_path / "step-00000001")
+    running.begin()
+    ranks(1, backend=None).run(_save_beside, tmp_path)
+    (Path(running.folder) / "model.safetensors").write_bytes(b"of the first")
+    running.commit(b"{}")
+    assert content(tmp_path / "step-00000001") == {"model.safetensors": b"of the first", "checkpoint.json": b"{}"}
+    fsdp.save(tmp_path, small(seed=NEXT), step=1)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def _save_beside(folder: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"another save to .*step-00000001 is running"):
+        fsdp.save(folder, small(), step=1)
+    fsdp.save(folder, small(), step=2, keep=1)  # which removes what is left of lower steps
+
+
+def test_a_process_that_was_forked_while_a_save_ran_does_not_keep_others_from_saving(tmp_path: Path) -> None:
+    """As workers of a `DataLoader` are while a save runs in the background."""
+    destination = Destination(tmp_path / "run")
+    destination.begin()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)  # until the other end is closed
+        os._exit(0)
+    os.close(reading)
+    try:
+        destination.commit(b"{}")
+        fsdp.save(tmp_path / "run", small())
+    finally:
+        os.close(writing)
+        os.waitpid(child, 0)
+
+
+def test_without_locks_a_job_whose_folder_another_has_taken_over_is_told_and_leaves_it_alone(tmp_path: Path) -> None:
+    """As when a job is started again while a process of the last one still runs, on a file system without locks."""
     first, second = Destination(tmp_path / "run"), Destination(tmp_path / "run")
-    first.begin()
-    second.begin()
-    (Path(second.folder) / "model.safetensors").write_bytes(b"of the second")
-    with pytest.raises(RuntimeError, match=r"run\.saving .*another process"):
-        first.commit(b"{}")
-    first.abandon()
-    second.commit(b"{}")
-    assert content(tmp_path) == {"run/model.safetensors": b"of the second", "run/checkpoint.json": b"{}"}
-    with pytest.raises(RuntimeError, match=r"run\.saving .*another process"):
-        first.commit(b"{}")
+    with mock.patch("fcntl.flock", side_effect=OSError(errno.ENOLCK, "No locks available")):
+        first.begin()
+        second.begin()
+        (Path(second.folder) / "model.safetensors").write_bytes(b"of the second")
+        with pytest.raises(RuntimeError, match=r"run\.saving .*another process"):
+            first.commit(b"{}")
+        first.abandon()
+        second.commit(b"{}")
+        assert content(tmp_path) == {"run/model.safetensors": b"of the second", "run/checkpoint.json": b"{}"}
+        with pytest.raises(RuntimeError, match=r"run\.saving .*another process"):
+            first.commit(b"{}")
+
+
+def test_a_folder_whose_marker_was_lost_to_another_save_is_put_in_order(tmp_path: Path) -> None:
+    (tmp_path / "run.saving").mkdir()
+    (tmp_path / "run.saving" / "model-00001-of-00002.safetensors").write_bytes(b"")
+    fsdp.save(tmp_path / "run", small())
+    assert [each.name for each in tmp_path.iterdir()] == ["run"]
 
 
 # Ranks that are not there
@@ -284,7 +398,7 @@ def _save_without_one(path: Path, when: str) -> None:
     if dist.get_rank() == 1 and when == "before":
         os._exit(3)
     last = 2 if dist.get_rank() == 1 else -1
-    with counted_steps(last, lambda: os._exit(3)), pytest.raises(RuntimeError):
+    with counted_steps(last, lambda: os._exit(3)), pytest.raises(RuntimeError, match=r"rank|onnection|peer"):
         fsdp.save(path, model, values=NEW)
     with suppress(RuntimeError):
         dist.barrier()  # the first rank has tidied up

@@ -20,10 +20,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 import fsdp
-from fsdp import FullyShardedDataParallel, checkpoint, load_safetensors
+from fsdp import FullyShardedDataParallel, checkpoint, load_safetensors, optim_utils
 from fsdp._checkpoint.checksums import by_name, fragment, joined, of_tensor, spans
 from tests._ranks import RankPool
 from tests.models import nested_mlp
+from tests.optimizing import assert_same
 from tests.pairs import parametrize_pairs
 from tests.saving import content, flip
 from tests.sharded import everything
@@ -72,6 +73,9 @@ def _save_divided(folder: Path, max_file_bytes: int) -> None:
     optimizer.step()
     model.load_state_dict(nested_mlp(seed=1).state_dict())
     fsdp.save(folder / "run", model, optimizer, max_file_bytes=max_file_bytes)
+    state = optim_utils.full_optim_state_dict(model, optimizer)  # by another way
+    if state is not None:
+        torch.save(state, folder / "optimizer.pt")
 
 
 def _load_divided(folder: Path) -> None:
@@ -79,7 +83,8 @@ def _load_divided(folder: Path) -> None:
     optimizer = adam(model.parameters())
     fsdp.load(folder / "run", model, optimizer)
     assert_equal_states(model.state_dict(), nested_mlp(seed=1).state_dict())
-    assert len(optimizer.state) == len(list(model.parameters()))
+    state = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
+    assert_same(state, torch.load(folder / "optimizer.pt", weights_only=True))
     other = nested_mlp(fully_sharded())
     load_safetensors(other, folder / "run")
     assert_equal_states(other.state_dict(), nested_mlp(seed=1).state_dict())

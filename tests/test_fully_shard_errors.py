@@ -112,7 +112,7 @@ def test_what_was_refused_is_left_as_it_was(ranks: RankPool) -> None:
 
 def _refuse_and_repair() -> None:
     model: Any = integers()
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=r"steps.*int64"):
         fsdp.fully_shard(model)
     assert type(model) is nn.Linear
     assert type(model.weight) is nn.Parameter

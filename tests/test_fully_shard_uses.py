@@ -232,7 +232,7 @@ def test_a_step_after_a_failed_forward(ranks: RankPool) -> None:
 
 
 def _fail_first(model: Any, inputs: Tensor) -> None:
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
         model(inputs[:, :3])
     score(model(inputs)).backward()
 

@@ -183,10 +183,19 @@ def _optimizer_goes_on() -> None:
     listed = list(model.parameters())
     model.load_local_state_dict({key: value + 1 for key, value in model.local_state_dict().items()})
     assert all(one is two for one, two in zip(listed, model.parameters(), strict=True))
-    before = model.local_state_dict()["flat_param_0"].clone()
-    once(model, torch.randn(4, 5))
-    optimizer.step()
-    assert not torch.equal(before, model.local_state_dict()["flat_param_0"])
+    plain = nested_mlp()
+    with torch.no_grad():
+        for param in plain.parameters():
+            param.add_(1)
+    plain_optimizer = sgd_with_momentum(plain.parameters())
+    inputs = torch.randn(4, 5)
+    for each, own in ((model, optimizer), (plain, plain_optimizer)):
+        for _ in range(2):
+            own.zero_grad()
+            once(each, inputs)
+            own.step()
+    for (name, value), expected in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(value, expected, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_buffers_are_saved_in_their_own_dtype_and_loaded_into_the_computed_one(ranks: RankPool) -> None:

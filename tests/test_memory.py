@@ -121,7 +121,7 @@ def _weigh_after_uses() -> None:
             model(torch.ones(3, 5))
 
     def fail() -> None:
-        with pytest.raises(RuntimeError):
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
             model(torch.ones(3, 4))
 
     def summon() -> None:

@@ -38,9 +38,11 @@ def _there_and_back(model: Any, optimizer: torch.optim.Optimizer, make_optimizer
 
 
 def _tensors(state: dict[str, Any]) -> Any:
-    """Of a shard's elements; padding does not count, and is zero where it was never trained."""
+    """All that there is of each shard; of one without elements, and so without state, nothing."""
     return {
-        number: {key: value for key, value in entry.items() if isinstance(value, Tensor) and value.dim()}
+        number: {
+            key: value if isinstance(value, Tensor) and value.dim() else float(value) for key, value in entry.items()
+        }
         for number, entry in state["state"].items()
     }
 

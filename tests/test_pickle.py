@@ -261,7 +261,7 @@ def _fail_to_gather() -> None:
     model = nested(fully_sharded())
     lost = mock.patch.object(DirectExchange, "all_gather", side_effect=ConnectionError("a peer is gone"))
     for _ in range(2):
-        with lost, pytest.raises(ConnectionError):
+        with lost, pytest.raises(ConnectionError, match="a peer is gone"):
             model(torch.ones(1, 5))
     assert_goes_on_alike(model, sgd_with_momentum, through_pickle)
 
@@ -442,7 +442,7 @@ def test_a_weight_is_refused_by_itself_also_after_a_pickling_that_failed(
 def _pickle_a_weight_after_a_failure(save: Callable[[Any], Any]) -> None:
     model = nested(fully_sharded())
     model.module.module.hook = lambda: None
-    with pytest.raises((AttributeError, pickle.PicklingError)):
+    with pytest.raises((AttributeError, pickle.PicklingError), match="pickle"):
         save(model)
     weight = next(module.weight for module in model.modules() if isinstance(module, nn.Linear))
     with pytest.raises(RuntimeError, match="sharded"):

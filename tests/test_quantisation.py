@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel
@@ -124,10 +125,17 @@ def test_pain_point_29_frozen_float8_parameters_are_sharded(ranks: RankPool, wor
 def _shard_float8() -> None:
     plain, model = NarrowWeight(), fully_sharded()(NarrowWeight())
     inputs = torch.linspace(-1, 1, 10).view(2, 5)
+    expected, output = plain(inputs), model(inputs)
+    assert torch.equal(output, expected)
+    assert output.any()
+    for each in (expected, output):
+        each.square().sum().backward()
+    shards = [param for param in model.parameters() if param.dtype == torch.float8_e4m3fn]
+    assert [param.numel() for param in shards] == [-(-35 // dist.get_world_size())]
     for each in (plain, model):
-        output = each(inputs)
-        assert torch.equal(output, plain(inputs))
-        output.sum().backward()
+        torch.optim.SGD([param for param in each.parameters() if param.requires_grad], lr=0.1).step()
+    assert plain.bias.any()
+    torch.testing.assert_close(model.state_dict()["bias"], plain.state_dict()["bias"])
     assert {name: value.dtype for name, value in model.state_dict().items()} == {
         "weight": torch.float8_e4m3fn,
         "bias": torch.float32,

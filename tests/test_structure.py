@@ -104,6 +104,7 @@ ROOMS: dict[str, set[str]] = {
         "_formats.lazy_tensors",
         "_formats.torch_archive",
         "_formats.torch_pickle",
+        "_formats.pickle_bounds",
         "_formats.values",
         "_formats.rank_files",
         "_formats.rank_source",
@@ -168,6 +169,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "storage": {
         "_safetensors",
+        "_untrusted",
         "_checkpoint.safetensors_writer",
         "_checkpoint.checked_files",
         "_checkpoint.checksums",

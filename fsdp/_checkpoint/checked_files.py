@@ -16,6 +16,7 @@ from torch import Tensor
 from fsdp._checkpoint.checksums import (
     Fragment,
     HoleError,
+    block_count,
     block_span,
     blocks,
     by_name,
@@ -25,6 +26,7 @@ from fsdp._checkpoint.checksums import (
     spans,
 )
 from fsdp._safetensors import SafetensorsFiles, StoredTensor
+from fsdp._untrusted import readable
 
 
 class CheckedFiles(SafetensorsFiles):
@@ -39,9 +41,12 @@ class CheckedFiles(SafetensorsFiles):
         super().__init__(path)
         self._expected = {name: from_text(text) for name, text in checksums.items()}
         for name, tensor in self.tensors.items():
-            if len(self._expected.get(name, ())) != len(blocks(tensor.nbytes)):
+            if len(self._expected.get(name, ())) != block_count(tensor.nbytes):
                 raise ValueError(f"{tensor} is of {tensor.nbytes} bytes, for which there are other checksums, or none")
-        self.tensors = {name: self.tensors[name] for name in checksums if name in self.tensors}  # in their own order
+        missing = next((name for name in checksums if name not in self.tensors), None)
+        if missing is not None:
+            raise ValueError(f"{self.path} has no tensor {readable(missing)}, and there are checksums of it")
+        self.tensors = {name: self.tensors[name] for name in checksums}  # in their own order
         self._fragments: list[Fragment] = []
 
     def _fill(self, stored: StoredTensor, target: Tensor, begin: int) -> None:

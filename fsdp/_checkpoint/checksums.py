@@ -9,14 +9,18 @@ The checksum is that of zlib, gzip and PNG (ISO 3309).
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import NamedTuple
 
+from fsdp._untrusted import short
+
 BLOCK_BYTES = 4 << 20
 _POLYNOMIAL = 0xEDB88320  # bits reversed: the highest one stands for x to the power of 0
 _ONE = 1 << 31
+_DIGITS = re.compile(r"[0-9a-f]*")
 
 
 class Fragment(NamedTuple):
@@ -53,6 +57,11 @@ def spans(begin: int, end: int) -> Iterator[tuple[int, int]]:
 def blocks(nbytes: int) -> list[tuple[int, int]]:
     """Where the blocks of a tensor of so many bytes begin and end."""
     return list(spans(0, nbytes))
+
+
+def block_count(nbytes: int) -> int:
+    """How many blocks a tensor of so many bytes has."""
+    return -(-nbytes // BLOCK_BYTES)
 
 
 def block_span(number: int, nbytes: int) -> tuple[int, int]:
@@ -148,6 +157,6 @@ def from_text(text: str) -> list[int]:
     Raises:
         ValueError: if it is none.
     """
-    if len(text) % 8:
-        raise ValueError(f"{text!r} is not made of eight digits for each checksum")
+    if len(text) % 8 or not _DIGITS.fullmatch(text):
+        raise ValueError(f"{short(text)} is not made of eight digits for each checksum")
     return [int(text[start : start + 8], 16) for start in range(0, len(text), 8)]

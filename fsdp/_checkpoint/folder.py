@@ -4,10 +4,16 @@ While ``run`` is saved, files are in ``run.saving``. What makes a folder a check
 ``checkpoint.json``, which is written when everything else is on disk. Then ``run``, if it was there, becomes
 ``run.replaced``, ``run.saving`` becomes ``run``, and ``run.replaced`` is removed. A process may be killed between any
 two of these steps: then at least one of the three is complete, and `found` says which.
+
+Meanwhile the first rank holds a lock on ``run.saving.lock``, which the system drops when that process ends, however it
+ends. So a save that runs is told from a killed one: nobody touches the folders of the one, and the next save puts
+in order what the other one has left. On a file system without locks (NFS without its lock service) the last save that
+begins takes the folder over, and the one before is told when it is to complete it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -17,10 +23,10 @@ from pathlib import Path
 
 MANIFEST = "checkpoint.json"
 _PART = f"{MANIFEST}.part"  # while it is written
-SAVING, REPLACED = ".saving", ".replaced"
+SAVING, REPLACED, _LOCK = ".saving", ".replaced", ".saving.lock"
 _MARKER = "not-a-checkpoint"  # in a folder of ours that is not complete yet, or not any more
 _OURS = re.compile(r"(model|optimizer)(-\d+-of-\d+)?\.safetensors(\.index\.json)?|checkpoint\.json(\.part)?|" + _MARKER)
-_NUMBERED = re.compile(rf"step-(\d+)({re.escape(SAVING)}|{re.escape(REPLACED)})?")
+_NUMBERED = re.compile(rf"step-(\d+)({'|'.join(map(re.escape, (SAVING, REPLACED, _LOCK)))})?")
 
 
 def found(path: str | os.PathLike[str]) -> str | None:
@@ -70,14 +76,72 @@ def newest(folder: str | os.PathLike[str]) -> Path | None:
 def rotate(folder: str | os.PathLike[str], keep: int, step: int) -> None:
     """Remove all checkpoints in a folder but those of the `keep` highest steps, and of `step`.
 
-    What is left of lower ones whose save or removal was killed goes as well.
+    What is left of lower ones whose save or removal was killed goes as well; what is being saved stays.
     """
     kept = {*sorted(steps_in(folder))[-keep:], step}
     for number in _steps_named_in(folder) - kept:
         if number < max(kept):
-            for place in (numbered(folder, number) + ending for ending in (SAVING, REPLACED, "")):
-                if _is_ours(place):
-                    remove(place)
+            place = numbered(folder, number)
+            lock = _Lock(os.path.realpath(place))
+            if lock.take():
+                try:
+                    for each in (place + SAVING, place + REPLACED, place):
+                        if _is_ours(each):
+                            remove(each)
+                finally:
+                    lock.release()
+
+
+class _Lock:
+    """What at most one process holds for the place of a checkpoint: whoever saves there, or tidies up.
+
+    Args:
+        place: of the checkpoint.
+    """
+
+    def __init__(self, place: str) -> None:
+        self._path = place + _LOCK
+        self._fd: int | None = None
+
+    def take(self) -> bool:
+        """Whether nobody else has it; it is held then, as far as the file system knows locks.
+
+        Raises:
+            OSError: if its file cannot be made.
+        """
+        while self._fd is None:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(fd)
+                return False
+            except OSError:
+                pass  # a file system without locks
+            if _is_at(fd, self._path):
+                self._fd = fd
+            else:
+                os.close(fd)  # whoever had it has removed it since
+        return True
+
+    def release(self) -> None:
+        """Let others have it."""
+        if self._fd is None:
+            return
+        with suppress(OSError):
+            os.unlink(self._path)
+        with suppress(OSError):
+            fcntl.flock(self._fd, fcntl.LOCK_UN)  # closing is not enough if the process was forked since
+        os.close(self._fd)
+        self._fd = None
+
+
+def _is_at(fd: int, path: str) -> bool:
+    """Whether an open file is the one at a path."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 class Destination:
@@ -94,14 +158,22 @@ class Destination:
         self.path = os.path.realpath(path)
         self.folder = self.path + SAVING
         self._token = b""  # in the folder that this save has made, and may remove
+        self._lock = _Lock(self.path)
 
     def begin(self) -> None:
         """Make the folder to write to. What killed saves have left is put in order first.
 
         Raises:
             FileExistsError, NotADirectoryError: if something else is there.
+            RuntimeError: if another save is running there.
             OSError: if it cannot be written to.
         """
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        if not self._lock.take():
+            raise RuntimeError(
+                f"another save to {self.path} is running. Give each job a folder of its own, and start a job again "
+                "when all processes of the last one have ended"
+            )
         self._put_in_order()
         if os.path.lexists(self.path) and not os.path.isdir(self.path):
             raise NotADirectoryError(f"{self.path} is a file: a checkpoint is a folder, and needs a path of its own")
@@ -128,7 +200,7 @@ class Destination:
                 os.rename(left, self.path)
         for folder in (self.folder, self.path + REPLACED):
             if os.path.lexists(folder):
-                if not _is_ours(folder):
+                if not (_is_ours(folder) or _has_ours_alone(folder)):
                     raise FileExistsError(f"{folder} is in the way, and is nothing that a save has left: move it")
                 remove(folder)
 
@@ -159,6 +231,7 @@ class Destination:
         _sync_folder(os.path.dirname(self.path))
         with suppress(OSError):  # the new one is there; the next save removes what is left, or says why it cannot
             remove(self.path + REPLACED)
+        self._lock.release()
 
     def _take_along(self) -> None:
         """Copy what users have put into the checkpoint that is replaced, as a configuration or a tokenizer."""
@@ -168,8 +241,13 @@ class Destination:
 
     def abandon(self) -> None:
         """The save has failed: have the old one in its place and remove what was written, as far as can be."""
-        if not self._token:
-            return
+        try:
+            if self._token:
+                self._put_back()
+        finally:
+            self._lock.release()
+
+    def _put_back(self) -> None:
         with suppress(OSError):
             if not os.path.lexists(self.path) and _is_complete(self.path + REPLACED):
                 os.rename(self.path + REPLACED, self.path)
@@ -200,6 +278,11 @@ def _is_ours(folder: str) -> bool:
         return False
     names = os.listdir(folder)
     return not names or not {_MARKER, MANIFEST, _PART}.isdisjoint(names)
+
+
+def _has_ours_alone(folder: str) -> bool:
+    """Whether there are no files in a folder but such as we make: of a save whose marker another one has removed."""
+    return os.path.isdir(folder) and all(map(_OURS.fullmatch, os.listdir(folder)))
 
 
 def write_synced(path: str, content: bytes) -> None:

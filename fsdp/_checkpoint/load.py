@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdp._agreement import Ranks, agree_on, agree_on_outcome, done_by_all, from_everyone, number_among, peers_answer
 from fsdp._checkpoint.checked_files import CheckedFiles
-from fsdp._checkpoint.generators import set_generator_states
+from fsdp._checkpoint.generators import GeneratorStates
 from fsdp._checkpoint.model import Stored, size_of, stored_tensors
 from fsdp._checkpoint.optim import StatePlan, give_state, plan_state, read_state, release_state
 from fsdp._checkpoint.several import as_one
@@ -24,6 +24,7 @@ from fsdp._formats.trees import Choices
 from fsdp._load_safetensors import does_not_fit, misfits, read
 from fsdp._model_tensors import extra_states, prepared, tensors_in
 from fsdp._plain_values import decoded
+from fsdp._untrusted import readable, reading
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,9 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
     for ranks in everyone:
         agree_on(ranks, "settings to load a checkpoint", ", ".join(settings))
     with closing(_found(path, everyone, None if optimizer is not None else "model")) as source:
+        states = None
+        if generators:
+            states = done_by_all(everyone, f"read {source.path}", lambda: _generators(source, everyone))
         targets = tensors_in(model, units)
         missing, unexpected, problems = misfits(targets, source.model, strict)
         extra = extra_states(model)
@@ -71,14 +75,15 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
             state.load()
     for name in extra.keys() & source.extra.keys():
         extra[name].set_extra_state(decoded(source.extra[name]))
-    has_generators = generators and _restore_generators(source, everyone)
-    return Loaded(Path(source.path), decoded(source.values), missing, unexpected, has_generators, source.world_size)
+    if states is not None:
+        states.set()
+    return Loaded(Path(source.path), decoded(source.values), missing, unexpected, states is not None, source.world_size)
 
 
 def _extra_problems(extra: Mapping[str, nn.Module], source: Source) -> list[str]:
     missing, unexpected = extra.keys() - source.extra.keys(), source.extra.keys() - extra.keys()
     both = ((missing, "missing"), (unexpected, "unexpected"))
-    return [f"{what}: {', '.join(sorted(names))}" for names, what in both if names]
+    return [f"{what}: {readable(', '.join(sorted(names)))}" for names, what in both if names]
 
 
 class _SavedState:
@@ -117,7 +122,8 @@ def _found(path: str | os.PathLike[str], everyone: Sequence[Ranks], only: str | 
 
     def look() -> Source:
         read_it = read_dcp if is_dcp(place) and not is_ours(place) else read_ours
-        return read_it(place, Choices(only=only))
+        with reading(place):
+            return read_it(place, Choices(only=only))
 
     source = done_by_all(everyone, f"open the checkpoint {place}", look)
     for ranks in everyone:
@@ -133,10 +139,15 @@ def _compare(files: TensorReader, everyone: Sequence[Ranks]) -> None:
     done_by_all(everyone, f"find {files.path} undamaged", lambda: files.compare_fragments(heard))
 
 
-def _restore_generators(source: Source, everyone: Sequence[Ranks]) -> bool:
-    """Whether as many ranks load the checkpoint as saved it, and their generators go on."""
+def _generators(source: Source, everyone: Sequence[Ranks]) -> GeneratorStates | None:
+    """Those of this rank, if as many ranks load the checkpoint as saved it."""
     ranks = everyone[0] if everyone else ()
     if source.generators is None or len(everyone) > 1 or size_of(ranks) != source.world_size:
-        return False
-    set_generator_states(decoded(source.generators[number_among(ranks)]))
-    return True
+        return None
+    number = number_among(ranks)
+    try:
+        return GeneratorStates(decoded(source.generators[number]))
+    except ValueError as error:
+        raise ValueError(
+            f"{source.path}, of rank {number}: {error}. Load another checkpoint, or this one with generators=False."
+        ) from None

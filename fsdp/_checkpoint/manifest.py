@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,10 +14,14 @@ from typing import Any
 from fsdp._checkpoint.checked_files import CheckedFiles
 from fsdp._checkpoint.checksums import BLOCK_BYTES
 from fsdp._checkpoint.folder import MANIFEST, found, steps_in
+from fsdp._checkpoint.optim import state_problems
 from fsdp._checkpoint.safetensors_writer import SUFFIX, PlannedFile, index_name
+from fsdp._plain_values import problem_of
+from fsdp._untrusted import beside, content_of, opened, reading, short
 
 VERSION = 1
 _FORMAT = "fsdp checkpoint"
+_FILE = re.compile(r"(model|optimizer)(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
 @dataclass(frozen=True)
@@ -41,10 +46,11 @@ class TensorFiles:
     def damaged_heads(self, folder: str) -> Iterator[str]:
         """What is wrong with the files, but for their tensors."""
         for name, (nbytes, head_nbytes, checksum) in self.files.items():
-            path = os.path.join(folder, name)
+            path = beside(os.path.join(folder, MANIFEST), name)
             try:
-                with open(path, "rb") as file:
-                    head, size = file.read(head_nbytes), os.fstat(file.fileno()).st_size
+                with opened(path) as file:
+                    size = os.fstat(file.fileno()).st_size
+                    head = file.read(min(head_nbytes, size))
             except FileNotFoundError:
                 yield f"{path} is missing"
                 continue
@@ -121,8 +127,11 @@ class Manifest:
             OSError: if it cannot be read.
         """
         path = os.path.join(folder, MANIFEST)
-        with open(path, "rb") as file:
-            text = file.read()
+        with reading(path):
+            return cls._of(path, content_of(path))
+
+    @classmethod
+    def _of(cls, path: str, text: bytes) -> Manifest:
         try:
             whole = json.loads(text)
             content, digest = whole["checkpoint"], whole["sha256"]
@@ -130,11 +139,17 @@ class Manifest:
             raise ValueError(f"{path} is damaged: it cannot be read: {error!r}") from None
         if hashlib.sha256(_text(content).encode()).hexdigest() != digest:
             raise ValueError(f"{path} is damaged: it is not what its checksum says")
+        if not isinstance(content, dict):
+            raise ValueError(f"{path} is damaged: what it says of a checkpoint is {short(content)}")
         if content.get("format") != _FORMAT or content.get("version") != VERSION:
             raise ValueError(
-                f"{path} is of version {content.get('version')}, and this is version {VERSION}: load it with the "
-                "library that has saved it, or a newer one"
+                f"{path} is of version {short(content.get('version'))}, and this is version {VERSION}: load it with "
+                "the library that has saved it, or a newer one"
             )
+        # Whoever can write a file can write its checksum, so everything is looked at before anything is loaded.
+        problem = next(_problems(content), None)
+        if problem is not None:
+            raise ValueError(f"{path} is damaged: {problem}")
         return cls(
             content["world_size"],
             _tensor_files("model", content["model"]),
@@ -153,6 +168,48 @@ class Manifest:
 
 def _text(content: Any) -> str:
     return json.dumps(content, separators=(",", ":"))
+
+
+def _problems(content: Mapping[str, Any]) -> Iterator[str]:
+    """What is not as `Manifest.to_bytes` writes it, and the place of each in the file."""
+    world_size, generators, extra = content.get("world_size"), content.get("generators"), content.get("extra")
+    if not _is_count(world_size) or world_size == 0:
+        yield f"world_size is {short(world_size)}"
+    if generators is not None and not (isinstance(generators, list) and len(generators) == world_size):
+        yield f"generators are not those of {world_size} ranks"
+    if not isinstance(extra, dict):
+        yield f"extra is {short(extra)}"
+    for stem in ("model", "optimizer"):
+        if stem == "model" or content.get(stem) is not None:
+            yield from _file_problems(stem, content.get(stem))
+    if content.get("optimizer") is not None:
+        checksums = content["optimizer"].get("crc32") if isinstance(content["optimizer"], dict) else None
+        yield from state_problems(content.get("optimizer_rest"), checksums or ())
+    for place, value in (("values", content.get("values")), *(extra.items() if isinstance(extra, dict) else ())):
+        problem = problem_of(value)
+        if problem is not None:
+            yield f"{short(place)}: {problem}"
+
+
+def _file_problems(stem: str, content: Any) -> Iterator[str]:
+    files, checksums = (content.get("files"), content.get("crc32")) if isinstance(content, dict) else (None, None)
+    if not (isinstance(files, dict) and files and isinstance(checksums, dict)):
+        yield f"{stem} has no files and checksums, but {short(content)}"
+        return
+    for name, numbers in files.items():
+        if not _FILE.fullmatch(name) or not name.startswith(stem):
+            yield f"{stem} has a file {short(name)}, and a checkpoint has none of that name"
+        if not (isinstance(numbers, list) and len(numbers) == 3 and all(map(_is_count, numbers))):
+            yield f"{name} has {short(numbers)} for its size, its header's, and the checksum of that"
+    if (f"{stem}{SUFFIX}" if len(files) == 1 else index_name(stem)) not in files:
+        yield f"{stem} has the files {short(list(files))}, and none that says where its tensors are"
+    for name, text in checksums.items():
+        if not isinstance(text, str):
+            yield f"the checksums of {short(name)} are {short(text)}"
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _tensor_files(stem: str, content: Any) -> TensorFiles:

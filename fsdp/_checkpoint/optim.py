@@ -8,7 +8,7 @@ manifest, by the parameter's name, as are the parameter groups.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,8 +27,9 @@ from fsdp._model_tensors import SlotTensor
 from fsdp._offload import DiskHome
 from fsdp._optim.stream import is_number
 from fsdp._optimizers import unsigned_options
-from fsdp._plain_values import decoded, encoded
+from fsdp._plain_values import decoded, encoded, problem_of
 from fsdp._safetensors import DTYPES
+from fsdp._untrusted import short
 
 ELEMENTS, NUMBER, VALUE = "elements", "number", "value"
 _NAMES = "param_names"  # torch's own, if the optimizer was given names
@@ -212,6 +213,53 @@ def _names(group: Sequence[Seen]) -> list[str]:
 
 
 # Loading
+
+
+def state_problems(rest: Any, tensors: Container[str]) -> Iterator[str]:
+    """What is not as `state_entries` makes it in the rest of a state.
+
+    Args:
+        rest: it.
+        tensors: the names of those that there are.
+    """
+    groups, states = (rest.get("groups"), rest.get("state")) if isinstance(rest, dict) else (None, None)
+    if not (isinstance(groups, list) and isinstance(states, dict) and isinstance(rest.get("optimizer"), str)):
+        yield f"the rest of the optimizer's state is {short(rest)}"
+        return
+    for number, group in enumerate(groups):
+        names, options = (group.get("params"), group.get("options")) if isinstance(group, dict) else (None, None)
+        if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+            yield f"group {number} of the optimizer has {short(names)} for the names of its parameters"
+        elif any(name not in states for name in names):
+            yield f"there is no state of {short(next(name for name in names if name not in states))}"
+        if problem_of(options) is not None or not isinstance(decoded(options), dict):
+            yield f"group {number} of the optimizer has the options {short(options)}"
+    for name, kinds in states.items():
+        for key, kind in kinds.items() if isinstance(kinds, dict) else [("", kinds)]:
+            if not _is_kind(kind):
+                yield f"the optimizer's state {short(key)} of {short(name)} is {short(kind)}"
+            elif kind[0] == ELEMENTS and f"{name}/{key}" not in tensors:
+                yield f"there is no tensor for the optimizer's state {short(key)} of {short(name)}"
+
+
+def _is_kind(kind: Any) -> bool:
+    """Whether it is what `_kind` makes."""
+    if not (isinstance(kind, list) and kind):
+        return False
+    what, *rest = kind
+    if what == VALUE:
+        return len(rest) == 1 and problem_of(rest[0]) is None
+    if what not in (ELEMENTS, NUMBER) or not rest or not isinstance(rest[0], str) or rest[0] not in DTYPES:
+        return False
+    return len(rest) == 1 if what == ELEMENTS else len(rest) == 2 and _is_number(rest[1], DTYPES[rest[0]])
+
+
+def _is_number(value: Any, dtype: torch.dtype) -> bool:
+    try:
+        torch.tensor(decoded(value), dtype=dtype).item()
+    except (ValueError, TypeError, RuntimeError, OverflowError):
+        return False
+    return True
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from contextlib import closing
 import torch
 
 from fsdp._command.errors import UsageError
-from fsdp._command.show import Progress, size_text
+from fsdp._command.show import Progress, say, size_text
 from fsdp._formats.convert import Content, content_of, require_apart
 from fsdp._formats.convert_place import require_free
 from fsdp._formats.convert_safetensors import write_ours, write_safetensors
@@ -95,10 +95,10 @@ def run(args: argparse.Namespace, choices: Choices) -> int:
         except ValueError as error:
             raise UsageError(str(error)) from None
         for note in (*source.notes, *_lost(content, word)):
-            print(f"note: {note}", file=sys.stderr)
+            say(f"note: {note}", sys.stderr)
         _write(args, word, content, progress.start(content.nbytes))
     count = len(content.model or ()) + len(content.optimizer or ())
-    print(f"{args.target} ({word}): {count:,} tensors, {size_text(content.nbytes)}")
+    say(f"{args.target} ({word}): {count:,} tensors, {size_text(content.nbytes)}")
     return 0
 
 

@@ -10,13 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 from fsdp._checkpoint.optim import ELEMENTS, NUMBER
-from fsdp._command.show import short, size_text
+from fsdp._command.show import say, size_text
 from fsdp._formats.open_source import open_source
 from fsdp._formats.source import Source, TensorReader
 from fsdp._formats.trees import Choices
 from fsdp._plain_values import decoded
 from fsdp._safetensors import DTYPES
+from fsdp._untrusted import readable, short
 
+_MOST_WIDTH = 200  # characters in a column: all rows are as wide as the widest one
 HELP = "show what is in a checkpoint: tensors, the optimizer's groups and state, values"
 
 
@@ -32,7 +34,7 @@ def run(args: argparse.Namespace, choices: Choices) -> int:
             print(json.dumps(described(source), indent=1))
         else:
             for line in lines(source):
-                print(line)
+                say(line)
     return 0
 
 
@@ -89,7 +91,12 @@ def lines(source: Source) -> Iterator[str]:
     yield ""
     tensors = list(source.model.tensors.items())
     rows = [
-        (name, " x ".join(map(str, each.shape)) or "number", _dtype(each.dtype), f"{each.nbytes:,}")
+        (
+            readable(name, _MOST_WIDTH),
+            readable(" x ".join(map(str, each.shape)), _MOST_WIDTH) or "number",
+            _dtype(each.dtype),
+            f"{each.nbytes:,}",
+        )
         for name, each in tensors
     ]
     count = sum(each.shape.numel() for _, each in tensors)

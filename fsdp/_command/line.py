@@ -14,6 +14,7 @@ from typing import Any
 
 from fsdp._command import convert, inspect, verify
 from fsdp._command.errors import UsageError
+from fsdp._command.show import say
 from fsdp._formats.open_source import FORMATS, WORDS
 from fsdp._formats.trees import Choices
 from fsdp._version import __version__
@@ -68,7 +69,7 @@ def _interrupt(*_: Any) -> None:
 
 
 def _said(message: str, code: int) -> int:
-    print("fsdp: " + message.replace(":\n\t", ": ").replace("\n\t", "; ").replace("\n", " "), file=sys.stderr)
+    say(f"fsdp: {message}", sys.stderr)
     return code
 
 

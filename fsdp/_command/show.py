@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
+from typing import Any, TextIO
+
+from fsdp._untrusted import readable
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _PERIOD = 0.1  # seconds between two lines of progress
@@ -19,10 +21,9 @@ def size_text(nbytes: float) -> str:
     return ""  # never
 
 
-def short(value: Any, width: int = 60) -> str:
-    """A value on one line."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= width else text[: width - 3] + "..."
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print one line. What comes from files is shortened, and what a terminal would obey escaped."""
+    print(readable(text.replace(":\n\t", ": ").replace("\n\t", "; ").replace("\n", " ")), file=file or sys.stdout)
 
 
 class Progress:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from fsdp._command.show import Progress, size_text
+from fsdp._command.show import Progress, say, size_text
 from fsdp._formats.open_source import format_of
 from fsdp._formats.trees import Choices
 
@@ -25,10 +25,10 @@ def run(args: argparse.Namespace, choices: Choices) -> int:
     with Progress("verifying") as progress:
         examined = found.examine(args.path, progress.start)
     for problem in examined.problems:
-        print(problem)
+        say(problem)
     if examined.problems:
         count = len(examined.problems)
-        print(f"{args.path} ({found.word}) is damaged in {count} place{'s' if count > 1 else ''}")
+        say(f"{args.path} ({found.word}) is damaged in {count} place{'s' if count > 1 else ''}")
         return 1
-    print(f"{args.path} ({found.word}) is fine: {size_text(examined.nbytes)}, {examined.how}")
+    say(f"{args.path} ({found.word}) is fine: {size_text(examined.nbytes)}, {examined.how}")
     return 0

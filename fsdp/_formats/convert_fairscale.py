@@ -23,13 +23,14 @@ from fsdp._formats.convert_place import new_place
 from fsdp._formats.convert_torch import Pieces, save_in_pieces
 from fsdp._formats.fairscale import RankFile, read_rank_file
 from fsdp._formats.fairscale_optim import SavedOptimizer, keys_by_number
-from fsdp._formats.rank_files import Paths, rank_files
+from fsdp._formats.rank_files import Paths, rank_files, title_of
 from fsdp._formats.source import Source, TensorReader
 from fsdp._formats.stitched import memory_of
 from fsdp._formats.values import materialised
 from fsdp._names import clean_name
 from fsdp._plain_values import decoded, encoded
 from fsdp._safetensors import DTYPES
+from fsdp._untrusted import reading
 
 _PIECE_BYTES = 4 << 20
 _EXTRA = "_extra_state"
@@ -50,9 +51,10 @@ def write_fairscale(path: str, content: Content, like: Paths, *, overwrite: bool
         ValueError: if they are of another model, or cut in another way than FairScale's; if the source is damaged.
         OSError: if it cannot be written.
     """
-    files = [read_rank_file(each) for each in rank_files(like)]
-    shards = [Shard(each.file.path, each.weights, each.metadata) for each in files]
-    template = _Template(files, shards, list(backings_of(shards, True)), content)
+    with reading(title_of(like)):
+        files = [read_rank_file(each) for each in rank_files(like)]
+        shards = [Shard(each.file.path, each.weights, each.metadata) for each in files]
+        template = _Template(files, shards, list(backings_of(shards, True)), content)
     template.check()
     names = [os.path.basename(each.file.path) for each in files]
     own = re.compile("|".join(map(re.escape, names)))

@@ -8,22 +8,24 @@ are not made when it is read, so that nothing in the folder is executed.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
+from operator import index
 from typing import Any
 
 import torch
 
-from fsdp._boxes import Box
+from fsdp._boxes import Box, overlap
 from fsdp._formats.lazy_tensors import ChunkedTensor, StridedTensor
 from fsdp._formats.source import Source
 from fsdp._formats.torch_archive import TorchArchive
 from fsdp._formats.torch_pickle import Foreign, unpickled
 from fsdp._formats.trees import MODEL_KEYS, OPTIMIZER_KEYS, Choices, source_of_tree
+from fsdp._untrusted import beside, content_of, reading, short
 
 METADATA = ".metadata"
 SUFFIX = ".distcp"
@@ -46,7 +48,8 @@ def read_dcp(path: str, choices: Choices) -> Source:
     problem = next(folder.misplaced(), None)
     if problem is not None:
         raise ValueError(f"{problem}. Load another checkpoint.")
-    found = source_of_tree("dcp", path, folder.tree(), choices)
+    with reading(path):
+        found = source_of_tree("dcp", path, folder.tree(), choices)
     return replace(found, world_size=folder.world_size, identity=folder.identity)
 
 
@@ -98,28 +101,27 @@ class DcpFolder:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        place = os.path.join(path, METADATA)
-        try:
-            content = Path(place).read_bytes()
+        self._place = os.path.join(path, METADATA)
+        with reading(self._place):
+            content = content_of(self._place)
             self.identity = hashlib.sha256(content).hexdigest()  # the same for the same files
             self._read(unpickled(content).state)
-        except (AttributeError, KeyError, TypeError, IndexError, ValueError) as error:
-            raise ValueError(f"{place} is damaged, or of a form that is not known here: {error!r}") from None
 
     def _read(self, metadata: Mapping[str, Any]) -> None:
         self._described: dict[str, Foreign] = dict(metadata["state_dict_metadata"])
         self._paths: Mapping[str, Any] = metadata.get("planner_data") or {}
         self._items: dict[tuple[str, tuple[int, ...] | None], _Item] = {}
-        for index, place in metadata["storage_data"].items():
-            name, offsets = index.state["fqn"], index.state.get("offset")
+        places: dict[str, str] = {}
+        for key, place in metadata["storage_data"].items():
+            name, offsets, file = key.state["fqn"], key.state.get("offset"), place.state["relative_path"]
             if place.state.get("transform_descriptors"):
-                raise ValueError(f"{name} is compressed ({place.state['transform_descriptors']})")
-            item = _Item(
-                name,
-                os.path.join(self.path, place.state["relative_path"]),
-                place.state["offset"],
-                place.state["length"],
-            )
+                raise ValueError(f"{name} is compressed ({short(place.state['transform_descriptors'])})")
+            if file not in places:
+                places[file] = beside(self._place, file)
+            begin, nbytes = index(place.state["offset"]), index(place.state["length"])
+            if min(begin, nbytes) < 0:
+                raise ValueError(f"{name} is {short(nbytes)} bytes from byte {short(begin)} of {file} on")
+            item = _Item(name, places[file], begin, nbytes)
             self._items[name, None if offsets is None else tuple(offsets)] = item
         self._tensors = {
             name: self._tensor(name, described.state)
@@ -133,10 +135,10 @@ class DcpFolder:
             raise ValueError(f"{name} is of {dtype!r}")
         chunks = []
         for chunk in described["chunks"]:
-            box = Box(tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"]))
+            box = Box(tuple(map(index, chunk.state["offsets"])), tuple(map(index, chunk.state["sizes"])))
             chunks.append(_Chunk(self._items[name, box.offsets], dtype, box))
         found = ChunkedTensor(dtype, shape, chunks)
-        if not found.is_complete:
+        if not _fill(shape, {chunk.box for chunk in chunks}):
             raise ValueError(f"the chunks of {name} do not make a tensor of shape {list(shape)}")
         return found
 
@@ -176,13 +178,17 @@ class DcpFolder:
     def misplaced(self) -> Iterator[str]:
         """Which files are missing or too short."""
         ends: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for item in self._items.values():
             ends[item.path] = max(ends.get(item.path, 0), item.begin + item.nbytes)
+            sizes[item.path] = sizes.get(item.path, 0) + item.nbytes
         for path, end in ends.items():
-            if not os.path.isfile(path):
+            if not os.path.exists(path):
                 yield f"{path} is missing"
             elif os.path.getsize(path) < end:
                 yield f"{path} has {os.path.getsize(path)} bytes, and what is in it ends at {end}"
+            elif os.path.getsize(path) < sizes[path]:
+                yield f"{path} has {os.path.getsize(path)} bytes, and parts that lie over each other"
 
     @property
     def nbytes(self) -> int:
@@ -197,7 +203,7 @@ class DcpFolder:
         """
         yield from self.misplaced()
         for item in self._items.values():
-            if os.path.isfile(item.path) and os.path.getsize(item.path) >= item.begin + item.nbytes:
+            if os.path.exists(item.path) and os.path.getsize(item.path) >= item.begin + item.nbytes:
                 try:
                     yield from item.archive.damaged(advance)
                 except ValueError as error:
@@ -207,6 +213,22 @@ class DcpFolder:
     def has_checksums(self) -> bool:
         """Whether whoever has written it left torch's checksums in."""
         return all(item.archive.has_checksums for item in self._items.values())
+
+
+def _fill(shape: torch.Size, boxes: Collection[Box]) -> bool:
+    """Whether boxes fill a tensor: they lie in it, not over each other, and have as many elements."""
+    if any(size < 0 for size in shape) or sum(box.numel for box in boxes) != math.prod(shape):
+        return False
+    inside = Box((0,) * len(shape), tuple(shape))
+    if any(min((0, *box.sizes)) < 0 or (box.numel and overlap(box, inside) != box) for box in boxes):
+        return False
+    open_ones: list[Box] = []  # that have rows in common with the next one
+    for box in sorted((box for box in boxes if box.numel), key=lambda each: each.offsets):
+        open_ones = [each for each in open_ones if not shape or each.offsets[0] + each.sizes[0] > box.offsets[0]]
+        if any(overlap(box, each) is not None for each in open_ones):
+            return False
+        open_ones.append(box)
+    return True
 
 
 def _with_lists(tree: Any) -> Any:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fsdp._boxes import Box, boxes_of
+from fsdp._boxes import Box, boxes_of, overlap
+from fsdp._untrusted import descriptor, readable
 
 PIECE_BYTES = 4 << 20
 _MOST_OPEN = 64  # of files at once: thousands of ranks may have written one each
@@ -76,7 +77,7 @@ class OpenFiles:
 
 
 def _opened(file: SeenFile) -> int:
-    fd = os.open(file.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    fd = descriptor(file.path)
     if SeenFile.of(file.path, fd) != file:
         os.close(fd)
         raise ValueError(
@@ -159,15 +160,10 @@ class ChunkedTensor:
     shape: torch.Size
     chunks: Sequence[Chunk]
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether every element is in a box."""
-        return sum(chunk.box.numel for chunk in self.chunks) >= self.shape.numel()
-
     def fill(self, files: OpenFiles, into: Tensor, start: int) -> None:
         for box, part in _boxes(self.shape, into, start):
             for chunk in self.chunks:
-                common = _common(box, chunk.box)
+                common = overlap(box, chunk.box)
                 if common is not None:
                     inside = common.moved([-begin for begin in box.offsets])
                     slices = [
@@ -213,7 +209,7 @@ class Found:
         return self.shape.numel() * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return f"{self.name} in {self.file}"
+        return readable(f"{self.name} in {self.file}")
 
 
 class LazyReader:
@@ -270,17 +266,6 @@ def _boxes(shape: torch.Size, flat: Tensor, start: int) -> Iterator[tuple[Box, T
     for box in boxes_of(shape, start, start + flat.numel()):
         yield box, flat[done : done + box.numel].view(box.sizes)
         done += box.numel
-
-
-def _common(one: Box, other: Box) -> Box | None:
-    """What lies in both; None if nothing does."""
-    begins = tuple(map(max, one.offsets, other.offsets))
-    ends = (
-        min(first + size, second + more)
-        for first, size, second, more in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    )
-    sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
-    return Box(begins, sizes) if all(size > 0 for size in sizes) else None
 
 
 def _place(strides: Sequence[int], indices: Sequence[int]) -> int:

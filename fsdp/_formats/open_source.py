@@ -22,6 +22,7 @@ from fsdp._formats.files import is_ours, is_safetensors, is_torch, read_ours, re
 from fsdp._formats.fsdp1 import has_fsdp1_shards, read_fsdp1
 from fsdp._formats.source import Source
 from fsdp._formats.trees import Choices
+from fsdp._untrusted import reading
 
 
 class Format(NamedTuple):
@@ -93,7 +94,8 @@ def open_source(path: str | os.PathLike[str], word: str | None = None, choices: 
     ):
         if value is not None and found.word not in words:
             raise ValueError(f"{place} is of the format {found.word}, and {option} is for {' and '.join(words)}")
-    return found.read(place, given)
+    with reading(place):
+        return found.read(place, given)
 
 
 def format_of(path: str, word: str | None = None) -> Format:

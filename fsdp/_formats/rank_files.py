@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 from fsdp._formats.torch_archive import is_torch_file
 
@@ -13,6 +14,8 @@ _NUMBER = re.compile(r"^(.*?)(\d+)((?:[-_.]?of[-_.]?\d+)?\D*)$", re.DOTALL)
 _TOTAL = re.compile(r"^[-_.]?of[-_.]?(\d+)")
 # What is before a rank's number, and not before that of an epoch or a step.
 _RANK = re.compile(r"(?:^|(?:shards?|rank|gpu|worker|proc|process)[-_.]?)$", re.IGNORECASE)
+
+_MOST_NAMED = 16  # of the ranks whose files are missing
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 # By what is before and after their numbers, files by number.
@@ -99,10 +102,12 @@ def _only(place: str, groups: _Groups) -> list[str]:
 
 def _in_order(place: str, after: str, group: Mapping[int, str]) -> list[str]:
     total = _TOTAL.match(after)
-    missing = [number for number in range(int(total[1]) if total else max(group) + 1) if number not in group]
+    count = int(total[1]) if total else max(group) + 1
+    missing = list(islice((number for number in range(count) if number not in group), _MOST_NAMED + 1))
     if missing:
+        more = " and more" if len(missing) > _MOST_NAMED else ""
         raise FileNotFoundError(
             f"{place}: there is {os.path.basename(group[min(group)])}, and no file of rank "
-            f"{', '.join(map(str, missing))}. All ranks' are needed."
+            f"{', '.join(map(str, missing[:_MOST_NAMED]))}{more}. All ranks' are needed."
         )
     return [group[number] for number in sorted(group)]

@@ -9,7 +9,7 @@ from fsdp._formats.named_state import FoundState
 from fsdp._formats.source import Source
 from fsdp._formats.stitched import Stitched, reader_of
 from fsdp._formats.values import materialised, shown
-from fsdp._plain_values import encoded
+from fsdp._plain_values import MAX_TENSOR_BYTES, encoded
 
 _EXTRA = "_extra_state"
 
@@ -62,8 +62,8 @@ def _sorted_out(found: Mapping[str, Any], title: str) -> tuple[list[Stitched], d
     tensors, aliases, extra = [], {}, {}
     for name, value in found.items():
         if name.rpartition(".")[2] == _EXTRA:
-            read = value.whole() if isinstance(value, Stitched) else materialised(value)
-            extra[name] = encoded(read, f"{title}: {name}")
+            is_small = isinstance(value, Stitched) and value.shape.numel() * value.dtype.itemsize <= MAX_TENSOR_BYTES
+            extra[name] = encoded(value.whole() if is_small else materialised(value), f"{title}: {name}")
         elif not isinstance(value, Stitched):
             raise ValueError(f"{title}: {name} is a {shown(value)}, not a tensor")
         elif value.name == name:

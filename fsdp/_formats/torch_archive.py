@@ -10,20 +10,25 @@ and numbers, and calls nothing that the file names (`fsdp._formats.torch_pickle`
 from __future__ import annotations
 
 import io
+import math
 import os
 import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from operator import index
 from typing import IO, Any, NamedTuple
 
 import torch
 
 from fsdp._formats.lazy_tensors import PIECE_BYTES, SeenFile, StridedTensor
-from fsdp._formats.torch_pickle import BROKEN, Storage, Unpickler
+from fsdp._formats.pickle_bounds import end_of_pickle
+from fsdp._formats.torch_pickle import Storage, Unpickler
+from fsdp._untrusted import BROKEN, opened, readable, short
 
 _ZIP = b"PK\3\4"
+_FIRST_BYTES = 64 << 10  # of which a pickle is looked for
 _LOCAL_HEADER = 30  # bytes, and then the name and extra fields, whose lengths are at 26
 # With which files of torch before 1.6 begin: a pickle of their magic number.
 _OLD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -32,15 +37,16 @@ _OLD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 def is_torch_file(path: str | os.PathLike[str]) -> bool:
     """Whether a file is, or has been before it was damaged, one of `torch.save`. Reads a few bytes of it."""
     try:
-        with open(path, "rb") as file:
+        with opened(path) as file:
             head = file.read(len(_OLD))
-        if not head.startswith(_ZIP):
-            return head == _OLD
-        with zipfile.ZipFile(path) as archive:
-            return any(name.endswith("/data.pkl") for name in archive.namelist())
-    except zipfile.BadZipFile:
-        return True
-    except OSError:
+            if not head.startswith(_ZIP):
+                return head == _OLD
+            try:
+                with zipfile.ZipFile(_Window(file, 0, os.fstat(file.fileno()).st_size)) as archive:
+                    return any(name.endswith("/data.pkl") for name in archive.namelist())
+            except BROKEN:
+                return True
+    except (OSError, ValueError):
         return False
 
 
@@ -51,7 +57,10 @@ class Record(NamedTuple):
     begin: int
     nbytes: int
     checksum: int
-    is_compressed: bool
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.nbytes
 
     @property
     def has_checksum(self) -> bool:
@@ -81,12 +90,11 @@ class _Window(io.RawIOBase):
     def tell(self) -> int:
         return self._place
 
-    def readinto(self, buffer: Any) -> int:
-        memory = memoryview(buffer)[: max(self._nbytes - self._place, 0)]
-        self._file.seek(self._begin + self._place)
-        count = self._file.readinto(memory)  # type: ignore[attr-defined]
-        self._place += count
-        return count
+    def read(self, size: int = -1) -> bytes:
+        left = max(self._nbytes - self._place, 0)  # more would be allocated, and not found
+        found = _bytes_of(self._file, self._begin + self._place, left if size < 0 else min(size, left))
+        self._place += len(found)
+        return found
 
 
 class TorchArchive:
@@ -105,11 +113,11 @@ class TorchArchive:
 
     def __init__(self, path: str, begin: int = 0, nbytes: int | None = None, what: str = "") -> None:
         self.path, self.what = path, what or path
-        with open(path, "rb") as file:
+        with opened(path) as file:
             self._file = SeenFile.of(path, file.fileno())
             size = self._file.nbytes
             nbytes = size - begin if nbytes is None else nbytes
-            if begin + nbytes > size:
+            if min(begin, nbytes) < 0 or begin + nbytes > size:
                 raise ValueError(f"{self.what} is truncated: {path} has {size} bytes, and it ends at {begin + nbytes}")
             try:
                 file.seek(begin)
@@ -124,34 +132,38 @@ class TorchArchive:
         return self.what
 
     def _broken(self, error: Exception) -> str:
-        return (
-            f"{self.what} is no file of torch.save, or is cut short or damaged ({type(error).__name__}: {error}): take "
-            "another copy of it, or another checkpoint"
+        return readable(
+            f"{self.what} is no file of torch.save, or is cut short or damaged ({type(error).__name__}: "
+            f"{readable(str(error), 500)}): take another copy of it, or another checkpoint"
         )
 
     def _read_old(self, file: IO[bytes], begin: int, end: int) -> None:
-        file.seek(begin)
-        _, _, machine = (Unpickler(file).load() for _ in range(3))
-        if not machine["little_endian"]:
+        place, pickles = begin, []
+        for _ in range(5):
+            pickles.append(_pickle_at(file, place, end))
+            place += len(pickles[-1])
+        if not Unpickler(pickles[2]).load()["little_endian"]:
             raise ValueError("its numbers are big-endian")
-        place, objects = file.tell(), Unpickler(file)
-        objects.load()  # to know where they end; they are made when somebody wants them
-        self._root, self._pickle = "", _bytes_of(file, place, file.tell() - place)
-        numbers = Unpickler(file).load()
-        place = file.tell()
+        self._root, self._pickle = "", pickles[3]
+        objects = Unpickler(pickles[3])
+        objects.load()  # for the storages; the objects are made when somebody wants them
         self.records = {}
-        for number in numbers:
-            count = struct.unpack("<q", _bytes_of(file, place, 8))[0]
-            name = f"/data/{number}"
-            self.records[name] = Record(name, place + 8, count * objects.storages[str(number)].itemsize, 0, False)
-            place += 8 + self.records[name].nbytes
-        if place > end:
-            raise ValueError(f"it has {end - begin} bytes of {place - begin}")
+        for number in Unpickler(pickles[4]).load():
+            count = struct.unpack("<Q", _bytes_of(file, place, 8))[0]
+            record = Record(f"/data/{number}", place + 8, count * objects.storages[str(number)].itemsize, 0)
+            if record.end > end:
+                raise ValueError(f"it has {end - begin} bytes of {record.end - begin}")
+            self.records[record.name] = record
+            place = record.end
 
     def _read(self, file: IO[bytes], begin: int, nbytes: int) -> None:
         with zipfile.ZipFile(_Window(file, begin, nbytes)) as archive:
             infos = archive.infolist()
             self.records = {info.filename: _record(file, begin, info) for info in infos}
+            if sum(record.nbytes for record in self.records.values()) > nbytes or any(
+                record.end > begin + nbytes for record in self.records.values()
+            ):
+                raise ValueError("what is in it lies outside of it, or over each other")
             self._root = infos[0].filename.rpartition("/")[0]
         if self._content_of(file, "byteorder", b"little") != b"little":
             raise ValueError("its numbers are big-endian")
@@ -175,7 +187,7 @@ class TorchArchive:
             ValueError: if it cannot be read.
         """
         try:
-            return Unpickler(io.BytesIO(self._pickle), self._tensor).load()
+            return Unpickler(self._pickle, self._tensor).load()
         except BROKEN as error:
             raise ValueError(self._broken(error)) from None
 
@@ -185,8 +197,11 @@ class TorchArchive:
         record = self.records[f"{self._root}/data/{storage.number}"]
         kind = storage.dtype if dtype is None else dtype
         begin = record.begin + storage.first * storage.dtype.itemsize + offset * kind.itemsize
-        found = StridedTensor(self._file, begin, kind, torch.Size(shape), tuple(map(int, strides)))
-        if record.is_compressed or found.begin + found.extent * kind.itemsize > record.begin + record.nbytes:
+        sizes, steps = tuple(map(index, shape)), tuple(map(index, strides))
+        if len(sizes) != len(steps) or min((0, *sizes, *steps)) < 0 or math.prod(filter(None, sizes)) >= 1 << 63:
+            raise ValueError(f"a tensor has shape {short(sizes)} and strides {short(steps)}")
+        found = StridedTensor(self._file, begin, kind, torch.Size(sizes), steps)
+        if begin < record.begin or found.begin + found.extent * kind.itemsize > record.end:
             raise ValueError(f"a tensor of shape {list(found.shape)} and {kind} is not in storage {storage.number}")
         return found
 
@@ -196,7 +211,7 @@ class TorchArchive:
         Args:
             advance: is told how many bytes were read.
         """
-        with open(self.path, "rb") as file:
+        with opened(self.path) as file:
             for record in self.records.values():
                 file.seek(record.begin)
                 left, checksum = record.nbytes, 0
@@ -216,15 +231,31 @@ class TorchArchive:
 
 
 def _bytes_of(file: IO[bytes], begin: int, nbytes: int) -> bytes:
+    if begin < 0:
+        raise ValueError(f"it says that something begins {-begin} bytes before it")
     file.seek(begin)
     return file.read(nbytes)
 
 
+def _pickle_at(file: IO[bytes], begin: int, end: int) -> bytes:
+    """The pickle at a byte of a file. What is behind it may be large, so that as little as is needed is read."""
+    nbytes = _FIRST_BYTES
+    while True:
+        data = _bytes_of(file, begin, min(nbytes, end - begin))
+        try:
+            return data[: end_of_pickle(data)]
+        except EOFError:
+            if nbytes >= end - begin:
+                raise
+        nbytes *= 4
+
+
 def _record(file: IO[bytes], begin: int, info: zipfile.ZipInfo) -> Record:
-    file.seek(begin + info.header_offset)
-    header = file.read(_LOCAL_HEADER)
+    header = _bytes_of(file, begin + info.header_offset, _LOCAL_HEADER)
     if header[:4] != b"PK\3\4":
         raise ValueError(f"the header of {info.filename} is not where it should be")
     name, extra = struct.unpack_from("<HH", header, 26)
     place = begin + info.header_offset + _LOCAL_HEADER + name + extra
-    return Record(info.filename, place, info.file_size, info.CRC, info.compress_type != zipfile.ZIP_STORED)
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"{info.filename} in it is compressed, as torch.save never does")
+    return Record(info.filename, place, info.file_size, info.CRC)

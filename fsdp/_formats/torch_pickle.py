@@ -8,14 +8,15 @@ object does not keep anybody from the rest.
 from __future__ import annotations
 
 import pickle
-import struct
-import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from io import BytesIO
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+from fsdp._formats.pickle_bounds import end_of_pickle, require_small
+from fsdp._untrusted import BROKEN, readable, short
 
 _STORAGES = {
     "DoubleStorage": torch.float64,
@@ -33,21 +34,6 @@ _STORAGES = {
     "UntypedStorage": torch.uint8,
 }
 _PLAIN_TYPES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
-# What reading a file can raise that is not what it should be.
-BROKEN = (
-    zipfile.BadZipFile,
-    pickle.UnpicklingError,
-    EOFError,
-    KeyError,
-    IndexError,
-    TypeError,
-    AttributeError,
-    ValueError,
-    OverflowError,
-    struct.error,
-    RecursionError,
-    NotImplementedError,
-)
 
 
 class Foreign:
@@ -79,7 +65,7 @@ class Foreign:
     append = extend = add = __setitem__ = _take
 
     def __repr__(self) -> str:
-        return f"<{self.origin}>"
+        return readable(f"<{self.origin}>", 200)
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -106,17 +92,26 @@ class Unpickler(pickle.Unpickler):
     """Makes containers, numbers and tensors.
 
     Args:
-        file: with the pickle.
+        content: the pickle, and nothing behind it.
         make: a tensor of a storage, an offset, a shape, strides, and perhaps a dtype. Without it tensors are foreign.
 
     Attributes:
         storages: by number, the dtypes of those that were mentioned.
+
+    Raises:
+        one of `fsdp._untrusted.BROKEN`: if it is none, or asks for more memory or time than its size allows.
     """
 
-    def __init__(self, file: IO[bytes], make: Callable[..., Any] | None = None) -> None:
-        super().__init__(file)
-        self._make = make
+    def __init__(self, content: bytes, make: Callable[..., Any] | None = None) -> None:
+        end_of_pickle(content)
+        super().__init__(BytesIO(content))
+        self._nbytes, self._make = len(content), make
         self.storages: dict[str, torch.dtype] = {}
+
+    def load(self) -> Any:
+        found = super().load()
+        require_small(found, self._nbytes)
+        return found
 
     def find_class(self, module: str, name: str) -> Any:
         origin = f"{module}.{name}"
@@ -136,7 +131,7 @@ class Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Storage:
         if pid[0] != "storage" or not isinstance(pid[1], torch.dtype):
-            raise pickle.UnpicklingError(f"a {pid[0]} of the kind {pid[1]}")
+            raise pickle.UnpicklingError(f"a {short(pid[0])} of the kind {short(pid[1])}")
         _, dtype, number, _, _, *parts = pid
         self.storages.setdefault(str(number), dtype)
         return Storage(str(number), dtype, parts[0][1] if parts and parts[0] else 0)
@@ -170,12 +165,12 @@ def unpickled(content: bytes) -> Any:
     """What a pickle has of containers and numbers, with `Foreign`s for the rest. Nothing that it names is called.
 
     Raises:
-        ValueError: if it cannot be read.
+        pickle.UnpicklingError: if it cannot be read.
     """
     try:
-        return Unpickler(BytesIO(content)).load()
+        return Unpickler(content).load()
     except BROKEN as error:
-        raise ValueError(f"the pickle cannot be read: {type(error).__name__}: {error}") from None
+        raise pickle.UnpicklingError(f"the pickle cannot be read: {type(error).__name__}: {error}") from None
 
 
 def _foreign_class(module: str, name: str) -> type[Foreign]:
@@ -206,7 +201,14 @@ def _default_dict(*_: Any) -> dict[Any, Any]:
     return {}
 
 
-_BUILTINS = (set, frozenset, complex, bytearray)
+def _bytearray(*args: Any) -> bytearray:
+    """Of bytes; not of a number, for which there would be as many."""
+    if args and not isinstance(args[0], (bytes, str)):
+        raise TypeError(f"a bytearray of a {type(args[0]).__name__}")
+    return bytearray(*args)
+
+
+_BUILTINS = {"set": set, "frozenset": frozenset, "complex": complex, "bytearray": _bytearray}
 _HARMLESS: dict[str, Any] = {
     "collections.OrderedDict": OrderedDict,
     "collections.defaultdict": _default_dict,
@@ -217,6 +219,6 @@ _HARMLESS: dict[str, Any] = {
     **{
         f"{module}.{name}": made
         for module in ("builtins", "__builtin__")
-        for name, made in [("getattr", _inside), *((kind.__name__, kind) for kind in _BUILTINS)]
+        for name, made in [("getattr", _inside), *_BUILTINS.items()]
     },
 }
