@@ -26,6 +26,14 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _PARTS)
 
 
+def module_name(name: str) -> str:
+    """A module's name without the parts that lead from a wrapper to what it wraps; the `FlattenParamsWrapper` keeps its.
+
+    So a flat parameter's name still says that it is one: ``a._fsdp_wrapped_module.flat_param_0``.
+    """
+    return f"{name}.".replace(f"{FSDP_PART}.{FLATTEN_PART}.", "")[:-1]
+
+
 def plain_name(name: str) -> str:
     """`clean_name`, and without what torch's wrappers put into it: as in the model before anything was done to it."""
     return ".".join(part for part in clean_name(name).split(".") if part not in _TORCH_PARTS)
