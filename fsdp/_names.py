@@ -27,9 +27,10 @@ def clean_name(name: str) -> str:
 
 
 def module_name(name: str) -> str:
-    """A module's name without the parts that lead from a wrapper to what it wraps; the `FlattenParamsWrapper` keeps its.
+    """A module's name without the parts that lead from wrappers to what they wrap.
 
-    So a flat parameter's name still says that it is one: ``a._fsdp_wrapped_module.flat_param_0``.
+    A `FlattenParamsWrapper` keeps its own, so that a flat parameter's name still says that it is one:
+    ``a._fsdp_wrapped_module.flat_param_0``.
     """
     return f"{name}.".replace(f"{FSDP_PART}.{FLATTEN_PART}.", "")[:-1]
 
