@@ -68,8 +68,8 @@ class Trainer(transformers.Trainer):
 
     def get_num_trainable_parameters(self) -> int:
         """As `transformers.Trainer`'s: of the whole model."""
-        is_wrapped = isinstance(self.model_wrapped, fsdp.FullyShardedDataParallel)
-        with self.model_wrapped.summon_shapes() if is_wrapped else nullcontext():
+        sharded = self.model_wrapped
+        with sharded.summon_shapes() if isinstance(sharded, fsdp.FullyShardedDataParallel) else nullcontext():
             return super().get_num_trainable_parameters()
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
