@@ -19,25 +19,45 @@ def read_version() -> str:
     return match.group(1)
 
 
+def read_description() -> str:
+    """Read the README for a place where its neighbours are not: a link to one of them becomes that file's path."""
+    text = (HERE / "README.md").read_text(encoding="utf-8")
+    return re.sub(r"\[([^\]]+)\]\((?!https?:)[^)]+\)", r"\1", text)
+
+
 setup(
     name="fsdp",
     version=read_version(),
     description="Fully sharded data parallel training for PyTorch, with FairScale's interface",
-    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description=read_description(),
     long_description_content_type="text/markdown",
     author="fsdp contributors",
-    license="BSD-3-Clause",
+    license_expression="BSD-3-Clause",
+    keywords=["pytorch", "distributed", "fsdp", "fairscale", "zero", "sharding", "checkpoints"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
+        "Typing :: Typed",
+    ],
     packages=find_packages(include=["fsdp", "fsdp.*"]),
     package_data={"fsdp": ["py.typed"]},
+    entry_points={"console_scripts": ["fsdp = fsdp._command.line:main"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.11", "numpy"],
     extras_require={
         "train": ["tqdm"],
-        "test": ["pytest>=8", "parameterized", "hypothesis", "safetensors"],
+        "test": ["pytest>=8", "parameterized", "hypothesis", "safetensors", "setuptools>=77"],
         "lightning": ["lightning>=2.6.4"],  # for fsdp.lightning; 2.6.2 and 2.6.3 were withdrawn
         # For the modules of these names, and what some tests compare with; they skip without it.
         "transformers": ["transformers>=5", "accelerate>=1.10"],
         "accelerate": ["accelerate>=1.10"],
+        "peft": ["peft>=0.18", "transformers>=5", "accelerate>=1.10"],
         "dev": ["ruff", "mypy"],
     },
     zip_safe=False,

@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from fsdp._collect import is_ours
-from fsdp._names import clean_name
+from fsdp._names import clean_name, join
 from fsdp._unit import Unit, own_modules, units_in
 
 if TYPE_CHECKING:
@@ -42,17 +42,17 @@ def refuse_strangers(root: Unit) -> None:
     ours = {(place.module, place.name) for unit in units for place in unit.places()}
     # What was put into ignored modules since, is theirs too.
     ignored = {inner for unit in units for module in unit.ignored.modules for inner in module.modules()}
-    for name, param in root.module.named_parameters():
-        path, _, attribute = name.rpartition(".")
-        module = root.module.get_submodule(path)
-        is_ignored = module in ignored or any(param in unit.ignored.parameters for unit in units)
-        if is_ours(param) or is_ignored or (module, attribute) in ours:
-            continue
-        raise RuntimeError(
-            f"{clean_name(name)} became a parameter after wrapping: it is not sharded, and ranks would train it each "
-            "for itself. Complete the module before wrapping, wrap what is put into it by itself, or leave it out of "
-            "sharding with ignored_parameters or ignored_modules."
-        )
+    for path, module in root.module.named_modules():
+        for attribute, param in module._parameters.items():
+            if param is None or is_ours(param) or module in ignored or (module, attribute) in ours:
+                continue
+            if any(param in unit.ignored.parameters for unit in units):
+                continue
+            raise RuntimeError(
+                f"{clean_name(join(path, attribute))} became a parameter after wrapping: it is not sharded, and ranks "
+                "would train it each for itself. Complete the module before wrapping, wrap what is put into it by itself, "
+                "or leave it out of sharding with ignored_parameters or ignored_modules."
+            )
 
 
 def adopt(runtime: Runtime, named_units: Sequence[tuple[str, Unit]]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from torch import nn
 
 from fsdp._forward import TrainingState
+from fsdp._load_state_dict import explain
 from fsdp._placeholder import under_way
 from fsdp._runtime import Runtime
 from fsdp._unit import Unit, unit_of, units_in
@@ -125,6 +126,14 @@ class FSDPModule:
         _of(self).set_divide_factors(1.0, float(factor))
 
     # --- other --------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load a state dict as the module does by itself; of whole tensors each rank keeps its part."""
+        try:
+            return super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
+        except RuntimeError as error:
+            explain(error, self, state_dict)
+            raise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         for unit in _units(self, recurse=True):

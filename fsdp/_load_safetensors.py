@@ -15,6 +15,7 @@ from fsdp._agreement import Ranks, agree_on, agree_on_outcome
 from fsdp._comm import during
 from fsdp._formats.source import FoundTensor, TensorReader
 from fsdp._model_tensors import Target, WholeTensor, prepared, tensors_in
+from fsdp._names import foreign_prefix, prefix_problem
 from fsdp._safetensors import SafetensorsFiles
 from fsdp._unit import Unit
 from fsdp._untrusted import readable
@@ -94,6 +95,13 @@ def misfits(targets: Sequence[Target], files: TensorReader, strict: bool) -> tup
         key = _key(target, stored)
         if key is not None:
             problems += _misfit(target, stored[key])
+    own = {name.partition(".")[0] for name in named}
+    prefix = foreign_prefix(unexpected, own.__contains__) if strict and missing else ""
+    if prefix:
+        holder = "model"
+        for part in reversed(prefix.split(".")[:-1]):
+            holder = f"torch.nn.ModuleDict({{{part!r}: {holder}}})"
+        problems.append(prefix_problem(prefix, f"load into {holder}, which has it in its names too"))
     if strict and missing:
         problems.append(f"missing: {', '.join(missing)}")
     if strict and unexpected:

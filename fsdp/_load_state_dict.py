@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from fsdp._exposure import Exposure, close_all, deal_changes, install, listed_at
 from fsdp._first_rank import received
 from fsdp._forward import TrainingState
 from fsdp._handle import FlatParamHandle
-from fsdp._names import FLATTEN_PART, FSDP_PART, clean_name, clean_text
+from fsdp._names import FLATTEN_PART, FSDP_PART, clean_name, clean_text, foreign_prefix, prefix_problem
 from fsdp._state_dict import ensure_agreed
 from fsdp._transfers import FirstRank, LoadPass, loading
 from fsdp._unit import Unit, own_modules, units_in
@@ -63,6 +64,7 @@ def load_whole(
         try:
             result = walk(with_wrapped_metadata(state_dict, wrapper), strict=strict)
         except Exception as found:  # noqa: BLE001 - all ranks are told of it first
+            explain(found, unit.module, state_dict)
             error = found
         try:
             if source is not None:
@@ -89,6 +91,7 @@ def _misfit(wrapper: nn.Module, unit: Unit, walk: Walk, state_dict: Mapping[str,
                 warnings.simplefilter("ignore")  # what is no matter of shapes is told when values are loaded
                 walk(with_wrapped_metadata(shapes, wrapper), strict=strict)
         except Exception as error:  # noqa: BLE001 - all ranks are told of it
+            explain(error, unit.module, state_dict)
             return error
         finally:
             _close_loads(unit)
@@ -283,6 +286,20 @@ def no_pre_load_state_dict_hook() -> Iterator[None]:
         yield
     finally:
         _adds_path_parts.reset(token)
+
+
+def explain(error: Exception, plain: Any, state_dict: Mapping[str, Any]) -> None:
+    """Add to an error of torch's what to do if something stands in front of every key.
+
+    Args:
+        error: that loading a state dict has raised.
+        plain: the module as users know it.
+        state_dict: that was to be loaded.
+    """
+    front = foreign_prefix(state_dict, partial(hasattr, plain)) if isinstance(error, RuntimeError) else ""
+    if front:
+        remedy = f"load {{key.removeprefix({front!r}): value for key, value in state_dict.items()}}"
+        error.args = (f"{error}\n\t{prefix_problem(front, remedy)}",)
 
 
 class Loading:

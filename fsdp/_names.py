@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from itertools import takewhile
+
 FSDP_PART = "_fsdp_wrapped_module"
 FLATTEN_PART = "_fpw_module"
 _PARTS = frozenset((FSDP_PART, FLATTEN_PART))
@@ -23,9 +26,40 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _PARTS)
 
 
+def module_name(name: str) -> str:
+    """A module's name without the parts that lead from wrappers to what they wrap.
+
+    A `FlattenParamsWrapper` keeps its own, so that a flat parameter's name still says that it is one:
+    ``a._fsdp_wrapped_module.flat_param_0``.
+    """
+    return f"{name}.".replace(f"{FSDP_PART}.{FLATTEN_PART}.", "")[:-1]
+
+
 def plain_name(name: str) -> str:
     """`clean_name`, and without what torch's wrappers put into it: as in the model before anything was done to it."""
     return ".".join(part for part in clean_name(name).split(".") if part not in _TORCH_PARTS)
+
+
+def foreign_prefix(names: Iterable[str], is_own: Callable[[str], bool]) -> str:
+    """What stands in front of every name and is not the model's, as ``module.``; empty if there is nothing like that.
+
+    Args:
+        names: of a state that is to be loaded.
+        is_own: whether a name of the model's begins with a part.
+    """
+    split = [clean_name(name).split(".") for name in names]
+    first = split[0] if split else []
+    foreign = list(takewhile(lambda part: not is_own(part), first))
+    found = 0 < len(foreign) < len(first) and all(parts[: len(foreign)] == foreign for parts in split)
+    return "".join(f"{part}." for part in foreign) if found else ""
+
+
+def prefix_problem(prefix: str, remedy: str) -> str:
+    """What to say of a state with something in front of every name."""
+    return (
+        f"every key begins with {prefix!r}, which this model does not know (DistributedDataParallel adds 'module.', "
+        f"torch.compile '_orig_mod.'): {remedy}"
+    )
 
 
 def join(path: str, name: str) -> str:

@@ -1,7 +1,8 @@
 """What has to happen around an optimizer's step, and mistakes that would otherwise pass in silence.
 
 torch calls hooks before and after every step of its optimizers. Before a step, gradients join their parameters, and
-what cannot be stepped is refused; after it, what an optimizer made for shards on disk goes there too.
+what cannot be stepped is refused; after it, what an optimizer made for shards on disk goes there too. Around a load
+torch has hooks of single optimizers only, so `load_state_dict` of all is another function from the first wrapping on.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import re
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, wraps
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,15 +22,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fsdp._collect import is_ours, taken_by
 from fsdp._dtensors import is_dtensor, is_on_many_ranks
+from fsdp._flat_param import PieceParameter
 from fsdp._offload import DiskHome
 from fsdp._runtime import refuse_missing_gradients, runtimes
 
 
 @cache
 def watch_optimizers() -> None:
-    """Accompany every torch optimizer at its steps from now on."""
+    """Accompany every torch optimizer at its steps, and when it loads a state, from now on."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
+    torch.optim.Optimizer.load_state_dict = _loading(torch.optim.Optimizer.load_state_dict)  # type: ignore[method-assign]
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -69,7 +73,7 @@ def _prepare(optimizer: torch.optim.Optimizer) -> None:
         _warn_of_parameters_apart(optimizer, params, ours)
         optimizer.register_state_dict_post_hook(_sign_state)
         optimizer.register_load_state_dict_pre_hook(_check_signed)
-    _refuse_low_gradients(optimizer, ours)
+    _refuse_mixed_dtypes(optimizer, ours)
     if all(param.grad is None for param in ours):
         trained = {param.owner for param in ours if param.requires_grad}
         refuse_missing_gradients(type(optimizer).__name__, trained)
@@ -266,8 +270,8 @@ def _refuse_products(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _refuse_low_gradients(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
-    """Raise RuntimeError if torch's optimizer would fail, naming none of this, on gradients of fewer bits."""
+def _refuse_mixed_dtypes(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
+    """Raise RuntimeError if torch's optimizer would fail on gradients or state of other dtypes, naming neither."""
     takes_them = isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults.get("fused")
     if takes_them or not type(optimizer).__module__.startswith("torch.optim"):
         return
@@ -278,6 +282,69 @@ def _refuse_low_gradients(optimizer: torch.optim.Optimizer, ours: list[Any]) -> 
                 f"keep_low_precision_grads=True keeps them in {param.grad.dtype}. Leave it out, or use an optimizer "
                 "that widens gradients: torch's SGD (not fused), or one of your own."
             )
+        moment = optimizer.state[param].get("exp_avg") if param in optimizer.state else None
+        if moment is not None and moment.dtype != param.dtype:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}: its state 'exp_avg' of {_name_of(param)} is {moment.dtype}, and the "
+                f"parameter {param.dtype}, as after a cast of the model. Make a new optimizer from its parameters()."
+            )
+
+
+def _name_of(param: Any) -> str:
+    """The name of a parameter of ours, or of the first of those in a flat one."""
+    return str(getattr(param, "fqn", None) or f"the flat parameter with {param.owner._names[0]}")
+
+
+# Loading
+
+
+def _loading(load: Callable[..., None]) -> Callable[..., None]:
+    """An optimizer's `load_state_dict` that refuses the state of the unsharded model's."""
+
+    @wraps(load)
+    def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        _refuse_whole_state(self, state_dict)
+        load(self, state_dict)
+
+    return load_state_dict
+
+
+def _refuse_whole_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Raise ValueError for state of whole parameters, which torch would give to shards, or refuse without a remedy."""
+    own = [group["params"] for group in optimizer.param_groups]
+    spread = [param for param in _ours(chain.from_iterable(own)) if param.owner._is_sharded]
+    if not spread:
+        return
+    saved = [group["params"] for group in state_dict["param_groups"]]
+    problem = ""
+    if len(saved) == len(own) and list(map(len, saved)) != list(map(len, own)):
+        problem = f"it has {sum(map(len, saved))} parameters, and the optimizer {sum(map(len, own))}"
+    for number, param in zip(chain.from_iterable(saved), chain.from_iterable(own), strict=False):
+        for key, value in {} if problem else state_dict["state"].get(number, {}).items():
+            if _is_of_whole(value, param):
+                problem = f"its {key!r} of {_name_of(param)} has the shape of the whole parameter, {tuple(value.shape)}"
+    if problem:
+        remedy = (
+            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict with full_state_dict=True"
+            if is_dtensor(spread[0])
+            else "fsdp.optim_utils.load_full_optim_state_dict(model, optimizer, full)"
+        )
+        raise ValueError(
+            f"{type(optimizer).__name__}.load_state_dict: this rank has its part of the state only, and this state is "
+            f"another optimizer's: {problem}. If it is that of the unsharded model, give it names by "
+            f"fsdp.optim_utils.rekey_optim_state_dict(state, plain_model, 'names'), and load that by {remedy} "
+            "(docs/optimizer_state.md)."
+        )
+
+
+def _is_of_whole(value: Any, param: Any) -> bool:
+    """Whether something in a state is of a whole parameter, of which this rank has a part."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or not is_ours(param) or not param.owner._is_sharded:
+        return False
+    if is_dtensor(param):
+        return not is_dtensor(value) and value.shape == param.shape
+    whole = [param.whole_shape] if isinstance(param, PieceParameter) else param.owner._shapes
+    return value.shape != param.shape and value.shape in whole
 
 
 # How many calls may lie between a scaler's step and our hook: torch's own have four.

@@ -143,7 +143,9 @@ def sharded_message(name: str, unit: str) -> str:
     return (
         f"{name} is sharded: outside of the forward and backward of {unit} this rank holds only its part of it, and "
         "not under this name. Call the wrapped module (its forward gathers the weights; another module that reads them "
-        "must be in the same unit), or read and change whole parameters inside `with model.summon_full_params():`."
+        "must be in the same unit). If a method besides forward reads them, make it known once: "
+        "fsdp.register_fsdp_forward_method(model, 'name'). Or read and change whole parameters inside "
+        "`with model.summon_full_params():`."
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp._agreement import from_everyone, number_among
+from fsdp._assembling import shapes_of
 from fsdp._collect import is_ours
 from fsdp._comm import during
 from fsdp._exposure import Exposure, close_all, deal_changes, listed_at
@@ -153,6 +154,37 @@ def summoned(units: Sequence[Unit], form: Summoning) -> Iterator[None]:
     try:
         for unit in closed:
             exposures.append(Summoned(unit, form))
+        yield
+    finally:
+        close_all(exposures)
+
+
+class _Shapes(Exposure):
+    """Not collective. A unit's modules with whole parameters that have no values."""
+
+    def __init__(self, unit: Unit) -> None:
+        super().__init__(unit, keep_changes=False)
+        # As on ranks that have none: nothing that needs values works inside.
+        unit.access.summoned = Summoning(keeps_changes=False, with_grads=False, rank0_only=True, on_host=False)
+
+    def _values(self, handle: FlatParamHandle) -> list[Tensor]:
+        handle.absorb()
+        parts = handle.flat_param.parts
+        return [part.dtensor(each) if part else each for each, part in zip(shapes_of(handle), parts, strict=True)]
+
+    def close(self) -> None:
+        self._unit.access.summoned = None
+        super().close()
+
+
+@contextmanager
+def shapes_summoned(units: Sequence[Unit]) -> Iterator[None]:
+    """Not collective. The units' modules hold parameters on the meta device inside; those that are whole stay so."""
+    exposures: list[Exposure] = []
+    try:
+        for unit in units:
+            if unit.state is not TrainingState.SUMMON_FULL_PARAMS:
+                exposures.append(_Shapes(unit))
         yield
     finally:
         close_all(exposures)

@@ -108,7 +108,7 @@ def load(
             ranks now.
 
     Returns:
-        The values that were saved with it, and what was missing.
+        The values that were saved with it, its step, and what was missing.
 
     Raises:
         FileNotFoundError: if there is no complete checkpoint at `path`.

@@ -6,6 +6,7 @@ from fsdp.transformers import Trainer  # instead of: from transformers import Tr
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -64,6 +65,12 @@ class Trainer(transformers.Trainer):
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         return self.accelerator.prepare_model(self.model_wrapped)
+
+    def get_num_trainable_parameters(self) -> int:
+        """As `transformers.Trainer`'s: of the whole model."""
+        sharded = self.model_wrapped
+        with sharded.summon_shapes() if isinstance(sharded, fsdp.FullyShardedDataParallel) else nullcontext():
+            return super().get_num_trainable_parameters()
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As `transformers.Trainer`'s.

@@ -45,6 +45,12 @@ def numbered(folder: str | os.PathLike[str], step: int) -> str:
     return os.path.join(os.fspath(folder), f"step-{step:08d}")
 
 
+def step_of(folder: str | os.PathLike[str]) -> int | None:
+    """The step that a checkpoint was saved with, as its folder's name says; None for one by itself."""
+    match = _NUMBERED.fullmatch(os.path.basename(os.path.realpath(folder)))
+    return None if match is None else int(match[1])
+
+
 def steps_in(folder: str | os.PathLike[str]) -> dict[int, str]:
     """The complete checkpoints in a folder, by their steps, the oldest first; none if there is no such folder."""
     places = {step: numbered(folder, step) for step in sorted(_steps_named_in(folder))}

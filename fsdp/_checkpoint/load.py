@@ -13,6 +13,7 @@ from torch import nn
 
 from fsdp._agreement import Ranks, agree_on, agree_on_outcome, done_by_all, from_everyone, number_among, peers_answer
 from fsdp._checkpoint.checked_files import CheckedFiles
+from fsdp._checkpoint.folder import step_of
 from fsdp._checkpoint.generators import GeneratorStates
 from fsdp._checkpoint.model import Stored, size_of, stored_tensors
 from fsdp._checkpoint.optim import StatePlan, give_state, plan_state, read_state, release_state
@@ -45,6 +46,11 @@ class Loaded:
     unexpected_keys: list[str]
     has_generators: bool
     world_size: int | None
+
+    @property
+    def step(self) -> int | None:
+        """The step that it was saved with; None if it was saved without one."""
+        return step_of(self.path)
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, strict: bool, generators: bool) -> Loaded:

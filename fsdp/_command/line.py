@@ -1,4 +1,4 @@
-"""The command ``python -m fsdp``: its arguments, its errors, and its exit codes."""
+"""The command ``fsdp``, also ``python -m fsdp``: its arguments, its errors, and its exit codes."""
 
 from __future__ import annotations
 
@@ -74,9 +74,7 @@ def _said(message: str, code: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m fsdp", description="Checkpoints of fsdp, and of others.", epilog=_EPILOG
-    )
+    parser = argparse.ArgumentParser(prog="fsdp", description="Checkpoints of fsdp, and of others.", epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"fsdp {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     about: tuple[tuple[str, str, Callable[..., int], Callable[[argparse.ArgumentParser], None]], ...] = (

@@ -11,7 +11,7 @@ from torch import nn
 from fsdp._forward import TrainingState
 from fsdp._groups import ShardingStrategy
 from fsdp._handle import FlatParamHandle
-from fsdp._names import clean_name
+from fsdp._names import FSDP_PART, clean_name, module_name
 from fsdp._options import Options
 from fsdp._precision import MixedPrecision
 from fsdp._process_groups import Group
@@ -147,6 +147,18 @@ class WrapperAccess(nn.Module):
     def __getitem__(self, key: Any) -> Any:
         return self.module.__getitem__(key)
 
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As `nn.Module.named_modules`; seen from a plain module around wrappers, what is in them has its plain name.
+
+        So tools that look for modules by the names in a state dict find them, as `peft` does.
+        """
+        found = super().named_modules(memo, prefix, remove_duplicate)
+        if not prefix or FSDP_PART in prefix.split("."):
+            return found
+        return ((module_name(name), module) for name, module in found)
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As `nn.Module.named_parameters`; plain names inside `summon_full_params` and without flattening."""
         plain = (
@@ -215,8 +227,14 @@ class WrapperAccess(nn.Module):
             self._reset_lazy_init()
         elif any(isinstance(one, Forwarding) and one.forwards(name) for one in (self._parameters, self._buffers)):
             setattr(self._unit.module, name, value)
+        elif isinstance(value, nn.Module) and name in self._children_inside():
+            setattr(self.module.module, name, value)  # where it is read from
         else:
             super().__setattr__(name, value)
+
+    def _children_inside(self) -> dict[str, nn.Module | None]:
+        flattener = self.__dict__.get("_modules", {}).get("_fsdp_wrapped_module")
+        return {} if flattener is None else flattener.module._modules
 
     @property
     def children_share_process_group(self) -> bool:

@@ -15,7 +15,7 @@ from fsdp._handover import reshard_optimizer
 from fsdp._load_state_dict import load_whole
 from fsdp._precision import check_dtype
 from fsdp._state_dict import ensure_agreed, ensure_same_values, whole_state
-from fsdp._summon import params_shown, summoned
+from fsdp._summon import params_shown, shapes_summoned, summoned
 from fsdp._transfers import Saving, Summoning, saving
 from fsdp._unit import Unit, units_in
 from fsdp._values import require_values_everywhere
@@ -100,6 +100,20 @@ class WrapperState(WrapperCopy, WrapperHooks):
         for name, unit in units_in(self._unit):
             with summoned([unit], form):
                 yield unit.module, params_shown(unit, "" if unit is self._unit else f"{name}.")
+
+    @contextmanager
+    def summon_shapes(self) -> Iterator[None]:
+        """Whole parameters without values: as in `summon_full_params`, but on the meta device.
+
+        For what counts and prints, and for nothing that computes: ``num_parameters()``, summaries,
+        ``print_trainable_parameters()``. It needs no memory and no other rank, so it may be called on one rank alone.
+
+        Raises:
+            RuntimeError: inside a forward or backward.
+        """
+        self._require_idle("summon shapes")
+        with shapes_summoned(self._units()):
+            yield
 
     @during("summon_full_params()")
     def _prepare_to_summon(self, form: Summoning, recurse: bool) -> None:

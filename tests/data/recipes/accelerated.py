@@ -31,7 +31,8 @@ def evaluate(accelerator: Accelerator, model, loader):
 
 
 def export(accelerator: Accelerator, model, folder):
-    """Save the model, gathered, for `from_pretrained`."""
+    """Save the model, gathered, for `from_pretrained`; of a model of `peft` the adapters."""
     accelerator.unwrap_model(model).save_pretrained(
         folder, is_main_process=accelerator.is_main_process, state_dict=accelerator.get_state_dict(model)
     )
+    accelerator.wait_for_everyone()  # or a rank could read what the first one still writes

@@ -40,3 +40,4 @@ def save(model, folder, optimizer=None):
     saved = fsdp.save(folder, model, optimizer)
     if dist.get_rank() == 0:
         model.config.save_pretrained(saved.path)
+    dist.barrier()  # or a rank could read what the first one still writes

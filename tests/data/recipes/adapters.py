@@ -1,0 +1,41 @@
+import torch
+import torch.distributed as dist
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM
+
+from fsdp import (
+    FullyShardedDataParallel,
+    auto_wrap,
+    enable_wrap,
+    module_wrap_policy,
+    register_fsdp_forward_method,
+    wrap,
+)
+
+
+def shard(base, adapters, layer, **options):
+    """A sharded model that trains adapters, described by a configuration of `peft`, and nothing else."""
+    plain = get_peft_model(base, adapters)
+    with enable_wrap(wrapper_cls=FullyShardedDataParallel, **options):
+        model = wrap(auto_wrap(plain, module_wrap_policy({layer})))
+    register_fsdp_forward_method(model, "generate")  # of `peft`: it calls the base, whose embedding the root has
+    return model
+
+
+def save_adapters(model, folder):
+    """A folder that `PeftModel.from_pretrained` reads."""
+    state = model.state_dict(rank0_only=True)
+    if dist.get_rank() == 0:
+        model.module.module.save_pretrained(folder, state_dict=state)
+    dist.barrier()
+
+
+def save_merged(model, config, adapters, folder):
+    """A folder that `from_pretrained` reads: the base with the adapters in its weights. The model stays as it is."""
+    state = model.state_dict(rank0_only=True)
+    if dist.get_rank() == 0:
+        with torch.device("meta"):  # the same model, unsharded and without memory, gets the tensors of the state
+            plain = get_peft_model(AutoModelForCausalLM.from_config(config), adapters)
+        plain.load_state_dict(state, assign=True)
+        plain.merge_and_unload().save_pretrained(folder)
+    dist.barrier()

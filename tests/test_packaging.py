@@ -1,0 +1,119 @@
+"""What is installed and handed on: a source distribution with all that belongs to it, a wheel, and its command."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email import message_from_string
+from email.message import Message
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import fsdp
+
+ROOT = Path(__file__).resolve().parent.parent
+# What is there in a checkout by use, and in no distribution.
+LEFT_BEHIND = shutil.ignore_patterns(".*", "__pycache__", "*.pyc", "*.egg-info", "build", "dist", "runs")
+absent = importlib.util.find_spec("setuptools") is None
+pytestmark = pytest.mark.skipif(absent, reason="setuptools: not installed (it is in the extra `test`)")
+
+
+class Distributions(NamedTuple):
+    """Both kinds, built without a network: the wheel from the unpacked source distribution, as it is done elsewhere."""
+
+    unpacked: Path
+    wheel: Path
+
+    def metadata(self) -> Message:
+        with zipfile.ZipFile(self.wheel) as wheel:
+            name = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+            return message_from_string(wheel.read(name).decode())
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
+    folder = tmp_path_factory.mktemp("built")
+    # Elsewhere, since setuptools leaves folders of its own beside setup.py.
+    shutil.copytree(ROOT, folder / "checkout", ignore=LEFT_BEHIND)
+    shutil.copytree(ROOT / ".ci", folder / "checkout" / ".ci")
+    archive = build("sdist", folder / "checkout", folder)
+    with tarfile.open(archive) as file:
+        file.extractall(folder, filter="data")
+    unpacked = folder / archive.name.removesuffix(".tar.gz")
+    return Distributions(unpacked, build("wheel", unpacked, folder))
+
+
+def build(kind: str, source: Path, target: Path) -> Path:
+    code = f"import sys; from setuptools import build_meta; print(build_meta.build_{kind}(sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(target)], cwd=source, text=True, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return target / done.stdout.splitlines()[-1]
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_source_distribution_has_all_that_belongs_to_the_checkout(built: Distributions) -> None:
+    checkout = built.unpacked.parent / "checkout"
+    found = files(built.unpacked)
+    ours = {name for name in files(checkout) if "egg-info" not in name}
+    assert ours <= found, f"add to MANIFEST.in: {sorted(ours - found)}"
+    for name in ("CHANGELOG.md", "tests/support.py", "docs/usage.md", "benchmarks/step.py", "fsdp/py.typed", ".ci/run"):
+        assert name in found
+
+
+def test_the_wheel_has_the_package_and_no_more(built: Distributions) -> None:
+    with zipfile.ZipFile(built.wheel) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    package = {name for name in files(built.unpacked) if name.startswith("fsdp/")}
+    assert names == package
+
+
+def test_the_metadata_say_what_it_is(built: Distributions) -> None:
+    metadata = built.metadata()
+    assert (metadata["Name"], metadata["Version"]) == ("fsdp", fsdp.__version__)
+    assert metadata["License-Expression"] == "BSD-3-Clause"
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert "Typing :: Typed" in metadata.get_all("Classifier", [])
+
+
+def test_extras_are_named_where_people_look_for_them(built: Distributions) -> None:
+    extras = set(built.metadata().get_all("Provides-Extra", []))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = readme.split("| extra |")[1].split("\n\n")[0]
+    assert extras == set(re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in table.splitlines()[2:])))
+    assert f"fsdp-{fsdp.__version__}-py3-none-any.whl" in readme
+
+
+def test_the_description_has_no_link_that_leads_nowhere(built: Distributions) -> None:
+    description = built.metadata().get_payload()
+    assert isinstance(description, str)
+    assert "The guide is docs/usage.md;" in description
+    links = re.findall(r"\]\(([^)]*)\)", description)
+    assert all(link.startswith("https://") for link in links), links
+
+
+def test_the_first_screen_says_what_has_not_been_run() -> None:
+    """As long as that is so."""
+    screen = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:25]
+    assert any("Nothing has been run on CUDA yet" in line for line in screen)
+
+
+def test_the_installed_command_runs(built: Distributions, tmp_path: Path) -> None:
+    install = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(tmp_path)]
+    subprocess.run([sys.executable, *install, str(built.wheel)], check=True)
+    outside = dict(os.environ, PYTHONPATH=str(tmp_path))
+    command = [str(tmp_path / "bin" / "fsdp"), "inspect", "--help"]
+    said = subprocess.run(command, cwd=tmp_path, env=outside, text=True, capture_output=True, check=True)
+    assert said.stdout.startswith("usage: fsdp inspect ")
