@@ -50,8 +50,8 @@ def refuse_strangers(root: Unit) -> None:
                 continue
             raise RuntimeError(
                 f"{clean_name(join(path, attribute))} became a parameter after wrapping: it is not sharded, and ranks "
-                "would train it each for itself. Complete the module before wrapping, wrap what is put into it by itself, "
-                "or leave it out of sharding with ignored_parameters or ignored_modules."
+                "would train it each for itself. Complete the module before wrapping, wrap what is put into it by "
+                "itself, or leave it out of sharding with ignored_parameters or ignored_modules."
             )
 
 

@@ -4,8 +4,8 @@
 
 draws 60 places in the engine, the state and the checkpoint modules (the same ones for the same seed and source),
 changes each in a copy of the repository as a tired programmer might, runs the tests that concern the module until one
-fails, and lists the mistakes that no test has found. Each of those is a hole in the tests, or a change that makes no difference,
-which somebody has to look at. It takes about half a minute for a mistake.
+fails, and lists the mistakes that no test has found. Each of those is a hole in the tests, or a change that makes no
+difference, which somebody has to look at. It takes about half a minute for a mistake.
 """
 
 from __future__ import annotations
