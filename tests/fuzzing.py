@@ -573,10 +573,12 @@ def summon(pair: Pair) -> None:
 
 
 def scale_data(pair: Pair) -> None:
-    """Shards are changed in a way that no version counter sees."""
-    for model in (pair.sharded, pair.plain):
-        for param in model.parameters():
-            param.data.mul_(0.8)
+    """Shards are changed between steps: through ``.data``, but of `DTensor`s, where nobody can see that."""
+    with torch.no_grad():
+        for param in pair.sharded.parameters():
+            (param.data if pair.is_wrapper else param).mul_(0.8)
+        for param in pair.plain.parameters():
+            param.mul_(0.8)
 
 
 def copy_models(pair: Pair) -> None:
