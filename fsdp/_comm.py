@@ -263,7 +263,7 @@ class DirectExchange(TorchCollectives):
         _finish_all(works, _TALK)
         heard = [_as_bytes(each) for each in headers]
         self._require_one_call([each[_LENGTH_BYTES:].decode(errors="replace").strip() for each in heard])
-        bodies = [torch.empty(int.from_bytes(each[:_LENGTH_BYTES], "little"), dtype=torch.uint8) for each in heard]
+        bodies = [_blank(int.from_bytes(each[:_LENGTH_BYTES], "little")) for each in heard]
         bodies[self.rank] = _as_tensor(payload)
         incoming = {peer: [bodies[peer]] for peer in self._peers if len(bodies[peer])}
         outgoing = {peer: [bodies[self.rank]] for peer in self._peers if payload}
@@ -282,7 +282,7 @@ class DirectExchange(TorchCollectives):
                 )
 
     def meet(self, what: str, tag: Tag) -> None:
-        works, _ = self._swap(what, "meeting", tag, [torch.empty(1, dtype=torch.uint8)] * self.world_size)
+        works, _ = self._swap(what, "meeting", tag, [_blank(1)] * self.world_size)
         _finish_all(works, what)
 
     def settle(self) -> None:
@@ -295,7 +295,7 @@ class StagedExchange(DirectExchange):
     """CUDA tensors on a gloo group, through host memory: for tests of several ranks on one GPU."""
 
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
-        host = torch.empty(full.shape, dtype=full.dtype)
+        host = torch.empty(full.shape, dtype=full.dtype, device="cpu")
         arrived = super().all_gather(host, shard.cpu(), what, tag)
         return Pending(what, (), lambda: full.copy_(arrived.wait()))
 
@@ -305,7 +305,8 @@ class StagedExchange(DirectExchange):
 
     def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: Tag) -> Pending:
         hosts = {
-            peer: [torch.empty(each.shape, dtype=each.dtype) for each in tensors] for peer, tensors in incoming.items()
+            peer: [torch.empty(each.shape, dtype=each.dtype, device="cpu") for each in tensors]
+            for peer, tensors in incoming.items()
         }
         sent = {peer: [each.cpu() for each in tensors] for peer, tensors in outgoing.items()}
         arrived = super().exchange(hosts, sent, what, tag)
@@ -367,8 +368,13 @@ def _wire_tag(*meant: Any) -> int:
     return _FIRST_TAG + zlib.crc32(repr(meant).encode()) % _TAGS
 
 
+def _blank(nbytes: int) -> Tensor:
+    # On the host, also where a user makes the model inside of `with torch.device("meta")`.
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
 def _as_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _blank(0)
 
 
 def _as_bytes(tensor: Tensor) -> bytes:
