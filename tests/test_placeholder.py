@@ -152,7 +152,7 @@ def test_writing_values_is_refused(touch: Way) -> None:
     with refused(), torch.no_grad():
         touch(weight(3, 2, trained=False))
     # With gradients on, a trained weight meets torch's own check of leaves first, as it would if it was there.
-    with pytest.raises(RuntimeError, match=r"a leaf Variable that requires grad|sharded"):
+    with pytest.raises(RuntimeError, match=r"requires? grad|sharded"):
         touch(weight(3, 2))
 
 
