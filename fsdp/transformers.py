@@ -22,6 +22,7 @@ except ImportError as error:
         "fsdp.transformers needs transformers and accelerate: pip install 'fsdp[transformers]'"
     ) from error
 
+from fsdp._names import module_name
 from fsdp.accelerate import Accelerator, outermost
 
 
@@ -71,6 +72,12 @@ class Trainer(transformers.Trainer):
         sharded = self.model_wrapped
         with sharded.summon_shapes() if isinstance(sharded, fsdp.FullyShardedDataParallel) else nullcontext():
             return super().get_num_trainable_parameters()
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """As `transformers.Trainer`'s, which puts names together from those of children, by the names that the model
+        lists: those have no parts that lead through wrappers.
+        """
+        return [module_name(name) for name in super().get_decay_parameter_names(model)]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As `transformers.Trainer`'s.
