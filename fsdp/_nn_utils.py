@@ -3,7 +3,8 @@
 Its functions are given tensors, and would take what this rank has of them for all there is: each rank would clip by the
 norm of its own shard, and train other weights than the rest. So, once a model was wrapped, they look whether what they
 were given is ours. `DTensor`s (`fully_shard`) know by themselves what they are parts of, and are left to torch; but for
-the infinity norm, which fails there on ranks that have no rows of one.
+the infinity norm, which fails there on ranks that have no rows of one. What takes a parameter out of its module, to compute
+it from others (weight norm, pruning), is refused before it changes anything.
 
 The functions stay the objects that they are, also for whoever has imported them before: torch's decorator keeps the
 function that it calls in a cell, and there ours goes, around it.
@@ -11,14 +12,16 @@ function that it calls in a cell, and there ours goes, around it.
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad, convert_parameters
+from torch.nn.utils import clip_grad, convert_parameters, parametrize, prune
 
 from fsdp._clip import (
     Owned,
@@ -32,6 +35,7 @@ from fsdp._clip import (
 from fsdp._collect import is_ours, owner_of
 from fsdp._dtensors import MeshPart, is_dtensor, local_part, memory_of, settled_gradient, whole
 from fsdp._handle import FlatParamHandle
+from fsdp._registry import Listing
 from fsdp._runtime import Runtime, runtimes
 
 Tensors = Tensor | Iterable[Tensor]
@@ -44,6 +48,8 @@ def teach_torch() -> None:
     _surround(nn.utils.clip_grad_value_, _clip_grad_value)
     _surround(clip_grad._get_total_norm, _get_total_norm)  # private names of public functions, also in torch 2.11
     _surround(clip_grad._clip_grads_with_norm_, _clip_grads_with_norm)
+    for owner, name in _RESTRUCTURING:
+        _check_before(owner, name)
     # Called with each parameter by both functions that make vectors of parameters and the other way round.
     convert_parameters._check_param_device = _refuse_shards(convert_parameters._check_param_device)
 
@@ -137,6 +143,34 @@ def _refuse_shards(torchs: Callable[..., int]) -> Callable[..., int]:
         return torchs(param, *args)
 
     return checked
+
+
+_RESTRUCTURING: tuple[tuple[Any, str], ...] = (
+    (parametrize, "register_parametrization"),
+    (sys.modules["torch.nn.utils.weight_norm"].WeightNorm, "apply"),  # functions of the same names hide the modules
+    (sys.modules["torch.nn.utils.spectral_norm"].SpectralNorm, "apply"),
+    (prune.BasePruningMethod, "apply"),
+)
+
+
+def _check_before(owner: Any, name: str) -> None:
+    """Have a function, or a method of a class, refuse parameters of ours."""
+    found = vars(owner)[name]
+    torchs = getattr(found, "__func__", found)
+    arguments = inspect.signature(torchs)
+
+    @wraps(torchs)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        given = arguments.bind(*args, **kwargs).arguments
+        module, param = given["module"], given.get("tensor_name", given.get("name"))
+        if isinstance(module._parameters, Listing) and module._parameters.runs(param):
+            raise RuntimeError(
+                f"'{param}' of this {type(module).__name__} is sharded, and cannot be computed from other parameters any "
+                "more. Apply weight norm, spectral norm, pruning and other parametrizations before wrapping."
+            )
+        return torchs(*args, **kwargs)
+
+    setattr(owner, name, type(found)(checked) if torchs is not found else checked)
 
 
 # --- whose parameters they are --------------------------------------------------------------------------------------

@@ -47,6 +47,10 @@ class Listing(dict[str, Any]):
         """Tell this registry what is put under a name."""
         self._registries[name] = registry
 
+    def runs(self, name: str) -> bool:
+        """Whether a handle runs the parameter of this name."""
+        return name in self._registries
+
     def __setitem__(self, name: str, value: Any) -> None:
         registry, module = self._registries.get(name), self._module()
         if registry is not None and module is not None:
