@@ -1,10 +1,10 @@
 """What `torch.nn.utils` does with the parameters and gradients of sharded models.
 
-Its functions are given tensors, and would take what this rank has of them for all there is: each rank would clip by the
-norm of its own shard, and train other weights than the rest. So, once a model was wrapped, they look whether what they
-were given is ours. `DTensor`s (`fully_shard`) know by themselves what they are parts of, and are left to torch; but for
-the infinity norm, which fails there on ranks that have no rows of one. What takes a parameter out of its module, to compute
-it from others (weight norm, pruning), is refused before it changes anything.
+Its functions are given tensors, and would take what this rank has of them for all there is: each rank would clip by
+the norm of its own shard, and train other weights than the rest. So, once a model was wrapped, they look whether what
+they were given is ours. `DTensor`s (`fully_shard`) know by themselves what they are parts of, and are left to torch;
+but for the infinity norm, which fails there on ranks that have no rows of one. What takes a parameter out of its
+module, to compute it from others (weight norm, pruning), is refused before it changes anything.
 
 The functions stay the objects that they are, also for whoever has imported them before: torch's decorator keeps the
 function that it calls in a cell, and there ours goes, around it.
@@ -165,8 +165,8 @@ def _check_before(owner: Any, name: str) -> None:
         module, param = given["module"], given.get("tensor_name", given.get("name"))
         if isinstance(module._parameters, Listing) and module._parameters.runs(param):
             raise RuntimeError(
-                f"'{param}' of this {type(module).__name__} is sharded, and cannot be computed from other parameters any "
-                "more. Apply weight norm, spectral norm, pruning and other parametrizations before wrapping."
+                f"'{param}' of this {type(module).__name__} is sharded, and cannot be computed from other parameters "
+                "any more. Apply weight norm, spectral norm, pruning and other parametrizations before wrapping."
             )
         return torchs(*args, **kwargs)
 

@@ -81,7 +81,8 @@ class Runtime(FollowsOthers):
         self.handles = [handle for unit in self.units for handle in unit.handles]
         self.visits = Visits(self)
         self._contents = {unit: Contents(unit) for unit in self.units}
-        self.misses_gradients = False  # a forward could be differentiated, and nothing got a gradient since
+        # Whether a gradient has ever come; None before the first forward that may bring one.
+        self.has_trained: bool | None = None
         _all.add(self)
 
     # --- forward ------------------------------------------------------------------------------------------------
@@ -197,7 +198,8 @@ class Runtime(FollowsOthers):
         if not self._running:
             may_need_it = torch.is_grad_enabled() and any(one.requires_grad for one in self.handles)
             self._end_forward(keep=needs_backward or may_need_it)
-            self.misses_gradients |= needs_backward
+            if needs_backward and self.has_trained is None:
+                self.has_trained = False
 
     def _take_written(self, unit: Unit, *, only_here: bool = False) -> None:
         try:
@@ -306,7 +308,7 @@ class Runtime(FollowsOthers):
     def gradient_complete(self, unit: Unit, handle: FlatParamHandle) -> None:
         """Hook: every parameter of `handle` has its gradient."""
         self.ensure_backward()
-        self.misses_gradients = False
+        self.has_trained = True
         if unit.state is not TrainingState.FORWARD:
             unit.state = TrainingState.BACKWARD_POST
         unit.incomplete.discard(handle)
@@ -343,7 +345,7 @@ class Runtime(FollowsOthers):
 
     def _finish_backward(self) -> None:
         mixed = self.visits.take_mixed()
-        self.misses_gradients &= all(handle.gradients.is_empty for handle in self.handles)
+        self.has_trained = self.has_trained or any(not handle.gradients.is_empty for handle in self.handles)
         touched = self.visits.take_touched()
         if self.sync_gradients:
             self._reduce_rest()
@@ -479,11 +481,15 @@ def running() -> Runtime | None:
 
 
 def refuse_missing_gradients(optimizer: str, shards: Collection[FlatParameter]) -> None:
-    """Raise RuntimeError if an optimizer is to step shards without a gradient, which backward was kept from."""
+    """Raise RuntimeError if an optimizer is to step shards that have never had a gradient, though a forward was run.
+
+    Who has trained before may leave a backward out, and step nothing.
+    """
     for runtime in runtimes():
-        if runtime.misses_gradients and any(one.flat_param in shards for one in runtime.handles):
+        if runtime.has_trained is False and any(one.flat_param in shards for one in runtime.handles):
             raise RuntimeError(
-                f"{optimizer}.step(): nothing in {runtime.root.name} got a gradient since its last forward. What it "
-                "lists are shards, which backward(inputs=...) and torch.autograd.grad() don't find in the graph. Call "
-                "backward() without inputs, and requires_grad_(False) before the forward on what is to get no gradient."
+                f"{optimizer}.step(): nothing in {runtime.root.name} has got a gradient since it was first used. What "
+                "it lists are shards, which backward(inputs=...) and torch.autograd.grad() don't find in the graph. "
+                "Call backward() without inputs, and requires_grad_(False) before the forward on what is to get no "
+                "gradient."
             )

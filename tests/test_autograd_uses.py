@@ -267,22 +267,22 @@ def _differentiate_listed(form: dict[str, Any] | None) -> None:
     listed = list(model.parameters())
 
     def refuse_step() -> None:
-        with pytest.raises(RuntimeError, match=r"SGD\.step\(\): nothing in root .* got a gradient .*without inputs"):
+        with pytest.raises(RuntimeError, match=r"SGD\.step\(\): nothing in root .* has got a gradient.*without inputs"):
             optimizer.step()
 
     optimizer.step()  # before anything was computed
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="not have been used in the graph"):
-            torch.autograd.grad(model(inputs).sum(), listed)
-        refuse_step()
-        model(inputs).sum().backward(inputs=listed)
-        refuse_step()
-        model(inputs).sum().backward(inputs=[*listed, inputs])
-        refuse_step()
-        model(inputs).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        optimizer.step()  # for what was zeroed on purpose
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(model(inputs).sum(), listed)
+    refuse_step()
+    model(inputs).sum().backward(inputs=listed)
+    refuse_step()
+    model(inputs).sum().backward(inputs=[*listed, inputs])
+    refuse_step()
+    model(inputs).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model(inputs)
+    optimizer.step()  # without a backward, on purpose: a batch may be left out
     with model.no_sync() if form is not None else nullcontext():
         model(inputs).sum().backward()
     optimizer.zero_grad()

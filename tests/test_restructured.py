@@ -1,4 +1,4 @@
-"""What takes a parameter out of its module after wrapping (weight norm, spectral norm, pruning) is told that it can't."""
+"""Weight norm, spectral norm and pruning replace a module's parameter by others: before wrapping, not after it."""
 
 from __future__ import annotations
 
