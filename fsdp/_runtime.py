@@ -438,6 +438,7 @@ class Runtime(FollowsOthers):
         """Forget a backward that was given up, with its unreduced gradients. Units whose forward is running go on."""
         self._backward = None
         self.visits.abandon()
+        self._usage.abandon()
         self._reductions.abandon()
         for unit in self.units:
             unit.unpassed.clear()

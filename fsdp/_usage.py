@@ -69,6 +69,13 @@ class Usage:
         for among in self._among if ranks_begin_together else ():
             among.forecast = among.most([value for handle in among.handles for value in _forecast(handle)])
 
+    def abandon(self) -> None:
+        """After a backward that failed: take what other ranks have sent, or the next backward would take it for its own."""
+        for among in self._among:
+            if among.forecast is not None:
+                pending, among.forecast = among.forecast, None
+                pending.wait()
+
     def differs(self, handle: FlatParamHandle) -> bool:
         """Whether ranks use different parameters of it, so that its reduction has to wait until backward has ended."""
         self._read_forecasts()

@@ -28,7 +28,7 @@ NUMBER = 4  # bytes of a file's number in the hat
 Told = tuple[str, dict[str, Any]]  # a hook of pytest, and what it is called with
 
 
-def add_options(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--sessions",
         default="1",
