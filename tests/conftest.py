@@ -19,8 +19,8 @@ import torch
 
 pytest.register_assert_rewrite("tests.support")
 
-from tests._ranks import RankPool, Ranks  # noqa: E402
 from tests import _sessions  # noqa: E402
+from tests._ranks import RankPool, Ranks  # noqa: E402
 from tests._sessions import pytest_runtestloop  # noqa: E402, F401 - a hook
 
 LitRanks = Callable[[int], Ranks]

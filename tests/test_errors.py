@@ -444,16 +444,19 @@ def _wrap_more_on_rank_0() -> None:
 
 
 class Branching(nn.Module):
-    """A unit that runs only sometimes."""
+    """Three units that run only sometimes.
+
+    The first is gathered ahead in forward and the last in backward, also where they then don't run.
+    """
 
     def __init__(self, group: Any) -> None:
         super().__init__()
         self.always = FullyShardedDataParallel(nn.Linear(5, 5), group)
-        self.rarely = FullyShardedDataParallel(nn.Linear(5, 5), group)
+        self.seldom, self.rarely, self.hardly = (FullyShardedDataParallel(nn.Linear(5, 5), group) for _ in range(3))
 
     def forward(self, inputs: Tensor, rarely: bool) -> Tensor:
         hidden = self.always(inputs)
-        return self.rarely(hidden) if rarely else hidden
+        return self.hardly(self.rarely(self.seldom(hidden))) if rarely else hidden
 
 
 def test_a_rank_that_skips_a_unit(ranks: RankPool) -> None:

@@ -28,18 +28,18 @@ Act = Callable[[Any], Any]
 
 
 class Units(nn.Module):
-    """Units of two sizes, of which one can be left out."""
+    """Units of two sizes, of which two can be left out: the first of them is gathered ahead all the same."""
 
     def __init__(self, wrap: Wrap) -> None:
         super().__init__()
         self.first, self.twin = wrap(nn.Linear(5, 5)), wrap(nn.Linear(5, 5))
-        self.rarely = wrap(nn.Linear(5, 5, bias=False))
+        self.seldom, self.rarely = wrap(nn.Linear(5, 5, bias=False)), wrap(nn.Linear(5, 5, bias=False))
         self.last = wrap(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)))
         self.skips = False
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.twin(self.first(inputs))
-        return self.last(hidden if self.skips else self.rarely(hidden))
+        return self.last(hidden if self.skips else self.rarely(self.seldom(hidden)))
 
 
 def model_of(group: Any = None, **options: Any) -> Any:
