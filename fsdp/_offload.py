@@ -216,8 +216,9 @@ class DiskHome(Home):
             is_kept = self._shown is not None and self._shown() is not None  # by the user, since it is no gradient now
             if self._grad is None or self._grad[0].dtype != reduced.dtype or is_kept:
                 self._grad = self.files.allocate(reduced.numel(), reduced.dtype, "gradient")
-            # Casting the model changes the tensor that is handed out.
-            reduced = self._grad[0].copy_(reduced).detach().view(flat_param.shape)
+            # Casting the model changes the tensor that is handed out. Detached last, it is the base of all views of it,
+            # which keep it alive: users may keep the gradient of a piece.
+            reduced = self._grad[0].copy_(reduced).view(flat_param.shape).detach()
             self._shown = weakref.ref(reduced)
         flat_param.hold_gradient(reduced)
         self.release()

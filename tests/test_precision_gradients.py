@@ -59,8 +59,9 @@ def gradients(model: FullyShardedDataParallel) -> list[Tensor]:
     for wrapper in get_fsdp_instances(model):
         for handle in wrapper._unit.handles:
             assert handle.flat_param.grad is not None
-            pieces = [torch.empty_like(handle.flat_param.grad) for _ in range(dist.get_world_size())]
-            dist.all_gather(pieces, handle.flat_param.grad)
+            shard = handle.flat_param.grad.view(-1)
+            pieces = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+            dist.all_gather(pieces, shard)
             whole += handle.layout.unpack(torch.cat(pieces))
     return whole
 

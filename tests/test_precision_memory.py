@@ -64,7 +64,7 @@ def step(model: nn.Module) -> None:
 
 @contextmanager
 def counting_sent_bytes() -> Iterator[Counter[torch.dtype]]:
-    """Bytes by the dtype that they are sent in, without the few by which ranks tell each other what is to come."""
+    """Bytes of parameters and gradients by the dtype that they are sent in."""
     sent: Counter[torch.dtype] = Counter()
     group = dist.group.WORLD
     assert group is not None
@@ -72,7 +72,7 @@ def counting_sent_bytes() -> Iterator[Counter[torch.dtype]]:
 
     def count(self: Any, tensors: list[Tensor], *args: Any) -> Any:
         for tensor in tensors:
-            if tensor.dtype is not torch.uint8:
+            if tensor.dtype is not torch.uint8:  # which is what ranks tell each other
                 sent[tensor.dtype] += tensor.nbytes
         return send(self, tensors, *args)
 

@@ -52,8 +52,9 @@ def master_of(model: FullyShardedDataParallel) -> State:
     state: State = {}
     for module in model.modules():
         for handle in module._unit.handles if isinstance(module, FullyShardedDataParallel) else ():
-            shards = [torch.empty_like(handle.flat_param) for _ in range(dist.get_world_size())]
-            dist.all_gather(shards, handle.flat_param.detach())
+            shard = handle.flat_param.vector
+            shards = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+            dist.all_gather(shards, shard)
             prefix = "" if handle.name.startswith("root") else handle.name.split(" (flat")[0] + "."
             pieces = handle.layout.unpack(torch.cat(shards))
             names = [prefix + slot.name for slot in handle.layout.slots]
