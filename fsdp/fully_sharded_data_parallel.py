@@ -29,7 +29,7 @@ from fsdp._runtime import Runtime
 from fsdp._sharing import claimed_in, refuse_nothing_own, wanted
 from fsdp._synchronise import take_states_of_first
 from fsdp._unit import Unit, unit_of
-from fsdp._wrapper.fsdp1 import METHODS, Instead, refuse_keywords
+from fsdp._wrapper.fsdp1 import METHODS, Instead, refuses_keywords
 from fsdp._wrapper.shards import WrapperShards
 from fsdp.flatten_params_wrapper import FlattenParamsWrapper
 
@@ -139,11 +139,7 @@ class FullyShardedDataParallel(WrapperShards):
             for dtypes that cannot be trained as asked, and for options that contradict each other.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        if cls.__init__ is FullyShardedDataParallel.__init__:  # another one may have such arguments
-            refuse_keywords(kwargs)
-        return super().__new__(cls)
-
+    @refuses_keywords
     def __init__(
         self,
         module: nn.Module,

@@ -107,16 +107,21 @@ def _construct_by_position() -> None:
 
 
 class Labelled(FullyShardedDataParallel):
-    """Takes a keyword of its own, as clients' subclasses do."""
+    """Takes a keyword of its own, as clients' subclasses do, and keeps it before it is constructed itself."""
 
-    def __init__(self, *args: Any, label: str = "", **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any, label: str = "", device_id: int = 0, **kwargs: Any) -> None:
         self.label = label
+        assert not hasattr(self, "module")
+        super().__init__(*args, **kwargs)
+        self.device_id = device_id
 
 
-def test_a_subclass_with_a_keyword_of_its_own() -> None:
-    model = Labelled(nn.Sequential(nn.Linear(5, 3)), Alone(), label="encoder")
-    assert model.label == "encoder"
+def test_a_subclass_with_keywords_of_its_own() -> None:
+    assert list(inspect.signature(Labelled).parameters) == ["args", "label", "device_id", "kwargs"]
+    model = Labelled(nn.Sequential(nn.Linear(5, 3)), Alone(), label="encoder", device_id=1)
+    assert (model.label, model.device_id) == ("encoder", 1)
+    with pytest.raises(TypeError, match="no argument device_mesh, which torch's has: pass it as process_group"):
+        Labelled(nn.Linear(5, 3), device_mesh=Alone())
     assert get_fsdp_instances(nn.ModuleList([model])) == [model]
     step(model)
 

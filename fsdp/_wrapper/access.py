@@ -21,6 +21,9 @@ from fsdp._sharing import share
 from fsdp._unit import Unit
 from fsdp.flatten_params_wrapper import FlattenParamsWrapper
 
+# Where modules keep what may be the wrapped module's; not there before the constructor of `nn.Module`.
+_ENTRIES = ("_parameters", "_buffers")
+
 
 class WrapperAccess(nn.Module):
     """The reading half of `FullyShardedDataParallel`; the other half is construction and what changes something."""
@@ -136,12 +139,12 @@ class WrapperAccess(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "_fsdp_wrapped_module":
-                raise
-        # What FairScale keeps as attributes of this name and we resolved once, at the door.
-        options = self.__dict__.get("_options")
-        if options is not None and name in options.public_names:
-            return getattr(options, name)
+            # What FairScale keeps as attributes of this name and we resolved once, at the door.
+            options = self.__dict__.get("_options")
+            if options is not None and name in options.public_names:
+                return getattr(options, name)
+            if "_fsdp_wrapped_module" not in self.__dict__.get("_modules", {}):
+                raise  # a subclass's constructor is before ours
         return getattr(self.module, name)
 
     def __getitem__(self, key: Any) -> Any:
@@ -219,13 +222,13 @@ class WrapperAccess(nn.Module):
 
     def _forward_entries(self) -> None:
         """Have what is put in the wrapped module's parameters and buffers through this wrapper arrive there."""
-        for kind in ("_parameters", "_buffers"):
+        for kind in _ENTRIES:
             self.__dict__[kind] = Forwarding(self.__dict__[kind], lambda: self._unit.module, kind)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "_is_root" and value is None:
             self._reset_lazy_init()
-        elif any(isinstance(one, Forwarding) and one.forwards(name) for one in (self._parameters, self._buffers)):
+        elif any(isinstance(one, Forwarding) and one.forwards(name) for one in map(self.__dict__.get, _ENTRIES)):
             setattr(self._unit.module, name, value)
         elif isinstance(value, nn.Module) and name in self._children_inside():
             setattr(self.module.module, name, value)  # where it is read from

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec
 
 from fsdp._precision import MixedPrecision
+
+_Arguments = ParamSpec("_Arguments")
 
 # Arguments of its constructor, with what to use in their place.
 KEYWORDS = {
@@ -50,11 +54,17 @@ class Instead:
         raise AttributeError(f"{owner.__name__} has no {self._name}, which torch's has: {METHODS[self._name]}")
 
 
-def refuse_keywords(given: dict[str, Any]) -> None:
-    """Raise TypeError for arguments that FSDP1 has and we have not."""
-    for name in given:
-        if name in KEYWORDS:
-            raise TypeError(f"FullyShardedDataParallel has no argument {name}, which torch's has: {KEYWORDS[name]}")
+def refuses_keywords(init: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+    """Have a constructor raise TypeError for arguments that FSDP1 has and we have not; it shows its own signature."""
+
+    @functools.wraps(init)
+    def checked(*args: _Arguments.args, **given: _Arguments.kwargs) -> None:
+        for name in given:
+            if name in KEYWORDS:
+                raise TypeError(f"FullyShardedDataParallel has no argument {name}, which torch's has: {KEYWORDS[name]}")
+        init(*args, **given)
+
+    return checked
 
 
 def offload_of(given: Any) -> bool:
