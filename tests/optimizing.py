@@ -197,13 +197,3 @@ def assert_close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
             )
         else:
             assert one == other, path
-
-
-def with_plain_steps(state: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's own dictionary with numbers for steps, as those that are cut have."""
-    entries = {
-        number: {key: value.item() if key == "step" else value for key, value in entry.items()}
-        for number, entry in state["state"].items()
-    }
-    groups = [{key: value for key, value in group.items() if key != "param_names"} for group in state["param_groups"]]
-    return {**state, "state": entries, "param_groups": groups}

@@ -271,11 +271,14 @@ def _save_listed(path: str) -> None:
     module, plain = find(twins.sharded, path), find(twins.plain, path)
     state, listed = module.state_dict(), dict(module.named_parameters())
     assert list(state) == list(plain.state_dict())
-    own = [name for name in state if name in listed]  # the others are whole, of wrappers inside
+    inside = tuple(f"{name}." for name, each in module.named_modules() if isinstance(each, FullyShardedDataParallel))
+    own = [name for name in state if not name.startswith(inside)]
     assert {name for name, _ in plain.named_parameters() if name.count(".") == 0} <= set(own)
     for name in own:
         assert torch.equal(state[name], listed[name])
         assert not state[name].requires_grad
+    for name in state.keys() - set(own):  # of wrappers inside, which give whole values
+        torch.testing.assert_close(state[name], plain.state_dict()[name])
     local = twins.sharded.local_state_dict()  # type: ignore[operator]
     prefix = f"{path}." if path else ""
     for name in own:

@@ -221,7 +221,7 @@ def _gather_to_meta() -> None:
 # Memory
 
 
-@pytest.mark.parametrize("rows", [12, 13])
+@pytest.mark.parametrize("rows", [24, 25])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_ranks_hold_their_result_and_at_most_one_tensor_more(ranks: RankPool, rows: int, dim: int) -> None:
     ranks(3).run(_weigh_gather, rows, dim)
@@ -238,7 +238,10 @@ def _weigh_gather(rows: int, dim: int) -> None:
     beside = whole.nbytes if dim else 0
     result = len(tree) * whole.nbytes if dist.get_rank() == 0 else 0
     allowed = result + beside if dist.get_rank() == 0 else 0
-    assert result <= gathers.bytes <= allowed + 128, "less than a part: torch keeps a mesh's ranks"
+    # Much less than a part: torch keeps a mesh's ranks, and before the gather each rank hears a header from each.
+    slack = 128 + 64 * dist.get_world_size()
+    assert slack < whole.nbytes // dist.get_world_size() // 2
+    assert result <= gathers.bytes <= allowed + slack
 
 
 # What cannot be gathered
