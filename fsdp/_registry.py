@@ -47,7 +47,7 @@ class Listing(dict[str, Any]):
         """Tell this registry what is put under a name."""
         self._registries[name] = registry
 
-    def runs(self, name: str) -> bool:
+    def runs(self, name: object) -> bool:
         """Whether a handle runs the parameter of this name."""
         return name in self._registries
 

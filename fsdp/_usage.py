@@ -70,7 +70,7 @@ class Usage:
             among.forecast = among.most([value for handle in among.handles for value in _forecast(handle)])
 
     def abandon(self) -> None:
-        """After a backward that failed: take what other ranks have sent, or the next backward would take it for its own."""
+        """After a backward that failed: take what other ranks have sent, which the next one would take for its own."""
         for among in self._among:
             if among.forecast is not None:
                 pending, among.forecast = among.forecast, None

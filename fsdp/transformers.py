@@ -22,7 +22,6 @@ except ImportError as error:
         "fsdp.transformers needs transformers and accelerate: pip install 'fsdp[transformers]'"
     ) from error
 
-from fsdp._names import module_name
 from fsdp.accelerate import Accelerator, outermost
 
 
@@ -77,7 +76,8 @@ class Trainer(transformers.Trainer):
         """As `transformers.Trainer`'s, which puts names together from those of children, by the names that the model
         lists: those have no parts that lead through wrappers.
         """
-        return [module_name(name) for name in super().get_decay_parameter_names(model)]
+        names = super().get_decay_parameter_names(model)
+        return [name.replace("_fsdp_wrapped_module._fpw_module.", "") for name in names]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As `transformers.Trainer`'s.

@@ -473,7 +473,7 @@ def _skip_a_unit_on_rank_1() -> None:
     if not skips:
         assert "rank 0: all-gather of rarely did not complete" in str(error.value)
         assert "Every rank of the group must run the same units" in str(error.value)
-    assert model.training_state is TrainingState.IDLE
+        assert model.training_state is TrainingState.IDLE
 
 
 # The wrong moment
