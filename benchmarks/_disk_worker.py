@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from benchmarks._disk import moved_bytes
 from benchmarks.gpt import GPT, SIZES, GPTConfig, init_weights, next_byte_loss
 from fsdp import FlatParameter, FullyShardedDataParallel, enable_wrap, wrap
-from fsdp._names import clean_name
+from fsdp.engine.names import clean_name
 
 
 @dataclass(frozen=True)

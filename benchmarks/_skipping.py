@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp._comm import Communicator, Pending
+from fsdp.distributed.collectives import Communicator, Pending
 
 
 class Skip(Enum):

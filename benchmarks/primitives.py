@@ -1,4 +1,6 @@
-"""Ways to gather and to reduce-scatter on gloo: time and bytes, in one run. Why `fsdp._comm` has `DirectExchange`.
+"""Ways to gather and to reduce-scatter on gloo: time and bytes, in one run.
+
+Why `fsdp.distributed.collectives` has `DirectExchange`.
 
     python benchmarks/primitives.py
     python benchmarks/primitives.py --ranks 4 --mib 4
@@ -24,7 +26,7 @@ if not __package__:  # run as a file: the folder above has `benchmarks` and `fsd
 
 from benchmarks._measure import bytes_sent, table, warn_if_busy
 from benchmarks._ranks import run_ranks
-from fsdp._comm import DirectExchange, TorchCollectives
+from fsdp.distributed.collectives import DirectExchange, TorchCollectives
 
 _ROUNDS = 15
 

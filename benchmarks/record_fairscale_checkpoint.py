@@ -26,10 +26,10 @@ from benchmarks._fairscale import copying, from_first
 from benchmarks._ranks import run_ranks
 from benchmarks.record_fairscale_optim import train
 from benchmarks.record_fairscale_shards import _OUT, Case, _theirs
-from fsdp._formats.convert import content_of
-from fsdp._formats.convert_fairscale import write_fairscale
-from fsdp._formats.fairscale import open_fairscale
-from fsdp._formats.stitched import reader_of, stitched
+from fsdp.checkpoint.formats.convert import content_of
+from fsdp.checkpoint.formats.convert_fairscale import write_fairscale
+from fsdp.checkpoint.formats.fairscale import open_fairscale
+from fsdp.checkpoint.formats.stitched import reader_of, stitched
 
 
 class Program(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from fsdp._command.line import main
+from fsdp.checkpoint.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,32 +15,32 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp._collect import Places, collect, device_of, group, lender_of, names_of, take_over
-from fsdp._comm import communicator
-from fsdp._dtensors import is_dtensor, spread_loaded
-from fsdp._flat_param import FlatParameter
-from fsdp._forward import Hook
-from fsdp._fsdp_module import FSDPModule, fsdp_class
-from fsdp._groups import Groups, nearby_in
-from fsdp._guards import guard, refuse_shared_modules
-from fsdp._ignored import Ignored
-from fsdp._layout import RowsLayout
-from fsdp._nn_utils import teach_torch
-from fsdp._offload import Offload
-from fsdp._optimizers import watch_optimizers
-from fsdp._options import usual_predivide_factor
-from fsdp._precision import MixedPrecision, Precision
-from fsdp._process_groups import Group, default_group, reduce_group, served_device
-from fsdp._runtime import Runtime
-from fsdp._sharing import claimed_in, share, wanted
-from fsdp._unit import Unit, own_modules, unit_of
-from fsdp._wishes import Wishes
-from fsdp._wrapper.access import WrapperAccess
+from fsdp.distributed.collectives import communicator
+from fsdp.distributed.dtensor import is_dtensor, spread_loaded
+from fsdp.distributed.process_groups import Group, default_group, reduce_group, served_device
+from fsdp.engine.flat_param import FlatParameter
+from fsdp.engine.forward_hooks import Hook
+from fsdp.engine.ignored import Ignored
+from fsdp.engine.layout import RowsLayout
+from fsdp.engine.managed_params import Places, collect, device_of, group, lender_of, names_of, take_over
+from fsdp.engine.module_overrides import guard, refuse_shared_modules
+from fsdp.engine.nn_utils import teach_torch
+from fsdp.engine.offload import Offload
+from fsdp.engine.optimizer_hooks import watch_optimizers
+from fsdp.engine.options import usual_predivide_factor
+from fsdp.engine.precision import MixedPrecision, Precision
+from fsdp.engine.runtime import Runtime
+from fsdp.engine.sharding_strategy import Groups, nearby_in
+from fsdp.engine.shared_params import claimed_in, share, wanted
+from fsdp.engine.unit import Unit, own_modules, unit_of
+from fsdp.engine.wishes import Wishes
+from fsdp.fsdp_module import FSDPModule, fsdp_class
+from fsdp.wrapper.access import WrapperAccess
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_ALIGNED = 8  # elements; see `_wrapper.shards`
+_ALIGNED = 8  # elements; see `wrapper.shards`
 _BUCKET_BYTES = 25 * 2**20
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -135,7 +135,7 @@ def fully_shard(
     params_are_on = device_of(found) or served_device(groups.shard)
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     if tied:
-        from fsdp._splitting import split_off  # imports DTensor
+        from fsdp.engine.splitting import split_off  # imports DTensor
 
         for param in tied:
             split_off(param, lender_of(param))
@@ -202,7 +202,7 @@ def _shard(
     nearby: Group | None,
 ) -> None:
     """Cut the parameters, take them out of their modules, and have the unit run what they have become."""
-    from fsdp._rows import RowPieces  # imports DTensor, which takes a second
+    from fsdp.engine.dtensor_params import RowPieces  # imports DTensor, which takes a second
 
     for param, places in found.items():
         unit.precision_at(places).check(places[0].fqn, param.dtype, param.requires_grad)

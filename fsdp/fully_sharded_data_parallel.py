@@ -11,27 +11,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp._clip import clip_by_norm, clip_by_value
-from fsdp._collect import GroupKey, Places, collect, device_of, taken_by
-from fsdp._comm import during
-from fsdp._fsdp_module import FSDPModule
-from fsdp._groups import Groups, ShardingStrategy, reshards_after_forward
-from fsdp._guards import guard, move_values, refuse_shared_modules
-from fsdp._ignored import Ignored
-from fsdp._load_state_dict import Loading
-from fsdp._materialize import ParamInit, materialize_unit
-from fsdp._nn_utils import teach_torch
-from fsdp._optimizers import watch_optimizers
-from fsdp._options import Options
-from fsdp._precision import MixedPrecision
-from fsdp._process_groups import Group, reduce_group, served_device
-from fsdp._runtime import Runtime
-from fsdp._sharing import claimed_in, refuse_nothing_own, wanted
-from fsdp._synchronise import take_states_of_first
-from fsdp._unit import Unit, unit_of
-from fsdp._wrapper.fsdp1 import METHODS, Instead, refuses_keywords
-from fsdp._wrapper.shards import WrapperShards
-from fsdp.flatten_params_wrapper import FlattenParamsWrapper
+from fsdp.distributed.collectives import during
+from fsdp.distributed.process_groups import Group, reduce_group, served_device
+from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper
+from fsdp.engine.grad_clipping import clip_by_norm, clip_by_value
+from fsdp.engine.ignored import Ignored
+from fsdp.engine.managed_params import GroupKey, Places, collect, device_of, taken_by
+from fsdp.engine.module_overrides import guard, move_values, refuse_shared_modules
+from fsdp.engine.nn_utils import teach_torch
+from fsdp.engine.optimizer_hooks import watch_optimizers
+from fsdp.engine.options import Options
+from fsdp.engine.precision import MixedPrecision
+from fsdp.engine.runtime import Runtime
+from fsdp.engine.sharding_strategy import Groups, ShardingStrategy, reshards_after_forward
+from fsdp.engine.shared_params import claimed_in, refuse_nothing_own, wanted
+from fsdp.engine.synchronize import take_states_of_first
+from fsdp.engine.unit import Unit, unit_of
+from fsdp.fsdp_module import FSDPModule
+from fsdp.state_dict.load import Loading
+from fsdp.state_dict.materialize import ParamInit, materialize_unit
+from fsdp.wrapper.fsdp1 import METHODS, Instead, refuses_keywords
+from fsdp.wrapper.shards import WrapperShards
 
 
 class ProcessGroupName(str, Enum):

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp._handle import Phase
-from fsdp._names import clean_name
+from fsdp.engine.handle import Phase
+from fsdp.engine.names import clean_name
 from tests.models import Wrap, keep, nested_mlp
 from tests.support import fully_sharded
 from tests.twins import batch, score

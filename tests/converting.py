@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
-from fsdp._command.line import main
-from fsdp._formats.open_source import open_source
-from fsdp._formats.source import Source, TensorReader
+from fsdp.checkpoint.cli import main
+from fsdp.checkpoint.formats.open_source import open_source
+from fsdp.checkpoint.formats.source import Source, TensorReader
 
 VALUES = {"step": 7, "lr": [0.1, float("inf")], "table": torch.arange(3)}
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import get_fsdp_instances
-from fsdp._placeholder import Placeholder
+from fsdp.engine.placeholder import Placeholder
 from tests.models import NestedMlp, Wrap, keep
 from tests.support import MakeOptimizer, fully_sharded
 from tests.twins import batch, score

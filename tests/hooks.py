@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp.comm_hooks import reduce_scatter
+from fsdp.distributed.comm_hooks import reduce_scatter
 from tests.models import Wrap, keep
 
 CommHook = Callable[[Any, Tensor, Tensor], None]

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp._formats.source import Source, TensorReader
-from fsdp._plain_values import decoded
-from fsdp._safetensors import DTYPES
+from fsdp.checkpoint.formats.source import Source, TensorReader
+from fsdp.checkpoint.json_values import decoded
+from fsdp.checkpoint.safetensors import DTYPES
 
 
 def all_of(reader: TensorReader) -> dict[str, Tensor]:

@@ -30,8 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONCERNS = {
     "_layout _boxes": "layout boxes flat_param fully_shard_training clip",
     "_flat_param _pieces _rows _whole _registry _gradients": (
-        "flat_param orig_params* fully_shard_training fully_shard_uses dtensor_training units no_sync changed_* "
-        "copies"
+        "flat_param orig_params* fully_shard_training fully_shard_uses dtensor_training units no_sync changed_* copies"
     ),
     "_handle*": (
         "units runtime changed_* no_sync training orig_params* precision_training summon_full_params offload "

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp import FlatParameter, FullyShardedDataParallel
-from fsdp._offload import DiskHome, HostHome
-from fsdp._streams import Lane
+from fsdp.distributed.streams import Lane
+from fsdp.engine.offload import DiskHome, HostHome
 from tests.support import Alone
 
 BOTH: dict[str, Any] = {"offload": "cpu"}

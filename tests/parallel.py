@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fsdp.checkpoint_wrapper import checkpoint_wrapper
+from fsdp.wrap.checkpoint_wrapper import checkpoint_wrapper
 from tests.models import Wrap, keep
 from tests.support import MakeOptimizer, Parity, Parts, Task, assert_parity, fully_sharded
 

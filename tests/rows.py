@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fsdp
 from fsdp import TrainingState
-from fsdp._handle import FlatParamHandle
-from fsdp._unit import Unit, unit_of
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.unit import Unit, unit_of
 from tests.models import Wrap, keep
 from tests.support import REGRESSION, MakeModel, MakeOptimizer, Task, sgd_with_momentum
 from tests.twins import Step, Twins, once

@@ -31,7 +31,7 @@ from fsdp import (
     module_wrap_policy,
     wrap,
 )
-from fsdp._names import clean_name
+from fsdp.engine.names import clean_name
 from tests import models
 from tests._ranks import RankPool
 from tests.models import TinyTransformer, Wrap, keep

@@ -23,7 +23,7 @@ from tests.pairs import parametrize_pairs
 from tests.stored import assert_equal_states
 from tests.support import adam, fully_sharded
 
-write_parts = "fsdp._checkpoint.save.write_parts"
+write_parts = "fsdp.checkpoint.writer.write_parts"
 
 
 def train(model: Any, optimizer: Any) -> None:
@@ -34,7 +34,7 @@ def train(model: Any, optimizer: Any) -> None:
 
 def held_back(gate: threading.Event) -> Any:
     """Writing begins when the gate is opened."""
-    from fsdp._checkpoint.safetensors_writer import write_parts as do
+    from fsdp.checkpoint.safetensors_writer import write_parts as do
 
     def write(*args: Any) -> Any:
         gate.wait()
@@ -173,7 +173,7 @@ SCRIPT = """
 import os, sys, threading, torch, fsdp
 from unittest import mock
 from fsdp.checkpoint import Saver
-from fsdp._checkpoint import save as module
+from fsdp.checkpoint import writer as module
 
 do = module.write_parts
 main = threading.main_thread()

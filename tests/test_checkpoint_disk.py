@@ -20,7 +20,7 @@ from torch import nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel, checkpoint
-from fsdp._checkpoint.folder import Destination
+from fsdp.checkpoint.folder import Destination
 from tests._ranks import RankError, RankPool
 from tests.killing import counted_steps
 from tests.models import Wrap, keep

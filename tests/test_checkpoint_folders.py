@@ -21,7 +21,7 @@ from torch import Tensor
 
 import fsdp
 from fsdp import FullyShardedDataParallel, checkpoint, load_safetensors, optim_utils
-from fsdp._checkpoint.checksums import by_name, fragment, joined, of_tensor, spans
+from fsdp.checkpoint.checksums import by_name, fragment, joined, of_tensor, spans
 from tests._ranks import RankPool
 from tests.models import nested_mlp
 from tests.optimizing import assert_same
@@ -237,7 +237,7 @@ def _send_in_vain(folder: Path) -> None:
     mine = folder / f"{dist.get_rank()}"
     full = mock.patch("os.pwrite", side_effect=OSError(errno.ENOSPC, "No space left on device"))
     model = nested_mlp(fully_sharded())
-    own = mock.patch("fsdp._checkpoint.save.write_parts", return_value=[])
+    own = mock.patch("fsdp.checkpoint.writer.write_parts", return_value=[])
     with folder_of_its_own(mine):
         with full, own, pytest.raises((OSError, RuntimeError), match=r"No space left on device.*run\.saving/model"):
             fsdp.save("run", model)

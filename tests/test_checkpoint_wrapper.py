@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import FlattenParamsWrapper
-from fsdp.checkpoint_wrapper import (
+from fsdp.wrap.checkpoint_wrapper import (
     checkpoint_wrapper,
     disable_checkpointing,
     is_checkpointing,

@@ -23,8 +23,8 @@ from fsdp import (
     get_fsdp_instances,
     module_wrap_policy,
 )
-from fsdp._handle import FlatParamHandle, Phase
-from fsdp.checkpoint_wrapper import checkpoint_wrapper, disable_checkpointing
+from fsdp.engine.handle import FlatParamHandle, Phase
+from fsdp.wrap.checkpoint_wrapper import checkpoint_wrapper, disable_checkpointing
 from tests._ranks import RankPool
 from tests.models import Block, Wrap, keep, nested_mlp, tiny_transformer
 from tests.pairs import parametrize_pairs

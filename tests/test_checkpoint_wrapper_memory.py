@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp.checkpoint_wrapper import checkpoint_wrapper
+from fsdp.wrap.checkpoint_wrapper import checkpoint_wrapper
 from tests.test_checkpoint_wrapper import Function, assert_same, gradients, inputs, kept_or_offloaded, layers
 
 IMPLEMENTATION = sys.modules["fsdp.checkpoint_wrapper"]  # the package may mean the function by this name

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel
-from fsdp._comm import (
+from fsdp.distributed.collectives import (
     Communicator,
     DirectExchange,
     LoneRank,
@@ -24,7 +24,7 @@ from fsdp._comm import (
     TorchCollectives,
     communicator,
 )
-from fsdp._process_groups import default_group, reduce_group
+from fsdp.distributed.process_groups import default_group, reduce_group
 from tests._ranks import RankPool
 from tests.support import Alone
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel
-from fsdp.comm_hooks import bf16_compress_hook, reduce_scatter
+from fsdp.distributed.comm_hooks import bf16_compress_hook, reduce_scatter
 from tests._ranks import RankPool
 from tests.hooks import average, average_in_float32
 from tests.models import keep, nested_mlp

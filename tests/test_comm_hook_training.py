@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import MixedPrecision, use_torch_collectives
-from fsdp.comm_hooks import bf16_compress_hook
+from fsdp.distributed.comm_hooks import bf16_compress_hook
 from tests._ranks import RankPool
 from tests.hooks import (
     CommHook,

@@ -15,8 +15,8 @@ from unittest import mock
 
 import pytest
 
-from fsdp._command.show import Progress
-from fsdp._safetensors import SafetensorsFiles
+from fsdp.checkpoint.cli.show import Progress
+from fsdp.checkpoint.safetensors import SafetensorsFiles
 from tests.converting import assert_same_checkpoint, command, converted, saved
 from tests.saving import content, flip
 

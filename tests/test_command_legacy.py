@@ -16,8 +16,8 @@ import fsdp
 from benchmarks.record_fairscale_checkpoint import CASES
 from benchmarks.record_fairscale_shards import make_model
 from fsdp import FullyShardedDataParallel
-from fsdp._command.line import FINE, MISUSED, WRONG, main
-from fsdp._formats.fairscale import open_fairscale
+from fsdp.checkpoint.cli import FINE, MISUSED, WRONG, main
+from fsdp.checkpoint.formats.fairscale import open_fairscale
 from fsdp.optim_utils import full_optim_state_dict
 from tests._ranks import RankPool
 from tests.legacy import assert_same_state, weights_of

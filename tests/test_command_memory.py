@@ -24,8 +24,8 @@ def growths(script: str) -> list[float]:
     common = f"""
         import re, torch, fsdp
         from torch import nn
-        from fsdp._command import show
-        from fsdp._command.line import main
+        from fsdp.checkpoint.cli import show
+        from fsdp.checkpoint.cli import main
 
         def anonymous():
             return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024

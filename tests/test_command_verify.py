@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp._formats.dcp import DcpFolder
-from fsdp._formats.torch_archive import TorchArchive
-from fsdp._safetensors import SafetensorsFiles
+from fsdp.checkpoint.formats.dcp import DcpFolder
+from fsdp.checkpoint.formats.torch_archive import TorchArchive
+from fsdp.checkpoint.safetensors import SafetensorsFiles
 from tests.converting import command, converted, saved
 from tests.saving import flip
 

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel
-from fsdp._wrapper.private import INSTEAD
-from fsdp.compat._fairscale_bucketer import ReduceScatterBucketer
-from fsdp.compat._fairscale_parts import (
+from fsdp.compat.fairscale.bucketer import ReduceScatterBucketer
+from fsdp.compat.fairscale.parts import (
     DummyProcessGroup,
     apply_to_tensors,
     pack_kwargs,
@@ -24,6 +23,7 @@ from fsdp.compat._fairscale_parts import (
     unpack_kwargs,
     unpack_non_tensors,
 )
+from fsdp.wrapper.private import INSTEAD
 from tests._ranks import RankPool
 from tests.support import assert_parity, fully_sharded, nested_mlp, sgd_with_momentum
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel
-from fsdp._comm import DirectExchange
-from fsdp._visits import Visits
+from fsdp.distributed.collectives import DirectExchange
+from fsdp.uneven.visits import Visits
 from tests._ranks import RankPool
 from tests.choosing import PARTS, WIDTH, Choice, Pair, directly
 from tests.pairs import parametrize_pairs

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.record_fairscale_checkpoint import CASES
-from fsdp._formats.convert import Content, content_of
-from fsdp._formats.convert_fairscale import write_fairscale
-from fsdp._formats.fairscale import open_fairscale
-from fsdp._formats.source import Source
-from fsdp._formats.stitched import reader_of, stitched
+from fsdp.checkpoint.formats.convert import Content, content_of
+from fsdp.checkpoint.formats.convert_fairscale import write_fairscale
+from fsdp.checkpoint.formats.fairscale import open_fairscale
+from fsdp.checkpoint.formats.source import Source
+from fsdp.checkpoint.formats.stitched import reader_of, stitched
 from tests.legacy import assert_same_state, state_of, weights_of
 from tests.test_format_fairscale import RECORDED, every_case
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp._comm import DirectExchange
+from fsdp.distributed.collectives import DirectExchange
 from tests._ranks import RankPool
 from tests.copying import (
     Travel,

@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, get_fsdp_instances, load_safetensors
-from fsdp._comm import DirectExchange
-from fsdp._fingerprints import Fingerprints, fingerprint, first_difference
+from fsdp.distributed.collectives import DirectExchange
+from fsdp.engine.fingerprints import Fingerprints, fingerprint, first_difference
 from tests._ranks import RankPool
 from tests.models import nested_mlp
 from tests.pairs import parametrize_pairs
@@ -370,7 +370,7 @@ def test_any_two_bits_that_differ_make_another_fingerprint(data: st.DataObject) 
     raw = other.view(torch.uint8)
     for place in data.draw(st.sets(st.integers(0, 8 * raw.numel() - 1), min_size=1, max_size=2)):
         raw[place // 8] ^= 1 << place % 8
-    with mock.patch("fsdp._fingerprints._WORDS", 16):
+    with mock.patch("fsdp.engine.fingerprints._WORDS", 16):
         assert fingerprint(one) != fingerprint(other)
 
 
@@ -418,13 +418,13 @@ def test_how_much_is_done_at_once_does_not_count() -> None:
     """As on an accelerator, where several blocks are."""
     value = torch.randn(500_001)
     expected = fingerprint(value)
-    with mock.patch("fsdp._fingerprints._BLOCKS", {"cpu": 3}):
+    with mock.patch("fsdp.engine.fingerprints._BLOCKS", {"cpu": 3}):
         assert fingerprint(value) == expected
 
 
 def test_the_default_device_does_not_count() -> None:
     value = torch.arange(50.0)
-    with mock.patch("fsdp._fingerprints._WORDS", 17):
+    with mock.patch("fsdp.engine.fingerprints._WORDS", 17):
         with torch.device("meta"):
             found = fingerprint(value)
         assert found == fingerprint(value.clone())

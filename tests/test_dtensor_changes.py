@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fsdp import EMA
-from fsdp._dtensors import MeshPart
+from fsdp.distributed.dtensor import MeshPart
 from tests._ranks import RankPool
 from tests.parallel import SENTENCES, assert_parallel_parity, gpt, mesh_of, over_data, own_rows
 from tests.support import sgd_with_momentum

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
 from fsdp import ShardedGradScaler
-from fsdp._comm import DirectExchange
+from fsdp.distributed.collectives import DirectExchange
 from tests._ranks import RankPool
 from tests.pairs import parametrize_pairs
 from tests.parallel import SENTENCES, cube, gpt, mesh_of, over_data, own_rows, perceptron

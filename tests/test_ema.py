@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import fsdp
 from fsdp import FullyShardedDataParallel, MixedPrecision, get_fsdp_instances
-from fsdp._comm import DirectExchange
+from fsdp.distributed.collectives import DirectExchange
 from tests._ranks import RankPool
 from tests.copying import (
     FLAT,

@@ -21,15 +21,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FlatParameter, FullyShardedDataParallel
-from fsdp._assembling import assembled
-from fsdp._collect import collect, names_of, take_over
-from fsdp._comm import LONE_RANK, Communicator, LoneRank, communicator
-from fsdp._errors import InternalError
-from fsdp._handle import FlatParamHandle, Phase
-from fsdp._layout import ContiguousLayout
-from fsdp._offload import Home
-from fsdp._placeholder import Placeholder
-from fsdp._precision import Precision
+from fsdp.distributed.collectives import LONE_RANK, Communicator, LoneRank, communicator
+from fsdp.engine.errors import InternalError
+from fsdp.engine.handle import FlatParamHandle, Phase
+from fsdp.engine.layout import ContiguousLayout
+from fsdp.engine.managed_params import collect, names_of, take_over
+from fsdp.engine.offload import Home
+from fsdp.engine.placeholder import Placeholder
+from fsdp.engine.precision import Precision
+from fsdp.state_dict.redistribute import assembled
 from tests._ranks import RankPool
 from tests.models import Wrap, keep
 from tests.support import assert_parity, fully_sharded, nested_mlp, sgd_with_momentum

@@ -13,8 +13,8 @@ import torch
 from benchmarks.record_fairscale_checkpoint import CASES, SETTINGS
 from benchmarks.record_fairscale_optim import CASES as FULL_CASES
 from benchmarks.record_fairscale_shards import CASES as SHARD_CASES
-from fsdp._formats.fairscale import is_fairscale, open_fairscale
-from fsdp._plain_values import decoded
+from fsdp.checkpoint.formats.fairscale import is_fairscale, open_fairscale
+from fsdp.checkpoint.json_values import decoded
 from tests.legacy import assert_same_state, groups_of, state_of, weights_of
 from tests.local import assert_same_state as assert_same_weights
 

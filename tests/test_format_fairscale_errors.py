@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp._formats.fairscale import open_fairscale
+from fsdp.checkpoint.formats.fairscale import open_fairscale
 from tests.legacy import assert_same_state, state_of
 from tests.test_format_fairscale import RECORDED
 

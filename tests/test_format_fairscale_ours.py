@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel
-from fsdp._formats.fairscale import open_fairscale
+from fsdp.checkpoint.formats.fairscale import open_fairscale
 from fsdp.optim_utils import full_optim_state_dict
 from tests._ranks import RankPool
 from tests.legacy import assert_same_state, groups_of, state_of, weights_of

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 from torch.distributed.fsdp import StateDictType
 
-from fsdp._formats.fsdp1 import is_fsdp1, open_fsdp1
+from fsdp.checkpoint.formats.fsdp1 import is_fsdp1, open_fsdp1
 from tests._ranks import RankPool
 from tests.legacy import assert_same_state, groups_of, state_of, weights_of
 from tests.models import keep

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp._formats.fsdp1 import open_fsdp1
+from fsdp.checkpoint.formats.fsdp1 import open_fsdp1
 from tests._ranks import RankPool
 from tests.test_format_fsdp1 import Model, folders, save
 

@@ -21,10 +21,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp
-from fsdp._formats.dcp import DcpFolder
-from fsdp._formats.open_source import open_source
-from fsdp._formats.trees import Choices
-from fsdp._plain_values import decoded
+from fsdp.checkpoint.formats.dcp import DcpFolder
+from fsdp.checkpoint.formats.open_source import open_source
+from fsdp.checkpoint.formats.trees import Choices
+from fsdp.checkpoint.json_values import decoded
 from fsdp.optim_utils import full_optim_state_dict
 from tests._ranks import RankPool
 from tests.converting import assert_same_bits, assert_same_states, converted, whole
@@ -232,7 +232,10 @@ def test_chunks_along_any_dimension_are_put_together(ranks: RankPool, tmp_path: 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="reads Linux's /proc")
 def test_few_files_are_open_at_once(ranks: RankPool, tmp_path: Path) -> None:
     ranks(3).run(_save_cut, tmp_path / "saved")
-    with mock.patch("fsdp._formats.lazy_tensors._MOST_OPEN", 1), closing(open_source(tmp_path / "saved")) as source:
+    with (
+        mock.patch("fsdp.checkpoint.formats.lazy_tensors._MOST_OPEN", 1),
+        closing(open_source(tmp_path / "saved")) as source,
+    ):
         before = len(os.listdir("/proc/self/fd"))
         for name, value in cut_tensors().items():  # each is in three files
             assert_same_bits(whole(source.model, name), value, name)

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import fsdp
-from fsdp._formats.open_source import open_source
+from fsdp.checkpoint.formats.open_source import open_source
 from tests.converting import (
     VALUES,
     assert_same_bits,

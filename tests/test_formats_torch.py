@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import fsdp
-from fsdp._formats.open_source import format_of, open_source
-from fsdp._formats.source import Source
-from fsdp._formats.trees import Choices
-from fsdp._plain_values import decoded
+from fsdp.checkpoint.formats.open_source import format_of, open_source
+from fsdp.checkpoint.formats.source import Source
+from fsdp.checkpoint.formats.trees import Choices
+from fsdp.checkpoint.json_values import decoded
 from tests.converting import assert_same_bits, command, converted, in_groups, kinds, stepped, trained, whole
 from tests.models import nested_mlp
 

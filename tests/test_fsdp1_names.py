@@ -11,7 +11,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
 from torch.distributed.fsdp import MixedPrecision as TorchMixedPrecision
 
 from fsdp import FullyShardedDataParallel, MixedPrecision
-from fsdp._wrapper.fsdp1 import KEYWORDS, METHODS
+from fsdp.wrapper.fsdp1 import KEYWORDS, METHODS
 from tests.support import Alone
 
 

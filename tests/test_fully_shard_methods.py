@@ -18,10 +18,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import fsdp
 from fsdp import FSDPModule, UnshardHandle
-from fsdp._handle import FlatParamHandle
-from fsdp._nearby import Nearby
-from fsdp._placeholder import Placeholder
-from fsdp._unit import unit_of
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.placeholder import Placeholder
+from fsdp.engine.post_forward_shard import Nearby
+from fsdp.engine.unit import unit_of
 from tests._ranks import RankPool
 from tests.models import Wrap
 from tests.rows import (
@@ -151,9 +151,7 @@ FORWARD = ["FSDPUneven", "trunk", "trunk.2", "gate"]
 OUTER_FIRST = ["gate", "trunk", "trunk.2"]  # in backward, where an outer module returns what an inner one has returned
 
 
-@pytest.mark.parametrize(
-    ("reshards", "expected"), [(True, OUTER_FIRST), (False, [])], ids=["resharded", "kept"]
-)
+@pytest.mark.parametrize(("reshards", "expected"), [(True, OUTER_FIRST), (False, [])], ids=["resharded", "kept"])
 def test_reshard_after_forward_decides_what_backward_gathers(
     ranks: RankPool, reshards: bool, expected: list[str]
 ) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp._placeholder import Placeholder
+from fsdp.engine.placeholder import Placeholder
 from tests._ranks import RankPool
 from tests.models import Wrap, keep
 from tests.rows import (

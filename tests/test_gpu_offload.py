@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardedGradScaler, get_fsdp_instances
-from fsdp._placeholder import Placeholder
+from fsdp.engine.placeholder import Placeholder
 from tests._ranks import Ranks
 from tests.models import nested_mlp
 from tests.offloading import BOTH, GRADS, PARAMS, AlwaysReducing, alone

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp import ShardedGradScaler
-from fsdp._comm import DirectExchange
+from fsdp.distributed.collectives import DirectExchange
 from tests._ranks import RankPool
 from tests.models import nested_mlp, tiny_transformer
 from tests.precision_twins import PRECISIONS, InPrecision, Measured, fast_sgd_with_momentum

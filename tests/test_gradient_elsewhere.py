@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FlatParameter, FullyShardedDataParallel, ShardedGradScaler
-from fsdp._placeholder import Placeholder
+from fsdp.engine.placeholder import Placeholder
 from tests._ranks import RankPool
 from tests.models import nested_mlp
 from tests.offloading import GRADS, PARAMS, Far, accelerated

@@ -22,11 +22,11 @@ from safetensors.torch import save_file
 
 import fsdp
 from fsdp import checkpoint
-from fsdp._command.line import main
-from fsdp._formats.open_source import open_source
-from fsdp._formats.torch_archive import TorchArchive
-from fsdp._formats.torch_pickle import unpickled
-from fsdp._safetensors import SafetensorsFiles
+from fsdp.checkpoint.cli import main
+from fsdp.checkpoint.formats.open_source import open_source
+from fsdp.checkpoint.formats.torch_archive import TorchArchive
+from fsdp.checkpoint.formats.torch_pickle import unpickled
+from fsdp.checkpoint.safetensors import SafetensorsFiles
 from tests._ranks import RankPool
 from tests.converting import converted, saved
 from tests.hostile import (
@@ -426,7 +426,7 @@ def test_chunks_that_lie_over_each_other_make_no_tensor(tmp_path: Path) -> None:
     """What is between them would be whatever the memory had."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-    from fsdp._formats.dcp import DcpFolder
+    from fsdp.checkpoint.formats.dcp import DcpFolder
 
     converted(saved(tmp_path / "ours"), tmp_path / "dcp", "--to", "dcp")
     with (tmp_path / "dcp" / ".metadata").open("rb") as file:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import MixedPrecision, ShardingStrategy, use_torch_collectives
-from fsdp._comm import communicator
-from fsdp._process_groups import default_group
-from fsdp._reductions import summed
+from fsdp.distributed.collectives import communicator
+from fsdp.distributed.process_groups import default_group
+from fsdp.engine.reduction import summed
 from tests._ranks import RankPool
 from tests.models import Wrap, nested_mlp, tiny_transformer
 from tests.pairs import parametrize_pairs

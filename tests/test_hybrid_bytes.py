@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from fsdp._comm import Communicator, DirectExchange, Pending
+from fsdp.distributed.collectives import Communicator, DirectExchange, Pending
 from tests._ranks import RankPool
 from tests.pairs import parametrize_pairs
 from tests.replicated import mesh_of

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp import EMA, ShardingStrategy
-from fsdp.comm_hooks import bf16_compress_hook
+from fsdp.distributed.comm_hooks import bf16_compress_hook
 from tests._ranks import RankPool
 from tests.copying import FLAT, ORIGINAL, UNFLATTENED, Twins, every_form, nested, tied_and_frozen, wrappers_in
 from tests.models import Wrap, tiny_transformer

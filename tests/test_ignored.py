@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, auto_wrap, default_auto_wrap_policy, enable_wrap
-from fsdp._flat_param import FlatParameter, PieceParameter
+from fsdp.engine.flat_param import FlatParameter, PieceParameter
 from tests._ranks import RankPool
 from tests.changing import LAYOUTS, adamw, momentum
 from tests.copying import assert_close

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, get_fsdp_instances
-from fsdp._names import clean_name
+from fsdp.engine.names import clean_name
 from tests._ranks import RankPool
 from tests.kinds import (
     FLAT,

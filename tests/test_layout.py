@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp._layout import ContiguousLayout, Interval, Layout, RowsLayout, Slot
+from fsdp.engine.layout import ContiguousLayout, Interval, Layout, RowsLayout, Slot
 from tests._ranks import RankPool
 
 KINDS: list[type[Layout]] = [ContiguousLayout, RowsLayout]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp
-from fsdp._checkpoint import background
+from fsdp.checkpoint import background
 from tests.conftest import LitRanks
 from tests.test_lightning_training import needs_lightning
 

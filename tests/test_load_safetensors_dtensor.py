@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp import FullyShardedDataParallel, load_safetensors
-from fsdp._dtensors import MeshPart
+from fsdp.distributed.dtensor import MeshPart
 from tests._ranks import RankPool
 from tests.pairs import parametrize_pairs
 from tests.parallel import cube, gpt, mesh_of, over_data
@@ -54,7 +54,7 @@ def _load_ignored(path: Path) -> None:
     model = FullyShardedDataParallel(module, ignored_modules=[module[0]])
     load_safetensors(model, path)
     assert isinstance(module[0].weight, DTensor)
-    from fsdp._safetensors import SafetensorsFiles
+    from fsdp.checkpoint.safetensors import SafetensorsFiles
 
     whole = torch.empty(6, 4)
     with SafetensorsFiles(path) as files:

@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp._mapped_files import MappedFiles, Region, files_under
+from fsdp.engine.mapped_files import MappedFiles, Region, files_under
 
 PAGE = mmap.PAGESIZE
 MIB = 1 << 20
@@ -178,7 +178,7 @@ def test_files_vanish_however_the_process_ends_unless_kept(tmp_path: Path, endin
     done = in_a_process(
         f"""
         import os, signal, torch
-        from fsdp._mapped_files import MappedFiles
+        from fsdp.engine.mapped_files import MappedFiles
         made = []
         for keep in (True, False):
             files = MappedFiles({str(tmp_path)!r} + "/" + str(keep), keep)
@@ -202,7 +202,7 @@ def test_a_forked_child_that_ends_takes_nothing_with_it(tmp_path: Path) -> None:
     done = in_a_process(
         f"""
         import os, sys, torch
-        from fsdp._mapped_files import MappedFiles
+        from fsdp.engine.mapped_files import MappedFiles
         files = MappedFiles({str(tmp_path)!r}, False)
         made = files.allocate(3, torch.float32, "test")[0].fill_(7)
         child = os.fork()

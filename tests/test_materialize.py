@@ -12,7 +12,7 @@ from torch import nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel
-from fsdp._placeholder import Placeholder
+from fsdp.engine.placeholder import Placeholder
 from tests._ranks import RankPool
 from tests.models import Wrap, keep
 from tests.starting import FORMS, Norms, Rotary, Zoo, assert_same_bits, initialise, mlp, on_meta, sharded, state_of

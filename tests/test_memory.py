@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel, get_fsdp_instances
-from fsdp._comm import DirectExchange
-from fsdp._handle import FlatParamHandle, Phase
-from fsdp._placeholder import Placeholder
+from fsdp.distributed.collectives import DirectExchange
+from fsdp.engine.handle import FlatParamHandle, Phase
+from fsdp.engine.placeholder import Placeholder
 from tests._ranks import RankPool
 from tests.models import Wrap, nested_mlp
 from tests.pairs import parametrize_pairs

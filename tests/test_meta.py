@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import fsdp
 from fsdp import EMA, FlattenParamsWrapper, FullyShardedDataParallel, MixedPrecision
-from fsdp._placeholder import Placeholder
+from fsdp.engine.placeholder import Placeholder
 from tests._ranks import RankPool
 from tests.copying import live_bytes, through_pickle
 from tests.models import Wrap

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import FullyShardedDataParallel, get_fsdp_instances, use_torch_collectives
-from fsdp._comm import DirectExchange
+from fsdp.distributed.collectives import DirectExchange
 from tests._ranks import RankPool
 from tests.models import nested_mlp
 from tests.pairs import every_pair, parametrize_pairs

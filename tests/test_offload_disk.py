@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision
-from fsdp._mapped_files import MappedFiles
-from fsdp._placeholder import Placeholder
+from fsdp.engine.mapped_files import MappedFiles
+from fsdp.engine.placeholder import Placeholder
 from tests._ranks import RankPool
 from tests.models import nested_mlp, tiny_transformer
 from tests.offloading import AlwaysReducing, alone, on

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import ShardedGradScaler, get_fsdp_instances
-from fsdp._offload import DiskHome
+from fsdp.engine.offload import DiskHome
 from tests._ranks import RankPool
 from tests.models import Wrap, nested_mlp
 from tests.offloading import alone, on

@@ -57,7 +57,7 @@ def test_a_stream_holds_what_is_on_its_way(ranks: RankPool, world_size: int) -> 
 
 
 def _measure_a_stream() -> None:
-    from fsdp._optim import stream
+    from fsdp.optim_utils import stream
 
     model, optimizer = _trained()
     window, stream.WINDOW = stream.WINDOW, LAYER_BYTES
@@ -95,7 +95,7 @@ def test_every_byte_is_sent_once(ranks: RankPool) -> None:
 
 
 def _count_what_is_sent() -> None:
-    from fsdp._comm import DirectExchange
+    from fsdp.distributed.collectives import DirectExchange
 
     model, optimizer = _trained()
     sent = [0]

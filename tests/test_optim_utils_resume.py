@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import fsdp
 from fsdp import FullyShardedDataParallel, optim_utils
-from fsdp._optimizers import without_signature
+from fsdp.engine.optimizer_hooks import without_signature
 from tests._ranks import RankPool
 from tests.optimizing import (
     MakeOptimizer,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FlatParameter, FullyShardedDataParallel, get_fsdp_instances
-from fsdp._flat_param import PieceParameter
+from fsdp.engine.flat_param import PieceParameter
 from tests._ranks import RankPool
 from tests.models import Wrap, keep, nested_mlp, tiny_transformer
 from tests.pairs import parametrize_pairs

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import ShardedGradScaler, auto_wrap, enable_wrap
-from fsdp._flat_param import PieceParameter
+from fsdp.engine.flat_param import PieceParameter
 from tests._ranks import RankPool
 from tests.models import Wrap, keep, nested_mlp, tiny_transformer
 from tests.offloading import on

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp import FlattenParamsWrapper, FullyShardedDataParallel, fully_shard
-from fsdp._flat_param import FlatParameter
-from fsdp.compat._fairscale_parts import DummyProcessGroup
+from fsdp.compat.fairscale.parts import DummyProcessGroup
+from fsdp.engine.flat_param import FlatParameter
 from tests._ranks import RankPool
 from tests.copying import through_pickle
 from tests.support import fully_sharded

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import FullyShardedDataParallel
-from fsdp._comm import DirectExchange, communicator
-from fsdp._offload import DiskFlatParameter
+from fsdp.distributed.collectives import DirectExchange, communicator
+from fsdp.engine.offload import DiskFlatParameter
 from tests._ranks import RankPool
 from tests.copying import (
     FLAT,

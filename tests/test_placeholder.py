@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel
-from fsdp._placeholder import Placeholder, depart, is_model_under_way, sharded_weight, unreduced_gradient
+from fsdp.engine.placeholder import Placeholder, depart, is_model_under_way, sharded_weight, unreduced_gradient
 from tests.support import Alone
 
 # What torch thinks of TypedStorage and of scalars that require a gradient is not the point here.

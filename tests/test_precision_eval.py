@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, get_fsdp_instances
-from fsdp._comm import DirectExchange
+from fsdp.distributed.collectives import DirectExchange
 from tests._ranks import RankPool
 from tests.models import Wrap, nested_mlp
 from tests.support import fully_sharded, sgd_with_momentum

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, get_fsdp_instances
-from fsdp._handle import FlatParamHandle
-from fsdp._placeholder import Placeholder
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.placeholder import Placeholder
 from tests._ranks import RankPool
 from tests.models import Wrap
 from tests.pairs import parametrize_pairs

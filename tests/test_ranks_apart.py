@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel
-from fsdp.comm_hooks import reduce_scatter
+from fsdp.distributed.comm_hooks import reduce_scatter
 from tests._ranks import RankPool
 from tests.models import Wrap
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, ShardedGradScaler, auto_wrap, enable_wrap, module_wrap_policy, wrap
-from fsdp._offload import DiskHome
+from fsdp.engine.offload import DiskHome
 from tests._ranks import RankPool
 from tests.models import Block, NestedMlp, keep, nested_mlp, tiny_transformer
 from tests.offloading import alone, on

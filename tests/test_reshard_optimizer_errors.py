@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp import FlattenParamsWrapper, FullyShardedDataParallel
-from fsdp._mapped_files import MappedFiles
+from fsdp.engine.mapped_files import MappedFiles
 from tests._ranks import RankPool
 from tests.offloading import alone
 from tests.support import fully_sharded

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp._flat_param import FlatParameter, PieceParameter
+from fsdp.engine.flat_param import FlatParameter, PieceParameter
 from tests._ranks import RankPool
 from tests.models import keep, nested_mlp
 from tests.offloading import alone

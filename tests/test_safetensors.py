@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fsdp._safetensors import DTYPES, SafetensorsFiles
+from fsdp.checkpoint.safetensors import DTYPES, SafetensorsFiles
 
 TENSORS = {
     "matrix": torch.arange(12.0).view(3, 4),
@@ -95,7 +95,7 @@ def test_any_range_is_read_into_any_place_and_dtype(
     path = tmp_path_factory.mktemp("ranges") / "x.safetensors"
     save_file({"before": torch.ones(3), "x": value}, path)
     memory = torch.full((60,), -7.0, dtype=wanted)
-    with SafetensorsFiles(path) as files, mock.patch("fsdp._safetensors._CHUNK_BYTES", 24):
+    with SafetensorsFiles(path) as files, mock.patch("fsdp.checkpoint.safetensors._CHUNK_BYTES", 24):
         files.read("x", memory[5 : 5 + stop - start], start)
     expected = torch.full((60,), -7.0, dtype=wanted)
     expected[5 : 5 + stop - start] = value[start:stop].to(wanted)

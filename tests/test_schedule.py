@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp._schedule import ExecutionOrder
+from fsdp.engine.schedule import ExecutionOrder
 
 
 class Unit:

@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from fsdp import StateDictStager
-from fsdp._streams import Arrival, Lane
+from fsdp.distributed.streams import Arrival, Lane
 from tests.pairs import parametrize_pairs
 
 KIB = 256  # float32 values in a KiB
@@ -30,7 +30,7 @@ every_memory = pytest.mark.parametrize("share_memory", [False, True], ids=["priv
 
 @pytest.fixture(autouse=True)
 def _map_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp._host_memory._MAPPED_BYTES", 4 * MAPPED)
+    monkeypatch.setattr("fsdp.state_dict_utils.host_memory._MAPPED_BYTES", 4 * MAPPED)
 
 
 def address(tensor: Tensor) -> int:
@@ -276,7 +276,7 @@ def test_staging_waits_until_another_thread_drops_its_copy(monkeypatch: pytest.M
         real_sleep(seconds)
 
     real_sleep = time.sleep
-    monkeypatch.setattr("fsdp._host_memory.time.sleep", sleep)
+    monkeypatch.setattr("fsdp.state_dict_utils.host_memory.time.sleep", sleep)
     writer = threading.Thread(target=write)
     writer.start()
     original.fill_(1)
@@ -287,8 +287,8 @@ def test_staging_waits_until_another_thread_drops_its_copy(monkeypatch: pytest.M
 
 def test_waiting_ends_with_an_error_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("fsdp._host_memory.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("fsdp._host_memory.time.sleep", lambda seconds: now.append(now.pop() + 10))
+    monkeypatch.setattr("fsdp.state_dict_utils.host_memory.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("fsdp.state_dict_utils.host_memory.time.sleep", lambda seconds: now.append(now.pop() + 10))
     stager = StateDictStager(max_bytes=1024, wait_seconds=60)
     original = torch.zeros(KIB)
     copied = stager.stage(original)
@@ -423,7 +423,7 @@ class RecordingLane(Lane):
 @pytest.fixture
 def lane(monkeypatch: pytest.MonkeyPatch) -> RecordingLane:
     lane = RecordingLane()
-    monkeypatch.setattr("fsdp.stager.new_lane", lambda device: lane)
+    monkeypatch.setattr("fsdp.state_dict_utils.stager.new_lane", lambda device: lane)
     return lane
 
 

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp import FullyShardedDataParallel, TrainingState, get_fsdp_instances
-from fsdp._names import clean_name
+from fsdp.engine.names import clean_name
 from tests._ranks import RankPool
 from tests.models import Wrap, keep
 from tests.support import RanksTestCase, fully_sharded, nested_mlp, sgd_with_momentum

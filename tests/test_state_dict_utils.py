@@ -36,16 +36,12 @@ class Custom:
         self.value = value
 
 
-def test_the_module_knows_nothing_of_fsdp() -> None:
-    allowed = {"fsdp._comm", "fsdp._process_groups", "fsdp._dtensors", "fsdp._host_memory"}
-    folder = Path(state_dict_utils.__file__).parent
-    for file in [folder / "state_dict_utils.py", *folder.glob("_state_[bfgt]*.py"), folder / "_state_leaves.py"]:
-        imported = {
-            node.module or "" for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)
-        }
-        own = {name for name in imported if name.startswith("fsdp") and not name.startswith("fsdp._state_")}
-        assert own <= allowed, file.name
-        assert "fsdp._state_dict" not in imported, file.name
+def test_the_package_knows_nothing_of_sharded_models() -> None:
+    for file in Path(state_dict_utils.__file__).parent.glob("*.py"):
+        nodes = ast.walk(ast.parse(file.read_text()))
+        imported = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+        rooms = {".".join(name.split(".")[:2]) for name in imported if name.startswith("fsdp")}
+        assert rooms <= {"fsdp.distributed", "fsdp.state_dict_utils"}, file.name
 
 
 # Containers

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp._comm import DirectExchange
+from fsdp.distributed.collectives import DirectExchange
 from fsdp.state_dict_utils import CompanionMismatch, broadcast_state_dict, gather_state_dict
 from tests._ranks import RankPool
 from tests.state_trees import (

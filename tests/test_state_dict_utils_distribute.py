@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp._comm import DirectExchange
+from fsdp.distributed.collectives import DirectExchange
 from fsdp.state_dict_utils import CompanionMismatch, distribute_state_dict
 from tests._ranks import RankPool
 from tests.state_trees import Peak, assert_same, counting, mesh_of, plain_tree, spread, spread_everywhere

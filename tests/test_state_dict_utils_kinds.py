@@ -196,9 +196,7 @@ def test_tensors_of_different_layouts_are_different() -> None:
     for number, first in enumerate(tensors):
         for other, second in enumerate(tensors):
             assert check_state_dict_similarity([first], [second], type_check=False) == (number == other)
-    with pytest.raises(
-        CompanionMismatch, match=r"^0: tensor of layout torch.sparse_coo \[2, 2\] of float32 and te"
-    ):
+    with pytest.raises(CompanionMismatch, match=r"^0: tensor of layout torch.sparse_coo \[2, 2\] of float32 and te"):
         copy_state_dict([tensors[1]], [tensors[0]], type_check=False)
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp._formats.lazy_tensors import LazyReader
-from fsdp._formats.stitched import Elements, Stitched, cut, reader_of, stitched
-from fsdp._formats.torch_archive import TorchArchive
+from fsdp.checkpoint.formats.lazy_tensors import LazyReader
+from fsdp.checkpoint.formats.stitched import Elements, Stitched, cut, reader_of, stitched
+from fsdp.checkpoint.formats.torch_archive import TorchArchive
 from tests.stored import counted_reads
 
 VALUES = torch.arange(24.0)

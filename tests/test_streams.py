@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp._streams import Lane, lane_of
+from fsdp.distributed.streams import Lane, lane_of
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from parameterized import parameterized
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, TrainingState, get_fsdp_instances
-from fsdp._handle import FlatParamHandle
+from fsdp.engine.handle import FlatParamHandle
 from tests._ranks import RankPool
 from tests.models import tiny_transformer
 from tests.support import RanksTestCase, fully_sharded, nested_mlp, sgd_with_momentum

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, auto_wrap, enable_wrap, module_wrap_policy
-from fsdp._comm import DirectExchange, LoneRank, communicator
-from fsdp._flat_param import ParamInfo
-from fsdp._ignored import Ignored
-from fsdp._synchronise import take_states_of_first
+from fsdp.distributed.collectives import DirectExchange, LoneRank, communicator
+from fsdp.engine.flat_param import ParamInfo
+from fsdp.engine.ignored import Ignored
+from fsdp.engine.synchronize import take_states_of_first
 from tests._ranks import RankPool
 from tests.models import Wrap, keep, nested_mlp, tiny_transformer
 from tests.pairs import parametrize_pairs

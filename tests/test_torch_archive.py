@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp._formats.lazy_tensors import LazyReader, StridedTensor
-from fsdp._formats.torch_archive import TorchArchive, is_torch_file
-from fsdp._formats.torch_pickle import Foreign
+from fsdp.checkpoint.formats.lazy_tensors import LazyReader, StridedTensor
+from fsdp.checkpoint.formats.torch_archive import TorchArchive, is_torch_file
+from fsdp.checkpoint.formats.torch_pickle import Foreign
 from tests.converting import assert_same_bits
 from tests.saving import flip
 from tests.stored import counted_reads

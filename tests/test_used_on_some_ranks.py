@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
-from fsdp._comm import use_torch_collectives
-from fsdp._reductions import Bucket
+from fsdp.distributed.collectives import use_torch_collectives
+from fsdp.engine.reduction import Bucket
 from tests._ranks import RankPool
 from tests.hooks import average, with_hook
 from tests.models import Wrap, keep

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision
-from fsdp.compat._fairscale_parts import DummyProcessGroup
+from fsdp.compat.fairscale.parts import DummyProcessGroup
 from tests._ranks import RankPool
 from tests.support import fully_sharded
 

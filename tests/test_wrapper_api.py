@@ -24,7 +24,7 @@ from fsdp import (
     TrainingState,
     get_fsdp_instances,
 )
-from fsdp._options import Options
+from fsdp.engine.options import Options
 from tests._ranks import RankPool
 from tests.models import Wrap, keep
 from tests.support import Alone, RanksTestCase, assert_parity, fully_sharded, nested_mlp, sgd_with_momentum

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
-from fsdp.checkpoint_wrapper import checkpoint_wrapper
+from fsdp.wrap.checkpoint_wrapper import checkpoint_wrapper
 from tests._ranks import RankPool
 
 OPTIONS: dict[str, dict[str, Any]] = {

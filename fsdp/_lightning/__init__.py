@@ -1,1 +1,0 @@
-"""The parts of `fsdp.lightning`. They use public names of this library only."""

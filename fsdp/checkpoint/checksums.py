@@ -1,0 +1,162 @@
+"""CRC-32 of tensors in blocks of 4 MiB, put together from what several ranks have seen.
+
+Blocks are counted from a tensor's first byte, whoever writes or reads it, so that every number of ranks finds the same
+checksums. A rank whose part begins or ends within a block knows the checksum of a *fragment* of it; those of fragments
+that follow each other make that of the block (`joined`), and nobody reads another rank's bytes.
+
+The checksum is that of zlib, gzip and PNG (ISO 3309).
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from typing import NamedTuple
+
+from fsdp.checkpoint.untrusted import short
+
+BLOCK_BYTES = 4 << 20
+_POLYNOMIAL = 0xEDB88320  # bits reversed: the highest one stands for x to the power of 0
+_ONE = 1 << 31
+_DIGITS = re.compile(r"[0-9a-f]*")
+
+
+class Fragment(NamedTuple):
+    """Some bytes of one block of a tensor, counted from the tensor's first."""
+
+    name: str
+    begin: int
+    nbytes: int
+    checksum: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.nbytes
+
+    @property
+    def block(self) -> int:
+        """The number of its block."""
+        return self.begin // BLOCK_BYTES
+
+
+def fragment(name: str, begin: int, memory: memoryview) -> Fragment:
+    """That of some bytes, which must lie in one block."""
+    return Fragment(name, begin, len(memory), zlib.crc32(memory))
+
+
+def spans(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Bytes ``begin:end`` of a tensor, cut at the borders of blocks."""
+    while begin < end:
+        stop = min(end, (begin // BLOCK_BYTES + 1) * BLOCK_BYTES)
+        yield begin, stop
+        begin = stop
+
+
+def blocks(nbytes: int) -> list[tuple[int, int]]:
+    """Where the blocks of a tensor of so many bytes begin and end."""
+    return list(spans(0, nbytes))
+
+
+def block_count(nbytes: int) -> int:
+    """How many blocks a tensor of so many bytes has."""
+    return -(-nbytes // BLOCK_BYTES)
+
+
+def block_span(number: int, nbytes: int) -> tuple[int, int]:
+    """Where one of the blocks of a tensor of so many bytes begins and ends."""
+    return number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, nbytes)
+
+
+def joined(first: int, second: int, second_nbytes: int) -> int:
+    """The checksum of bytes that follow each other, from those of the two parts.
+
+    To append n bytes is to multiply by x to the power of 8n, modulo the polynomial: as in zlib's ``crc32_combine``.
+    """
+    if not first:  # as of no bytes: most blocks are one fragment
+        return second
+    return _product(_power(8 * second_nbytes), first) ^ second
+
+
+def _product(one: int, other: int) -> int:
+    found, bit = 0, _ONE
+    while one:
+        if one & bit:
+            found ^= other
+            one ^= bit
+        bit >>= 1
+        other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)
+    return found
+
+
+@cache
+def _squared(times: int) -> int:
+    """x, squared so many times."""
+    return _ONE >> 1 if times == 0 else _product(_squared(times - 1), _squared(times - 1))
+
+
+@cache
+def _power(exponent: int) -> int:
+    """x to this power."""
+    found = _ONE
+    for bit in range(exponent.bit_length()):
+        if exponent >> bit & 1:
+            found = _product(_squared(bit), found)
+    return found
+
+
+class HoleError(Exception):
+    """Some bytes of a tensor are in no fragment: from `begin` to `end`."""
+
+    def __init__(self, begin: int, end: int) -> None:
+        super().__init__(f"bytes {begin} to {end}")
+        self.begin, self.end = begin, end
+
+
+def of_block(fragments: Iterable[Fragment], begin: int, end: int) -> int:
+    """The checksum of bytes ``begin:end``, which are one block.
+
+    Raises:
+        HoleError: if they are not in the fragments, which may be there several times.
+    """
+    found, reached = 0, begin
+    for each in sorted(set(fragments), key=lambda one: (one.begin, -one.end)):
+        if each.begin == reached:
+            found, reached = joined(found, each.checksum, each.nbytes), each.end
+    if reached != end:
+        raise HoleError(reached, end)
+    return found
+
+
+def by_name(fragments: Iterable[Fragment]) -> dict[str, dict[int, list[Fragment]]]:
+    """Fragments by tensor and number of their block."""
+    found: dict[str, dict[int, list[Fragment]]] = {}
+    for each in fragments:
+        found.setdefault(each.name, {}).setdefault(each.block, []).append(each)
+    return found
+
+
+def of_tensor(fragments: Mapping[int, Iterable[Fragment]], nbytes: int) -> list[int]:
+    """The checksums of all blocks of a tensor.
+
+    Raises:
+        HoleError: if a block is not in the fragments.
+    """
+    return [of_block(fragments.get(number, ()), *span) for number, span in enumerate(blocks(nbytes))]
+
+
+def as_text(checksums: Iterable[int]) -> str:
+    """Eight hexadecimal digits each."""
+    return "".join(f"{each:08x}" for each in checksums)
+
+
+def from_text(text: str) -> list[int]:
+    """What `as_text` has made a text of.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    if len(text) % 8 or not _DIGITS.fullmatch(text):
+        raise ValueError(f"{short(text)} is not made of eight digits for each checksum")
+    return [int(text[start : start + 8], 16) for start in range(0, len(text), 8)]

@@ -1,0 +1,291 @@
+"""Whole weights from all ranks' shards, offline: no process group, no wrapped model, one parameter at a time.
+
+A rank's shards come with metadata that say what they are made of (`local_metadata_dict`). What a parameter's ranks hold
+of it, without their padding, is its elements in rank order; so nothing here knows how shards are cut. The format is
+FairScale's, whose shards are read as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from fsdp.checkpoint.formats.stitched import Elements, Stitched, cut, is_tensor, memory_of, stitched
+from fsdp.engine.names import clean_name, join
+
+_ENTRY = ("fsdp_path", "params", "no_broadcast_optim_state", "shared_param_info")
+_BACKING = ("names", "shapes", "numels", "padding")
+_MARK = "fsdp_shard"  # where a state dict's own metadata say which shard of how many each unit's is
+
+
+def consolidate(
+    shard_weights: Sequence[Mapping[str, Any]],
+    shard_metadata: Sequence[Mapping[str, Any]],
+    with_module_buffers: bool,
+    strict: bool,
+) -> dict[str, Any]:
+    """The whole state; see `FullyShardedDataParallel.consolidate_shard_weights`."""
+    if len(shard_weights) != len(shard_metadata) or not shard_weights:
+        raise ValueError(
+            "consolidating takes the weights and the metadata of every rank, at least of one: got "
+            f"{len(shard_weights)} of weights and {len(shard_metadata)} of metadata"
+        )
+    given = enumerate(zip(shard_weights, shard_metadata, strict=True))
+    shards = [Shard(f"rank {rank}", *each) for rank, each in given]
+    found = put_together(shards, with_module_buffers, strict)
+    # What has several names is made once.
+    made = {id(each): each.whole() for each in found.values() if isinstance(each, Stitched)}
+    return {name: made.get(id(each), each) for name, each in found.items()}
+
+
+def put_together(shards: Sequence[Shard], with_module_buffers: bool, strict: bool) -> dict[str, Any]:
+    """What a model has of them: its tensors in the ranks' pieces, one of them under several names if it is tied.
+
+    Args:
+        shards: of all ranks, in order.
+        with_module_buffers, strict: as of `FullyShardedDataParallel.consolidate_shard_weights`.
+
+    Returns:
+        By plain name a `Stitched`, or what the first rank has if that is no tensor.
+
+    Raises:
+        ValueError: for what does not fit; says in which shard.
+    """
+    first = shards[0]
+    for other in shards[1:]:
+        other.check_alike(first)
+    whole: dict[str, Any] = {}
+    for backing in backings_of(shards, strict):
+        whole |= {each.name: each for each in backing.parameters()}
+    for entry in first.entries:
+        for source, copy in entry["shared_param_info"]:
+            if join(entry["fsdp_path"], source) in whole:
+                whole[join(entry["fsdp_path"], copy)] = whole[join(entry["fsdp_path"], source)]
+    for name in first.buffer_names if with_module_buffers else ():
+        if first.has(name) or strict:
+            value = first.get(name)
+            whole[name] = stitched(name, value) if is_tensor(value) else value
+    _add_unlisted(whole, first, with_module_buffers, strict)
+    return whole
+
+
+def backings_of(shards: Sequence[Shard], strict: bool) -> Iterator[Backing]:
+    """What is sharded, in the order of the metadata. Without `strict` only what the first shard has."""
+    for number, entry in enumerate(shards[0].entries):
+        holders = shards[:1] if entry["no_broadcast_optim_state"] else shards
+        for name in entry["params"]:
+            if strict or shards[0].has(join(entry["fsdp_path"], name)):
+                yield Backing(number, name, holders)
+
+
+def mark_shard(metadata: dict[str, Any], rank: int, world_size: int) -> None:
+    """Note in a state dict's own metadata of a module which shard of how many it has."""
+    metadata[_MARK] = (rank, world_size)
+
+
+def shard_mark(weights: Any, path: str) -> tuple[int, int] | None:
+    """Which shard of how many the unit at `path` (a plain name) has here; None if nobody noted that."""
+    metadata = getattr(weights, "_metadata", None) or {}
+    found = metadata.get(path, {}).get(_MARK)
+    return None if found is None else tuple(found)
+
+
+class Shard:
+    """What one rank has saved.
+
+    Args:
+        title: what messages call it.
+        weights, metadata: as given.
+    """
+
+    def __init__(self, title: str, weights: Any, metadata: Any) -> None:
+        for what, given in (("weights", weights), ("metadata", metadata)):
+            if not isinstance(given, Mapping):
+                raise ValueError(f"the {what} of {title} are a {type(given).__name__}, not a dict")
+        self.title, self.weights = title, weights
+        self._keys = {clean_name(key): key for key in weights}
+        try:
+            self.entries: list[dict[str, Any]] = [_checked(entry) for entry in metadata["param_metadata"]]
+            self.buffer_names: list[str] = list(metadata["buffer_names"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"the metadata of {title} are not what local_metadata_dict() gives: {type(error).__name__}: {error}"
+            ) from None
+
+    def has(self, key: str) -> bool:
+        return key in self._keys
+
+    def get(self, key: str) -> Any:
+        if key not in self._keys:
+            raise ValueError(
+                f"{self.title}: {key!r} is missing in its weights, and its metadata name it. Is the file of "
+                "another model, or cut short? (strict=False leaves out what rank 0 does not have; so also buffers with "
+                "persistent=False, which FairScale names and does not save.)"
+            )
+        return self.weights[self._keys[key]]
+
+    def backings(self) -> Iterator[tuple[str, str, list[str]]]:
+        """Of each flat parameter its key, its unit's path, and the names in it."""
+        for entry in self.entries:
+            for backing, described in entry["params"].items():
+                yield join(entry["fsdp_path"], backing), entry["fsdp_path"], list(described["names"])
+
+    def parameters(self) -> Iterator[tuple[str, torch.Size]]:
+        """Names and shapes of what is in the flat parameters, in order."""
+        for entry in self.entries:
+            for described in entry["params"].values():
+                for name, shape in zip(described["names"], described["shapes"], strict=True):
+                    yield join(entry["fsdp_path"], name), torch.Size(shape)
+
+    def beside(self, known: Iterable[str]) -> list[str]:
+        """The keys that the metadata do not name."""
+        return [key for key in self._keys if key not in known]
+
+    def check_alike(self, first: Shard) -> None:
+        """Raise ValueError unless the metadata describe what those of the first rank do; padding may differ."""
+        for (where, own), (_, others) in zip(self._description(), first._description(), strict=False):
+            if own != others:
+                raise ValueError(
+                    f"{self.title} and {first.title} have shards of different models: {where} is {own!r} on "
+                    f"{self.title} and {others!r} on {first.title}"
+                )
+
+    def _description(self) -> Iterator[tuple[str, Any]]:
+        yield "the list of units", [entry["fsdp_path"] for entry in self.entries]
+        for entry in self.entries:
+            unit = f"unit {entry['fsdp_path'] or '(root)'}"
+            yield f"the list of parameters in {unit}", list(entry["params"])
+            for backing, described in entry["params"].items():
+                for what in _BACKING[:-1]:
+                    yield f"{what!r} of {backing} in {unit}", list(described[what])
+
+
+class Backing:
+    """One flat parameter, or one parameter that is sharded by itself.
+
+    Args:
+        number: of its unit in the metadata.
+        name: its own, below the unit.
+        shards: of the ranks that hold it.
+
+    Attributes:
+        key: under which it is in the weights.
+        pieces: what the ranks hold of it, without padding.
+        names: of the parameters in it.
+    """
+
+    def __init__(self, number: int, name: str, shards: Sequence[Shard]) -> None:
+        entry = shards[0].entries[number]
+        self._path, self.key = entry["fsdp_path"], join(entry["fsdp_path"], name)
+        self._described = entry["params"][name]
+        self.names = [join(self._path, each) for each in self._described["names"]]
+        self.pieces = [self._piece(shard, shard.entries[number]["params"][name]["padding"]) for shard in shards]
+        self._check_order(shards)
+        self._check_size(shards)
+
+    def _piece(self, shard: Shard, padding: int) -> Elements:
+        value = shard.get(self.key)
+        if not is_tensor(value):
+            raise ValueError(f"{shard.title}: {self.key!r} is a {type(value).__name__}, not a tensor")
+        numel = value.shape.numel()
+        if not 0 <= padding <= numel:
+            raise ValueError(
+                f"{shard.title}: {self.key!r} has {numel} elements, of which its metadata call {padding} "
+                "padding. The file is cut short, or weights and metadata are of different ranks or models."
+            )
+        return Elements.of(value, numel - padding)
+
+    def _check_order(self, shards: Sequence[Shard]) -> None:
+        """Only what comes last is padded; and some state dicts say which shard they have."""
+        kinds = {piece.dtype for piece in self.pieces}
+        if len(kinds) > 1:
+            dtypes = ", ".join(str(piece.dtype) for piece in self.pieces)
+            raise ValueError(f"{self.key!r} has another dtype on each of some ranks: {dtypes}")
+        held = [(shard, piece) for shard, piece in zip(shards, self.pieces, strict=True) if piece.numel]
+        for (shard, piece), (after, _) in pairwise(held):
+            padding = shard.get(self.key).shape.numel() - piece.numel
+            if padding:
+                raise ValueError(
+                    f"{shard.title}: {self.key!r} ends with {padding} elements of padding, and {after.title} "
+                    "goes on after it. Give the ranks in order, each with its own metadata."
+                )
+        marks = [
+            (shard.title, mark) for shard, _ in held if (mark := shard_mark(shard.weights, self._path)) is not None
+        ]
+        for (title, mark), (next_title, following) in pairwise(marks):
+            if following != (mark[0] + 1, mark[1]):
+                raise ValueError(
+                    f"{self.key!r}: what was given as {next_title} is shard {following[0]} of {following[1]}, "
+                    f"after shard {mark[0]} of {mark[1]} of {title}. Give all shards of one saving, in order."
+                )
+
+    def _check_size(self, shards: Sequence[Shard]) -> None:
+        found, wanted = sum(piece.numel for piece in self.pieces), sum(self._described["numels"])
+        if found == wanted:
+            return
+        sizes = ", ".join(f"{piece.numel} on {shard.title}" for shard, piece in zip(shards, self.pieces, strict=True))
+        names = self._described["names"]
+        raise ValueError(
+            f"{self.key!r} has {found} elements on the {len(shards)} ranks given ({sizes}, without padding), and its "
+            f"metadata say {wanted} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}). "
+            + (
+                "A rank's shard is missing, or a file is cut short: give those of all ranks."
+                if found < wanted
+                else "Weights and metadata are of different models, or a unit was sharded over fewer ranks than its "
+                "root: then give the ranks of its first group only."
+            )
+        )
+
+    def parameters(self) -> Iterator[Stitched]:
+        """The original parameters."""
+        return self.cut(self.pieces)
+
+    def cut(self, pieces: Sequence[Elements]) -> Iterator[Stitched]:
+        """Tensors that lie in a vector as the parameters lie in this one."""
+        return cut(pieces, self.names, self._described["shapes"])
+
+
+def _checked(entry: Any) -> dict[str, Any]:
+    """A unit's entry in the metadata; KeyError or ValueError if it is none."""
+    found = {what: entry[what] for what in _ENTRY}
+    for backing, described in found["params"].items():
+        names, shapes, numels, _ = (described[what] for what in _BACKING)
+        if not len(names) == len(shapes) == len(numels):
+            raise ValueError(f"{backing} has {len(names)} names, {len(shapes)} shapes and {len(numels)} numels")
+        for name, shape, numel in zip(names, shapes, numels, strict=True):
+            if torch.Size(shape).numel() != numel:
+                raise ValueError(f"{name} of {backing} has shape {tuple(shape)} and {numel} elements")
+    return found
+
+
+def _add_unlisted(whole: dict[str, Any], first: Shard, with_module_buffers: bool, strict: bool) -> None:
+    """What no metadata name: FairScale's leave out second names, which are known by their memory, and extra state."""
+    gives = {key: [join(path, name) for name in names] for key, path, names in first.backings()}
+    gives |= {name: [name] for name in first.buffer_names}
+    at = {memory_of(first.get(key)): key for key in gives if first.has(key)}
+    for key in first.beside(gives):
+        value = first.get(key)
+        source = at.get(memory_of(value))
+        if source is not None:
+            whole |= {new: whole[old] for old, new in _renamed(source, key, gives[source]).items() if old in whole}
+        elif key in whole or any(_renamed(one, key, names).values() & whole.keys() for one, names in gives.items()):
+            continue  # a second name that the metadata do name, of a shard that was copied since
+        elif key.rpartition(".")[2] == "_extra_state":
+            whole |= {key: value} if with_module_buffers else {}
+        elif strict:
+            raise ValueError(
+                f"{first.title}: {key!r} is in its weights, and its metadata do not name it: they are of another "
+                "model, or of another version of it. strict=False leaves it out."
+            )
+
+
+def _renamed(source: str, key: str, names: Sequence[str]) -> dict[str, str]:
+    """The names under which `key` has what `source` has: a parameter, or a unit's flat one."""
+    if list(names) == [source]:
+        return {source: key}
+    path, _, backing = source.rpartition(".")
+    other, _, same = key.rpartition(".")
+    return {name: join(other, name[len(path) + 1 if path else 0 :]) for name in names} if same == backing else {}

@@ -1,0 +1,241 @@
+"""Folders of `torch.distributed.checkpoint`, read without it: any range of any tensor, whoever has saved its chunks.
+
+``.metadata`` is a pickle of what there is: of each tensor the whole shape and the boxes (chunks) that ranks have
+written, and of each chunk its place in a ``.distcp`` file, where a small archive of `torch.save` has it. Its classes
+are not made when it is read, so that nothing in the folder is executed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import index
+from typing import Any
+
+import torch
+
+from fsdp.checkpoint.formats.lazy_tensors import ChunkedTensor, StridedTensor
+from fsdp.checkpoint.formats.source import Source
+from fsdp.checkpoint.formats.torch_archive import TorchArchive
+from fsdp.checkpoint.formats.torch_pickle import Foreign, unpickled
+from fsdp.checkpoint.formats.trees import MODEL_KEYS, OPTIMIZER_KEYS, Choices, source_of_tree
+from fsdp.checkpoint.untrusted import beside, content_of, reading, short
+from fsdp.engine.boxes import Box, overlap
+
+METADATA = ".metadata"
+SUFFIX = ".distcp"
+_OF_RANK = re.compile(r"__(\d+)_")
+
+
+def is_dcp(path: str) -> bool:
+    """Whether there is such a folder."""
+    return os.path.isfile(os.path.join(path, METADATA))
+
+
+def read_dcp(path: str, choices: Choices) -> Source:
+    """A folder that `torch.distributed.checkpoint` has written.
+
+    Raises:
+        ValueError: if it is damaged, or its model or optimizer cannot be made out.
+        OSError: if it cannot be read.
+    """
+    folder = DcpFolder(path)
+    problem = next(folder.misplaced(), None)
+    if problem is not None:
+        raise ValueError(f"{problem}. Load another checkpoint.")
+    with reading(path):
+        found = source_of_tree("dcp", path, folder.tree(), choices)
+    return replace(found, world_size=folder.world_size, identity=folder.identity)
+
+
+@dataclass(frozen=True)
+class _Item:
+    """Where something is: an archive within a file."""
+
+    name: str
+    path: str
+    begin: int
+    nbytes: int
+
+    @property
+    def archive(self) -> TorchArchive:
+        return TorchArchive(self.path, self.begin, self.nbytes, f"{self.name} in {self.path}")
+
+
+@dataclass(frozen=True, eq=False)
+class _Chunk:
+    """A box of a tensor, which is looked up when it is first read."""
+
+    item: _Item
+    dtype: torch.dtype
+    box: Box
+
+    @cached_property
+    def tensor(self) -> StridedTensor:
+        found = self.item.archive.content
+        if not isinstance(found, StridedTensor):
+            raise ValueError(f"{self.item.name} in {self.item.path} is no tensor, and {METADATA} says that it is one")
+        if (tuple(found.shape), found.dtype) != (self.box.sizes, self.dtype):
+            raise ValueError(
+                f"{self.item.name} in {self.item.path} has shape {list(found.shape)} and {found.dtype}, and {METADATA} "
+                f"says {list(self.box.sizes)} and {self.dtype}"
+            )
+        return found
+
+
+class DcpFolder:
+    """What is in a folder.
+
+    Args:
+        path: of the folder.
+
+    Raises:
+        ValueError: if its metadata cannot be understood.
+        OSError: if they cannot be read.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._place = os.path.join(path, METADATA)
+        with reading(self._place):
+            content = content_of(self._place)
+            self.identity = hashlib.sha256(content).hexdigest()  # the same for the same files
+            self._read(unpickled(content).state)
+
+    def _read(self, metadata: Mapping[str, Any]) -> None:
+        self._described: dict[str, Foreign] = dict(metadata["state_dict_metadata"])
+        self._paths: Mapping[str, Any] = metadata.get("planner_data") or {}
+        self._items: dict[tuple[str, tuple[int, ...] | None], _Item] = {}
+        places: dict[str, str] = {}
+        for key, place in metadata["storage_data"].items():
+            name, offsets, file = key.state["fqn"], key.state.get("offset"), place.state["relative_path"]
+            if place.state.get("transform_descriptors"):
+                raise ValueError(f"{name} is compressed ({short(place.state['transform_descriptors'])})")
+            if file not in places:
+                places[file] = beside(self._place, file)
+            begin, nbytes = index(place.state["offset"]), index(place.state["length"])
+            if min(begin, nbytes) < 0:
+                raise ValueError(f"{name} is {short(nbytes)} bytes from byte {short(begin)} of {file} on")
+            item = _Item(name, places[file], begin, nbytes)
+            self._items[name, None if offsets is None else tuple(offsets)] = item
+        self._tensors = {
+            name: self._tensor(name, described.state)
+            for name, described in self._described.items()
+            if described.origin.endswith(".TensorStorageMetadata")
+        }
+
+    def _tensor(self, name: str, described: Mapping[str, Any]) -> ChunkedTensor:
+        dtype, shape = described["properties"].state[0], torch.Size(described["size"])
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{name} is of {dtype!r}")
+        chunks = []
+        for chunk in described["chunks"]:
+            box = Box(tuple(map(index, chunk.state["offsets"])), tuple(map(index, chunk.state["sizes"])))
+            chunks.append(_Chunk(self._items[name, box.offsets], dtype, box))
+        found = ChunkedTensor(dtype, shape, chunks)
+        if not _fill(shape, {chunk.box for chunk in chunks}):
+            raise ValueError(f"the chunks of {name} do not make a tensor of shape {list(shape)}")
+        return found
+
+    @property
+    def world_size(self) -> int | None:
+        """Of the ranks that have files in it."""
+        matches = (_OF_RANK.match(os.path.basename(item.path)) for item in self._items.values())
+        return len({match[1] for match in matches if match is not None}) or None
+
+    def tree(self) -> Any:
+        """What was saved, with lazy tensors."""
+        root: dict[Any, Any] = {}
+        for name in self._described:
+            path = self._path(name)
+            below = root
+            for key in path[:-1]:
+                below = below.setdefault(key, {})
+            below[path[-1]] = self._tensors[name] if name in self._tensors else self._value(name)
+        return _with_lists(root)
+
+    def _value(self, name: str) -> Any:
+        item = self._items.get((name, None))
+        if item is None:
+            raise ValueError(f"{os.path.join(self.path, METADATA)} is damaged: it does not say where {name} is")
+        return item.archive.content
+
+    def _path(self, name: str) -> tuple[Any, ...]:
+        """The keys that lead to it. Folders of planners that did not note them are split at the first dot."""
+        if name in self._paths:
+            return tuple(self._paths[name])
+        known = (*MODEL_KEYS, *OPTIMIZER_KEYS)
+        if not self._paths and all(each.partition(".")[0] in known for each in self._described):
+            first, _, rest = name.partition(".")
+            return (first, rest)
+        return (name,)
+
+    def misplaced(self) -> Iterator[str]:
+        """Which files are missing or too short."""
+        ends: dict[str, int] = {}
+        sizes: dict[str, int] = {}
+        for item in self._items.values():
+            ends[item.path] = max(ends.get(item.path, 0), item.begin + item.nbytes)
+            sizes[item.path] = sizes.get(item.path, 0) + item.nbytes
+        for path, end in ends.items():
+            if not os.path.exists(path):
+                yield f"{path} is missing"
+            elif os.path.getsize(path) < end:
+                yield f"{path} has {os.path.getsize(path)} bytes, and what is in it ends at {end}"
+            elif os.path.getsize(path) < sizes[path]:
+                yield f"{path} has {os.path.getsize(path)} bytes, and parts that lie over each other"
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that is in files."""
+        return sum(item.nbytes for item in self._items.values())
+
+    def damaged(self, advance: Callable[[int], None]) -> Iterator[str]:
+        """What is wrong, each archive read once, 4 MiB at a time, and compared with the checksums that it has.
+
+        Args:
+            advance: is told how many bytes were read.
+        """
+        yield from self.misplaced()
+        for item in self._items.values():
+            if os.path.exists(item.path) and os.path.getsize(item.path) >= item.begin + item.nbytes:
+                try:
+                    yield from item.archive.damaged(advance)
+                except ValueError as error:
+                    yield str(error)
+
+    @cached_property
+    def has_checksums(self) -> bool:
+        """Whether whoever has written it left torch's checksums in."""
+        return all(item.archive.has_checksums for item in self._items.values())
+
+
+def _fill(shape: torch.Size, boxes: Collection[Box]) -> bool:
+    """Whether boxes fill a tensor: they lie in it, not over each other, and have as many elements."""
+    if any(size < 0 for size in shape) or sum(box.numel for box in boxes) != math.prod(shape):
+        return False
+    inside = Box((0,) * len(shape), tuple(shape))
+    if any(min((0, *box.sizes)) < 0 or (box.numel and overlap(box, inside) != box) for box in boxes):
+        return False
+    open_ones: list[Box] = []  # that have rows in common with the next one
+    for box in sorted((box for box in boxes if box.numel), key=lambda each: each.offsets):
+        open_ones = [each for each in open_ones if not shape or each.offsets[0] + each.sizes[0] > box.offsets[0]]
+        if any(overlap(box, each) is not None for each in open_ones):
+            return False
+        open_ones.append(box)
+    return True
+
+
+def _with_lists(tree: Any) -> Any:
+    """The same with lists where all keys are numbers."""
+    if not isinstance(tree, dict):
+        return tree
+    made = {key: _with_lists(value) for key, value in tree.items()}
+    if made and all(isinstance(key, int) for key in made):
+        return [made[key] for key in sorted(made)]
+    return made

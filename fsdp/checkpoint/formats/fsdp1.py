@@ -1,0 +1,256 @@
+"""What torch's FullyShardedDataParallel (FSDP1) saves with `torch.save`, read as one checkpoint of whole tensors.
+
+- One file with a full state dict and a full optimizer state (``FSDP.full_optim_state_dict``, or ``optim_state_dict``
+  under ``FULL_STATE_DICT``), which goes by names; or either of the two.
+- A file for each rank, with sharded state dicts (``SHARDED_STATE_DICT``, ``FSDP.sharded_optim_state_dict``): parts in
+  `ShardedTensor`s or `DTensor`s that say where they belong.
+- A file for each rank, with local state dicts (``LOCAL_STATE_DICT``) and the optimizer's own: parts of flat parameters,
+  which nothing in the files says what they are made of. A state dict of the plain model does
+  (`fsdp.checkpoint.formats.fsdp1_flat`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from fsdp.checkpoint.formats.fairscale_optim import state_of
+from fsdp.checkpoint.formats.fsdp1_flat import is_flat, with_metadata
+from fsdp.checkpoint.formats.named_state import (
+    FoundState,
+    NamedState,
+    SavedOptimizer,
+    is_optimizer_state,
+    is_single,
+    left_out,
+    optimizers_in,
+)
+from fsdp.checkpoint.formats.rank_files import Paths, likely_files, rank_files, title_of
+from fsdp.checkpoint.formats.rank_source import source_of_ranks
+from fsdp.checkpoint.formats.saved_shards import is_sharded, merged
+from fsdp.checkpoint.formats.source import Source
+from fsdp.checkpoint.formats.stitched import Stitched, is_tensor, memory_of
+from fsdp.checkpoint.formats.torch_archive import TorchArchive
+from fsdp.checkpoint.formats.trees import Choices
+from fsdp.checkpoint.formats.values import shown, values_of
+from fsdp.engine.names import plain_name
+
+FORMAT = "fsdp1"
+_MODELS = ("model", "state_dict", "model_state_dict", "module")
+
+
+def is_fsdp1(path: str | os.PathLike[str]) -> bool:
+    """Whether there are files at a path as users of FSDP1 save them: shards, or an optimizer's state by names."""
+    return any(_goes_by_names(each) if is_optimizer_state(each) else _has_shards(each) for each in _dicts_at(path))
+
+
+def has_fsdp1_shards(path: str | os.PathLike[str]) -> bool:
+    """Whether there are files of ranks at a path with sharded or local state dicts."""
+    return any(not is_optimizer_state(each) and _has_shards(each) for each in _dicts_at(path))
+
+
+def _dicts_at(path: str | os.PathLike[str]) -> Iterator[Mapping[Any, Any]]:
+    for file in likely_files(path):
+        with suppress(OSError, ValueError):
+            content = TorchArchive(file).content
+            if isinstance(content, Mapping):
+                yield content
+                yield from (each for each in content.values() if isinstance(each, Mapping))
+
+
+def _has_shards(state_dict: Mapping[Any, Any]) -> bool:
+    return is_flat(state_dict) or any(map(is_sharded, state_dict.values()))
+
+
+def _goes_by_names(optimizer: Mapping[str, Any]) -> bool:
+    return bool(optimizer["state"]) and all(isinstance(key, str) for key in optimizer["state"])
+
+
+def open_fsdp1(
+    path: Paths,
+    *,
+    optimizer: Paths | None = None,
+    like: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    optimizer_params: Sequence[str] | None = None,
+    with_optimizer: bool = True,
+) -> Source:
+    """A checkpoint of FSDP1. Close it when it is read.
+
+    Args:
+        path: a file; or files of ranks: a folder of them, one of them, or all in rank order
+            (`fsdp.checkpoint.formats.rank_files.rank_files`).
+        optimizer: files with the optimizer's state, if they are others.
+        like: for local state dicts: a state dict of the plain model, of which names and shapes count, also on the meta
+            device; or the file of one.
+        optimizer_params: for an optimizer's state by numbers: the parameters' names in their order.
+        with_optimizer: look for the state of one.
+
+    Raises:
+        FileNotFoundError: for missing files.
+        ValueError: for files that are damaged, of other ranks, or of other models, and for what does not say what it
+            is; names the file, and says what to do.
+        TypeError: for state of an optimizer that no checkpoint holds.
+    """
+    files = [TorchArchive(each) for each in rank_files(path)]
+    title = title_of(path)
+    key = _model_key(files[0])
+    saved, notes = _optimizers(files, optimizer) if with_optimizer else ([], [])
+    models = [] if key is None and not _is_state_dict(files[0].content) else [_model(file, key) for file in files]
+    state: FoundState | None
+    if models and is_flat(models[0]):
+        shards = with_metadata(models, [file.path for file in files], like)
+        found = shards.put_together()
+        state = state_of(saved, shards.shards, optimizer_params) if saved else None
+    else:
+        found = _whole(models, files)
+        state = _state(saved, optimizer_params, found) if saved else None
+    keys = {key, *(each.key for each in saved), *found} if isinstance(files[0].content, Mapping) else ()
+    is_alone = is_optimizer_state(files[0].content)
+    values = {} if is_alone or key is None else values_of(files[0].content, keys, notes)
+    if not models:
+        notes.append("there are no weights of a model in it")
+    world_size = len(files) if models and _has_shards(models[0]) else None
+    return source_of_ranks(FORMAT, title, found, state, values, notes, world_size)
+
+
+def read_fsdp1(path: str, choices: Choices) -> Source:
+    """As `open_fsdp1`, with what the user has said.
+
+    Raises:
+        ValueError: also for choices that are none here.
+    """
+    choices.refuse_keys(path)
+    return open_fsdp1(
+        path,
+        optimizer=choices.optimizer_files,
+        like=choices.like,
+        optimizer_params=choices.param_order,
+        with_optimizer=choices.only != "model",
+    )
+
+
+# --- what is where --------------------------------------------------------------------------------------------------
+
+
+def _is_state_dict(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and not is_optimizer_state(value)
+        and any(is_tensor(each) or is_sharded(each) for each in value.values())
+        and all(isinstance(key, str) for key in value)
+    )
+
+
+def _model_key(file: TorchArchive) -> str | None:
+    """Under which key the model is; None if it is not under one.
+
+    Raises:
+        ValueError: if there are several.
+    """
+    if not isinstance(file.content, Mapping):
+        raise ValueError(f"{file} has a {shown(file.content)} in it, not a dict")
+    if _is_state_dict(file.content) or is_optimizer_state(file.content):
+        return None
+    found = [key for key, value in file.content.items() if _is_state_dict(value)]
+    found = [key for key in found if key in _MODELS] or found
+    if len(found) > 1:
+        raise ValueError(f"{file} has several state dicts, {', '.join(found)}: save the one that is meant as 'model'")
+    return found[0] if found else None
+
+
+def _model(file: TorchArchive, key: str | None) -> Mapping[str, Any]:
+    found = file.content if key is None else file.content.get(key) if isinstance(file.content, Mapping) else None
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{file} has no state dict of the model{'' if key is None else f' under {key!r}'}")
+    return {plain_name(name): value for name, value in found.items()}
+
+
+def _optimizers(files: Sequence[TorchArchive], given: Paths | None) -> tuple[list[SavedOptimizer], list[str]]:
+    """Of each file the dictionary of an optimizer; and what is to be told."""
+    sources = files if given is None else [TorchArchive(each) for each in rank_files(given)]
+    found: list[SavedOptimizer] = []
+    for file in sources:
+        inside = optimizers_in(file)
+        if len(inside) > 1:
+            return [], [left_out(inside)]
+        found += inside
+    if given is not None and not found:
+        raise ValueError(f"{sources[0]} has no dictionary of an optimizer in it")
+    if found and len(found) < len(sources) and found[0].file is not sources[0]:
+        raise ValueError(f"{sources[0]} has no dictionary of an optimizer in it, and {found[0].file} has")
+    return found, []
+
+
+# --- whole tensors --------------------------------------------------------------------------------------------------
+
+
+def _whole(models: Sequence[Mapping[str, Any]], files: Sequence[TorchArchive]) -> dict[str, Any]:
+    """By name the tensors; those that lie in the same memory are one."""
+    found: dict[str, Any] = {}
+    known: dict[Any, Stitched] = {}
+    for name, value in models[0].items() if models else ():
+        missing = [file for model, file in zip(models, files, strict=True) if name not in model]
+        if missing:
+            raise ValueError(f"{missing[0]} has no {name}, and {files[0]} has: they are of different models")
+        if not (is_tensor(value) or is_sharded(value)):
+            found[name] = value
+            continue
+        each = merged(name, [model[name] for model in models], [file.path for file in files])
+        places = tuple(memory_of(piece.tensor) for piece in each.pieces) if is_sharded(value) else memory_of(value)
+        found[name] = known.setdefault(places, each)
+    return found
+
+
+def _state(saved: Sequence[SavedOptimizer], order: Sequence[str] | None, model: Mapping[str, Any]) -> FoundState:
+    """An optimizer's state that goes by names."""
+    first = saved[0]
+    names = _names_by_key(first, order)
+    state = NamedState(str(first))
+    for number, name in names.items():
+        entries = [each.content["state"].get(number) or {} for each in saved]
+        shape = model[name].shape if isinstance(model.get(name), Stitched) else torch.Size([1])
+        for key, value in entries[0].items():
+            missing = [file for file, entry in zip(saved, entries, strict=True) if key not in entry]
+            if missing:
+                raise ValueError(f"{missing[0]} has no '{key}' of {name}, and {first} has")
+            values = [entry[key] for entry in entries]
+            if not is_sharded(value) and is_single(key, value, shape):
+                state.add_single([name], key, values)
+            else:
+                each = merged(f"{name}/{key}", values, [each.file.path for each in saved])
+                if name in model and each.shape != shape:
+                    raise ValueError(
+                        f"{state.where(name, key)} has shape {list(each.shape)}, and the parameter {list(shape)}: what "
+                        "is neither of the parameter's shape nor a number cannot be given to other ranks"
+                    )
+                state.add_elements(name, key, each)
+    groups = [(group, [names[number] for number in group["params"]]) for group in first.content["param_groups"]]
+    return state.found(first, groups)
+
+
+def _names_by_key(saved: SavedOptimizer, order: Sequence[str] | None) -> dict[Any, str]:
+    """The names of the parameters, by what the dictionary calls them.
+
+    Raises:
+        ValueError: if it calls them by numbers, and nothing says what these stand for.
+    """
+    groups = saved.content["param_groups"]
+    keys = [*dict.fromkeys([*(key for group in groups for key in group["params"]), *saved.content["state"]])]
+    if all(isinstance(key, str) for key in keys):
+        return {key: plain_name(key) for key in keys}
+    named = [name for group in groups for name in group.get("param_names", ())]
+    names = list(order or named)
+    if not names:
+        raise ValueError(
+            f"{saved} calls {len(keys)} parameters by their numbers, and nothing says what these stand for. Save "
+            "FSDP.full_optim_state_dict(model, optimizer) instead of optimizer.state_dict(); of a state by numbers, "
+            "name a file with the names in their order (--param-order); of ranks' flat parameters, save the weights of "
+            "LOCAL_STATE_DICT with it."
+        )
+    if len(names) != len(keys):
+        raise ValueError(f"{saved} has {len(keys)} parameters, and there are {len(names)} names for them")
+    return dict(zip(keys, map(plain_name, names), strict=True))

@@ -1,0 +1,251 @@
+"""Checkpoints that are a tree of dictionaries: which part of it is the model, which the optimizer, and what is left.
+
+`torch.save` and `torch.distributed.checkpoint` keep whatever they are given. Most people give them a dictionary with
+``model`` and ``optimizer``, or the model's state alone; here are the rules by which these are found, and the choices
+for everybody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp.checkpoint.formats.lazy_tensors import LazyReader, LazyTensor, is_lazy
+from fsdp.checkpoint.formats.optim import Names, optimizer_state
+from fsdp.checkpoint.formats.source import Source
+from fsdp.checkpoint.formats.values import materialised, shown, values_of
+from fsdp.checkpoint.json_values import encoded
+from fsdp.engine.names import plain_name
+
+MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network", "weights")
+OPTIMIZER_KEYS = (
+    "optimizer",
+    "optim",
+    "optimizer_state_dict",
+    "optim_state_dict",
+    "optimizer_state",
+    "optim_state",
+    "optimizer_states",
+    "opt",
+)
+VALUES = "values"  # under which values are that have no names of their own
+_EXTRA = "_extra_state"
+_DDP = "module."
+Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a user may say of a checkpoint where the rules do not find it.
+
+    Attributes:
+        model_key, optimizer_key: where in the tree they are, with dots between the keys; None to find them.
+        param_order: the names of the parameters in the order of ``model.named_parameters()``, for optimizers that go by
+            numbers; None if nobody said.
+        only: "model" or "optimizer", if the other one is not wanted.
+        like: for FSDP1's local state, the file of a state dict of the plain model, for its names and shapes.
+        optimizer_files: for files of ranks, where those of the optimizer's state are, if they are others.
+    """
+
+    model_key: str | None = None
+    optimizer_key: str | None = None
+    param_order: Sequence[str] | None = None
+    only: str | None = None
+    like: str | None = None
+    optimizer_files: str | None = None
+
+    def refuse_keys(self, path: str) -> None:
+        """Raise ValueError if the user has said where something is in a tree that is not searched."""
+        if self.model_key is not None or self.optimizer_key is not None:
+            raise ValueError(f"{path}: model and optimizer are found by what is in them: leave out their keys")
+
+
+def source_of_tree(word: str, path: str, tree: Any, choices: Choices) -> Source:
+    """A checkpoint that is a tree of mappings and lists with lazy tensors.
+
+    Raises:
+        ValueError: if the model is not found, or the optimizer's state cannot be understood; it says what to do.
+    """
+    notes: list[str] = []
+    model_path, optimizer_path = _places(path, tree, choices, notes)
+    model_tree, rest = _model_and_rest(tree, model_path, optimizer_path)
+    model, extra = _model(path, model_tree, notes)
+    reader = LazyReader(path, model.tensors)
+    optimizer, optimizer_rest = None, None
+    if optimizer_path is not None and choices.only != "model":
+        state = materialised(_at(tree, optimizer_path), keep_state=True)
+        tensors, optimizer_rest = optimizer_state(path, state, model, choices.param_order, notes)
+        optimizer = LazyReader(path, tensors)
+    values = _values(rest, notes)
+    return Source(word, path, reader, optimizer, optimizer_rest, extra, values, notes=tuple(notes))
+
+
+# Which part is which
+
+
+def _places(path: str, tree: Any, choices: Choices, notes: list[str]) -> tuple[Path | None, Path | None]:
+    """Where the model and the optimizer are: None for a model whose tensors are not in a mapping of their own."""
+    if not isinstance(tree, Mapping):
+        raise ValueError(f"{path} holds a {shown(tree)}, and a checkpoint is a dictionary")
+    model_path = _model_place(path, tree, choices, notes)
+    if model_path is None and not any(is_lazy(value) for value in tree.values()):
+        keys = ", ".join(repr(key) for key, value in tree.items() if isinstance(value, Mapping)) or "no dictionaries"
+        raise ValueError(f"{path} has no model under a usual name ({keys}): say which it is (--model-key)")
+    base = () if model_path is None else model_path[:-1]
+    return model_path, _optimizer_place(path, tree, choices, base)
+
+
+def _model_place(path: str, tree: Any, choices: Choices, notes: list[str]) -> Path | None:
+    if choices.model_key is not None:
+        return _chosen(path, tree, choices.model_key, "--model-key")
+    base = _base(tree)
+    below = _at(tree, base)
+    known = [key for key in MODEL_KEYS if isinstance(below.get(key), Mapping) and _has_tensors(below[key])]
+    if not known:
+        return None
+    found = (*base, known[0])
+    if len(known) > 1 or found != (MODEL_KEYS[0],):
+        others = f", and not {', '.join(map(repr, known[1:]))}" if len(known) > 1 else ""
+        notes.append(f"the model is what is under {'.'.join(map(str, found))!r}{others}")
+    return found
+
+
+def _optimizer_place(path: str, tree: Any, choices: Choices, base: Path) -> Path | None:
+    if choices.optimizer_key is not None:
+        return _chosen(path, tree, choices.optimizer_key, "--optimizer-key")
+    below = _at(tree, base)
+    found = next((key for key in OPTIMIZER_KEYS if _is_optimizer(below.get(key))), None)
+    if found is None:
+        return None
+    return (*base, found, 0) if isinstance(below[found], list) else (*base, found)
+
+
+def _base(tree: Mapping[Any, Any]) -> Path:
+    """The mapping in which model and optimizer are: the outermost one, or the only one within it (``app``)."""
+    if any(is_lazy(value) for value in tree.values()) or any(key in tree for key in MODEL_KEYS):
+        return ()
+    inner = [
+        key
+        for key, value in tree.items()
+        if isinstance(value, Mapping) and any(isinstance(value.get(name), Mapping) for name in MODEL_KEYS)
+    ]
+    return (inner[0],) if len(inner) == 1 else ()
+
+
+def _is_optimizer(value: Any) -> bool:
+    if isinstance(value, list) and len(value) == 1:
+        return _is_optimizer(value[0])
+    if not isinstance(value, Mapping):
+        return False
+    return "param_groups" in value or any(str(key).startswith(("param_groups.", "state.")) for key in value)
+
+
+def _chosen(path: str, tree: Any, key: str, option: str) -> Path:
+    """The place that a user has named, in which keys may have dots of their own."""
+    for own, inner in tree.items():
+        if key == str(own):
+            return (own,)
+        if key.startswith(f"{own}.") and isinstance(inner, Mapping):
+            return (own, *_chosen(path, inner, key[len(str(own)) + 1 :], option))
+    raise ValueError(f"{path} has no {key!r} ({option}): there are {', '.join(map(repr, tree)) or 'no keys'}")
+
+
+def _at(tree: Any, path: Path) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def _model_and_rest(tree: Any, model_path: Path | None, optimizer_path: Path | None) -> tuple[Any, Any]:
+    if model_path is not None:
+        return _at(tree, model_path), _without(tree, [model_path, optimizer_path])
+    rest = _without(tree, [optimizer_path])
+    model = {key: value for key, value in rest.items() if is_lazy(value) or str(key).endswith(_EXTRA)}
+    return model, {key: value for key, value in rest.items() if key not in model}
+
+
+def _without(tree: Any, paths: Sequence[Path | None]) -> Any:
+    """The same without what is at some places, and without what is empty then."""
+    gone = [path for path in paths if path]
+    if not gone or not isinstance(tree, Mapping):
+        return tree
+    found = {}
+    for key, value in tree.items():
+        below = [path[1:] for path in gone if path[0] == key]
+        if not below:
+            found[key] = value
+        elif all(below) and (left := _without(value, below)) and not isinstance(value, list):
+            found[key] = left
+    return found
+
+
+def _has_tensors(tree: Any) -> bool:
+    return any(is_lazy(value) for _, value in _leaves(tree))
+
+
+def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    if isinstance(tree, Mapping) and not (path and str(path[-1]).endswith(_EXTRA)):
+        for key, value in tree.items():
+            yield from _leaves(value, (*path, key))
+    else:
+        yield path, tree
+
+
+# The model
+
+
+def _model(path: str, tree: Any, notes: list[str]) -> tuple[Names, dict[str, Any]]:
+    """Its tensors by plain names, and its extra state."""
+    leaves = {".".join(map(str, place)): value for place, value in _leaves(tree)}
+    cleaned = _cleaner(leaves, notes)
+    tensors: dict[str, LazyTensor] = {}
+    extra = {}
+    left_out = []
+    for name, value in leaves.items():
+        if name.endswith(_EXTRA):
+            try:
+                extra[cleaned(name)] = encoded(materialised(value), name)
+            except TypeError as error:
+                notes.append(f"left out: {error}")
+        elif is_lazy(value):
+            tensors[cleaned(name)] = value
+        else:
+            left_out.append(f"{name} ({shown(value)})")
+    if left_out:
+        notes.append(f"left out of the model, since it is no tensor: {', '.join(left_out)}")
+    if not tensors:
+        raise ValueError(f"{path} has no tensors in what should be the model: say which it is (--model-key)")
+    return Names(tensors, cleaned), extra
+
+
+class _Cleaned:
+    """Names without what wrappers put before and into them."""
+
+    def __init__(self, is_ddp: bool) -> None:
+        self._is_ddp = is_ddp
+
+    def __call__(self, name: str) -> str:
+        return plain_name(name.removeprefix(_DDP) if self._is_ddp else name)
+
+
+def _cleaner(names: Mapping[str, Any], notes: list[str]) -> _Cleaned:
+    is_ddp = bool(names) and all(name.startswith(_DDP) for name in names)
+    cleaned = _Cleaned(is_ddp)
+    changed = [name for name in names if cleaned(name) != name]
+    if changed:
+        notes.append(f"what wrappers add to names was left out ({changed[0]} is {cleaned(changed[0])})")
+    if len({cleaned(name) for name in names}) < len(names):
+        raise ValueError("two tensors have the same name without what wrappers add to it: " + ", ".join(changed[:4]))
+    return cleaned
+
+
+# Values
+
+
+def _values(rest: Any, notes: list[str]) -> Any:
+    """What else was saved, encoded, as far as that can be done."""
+    found = values_of(rest, (), notes) if rest else {}
+    if not found:
+        return None
+    return encoded(found[VALUES] if list(rest) == [VALUES] else found, VALUES)

@@ -1,0 +1,132 @@
+"""Values that are no part of a tensor file, as JSON: numbers, texts, containers and small tensors, and nothing else.
+
+What JSON cannot tell apart is written as an object with one key that begins with ``~``. Nothing is executed when it is
+read, unlike a pickle.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp.checkpoint.safetensors import DTYPES
+from fsdp.checkpoint.untrusted import readable, short
+
+_KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
+_TUPLE, _DICT, _TENSOR, _BYTES, _FLOAT = "~tuple", "~dict", "~tensor", "~bytes", "~float"
+MAX_TENSOR_BYTES = 1 << 20
+
+
+def encoded(value: Any, where: str) -> Any:
+    """A value as `json.dumps` can write it.
+
+    Args:
+        value: None, a bool, an integer, a float, a string, bytes, a list, tuple or dict of such, or a tensor of at most
+            1 MiB, which comes back on the CPU. Subclasses come back as what they are subclasses of.
+        where: what messages call it.
+
+    Raises:
+        TypeError: for anything else; it says where.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {_FLOAT: repr(float(value))}
+    if isinstance(value, bytes):
+        return {_BYTES: base64.b64encode(value).decode()}
+    if isinstance(value, (list, tuple)):
+        items = [encoded(each, f"{where}[{number}]") for number, each in enumerate(value)]
+        return items if isinstance(value, list) else {_TUPLE: items}
+    if isinstance(value, dict):
+        return _encoded_dict(value, where)
+    if isinstance(value, Tensor):
+        return {_TENSOR: _encoded_tensor(value, where)}
+    raise TypeError(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint holds None, numbers, strings, "
+        "bytes, lists, tuples, dicts and small tensors besides the model and the optimizer. Save what it is made of."
+    )
+
+
+def _encoded_dict(value: dict[Any, Any], where: str) -> Any:
+    if all(isinstance(key, str) and not key.startswith("~") for key in value):
+        return {str(key): encoded(each, f"{where}[{key!r}]") for key, each in value.items()}
+    return {
+        _DICT: [[encoded(key, f"a key of {where}"), encoded(each, f"{where}[{key!r}]")] for key, each in value.items()]
+    }
+
+
+def _encoded_tensor(value: Tensor, where: str) -> list[Any]:
+    if (
+        type(value) not in (Tensor, torch.nn.Parameter)
+        or value.dtype not in _KINDS
+        or value.layout is not torch.strided
+    ):
+        raise TypeError(f"{where} is a {type(value).__name__} of {value.dtype} and {value.layout}, which no file holds")
+    if value.nbytes > MAX_TENSOR_BYTES:
+        raise TypeError(
+            f"{where} is a tensor of {value.nbytes} bytes: the values of a checkpoint are small (at most "
+            f"{MAX_TENSOR_BYTES} bytes each). Register it as a buffer of the model."
+        )
+    flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return [_KINDS[value.dtype], list(value.shape), base64.b64encode(flat.numpy().tobytes()).decode()]
+
+
+def decoded(value: Any) -> Any:
+    """What `encoded` was given.
+
+    Raises:
+        ValueError: for what it never returns.
+    """
+    try:
+        return _decoded(value)
+    except RecursionError:
+        raise ValueError("values lie too deep in each other") from None
+
+
+def problem_of(value: Any) -> str | None:
+    """Why it is nothing that `encoded` has returned; None if it is."""
+    try:
+        decoded(value)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decoded(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    kind = next(iter(value), "")
+    if len(value) != 1 or not kind.startswith("~"):
+        return {key: _decoded(each) for key, each in value.items()}
+    content = value[kind]
+    try:
+        if kind in (_TUPLE, _DICT) and not isinstance(content, list):
+            raise TypeError("no list")
+        if kind == _TUPLE:
+            return tuple(map(_decoded, content))
+        if kind == _DICT:
+            return {_decoded(key): _decoded(each) for key, each in content}
+        if kind == _FLOAT:
+            return float(content)
+        if kind == _BYTES:
+            return base64.b64decode(content)
+        if kind == _TENSOR:
+            name, shape, text = content
+            data = bytearray(base64.b64decode(text))
+            flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+            return flat.view(DTYPES[name]).view(shape)
+    except RecursionError:
+        raise
+    except (TypeError, ValueError, KeyError, ArithmeticError, RuntimeError) as error:
+        raise ValueError(f"{kind} has {short(content, 40)}: {readable(str(error), 500)}") from None
+    raise ValueError(f"no values are of the kind {short(kind)}: a newer version has written them")

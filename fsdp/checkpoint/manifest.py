@@ -1,0 +1,244 @@
+"""What a checkpoint says of itself, in ``checkpoint.json``: its files, their checksums, and all that is no tensor."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp.checkpoint.checked_files import CheckedFiles
+from fsdp.checkpoint.checksums import BLOCK_BYTES
+from fsdp.checkpoint.folder import MANIFEST, found, steps_in
+from fsdp.checkpoint.json_values import problem_of
+from fsdp.checkpoint.optim import state_problems
+from fsdp.checkpoint.safetensors_writer import SUFFIX, PlannedFile, index_name
+from fsdp.checkpoint.untrusted import beside, content_of, opened, reading, short
+
+VERSION = 1
+_FORMAT = "fsdp checkpoint"
+_FILE = re.compile(r"(model|optimizer)(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+
+
+@dataclass(frozen=True)
+class TensorFiles:
+    """One or several safetensors files that hold one set of tensors.
+
+    Attributes:
+        stem: the first part of their names.
+        files: by name, the file's size, the size of what is before its data, and the checksum of that.
+        checksums: by a tensor's name, those of its blocks (`fsdp.checkpoint.checksums`).
+    """
+
+    stem: str
+    files: Mapping[str, tuple[int, int, int]]
+    checksums: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        """Of the file, or of the index."""
+        return f"{self.stem}{SUFFIX}" if len(self.files) == 1 else index_name(self.stem)
+
+    def damaged_heads(self, folder: str) -> Iterator[str]:
+        """What is wrong with the files, but for their tensors."""
+        for name, (nbytes, head_nbytes, checksum) in self.files.items():
+            path = beside(os.path.join(folder, MANIFEST), name)
+            try:
+                with opened(path) as file:
+                    size = os.fstat(file.fileno()).st_size
+                    head = file.read(min(head_nbytes, size))
+            except FileNotFoundError:
+                yield f"{path} is missing"
+                continue
+            if size != nbytes:
+                yield f"{path} has {size} bytes instead of {nbytes}"
+            elif zlib.crc32(head) != checksum:
+                yield f"{path}: its header is damaged"
+
+    def opened_in(self, folder: str) -> CheckedFiles:
+        """The tensors in a checkpoint's folder.
+
+        Raises:
+            ValueError, OSError: if the files are damaged or cannot be read.
+        """
+        problem = next(self.damaged_heads(folder), None)
+        if problem is not None:
+            raise ValueError(f"{problem}. Load another checkpoint.")
+        return CheckedFiles(os.path.join(folder, self.name), self.checksums)
+
+
+def files_of(stem: str, files: list[PlannedFile], index: bytes, checksums: Mapping[str, str]) -> TensorFiles:
+    """What is to be said of files that were planned and written."""
+    heads = {file.name: (file.nbytes, len(file.head), zlib.crc32(file.head)) for file in files}
+    if len(files) > 1:
+        heads[index_name(stem)] = (len(index), len(index), zlib.crc32(index))
+    return TensorFiles(stem, heads, checksums)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that a checkpoint says of itself.
+
+    Attributes:
+        world_size: of the ranks that saved it; whoever loads it need not know.
+        model: its tensors.
+        optimizer: its state's tensors; None without one.
+        optimizer_rest: what else is in its state, encoded.
+        extra: what modules have of extra state, by name, encoded.
+        generators: for each rank the states of its random number generators, encoded; None if they were not saved.
+        values: the user's, encoded.
+    """
+
+    world_size: int
+    model: TensorFiles
+    optimizer: TensorFiles | None
+    optimizer_rest: Any
+    extra: dict[str, Any]
+    generators: list[Any] | None
+    values: Any
+
+    def to_bytes(self) -> bytes:
+        """The text of the file."""
+        sets = {"model": self.model, "optimizer": self.optimizer}
+        content = {
+            "format": _FORMAT,
+            "version": VERSION,
+            "world_size": self.world_size,
+            "block_bytes": BLOCK_BYTES,
+            **{key: each and {"files": dict(each.files), "crc32": dict(each.checksums)} for key, each in sets.items()},
+            "optimizer_rest": self.optimizer_rest,
+            "extra": self.extra,
+            "generators": self.generators,
+            "values": self.values,
+        }
+        text = _text(content)
+        return f'{{"sha256":"{hashlib.sha256(text.encode()).hexdigest()}",\n"checkpoint":{text}}}\n'.encode()
+
+    @classmethod
+    def read(cls, folder: str) -> Manifest:
+        """That of a complete checkpoint.
+
+        Raises:
+            ValueError: if it is damaged, or of a newer version.
+            OSError: if it cannot be read.
+        """
+        path = os.path.join(folder, MANIFEST)
+        with reading(path):
+            return cls._of(path, content_of(path))
+
+    @classmethod
+    def _of(cls, path: str, text: bytes) -> Manifest:
+        try:
+            whole = json.loads(text)
+            content, digest = whole["checkpoint"], whole["sha256"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path} is damaged: it cannot be read: {error!r}") from None
+        if hashlib.sha256(_text(content).encode()).hexdigest() != digest:
+            raise ValueError(f"{path} is damaged: it is not what its checksum says")
+        if not isinstance(content, dict):
+            raise ValueError(f"{path} is damaged: what it says of a checkpoint is {short(content)}")
+        if content.get("format") != _FORMAT or content.get("version") != VERSION:
+            raise ValueError(
+                f"{path} is of version {short(content.get('version'))}, and this is version {VERSION}: load it with "
+                "the library that has saved it, or a newer one"
+            )
+        # Whoever can write a file can write its checksum, so everything is looked at before anything is loaded.
+        problem = next(_problems(content), None)
+        if problem is not None:
+            raise ValueError(f"{path} is damaged: {problem}")
+        return cls(
+            content["world_size"],
+            _tensor_files("model", content["model"]),
+            content["optimizer"] and _tensor_files("optimizer", content["optimizer"]),
+            content["optimizer_rest"],
+            content["extra"],
+            content["generators"],
+            content["values"],
+        )
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal checkpoints, their values included."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+
+def _text(content: Any) -> str:
+    return json.dumps(content, separators=(",", ":"))
+
+
+def _problems(content: Mapping[str, Any]) -> Iterator[str]:
+    """What is not as `Manifest.to_bytes` writes it, and the place of each in the file."""
+    world_size, generators, extra = content.get("world_size"), content.get("generators"), content.get("extra")
+    if not _is_count(world_size) or world_size == 0:
+        yield f"world_size is {short(world_size)}"
+    if generators is not None and not (isinstance(generators, list) and len(generators) == world_size):
+        yield f"generators are not those of {world_size} ranks"
+    if not isinstance(extra, dict):
+        yield f"extra is {short(extra)}"
+    for stem in ("model", "optimizer"):
+        if stem == "model" or content.get(stem) is not None:
+            yield from _file_problems(stem, content.get(stem))
+    if content.get("optimizer") is not None:
+        checksums = content["optimizer"].get("crc32") if isinstance(content["optimizer"], dict) else None
+        yield from state_problems(content.get("optimizer_rest"), checksums or ())
+    for place, value in (("values", content.get("values")), *(extra.items() if isinstance(extra, dict) else ())):
+        problem = problem_of(value)
+        if problem is not None:
+            yield f"{short(place)}: {problem}"
+
+
+def _file_problems(stem: str, content: Any) -> Iterator[str]:
+    files, checksums = (content.get("files"), content.get("crc32")) if isinstance(content, dict) else (None, None)
+    if not (isinstance(files, dict) and files and isinstance(checksums, dict)):
+        yield f"{stem} has no files and checksums, but {short(content)}"
+        return
+    for name, numbers in files.items():
+        if not _FILE.fullmatch(name) or not name.startswith(stem):
+            yield f"{stem} has a file {short(name)}, and a checkpoint has none of that name"
+        if not (isinstance(numbers, list) and len(numbers) == 3 and all(map(_is_count, numbers))):
+            yield f"{name} has {short(numbers)} for its size, its header's, and the checksum of that"
+    if (f"{stem}{SUFFIX}" if len(files) == 1 else index_name(stem)) not in files:
+        yield f"{stem} has the files {short(list(files))}, and none that says where its tensors are"
+    for name, text in checksums.items():
+        if not isinstance(text, str):
+            yield f"the checksums of {short(name)} are {short(text)}"
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _tensor_files(stem: str, content: Any) -> TensorFiles:
+    files = {name: (numbers[0], numbers[1], numbers[2]) for name, numbers in content["files"].items()}
+    return TensorFiles(stem, files, content["crc32"])
+
+
+def complete(path: str | os.PathLike[str]) -> str:
+    """The folder of the checkpoint that is meant by a path.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    folder = found(path)
+    if folder is None:
+        raise FileNotFoundError(f"{os.fspath(path)} is no complete checkpoint: {_what_is_there(os.fspath(path))}")
+    return folder
+
+
+def _what_is_there(path: str) -> str:
+    steps = steps_in(path)
+    if steps:
+        numbers = ", ".join(map(str, steps))
+        return f"it is a folder of those of steps {numbers}. fsdp.checkpoint.newest gives the last, {steps[max(steps)]}"
+    if not os.path.lexists(path):
+        return "there is nothing"
+    if not os.path.isdir(path):
+        return "it is a file, and a checkpoint is a folder"
+    tensors = f"model{SUFFIX}", index_name("model")
+    if any(os.path.exists(os.path.join(path, name)) for name in tensors):
+        return f"there is no {MANIFEST} in it. fsdp.load_safetensors loads a model's tensors alone"
+    return f"there is no {MANIFEST} in it"

@@ -1,0 +1,255 @@
+"""The tensors of a model as files have them, by name: sharded parameters, and what every rank has whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from fsdp.checkpoint.formats.source import TensorReader
+from fsdp.distributed.dtensor import MeshPart, local_part
+from fsdp.engine.agreement import Ranks
+from fsdp.engine.flat_param import FlatParameter
+from fsdp.engine.forward_hooks import TrainingState
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.managed_params import is_ours
+from fsdp.engine.module_overrides import Conversions
+from fsdp.engine.names import clean_name, plain_name
+from fsdp.engine.unit import Unit, own_modules, unit_of
+from fsdp.state_dict.full import ensure_agreed
+
+
+class Target(Protocol):
+    """A tensor of the model."""
+
+    names: list[str]
+    aliases: list[str]  # it may be stored under these, too
+
+    @property
+    def shape(self) -> torch.Size: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def part(self) -> MeshPart | None: ...
+    def fill(self, files: TensorReader, key: str) -> None: ...
+
+
+@dataclass
+class SlotTensor:
+    """A sharded parameter."""
+
+    names: list[str]
+    aliases: list[str]
+    handle: FlatParamHandle
+    slot: int
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.handle.layout.slots[self.slot].shape if self.part is None else self.part.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.handle.flat_param.dtype
+
+    @property
+    def part(self) -> MeshPart | None:
+        return self.handle.flat_param.parts[self.slot]
+
+    def fill(self, files: TensorReader, key: str) -> None:
+        self.handle.home.check(self.handle.name)
+        self.handle.fill(self.slot, lambda shard, start: _read_part(files, key, shard, start, self.part))
+        self.handle.home.release()
+
+
+@dataclass
+class WholeTensor:
+    """A buffer, or a parameter that is not sharded."""
+
+    names: list[str]
+    aliases: list[str]
+    places: list[tuple[dict[str, Any], str]]  # in `_buffers`, or `_parameters`, of modules
+    device: torch.device  # for one that has no memory yet
+
+    @property
+    def tensor(self) -> Tensor:
+        entries, name = self.places[0]
+        return entries[name]
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def part(self) -> MeshPart | None:
+        return MeshPart.of(self.tensor)
+
+    @property
+    def is_missing_memory(self) -> bool:
+        """Whether it is a parameter without values, which others may hold and would not see replaced."""
+        return self.tensor.is_meta and isinstance(self.tensor, nn.Parameter)
+
+    def fill(self, files: TensorReader, key: str) -> None:
+        if self.tensor.is_meta:
+            made = torch.empty_like(self.tensor, device=self.device)
+            for entries, name in self.places:
+                entries[name] = made
+        local = local_part(self.tensor.detach())
+        flat = local.view(-1) if local.is_contiguous() else local.new_empty(local.numel())
+        _read_part(files, key, flat, 0, self.part)
+        if not local.is_contiguous():
+            local.copy_(flat.view(local.shape))
+        increment_version(self.tensor)
+
+
+def _read_part(files: TensorReader, key: str, into: Tensor, start: int, part: MeshPart | None) -> None:
+    """Fill `into` from its element `start` on of a whole tensor, or of this rank's `part` of one."""
+    if part is None:
+        files.read(key, into, start)
+        return
+    done = 0
+    for first, last in part.ranges(key, start, start + into.numel()):
+        files.read(key, into[done : done + last - first], first)
+        done += last - first
+
+
+def prepared(model: nn.Module, what: str) -> tuple[list[Unit], list[Ranks]]:
+    """Collective the first time. The units of a model at rest, whose shards are as users see them, and their ranks.
+
+    Args:
+        model: with units, or without.
+        what: is to be done.
+
+    Raises:
+        RuntimeError: in a forward or backward, inside `summon_full_params`, or for a part of a wrapped module.
+        TypeError: for what is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"cannot {what}: the model must be a torch.nn.Module, got {type(model).__name__}")
+    units = [unit for unit in map(unit_of, model.modules()) if unit is not None]
+    require_rest(model, units, what)
+    outermost = list(outermost_units(model))
+    for unit in outermost:
+        ensure_agreed(unit)
+    for handle in handles_of(units):
+        if not handle.layout.is_row_major:
+            raise NotImplementedError(
+                f"cannot {what}: {handle.name} has parameters that are cut along other dimensions than the first "
+                "(shard_placement_fn), which lie in files in many pieces. Use state_dict() and "
+                "torch.distributed.checkpoint."
+            )
+        handle.absorb()
+        handle.follow_shard()
+    return units, list(dict.fromkeys(unit.everyone for unit in outermost))
+
+
+def tensors_in(model: nn.Module, units: Sequence[Unit]) -> list[SlotTensor | WholeTensor]:
+    """All that files have of a model."""
+    return [*sharded_tensors(model, units), *unsharded_tensors(model, units)]
+
+
+def sharded_tensors(model: nn.Module, units: Sequence[Unit]) -> Iterator[SlotTensor]:
+    """Each parameter that units took, with all of its names."""
+    paths = paths_in(model)
+    for handle in handles_of(units):
+        for slot, places in enumerate(handle.places):
+            names = [path + place.name for place in places for path in paths.get(place.module, ())]
+            yield SlotTensor(*_with_aliases(names), handle, slot)
+
+
+def unsharded_tensors(model: nn.Module, units: Sequence[Unit]) -> Iterator[WholeTensor]:
+    """Each tensor once, with all of its names."""
+    devices = {module: unit.device for unit in units for module in own_modules(unit.module)}
+    found: dict[int, tuple[list[str], list[tuple[dict[str, Any], str]], torch.device]] = {}
+    for module, paths in paths_in(model).items():
+        buffers = {
+            name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set
+        }
+        for entries, listed in ((module._parameters, module._parameters), (module._buffers, buffers)):
+            for name, tensor in listed.items():
+                if isinstance(tensor, FlatParameter) and not tensor._is_managed:
+                    raise NotImplementedError(
+                        f"{paths[0]}{name} is flat: load a FlattenParamsWrapper with load_state_dict"
+                    )
+                if tensor is not None and not is_ours(tensor):
+                    device = devices.get(module, torch.device("cpu"))
+                    names, places, _ = found.setdefault(id(tensor), ([], [], device))
+                    names += [path + name for path in paths]
+                    places.append((entries, name))
+    for names, places, device in found.values():
+        yield WholeTensor(*_with_aliases(names), places, device)
+
+
+def extra_states(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that have state which is no tensor (``get_extra_state``), by the names of that state."""
+    return {
+        plain_name(f"{paths[0]}_extra_state"): module
+        for module, paths in paths_in(model).items()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def paths_in(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Before what a module's tensors have their own names, in plain names."""
+    paths: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        plain = clean_name(name)
+        paths.setdefault(module, []).append(f"{plain}." if plain else "")
+    return paths
+
+
+def _with_aliases(names: list[str]) -> tuple[list[str], list[str]]:
+    # Parts of names that torch's wrappers add, and files do not have.
+    return names, [name for name in map(plain_name, names) if name not in names]
+
+
+def handles_of(units: Sequence[Unit]) -> list[FlatParamHandle]:
+    """All that the modules of some units see, each once."""
+    return list(dict.fromkeys(handle for unit in units for handle in unit.seen))
+
+
+def outermost_units(module: nn.Module) -> Iterator[Unit]:
+    """The units in a tree that lie in no other one, each once."""
+    seen: set[nn.Module] = set()
+    ahead = [module]
+    while ahead:
+        current = ahead.pop()
+        if current not in seen:
+            seen.add(current)
+            unit = unit_of(current)
+            if unit is not None:
+                yield unit
+            else:
+                ahead += reversed(list(current.children()))
+
+
+def require_rest(model: nn.Module, units: Sequence[Unit], what: str) -> None:
+    """Make sure that every shard is whole and nobody uses it.
+
+    Raises:
+        RuntimeError: in a forward or backward, inside `summon_full_params`, or for a part of a wrapped module.
+    """
+    for unit in units:
+        if unit.access.close_loading is not None:
+            unit.access.close_loading()  # a load that was given up by an exception
+        if unit.runtime is not None:
+            unit.runtime.ensure_idle(what)
+        if unit.state is TrainingState.SUMMON_FULL_PARAMS or any(handle.is_exposed for handle in unit.seen):
+            raise RuntimeError(
+                f"{unit.name}: inside summon_full_params() there are only copies of the parameters. "
+                f"{what.capitalize()} outside of it."
+            )
+    for module in model.modules():
+        guarding = module.__dict__.get("_apply")
+        if isinstance(guarding, Conversions) and guarding.unit not in units:
+            raise RuntimeError(
+                f"this {type(model).__name__} is a part of {guarding.unit.name}, which keeps its parameters in its own "
+                f"shards. {what.capitalize()} by the wrapper."
+            )

@@ -1,0 +1,315 @@
+"""Saving a checkpoint: what all ranks agree to write, and writing it.
+
+There are two steps. `prepare` looks at the model and finds what each rank is to write (`Plan`). `write` has the files
+written, and put in their place when all of them are on disk; it does not look at the model, only at the memory of what
+is to be written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp.checkpoint.checksums import Fragment, HoleError, as_text, by_name, of_tensor
+from fsdp.checkpoint.folder import Destination, numbered, rotate, write_synced
+from fsdp.checkpoint.generators import generator_states
+from fsdp.checkpoint.json_values import encoded
+from fsdp.checkpoint.manifest import Manifest, TensorFiles, files_of
+from fsdp.checkpoint.model import (
+    Stored,
+    all_ranks,
+    buffers_in_own_precision,
+    entries_of,
+    require_one_model,
+    size_of,
+    stored_tensors,
+)
+from fsdp.checkpoint.model_tensors import extra_states, handles_of, outermost_units, prepared
+from fsdp.checkpoint.optim import Seen, kinds_of_all, kinds_on_rank, seen_by, state_entries
+from fsdp.checkpoint.safetensors_writer import Entry, PlannedFile, create, index_name, index_of, plan, write_parts
+from fsdp.checkpoint.several import as_one
+from fsdp.checkpoint.stream import Senders, sees_folder
+from fsdp.engine.agreement import Ranks, agree_on, done_by_all, from_everyone, number_among
+from fsdp.engine.deferred_init import require_values_everywhere
+from fsdp.engine.unit import Unit
+from fsdp.state_dict.full import ensure_same_values
+
+_WHAT = "save a checkpoint"
+
+
+@dataclass(frozen=True)
+class TensorSet:
+    """Tensors that are in files of their own, and the files."""
+
+    stem: str
+    entries: list[Entry]
+    files: list[PlannedFile]
+
+    @property
+    def index(self) -> bytes:
+        """Of several files."""
+        return index_of(self.files, self.entries)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be written. All ranks have the same but for the parts of entries, and the generators.
+
+    Attributes:
+        sets: the model's tensors, and the optimizer's if there is one.
+        optimizer_rest: what else is in the optimizer's state, encoded.
+        extra: what modules have of extra state, encoded.
+        values: the user's, encoded.
+        generators: the states of this rank's random number generators, encoded; None if they are not to be saved.
+        cast: by name, the dtype that parameters have which are saved in another one.
+    """
+
+    sets: list[TensorSet]
+    optimizer_rest: Any
+    extra: dict[str, Any]
+    values: Any
+    generators: Any
+    cast: dict[str, torch.dtype]
+
+    def with_set(self, stem: str, entries: list[Entry], max_file_bytes: int | None) -> Plan:
+        """The same with more tensors, in files of their own."""
+        return replace(self, sets=[*self.sets, TensorSet(stem, entries, plan(entries, stem, max_file_bytes))])
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files with tensors."""
+        return sum(file.nbytes for each in self.sets for file in each.files)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was saved.
+
+    Attributes:
+        path: its folder.
+        nbytes: the size of its files with tensors.
+        cast: by name, the dtype that parameters have which were saved in another one.
+    """
+
+    path: Path
+    nbytes: int
+    cast: dict[str, torch.dtype]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint is to be.
+
+    Attributes:
+        path: the folder; with a step, the one that has the folders of several steps.
+        step: the number among those; None for a folder by itself.
+        keep: how many of them to keep; None for all.
+
+    Raises:
+        TypeError: for what is no number.
+        ValueError: for numbers that make no sense, and an empty path.
+    """
+
+    path: str | os.PathLike[str]
+    step: int | None = None
+    keep: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_number("step", self.step)
+        _require_number("keep", self.keep)
+        if not os.fspath(self.path):
+            raise ValueError("path is empty: a checkpoint is a folder of its own")
+        if self.step is not None and self.step < 0:
+            raise ValueError(f"step must be 0 or more, got {self.step}")
+        if self.keep is not None and (self.step is None or self.keep < 1):
+            raise ValueError(f"keep={self.keep} must be positive, and is for checkpoints with a step")
+
+    @property
+    def folder(self) -> str:
+        """The checkpoint's own."""
+        return os.fspath(self.path) if self.step is None else numbered(self.path, self.step)
+
+    def tidy(self) -> None:
+        """Remove what is not to be kept, now that the checkpoint is there."""
+        if self.keep is not None and self.step is not None:
+            rotate(self.path, self.keep, self.step)
+
+
+# What is to be written
+
+
+def prepare(
+    place: Place,
+    model: nn.Module,
+    optimizer: Any,
+    values: Any,
+    *,
+    dtype: torch.dtype | None,
+    max_file_bytes: int | None,
+    generators: bool,
+) -> tuple[Plan, Ranks, list[Unit]]:
+    """Collective. What is to be written, the ranks that write, and the units whose memory it is in.
+
+    Raises:
+        RuntimeError: on every rank, naming what the ranks were given, if that is not the same.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
+    _require_number("max_file_bytes", max_file_bytes)
+    if max_file_bytes is not None and max_file_bytes < 1:
+        raise ValueError(f"max_file_bytes must be a positive number of bytes or None, got {max_file_bytes}")
+    units, everyone = prepared(model, _WHAT)
+    ranks = all_ranks(everyone)
+    settings = [
+        os.fspath(place.folder),
+        f"keep={place.keep}",
+        f"generators={bool(generators)}",
+        "no optimizer" if optimizer is None else "an optimizer",
+    ]
+    agree_on(ranks, "places or settings for a checkpoint", ", ".join(settings))
+    require_one_model(units, ranks)
+    for unit in outermost_units(model):
+        require_values_everywhere(unit, _WHAT)
+        ensure_same_values(unit)
+
+    def look() -> tuple[Plan, dict[str, Stored]]:
+        with buffers_in_own_precision(units):
+            tensors = stored_tensors(model, units)
+            entries = entries_of(tensors, ranks, dtype)
+        cast = {entry.name: tensors[entry.name].dtype for entry in entries if entry.dtype != tensors[entry.name].dtype}
+        states = encoded(generator_states(), "generators") if generators else None
+        extra = {name: encoded(module.get_extra_state(), name) for name, module in extra_states(model).items()}
+        return Plan([], None, extra, encoded(values, "values"), states, cast).with_set(
+            "model", entries, max_file_bytes
+        ), tensors
+
+    found, tensors = done_by_all([ranks], "prepare its part of a checkpoint", look)
+    if optimizer is not None:
+        found = _with_optimizer(found, as_one(optimizer), tensors, ranks, max_file_bytes)
+    content = [json.dumps(found.optimizer_rest).encode(), *(file.head for each in found.sets for file in each.files)]
+    digest = hashlib.sha256(b"".join(content)).hexdigest()
+    count = sum(len(each.entries) for each in found.sets)
+    agree_on(ranks, "tensors or settings to save", digest, f"{count} tensors ({digest[:8]})")
+    return found, ranks, units
+
+
+def _with_optimizer(
+    found: Plan, optimizer: Any, tensors: dict[str, Stored], ranks: Ranks, max_file_bytes: int | None
+) -> Plan:
+    """Collective. The same with the state of an optimizer."""
+
+    def look() -> tuple[list[list[Seen]], list[Any]]:
+        groups = seen_by(optimizer, tensors)
+        return groups, kinds_on_rank(optimizer, groups)
+
+    groups, own = done_by_all([ranks], "prepare its optimizer's state", look)
+    kinds = kinds_of_all(own, ranks)
+
+    def add() -> Plan:
+        entries, rest = state_entries(optimizer, groups, kinds, ranks)
+        return replace(found.with_set("optimizer", entries, max_file_bytes), optimizer_rest=rest)
+
+    return done_by_all([ranks], "prepare its optimizer's state", add)
+
+
+def _require_number(name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number or None, got {value!r}")
+
+
+def release(units: Sequence[Unit]) -> None:
+    """Shards that were read are not wanted soon."""
+    for handle in handles_of(units):
+        handle.home.release()
+
+
+# Writing
+
+
+def write(place: Place, found: Plan, ranks: Ranks) -> Saved:
+    """Collective. Have a checkpoint at a place, or what was there before if that raises an error.
+
+    Raises:
+        OSError: if the files cannot be written, on the rank that cannot; a RuntimeError with the reason on the others.
+    """
+    destination = Destination(place.folder)
+    is_first = number_among(ranks) == 0
+    try:
+        done_by_all([ranks], f"make {destination.folder}", lambda: _begin(destination, found) if is_first else None)
+        fragments = _written(destination, found, ranks)
+        heard = [pickle.loads(each) for each in from_everyone(ranks, pickle.dumps((fragments, found.generators)))]
+        done_by_all(
+            [ranks],
+            f"complete {destination.path}",
+            lambda: destination.commit(_manifest(found, ranks, heard)) if is_first else None,
+        )
+        done_by_all([ranks], f"remove old checkpoints from {place.path}", lambda: place.tidy() if is_first else None)
+    except BaseException:
+        if is_first:
+            destination.abandon()
+        raise
+    return Saved(Path(destination.path), found.nbytes, found.cast)
+
+
+def _begin(destination: Destination, found: Plan) -> None:
+    destination.begin()
+    for each in found.sets:
+        for file in each.files:
+            create(destination.folder, file)
+        if len(each.files) > 1:
+            write_synced(os.path.join(destination.folder, index_name(each.stem)), each.index)
+
+
+def _written(destination: Destination, found: Plan, ranks: Ranks) -> list[list[Fragment]]:
+    """Collective. Have all parts in the files, and the checksums of this rank's."""
+    is_seen = sees_folder(destination, ranks)
+    senders = Senders(ranks, [] if is_seen else [entry for each in found.sets for entry in each.entries])
+    senders.require_way(destination.folder)
+
+    def write_own() -> list[list[Fragment]]:
+        return [write_parts(destination.folder, each.files, each.entries) if is_seen else [] for each in found.sets]
+
+    fragments = done_by_all([ranks], f"write to {destination.folder}", write_own)
+    for number, each in enumerate(found.sets if senders.ranks else ()):
+        send = partial(senders.send, destination, each.files, each.entries)
+        fragments[number] += done_by_all([ranks], f"write to {destination.folder}", send)
+    return fragments
+
+
+def _manifest(found: Plan, ranks: Ranks, heard: Sequence[Any]) -> bytes:
+    sets = [
+        _summary(each, [one for fragments, _ in heard for one in fragments[number]])
+        for number, each in enumerate(found.sets)
+    ]
+    generators = None if found.generators is None else [states for _, states in heard]
+    manifest = Manifest(
+        size_of(ranks),
+        sets[0],
+        sets[1] if len(sets) > 1 else None,
+        found.optimizer_rest,
+        found.extra,
+        generators,
+        found.values,
+    )
+    return manifest.to_bytes()
+
+
+def _summary(each: TensorSet, fragments: Sequence[Fragment]) -> TensorFiles:
+    known = by_name(fragments)
+    checksums = {}
+    for entry in each.entries:
+        try:
+            checksums[entry.name] = as_text(of_tensor(known.get(entry.name, {}), entry.nbytes))
+        except HoleError as hole:
+            raise RuntimeError(f"{hole} of {entry.name} were written by no rank") from None
+    return files_of(each.stem, each.files, each.index if len(each.files) > 1 else b"", checksums)

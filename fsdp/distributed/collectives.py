@@ -1,0 +1,381 @@
+"""Everything that one rank says to another, as pending work with one interface on every backend.
+
+Three ways to the other ranks, chosen by `communicator` from the group's backend and the device of the tensors:
+
+- `TorchCollectives` calls `torch.distributed`, asynchronously. It is the way of NCCL, of torch's fake group and of
+  whatever backend we do not know. No stream of our own is needed on CUDA: a collective that is *issued* from the
+  compute stream runs on the backend's stream after what has been queued so far, and ``wait()`` makes the compute
+  stream wait for it. Buffers are therefore allocated, used and freed in the order of one stream, without
+  ``record_stream``. What makes overlap is that the next gather is issued before this unit's computation is queued.
+- `DirectExchange` is for gloo on CPU: every rank sends its piece straight to its peers, which receive it straight into
+  its final place. gloo's own reduce-scatter moves what an all-reduce moves, twice the bytes needed;
+  point-to-point messages are progressed by gloo's transport thread while Python computes.
+- `StagedExchange` is the same for CUDA tensors on a gloo group (several ranks on one GPU), through host memory.
+
+A group of one rank is `LoneRank` and needs no `torch.distributed` at all.
+
+Every message on gloo, small talk included, carries a tag that is made of what it is (a gather, a reduction), what it is
+about (a handle), its length and its dtype. So ranks that do different things wait for each other, and time out with an
+error that names what they wait for, instead of taking each other's bytes. gloo's own collectives are not used: they are
+matched by their order alone, and one that meets another of another length ends the process.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp.distributed.communicator import LONE_RANK as LONE_RANK
+from fsdp.distributed.communicator import Communicator as Communicator
+from fsdp.distributed.communicator import LoneRank as LoneRank
+from fsdp.distributed.communicator import Messages, finish, incomplete, own_rank, present_call
+from fsdp.distributed.communicator import MissingRanks as MissingRanks
+from fsdp.distributed.communicator import Pending as Pending
+from fsdp.distributed.communicator import Tag as Tag
+from fsdp.distributed.communicator import during as during
+from fsdp.distributed.process_groups import Group, backend_names, behind
+
+# torch 2.12 renamed these; both are looked up at each call, because tools count collectives by replacing them.
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+# Tags below this are left to the user's own point-to-point messages on the same group. gloo's have 31 bits.
+_FIRST_TAG = 1 << 20
+_TAGS = (1 << 31) - _FIRST_TAG
+
+# What ranks tell each other before a payload: its length, and the public call that they are in.
+_LENGTH_BYTES = 8
+_CALL_BYTES = 56
+_TRAINING = "forward or backward"
+_TALK = "what ranks tell each other"
+
+
+_only_torch = False
+
+
+def use_torch_collectives(enabled: bool = True) -> None:
+    """Send everything through `torch.distributed`'s own collectives, on gloo too.
+
+    For tools that count or trace collectives by replacing those functions, and to compare. It is slower: gloo's
+    reduce-scatter moves twice the bytes. Has no effect on NCCL, where it is the only way. Call it on every rank alike,
+    before wrapping; models that are wrapped already keep their way.
+    """
+    global _only_torch
+    _only_torch = enabled
+
+
+class TorchCollectives(Communicator):
+    """`torch.distributed`'s own collectives on any backend."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(group.rank(), group.size())
+        self._group, self._known = group, behind(group)  # what is gathered and reduced goes through a user's object
+        self._apart: Communicator | None = None
+        self.peers_answer = "fake" not in backend_names(group).values()
+
+    @property
+    def talk_device(self) -> torch.device:
+        names = backend_names(self._group)
+        return torch.device("cpu" if "cpu" in names or not names else next(iter(names)))
+
+    def for_device(self, device: torch.device) -> Communicator:
+        return communicator(self._group, device)
+
+    def apart(self) -> Communicator:
+        if self._apart is None:
+            members = dist.get_process_group_ranks(self._known)
+            group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+            self._apart = communicator(group, torch.device("cpu"))
+        return self._apart
+
+    def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
+        work = getattr(dist, _ALL_GATHER)(full, shard, group=self._group, async_op=True)
+        return Pending(what, (work,), lambda: _after_use_of(shard, full))
+
+    def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
+        out = full.new_empty(full.numel() // self.world_size)
+        work = getattr(dist, _REDUCE_SCATTER)(out, full, group=self._group, async_op=True)
+        return Pending(what, (work,), lambda: _after_use_of(full, out).to(dtype or full.dtype))
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", what: str = "all-reduce") -> Pending:
+        work = dist.all_reduce(tensor, op=_OPS[op], group=self._group, async_op=True)
+        return Pending(what, (work,), lambda: tensor)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
+        source = dist.get_global_rank(self._known, source)
+        work = dist.broadcast(tensor, src=source, group=self._known, async_op=True)
+        return Pending("broadcast", (work,), lambda: tensor)
+
+    def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: Tag) -> Pending:
+        asked = [self._message(dist.irecv, tensor, peer) for peer, tensors in incoming.items() for tensor in tensors]
+        sent = [self._message(dist.isend, tensor, peer) for peer, tensors in outgoing.items() for tensor in tensors]
+        works = dist.batch_isend_irecv(asked + sent) if asked or sent else []
+        return Pending(what, works, lambda: torch.empty(0))
+
+    def _message(self, way: Any, tensor: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(way, tensor, group=self._known, group_peer=peer)
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        payloads: list[Any] = [None] * self.world_size
+        try:
+            dist.all_gather_object(payloads, payload, group=self._known)
+        except RuntimeError as error:
+            raise incomplete(_TALK, error) from error
+        return payloads
+
+
+class _Sending:
+    """A shard on its way to the peers."""
+
+    def __init__(self, works: Sequence[Any], kept: Any, what: str) -> None:
+        self._works = works
+        self._kept = kept  # what is being sent lives until then
+        self._what = what
+
+    @property
+    def is_finished(self) -> bool:
+        return self._kept is None
+
+    def finish(self) -> None:
+        works, self._works = self._works, ()
+        _finish_all(works, self._what)
+        self._kept = None
+
+
+class DirectExchange(TorchCollectives):
+    """gloo on CPU: pieces go from rank to rank directly, each received where it belongs."""
+
+    sends_pieces = True
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(group)
+        self._way = type(self).__name__  # there may be one for each type of device, with handles of the same numbers
+        self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        self._sent: deque[_Sending] = deque()
+        self._answered: _Sending | None = None
+
+    def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
+        pieces = full.view(self.world_size, -1)
+        incoming = {peer: [pieces[peer]] for peer in self._peers}
+        outgoing = {peer: [shard] for peer in self._peers}
+        received, works = self._post(what, "gather", tag, incoming, outgoing)
+        sending = _Sending(works, shard, what)
+        self._sent.append(sending)
+        pieces[self.rank].copy_(shard)
+        return Pending(what, received, lambda: self._answer(sending, full))
+
+    def _post(
+        self, what: str, kind: str, tag: Tag, incoming: Messages, outgoing: Messages
+    ) -> tuple[list[Any], list[Any]]:
+        def numbered(messages: Messages) -> Iterator[tuple[Tensor, int, int]]:
+            for peer, tensors in messages.items():
+                for each in tensors:
+                    yield each, peer, _wire_tag(self._way, kind, tag, each.numel(), each.dtype)
+
+        try:
+            asked = [self._group.recv([each], peer, number) for each, peer, number in numbered(incoming)]
+            return asked, [self._group.send([each], peer, number) for each, peer, number in numbered(outgoing)]
+        except RuntimeError as error:  # a peer is known to be gone
+            raise incomplete(what, error) from error
+
+    def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: Tag) -> Pending:
+        asked, works = self._post(what, "exchange", tag, incoming, outgoing)
+        self._sent.append(_Sending(works, outgoing, what))
+        return Pending(what, asked, lambda: torch.empty(0))
+
+    def _answer(self, sending: _Sending, full: Tensor) -> Tensor:
+        # A shard that was cast only to be sent should go when its messages are through. Peers ask for ours before they
+        # send theirs, so those of the gather that was awaited before this one are.
+        if self._answered is not None:
+            self._answered.finish()
+        self._answered = sending
+        while self._sent and self._sent[0].is_finished:
+            self._sent.popleft()
+        return full
+
+    def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
+        pieces = full.view(self.world_size, -1)
+        works, received = self._swap(what, "reduction", tag, list(pieces))
+        return Pending(what, works, lambda: self._sum_in_rank_order(received, dtype or full.dtype))
+
+    def _swap(self, what: str, kind: str, tag: Tag, outgoing: Sequence[Tensor]) -> tuple[list[Any], list[Tensor]]:
+        """Start to send to each rank its own tensor, and to receive one of the same size from each, in rank order."""
+        received = [each if rank == self.rank else torch.empty_like(each) for rank, each in enumerate(outgoing)]
+        incoming = {peer: [received[peer]] for peer in self._peers}
+        asked, sent = self._post(what, kind, tag, incoming, {peer: [outgoing[peer]] for peer in self._peers})
+        return asked + sent, received
+
+    def _sum_in_rank_order(self, pieces: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        # In rank order, so that a run repeats to the bit. Into a received piece: our own is part of the buffer
+        # that the caller wants to free, a received one has a memory of its own and becomes the result.
+        first, second, *rest = range(self.world_size)
+        target, other = (second, first) if first == self.rank else (first, second)
+        total = pieces[target].to(torch.promote_types(pieces[target].dtype, dtype)).add_(pieces[other])
+        for rank in rest:
+            total.add_(pieces[rank])
+        return total.to(dtype)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", what: str = "all-reduce") -> Pending:
+        works, received = self._swap(what, op, what, [tensor.cpu().contiguous()] * self.world_size)
+
+        def combined() -> Tensor:
+            total, *others = [received[0].clone(), *received[1:]]  # ours, among them, may be `tensor` itself
+            for other in others:
+                total.add_(other) if op == "sum" else torch.maximum(total, other, out=total)
+            return tensor.copy_(total)
+
+        return Pending(what, works, combined)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
+        return Pending("broadcast", (), lambda: self._pass_on(tensor, source))
+
+    def _pass_on(self, tensor: Tensor, source: int) -> Tensor:
+        """Along a binomial tree: in each round twice as many ranks have it."""
+        place, reach = (self.rank - source) % self.world_size, 1
+        while reach < self.world_size and not place & reach:
+            reach *= 2
+        host = tensor.cpu()
+
+        def through(incoming: Messages, outgoing: Messages) -> None:
+            asked, sent = self._post("broadcast", "broadcast", source, incoming, outgoing)
+            _finish_all(asked + sent, "broadcast")
+
+        def rank_at(place: int) -> int:
+            return (place + source) % self.world_size
+
+        if place:
+            through({rank_at(place - reach): [host]}, {})
+        steps = [reach >> shift for shift in range(1, reach.bit_length())]
+        through({}, {rank_at(place + step): [host] for step in steps if place + step < self.world_size})
+        return tensor if host is tensor else tensor.copy_(host)
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        call = present_call().encode()[:_CALL_BYTES].ljust(_CALL_BYTES)
+        header = _as_tensor(len(payload).to_bytes(_LENGTH_BYTES, "little") + call)
+        works, headers = self._swap(_TALK, "header", "", [header] * self.world_size)
+        _finish_all(works, _TALK)
+        heard = [_as_bytes(each) for each in headers]
+        self._require_one_call([each[_LENGTH_BYTES:].decode(errors="replace").strip() for each in heard])
+        bodies = [_blank(int.from_bytes(each[:_LENGTH_BYTES], "little")) for each in heard]
+        bodies[self.rank] = _as_tensor(payload)
+        incoming = {peer: [bodies[peer]] for peer in self._peers if len(bodies[peer])}
+        outgoing = {peer: [bodies[self.rank]] for peer in self._peers if payload}
+        asked, sent = self._post(_TALK, "body", "", incoming, outgoing)
+        _finish_all(asked + sent, _TALK)
+        return [_as_bytes(each) for each in bodies]
+
+    def _require_one_call(self, calls: Sequence[str]) -> None:
+        for number, call in enumerate(calls):
+            if call != calls[0]:
+                ranks = dist.get_process_group_ranks(self._known)
+                raise RuntimeError(
+                    f"rank {own_rank()}: the ranks are in different calls, rank {ranks[0]} in {calls[0] or _TRAINING} "
+                    f"and rank {ranks[number]} in {call or _TRAINING}. Make the same calls on every rank, in the same "
+                    "order."
+                )
+
+    def meet(self, what: str, tag: Tag) -> None:
+        works, _ = self._swap(what, "meeting", tag, [_blank(1)] * self.world_size)
+        _finish_all(works, what)
+
+    def settle(self) -> None:
+        self._answered = None
+        while self._sent:
+            self._sent.popleft().finish()
+
+
+class StagedExchange(DirectExchange):
+    """CUDA tensors on a gloo group, through host memory: for tests of several ranks on one GPU."""
+
+    def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
+        host = torch.empty(full.shape, dtype=full.dtype, device="cpu")
+        arrived = super().all_gather(host, shard.cpu(), what, tag)
+        return Pending(what, (), lambda: full.copy_(arrived.wait()))
+
+    def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
+        reduced = super().reduce_scatter(full.cpu(), what, tag, dtype)
+        return Pending(what, (), lambda: reduced.wait().to(full.device))
+
+    def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: Tag) -> Pending:
+        hosts = {
+            peer: [torch.empty(each.shape, dtype=each.dtype, device="cpu") for each in tensors]
+            for peer, tensors in incoming.items()
+        }
+        sent = {peer: [each.cpu() for each in tensors] for peer, tensors in outgoing.items()}
+        arrived = super().exchange(hosts, sent, what, tag)
+
+        def deliver() -> Tensor:
+            arrived.wait()
+            for peer, tensors in incoming.items():
+                for each, host in zip(tensors, hosts[peer], strict=True):
+                    each.copy_(host)
+            return torch.empty(0)
+
+        return Pending(what, (), deliver)
+
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
+_communicators: dict[tuple[Any, str, bool], Communicator] = {}
+
+
+def communicator(group: Group, device: torch.device) -> Communicator:
+    """The way to the ranks of `group` for tensors on `device`; one object per group and device type."""
+    if group.size() == 1:
+        return LONE_RANK
+    # Kept for the life of the process: torch 2.13 may deadlock when a gloo group dies while the GIL is held.
+    key = (group, device.type, _only_torch)
+    if key not in _communicators:
+        _communicators[key] = _kind_of(group, device)(group)
+    return _communicators[key]
+
+
+def _kind_of(group: Group, device: torch.device) -> type[TorchCollectives]:
+    # A user's object in front of a group is there to see collectives.
+    if (
+        _only_torch
+        or behind(group) is not group
+        or not hasattr(group, "send")
+        or backend_names(group).get(device.type) != "gloo"
+    ):
+        return TorchCollectives
+    return DirectExchange if device.type == "cpu" else StagedExchange
+
+
+def _after_use_of(sent: Tensor, result: Tensor) -> Tensor:
+    """`result`; `sent` is named only so that it lives until the collective that reads it has been awaited."""
+    return result
+
+
+def _finish_all(works: Sequence[Any], what: str) -> None:
+    for work in works:
+        finish(work, what)
+
+
+@lru_cache(maxsize=1 << 14)
+def _wire_tag(*meant: Any) -> int:
+    """The tag of a message on gloo, from all that its two ends must agree on.
+
+    That two messages which are under way at once share one by chance is less likely than a broken wire, and would
+    matter only where ranks send them in different orders.
+    """
+    return _FIRST_TAG + zlib.crc32(repr(meant).encode()) % _TAGS
+
+
+def _blank(nbytes: int) -> Tensor:
+    # On the host, also where a user makes the model inside of `with torch.device("meta")`.
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _blank(0)
+
+
+def _as_bytes(tensor: Tensor) -> bytes:
+    return tensor.numpy().tobytes()

@@ -1,0 +1,386 @@
+"""Parameters that are `DTensor`s already: what of them this rank holds, and how to make them whole again.
+
+Tensor parallelism cuts parameters over a device mesh of its own. We shard what each rank has of them, its local part,
+over the data-parallel ranks, and modules see `DTensor`s around the gathered local parts. Everything that must be known
+of `DTensor`s is here. `torch.distributed.tensor` takes a second to import, so it is imported by who has made one.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp.distributed.process_groups import Group
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a value is a `DTensor`."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a `DTensor`; a plain tensor is its own part. Shares memory."""
+    if is_dtensor(tensor):
+        with torch.no_grad():
+            tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return tensor
+
+
+def held_part(tensor: Tensor) -> Tensor:
+    """The very tensor that a `DTensor` holds, at no cost."""
+    return tensor._local_tensor  # type: ignore[attr-defined]  # private, see `set_local_part`
+
+
+def set_local_part(tensor: Tensor, local: Tensor) -> None:
+    """Have a tensor hold `local` from now on, without copying it."""
+    if is_dtensor(tensor):
+        tensor._local_tensor = local  # type: ignore[attr-defined]  # private; no public way (torch 2.11 and 2.13)
+    else:
+        tensor.data = local
+
+
+def beside(tensor: Tensor, local: Tensor) -> Tensor:
+    """A `DTensor` around another local part of the same shape and dtype, quickly; shares its memory."""
+    # private, as `from_local` takes 60 us (torch 2.11 and 2.13)
+    made: Tensor = type(tensor)(local, tensor._spec, requires_grad=False)  # type: ignore[attr-defined, call-overload]
+    return made
+
+
+def become(tensor: Tensor, other: Tensor) -> None:
+    """Have a `DTensor` be what another one is, of whatever dtype and device, and stay the object that it is."""
+    with torch.no_grad():
+        tensor.data = other
+    for name in ("_local_tensor", "_spec"):  # private; swap_tensors refuses what is held weakly (torch 2.11 and 2.13)
+        setattr(tensor, name, getattr(other, name))
+
+
+def arrived(tensor: Tensor) -> Tensor:
+    """A tensor that may be the result of a collective of `DTensor`'s in flight, when it is there."""
+    return tensor.wait() if _is_in_flight(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def memory_at(tensor: Tensor) -> int:
+    """The address of the first element that this rank holds."""
+    return local_part(tensor).data_ptr()
+
+
+def memory_of(tensor: Tensor) -> int:
+    """The address of the storage that a tensor lies in; 0 if it lies in none, and so in none of ours."""
+    tensor = local_part(tensor)
+    has_none = _is_in_flight(tensor) or tensor.layout is not torch.strided
+    return 0 if has_none else tensor.untyped_storage().data_ptr()
+
+
+def _is_in_flight(tensor: Tensor) -> bool:
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    return module is not None and isinstance(tensor, module.AsyncCollectiveTensor)
+
+
+@dataclass(frozen=True)
+class MeshPart:
+    """What a `DTensor` knows beside its local part.
+
+    Attributes:
+        mesh: the ranks that it is spread over.
+        placements: how, for each dimension of the mesh.
+        shape: of the whole.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> MeshPart | None:
+        """None for a plain tensor."""
+        if not is_dtensor(tensor):
+            return None
+        return cls(tensor.device_mesh, tuple(tensor.placements), tensor.shape)  # type: ignore[attr-defined]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MeshPart:
+        return self  # the ranks are the same ones
+
+    @cached_property
+    def sharded_dims(self) -> tuple[int, ...]:
+        """The dimensions of the mesh along which ranks hold different elements."""
+        return tuple(number for number, placement in enumerate(self.placements) if placement.is_shard())
+
+    @cached_property
+    def _extents(self) -> tuple[tuple[int, int], ...]:
+        """Along each dimension, where the local part begins in the whole, and its size."""
+        found = [(0, size) for size in self.shape]
+        for number in self.sharded_dims:
+            dim = self.placements[number].dim  # type: ignore[attr-defined]
+            first, size = found[dim]
+            each = -(-size // self.mesh.size(number))
+            begin = min(self.mesh.get_local_rank(number) * each, size)
+            found[dim] = first + begin, min(each, size - begin)
+        return tuple(found)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where the local part begins in the whole, along each dimension."""
+        return tuple(first for first, _ in self._extents)
+
+    @property
+    def kind(self) -> Hashable:
+        """What parameters of one flat parameter have in common: which ranks hold the same elements of them."""
+        return self.mesh, self.sharded_dims
+
+    def __str__(self) -> str:
+        names = self.mesh.mesh_dim_names or [f"dim {number}" for number in range(self.mesh.ndim)]
+        # With this rank's place in the mesh: equal parts of other places must not be taken for the same.
+        place = self.mesh.get_coordinate() or ()
+        spread = [
+            f"{placement!r} over {name} ({mine} of {self.mesh.size(number)})"
+            for number, (placement, name, mine) in enumerate(zip(self.placements, names, place, strict=True))
+        ]
+        return f"of {list(self.shape)}, {', '.join(spread)}"
+
+    def dtensor(self, local: Tensor) -> DTensor:
+        """A `DTensor` around a local part; shares its memory."""
+        from torch.distributed.tensor import DTensor
+
+        stride = torch.empty(self.shape, device="meta").stride()  # flattened parameters lie in row-major order
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=tuple(stride)
+        )
+
+    def gradient(self, gradient: Tensor) -> Tensor:
+        """This rank's part of a gradient. Collective over the mesh if it is still to be summed over it."""
+        if not is_dtensor(gradient):
+            return gradient
+        if tuple(gradient.placements) != self.placements:  # type: ignore[attr-defined]
+            with torch.no_grad():
+                gradient = gradient.redistribute(placements=self.placements)  # type: ignore[attr-defined]
+        return arrived(local_part(gradient))
+
+    def cut(self, name: str, value: Tensor) -> Tensor:
+        """This rank's part of a whole value, sharing its memory, or of a `DTensor` of whatever placements.
+
+        Collective over the value's mesh if it is a `DTensor` of other placements.
+
+        Raises:
+            ValueError: for another shape.
+        """
+        if value.shape != self.shape:
+            raise ValueError(f"{name}: expected shape {tuple(self.shape)}, got {tuple(value.shape)}")
+        if is_dtensor(value):
+            if MeshPart.of(value) == self:
+                return arrived(local_part(value))
+            value = whole(value)
+        for number, placement in enumerate(self.placements):
+            if placement.is_shard():
+                dim = placement.dim  # type: ignore[attr-defined]
+                total, each = value.shape[dim], -(-value.shape[dim] // self.mesh.size(number))
+                start = min(self.mesh.get_local_rank(number) * each, total)
+                value = value.narrow(dim, start, min(each, total - start))
+        return value
+
+    def cut_dim(self, name: str) -> int | None:
+        """The only dimension along which it is cut; None if every rank of the mesh has all of it.
+
+        Raises:
+            NotImplementedError: if it is cut along several, or is neither cut nor copied.
+        """
+        if not all(placement.is_shard() or placement.is_replicate() for placement in self.placements):
+            raise NotImplementedError(
+                f"{name} has placements {list(self.placements)}: only Shard and Replicate are read"
+            )
+        dims = {self.placements[number].dim % len(self.shape) for number in self.sharded_dims}  # type: ignore[attr-defined]
+        if len(dims) > 1:
+            raise NotImplementedError(
+                f"{name} is cut along dimensions {sorted(dims)} ({self}): a file can be read into parameters that are "
+                "cut along one. Load it with load_state_dict."
+            )
+        return dims.pop() if dims else None
+
+    def ranges(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Where elements ``start:stop`` of the row-major local part are in the row-major whole, in their order.
+
+        One range if it is cut along dimension 0, otherwise one for each row of what is before the dimension.
+        """
+        dim = self.cut_dim(name)
+        if dim is None:
+            yield start, stop
+            return
+        first, size = self._extents[dim]
+        inner = math.prod(self.shape[dim + 1 :])
+        ours, theirs = size * inner, self.shape[dim] * inner
+        while start < stop:
+            row, place = divmod(start, ours)
+            count = min(stop - start, ours - place)
+            begin = row * theirs + first * inner + place
+            yield begin, begin + count
+            start += count
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Collective over its mesh. A `DTensor` as a plain tensor, which may share memory; others are whole already."""
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        return arrived(tensor.full_tensor())  # type: ignore[attr-defined]
+
+
+def settled_gradient(param: Tensor) -> Tensor | None:
+    """This rank's part of an unsharded parameter's gradient, to be changed in place; None without one.
+
+    Collective over the parameter's mesh if it is a `DTensor` and the gradient is still to be summed over it.
+    """
+    grad, part = param.grad, MeshPart.of(param)
+    if grad is not None and part is not None:
+        if tuple(grad.placements) != part.placements:  # type: ignore[attr-defined]
+            param.grad = grad = part.dtensor(part.gradient(grad))
+        return arrived(local_part(grad))
+    return grad
+
+
+# What can be sharded
+
+
+def check_placements(name: str, param: Tensor) -> None:
+    """Raise TypeError or ValueError for a `DTensor` whose local part cannot be flattened."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    part = MeshPart.of(param)
+    if part is None:
+        return
+    if type(param) is not DTensor or any(type(placement) not in (Shard, Replicate) for placement in part.placements):
+        raise TypeError(
+            f"{name} is a {type(param).__name__} with placements {list(part.placements)}: only DTensors of Shard and "
+            "Replicate can be flattened. Redistribute it before wrapping."
+        )
+    if part.mesh.get_coordinate() is None:
+        raise ValueError(
+            f"{name} is a DTensor on {part.mesh}, and rank {dist.get_rank()} is not in that mesh: it has no part of it."
+        )
+    for number in part.sharded_dims:
+        if bool((part.mesh.mesh.movedim(number, -1).diff() < 0).any()):
+            raise ValueError(
+                f"{name} is a DTensor on {part.mesh}, along which ranks do not rise: torch cuts tensors in the order "
+                "of the mesh and puts them together in that of the ranks. Make the mesh with rising ranks."
+            )
+
+
+def check_ranks(name: str, param: Tensor, group: Group, device: torch.device) -> None:
+    """Raise ValueError if a parameter is spread already over ranks of `group`, or is for another kind of device."""
+    part = MeshPart.of(param)
+    if part is None:
+        return
+    if part.mesh.device_type != device.type:
+        raise ValueError(
+            f"{name} is a DTensor on a mesh of {part.mesh.device_type} and would be computed with on {device}. Make "
+            f"the mesh for {device.type} (init_device_mesh), or pass compute_device={part.mesh.device_type!r}."
+        )
+    both = set(_ranks_of(group)) & set(part.mesh.mesh.flatten().tolist()) - {dist.get_rank()}
+    if both:
+        raise ValueError(
+            f"{name} is a DTensor ({part}) on ranks {part.mesh.mesh.tolist()}, and process_group holds "
+            f"{sorted(both)} of them as well: what is spread for tensor parallelism cannot be sharded over the same "
+            'ranks. Pass the group of the data-parallel dimension, process_group=mesh["dp"].get_group(), and have '
+            'DTensors on the other dimensions only, mesh["tp"].'
+        )
+
+
+def check_device(name: str, parts: Iterable[MeshPart | None], device: torch.device) -> None:
+    """Raise ValueError if gathered parts would be on another kind of device than the mesh."""
+    for part in parts:
+        if part is not None and part.mesh.device_type != device.type:
+            raise ValueError(
+                f"{name} has DTensors on a mesh of {part.mesh.device_type}: the module cannot be moved to {device}. "
+                f"Build it on a mesh of {device.type} instead."
+            )
+
+
+def _ranks_of(group: Any) -> Sequence[int]:
+    """The global ranks of a group; none where torch does not know it (it then is a world of one of the user's)."""
+    try:
+        return dist.get_process_group_ranks(group)
+    except (ValueError, RuntimeError, KeyError, AttributeError, TypeError):
+        return ()
+
+
+# All meshes of a model
+
+
+@dataclass(frozen=True)
+class MeshGroups:
+    """The groups of ranks that a model's `DTensor`s are spread over: together, the tensor-parallel ranks.
+
+    Attributes:
+        groups: by their ranks.
+    """
+
+    groups: dict[tuple[int, ...], Any]
+
+    @classmethod
+    def of(cls, parts: Iterable[MeshPart | None]) -> MeshGroups:
+        """Those of some parameters.
+
+        Raises:
+            NotImplementedError: if two of them have several ranks in common without being the same.
+        """
+        groups: dict[tuple[int, ...], Any] = {}
+        for mesh in {part.mesh: None for part in parts if part is not None}:
+            groups |= {ranks: group for ranks, group in _groups_of(mesh).values() if len(ranks) > 1}
+        for ranks in groups:
+            for other in groups:
+                if ranks != other and len(set(ranks) & set(other)) > 1:
+                    raise NotImplementedError(
+                        f"DTensors on meshes that overlap in part, over ranks {list(ranks)} and {list(other)}: their "
+                        "gradients have no common norm yet. Take both meshes from one init_device_mesh."
+                    )
+        return cls(groups)
+
+    def copies(self, part: MeshPart | None) -> int:
+        """On how many of the tensor-parallel ranks each element of a parameter is found."""
+        own = _groups_of(part.mesh) if part is not None else {}
+        spread = {own[dim][0] for dim in part.sharded_dims} if part is not None else set()
+        return math.prod(len(ranks) for ranks in self.groups if ranks not in spread)
+
+
+def _groups_of(mesh: DeviceMesh) -> dict[int, tuple[tuple[int, ...], Any]]:
+    """For each dimension of a mesh, this rank's group with its ranks."""
+    groups = {number: mesh.get_group(number) for number in range(mesh.ndim)}
+    return {number: (tuple(sorted(dist.get_process_group_ranks(group))), group) for number, group in groups.items()}
+
+
+def is_on_many_ranks(parts: Iterable[MeshPart | None]) -> bool:
+    """Whether other ranks hold the same parameters, or other parts of them."""
+    return any(part is not None and part.mesh.size() > 1 for part in parts)
+
+
+def missing_ranks(parts: Iterable[MeshPart | None], group: Group) -> list[int]:
+    """The ranks that hold parts of the same parameters as this one and are not in `group`."""
+    ranks = {rank for part in parts if part is not None for rank in part.mesh.mesh.flatten().tolist()}
+    return sorted(ranks - set(_ranks_of(group)))
+
+
+# State dicts
+
+
+def spread_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Hook: what is about to be loaded into `DTensor`s of a module is a whole tensor: leave this rank's part of it.
+
+    torch reports other shapes and missing keys by itself.
+    """
+    for name, own in (*module._parameters.items(), *module._buffers.items()):
+        value, part = state_dict.get(prefix + name), None if own is None else MeshPart.of(own)
+        if part is not None and isinstance(value, Tensor) and value.shape == part.shape:
+            local = part.cut(name, value)
+            state_dict[prefix + name] = part.dtensor(local if local.is_meta else local.to(part.mesh.device_type))

@@ -1,0 +1,154 @@
+"""Parameters as `DTensor`s that are cut into rows: what modules list, and optimizers see, under `fully_shard`.
+
+Each is made around this rank's rows, which lie in the shard, with a version counter of its own; so a step on the
+`DTensor`s is a step on the shard, as it is with other pieces (`fsdp.engine.orig_params`).
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from fsdp.distributed.dtensor import MeshPart, become, beside, held_part, is_dtensor, set_local_part
+from fsdp.engine.flat_param import FlatParameter, ParamInfo, attributes_of, give_attributes
+from fsdp.engine.layout import Layout, RowsLayout, Slot
+from fsdp.engine.orig_params import Pieces
+
+
+def placements_on(mesh: DeviceMesh, slot: Slot) -> tuple[Placement, ...]:
+    """Of a parameter that is cut over the last dimension of a mesh, if it has any, and replicated over those before."""
+    last = Shard(slot.dim) if slot.shape else Replicate()
+    return (*(Replicate() for _ in range(mesh.ndim - 1)), last)
+
+
+class RowPieces(Pieces):
+    """This rank's rows of the original parameters of one flat parameter, as `DTensor`s.
+
+    Args:
+        flat_param: this rank's shard.
+        layout: in which all is in rows.
+        rank: this rank.
+        places: for each parameter, where it is used.
+        mesh: over whose last dimension the rows are spread.
+        params: made before, for another flat parameter that these were in; they are to be of this one.
+    """
+
+    def __init__(
+        self,
+        flat_param: FlatParameter,
+        layout: Layout,
+        rank: int,
+        places: Sequence[Sequence[ParamInfo]],
+        *,
+        mesh: DeviceMesh,
+        params: Sequence[nn.Parameter] | None = None,
+    ) -> None:
+        self.mesh, self._given = mesh, params
+        self._slots = layout.slots
+        self._parts = [MeshPart(mesh, placements_on(mesh, slot), slot.shape) for slot in layout.slots]
+        self._shapes = [_rows_shape(layout, slot, rank) for slot in range(len(layout.slots))]
+        self._held: dict[int, Tensor] = {}
+        super().__init__(flat_param, layout, rank, places)
+        del self._given
+        self._versions = self.versions
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        return tuple(param._version for param in self.params)
+
+    @property
+    def absent(self) -> list[Tensor]:  # type: ignore[override]
+        """Modules see the `DTensor`s themselves."""
+        return list(self.params)
+
+    def _new(self, slot: int, layout: Layout, requires_grad: bool) -> nn.Parameter:
+        rows = self._rows(slot, self._of(self._flat_param.detach(), slot))
+        if self._given is not None:
+            self._given[slot].__dict__["owner"] = self._flat_param
+            return self._given[slot]  # `alias` has it lie in the new shard
+        made = row_parameter(self._flat_param, rows, self._parts[slot], requires_grad, layout.slots[slot].name)
+        give_attributes(made, self._flat_param.attributes[slot])
+        return made
+
+    def _show(self, slot: int, part: Tensor) -> Tensor:
+        rows, param = self._rows(slot, part), self.params[slot]
+        return beside(param, rows) if rows.dtype == param.dtype else self._parts[slot].dtensor(rows)
+
+    def _have(self, slot: int, part: Tensor) -> None:
+        rows, param = self._rows(slot, part.as_subclass(Tensor)), self.params[slot]
+        self._held[slot] = rows
+        if (rows.dtype, rows.device) == (param.dtype, param.device):
+            set_local_part(param, rows)
+        else:
+            become(param, self._parts[slot].dtensor(rows))
+
+    def _flat(self, slot: int, tensor: Tensor) -> Tensor:
+        return self._slots[slot].kept(held_part(tensor).detach()).reshape(-1)
+
+    def part_of(self, slot: int, value: Tensor) -> Tensor | None:
+        if not is_dtensor(value):
+            return None
+        kept = self._slots[slot]
+        return kept.kept(self._parts[slot].cut(kept.name, value.detach())).reshape(-1)
+
+    def _rows(self, slot: int, part: Tensor) -> Tensor:
+        """A local part, from where it lies."""
+        return self._slots[slot].shown(part.view(self._shapes[slot]))
+
+    def absorb(self) -> list[int]:
+        for slot, param in enumerate(self.params):
+            if held_part(param) is not self._held[slot]:
+                self._take_back(slot, param)
+        self._flat_param.requires_grad_(any(self.requires_grad))
+        # Every rank writes to a DTensor when any does, also those that have no rows of it.
+        before, self._versions = self._versions, self.versions
+        return [slot for slot, version in enumerate(before) if version != self._versions[slot]]
+
+
+def _rows_shape(layout: Layout, slot: int, rank: int) -> torch.Size:
+    if not isinstance(layout, RowsLayout):
+        raise TypeError(f"rows need a layout in rows, got {type(layout).__name__}")
+    if not layout.slots[slot].shape:
+        return torch.Size([])
+    first, last = layout.rows(slot, rank)
+    return torch.Size([last - first, *layout.slots[slot].kept_shape[1:]])
+
+
+def row_parameter(owner: FlatParameter, rows: Tensor, part: MeshPart, requires_grad: bool, fqn: str) -> nn.Parameter:
+    """A parameter around this rank's rows, a view of the shard `owner`.
+
+    An ordinary `DTensor`, since torch's own code asks for the class, with what a `PieceParameter` has.
+    """
+    param = nn.Parameter(part.dtensor(rows.as_subclass(Tensor)), requires_grad)
+    param.__dict__.update(owner=owner, fqn=fqn, whole_shape=part.shape, offset=0)
+    itself = weakref.ref(param)
+    param.__dict__["__deepcopy__"] = partial(_copied, itself, part)
+    param.__dict__["__reduce_ex__"] = partial(_refuse_pickling, fqn)
+    return param
+
+
+def _copied(param: weakref.ref[Any], part: MeshPart, memo: dict[int, Any]) -> nn.Parameter:
+    found: Any = param()
+    rows = held_part(found)
+    owner = copy.deepcopy(found.owner, memo)
+    start = int(rows.storage_offset() - found.owner.storage_offset())
+    mine = owner.detach().as_subclass(Tensor).as_strided(rows.shape, rows.stride(), owner.storage_offset() + start)
+    copied = memo[id(found)] = row_parameter(owner, mine, part, found.requires_grad, found.fqn)
+    give_attributes(copied, attributes_of(found))
+    return copied
+
+
+def _refuse_pickling(fqn: str, protocol: Any) -> Any:
+    raise NotImplementedError(
+        f"{fqn} is a DTensor, whose mesh is of these processes: a module under fully_shard cannot be pickled. Save it "
+        "with fsdp.save, or its state_dict() with torch.distributed.checkpoint; copy it with copy.deepcopy."
+    )

@@ -1,0 +1,408 @@
+"""`FlatParameter`: many parameters in one vector, and where they were."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.distributed.dtensor import MeshPart, is_dtensor, local_part
+from fsdp.engine.fingerprints import Fingerprints
+from fsdp.engine.layout import ContiguousLayout, Layout, RowsLayout
+from fsdp.engine.placeholder import Placeholder, gradient_elsewhere
+
+
+class ParamInfo(NamedTuple):
+    """Where a parameter is used: attribute `name` of `module`, `fqn` as seen from the unit's module."""
+
+    module: nn.Module
+    name: str
+    fqn: str
+
+
+class SharedParamInfo(NamedTuple):
+    """A further place of a parameter that occurs several times in one unit; `primary` is the first one."""
+
+    module: nn.Module
+    name: str
+    fqn: str
+    primary: ParamInfo
+
+
+Attributes = dict[str, Any]
+
+
+def attributes_of(param: Tensor) -> Attributes:
+    """What users have set on a parameter, and not its class."""
+    own = {name for kind in type(param).__mro__ for name in vars(kind).get("__annotations__", ())}
+    return {name: value for name, value in vars(param).items() if name not in own and not name.startswith(_NOT_SET)}
+
+
+_NOT_SET = "__", "_dynamo"  # by users
+
+
+def give_attributes(param: Tensor, attributes: Attributes) -> None:
+    """Set what users had set on the parameter that this one stands for, but for what it has itself."""
+    for name, value in attributes.items():
+        if not hasattr(param, name):
+            param.__dict__[name] = value
+
+
+_set_data: Any = vars(torch._C.TensorBase)["data"].__set__
+
+
+class CountedParameter(nn.Parameter):
+    """A parameter whose ``.data`` shares its version counter.
+
+    By that we know when what was gathered is stale. What is written through ``.data`` of other tensors is not counted.
+    """
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach().as_subclass(Tensor)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _set_data(self, value)
+
+
+class FlatParameter(CountedParameter):
+    """Several parameters, in row-major order one after the other, as one 1-D parameter.
+
+    One that is by itself, and whole on this rank, may keep its shape.
+
+    Args:
+        params: a non-empty list or tuple of parameters of one dtype and device, none of them flat.
+        requires_grad: whether the flat parameter is trained.
+        names: the parameters' names, by default their numbers.
+
+    Raises:
+        ValueError: if `params` is empty, not a list or tuple of parameters, or contains a `FlatParameter`.
+    """
+
+    _names: tuple[str, ...]
+    _shapes: tuple[torch.Size, ...]  # of `DTensor`s, those of their local parts
+    parts: tuple[MeshPart | None, ...]  # what those of them that are `DTensor`s are parts of
+    _cut: type[Layout]  # how it is cut into shards
+    _dims: tuple[int, ...] | None  # along which each is cut; None: the first
+    _align: int  # at a multiple of so many elements each parameter starts
+    _is_sharded: bool  # it holds one rank's shard
+    _is_managed: bool  # a handle runs it
+    _has_unreduced: bool  # gradients were accumulated under `no_sync` and are not in `grad` yet
+    valueless: set[int]  # the numbers of those that have no values yet: they came from the meta device
+    home: Any  # where a shard and its gradient live
+    attributes: tuple[Attributes, ...]  # what users had set on its parameters
+    group: Hashable = None  # what `group_by` said of its parameters
+    fingerprints: Fingerprints | None = None  # of what it was cut from, until a handle takes them over
+
+    def __new__(
+        cls, params: Sequence[nn.Parameter], requires_grad: bool = True, names: Sequence[str] | None = None
+    ) -> FlatParameter:
+        if not isinstance(params, (list, tuple)) or not params:
+            raise ValueError(f"FlatParameter needs a non-empty list or tuple of parameters, got {params!r}")
+        is_pickled = len(params) == 1 and type(params[0]) is Tensor  # by FairScale: `__setstate__` follows
+        for param in () if is_pickled else params:
+            if not isinstance(param, nn.Parameter) or isinstance(param, FlatParameter) or is_dtensor(param):
+                raise ValueError(f"FlatParameter flattens plain parameters, got a {type(param).__name__}")
+        dtypes = {param.dtype for param in params}
+        if len(dtypes) > 1:
+            raise ValueError(f"FlatParameter flattens parameters of one dtype, got {sorted(map(str, dtypes))}")
+        data = torch.cat([param.detach().reshape(-1) for param in params])
+        shapes = tuple(param.shape for param in params)
+        self = cls._build(data, requires_grad, tuple(names or map(str, range(len(params)))), shapes)
+        self.attributes = tuple(map(attributes_of, params))
+        return self
+
+    @classmethod
+    def _build(
+        cls,
+        data: Tensor,
+        requires_grad: bool,
+        names: tuple[str, ...],
+        shapes: tuple[torch.Size, ...],
+        cut: type[Layout] = ContiguousLayout,
+    ) -> FlatParameter:
+        self = Tensor._make_subclass(cls, data, requires_grad)
+        self._names, self._shapes, self.parts = names, shapes, (None,) * len(shapes)
+        self._is_sharded = self._is_managed = self._has_unreduced = False
+        self._cut, self._align, self._dims = cut, 1, None
+        self.valueless = set()
+        self.attributes = tuple({} for _ in shapes)
+        self.home = None
+        return self
+
+    @classmethod
+    def shard_of(
+        cls,
+        params: Sequence[nn.Parameter],
+        names: Sequence[str],
+        rank: int,
+        world_size: int,
+        home: Any,
+        align: int = 1,
+        replicas: int = 1,
+        cut: type[Layout] = ContiguousLayout,
+        dims: tuple[int, ...] | None = None,
+        keeps_shape: bool = False,
+    ) -> FlatParameter:
+        """One rank's shard of the flat parameter, cut straight from the parameters: there is never a whole copy.
+
+        Args:
+            params, names: what it is made of; of `DTensor`s, their local parts. Zeros stand for what has no values.
+            rank, world_size: which shard, of how many.
+            home: where it lives (a `Home`).
+            align: each parameter starts at a multiple of so many elements.
+            replicas: how many ranks hold this shard.
+            cut: how it is cut into shards.
+            dims: the dimension along which each parameter is cut; None is the first.
+            keeps_shape: if it is one parameter that no other rank has a part of, it has that one's shape.
+        """
+        locals_ = [local_part(param) for param in params]
+        shapes = tuple(local.shape for local in locals_)
+        layout = cut.of(zip(names, shapes, strict=True), world_size, align, dims)
+        shard = home.allocate(layout.shard_numel, params[0].dtype)
+        for slot, local in enumerate(locals_):
+            if not local.is_meta:
+                layout.shard_of(slot, local, shard, rank)
+        if keeps_shape and world_size == 1 and not is_dtensor(params[0]):
+            shard = shard.view(shapes[0])
+        self = home.flat_parameter._build(shard, params[0].requires_grad, tuple(names), shapes, cut)
+        self._dims, self.parts = dims, tuple(MeshPart.of(param) for param in params)
+        self._is_sharded, self._align = world_size > 1 and layout.numel > 0, align
+        self.valueless = {slot for slot, local in enumerate(locals_) if local.is_meta and local.numel()}
+        if world_size * replicas > 1 and layout.numel > 0:  # later nobody knows what the others have seen
+            self.fingerprints = Fingerprints.of(locals_, layout.parts(self.vector, rank))
+        self.home = home
+        self.attributes = tuple(map(attributes_of, params))
+        if len(params) == 1:
+            give_attributes(self, self.attributes[0])
+        home.release()
+        return self
+
+    @classmethod
+    def part_of_shard(cls, shard: FlatParameter, slots: Sequence[int], rank: int, world_size: int) -> FlatParameter:
+        """A shard of some of the parameters of another one, with a home of its own of the same kind.
+
+        Args:
+            shard: this rank's.
+            slots: the numbers of the parameters.
+            rank, world_size: which shard, of how many.
+        """
+        home = copy.deepcopy(shard.home)
+        names, shapes = tuple(shard._names[slot] for slot in slots), tuple(shard._shapes[slot] for slot in slots)
+        dims = None if shard._dims is None else tuple(shard._dims[slot] for slot in slots)
+        layout = shard._cut.of(zip(names, shapes, strict=True), world_size, shard._align, dims)
+        data, old = home.allocate(layout.shard_numel, shard.dtype), shard.make_layout(world_size)
+        values, places = old.parts(shard.detach(), rank), layout.parts(data, rank)
+        for number, slot in enumerate(slots):
+            places[number].copy_(values[slot])
+        self = home.flat_parameter._build(data, shard.requires_grad, names, shapes, shard._cut)
+        self._dims, self.parts = dims, tuple(shard.parts[slot] for slot in slots)
+        self._is_sharded, self._align = world_size > 1 and layout.numel > 0, shard._align
+        self.valueless = {number for number, slot in enumerate(slots) if slot in shard.valueless}
+        self.group, self.home = shard.group, home
+        self.attributes = tuple(shard.attributes[slot] for slot in slots)
+        return self
+
+    def __init__(self, params: Any = None, requires_grad: bool = True, names: Any = None) -> None:
+        pass
+
+    def make_layout(self, world_size: int = 1) -> Layout:
+        """How the parameters lie in the vector when `world_size` ranks share it."""
+        return self._cut.of(zip(self._names, self._shapes, strict=True), world_size, self._align, self._dims)
+
+    @property
+    def vector(self) -> Tensor:
+        """Its elements in one dimension, in the same memory."""
+        return self.detach().as_subclass(Tensor).view(-1)
+
+    @property
+    def owner(self) -> FlatParameter:
+        """Itself; what owns the memory of a `PieceParameter`."""
+        return self
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether gradients wait for their reduction, and were not zeroed."""
+        return self._has_unreduced and self.grad is not None
+
+    @property
+    def held_gradient(self) -> Tensor | None:
+        """The reduced gradient, wherever it is; None without one."""
+        grad = self.grad
+        return grad.stands_for if isinstance(grad, Placeholder) else grad
+
+    def hold_gradient(self, reduced: Tensor) -> None:
+        """Add a reduced gradient; one on another device is kept there, beside the parameter."""
+        held = self.held_gradient
+        if held is not None:
+            held.add_(_shaped(reduced.to(held.device), held.shape))
+        elif reduced.device == self.device:
+            self.grad = _shaped(reduced, self.shape)
+        else:
+            placeholder = gradient_elsewhere(f"a flat parameter with {self._names[0]}", self, reduced.device)
+            placeholder.stands_for = reduced
+            self.grad = placeholder
+
+    def bring_gradient(self) -> None:
+        """Have a gradient that is kept elsewhere in ``grad``, where optimizers look for it."""
+        held = self.held_gradient
+        if held is not None and held is not self.grad:
+            self.grad = _shaped(held.to(self.device), self.shape)
+
+    def forget_gradient(self) -> None:
+        """Have no gradient, here or elsewhere."""
+        self.grad = None
+
+    def get_param_views(self, external_data: Tensor | None = None) -> list[Tensor]:
+        """The original parameters as views of this one, or of `external_data` of the same size.
+
+        Raises:
+            ValueError: if the data hasn't as many elements as the original parameters together.
+        """
+        data = self if external_data is None else external_data
+        layout = ContiguousLayout.of(zip(self._names, self._shapes, strict=True), 1, self._align)
+        if data.numel() != layout.numel:
+            raise ValueError(
+                f"the {len(self._shapes)} parameters of this FlatParameter have {layout.numel} elements, the data has "
+                f"{data.numel()}" + (" (it holds one rank's shard)" if self._is_sharded else "")
+            )
+        # One split: of as many slices, each would have a gradient of the whole size.
+        sizes = [size for slot, gap in zip(layout.slots, layout.gaps, strict=True) for size in (slot.numel, gap)]
+        pieces = data.view(-1).split(sizes)[::2]
+        views = [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
+        for view, attributes in zip(views, self.attributes, strict=True):
+            give_attributes(view, attributes)
+        return views
+
+    def metadata(self) -> tuple[tuple[str, ...], tuple[torch.Size, ...], tuple[int, ...]]:
+        """Names, shapes and numbers of elements of the original parameters."""
+        return self._names, self._shapes, tuple(shape.numel() for shape in self._shapes)
+
+    def __setstate__(self, state: Any) -> None:
+        """Of a pickle that FairScale made, the only ones that have a state: numels, shapes, and where each was."""
+        numels, shapes, infos, _ = state
+        names = (".".join(filter(None, (path, name))) for path, _, name in infos)
+        self._names = tuple(names) or tuple(map(str, range(len(shapes))))
+        self._shapes = tuple(map(torch.Size, shapes))
+        self.attributes = tuple({} for _ in self._shapes)
+        self._is_sharded = self.numel() != sum(numels)
+
+    @torch.inference_mode(False)  # or the copy could not be trained
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
+        home = copy.deepcopy(self.home, memo)
+        data = self.detach().as_subclass(Tensor).clone() if home is None else home.allocate(self.numel(), self.dtype)
+        if home is not None:
+            data = data.view(self.shape).copy_(self.detach())
+            home.release()
+        copied = memo[id(self)] = type(self)._build(data, self.requires_grad, self._names, self._shapes, self._cut)
+        copied._is_sharded, copied._is_managed, copied.group = self._is_sharded, self._is_managed, self.group
+        copied.parts, copied._align, copied._dims = self.parts, self._align, self._dims
+        copied.valueless = set(self.valueless)
+        copied.home = home
+        copied.attributes = self.attributes
+        give_attributes(copied, attributes_of(self))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        data = self.detach().as_subclass(Tensor)
+        return _rebuild_flat_parameter, (
+            data,
+            self.requires_grad,
+            self._names,
+            self._shapes,
+            self._is_sharded,
+            self._align,
+            self.group,
+            type(self),
+            tuple(self.valueless),
+            self._cut,
+            self.attributes,
+            attributes_of(self),
+        )
+
+
+def _shaped(tensor: Tensor, shape: torch.Size) -> Tensor:
+    return tensor if tensor.shape == shape else tensor.view(shape)
+
+
+class PieceParameter(CountedParameter):
+    """This rank's piece of an original parameter: elements ``offset:offset + numel()`` of it in row-major order.
+
+    1-D, and empty on ranks that have nothing of it. Of a `DTensor` it is a piece of the local part.
+    """
+
+    fqn: str  # from the wrapped module
+    whole_shape: torch.Size  # of the parameter, or of a DTensor's local part
+    offset: int
+    owner: FlatParameter  # of whose shard it is a view
+
+    @property
+    def group(self) -> Hashable:
+        """What `group_by` said of it."""
+        return self.owner.group
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.owner._is_sharded
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether gradients wait for their reduction, and this one was not zeroed."""
+        return self.owner._has_unreduced and self.grad is not None
+
+    @property
+    def home(self) -> Any:
+        return self.owner.home
+
+    @classmethod
+    def of(
+        cls, owner: FlatParameter, start: int, numel: int, requires_grad: bool, fqn: str, shape: torch.Size, offset: int
+    ) -> PieceParameter:
+        """Elements ``start:start + numel`` of the shard `owner`, whose version counter it shares."""
+        piece = Tensor._make_subclass(cls, owner.detach()[start : start + numel], requires_grad)
+        piece.fqn, piece.whole_shape, piece.offset, piece.owner = fqn, shape, offset, owner
+        return piece
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PieceParameter:
+        build, (owner, *others), *_ = self.__reduce_ex__(2)
+        copied = memo[id(self)] = build(copy.deepcopy(owner, memo), *others)
+        give_attributes(copied, attributes_of(self))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        start = int(self.storage_offset() - self.owner.storage_offset())
+        args = (start, self.numel(), self.requires_grad, self.fqn, self.whole_shape, self.offset)
+        return type(self).of, (self.owner, *args), attributes_of(self) or None
+
+    def __setstate__(self, state: Attributes) -> None:
+        give_attributes(self, state)
+
+
+def _rebuild_flat_parameter(
+    data: Tensor,
+    requires_grad: bool,
+    names: Any,
+    shapes: Any,
+    sharded: bool,
+    align: int = 1,
+    group: Hashable = None,
+    kind: type[FlatParameter] = FlatParameter,
+    valueless: tuple[int, ...] = (),
+    cut: type[Layout] = ContiguousLayout,
+    attributes: tuple[Attributes, ...] | None = None,
+    own_attributes: Attributes | None = None,
+) -> FlatParameter:
+    flat = kind._build(data, requires_grad, names, shapes, cut)
+    flat._is_sharded, flat._align, flat.group = sharded, align, group
+    flat.valueless = set(valueless)
+    flat.attributes = flat.attributes if attributes is None else attributes
+    give_attributes(flat, own_attributes or {})
+    return flat
+
+
+# So that `torch.load` with its default, `weights_only=True`, reads a flat parameter back.
+torch.serialization.add_safe_globals([_rebuild_flat_parameter, FlatParameter, ContiguousLayout, RowsLayout])

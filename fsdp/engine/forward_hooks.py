@@ -1,0 +1,205 @@
+"""A unit's forward: what its module's hooks report, and what of one call its backward will meet again.
+
+Hooks sit on the wrapped module itself, so calling it through the wrapper, directly, or from its own ``generate()``
+is the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable
+from enum import Enum, auto
+from functools import cache
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.compiler import disable
+from torch.utils.hooks import RemovableHandle
+
+from fsdp.engine.autograd import differentiable_tensors
+from fsdp.engine.precision import InputCast, cast_floats
+from fsdp.engine.trees import map_tensors
+
+if TYPE_CHECKING:
+    from fsdp.engine.unit import Unit
+    from fsdp.uneven.regions import Visit
+
+
+class TrainingState(Enum):
+    """What a unit is doing, in FairScale's names."""
+
+    IDLE = auto()  # between its computations
+    FORWARD = auto()  # its module's forward is running
+    BACKWARD_PRE = auto()  # backward has reached its outputs; parameters are whole
+    BACKWARD_POST = auto()  # its gradients are complete; the backward of others goes on
+    SUMMON_FULL_PARAMS = auto()  # its modules hold whole parameters as ordinary ones
+
+
+class Hook:
+    """A module's hook of ours. A compiler that traces the module leaves it alone: it moves data between ranks."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        _keep_from_compilers()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _keep_from_compilers()
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+
+@cache
+def _keep_from_compilers() -> None:
+    # The call of the class, not the function in it: a module that is compiled in place calls its hooks uncompiled, one
+    # by one, and each would be a frame to trace, with a graph break in it. Only now, because it imports for seconds.
+    Hook.__call__ = disable(Hook.__call__)  # type: ignore[method-assign]
+
+
+class ForwardHooks:
+    """Runs a unit's runtime around the forward of its module, and casts what goes in and out.
+
+    Args:
+        unit: whose module gets the hooks.
+        clear_autocast_cache: let go of autocast's copies of weights after each forward.
+    """
+
+    def __init__(self, unit: Unit, clear_autocast_cache: bool) -> None:
+        self._unit = unit
+        self._clear_autocast_cache = clear_autocast_cache
+        self._nested = 0  # calls of the module inside of its own call: parts of it
+
+    def register(self) -> list[RemovableHandle]:
+        """Put the hooks on the module. Returns what removes them."""
+        module = self._unit.module
+        before, after = Hook(self.before), Hook(self.after)
+        return [
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+            module.register_forward_hook(after, always_call=True),
+        ]
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The module is about to compute. Returns its arguments if they were cast."""
+        if self._unit.state is TrainingState.FORWARD and self._is_inside_its_call():
+            self._nested += 1
+        elif not self._unit.is_lent:  # else it has no part in this call
+            self._nested = 0
+            self._unit.ensure_runtime().before_forward(self._unit, (args, kwargs))
+        return self._cast_inputs((args, kwargs))
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The module has computed, or raised. Returns its output, cast if that was asked for."""
+        unit = self._unit
+        if unit.runtime is None:
+            return None
+        if self._nested:
+            self._nested -= 1
+            return cast_floats(output, unit.precision.output)
+        if unit.state is TrainingState.SUMMON_FULL_PARAMS:
+            return cast_floats(output, unit.precision.output)
+        # torch calls this hook with None while it handles an exception of the forward.
+        failed = output is None and sys.exc_info()[1] is not None
+        if not failed:
+            output = cast_floats(map_tensors(self._outlive_buffers, output), unit.precision.output)
+        if self._clear_autocast_cache:
+            torch.clear_autocast_cache()
+        unit.runtime.after_forward(unit, output, failed)
+        return output
+
+    def around(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a method of the module as its forward is run."""
+        cast = self.before(self._unit.module, args, kwargs)
+        args, kwargs = (args, kwargs) if cast is None else cast
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            self._unit.ensure_runtime().give_up_forward(self._unit)
+            raise
+        return self.after(self._unit.module, args, output)
+
+    def _is_inside_its_call(self) -> bool:
+        """Whether the module runs further down the stack, and was not left there by an exception that nobody saw."""
+        frame: FrameType | None = sys._getframe(1)
+        calls = 0
+        while frame is not None and calls < 2:  # the first is the one that begins
+            if frame.f_code is nn.Module._call_impl.__code__:
+                calls += frame.f_locals.get("self") is self._unit.module
+            elif frame.f_code is ForwardHooks.around.__code__:
+                calls += frame.f_locals.get("self") is self
+            frame = frame.f_back
+        return calls == 2
+
+    def _cast_inputs(self, inputs: Any) -> Any:
+        unit, kind = self._unit, self._unit.precision.inputs
+        if kind is InputCast.NONE or (kind is InputCast.OUTERMOST and unit.is_inside_mixed):
+            return None
+        if kind is InputCast.WIDEN:
+            return cast_floats(inputs, torch.float32, only=(torch.float16, torch.bfloat16))
+        if not unit.in_full_precision and unit.state is not TrainingState.SUMMON_FULL_PARAMS:
+            return cast_floats(inputs, unit.precision.compute)
+        own = next((handle.flat_param.dtype for handle in unit.handles if handle.is_cast), None)
+        return cast_floats(inputs, own)
+
+    def _outlive_buffers(self, tensor: Tensor) -> Tensor:
+        # A module may return a parameter, or a part of it: its memory will be given back.
+        shows = tensor._is_view() or isinstance(tensor, nn.Parameter)
+        for handle in self._unit.handles:
+            # What comes of a DTensor doesn't show whether it is a view of its local part.
+            if (shows or any(handle.flat_param.parts)) and handle.whole.holds(tensor):
+                return tensor.clone()
+        return tensor
+
+
+class Call:
+    """One forward of a unit, as its backward will meet it again."""
+
+    def __init__(self, unit: Unit, recomputed: bool) -> None:
+        self.unit = unit
+        self.recomputed = recomputed  # by activation checkpointing, inside a backward
+        self.shards: list[Hashable] = []  # the state of those that it computed with
+        self.in_full_precision = False  # what it computed in
+        self.will_pass = False  # whether backward goes on through its inputs
+        self.position = 0  # in the order of the forward; see `uneven.visits`
+        self.visit: Visit | None = None  # of a region that other ranks don't run
+        self.backward: object = None  # the last one that has come to its outputs
+
+    def watch_inputs(self, inputs: Any) -> None:
+        """Have the runtime told when backward has the gradients of the inputs, if it will compute any."""
+        tensors = differentiable_tensors(inputs)
+        self.will_pass = bool(tensors)
+        # Hooks on leaves would stay for good. Without one the call never passes, and memory is freed at the end.
+        if tensors and not any(tensor.is_leaf for tensor in tensors):
+            register_multi_grad_hook(tensors, self._inputs_have_gradients)
+
+    def watch_outputs(self, outputs: Any) -> bool:
+        """Have the runtime told when backward reaches the outputs; False if it never will."""
+        # A leaf among the outputs was passed through; nothing of the unit is between it and the loss.
+        tensors = [tensor for tensor in differentiable_tensors(outputs) if not tensor.is_leaf]
+        self.in_full_precision = self.unit.in_full_precision
+        self.shards = [handle.shard_state for handle in self.unit.handles]
+        for tensor in tensors:
+            # Another rank may compute with what a unit inside has returned, while this one returns it as it is. So that
+            # both reach the outer unit first, its hook goes before the inner one's. (Autograd calls them as they lie.)
+            hooks: Any = tensor._backward_hooks or {}
+            earlier = dict(hooks)
+            hooks.clear()
+            tensor.register_hook(self._output_has_gradient)
+            hooks.update(earlier)
+            # An in-place operation on a view gives it another place in the graph, and takes its hooks out of that; what
+            # it is a view of stays in front of the unit.
+            base = tensor._base
+            if base is not None and base.grad_fn is not None:
+                base.grad_fn.register_prehook(self._output_has_gradient)
+        return bool(tensors)
+
+    def _inputs_have_gradients(self, _: Any) -> None:
+        if self.unit.runtime is not None:
+            self.unit.runtime.passed(self.unit, self)
+
+    def _output_has_gradient(self, _: Tensor) -> None:
+        if self.unit.runtime is not None:
+            self.unit.runtime.before_backward(self.unit, self)

@@ -1,0 +1,157 @@
+"""The flat, unsharded gradient of one handle, filled parameter by parameter as autograd delivers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fsdp.engine.layout import Layout
+
+
+class GradientBuffer:
+    """Gathers the gradients of a layout's parameters in one flat tensor of the gathered buffer's arrangement.
+
+    It outlives a backward under `no_sync`, so it keeps two facts about each parameter: whether its place holds a
+    value (`_filled`, until the buffer is taken), and whether it has arrived in this backward (`_arrived`).
+
+    Args:
+        layout: where each gradient belongs.
+        dtype: in which the gradient is sent.
+        sum_dtype: at least in this one the gradients of several backwards are added up.
+        device: where it is.
+        expected: for each parameter, whether it gets a gradient at all.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+        sum_dtype: torch.dtype,
+        device: torch.device,
+        expected: Sequence[bool],
+    ) -> None:
+        self._layout = layout
+        self.dtype = dtype
+        self._sum_dtype = torch.promote_types(dtype, sum_dtype)
+        self._device = device
+        self._is_summing = False
+        self._flat: Tensor | None = None
+        self._owes = False  # other ranks have gradients: this one contributes zeros if it has none
+        self._filled = bytearray(len(layout.slots))
+        self._arrived = bytearray(len(layout.slots))
+        self._expected = sum(expected)
+        self._missing = self._expected
+        self.used = bytearray(len(layout.slots))  # whose gradients were taken since the last backward began
+        self.times_taken = 0  # since then
+        self.awaited: Sequence[bool] = ()  # for each parameter, whether autograd said that a gradient would come
+        self._places: list[list[Tensor]] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return self._flat is None and not self._owes
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every parameter's gradient has arrived in this backward."""
+        return self._missing == 0
+
+    def begin_backward(self, is_summing: bool) -> None:
+        """Expect every gradient; `is_summing` if those of later backwards will be added before they are taken."""
+        self._is_summing = is_summing
+        self.used = bytearray(len(self.used))
+        self.times_taken, self.awaited = 0, ()
+        self.begin_round()
+
+    def begin_round(self) -> None:
+        """Expect every gradient (again)."""
+        self._arrived = bytearray(len(self._arrived))
+        self._missing = self._expected
+
+    def add(self, slot: int, grad: Tensor, divisor: float) -> None:
+        """Put ``grad / divisor`` at its place, or add it to what is there."""
+        if self._flat is None:
+            self._allocate()
+        for place, part in zip(self._places[slot], self._layout.divided(slot, grad), strict=True):
+            _put(place, part, divisor, is_filled=bool(self._filled[slot]))
+        self._filled[slot] = 1
+        if not self._arrived[slot]:
+            self._arrived[slot] = 1
+            self._missing -= 1
+
+    def _allocate(self) -> None:
+        dtype = self._sum_dtype if self._is_summing else self.dtype
+        self._flat = torch.empty(self._layout.padded_numel, dtype=dtype, device=self._device)
+        self._places = self._layout.places(self._flat)
+
+    def owe(self) -> None:
+        """Have zeros to give when others reduce theirs, if nothing arrives here."""
+        self._owes = True
+
+    @property
+    def filled(self) -> bytes:
+        """For which parameters something is accumulated, here or on other ranks."""
+        return b"\1" * len(self._filled) if self._owes else bytes(self._filled)
+
+    @property
+    def arrived(self) -> list[bool]:
+        """For which parameters something is accumulated here, or was taken since the last backward began."""
+        return [bool(used or filled) for used, filled in zip(self.used, self._filled, strict=True)]
+
+    @property
+    def missed(self) -> list[bool]:
+        """Which gradients were `awaited`, but autograd came with nothing: a function of a user's returned None."""
+        return [awaited and not used for awaited, used in zip(self.awaited, self.used)]  # noqa: B905 (none awaited)
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Drop what is accumulated for some parameters."""
+        for slot in slots:
+            self._filled[slot] = 0
+
+    def expect(self, expected: Sequence[bool]) -> None:
+        """Other parameters require gradients now; what is accumulated stays."""
+        self._expected = self._missing = sum(expected)
+
+    def fits(self, dtype: torch.dtype, sum_dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether it was made for these."""
+        return (self.dtype, self._sum_dtype, self._device) == (dtype, torch.promote_types(dtype, sum_dtype), device)
+
+    def rescale(self, factor: float) -> None:
+        """Multiply what has been accumulated."""
+        for slot, places in enumerate(self._places):
+            for place in places if self._filled[slot] else ():
+                place.mul_(factor)
+
+    def take(self) -> Tensor:
+        """The flat gradient in `dtype`, zero where nothing arrived; the buffer is empty afterwards."""
+        if self._flat is None and self._owes:
+            self._allocate()
+        flat, every, filled = self._flat, self._places, self._filled
+        if flat is None:
+            raise ValueError("nothing has been accumulated")
+        self.drop()
+        self.times_taken += 1
+        for slot, places in enumerate(every):
+            if filled[slot]:
+                self.used[slot] = 1
+            for place in () if filled[slot] else places:
+                place.zero_()
+        self._layout.clear_gaps(flat)
+        return flat.to(self.dtype)
+
+    def drop(self) -> None:
+        self._flat, self._places, self._owes = None, [], False
+        self._filled = bytearray(len(self._filled))
+
+
+def _put(place: Tensor, grad: Tensor, divisor: float, *, is_filled: bool) -> None:
+    """Have ``grad / divisor`` at a place, or add it to what is there."""
+    if is_filled:
+        place.add_(grad, alpha=1.0 / divisor)
+    elif divisor == 1.0:
+        place.copy_(grad)
+    elif torch.promote_types(grad.dtype, place.dtype) == grad.dtype:
+        torch.div(grad, divisor, out=place)  # in the wider dtype: narrowed first, it might overflow
+    else:
+        place.copy_(grad).div_(divisor)  # dividing first would lose what only the wider dtype can hold

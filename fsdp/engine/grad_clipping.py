@@ -1,0 +1,217 @@
+"""The norm of gradients that are spread over ranks, and clipping by it.
+
+With tensor parallelism, gradients are spread over the ranks of the `DTensor`s' meshes as well, and those of parameters
+that are no `DTensor`s, or replicated ones, are found on each of them. All ranks add what they have, divided by the
+number of ranks that have it too; so they all come to the same norm, to the bit, and scale alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.distributed.collectives import Communicator, communicator
+from fsdp.distributed.dtensor import MeshGroups, MeshPart, settled_gradient
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.managed_params import is_ours, owner_of
+from fsdp.engine.unit import Unit
+
+if TYPE_CHECKING:
+    from fsdp.engine.runtime import Runtime
+
+
+# Gradients (or other values) with the parameters that they are of, which know how they are spread over the ranks.
+Owned = Sequence[tuple[Tensor, nn.Parameter]]
+
+
+def clip_by_norm(runtime: Runtime, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    """Collective. `clip_grad_norm` of all gradients of a model, between its passes."""
+    runtime.ensure_idle("clip gradients", is_served=True)
+    if (joining := runtime.visits.joining) is not None:
+        joining.tell_clip_norm(max_norm, norm_type, error_if_nonfinite)
+    return clip_grad_norm(runtime.root, runtime.units, max_norm, norm_type, error_if_nonfinite)
+
+
+def clip_by_value(runtime: Runtime, clip_value: float) -> None:
+    """`clip_grad_value` of all gradients of a model, between its passes."""
+    runtime.ensure_idle("clip gradients", is_served=True)
+    if (joining := runtime.visits.joining) is not None:
+        joining.tell_clip_value(clip_value)
+    clip_grad_value(runtime.root, runtime.units, clip_value)
+
+
+def clip_grad_norm(
+    root: Unit, units: Sequence[Unit], max_norm: float, norm_type: float, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Collective. Scale all gradients so that their norm over all ranks is at most `max_norm`.
+
+    Returns:
+        The norm before clipping; see `norm_over_ranks`.
+
+    Raises:
+        RuntimeError: if gradients are not reduced yet, or, if that is asked for, the norm is not finite; no gradient is
+            changed then.
+        ValueError, NotImplementedError: as `norm_over_ranks`.
+    """
+    reduced = _reduced_gradients([handle for unit in units for handle in unit.handles])
+    owned: Owned = [(grad, handle.flat_param) for handle, grad in reduced.items()]
+    owned = [*owned, *((grad, param) for param, grad in _ignored_gradients(root).items())]
+    norm = norm_over_ranks(root, units, owned, norm_type)
+    scale_to([grad for grad, _ in owned], norm, max_norm, error_if_nonfinite)
+    return norm
+
+
+def norm_over_ranks(root: Unit, units: Sequence[Unit], owned: Owned, norm_type: float) -> Tensor:
+    """Collective. The norm of what all ranks of a model have, in float32 or wider.
+
+    Sums of powers are taken per shard and added over the ranks once; with `DTensor`s once more over each dimension of
+    their mesh. Of parameters that are not sharded, which every rank has for itself, the mean over ranks of these sums
+    is taken: all ranks find the same norm, and the right one where they have the same. A unit with ranks of its own
+    counts once for each group of ranks that shares (or replicates) it, since each group trains its own.
+
+    Args:
+        root: of the model.
+        units: all of them.
+        owned: shards or pieces of them, of whichever parameters of the units, and parts of others.
+        norm_type: p of the p-norm.
+
+    Raises:
+        ValueError: for a norm that is none, or if a unit spans ranks that the root does not.
+        NotImplementedError: if meshes of `DTensor`s overlap in part.
+    """
+    beyond = [unit.name for unit in units if root.ranks and not unit.ranks <= root.ranks]
+    if beyond:
+        raise ValueError(
+            f"clip_grad_norm_ adds up what the ranks of the outermost wrapper have ({sorted(root.ranks)}), and inner "
+            f"ones are spread over more ({', '.join(beyond)}). Wrap the outermost module with a process_group of all "
+            "these ranks."
+        )
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive, or inf for the largest absolute value; got {norm_type}")
+    handles = {id(handle.flat_param): handle for unit in units for handle in unit.handles}
+    others = [param for _, param in owned if owner_of(param) is None]
+    ours = [part for handle in handles.values() for part in handle.flat_param.parts]
+    parallel = MeshGroups.of([*ours, *map(MeshPart.of, [*root.module.parameters(), *others])])
+    every = math.prod(comm.world_size for comm in root.everyone)
+
+    def copies(param: nn.Parameter) -> int:
+        owner = owner_of(param)
+        if owner is None:
+            return parallel.copies(MeshPart.of(param)) * every
+        # Parameters of one handle are spread over the same ranks.
+        return parallel.copies(owner.parts[0]) * handles[id(owner)].replicas.world_size
+
+    shares = [(tensor, copies(param)) for tensor, param in owned]
+    comms = [*root.everyone, *(communicator(group, root.device) for group in parallel.groups.values())]
+    # By what could have gradients: one rank may have some that others have not, and sums must be of one dtype on all.
+    trained = [param for param in [*unsharded_parameters(root), *others] if param.requires_grad]
+    dtype = torch.float64 if any(param.real.dtype is torch.float64 for param in trained) else torch.float32
+    return _total(comms, _local_total(shares, norm_type, root.device, dtype), norm_type)
+
+
+def scale_to(grads: Iterable[Tensor], norm: Tensor, max_norm: float, error_if_nonfinite: bool) -> None:
+    """Scale gradients of this norm to one of at most `max_norm`.
+
+    Raises:
+        RuntimeError: if the norm is not finite and that is to be an error.
+    """
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"the norm of the gradients is {norm.item()} over all ranks, so they cannot be clipped; they are "
+            "left as they are, on every rank. Pass error_if_nonfinite=False to clip all the same."
+        )
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    # Also where the scale is 1: deciding on the host would make it wait for the device.
+    for grad in grads:
+        grad.mul_(scale.to(grad.device, grad.dtype))
+
+
+def clip_grad_value(root: Unit, units: Sequence[Unit], clip_value: float) -> None:
+    """Clamp every element of the gradients to ``[-clip_value, clip_value]``.
+
+    Raises:
+        RuntimeError: if gradients are not reduced yet.
+        ValueError: for a negative value.
+    """
+    if not clip_value >= 0:
+        raise ValueError(f"clip_value must not be negative, got {clip_value}")
+    reduced = _reduced_gradients([handle for unit in units for handle in unit.handles])
+    for grad in (*reduced.values(), *_ignored_gradients(root).values()):
+        grad.clamp_(-clip_value, clip_value)
+
+
+def require_reduced(handles: Iterable[FlatParamHandle]) -> None:
+    """Have the gradients of shards and pieces where their parameters are.
+
+    Raises:
+        RuntimeError: if gradients are not reduced yet.
+    """
+    for handle in handles:
+        handle.home.check(handle.name)
+        if handle.pieces is not None:
+            handle.pieces.collect_gradients()  # what users zeroed or replaced
+        handle.flat_param.bring_gradient()
+        if handle.flat_param.has_unreduced:
+            raise RuntimeError(
+                f"cannot clip: the gradients of {handle.name} accumulated under no_sync() are not reduced over the "
+                "ranks yet. Run the last backward of the step outside no_sync()."
+            )
+
+
+def _reduced_gradients(handles: Sequence[FlatParamHandle]) -> dict[FlatParamHandle, Tensor]:
+    require_reduced(handles)
+    return {handle: handle.flat_param.grad for handle in handles if handle.flat_param.grad is not None}
+
+
+def unsharded_parameters(root: Unit) -> list[nn.Parameter]:
+    """The parameters in a model that every rank has for itself: those that it ignores."""
+    return [param for param in root.module.parameters() if not is_ours(param)]
+
+
+def _ignored_gradients(root: Unit) -> dict[nn.Parameter, Tensor]:
+    grads = {param: settled_gradient(param) for param in unsharded_parameters(root)}
+    return {param: grad for param, grad in grads.items() if grad is not None}
+
+
+def _total(comms: Sequence[Communicator], local: Tensor, norm_type: float) -> Tensor:
+    if not math.isinf(norm_type):
+        return _over_all(comms, local, "sum").pow(1.0 / norm_type)
+    # A maximum over ranks drops NaN on some backends: whether there was one travels beside it.
+    is_nan = local.isnan()
+    both = _over_all(comms, torch.stack([local.masked_fill(is_nan, 0.0), is_nan.to(local.dtype)]), "max")
+    return both[0].masked_fill(both[1] > 0, math.nan)
+
+
+def _over_all(comms: Sequence[Communicator], tensor: Tensor, op: str) -> Tensor:
+    for comm in comms:
+        tensor = comm.all_reduce(tensor, op, "the norm of gradients").wait()
+    return tensor
+
+
+def _local_total(
+    shares: Sequence[tuple[Tensor, int]], norm_type: float, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """This rank's contribution, from gradients with the number of ranks that contribute the same.
+
+    At least in `dtype`.
+    """
+    total_dtype = reduce(torch.promote_types, (grad.dtype.to_real() for grad, _ in shares), dtype)
+    norms = [_norm(grad, norm_type).to(device, total_dtype) for grad, _ in shares if grad.numel()]
+    if not norms:
+        return torch.zeros((), dtype=total_dtype, device=device)
+    stacked = torch.stack(norms)
+    if math.isinf(norm_type):
+        return stacked.max()
+    copies = [count for grad, count in shares if grad.numel()]
+    powers = stacked.pow(norm_type)
+    return powers.sum() if set(copies) == {1} else (powers / powers.new_tensor(copies)).sum()
+
+
+def _norm(grad: Tensor, norm_type: float) -> Tensor:
+    # In its own dtype if that is wide enough: one for all would drop imaginary parts, or digits of what is real.
+    return torch.linalg.vector_norm(grad.to(torch.promote_types(grad.dtype, torch.float32)), norm_type)

@@ -1,0 +1,73 @@
+"""What a unit leaves alone: `ignored_modules` and `ignored_parameters`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsdp.engine.flat_param import ParamInfo
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """Modules, with all that is inside of them, and parameters that are not sharded.
+
+    A parameter that an ignored module uses is ignored wherever else it is used: so ties are kept.
+    """
+
+    modules: frozenset[nn.Module] = frozenset()
+    parameters: frozenset[Tensor] = frozenset()
+
+    @classmethod
+    def of(cls, modules: Iterable[nn.Module] | None, parameters: Iterable[nn.Parameter] | None) -> Ignored:
+        """From a wrapper's arguments.
+
+        Raises:
+            TypeError: if they are not modules, or not parameters.
+        """
+        roots = _checked("ignored_modules", modules, nn.Module)
+        inside = frozenset(inner for root in roots for inner in root.modules())
+        named = _checked("ignored_parameters", parameters, nn.Parameter)
+        return cls(
+            inside,
+            frozenset(named)
+            | {param for module in inside for param in module._parameters.values() if param is not None},
+        )
+
+    def __or__(self, other: Ignored) -> Ignored:
+        """What either of them leaves alone."""
+        return Ignored(self.modules | other.modules, self.parameters | other.parameters)
+
+    def check(self, taken_by: Callable[[Tensor], str | None], sharded: Iterable[ParamInfo]) -> None:
+        """Raise ValueError if an inner unit has taken what is ignored now.
+
+        Args:
+            taken_by: the name of the unit's parameter that a parameter has become, None if it was not taken.
+            sharded: where inner units' parameters are used.
+        """
+        names = [name for name in map(taken_by, self.parameters) if name is not None]
+        names += [
+            f"{place.fqn} of a {type(place.module).__name__}" for place in sharded if place.module in self.modules
+        ]
+        if names:
+            raise ValueError(
+                f"{names[0]} is ignored, but an inner unit has sharded it already: ignore it there as well, or nowhere"
+            )
+
+    def has(self, module: nn.Module, param: Tensor) -> bool:
+        """Whether a parameter of a module is to be left alone."""
+        return module in self.modules or param in self.parameters
+
+
+def _checked(argument: str, given: Any, kind: type[Any]) -> list[Any]:
+    if isinstance(given, Iterator):
+        raise TypeError(f"{argument} is an iterator, which one wrapper would use up: give a list, list(...)")
+    is_one = isinstance(given, kind) or not isinstance(given, Iterable)
+    found = [] if given is None else [given] if is_one else list(given)
+    for item in found:
+        if not isinstance(item, kind):
+            raise TypeError(f"{argument} must be an iterable of {kind.__name__}s, found a {type(item).__name__} in it")
+    return found

@@ -1,0 +1,263 @@
+"""Which parameters a unit takes, in which groups, and how they leave the modules that they belonged to."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fsdp.distributed.dtensor import MeshPart, check_placements, is_dtensor, local_part
+from fsdp.engine.flat_param import FlatParameter, ParamInfo
+from fsdp.engine.ignored import Ignored
+from fsdp.engine.names import clean_name
+
+Places = list[ParamInfo]
+GroupKey = Callable[[str, nn.Parameter], Hashable]  # of a parameter's name and the parameter
+
+
+class Taken(NamedTuple):
+    """What became of a parameter. All is held weakly: knowing of it keeps nobody's memory."""
+
+    param: weakref.ref[nn.Parameter]
+    description: str
+    flat_param: weakref.ref[FlatParameter] | None  # which has its values now; None for a summoned copy
+    slot: int  # its number there
+    lender: weakref.ref[Any] | None = None  # the unit that took it, if others may share it
+
+
+# Parameters that a unit has taken over, by id, while somebody still holds them: a tied module outside of the
+# unit, or an optimizer made too early.
+_taken: dict[int, Taken] = {}
+
+
+def collect(
+    module: nn.Module,
+    ignored: Ignored | None = None,
+    tied: dict[nn.Parameter, Places] | None = None,
+    claimed: Collection[tuple[nn.Module, str]] = (),
+    *,
+    with_values: bool = True,
+) -> dict[nn.Parameter, Places]:
+    """The parameters below `module` that no inner unit took, each with every place where it is used.
+
+    Args:
+        module: the root to look below.
+        ignored: what to leave out.
+        tied: if given, gets the parameters that another unit took and can share, with their places here.
+        claimed: places that inner units see to.
+        with_values: refuse parameters without values, those on the meta device.
+
+    Raises:
+        TypeError: if one is an integer tensor or another kind that cannot be flattened.
+        ValueError: if one was taken over by a unit that doesn't contain this place, or is tied to another by its memory
+            only: a tie would be lost; or if one has hooks, or is a DTensor of which this rank has no part.
+    """
+    found: dict[nn.Parameter, Places] = {}
+    for prefix, submodule in module.named_modules():
+        for name, param in submodule._parameters.items():
+            fqn = clean_name(f"{prefix}.{name}" if prefix else name)
+            if isinstance(param, FlatParameter) and not param._is_managed:
+                raise ValueError(
+                    f"{fqn} is a FlatParameter that no FullyShardedDataParallel made: it would not be sharded. Wrap "
+                    "the plain module, without a FlattenParamsWrapper around it or inside."
+                )
+            if param is None or is_ours(param) or (submodule, name) in claimed:
+                continue
+            if ignored is not None and ignored.has(submodule, param):
+                continue
+            _check(fqn, param, with_values)
+            kind = found
+            if tied is not None and lender_of(param) is not None:
+                kind = tied
+            else:
+                _refuse_taken(fqn, param)
+            kind.setdefault(param, []).append(ParamInfo(submodule, name, fqn))
+    _refuse_aliases(found | (tied or {}))
+    return found
+
+
+def _refuse_aliases(found: dict[nn.Parameter, Places]) -> None:
+    seen: dict[int, Places] = {}
+    for param, places in found.items():
+        local = local_part(param)
+        other = seen.setdefault(local.data_ptr(), places) if local.numel() and not local.is_meta else places
+        if other is not places:
+            raise ValueError(
+                f"{places[0].fqn} is a parameter of its own in the memory of {other[0].fqn}: sharded, they would no "
+                "longer change together. Tie them by making them one parameter (b.weight = a.weight), or give each its "
+                "memory (.clone())."
+            )
+
+
+def _check(fqn: str, param: nn.Parameter, with_values: bool) -> None:
+    if not param.is_floating_point() and not param.is_complex():
+        raise TypeError(
+            f"{fqn} is a parameter of {param.dtype}: only floating-point parameters can be sharded. Register it as a "
+            "buffer (register_buffer) if it is not trained."
+        )
+    check_placements(fqn, param)
+    is_known = type(param) in _PLAIN or is_dtensor(param)
+    if is_known and is_dtensor(param) and local_part(param).is_meta:
+        raise TypeError(
+            f"{fqn} is a DTensor without values (its local part is on the meta device), which cannot be given any once "
+            "it is sharded. Give it values before (to_empty() and reset_parameters()), or distribute a tensor that has."
+        )
+    if param.layout is not torch.strided or (param.is_meta and with_values) or not is_known:
+        kind = f"{param.layout} {param.device.type}" if is_known else type(param).__name__
+        raise TypeError(
+            f"{fqn} is a {kind} parameter: only plain, dense parameters with values can be flattened. Materialize it "
+            "(to_empty() and reset_parameters()) or convert it before wrapping."
+        )
+    if param._backward_hooks or param._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"{fqn} has gradient hooks, which would never run: another tensor takes its place. Remove them before "
+            "wrapping; gradients can be hooked afterwards on the wrapper's `params`, flat and reduced."
+        )
+
+
+def _refuse_taken(fqn: str, param: nn.Parameter) -> None:
+    owner = taken_by(param)
+    if owner is not None:
+        raise ValueError(
+            f"{fqn} is the same parameter as {owner}, which an inner unit has already taken over: wrapped like this, "
+            "the two would no longer be tied. Leave that module unwrapped, so that the unit that contains both takes "
+            "the parameter (auto_wrap does so by itself)."
+        )
+
+
+_PLAIN = (nn.Parameter,)
+
+
+def taken_over(param: torch.Tensor) -> Taken | None:
+    """What became of this original parameter, None if no unit took it over."""
+    taken = _taken.get(id(param))
+    return taken if taken is not None and taken.param() is param else None
+
+
+def taken_by(param: torch.Tensor) -> str | None:
+    """The name under which a unit took over this original parameter, None if none did."""
+    taken = taken_over(param)
+    return None if taken is None else taken.description
+
+
+def lender_of(param: torch.Tensor) -> Any | None:
+    """The unit that took over this original parameter alone, and can share it with others; None if none did."""
+    taken = taken_over(param)
+    return None if taken is None or taken.lender is None else taken.lender()
+
+
+def note_stale(
+    param: nn.Parameter,
+    description: str,
+    flat_param: weakref.ref[FlatParameter] | None = None,
+    slot: int = 0,
+    lender: weakref.ref[Any] | None = None,
+) -> None:
+    """Remember that `param` is not, or not for long, what the model trains."""
+    key = id(param)
+    reference = weakref.ref(param, lambda _: _taken.pop(key, None))
+    _taken[key] = Taken(reference, description, flat_param, slot, lender)
+
+
+def follow_flat_param(old: FlatParameter, now: Mapping[int, tuple[FlatParameter, int]]) -> None:
+    """What was in a flat parameter is in others now: for each number, in which one and under which number."""
+    for key, taken in _taken.items():
+        if taken.flat_param is not None and taken.flat_param() is old:
+            flat_param, slot = now[taken.slot]
+            _taken[key] = taken._replace(flat_param=weakref.ref(flat_param), slot=slot)
+
+
+def is_ours(param: torch.Tensor) -> bool:
+    """Whether what a module lists is a shard, or a piece of one."""
+    return owner_of(param) is not None
+
+
+def owner_of(param: torch.Tensor) -> FlatParameter | None:
+    """The shard that something listed is, or is a piece of; None for other parameters."""
+    owner = getattr(param, "owner", None)  # and not by __dict__, which compilers of optimizers cannot trace
+    return owner if isinstance(owner, FlatParameter) else None
+
+
+def group(
+    params: dict[nn.Parameter, Places], kind: Callable[[Places], Hashable], key: GroupKey | None
+) -> list[tuple[Hashable, list[nn.Parameter]]]:
+    """Parameters that can share one flat parameter: of one dtype, device, `requires_grad` and key, and used alike.
+
+    `DTensor`s only with others that are spread over the same ranks.
+
+    Args:
+        params: with the places where each is used.
+        kind: what tells uses apart.
+        key: what the user tells apart.
+
+    Returns:
+        Each group with its key, None without `key`.
+
+    Raises:
+        TypeError: if a key cannot be hashed.
+    """
+    groups: dict[Hashable, list[nn.Parameter]] = {}
+    keys: dict[Hashable, Hashable] = {}
+    usual = device_of(params)
+    for param, places in params.items():
+        own = key_of(param, places, key)
+        part = MeshPart.of(param)
+        spread = None if part is None else part.kind
+        # What has no values is nowhere: it must lie beside the same others as on a rank that has its values.
+        device = usual if param.is_meta else param.device
+        alike = (param.dtype, device, param.requires_grad, spread, kind(places), own)
+        keys[alike] = own
+        groups.setdefault(alike, []).append(param)
+    return [(keys[alike], members) for alike, members in groups.items()]
+
+
+def device_of(params: Iterable[nn.Parameter]) -> torch.device | None:
+    """Where the first of the parameters is that has values; None if none has."""
+    return next((param.device for param in params if not param.is_meta), None)
+
+
+def key_of(param: nn.Parameter, places: Places, key: GroupKey | None) -> Hashable:
+    """What the user's `group_by` says of a parameter."""
+    found = None if key is None else key(places[0].fqn, param)
+    try:
+        hash(found)
+    except TypeError:
+        raise TypeError(
+            f"group_by({places[0].fqn!r}, ...) returned {found!r}, which cannot be hashed: return a string, a number, "
+            "or a tuple of such"
+        ) from None
+    return found
+
+
+def text_of_key(key: Hashable) -> str:
+    """A key as ranks can compare it: texts of other objects than plain values may differ though the keys are equal."""
+    if isinstance(key, tuple):
+        return f"({', '.join(map(text_of_key, key))})"
+    return repr(key) if isinstance(key, (str, int, float)) else type(key).__name__
+
+
+def take_over(
+    params: dict[nn.Parameter, Places], flat_params: Sequence[FlatParameter], owner: str, lender: Any = None
+) -> None:
+    """Remove the parameters from their modules; from now on the modules' attributes are ours.
+
+    Args:
+        params: in the order in which they lie in the flat parameters.
+        flat_params: what they have become.
+        owner: of which module they were.
+        lender: the unit that can share them with others.
+    """
+    lent_by = None if lender is None else weakref.ref(lender)
+    slots = [(weakref.ref(flat), slot) for flat in flat_params for slot in range(len(flat.metadata()[0]))]
+    for (param, places), (flat_param, slot) in zip(params.items(), slots, strict=True):
+        note_stale(param, f"{places[0].fqn} of {owner}", flat_param, slot, lent_by)
+        for place in places:
+            del place.module._parameters[place.name]
+
+
+def names_of(params: Sequence[nn.Parameter], places: dict[nn.Parameter, Places]) -> list[str]:
+    """The names of parameters at their first places."""
+    return [places[param][0].fqn for param in params]

@@ -1,0 +1,212 @@
+"""Tensors whose memory is a file: the system writes what is not used to disk, and reads it when it is touched.
+
+Space is reserved on the disk before a tensor exists, because a page for which there is no room kills the process
+when it is written, and nobody could tell why. For the same reason a mapping is checked before it is used: the pages of
+a file that was truncated cannot be read.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp.engine.memory import return_freed_blocks
+
+_PAGE = mmap.PAGESIZE
+
+# Small tensors share files of this size: each mapping takes a file descriptor, of which a process has few.
+_SHARED_FILE_BYTES = 1 << 22
+
+_READ_AHEAD_BYTES = 1 << 17
+
+
+class Region:
+    """A page-aligned part of a mapped file."""
+
+    def __init__(self, mapping: mmap.mmap, path: str, start: int, nbytes: int) -> None:
+        self._mapping = weakref.ref(mapping)  # tensors keep it alive, and only they
+        self._path = path
+        self._start, self._length = start, _in_pages(nbytes)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._mapping() is not None
+
+    def check(self, what: str) -> None:
+        """Raise RuntimeError if the file under the mapping is gone or too short, so that reading it would crash."""
+        mapping = self._mapping()
+        if mapping is None:
+            return
+        try:
+            size = mapping.size()
+        except OSError as error:
+            raise RuntimeError(f"{what}: its file {self._path} cannot be reached any more: {error}") from error
+        if size < self._start + self._length:
+            raise RuntimeError(
+                f"{what}: its file {self._path} was truncated to {size} bytes while it was in use, and its values are "
+                "lost. Start again from a checkpoint, with an offload_folder that nobody else touches."
+            )
+
+    def read_ahead(self) -> None:
+        """Have the system fetch it from disk while something else is computed."""
+        # In pieces, because Linux takes no more of one request than its device's read-ahead, commonly this much.
+        for start in range(0, self._length, _READ_AHEAD_BYTES):
+            self._advise("MADV_WILLNEED", start, min(_READ_AHEAD_BYTES, self._length - start))
+
+    def release(self) -> None:
+        """Take it out of the process's memory; the system keeps it cached as long as it likes."""
+        self._advise("MADV_DONTNEED", 0, self._length)
+
+    def _advise(self, advice: str, start: int, length: int) -> None:
+        mapping = self._mapping()
+        if mapping is not None and hasattr(mmap, advice):
+            mapping.madvise(getattr(mmap, advice), self._start + start, length)
+
+
+class MappedFiles:
+    """Files for tensors in a folder of this process below `folder`, which must exist or be possible to make.
+
+    Args:
+        folder: on a disk with room for what is kept there.
+        keep: leave the files when the process ends. Otherwise they have no names from the beginning, so that they
+            vanish with the process whatever happens to it.
+
+    Raises:
+        ValueError: if the folder cannot be made or written to.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], keep: bool) -> None:
+        self._below, self._keep = os.path.abspath(folder), keep
+        self._regions: dict[int, Region] = {}  # by address
+        self._shared: tuple[mmap.mmap, str] | None = None
+        self._shared_used = 0
+        self._count = 0
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self.folder = tempfile.mkdtemp(prefix=f"fsdp-{os.getpid()}-", dir=folder)
+        except OSError as error:
+            raise ValueError(
+                f"offload_folder={os.fspath(folder)!r} cannot be used: {error}. Name a folder on a disk with room for "
+                "the model's shards, gradients and optimizer state."
+            ) from error
+        return_freed_blocks(larger_than=1 << 20)
+        if not keep:
+            weakref.finalize(self, _remove, self.folder, os.getpid())
+
+    def __deepcopy__(self, memo: Any) -> MappedFiles:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return files_under, (self._below, self._keep)
+
+    def allocate(self, numel: int, dtype: torch.dtype, role: str) -> tuple[Tensor, Region]:
+        """A tensor ``[numel]`` of zeros, named after what it is for.
+
+        Raises:
+            RuntimeError: if the disk has no room for it.
+        """
+        nbytes = max(numel, 1) * dtype.itemsize
+        if self._keep or nbytes >= _SHARED_FILE_BYTES // 4:
+            mapping, path = self._map(_in_pages(nbytes), role)
+            start = 0
+        else:
+            if self._shared is None or self._shared_used + _in_pages(nbytes) > _SHARED_FILE_BYTES:
+                self._shared, self._shared_used = self._map(_SHARED_FILE_BYTES, "small tensors"), 0
+            (mapping, path), start = self._shared, self._shared_used
+            self._shared_used += _in_pages(nbytes)
+        region = Region(mapping, path, start, nbytes)
+        made = torch.frombuffer(mapping, dtype=dtype, count=max(numel, 1), offset=start)
+        self._regions = {place: each for place, each in self._regions.items() if each.is_alive}
+        self._regions[made.data_ptr()] = region
+        return made[:numel], region
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of those made here."""
+        region = self._regions.get(tensor.data_ptr())
+        return region is not None and region.is_alive
+
+    def regions_of(self, tensors: Iterable[Any]) -> list[Region]:
+        """Where those of `tensors` that were made here lie."""
+        ours = (each for each in tensors if isinstance(each, Tensor) and self.holds(each))
+        return [self._regions[each.data_ptr()] for each in ours]
+
+    def release(self) -> None:
+        """Take everything out of the process's memory."""
+        for region in self._regions.values():
+            region.release()
+
+    def _open(self, path: str) -> int:
+        if self._keep:
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        if hasattr(os, "O_TMPFILE"):
+            with suppress(OSError):  # not every file system has files without names
+                return os.open(self.folder, os.O_RDWR | os.O_TMPFILE, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        os.unlink(path)
+        return fd
+
+    def _map(self, nbytes: int, role: str) -> tuple[mmap.mmap, str]:
+        self._count += 1
+        path = os.path.join(self.folder, f"{self._count:05d}-{role.replace(' ', '-')}.bin")
+        try:
+            fd = self._open(path)
+            try:
+                _reserve(fd, nbytes)
+                mapping = mmap.mmap(fd, nbytes)
+            except OSError:
+                if self._keep:
+                    os.unlink(path)
+                raise
+            finally:
+                os.close(fd)
+        except OSError as error:
+            free: int | str = "no longer known how many"
+            with suppress(OSError):
+                free = shutil.disk_usage(os.path.dirname(self.folder)).free
+            raise RuntimeError(
+                f"offload='disk': cannot make a file of {nbytes} bytes for {role} in {self.folder}: {error}; the disk "
+                f"has {free} bytes free. Make room, or name an offload_folder on another disk. (If there are too many "
+                "open files, raise `ulimit -n`.)"
+            ) from error
+        return mapping, path
+
+
+def _remove(folder: str, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child drops its copy of us
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, nbytes)
+        return
+    zeros = bytes(1 << 20)
+    for start in range(0, nbytes, len(zeros)):
+        os.pwrite(fd, zeros[: nbytes - start], start)
+
+
+def _in_pages(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE
+
+
+def files_under(folder: str | os.PathLike[str], keep: bool) -> MappedFiles:
+    """The one folder of files of this process below `folder`."""
+    key = (os.path.abspath(folder), keep)
+    files = _open.get(key)
+    if files is None:
+        files = _open[key] = MappedFiles(folder, keep)
+    return files
+
+
+# Kept alive by the tensors' owners; when the last is gone, so is the folder.
+_open: weakref.WeakValueDictionary[tuple[str, bool], MappedFiles] = weakref.WeakValueDictionary()

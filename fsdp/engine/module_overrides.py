@@ -1,0 +1,228 @@
+"""What users do to modules inside of a unit, past its wrapper: cast, move and freeze them, and take their state.
+
+`.to()`, `.half()` and `.cuda()` all come down to `nn.Module._apply`, which changes the parameters that a module lists.
+A unit's are packed into vectors that follow as a whole, so its modules get an ``_apply`` of our own; and a
+``requires_grad_``, which on a part of a flat parameter could only do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.distributed.dtensor import is_dtensor
+from fsdp.engine.blanks import note_empty
+from fsdp.engine.forward_hooks import Hook, TrainingState
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.managed_params import is_ours
+from fsdp.engine.names import clean_name
+from fsdp.engine.unit import Unit, own_modules, units_in
+
+Conversion = Callable[[Tensor], Tensor]
+
+
+def guard(unit: Unit, *, lists_parts: bool = False, names_shards: bool = False) -> None:
+    """Watch over the modules of a unit whose handles are complete.
+
+    Args:
+        unit: the unit.
+        lists_parts: what its modules list can be saved and loaded as it is, and gets memory by `to_empty`.
+        names_shards: its modules list a shard of each parameter under the parameter's name, and save it.
+    """
+    tied = {place.module for one in unit.wanted for place in one.places}
+    # What units inside hold they save by themselves. Buffers may be cast.
+    is_bare = unit.holds_nothing and not any(module._buffers for module in own_modules(unit.module))
+    taken_from = {unit.module, *(place.module for place in unit.places()), *tied}
+    for module in own_modules(unit.module):
+        if module in taken_from and not (lists_parts or names_shards or is_bare):
+            unit.hooks.append(module.register_state_dict_pre_hook(Hook(partial(_refuse_partial_state, unit))))
+        if not taken_from.isdisjoint(module.modules()):
+            module.__dict__["_apply"] = Conversions(unit, module, gives_memory=lists_parts)
+            if module is not unit.module:
+                module.__dict__["requires_grad_"] = Freezing(unit, module)
+
+
+def move_values(module: nn.Module, device: torch.device) -> None:
+    """As ``module.to(device)``, but what has no values stays on the meta device."""
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+
+
+def refuse_shared_modules(module: nn.Module) -> None:
+    """Raise ValueError if `module` uses a module without the unit that took its parameters."""
+    for submodule in own_modules(module):
+        guarding = submodule.__dict__.get("_apply")
+        if isinstance(guarding, Conversions) and not guarding.unit.holds_nothing:
+            owner, kind = guarding.unit, type(submodule).__name__
+            here = [clean_name(name) or kind for name, found in _named_modules(module) if found is submodule]
+            there = [clean_name(name) for name, found in _named_modules(owner.module) if found is submodule]
+            raise ValueError(
+                f"{' = '.join(here)} is the same {kind} as {there[0]} of {owner.name}, a unit that has taken over its "
+                "parameters and would not gather them here. Wrap the shared module itself first, once, and put the "
+                "wrapper in every place; or leave the modules that share it unwrapped (auto_wrap does so by itself)."
+            )
+
+
+def _named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return list(module.named_modules(remove_duplicate=False))
+
+
+def _refuse_partial_state(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if unit.state is not TrainingState.SUMMON_FULL_PARAMS and not unit.access.is_local:
+        raise RuntimeError(
+            f"{unit.name}: state_dict() of a {type(module).__name__} inside a FullyShardedDataParallel would hold "
+            "this rank's shards, or nothing. Call state_dict() of the wrapper, or be inside summon_full_params()."
+        )
+
+
+class Conversions:
+    """What a unit's module has as ``_apply``."""
+
+    def __init__(self, unit: Unit, module: nn.Module, *, gives_memory: bool = False) -> None:
+        self.unit, self._module, self._gives_memory = unit, module, gives_memory
+
+    def __call__(self, fn: Conversion, recurse: bool = True) -> nn.Module:
+        if self.unit.access.is_filling:
+            return self._convert(fn, recurse)  # `to_empty` in an initialisation, of tensors that are nobody's yet
+        if not self.unit.access.is_converting:
+            self._check(fn)
+            if self._module is self.unit.module:
+                return self._convert_unit(fn, recurse)
+        return self._convert(fn, recurse)
+
+    def _convert(self, fn: Conversion, recurse: bool) -> nn.Module:
+        own, listed = self._module._parameters, dict(self._module._parameters)
+        rows = [name for name, param in listed.items() if param is not None and is_ours(param) and is_dtensor(param)]
+        for name in rows:
+            own.pop(name)  # torch would put other tensors in their place; they follow their shard
+        try:
+            type(self._module)._apply(self._module, fn, recurse)
+        finally:
+            if rows:
+                listed |= own
+                own.clear()
+                own.update(listed)
+        return self._module
+
+    def _check(self, fn: Conversion) -> None:
+        """Raise before anything is changed by what cannot be followed.
+
+        Raises:
+            RuntimeError: for a part of a unit, for whole parameters, and in the middle of a forward or backward.
+            ValueError: for a dtype in which a unit cannot compute as it was asked to.
+        """
+        unit = self.unit
+        if unit.runtime is not None:
+            unit.runtime.ensure_idle("move or cast the module")
+        is_whole = self._module is unit.module
+        for _, each in units_in(unit) if is_whole else [("", unit)]:
+            changed = [handle for handle in each.seen if _changes(handle, fn)]
+            is_summoned = each.state is TrainingState.SUMMON_FULL_PARAMS
+            if any(is_summoned or handle.is_exposed for handle in changed):
+                raise RuntimeError(
+                    f"{each.name}: inside summon_full_params() there are only copies of the parameters, whose new "
+                    "dtype or device would be forgotten. Cast or move the model outside of it."
+                )
+            for handle in changed if is_whole else ():
+                if handle.has_unreduced:
+                    raise RuntimeError(
+                        f"{handle.name}: cannot move or cast gradients that were accumulated under no_sync() and not "
+                        "reduced over the ranks yet. Do it after the last backward of the step, or after zero_grad()."
+                    )
+                handle.check_cast(fn)
+        if not is_whole:
+            self._refuse_part([handle for handle in unit.seen if _changes(handle, fn)], fn)
+
+    def _refuse_part(self, handles: Sequence[FlatParamHandle], fn: Conversion) -> None:
+        inside = set(self._module.modules())
+        for handle in handles:
+            places = [place for used in handle.places for place in used]
+            here = [place for place in places if place.module in inside]
+            # Casting alone what is a flat parameter of its own, and listed here, changes that flat parameter.
+            listed = {entry[:2] for entry in handle.registry.entries} if handle.pieces is None else ()
+            alone = len(handle.places) == 1 and all(place[:2] in listed for place in places) and here == places
+            if here and not (alone and fn(_probe(handle)).device == handle.flat_param.device):
+                raise RuntimeError(
+                    f"{self.unit.name}: {here[0].fqn} cannot be cast or moved apart from its unit, whose parameters "
+                    "lie in one vector. Cast or move the whole model (model.to(...)), or do it before wrapping: a unit "
+                    "may mix dtypes."
+                )
+
+    def _convert_unit(self, fn: Conversion, recurse: bool) -> nn.Module:
+        unit = self.unit
+        if unit.state is TrainingState.SUMMON_FULL_PARAMS:
+            return self._convert(fn, recurse)  # nothing of the shards changes, or it was refused
+        for handle in unit.seen:
+            handle.absorb()
+            handle.settle_fingerprints()
+        if unit.runtime is not None:
+            unit.runtime.release()
+        device = fn(torch.empty(0, device=unit.device)).device
+        convert = partial(_convert_tensor, unit, fn, self._gives_memory and unit.awaits_values and _makes_memory(fn))
+        unit.access.is_converting = True
+        try:
+            self._convert(convert, recurse)
+            for handle in unit.handles:
+                handle.apply_to_hidden(convert)
+        finally:
+            unit.access.is_converting = False
+        unit.follow(device)
+        return self._module
+
+
+class Freezing:
+    """What a module in a unit has as ``requires_grad_``."""
+
+    def __init__(self, unit: Unit, module: nn.Module) -> None:
+        self.unit, self._module = unit, module
+
+    def __call__(self, requires_grad: bool = True) -> nn.Module:
+        inside = set(self._module.modules())
+        for handle in self.unit.handles:
+            here = [place for places in handle.places for place in places if place.module in inside]
+            listed = any(module in inside for module, _, _ in handle.registry.entries)
+            if here and not listed and handle.requires_grad is not requires_grad:
+                raise RuntimeError(
+                    f"{self.unit.name}: {here[0].fqn} cannot be frozen or thawed apart from its flat parameter. "
+                    "Do it before wrapping, wrap with use_orig_params=True, or freeze the whole wrapped module."
+                )
+        type(self._module).requires_grad_(self._module, requires_grad)
+        return self._module
+
+
+def _probe(handle: FlatParamHandle) -> Tensor:
+    return torch.empty(0, dtype=handle.flat_param.dtype, device=handle.flat_param.device)
+
+
+def _changes(handle: FlatParamHandle, fn: Conversion) -> bool:
+    before = _probe(handle)
+    after = fn(before)
+    return (before.dtype, before.device) != (after.dtype, after.device)
+
+
+def _makes_memory(fn: Conversion) -> bool:
+    """Whether it is that of `to_empty`, and not one that copies."""
+    try:
+        return not fn(torch.empty(0, device="meta")).is_meta
+    except RuntimeError:  # what is on the meta device cannot be copied
+        return False
+
+
+def _convert_tensor(unit: Unit, fn: Conversion, gives_memory: bool, tensor: Tensor) -> Tensor:
+    """`fn`, which only casts what is offloaded (shards, gradients) or has no values: that stays where it is.
+
+    But `to_empty` gives memory to what has no values, where the modules themselves list what has.
+    """
+    if tensor.is_meta and gives_memory:
+        return note_empty(fn(tensor))
+    if tensor.is_meta:
+        return tensor.to(fn(torch.empty(0, dtype=tensor.dtype, device=unit.device)).dtype)
+    converted = fn(tensor)
+    for handle in unit.seen:
+        if handle.home.keeps_shards:
+            for param in (handle.flat_param, *handle.registry.params):
+                if tensor is param or tensor is param.grad:
+                    return converted.to(tensor.device)
+    return converted

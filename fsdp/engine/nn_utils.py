@@ -1,0 +1,308 @@
+"""What `torch.nn.utils` does with the parameters and gradients of sharded models.
+
+Its functions are given tensors, and would take what this rank has of them for all there is: each rank would clip by
+the norm of its own shard, and train other weights than the rest. So, once a model was wrapped, they look whether what
+they were given is ours. `DTensor`s (`fully_shard`) know by themselves what they are parts of, and are left to torch;
+but for the infinity norm, which fails there on ranks that have no rows of one. What takes a parameter out of its
+module, to compute it from others (weight norm, pruning), is refused before it changes anything.
+
+The functions stay the objects that they are, also for whoever has imported them before: torch's decorator keeps the
+function that it calls in a cell, and there ours goes, around it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad, convert_parameters, parametrize, prune
+
+from fsdp.distributed.dtensor import MeshPart, is_dtensor, local_part, memory_of, settled_gradient, whole
+from fsdp.engine.grad_clipping import (
+    Owned,
+    clip_by_norm,
+    clip_by_value,
+    norm_over_ranks,
+    require_reduced,
+    scale_to,
+    unsharded_parameters,
+)
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.managed_params import is_ours, owner_of
+from fsdp.engine.registration import Listing
+from fsdp.engine.runtime import Runtime, runtimes
+
+Tensors = Tensor | Iterable[Tensor]
+
+
+@cache
+def teach_torch() -> None:
+    """Have torch's functions see sharded parameters for what they are from now on."""
+    _surround(nn.utils.clip_grad_norm_, _clip_grad_norm)
+    _surround(nn.utils.clip_grad_value_, _clip_grad_value)
+    _surround(clip_grad._get_total_norm, _get_total_norm)  # private names of public functions, also in torch 2.11
+    _surround(clip_grad._clip_grads_with_norm_, _clip_grads_with_norm)
+    for owner, name in _RESTRUCTURING:
+        _check_before(owner, name)
+    # Called with each parameter by both functions that make vectors of parameters and the other way round.
+    convert_parameters._check_param_device = _refuse_shards(convert_parameters._check_param_device)
+
+
+def _surround(function: Callable[..., Any], ours: Callable[..., Any]) -> None:
+    torchs = function.__wrapped__  # type: ignore[attr-defined]
+    cell = next(cell for cell in function.__closure__ or () if cell.cell_contents is torchs)
+    cell.cell_contents = wraps(torchs)(partial(ours, torchs))
+
+
+# --- in the place of torch's ----------------------------------------------------------------------------------------
+
+
+def _clip_grad_norm(
+    torchs: Callable[..., Tensor],
+    parameters: Tensors,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    params = _listed(parameters)
+    models = _models_of(params, "clip_grad_norm_", dtensors=math.isinf(float(norm_type)))
+    if models is None:
+        return torchs(params or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    if models.whole is not None:
+        return models.shown(clip_by_norm(models.whole, max_norm, norm_type, error_if_nonfinite))
+    owned = models.gradients()
+    norm = models.norm(owned, norm_type)
+    scale_to([grad for grad, _ in owned], norm, max_norm, error_if_nonfinite)
+    return models.shown(norm)
+
+
+def _clip_grad_value(
+    torchs: Callable[..., None], parameters: Tensors, clip_value: float, foreach: bool | None = None
+) -> None:
+    params = _listed(parameters)
+    models = _models_of(params, "clip_grad_value_")
+    if models is not None and models.whole is not None:
+        return clip_by_value(models.whole, float(clip_value))
+    if models is not None:
+        models.prepare()
+    return torchs(params, clip_value, foreach)
+
+
+def _get_total_norm(
+    torchs: Callable[..., Tensor],
+    tensors: Tensors,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    owned = _with_parameters(_listed(tensors))
+    params = [param for _, param in owned]
+    models = _models_of(params, "get_total_norm", of_values=True, dtensors=math.isinf(float(norm_type)))
+    if models is None:
+        return torchs([tensor for tensor, _ in owned], norm_type, error_if_nonfinite, foreach)
+    models.prepare()
+    norm = models.norm([(local_part(tensor), param) for tensor, param in owned], float(norm_type))
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(f"get_total_norm: the norm (of order {norm_type}) over all ranks is {norm.item()}")
+    return models.shown(norm)
+
+
+def _clip_grads_with_norm(
+    torchs: Callable[..., None],
+    parameters: Tensors,
+    max_norm: float,
+    total_norm: Tensor,
+    foreach: bool | None = None,
+) -> None:
+    params = _listed(parameters)
+    models = _models_of(params, "clip_grads_with_norm_")
+    if models is None:
+        torchs(params, max_norm, total_norm, foreach)
+    else:
+        norm = whole(total_norm) if is_dtensor(total_norm) else total_norm
+        scale_to([grad for grad, _ in models.gradients()], norm, float(max_norm), error_if_nonfinite=False)
+
+
+def _refuse_shards(torchs: Callable[..., int]) -> Callable[..., int]:
+    @wraps(torchs)
+    def checked(param: Any, *args: Any) -> int:
+        if _is_shard(param) and not is_dtensor(param) and param.owner._is_sharded:
+            raise RuntimeError(
+                "parameters_to_vector() and vector_to_parameters() on a sharded model would see this rank's shards, in "
+                "vectors of another length and order than the model's. Call them inside "
+                "`with model.summon_full_params():`."
+            )
+        return torchs(param, *args)
+
+    return checked
+
+
+_RESTRUCTURING: tuple[tuple[Any, str], ...] = (
+    (parametrize, "register_parametrization"),
+    (sys.modules["torch.nn.utils.weight_norm"].WeightNorm, "apply"),  # functions of the same names hide the modules
+    (sys.modules["torch.nn.utils.spectral_norm"].SpectralNorm, "apply"),
+    (prune.BasePruningMethod, "apply"),
+)
+
+
+def _check_before(owner: Any, name: str) -> None:
+    """Have a function, or a method of a class, refuse parameters of ours."""
+    found = vars(owner)[name]
+    torchs = getattr(found, "__func__", found)
+    arguments = inspect.signature(torchs)
+
+    @wraps(torchs)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        given = arguments.bind(*args, **kwargs).arguments
+        module, param = given["module"], given.get("tensor_name", given.get("name"))
+        if isinstance(module._parameters, Listing) and module._parameters.runs(param):
+            raise RuntimeError(
+                f"'{param}' of this {type(module).__name__} is sharded, and cannot be computed from other parameters "
+                "any more. Apply weight norm, spectral norm, pruning and other parametrizations before wrapping."
+            )
+        return torchs(*args, **kwargs)
+
+    setattr(owner, name, type(found)(checked) if torchs is not found else checked)
+
+
+# --- whose parameters they are --------------------------------------------------------------------------------------
+
+
+class Models:
+    """The sharded models that given parameters are of.
+
+    Args:
+        params: of these models, and perhaps others.
+        function: which was given them.
+        handles: by the ids of flat parameters, with their models.
+    """
+
+    def __init__(
+        self, params: Sequence[Any], function: str, handles: Mapping[int, tuple[Runtime, FlatParamHandle]]
+    ) -> None:
+        self._params, self._function = params, function
+        found = [handles[id(param.owner)] for param in params if is_ours(param) and id(param.owner) in handles]
+        self._runtimes = list(dict.fromkeys(runtime for runtime, _ in found))
+        self._handles = dict.fromkeys(handle for _, handle in found)
+        self.whole = self._whole({id(param) for param in params})
+
+    def _whole(self, given: set[int]) -> Runtime | None:
+        """The only model, if what was given are all of its parameters that are trained, and no others."""
+        if len(self._runtimes) != 1:
+            return None
+        runtime = self._runtimes[0]
+        own = [*_parameters(runtime), *unsharded_parameters(runtime.root)]
+        needed = {id(param) for param in own if param.requires_grad}
+        return runtime if needed <= given <= {id(param) for param in own} else None
+
+    def prepare(self) -> None:
+        """Have gradients where their parameters are.
+
+        Raises:
+            RuntimeError: inside a forward or backward, inside `fsdp.join`, or if gradients are not reduced yet.
+        """
+        for runtime in self._runtimes:
+            if runtime.visits.joining is not None:
+                raise RuntimeError(
+                    f"{self._function} inside fsdp.join: ranks that have finished take part in clip_grad_norm_ and "
+                    "clip_grad_value_ of all parameters of one model, and in nothing else of this kind."
+                )
+            runtime.ensure_idle(f"call {self._function}")
+        require_reduced(self._handles)
+
+    def gradients(self) -> list[tuple[Tensor, nn.Parameter]]:
+        """What this rank has of the parameters' gradients, to be changed in place; raises as `prepare`."""
+        self.prepare()
+        grads = ((settled_gradient(param), param) for param in self._params)
+        return [(grad, param) for grad, param in grads if grad is not None]
+
+    def shown(self, norm: Tensor) -> Tensor:
+        """A norm as torch gives it: of `DTensor`s it is one."""
+        part = MeshPart.of(self._params[0])
+        if part is None:
+            return norm
+        from torch.distributed.tensor import Replicate
+
+        return MeshPart(part.mesh, (Replicate(),) * part.mesh.ndim, norm.shape).dtensor(norm)
+
+    def norm(self, owned: Owned, norm_type: float) -> Tensor:
+        """Collective. The norm over all ranks of given tensors, each with the parameter that it belongs to."""
+        parts: dict[Runtime, list[tuple[Tensor, nn.Parameter]]] = {runtime: [] for runtime in self._runtimes}
+        known = {id(handle.flat_param): runtime for runtime in self._runtimes for handle in runtime.handles}
+        for tensor, param in owned:
+            parts[known.get(id(owner_of(param)), self._runtimes[0])].append((tensor, param))
+        norms = [norm_over_ranks(one.root, one.units, part, norm_type) for one, part in parts.items()]
+        if len(norms) == 1:
+            return norms[0]
+        dtype = torch.float64 if any(norm.dtype is torch.float64 for norm in norms) else torch.float32
+        return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device, dtype) for norm in norms]), norm_type)
+
+
+def _models_of(
+    params: Sequence[Any], function: str, *, of_values: bool = False, dtensors: bool = False
+) -> Models | None:
+    """The sharded models that parameters are of; None if this rank has all that there is to know.
+
+    Args:
+        params: to look at.
+        function: which was given them.
+        of_values: for parameters without gradients, too.
+        dtensors: count those among what torch does not know.
+
+    Raises:
+        RuntimeError: for a model that was not used yet.
+    """
+    shards = [param for param in params if _is_shard(param) and (dtensors or not is_dtensor(param))]
+    if not shards:
+        return None
+    handles = {
+        id(handle.flat_param): (runtime, handle)
+        for runtime in runtimes()
+        for unit in runtime.units
+        for handle in unit.handles
+    }
+    unused = [param for param in shards if id(param.owner) not in handles]
+    if not all(map(is_dtensor, unused)) and any(of_values or param.grad is not None for param in unused):
+        raise RuntimeError(
+            f"{function}: before the first forward of a sharded model it is not settled which of its wrappers is the "
+            "outermost one. Run the model first, or call model.clip_grad_norm_() of the outermost wrapper."
+        )
+    return Models(params, function, handles) if len(unused) < len(shards) else None
+
+
+def _is_shard(param: Any) -> bool:
+    """Whether other ranks may have other parts of a parameter."""
+    return is_ours(param) and param.owner._is_managed
+
+
+def _parameters(runtime: Runtime) -> list[nn.Parameter]:
+    return [param for unit in runtime.units for handle in unit.handles for param in handle.registry.params]
+
+
+def _with_parameters(tensors: Sequence[Any]) -> Owned:
+    """Each tensor with the parameter that it is, or is the gradient of; with itself if it is neither."""
+    owners: dict[Any, Any] = {}
+    for param in (param for runtime in runtimes() for param in _parameters(runtime)):
+        owners[id(param)] = param
+        if param.grad is not None:
+            owners |= {id(param.grad): param, _place(param.grad): param}
+    owners.pop(None, None)
+    return [(one, owners.get(id(one), owners.get(_place(one), one))) for one in tensors]
+
+
+def _listed(tensors: Tensors) -> list[Any]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _place(tensor: Tensor) -> tuple[int, int] | None:
+    """Where in memory a plain tensor begins, by which a detached gradient is known; None if it cannot be."""
+    memory = 0 if is_dtensor(tensor) else memory_of(tensor)
+    return (memory, int(tensor.storage_offset())) if memory else None

@@ -1,0 +1,289 @@
+"""Where a unit's shards and their gradients live while they are not computed with: a `Home`.
+
+There are three: the compute device itself, host memory, and files on disk. Each flat parameter has one, which gives it
+memory, brings the shard to the compute device when it is gathered, and takes in the reduced gradients.
+
+torch wants a parameter and its gradient on one device. Where the user keeps them apart, the gradient is held beside the
+parameter (`FlatParameter.hold_gradient`) and joins it when something needs it: clipping, unscaling, or the optimizer.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp.distributed.streams import Lane, lane_of
+from fsdp.engine.flat_param import FlatParameter, PieceParameter
+from fsdp.engine.mapped_files import MappedFiles, Region, files_under
+
+_HOST = torch.device("cpu")
+
+
+class Home:
+    """The compute device: nothing is moved.
+
+    Args:
+        device: where the unit computes.
+    """
+
+    flat_parameter: type[FlatParameter] = FlatParameter
+    piece_parameter: type[PieceParameter] = PieceParameter
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the shard has to be brought to the compute device."""
+        return False
+
+    @property
+    def keeps_shards(self) -> bool:
+        """Whether shards and gradients stay where they are when the module is moved."""
+        return False
+
+    @property
+    def lane(self) -> Lane:
+        """Where copies to and from the compute device are queued."""
+        return lane_of(self.device)
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Zeros ``[numel]`` for a shard, where shards live."""
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def adopt(self, flat_param: FlatParameter) -> None:
+        """Bring back a shard whose values were moved or cast (``module.to(...)``)."""
+
+    def read_ahead(self) -> None:
+        """The shard will be wanted soon."""
+
+    def release(self) -> None:
+        """The shard and its gradient are not wanted soon."""
+
+    def check(self, what: str, state: Iterable[Any] = ()) -> None:
+        """Raise RuntimeError if the values, or those of the optimizer's `state`, are out of reach."""
+
+    def staged(self, flat_param: FlatParameter, dtype: torch.dtype) -> Tensor:
+        """The shard on the compute device in `dtype`; the shard itself if it is that already."""
+        return flat_param.vector.to(self.device, non_blocking=True).to(dtype)
+
+    def accept(self, flat_param: FlatParameter, reduced: Tensor) -> None:
+        """Add a reduced gradient ``[shard_numel]``, of the shard's dtype and on the compute device, to the shard's."""
+        flat_param.hold_gradient(reduced)
+
+
+class HostHome(Home):
+    """Host memory for shards, for gradients, or for both; pinned where there is an accelerator to copy to.
+
+    Args:
+        device: where the unit computes.
+        params, grads: which of the two live on the host.
+    """
+
+    def __init__(self, device: torch.device, params: bool, grads: bool) -> None:
+        super().__init__(device)
+        self._params, self._grads = params, grads
+
+    @property
+    def is_elsewhere(self) -> bool:
+        return self._params and self.device.type != "cpu"
+
+    @property
+    def keeps_shards(self) -> bool:
+        return self._params
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        if not self.is_elsewhere:
+            return super().allocate(numel, dtype)
+        return torch.zeros(numel, dtype=dtype, device=_HOST, pin_memory=self.device.type == "cuda")
+
+    def adopt(self, flat_param: FlatParameter) -> None:
+        is_pinned = self.device.type != "cuda" or flat_param.is_pinned()
+        if self.is_elsewhere and (flat_param.device != _HOST or not is_pinned):
+            values = flat_param.detach()
+            flat_param.data = self.allocate(values.numel(), values.dtype).view(values.shape).copy_(values)
+
+    def accept(self, flat_param: FlatParameter, reduced: Tensor) -> None:
+        if self._grads:
+            self.lane.to_host(reduced, flat_param.hold_gradient)
+        else:
+            flat_param.hold_gradient(reduced)
+
+
+class _OnDisk:
+    """A parameter in a mapped file. What optimizers make in its likeness, their state, is in mapped files as well."""
+
+    home: Any
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        fill = _LIKENESSES.get(func)
+        like = kwargs.get("input", args[0] if args else None)
+        home = like.home if isinstance(like, _OnDisk) else None  # one that was unpickled by itself is in memory
+        if fill is None or home is None or kwargs.get("device") not in (None, _HOST):
+            with torch._C.DisableTorchFunctionSubclass():  # as Parameter's own, which leaves out this whole method
+                return func(*args, **kwargs)
+        numel, dtype = like.numel(), kwargs.get("dtype") or like.dtype
+        made, _ = home.files.allocate(numel, dtype, "optimizer state")
+        return fill(made.view(like.shape), args, kwargs).requires_grad_(kwargs.get("requires_grad", False))
+
+
+class DiskFlatParameter(_OnDisk, FlatParameter):
+    """A shard in a mapped file."""
+
+
+torch.serialization.add_safe_globals([DiskFlatParameter])
+
+
+class DiskPieceParameter(_OnDisk, PieceParameter):
+    """A piece of a shard in a mapped file."""
+
+
+_LIKENESSES: dict[Any, Callable[[Tensor, Any, Any], Tensor]] = {
+    torch.zeros_like: lambda made, args, kwargs: made,
+    torch.empty_like: lambda made, args, kwargs: made,
+    torch.ones_like: lambda made, args, kwargs: made.fill_(1),
+    torch.full_like: lambda made, args, kwargs: made.fill_(args[1] if len(args) > 1 else kwargs["fill_value"]),
+}
+
+
+class DiskHome(Home):
+    """Files on disk for the shard, its gradient and optimizer state, mapped into memory.
+
+    Args:
+        device: where the unit computes.
+        files: where they are made.
+    """
+
+    flat_parameter = DiskFlatParameter
+    piece_parameter = DiskPieceParameter
+
+    def __init__(self, device: torch.device, files: MappedFiles) -> None:
+        super().__init__(device)
+        self.files = files
+        self._shard: tuple[int, Region] | None = None  # with its address
+        self._grad: tuple[Tensor, Region] | None = None
+        self._shown: weakref.ref[Tensor] | None = None  # the gradient that lies there
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DiskHome:
+        copied = memo[id(self)] = DiskHome(self.device, self.files)
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DiskHome, (self.device, self.files)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        return self.device.type != "cpu"
+
+    @property
+    def keeps_shards(self) -> bool:
+        return True
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        made, region = self.files.allocate(numel, dtype, "shard")
+        self._shard = (made.data_ptr(), region)
+        return made
+
+    def adopt(self, flat_param: FlatParameter) -> None:
+        if self._shard is None or flat_param.data_ptr() != self._shard[0]:
+            values = flat_param.detach()
+            flat_param.data = self.allocate(values.numel(), values.dtype).view(values.shape).copy_(values)
+
+    def read_ahead(self) -> None:
+        if self._shard is not None:  # the gradient is written next, not read
+            self._shard[1].read_ahead()
+
+    def release(self) -> None:
+        for region in self._regions():
+            region.release()
+
+    def check(self, what: str, state: Iterable[Any] = ()) -> None:
+        for region in (*self._regions(), *self.files.regions_of(state)):
+            region.check(what)
+
+    def accept(self, flat_param: FlatParameter, reduced: Tensor) -> None:
+        if flat_param.held_gradient is None:
+            # One file for the gradients of all steps: making a new one each time would cost more than writing it.
+            is_kept = self._shown is not None and self._shown() is not None  # by the user, since it is no gradient now
+            if self._grad is None or self._grad[0].dtype != reduced.dtype or is_kept:
+                self._grad = self.files.allocate(reduced.numel(), reduced.dtype, "gradient")
+            # Casting the model changes the tensor that is handed out. Detached last, it is the base of all views of it,
+            # which keep it alive: users may keep the gradient of a piece.
+            reduced = self._grad[0].copy_(reduced).view(flat_param.shape).detach()
+            self._shown = weakref.ref(reduced)
+        flat_param.hold_gradient(reduced)
+        self.release()
+
+    def keep_state(self, state: dict[str, Any], shape: torch.Size) -> None:
+        """Move what an optimizer made in memory for a parameter of this shape to files."""
+        for key, value in state.items():
+            if key == "step" and not shape:
+                continue  # a count, though it looks like a value for each element
+            if isinstance(value, Tensor) and value.shape == shape and value.numel() and not self.files.holds(value):
+                made, _ = self.files.allocate(value.numel(), value.dtype, "optimizer state")
+                state[key] = made.view(shape).copy_(value)
+
+    def _regions(self) -> list[Region]:
+        return [kept[1] for kept in (self._shard, self._grad) if kept is not None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """What a unit keeps away from the compute device."""
+
+    params: bool = False
+    grads: bool = False
+    folder: str | None = None  # shards, gradients and optimizer state lie below it
+    keep_files: bool = False
+
+    @classmethod
+    def of_options(
+        cls,
+        *,
+        offload: str | None,
+        offload_folder: Any,
+        keep_offload_files: bool,
+        move_params_to_cpu: bool,
+        move_grads_to_cpu: bool | None,
+    ) -> Offload:
+        """The constructor's arguments.
+
+        Raises:
+            ValueError: for arguments that contradict each other, or without a folder for the disk.
+        """
+        if offload not in (None, "cpu", "disk"):
+            raise ValueError(f"offload must be None, 'cpu' or 'disk', got {offload!r}")
+        if offload is not None and (move_params_to_cpu or move_grads_to_cpu is not None):
+            raise ValueError(
+                f"offload={offload!r} says where shards and gradients live: leave move_params_to_cpu, cpu_offload and "
+                "move_grads_to_cpu at their defaults"
+            )
+        if offload != "disk":
+            if offload_folder is not None or keep_offload_files:
+                raise ValueError("offload_folder and keep_offload_files are for offload='disk'")
+            params = offload == "cpu" or move_params_to_cpu
+            return cls(params=params, grads=params if move_grads_to_cpu is None else move_grads_to_cpu)
+        if offload_folder is None:
+            raise ValueError("offload='disk' needs offload_folder: a folder on a disk with room for the model's shards")
+        return cls(params=True, grads=True, folder=os.fspath(offload_folder), keep_files=keep_offload_files)
+
+    def home_on(self, device: torch.device) -> Callable[[], Home]:
+        """Makes one home for each flat parameter that is computed with on `device`.
+
+        Raises:
+            ValueError: if the folder cannot be used.
+        """
+        if self.folder is not None:
+            return partial(DiskHome, device, files_under(self.folder, self.keep_files))
+        if self.params or self.grads:
+            return partial(HostHome, device, self.params, self.grads)
+        return partial(Home, device)

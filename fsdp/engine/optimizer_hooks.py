@@ -1,0 +1,375 @@
+"""What has to happen around an optimizer's step, and mistakes that would otherwise pass in silence.
+
+torch calls hooks before and after every step of its optimizers. Before a step, gradients join their parameters, and
+what cannot be stepped is refused; after it, what an optimizer made for shards on disk goes there too. Around a load
+torch has hooks of single optimizers only, so `load_state_dict` of all is another function from the first wrapping on.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, wraps
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fsdp.distributed.dtensor import is_dtensor, is_on_many_ranks
+from fsdp.engine.flat_param import PieceParameter
+from fsdp.engine.managed_params import is_ours, taken_by
+from fsdp.engine.offload import DiskHome
+from fsdp.engine.runtime import refuse_missing_gradients, runtimes
+
+
+@cache
+def watch_optimizers() -> None:
+    """Accompany every torch optimizer at its steps, and when it loads a state, from now on."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+    torch.optim.Optimizer.load_state_dict = _loading(torch.optim.Optimizer.load_state_dict)  # type: ignore[method-assign]
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """A closure makes the gradients in the middle of the step: then is the time to look at them."""
+    _refuse_loaded(optimizer)
+    closure = kwargs.get("closure") or next((each for each in args[1:2] if callable(each)), None)
+    if closure is None:
+        _prepare(optimizer)
+        return None
+
+    def then_prepare() -> Any:
+        loss = closure()
+        _prepare(optimizer)
+        return loss
+
+    if kwargs.get("closure") is not None:
+        return args, {**kwargs, "closure": then_prepare}
+    return (*args[:1], then_prepare, *args[2:]), kwargs
+
+
+def _prepare(optimizer: torch.optim.Optimizer) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    ours = _ours(params)
+    for param in ours:
+        if param.owner._has_unreduced and param.grad is not None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step(): gradients that were accumulated under no_sync() are not reduced "
+                "over the ranks yet and would be left out. Run the last backward of the step outside no_sync()."
+            )
+    if any(_is_spread(param) for param in ours):
+        _refuse_lonely_scaler(optimizer)
+        _refuse_products(optimizer)
+    _refuse_original_parameters(optimizer, params)
+    if optimizer not in _seen:
+        _seen.add(optimizer)
+        _warn_of_whole_parameters(optimizer, ours)
+        _warn_of_groups(optimizer)
+        _warn_of_parameters_apart(optimizer, params, ours)
+        optimizer.register_state_dict_post_hook(_sign_state)
+        optimizer.register_load_state_dict_pre_hook(_check_signed)
+    _refuse_mixed_dtypes(optimizer, ours)
+    if all(param.grad is None for param in ours):
+        trained = {param.owner for param in ours if param.requires_grad}
+        refuse_missing_gradients(type(optimizer).__name__, trained)
+    for param in ours:
+        what = f"{type(optimizer).__name__}.step() of a flat parameter with {param.owner._names[0]}"
+        param.owner.home.check(what, optimizer.state.get(param, {}).values())
+        param.owner.bring_gradient()
+
+
+def state_of(param: torch.Tensor) -> dict[str, Any]:
+    """What the optimizer that has stepped a shard, or a piece of one, has of it; empty if none has."""
+    return next((optimizer.state[param] for optimizer in _stepping if param in optimizer.state), {})
+
+
+_stepping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that have stepped parameters of ours
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    ours = _ours(params)
+    if ours and optimizer not in _stepping:
+        _stepping.add(optimizer)
+    # Fused optimizers write without torch counting it, and by that count we know that gathered parameters are stale.
+    increment_version([param.owner for param in ours if param.grad is not None])
+    on_disk = [param for param in ours if isinstance(param.owner.home, DiskHome)]
+    for param in on_disk:
+        param.owner.home.keep_state(optimizer.state.get(param, {}), param.shape)
+    for files in {param.owner.home.files for param in on_disk}:
+        files.release()
+
+
+def _ours(params: Iterable[Any]) -> list[Any]:
+    """Those that are shards, or pieces of shards."""
+    return [p for p in params if is_ours(p) and p.owner._is_managed]
+
+
+def _is_spread(param: Any) -> bool:
+    """Whether other ranks have other parts of a parameter, and torch does not know."""
+    return not is_dtensor(param) and (param.owner._is_sharded or is_on_many_ranks(param.owner.parts))
+
+
+def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[Any]) -> None:
+    names = [taken_by(param) for param in params]
+    stale = [name for name in names if name is not None]
+    if stale:
+        listing = ", ".join(stale[:5]) + (f" and {len(stale) - 5} more" if len(stale) > 5 else "")
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} was made before the model was wrapped: it holds original parameters that "
+            f"get no gradients any more ({listing}). Hand it over with reshard_optimizer(optimizer) of the outermost "
+            "FullyShardedDataParallel, or make it after wrapping, from the wrapped model's parameters()."
+        )
+
+
+# --- whose shards a state is of -------------------------------------------------------------------------------------
+
+# Under which the groups of an optimizer's state dict say so. torch takes options that it does not know over into the
+# groups of the optimizer that loads it, so that its first step finds it where nobody looked before.
+_SHARDS_OF = "fsdp_shards_of"
+
+
+def without_signature(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict that does not say whose shards it is of."""
+    return {**state_dict, "param_groups": [unsigned_options(group) for group in state_dict["param_groups"]]}
+
+
+def unsigned_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options, without what we have written there."""
+    return {key: value for key, value in group.items() if key != _SHARDS_OF}
+
+
+def _sign_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        own = _shards_in(group)
+        if any(world_size > 1 for _, world_size in own):
+            saved[_SHARDS_OF] = own
+
+
+def _check_signed(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+        _refuse_other_shards(optimizer, _shards_in(group), saved.get(_SHARDS_OF))
+    return without_signature(state_dict)
+
+
+def _refuse_loaded(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        if _SHARDS_OF in group:
+            _refuse_other_shards(optimizer, _shards_in(group), group[_SHARDS_OF])
+            del group[_SHARDS_OF]
+
+
+def _refuse_other_shards(optimizer: torch.optim.Optimizer, own: list[list[int]], saved: Any) -> None:
+    """Raise RuntimeError for the state of other shards than this rank's."""
+    if own and saved and own != saved:
+        theirs, ours = (" and ".join(f"{rank} of {size}" for rank, size in each) for each in (saved, own))
+        raise RuntimeError(
+            f"the state loaded into this {type(optimizer).__name__} is of the shards of rank {theirs}, and this "
+            f"rank has those of rank {ours}: optimizer.state_dict() has this rank's part only. Have every rank load "
+            "what it has saved itself; or save the whole state, with fsdp.save or "
+            "fsdp.optim_utils.full_optim_state_dict, and load it with fsdp.load or load_full_optim_state_dict."
+        )
+
+
+def _shards_in(group: dict[str, Any]) -> list[list[int]]:
+    """Which ranks' shards, of how many, a group has; nothing while that is not known, or torch knows."""
+    ours = {id(param.owner) for param in _ours(group["params"]) if not is_dtensor(param)}
+    handles = (handle for runtime in runtimes() for unit in runtime.units for handle in unit.handles) if ours else ()
+    comms = (handle.comm for handle in handles if id(handle.flat_param) in ours)
+    return sorted([list(each) for each in {(comm.rank, comm.world_size) for comm in comms}])
+
+
+# --- mistakes -------------------------------------------------------------------------------------------------------
+
+# Optimizers that look at a parameter's rows and columns, or at its norm, by their classes' names.
+_OF_WHOLE_PARAMETERS = re.compile("adafactor|muon|shampoo|lamb(?!da)|lars", re.IGNORECASE)
+_seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that have stepped
+
+
+def _warn_of_whole_parameters(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
+    """Warn of an optimizer that cannot do on flat shards what it does on whole parameters."""
+    ours = [param for param in ours if (param.shape,) != param.owner._shapes]  # others are whole, and as they were
+    if ours and _OF_WHOLE_PARAMETERS.search(type(optimizer).__name__):
+        warnings.warn(
+            f"{type(optimizer).__name__} goes by the rows, columns or norms of whole parameters, and gets flat shards, "
+            f"as that with {ours[0].owner._names[0]}: it does not train as without sharding, and its state may not be "
+            "saved whole. Use an optimizer that works element by element (Adam, AdamW, SGD, ...), or leave the "
+            "parameters that it needs whole with ignored_parameters, summing their gradients over the ranks yourself.",
+            stacklevel=5,
+        )
+
+
+def _warn_of_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Warn if groups were made by a rule that took shards of matrices and of biases for the same, both being 1-D.
+
+    The group for matrices is empty then, or decays nothing but parameters that are not sharded; that for biases has all
+    the shards. A rule by names does the same with flat parameters, whose names say nothing.
+    """
+    for of_shards in optimizer.param_groups:
+        params = of_shards["params"]
+        shapes = [shape for param in _ours(params) for shape in _shapes_in(param)]
+        if any(param.ndim >= 2 for param in params) or len({len(shape) >= 2 for shape in shapes}) < 2:
+            continue
+        for other in optimizer.param_groups:
+            is_empty = not other["params"] and _options(other) != _options(of_shards)
+            decays = other.get("weight_decay", 0) > of_shards.get("weight_decay", 0)
+            if is_empty or (other["params"] and decays and all(param.ndim >= 2 for param in other["params"])):
+                names = [name for param in _ours(params) for name in _names_in(param)]
+                warnings.warn(
+                    f"a group of this {type(optimizer).__name__} has no sharded parameters, and another one has all, "
+                    f"matrices and vectors alike ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): shards "
+                    "are 1-D, and a flat parameter is many in one, so rules like `param.ndim >= 2`, or by name, do not "
+                    "tell them apart. Wrap with use_orig_params=True and make groups by names, or by "
+                    "`len(param.whole_shape)`; or wrap with group_by, and make groups by `param.group`.",
+                    stacklevel=5,
+                )
+                return
+
+
+def _warn_of_parameters_apart(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[Any]) -> None:
+    """Warn if it steps, beside shards, what is in no wrapper: the outermost one was forgotten."""
+    if not any(is_dtensor(param) or _is_spread(param) for param in ours):
+        return
+    ignored = {id(param) for runtime in runtimes() for param in runtime.root.module.parameters()}
+    apart = [p for p in params if p.grad is not None and not is_ours(p) and not is_dtensor(p) and id(p) not in ignored]
+    if apart:
+        shapes = ", ".join([*(str(list(param.shape)) for param in apart[:3]), *(["..."] if apart[3:] else [])])
+        warnings.warn(
+            f"this {type(optimizer).__name__} steps sharded parameters, and {len(apart)} that are in no wrapper (of "
+            f"shapes {shapes}): nobody averages their gradients over the ranks, so each rank "
+            "trains its own. Wrap the outermost module as well; or, if you average them yourself, wrap it with "
+            "ignored_parameters.",
+            stacklevel=5,
+        )
+
+
+def _options(group: dict[str, Any]) -> str:
+    return repr({key: value for key, value in group.items() if key != "params"})
+
+
+def _shapes_in(param: Any) -> tuple[torch.Size, ...]:
+    """Of the original parameters that a shard, or piece of one, is made of."""
+    return param._shapes if param is param.owner else (param.whole_shape,)
+
+
+def _names_in(param: Any) -> tuple[str, ...]:
+    return param._names if param is param.owner else (param.fqn,)
+
+
+def _refuse_products(optimizer: torch.optim.Optimizer) -> None:
+    """Raise RuntimeError if ranks would search along other lines each, and call the model another number of times."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise RuntimeError(
+            "LBFGS goes by products over all parameters, and would take them over this rank's shards. Use an optimizer "
+            "that works element by element (Adam, AdamW, SGD, ...)."
+        )
+
+
+def _refuse_mixed_dtypes(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
+    """Raise RuntimeError if torch's optimizer would fail on gradients or state of other dtypes, naming neither."""
+    takes_them = isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults.get("fused")
+    if takes_them or not type(optimizer).__module__.startswith("torch.optim"):
+        return
+    for param in ours:
+        if param.grad is not None and param.grad.dtype != param.dtype:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} takes gradients in the parameters' own dtype, {param.dtype}, and "
+                f"keep_low_precision_grads=True keeps them in {param.grad.dtype}. Leave it out, or use an optimizer "
+                "that widens gradients: torch's SGD (not fused), or one of your own."
+            )
+        moment = optimizer.state[param].get("exp_avg") if param in optimizer.state else None
+        if moment is not None and moment.dtype != param.dtype:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}: its state 'exp_avg' of {_name_of(param)} is {moment.dtype}, and the "
+                f"parameter {param.dtype}, as after a cast of the model. Make a new optimizer from its parameters()."
+            )
+
+
+def _name_of(param: Any) -> str:
+    """The name of a parameter of ours, or of the first of those in a flat one."""
+    return str(getattr(param, "fqn", None) or f"the flat parameter with {param.owner._names[0]}")
+
+
+# Loading
+
+
+def _loading(load: Callable[..., None]) -> Callable[..., None]:
+    """An optimizer's `load_state_dict` that refuses the state of the unsharded model's."""
+
+    @wraps(load)
+    def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        _refuse_whole_state(self, state_dict)
+        load(self, state_dict)
+
+    return load_state_dict
+
+
+def _refuse_whole_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Raise ValueError for state of whole parameters, which torch would give to shards, or refuse without a remedy."""
+    own = [group["params"] for group in optimizer.param_groups]
+    spread = [param for param in _ours(chain.from_iterable(own)) if param.owner._is_sharded]
+    if not spread:
+        return
+    saved = [group["params"] for group in state_dict["param_groups"]]
+    problem = ""
+    if len(saved) == len(own) and list(map(len, saved)) != list(map(len, own)):
+        problem = f"it has {sum(map(len, saved))} parameters, and the optimizer {sum(map(len, own))}"
+    for number, param in zip(chain.from_iterable(saved), chain.from_iterable(own), strict=False):
+        for key, value in {} if problem else state_dict["state"].get(number, {}).items():
+            if _is_of_whole(value, param):
+                problem = f"its {key!r} of {_name_of(param)} has the shape of the whole parameter, {tuple(value.shape)}"
+    if problem:
+        remedy = (
+            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict with full_state_dict=True"
+            if is_dtensor(spread[0])
+            else "fsdp.optim_utils.load_full_optim_state_dict(model, optimizer, full)"
+        )
+        raise ValueError(
+            f"{type(optimizer).__name__}.load_state_dict: this rank has its part of the state only, and this state is "
+            f"another optimizer's: {problem}. If it is that of the unsharded model, give it names by "
+            f"fsdp.optim_utils.rekey_optim_state_dict(state, plain_model, 'names'), and load that by {remedy} "
+            "(docs/optimizer_state.md)."
+        )
+
+
+def _is_of_whole(value: Any, param: Any) -> bool:
+    """Whether something in a state is of a whole parameter, of which this rank has a part."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or not is_ours(param) or not param.owner._is_sharded:
+        return False
+    if is_dtensor(param):
+        return not is_dtensor(value) and value.shape == param.shape
+    whole = [param.whole_shape] if isinstance(param, PieceParameter) else param.owner._shapes
+    return value.shape != param.shape and value.shape in whole
+
+
+# How many calls may lie between a scaler's step and our hook: torch's own have four.
+_CALLS_TO_A_SCALER = 12
+
+
+def _refuse_lonely_scaler(optimizer: torch.optim.Optimizer) -> None:
+    """Raise RuntimeError if the step is called by a scaler that decides on this rank alone whether to skip it.
+
+    A scaler leaves no trace on an optimizer, and on a rank that skips there is no step at all; so this looks at who
+    calls. A rank that skipped alone would train on with other weights than the rest, silently.
+    """
+    frame = sys._getframe(1)
+    for _ in range(_CALLS_TO_A_SCALER):
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+        if frame.f_code is torch.amp.GradScaler.step.__code__:
+            scaler = frame.f_locals["self"]
+            if scaler.is_enabled() and not getattr(scaler, "agrees_over_ranks", False):
+                for left in ("grad_scale", "found_inf"):  # on a fused optimizer, which would use them in its next step
+                    optimizer.__dict__.pop(left, None)
+                raise RuntimeError(
+                    f"{type(scaler).__module__}.{type(scaler).__name__} looks for infinities in this rank's shards "
+                    "only: ranks would skip different steps. Use fsdp.ShardedGradScaler, which takes the same "
+                    "arguments."
+                )
+            return

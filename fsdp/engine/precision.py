@@ -1,0 +1,262 @@
+"""In which dtypes a unit computes, communicates and keeps what it has.
+
+There are four: that of the shard, which the optimizer steps (the parameters' own); that of the gathered parameters, in
+which is computed; that in which gradients are summed; and those of buffers. `MixedPrecision` names the last three, and
+`Precision` is what it, or FairScale's flags, come to for one unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.engine.trees import map_tensors
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedPrecision:
+    """Compute and communicate in fewer bits than the optimizer steps with.
+
+    The shards keep the parameters' own dtype (float32, usually), and so do their gradients. The names are those of
+    torch's policies.
+
+    Args:
+        param_dtype: of the gathered parameters and so of the computation; it is cast to just before the gather, which
+            moves half the bytes for 16 bits. None: the parameters' own.
+        reduce_dtype: in which gradients are sent and summed over ranks. None: the dtype of the computation. Where the
+            library adds by itself (gloo on CPU, and over micro-batches), it adds in the shard's dtype all the same.
+        buffer_dtype: of floating-point buffers. None leaves them as they are, because tables of positions and running
+            statistics lose more in 16 bits than they save.
+        output_dtype: of the floating-point outputs of the wrapped module. None leaves them.
+        cast_forward_inputs: cast floating-point inputs of the wrapped module, in any nest of containers, mappings and
+            dataclasses, to the dtype of its computation.
+        full_precision_modules: classes whose modules, where they lie in this unit, keep parameters, buffers and
+            computation in their own dtype; their outputs are cast back to the dtype of their inputs. Batch norms by
+            default.
+        full_precision_in_eval: don't cast, and gather in full, while the wrapped module is in ``eval()``.
+        keep_low_precision_grads: leave reduced gradients in the dtype of the reduction, half the bytes between backward
+            and step, for optimizers that widen them themselves. Of torch's, SGD (not fused) does; the others are an
+            error at their step.
+
+    Raises:
+        ValueError: for a dtype that is not a floating-point one of 16 bits or more.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    full_precision_modules: Sequence[type[nn.Module]] = BATCH_NORMS
+    full_precision_in_eval: bool = False
+    keep_low_precision_grads: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
+            check_dtype(name, getattr(self, name))
+        kept = self.full_precision_modules
+        if not isinstance(kept, (list, tuple)) or not all(isinstance(kind, type) for kind in kept):
+            raise ValueError(f"full_precision_modules must be a list or tuple of module classes, got {kept!r}")
+
+
+def check_dtype(name: str, dtype: Any) -> None:
+    """Raise ValueError unless `dtype` is None or one that can be trained in."""
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2):
+        return
+    raise ValueError(
+        f"{name} must be torch.float16, bfloat16, float32 or float64 (or None for its default), got {dtype!r}"
+    )
+
+
+class InputCast(Enum):
+    """Which inputs a unit casts to the dtype of its computation."""
+
+    NONE = auto()
+    OUTERMOST = auto()  # only where no unit of mixed precision is around it (FairScale's way)
+    ALWAYS = auto()
+    WIDEN = auto()  # 16-bit ones to float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """What a unit does about dtypes, every default decided; None stands for "as the parameters are"."""
+
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    buffers: torch.dtype | None = None
+    output: torch.dtype | None = None
+    inputs: InputCast = InputCast.NONE
+    kept: tuple[type[nn.Module], ...] = ()
+    full_in_eval: bool = False
+    keeps_low_gradients: bool = False
+    required: torch.dtype | None = None  # of the parameters that are trained
+
+    def describe(self) -> dict[str, str]:
+        """All of it as text, the same on all ranks that have the same."""
+        kept = sorted(kind.__qualname__ for kind in self.kept)  # given in any order
+        return {name: str(value) for name, value in (vars(self) | {"kept": kept}).items()}
+
+    @classmethod
+    def of_policy(cls, policy: MixedPrecision) -> Precision:
+        return cls(
+            compute=policy.param_dtype,
+            reduce=policy.reduce_dtype,
+            buffers=policy.buffer_dtype,
+            output=policy.output_dtype,
+            inputs=InputCast.ALWAYS if policy.cast_forward_inputs and policy.param_dtype else InputCast.NONE,
+            kept=tuple(policy.full_precision_modules),
+            full_in_eval=policy.full_precision_in_eval,
+            keeps_low_gradients=policy.keep_low_precision_grads,
+        )
+
+    @classmethod
+    def of_flags(
+        cls,
+        *,
+        mixed_precision: bool,
+        fp32_reduce_scatter: bool,
+        compute_dtype: torch.dtype | None,
+        buffer_dtype: torch.dtype | None,
+        force_input_to_fp32: bool,
+    ) -> Precision:
+        """FairScale's arguments, with its defaults.
+
+        Raises:
+            ValueError: for flags that contradict each other.
+        """
+        check_dtype("compute_dtype", compute_dtype)
+        check_dtype("buffer_dtype", buffer_dtype)
+        if not mixed_precision:
+            if fp32_reduce_scatter:
+                raise ValueError(
+                    "fp32_reduce_scatter=True needs mixed_precision=True. For 16-bit parameters whose gradients are "
+                    "summed in float32 use mixed_precision=MixedPrecision(reduce_dtype=torch.float32)."
+                )
+            inputs = InputCast.WIDEN if force_input_to_fp32 else InputCast.NONE
+            return cls(buffers=buffer_dtype or compute_dtype, inputs=inputs, required=compute_dtype)
+        if force_input_to_fp32:
+            raise ValueError(
+                "force_input_to_fp32=True is for units that compute in full precision; this one has mixed_precision="
+                "True. Drop one of the two."
+            )
+        compute = compute_dtype or torch.float16
+        return cls(
+            compute=compute,
+            reduce=torch.float32 if fp32_reduce_scatter else None,
+            buffers=buffer_dtype or compute,
+            inputs=InputCast.OUTERMOST,
+            kept=BATCH_NORMS,
+            required=torch.float32,
+        )
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.compute is not None
+
+    def without_casts(self) -> Precision:
+        """What holds for modules that are kept as they are."""
+        return replace(self, compute=None, reduce=None, buffers=None, required=None, inputs=InputCast.NONE)
+
+    def compute_dtype(self, own: torch.dtype) -> torch.dtype:
+        """In which parameters of dtype `own` are gathered."""
+        return own if self.compute is None or own.is_complex else self.compute
+
+    def reduce_dtype(self, own: torch.dtype) -> torch.dtype:
+        """In which gradients of such parameters are sent."""
+        return self.compute_dtype(own) if self.reduce is None or own.is_complex else self.reduce
+
+    def check(self, name: str, dtype: torch.dtype, requires_grad: bool) -> None:
+        """Raise ValueError for a parameter that cannot be trained like this."""
+        if not requires_grad or dtype.is_complex:
+            return
+        if self.required is not None and dtype != self.required:
+            raise ValueError(
+                f"{name} is {dtype}, but mixed_precision=True keeps float32 parameters and computes in {self.compute}: "
+                "call .float() first, or leave mixed_precision=False to train in the parameters' own dtype."
+                if self.is_mixed
+                else f"{name} is {dtype}, but compute_dtype={self.required} without mixed_precision trains parameters "
+                f"that are {self.required} themselves: cast the module first (module.to({self.required})), or pass "
+                "mixed_precision=True to keep a float32 master."
+            )
+        if self.compute is not None and torch.promote_types(dtype, self.compute) != dtype:
+            raise ValueError(
+                f"{name} is {dtype}, which cannot hold what is computed in param_dtype={self.compute}: cast the module "
+                "to float32 first, or leave param_dtype=None to compute in the parameters' own dtype."
+            )
+
+
+def cast_floats(tree: Any, dtype: torch.dtype | None, only: Iterable[torch.dtype] | None = None) -> Any:
+    """The same nest with its floating-point tensors (those of `only` these dtypes) in `dtype`; None leaves them."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        if dtype is not None and tensor.is_floating_point() and (only is None or tensor.dtype in only):
+            return tensor.to(dtype)
+        return tensor
+
+    return map_tensors(cast, tree)
+
+
+class Buffers:
+    """The floating-point buffers of a unit, which are kept in `dtype` for computation and can be shown as they were.
+
+    Args:
+        modules: whose buffers they are.
+        dtype: None leaves all as they are.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+        self._places = [
+            (module, name, buffer.dtype)
+            for module in modules
+            if dtype is not None
+            for name, buffer in module._buffers.items()
+            if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype
+        ]
+        self._sources: dict[int, tuple[Tensor, int, Tensor]] = {}  # what was cast, by the id of the cast
+        self.narrow()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Ids mean nothing in a copy, and its tensors count their versions anew.
+        unchanged = [(cast, source) for cast, version, source in self._sources.values() if cast._version == version]
+        return self.__dict__ | {"_sources": unchanged}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        sources = {id(cast): (cast, cast._version, source) for cast, source in state["_sources"]}
+        self.__dict__.update(state | {"_sources": sources})
+
+    def narrow(self) -> None:
+        """In the dtype of computation."""
+        self._replace(self._narrowed)
+
+    def widen(self) -> None:
+        """In the dtype that they had at first: as they were if nothing was written since."""
+        self._replace(self._widened)
+        self._sources.clear()
+
+    def _narrowed(self, buffer: Tensor, own: torch.dtype) -> Tensor:
+        cast = buffer.to(self._dtype)
+        if cast is not buffer:
+            self._sources[id(cast)] = (cast, cast._version, buffer)
+        return cast
+
+    def _widened(self, buffer: Tensor, own: torch.dtype) -> Tensor:
+        cast, version, source = self._sources.pop(id(buffer), (None, 0, buffer))
+        return source if buffer is cast and buffer._version == version and source.dtype == own else buffer.to(own)
+
+    @torch.inference_mode(False)  # or what is cast for inference could not be written to in training
+    def _replace(self, new: Callable[[Tensor, torch.dtype], Tensor]) -> None:
+        done: dict[int, tuple[Tensor, Tensor]] = {}  # buffers that several modules share stay shared
+        for module, name, own in self._places:
+            buffer = module._buffers.get(name)
+            if buffer is not None:
+                if id(buffer) not in done:
+                    done[id(buffer)] = (buffer, new(buffer, own))
+                module._buffers[name] = done[id(buffer)][1]

@@ -1,0 +1,196 @@
+"""Gradients on their way from flat buffers to shards: bounded in flight, small ones together.
+
+A reduction goes in stages. Plain sharding has one: a reduce-scatter. Where a shard has replicas, its gradient is summed
+over them afterwards, in one stage or two. Whenever a new reduction starts, each older one is awaited where it is and
+starts its next stage; so what travels within a machine, what travels across, and backward overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp.distributed.collectives import Communicator, Pending, Tag
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.labels import label
+
+# A reduction above this is limited by bandwidth, not by latency: it gains nothing from waiting for company.
+_SMALL_BYTES = 1 << 20
+
+
+# Each step first waits for what the last one has started.
+Stages = Generator[None, None, None]
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Gradients that are reduced at one time: their handles, and what to divide the sums by.
+
+    By one collective, or, with a hook, by one call of it for each, in an order that is the same on all ranks.
+    """
+
+    divisors: dict[FlatParamHandle, float] = field(default_factory=dict)
+    is_abandoned: bool = False  # nobody wants what will arrive
+
+    def reduce(self) -> Stages:
+        """Sum the gradients over the ranks; the last step gives each shard its own."""
+        handles = sorted(self.divisors, key=lambda handle: handle.number)  # alike on all ranks, however they arrived
+        first, *_, last = [handles[0], *handles]
+        if len(handles) == 1 or first.comm_hook is not None:
+            each = [handle.reduce() for handle in handles]
+        else:
+            each = [_reduce_together(handles)]
+        if first.reduce_comm.world_size > 1 or not first.is_replicated:
+            yield
+        pieces = [each.pop(0).wait() for _ in list(each)]  # whole gradients that were sent are let go
+        if first.is_replicated:  # and has no hook, so that there is one piece
+            what = f"sum over replicas of {first.name}" + (f" to {last.name}" if last is not first else "")
+            tag = tuple(handle.replica_tag for handle in handles)
+            summing = summed(first.replicas, pieces.pop(), first.gradients.dtype, what, tag)
+            pieces = [(yield from summing).to(first.flat_param.dtype)]
+        if len(pieces) < len(handles):
+            pieces = list(pieces[0].split([handle.layout.shard_numel for handle in handles]))
+        if not self.is_abandoned:
+            self._accept(handles, pieces)
+
+    def _accept(self, handles: Sequence[FlatParamHandle], pieces: Sequence[Tensor]) -> None:
+        for handle, piece in zip(handles, pieces, strict=True):
+            divisor = self.divisors[handle]
+            handle.accept(piece if divisor == 1.0 else piece.div_(divisor))
+
+
+def _reduce_together(handles: Sequence[FlatParamHandle]) -> Pending:
+    first, *_, last = handles
+    # Row r is what rank r receives: the r-th piece of every gradient, one after the other.
+    rows = [handle.gradients.take().view(first.reduce_comm.world_size, -1) for handle in handles]
+    what = f"reduce-scatter of {first.name} to {last.name}"
+    together, dtype = torch.cat(rows, dim=1).view(-1), first.reduced_dtype
+    tag = tuple(handle.reduce_tag for handle in handles)  # ranks that reduce others together must not add them to these
+    with label("reduce_scatter", f"{first.name} to {last.name}"):
+        return first.reduce_comm.reduce_scatter(together, what, tag, dtype)
+
+
+def summed(
+    comm: Communicator, tensor: Tensor, dtype: torch.dtype, what: str, tag: Tag
+) -> Generator[None, None, Tensor]:
+    """Collective, in stages. The sum of all ranks' tensors ``[n]``, the same bits on all of them.
+
+    Moves 2 (W - 1) / W of the tensor's bytes per rank, as a ring does.
+
+    Args:
+        comm: the ranks.
+        tensor: may be overwritten.
+        dtype: in which it is sent.
+        what, tag: see `Communicator`.
+    """
+    if not comm.sends_pieces:
+        pending = comm.all_reduce(tensor.to(dtype), what=what)
+        del tensor
+        yield
+        return pending.wait()
+    numel, wide = tensor.numel(), tensor.dtype
+    tensor = tensor.to(dtype)
+    if numel % comm.world_size:
+        tensor = torch.cat([tensor, tensor.new_zeros(-numel % comm.world_size)])
+    pending = comm.reduce_scatter(tensor, what, tag, wide)
+    del tensor
+    yield
+    piece = pending.wait().to(dtype)
+    pending = comm.all_gather(piece.new_empty(comm.world_size * piece.numel()), piece, what, tag)
+    yield
+    return pending.wait()[:numel]
+
+
+class Reductions:
+    """The reductions of each backward, started as gradients complete and finished as late as memory allows.
+
+    Which small gradients go together is settled when a backward begins: ranks may complete them in different orders,
+    and must send the same bucket all the same. All ranks submit the same, see `Usage`.
+
+    Args:
+        bucket_bytes: small gradients go together up to this much; 0 sends each by itself.
+    """
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._in_flight: list[tuple[Bucket, Stages]] = []  # the oldest first
+        self._companions: dict[FlatParamHandle, list[FlatParamHandle]] = {}
+        self._waiting: dict[int, Bucket] = {}  # by the number of the first companion
+
+    def begin(self, handles: Iterable[FlatParamHandle]) -> None:
+        """A backward starts, which may bring gradients of these handles, in about this order."""
+        self._companions.clear()
+        filling: dict[tuple[Any, ...], tuple[list[FlatParamHandle], int]] = {}
+        for handle in handles:
+            nbytes = handle.reduced_nbytes
+            if nbytes > min(_SMALL_BYTES, self._bucket_bytes) or handle.is_local or not handle.requires_grad:
+                continue
+            ranks = (handle.reduce_comm, handle.replicas)
+            key = (*ranks, handle.gradients.dtype, handle.flat_param.dtype, handle.comm_hook is None)
+            companions, filled = filling.pop(key, ([], 0))
+            companions.append(handle)
+            self._companions[handle] = companions
+            if filled + nbytes < self._bucket_bytes:
+                filling[key] = (companions, filled + nbytes)
+
+    def submit(self, handle: FlatParamHandle, divisor: float, *, keep: bool = False) -> None:
+        """Sum what the handle has accumulated over the ranks, now or with others, and divide it by `divisor`.
+
+        Args:
+            handle: whose gradient.
+            divisor: of the sum.
+            keep: don't wait for older ones, however many, before `drain`: other ranks may be about to do something in
+                which they need this one, before they send theirs.
+        """
+        companions = self._companions.get(handle)
+        if companions is None:
+            self._start(Bucket({handle: divisor}), keep)
+            return
+        first = companions[0].number
+        bucket = self._waiting.setdefault(first, Bucket())
+        bucket.divisors[handle] = divisor
+        if len(bucket.divisors) == len(companions):
+            self._start(self._waiting.pop(first), keep)
+
+    def drain(self) -> None:
+        """Wait for all but the last one."""
+        while len(self._in_flight) > 1:
+            for reduction in self._in_flight[-2::-1]:
+                self._advance(reduction)
+
+    def finish(self) -> None:
+        """Send what still waits, and wait until every shard has its gradient."""
+        for first in sorted(self._waiting):
+            self._start(self._waiting.pop(first))
+        self._drain()
+
+    def abandon(self) -> None:
+        """After a failed backward: let what is in flight end, and forget it, and what waits."""
+        self._waiting.clear()
+        for bucket, _ in self._in_flight:
+            bucket.is_abandoned = True  # gradients may have been zeroed since
+        self._drain()
+
+    def _start(self, bucket: Bucket, keep: bool = False) -> None:
+        # The new one is on its way before older ones are awaited, so the wire is not idle. Of those, only the youngest
+        # can hold a unit's whole gradient, and it is to send across while the others are awaited: so it is the first.
+        older, started = [] if keep else self._in_flight[::-1], (bucket, bucket.reduce())
+        self._in_flight.append(started)
+        for reduction in (started, *older):
+            self._advance(reduction)
+
+    def _drain(self) -> None:
+        while self._in_flight:
+            for reduction in self._in_flight[::-1]:
+                self._advance(reduction)
+
+    def _advance(self, reduction: tuple[Bucket, Stages]) -> None:
+        place = self._in_flight.index(reduction)
+        del self._in_flight[place]  # also if it raises
+        _, stages = reduction
+        if next(stages, stages) is not stages:
+            self._in_flight.insert(place, reduction)

@@ -1,0 +1,496 @@
+"""When things happen: one `Runtime` for all units of a root, driven by their hooks.
+
+A step, as the hooks report it:
+
+1. *Forward of a unit.* Its parameters are awaited; before it computes, the gather of the unit expected next is
+   issued, so that it travels while this one computes. Afterwards its memory is given back, unless backward needs
+   it at once (the root, the last unit of the forward) or the user asked to keep it.
+2. *Backward reaches a unit's outputs.* The same, along the order that the last backward took.
+3. *A gradient is complete.* When the last parameter of a handle has its gradient the whole parameters are given
+   back and the reduction is started; it is finished when the next one has been started, or at the end.
+4. *Backward ends.* What did not complete (unused parameters) is settled, reductions are finished, units are idle.
+
+A backward may run inside of a forward: units whose forward is running stay in that state, and keep their parameters.
+
+So at most the units in computation, one prefetched unit and two reductions are alive beside the shards.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp.engine.adoption import Contents, adopt, refuse_strangers
+from fsdp.engine.agreement import agree
+from fsdp.engine.autograd import BackwardPass, FollowedPass, in_backward
+from fsdp.engine.following import FollowsOthers
+from fsdp.engine.forward_hooks import Call, TrainingState
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.memory import return_freed_memory
+from fsdp.engine.reduction import Reductions
+from fsdp.engine.schedule import ExecutionOrder
+from fsdp.engine.shared_params import settle_shares
+from fsdp.engine.unit import Unit, units_in
+from fsdp.engine.usage import Usage
+from fsdp.uneven.regions import Region
+from fsdp.uneven.visits import Visits
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Sequence
+
+    from fsdp.engine.flat_param import FlatParameter
+
+
+class Runtime(FollowsOthers):
+    """Decides when the units of one tree gather, free and reduce.
+
+    Collective at construction: the ranks compare what they have built; their values at the first forward.
+
+    Args:
+        root: the outermost unit.
+        keep_root: don't free the root's parameters between forward and backward.
+        bucket_bytes: see `Reductions`.
+
+    Raises:
+        RuntimeError: if an inner unit already belongs to a root of its own, the ranks built different models, or a
+            parameter was added after wrapping.
+    """
+
+    def __init__(self, root: Unit, *, keep_root: bool, bucket_bytes: int) -> None:
+        self.root = root
+        named_units = units_in(root)
+        self.units = [unit for _, unit in named_units]
+        settle_shares(root, named_units, all_inside=True)
+        refuse_strangers(root)
+        agree(root.everyone, named_units, to_run=True)
+        adopt(self, named_units)
+        return_freed_memory()
+        root.wishes.keeps_as_root = keep_root
+        self.sync_gradients = True
+        self.has_run = False
+        self._reductions = Reductions(bucket_bytes)
+        self._usage = Usage()
+        self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
+        self._backward_order: ExecutionOrder[Unit] = ExecutionOrder()
+        self._running: list[Call] = []  # forwards that are running, the innermost last
+        self._backward: BackwardPass | FollowedPass | None = None  # the one that is running, or that raised
+        self.handles = [handle for unit in self.units for handle in unit.handles]
+        self.visits = Visits(self)
+        self._contents = {unit: Contents(unit) for unit in self.units}
+        # Whether a gradient has ever come; None before the first forward that may bring one.
+        self.has_trained: bool | None = None
+        _all.add(self)
+
+    # --- forward ------------------------------------------------------------------------------------------------
+
+    def before_forward(self, unit: Unit, inputs: Any) -> None:
+        """Hook: `unit` is about to compute."""
+        if unit.access.close_loading is not None:
+            unit.access.close_loading()  # a load that was given up by an exception
+        if unit.state is TrainingState.SUMMON_FULL_PARAMS:
+            self._refuse_training_while_summoned(unit)
+            return
+        call = Call(unit, recomputed=self.is_in_backward and in_backward())
+        if not call.recomputed and torch.is_grad_enabled() and self._contents[unit].have_changed():
+            refuse_strangers(self.root)
+            self._contents[unit] = Contents(unit)
+        if not call.recomputed and (not self._running or unit is self.root):
+            self._begin_forward(unit)
+        self._running.append(call)
+        self.visits.enter(unit, call)
+        if call.recomputed:
+            if unit.state is not TrainingState.BACKWARD_PRE:
+                unit.follow_mode()  # a re-entrant checkpoint left nothing else that tells what its forward was in
+            self._fetch_for_backward(unit, announced=self.visits.recomputes_alone(unit))
+        else:
+            unit.state = TrainingState.FORWARD
+            unit.follow_mode()
+            self._fetch(unit, is_backward=False)
+        # A frozen parameter has no gradient whose arrival would tell that backward is done with it.
+        if unit.has_frozen_handle and torch.is_grad_enabled():
+            call.watch_inputs(inputs)
+
+    def _begin_forward(self, unit: Unit) -> None:
+        global _last
+        self.has_run = True
+        _last = weakref.ref(self)
+        if self._running or self._backward is not None:
+            self._recover()
+        for other in self.units:
+            if other.runtime is not self:
+                raise RuntimeError(
+                    f"a second root: unit '{other.name}' now belongs to another root, since it was wrapped and called "
+                    "there. Use only one of the two, or call `_reset_lazy_init()` on this one first."
+                )
+        if DistributedDataParallel._active_ddp_module is not None:
+            self._refuse_ddp(DistributedDataParallel._active_ddp_module)
+        if not self.visits.is_inside:
+            self.trust_values(unit)
+        self.visits.begin_root(unit)
+        if not self.visits.is_inside:
+            self._forward_order.begin()
+
+    def _refuse_ddp(self, ddp: Any) -> None:
+        """Raise RuntimeError if what runs this model takes its shards for copies of one another."""
+        ours = {id(param) for handle in self.handles for param in handle.registry.params}
+        if not ours.isdisjoint(map(id, ddp._module_parameters)):  # private, and without those that it is to ignore
+            raise RuntimeError(ddp_message(self.root.name))
+
+    def _fetch(self, unit: Unit, is_backward: bool, announced: bool = False) -> None:
+        region = None if announced else self.visits.region_of(unit, is_backward)
+        gathered = 1  # of those ahead; the others are only read from disk
+        ahead: Sequence[Unit] = []  # ranks that don't run the unit cannot know what this one expects
+        if announced or self.visits.mixed_visit(unit, is_backward) is not None:
+            self.visits.gather(unit, is_backward, region)
+        else:
+            ahead = self._order(region, is_backward).enter(unit)
+            asked = unit.wishes.ahead(is_backward)
+            if is_backward and self.visits.is_uneven:
+                ahead = []
+                if unit is not self.root:
+                    unit.reshard()  # some ranks have it already, from a recomputation
+            elif asked is not None:
+                ahead, gathered = asked, len(asked)
+        unit.gather()
+        for number, following in enumerate(ahead):
+            if number < gathered:
+                if not is_backward:
+                    following.follow_mode()
+                following.gather()
+            else:
+                following.read_ahead()
+        unit.unshard()
+
+    def _order(self, region: Region | None, is_backward: bool) -> ExecutionOrder[Unit]:
+        own = self._backward_order if is_backward else self._forward_order
+        return own if region is None else region.order(is_backward)
+
+    def after_forward(self, unit: Unit, output: Any, failed: bool) -> None:
+        """Hook: `unit` has computed, or `failed` to."""
+        if not self._running or self._running[-1].unit is not unit:
+            return  # it never began: a hook before ours has raised
+        call = self._running.pop()
+        if call.recomputed:
+            unit.forget_written()  # the forward has written it already
+        if failed:
+            if not call.recomputed:
+                self._end_failed_forward(unit)
+            return
+        if not call.recomputed:
+            self._take_written(unit, only_here=call.visit is not None)
+        needs_backward = torch.is_grad_enabled() and call.watch_outputs(output)
+        if needs_backward:
+            self.visits.expect_backward(unit, call)
+        if call.recomputed:
+            return
+        unit.state = TrainingState.IDLE
+        needed_at_once = needs_backward and self._order(self.visits.region_of(unit, False), False).at_expected_end()
+        # A loss may leave by another way than the output (an attribute, a generator, a closure). Backward then comes to
+        # the unit unannounced: where the output shows nothing to differentiate, it finds the parameters in place.
+        may_leave = torch.is_grad_enabled() and not needs_backward and any(one.requires_grad for one in unit.handles)
+        if call.visit is not None or (unit.wishes.frees_after_forward and not needed_at_once and not may_leave):
+            unit.reshard(keeps_nearby=needs_backward and call.visit is None)
+        self.visits.end_root(unit, output)
+        if not self._running:
+            may_need_it = torch.is_grad_enabled() and any(one.requires_grad for one in self.handles)
+            self._end_forward(keep=needs_backward or may_need_it)
+            if needs_backward and self.has_trained is None:
+                self.has_trained = False
+
+    def _take_written(self, unit: Unit, *, only_here: bool = False) -> None:
+        try:
+            if only_here and any(handle.was_written for handle in unit.handles):
+                raise RuntimeError(
+                    f"{unit.name}: its forward writes to its own parameters, and only some ranks run it (fsdp.cond, "
+                    "fsdp.join). Change parameters between steps, inside `with model.summon_full_params():`."
+                )
+            unit.take_written()
+        except BaseException:
+            self._end_failed_forward(unit)
+            raise
+
+    def _end_forward(self, keep: bool) -> None:
+        for unit in self.units if keep else ():
+            self._take_written(unit)  # what the forward of others has written
+        for unit in self.units:
+            # Kept for a backward that doesn't come, or prefetched in vain.
+            if not keep or unit.is_gathering:
+                unit.reshard()
+        self._settle()
+
+    def _end_failed_forward(self, unit: Unit) -> None:
+        unit.state = TrainingState.IDLE
+        unit.reshard()
+        self.visits.fail_root(unit)
+        if not self._running:
+            self._end_forward(keep=False)
+
+    def give_up_forward(self, unit: Unit) -> None:
+        """An exception that torch's hooks do not see (KeyboardInterrupt, say) has ended the unit's forward."""
+        if any(call.unit is unit and not call.recomputed for call in self._running):
+            while self._running:
+                call = self._running.pop()
+                self._end_failed_forward(call.unit)
+                if call.unit is unit:
+                    break
+
+    def _refuse_training_while_summoned(self, unit: Unit) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{unit.name}: forward inside summon_full_params() works for inference only, because gradients would "
+                "go to the summoned copies and be lost. Use torch.no_grad(), or leave the context first."
+            )
+
+    # --- backward -----------------------------------------------------------------------------------------------
+
+    def before_backward(self, unit: Unit, call: Call) -> None:
+        """Hook: backward has reached an output of a call of `unit`."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{unit.name}: backward with create_graph=True is not supported: the second backward would need whole "
+                "parameters that nobody gathers. Compute such gradients on the unwrapped module, inside "
+                "summon_full_params()."
+            )
+        if unit.changed_since(call.shards):
+            raise RuntimeError(
+                f"{unit.name}: its parameters were changed (by an optimizer step, a cast, or requires_grad_?) between "
+                "forward and backward, so gradients would belong to neither the old nor the new values. Run backward "
+                "before the change, or forward again after it."
+            )
+        self.ensure_backward()
+        if call.backward is not self._backward:
+            call.backward = self._backward
+            self.visits.reach(unit, call)
+            self.visits.wait(call)
+            if self.visits.is_uneven:
+                self._reductions.drain()
+        if call.in_full_precision is not unit.in_full_precision:
+            if unit.state in (TrainingState.BACKWARD_PRE, TrainingState.FORWARD):
+                raise RuntimeError(
+                    f"{unit.name}: one backward goes through calls of it in train() and in eval(), which compute in "
+                    "different precisions (full_precision_in_eval=True). Run a backward for each."
+                )
+            unit.compute_in_full(call.in_full_precision)
+        if call.will_pass:
+            unit.unpassed.add(call)
+        if unit.state not in (TrainingState.BACKWARD_PRE, TrainingState.FORWARD):
+            unit.state = TrainingState.BACKWARD_PRE
+            self._fetch_for_backward(unit)
+
+    def ensure_backward(self) -> None:
+        """A backward is running: the first to notice begins it."""
+        if self.is_in_backward:
+            return
+        if self._backward is not None:
+            self._abandon_backward()  # the last one raised
+        self._backward = BackwardPass(self._end_backward)
+        self._begin_backward()
+
+    def _begin_backward(self) -> None:
+        self.backward_mode = self.sync_gradients + 2 * all(handle.has_no_gradient for handle in self.handles)
+        self._backward_order.begin()
+        self.visits.begin_backward()
+        for unit in self.units:
+            unit.begin_backward(is_summing=not self.sync_gradients)
+        if self.sync_gradients:
+            self._reductions.begin(handle for unit in reversed(self.units) for handle in unit.handles)
+            self._usage.begin(self.handles, ranks_begin_together=not self.visits.is_uneven)
+
+    def _fetch_for_backward(self, unit: Unit, announced: bool = False) -> None:
+        if not unit.incomplete:
+            unit.expect_gradients()  # a second round: a re-entrant checkpoint, or an output found late
+        self._fetch(unit, is_backward=True, announced=announced)
+
+    def gradient_complete(self, unit: Unit, handle: FlatParamHandle) -> None:
+        """Hook: every parameter of `handle` has its gradient."""
+        self.ensure_backward()
+        self.has_trained = True
+        if unit.state is not TrainingState.FORWARD:
+            unit.state = TrainingState.BACKWARD_POST
+        unit.incomplete.discard(handle)
+        handle.gradients.begin_round()  # re-entrant checkpoints may bring a second round
+        self._free_after_backward(unit)
+        self.reduce(unit, handle)
+
+    def reduce(self, unit: Unit, handle: FlatParamHandle) -> None:
+        """Have a handle's gradient reduced, unless it goes on to accumulate."""
+        if self.visits.is_touched(handle):
+            return  # until the end, when it is its turn on the ranks that have no gradient of it as well
+        self.visits.announce_gradient(unit, handle)
+        if self.sync_gradients and not self._usage.differs(handle):
+            self._reductions.submit(handle, unit.postdivide, keep=self.visits.is_uneven)
+
+    def passed(self, unit: Unit, call: Call) -> None:
+        """Hook: backward has the gradients of the inputs of a call."""
+        unit.unpassed.discard(call)
+        if self.is_in_backward:
+            self._free_after_backward(unit)
+
+    def _free_after_backward(self, unit: Unit) -> None:
+        if unit.incomplete or unit.unpassed or unit.state is TrainingState.FORWARD:
+            return
+        if unit.has_frozen_handle and unit.contains_units:
+            return  # what is frozen may be on the way to the gradients of the units inside
+        if unit.wishes.frees_after_backward(self.sync_gradients):
+            unit.reshard()
+            unit.state = TrainingState.BACKWARD_POST
+
+    def _end_backward(self) -> None:
+        self.visits.end_backward()
+        self._finish_backward()
+
+    def _finish_backward(self) -> None:
+        mixed = self.visits.take_mixed()
+        self.has_trained = self.has_trained or any(not handle.gradients.is_empty for handle in self.handles)
+        touched = self.visits.take_touched()
+        if self.sync_gradients:
+            self._reduce_rest()
+        else:
+            for handle in self.handles:
+                if handle in touched and handle.requires_grad:
+                    handle.gradients.owe()
+                handle.mark_unreduced()
+        for unit in self.units:
+            unit.unpassed.clear()
+            if unit.state is TrainingState.FORWARD:
+                continue  # this backward was inside of its forward, which goes on
+            unit.state = TrainingState.IDLE
+            if unit.wishes.frees_after_backward(self.sync_gradients) or unit.is_gathering or unit in mixed:
+                unit.reshard()
+        self._settle()
+        if self.sync_gradients:
+            with torch.no_grad():
+                self._usage.show_gradients()
+        self._backward = None
+        with torch.no_grad():
+            for unit in reversed(self.units):
+                for handle in unit.handles:
+                    handle.call_hooks()
+
+    def _reduce_rest(self) -> None:
+        """Reduce what did not complete on every rank, and finish all reductions."""
+        self._usage.end()
+        while any(map(self._usage.is_due, self.handles)):
+            for unit in self.units:
+                for handle in filter(self._usage.is_due, unit.handles):  # asked one by one: a bucket takes several
+                    handle.gradients.owe()
+                    self._reductions.submit(handle, unit.postdivide)
+            self._reductions.finish()
+        self._reductions.finish()
+
+    # --- between steps ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside accumulate whole gradients without reducing them."""
+        self.ensure_idle("enter no_sync()", is_served=True)
+        outer, self.sync_gradients = self.sync_gradients, False
+        try:
+            yield
+        finally:
+            self.sync_gradients = outer
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a forward or backward is running."""
+        return bool(self._running) or (self.is_in_backward and in_backward())
+
+    def ensure_idle(self, what: str, *, is_served: bool = False) -> None:
+        """Raise RuntimeError unless nothing runs; what a failed forward or backward left behind is cleared first.
+
+        Inside of `fsdp.join` too, where ranks that have finished would not take part, unless it `is_served` there.
+        """
+        if self.is_computing:
+            raise RuntimeError(f"cannot {what} in the middle of a forward or backward of {self.root.name}")
+        if self.visits.joining is not None and not is_served:
+            raise RuntimeError(
+                f"cannot {what} inside fsdp.join: ranks that have finished don't. Do it after the context"
+            )
+        if self._backward is not None:
+            self._recover()
+
+    def forget(self) -> None:
+        """Let go of all units: the next one used finds out again which is outermost."""
+        self.ensure_idle("reset")
+        self.release()
+        for unit in self.units:
+            unit.runtime = None
+        self.root.wishes.keeps_as_root = False
+
+    def release(self) -> None:
+        """Free what is kept whole between passes (after `no_sync` without resharding, or without a backward)."""
+        for unit in self.units:
+            unit.reshard()
+        self._settle()
+
+    def _recover(self) -> None:
+        """Back to idle after a forward or backward that was given up; its unreduced gradients are dropped."""
+        self._running.clear()
+        for unit in self.units:
+            unit.state = TrainingState.IDLE
+        self._abandon_backward()
+
+    def _abandon_backward(self) -> None:
+        """Forget a backward that was given up, with its unreduced gradients. Units whose forward is running go on."""
+        self._backward = None
+        self.visits.abandon()
+        self._usage.abandon()
+        self._reductions.abandon()
+        for unit in self.units:
+            unit.unpassed.clear()
+            for handle in unit.handles:
+                handle.drop_unreduced()
+            if unit.state is not TrainingState.FORWARD:
+                unit.state = TrainingState.IDLE
+                unit.reshard()
+        self._settle()
+
+    def _settle(self) -> None:
+        handles = [handle for unit in self.units for handle in unit.handles]
+        for comm in {comm for handle in handles for comm in handle.comms}:
+            comm.settle()
+        for lane in {handle.home.lane for handle in handles}:
+            lane.settle()
+
+
+def ddp_message(name: str) -> str:
+    """What is wrong with `DistributedDataParallel` around a sharded model, and what to do."""
+    return (
+        f"DistributedDataParallel has been given {name}, which is sharded: it takes the ranks' shards for copies of "
+        "the same parameters, and overwrites them with those of its first rank. Leave it out: gradients are averaged "
+        "over the ranks without it (for replicas of shards, see sharding_strategy), and build the model anew."
+    )
+
+
+_last: weakref.ref[Runtime] | None = None
+_all: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+def runtimes() -> list[Runtime]:
+    """Of all models that have been used."""
+    return [runtime for runtime in _all if runtime.root.runtime is runtime]
+
+
+def running() -> Runtime | None:
+    """Of the root whose forward or backward runs now; the one that began last, if there are several."""
+    runtime = None if _last is None else _last()
+    return runtime if runtime is not None and runtime.is_computing else None
+
+
+def refuse_missing_gradients(optimizer: str, shards: Collection[FlatParameter]) -> None:
+    """Raise RuntimeError if an optimizer is to step shards that have never had a gradient, though a forward was run.
+
+    Who has trained before may leave a backward out, and step nothing.
+    """
+    for runtime in runtimes():
+        if runtime.has_trained is False and any(one.flat_param in shards for one in runtime.handles):
+            raise RuntimeError(
+                f"{optimizer}.step(): nothing in {runtime.root.name} has got a gradient since it was first used. What "
+                "it lists are shards, which backward(inputs=...) and torch.autograd.grad() don't find in the graph. "
+                "Call backward() without inputs, and requires_grad_(False) before the forward on what is to get no "
+                "gradient."
+            )

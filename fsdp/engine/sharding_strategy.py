@@ -1,0 +1,308 @@
+"""Which ranks share a unit's parameters, and which hold the same shards: groups, pairs, meshes and strategies."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp.distributed.collectives import LONE_RANK, Communicator, communicator, during
+from fsdp.distributed.process_groups import Group, behind, default_group, number_of_groups
+from fsdp.engine.agreement import agree_on
+
+_HOST = torch.device("cpu")
+
+
+class ShardingStrategy(Enum):
+    """How parameters are spread over ranks, in the names of torch's FSDP1; its own members are taken as well.
+
+    Whole parameters are given back after forward by those that do not say otherwise.
+
+    Members:
+        FULL_SHARD: over one group.
+        SHARD_GRAD_OP: the same, and whole parameters are kept from forward to backward (`reshard_after_forward` False).
+        NO_SHARD: not; every rank has all of them, and gradients are averaged over the group.
+        HYBRID_SHARD: over the ranks of one group, and the same again in each of several such groups.
+        _HYBRID_SHARD_ZERO2: the same, and whole parameters are kept from forward to backward.
+    """
+
+    FULL_SHARD = auto()
+    SHARD_GRAD_OP = auto()
+    NO_SHARD = auto()
+    HYBRID_SHARD = auto()
+    _HYBRID_SHARD_ZERO2 = auto()
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether there are two groups."""
+        return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+    @classmethod
+    def of(cls, given: Any) -> ShardingStrategy | None:
+        """What a user gave.
+
+        Raises:
+            TypeError: if it is no strategy of ours or of torch's.
+        """
+        if given is None or isinstance(given, cls):
+            return given
+        if isinstance(given, Enum) and given.name in cls.__members__:
+            return cls[given.name]
+        raise TypeError(
+            f"sharding_strategy must be a fsdp.ShardingStrategy ({', '.join(cls.__members__)}) or None, got {given!r}"
+        )
+
+
+def reshards_after_forward(given: Any, asked: bool) -> bool:
+    """`reshard_after_forward` under a strategy.
+
+    Raises:
+        TypeError: see `ShardingStrategy.of`.
+        ValueError: if the two contradict each other.
+    """
+    strategy = ShardingStrategy.of(given)
+    if strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2):
+        return False
+    if strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD) and not asked:
+        other = "SHARD_GRAD_OP" if strategy is ShardingStrategy.FULL_SHARD else "_HYBRID_SHARD_ZERO2"
+        raise ValueError(
+            f"sharding_strategy={strategy.name} gives whole parameters back after forward, and "
+            f"reshard_after_forward=False keeps them: leave one of the two out, or ask for {other}"
+        )
+    return asked
+
+
+class LoneGroup:
+    """A group of this rank only. No process group is made: that would take all ranks."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The ranks of one wrapper.
+
+    Attributes:
+        shard: those that share its parameters.
+        replicate: those that hold the same shards; None without replicas.
+        strategy: what was asked for, or what the rest amounts to.
+        ranks: the numbers of all of them; empty where torch does not know them.
+    """
+
+    shard: Group
+    replicate: Group | None
+    strategy: ShardingStrategy
+    ranks: frozenset[int]
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks hold the same shard."""
+        return 1 if self.replicate is None else self.replicate.size()
+
+    def communicators(self, device: torch.device) -> tuple[Communicator, Communicator]:
+        """The ways to the ranks that share, and to those that hold the same."""
+        replicas = LONE_RANK if self.replicate is None else communicator(self.replicate, device)
+        return communicator(self.shard, device), replicas
+
+    @classmethod
+    def resolve(cls, given: Any, strategy: Any = None, reshards: bool = True) -> Groups:
+        """From the constructor's arguments. Collective over the ranks if two groups are given, or are to be made.
+
+        Args:
+            given: `process_group`.
+            strategy: `sharding_strategy`, or None.
+            reshards: whether whole parameters are given back after forward.
+
+        Raises:
+            RuntimeError: without `torch.distributed`; if ranks disagree about what a machine is.
+            TypeError: for what is no group that this rank is in.
+            ValueError: for what fits neither the strategy nor itself.
+        """
+        strategy = ShardingStrategy.of(strategy)
+        pair = _pair_of(given)
+        if pair is not None:
+            if strategy is not None and not strategy.is_hybrid:
+                raise ValueError(
+                    f"process_group is a {_kind(given)}, which is hybrid sharding, and sharding_strategy is "
+                    f"{strategy.name}. Give one group, or ask for HYBRID_SHARD (or leave the strategy out)."
+                )
+            hybrid = ShardingStrategy.HYBRID_SHARD if reshards else ShardingStrategy._HYBRID_SHARD_ZERO2
+            return cls(*pair, strategy or hybrid, _all_ranks(*pair))
+        group = _group_of(given)
+        if strategy is None:
+            strategy = ShardingStrategy.FULL_SHARD if reshards else ShardingStrategy.SHARD_GRAD_OP
+        if strategy is ShardingStrategy.NO_SHARD:
+            return cls(LoneGroup(), group, strategy, frozenset(ranks_of(group)))
+        if strategy.is_hybrid:
+            return cls(*_by_machine(group), strategy, frozenset(ranks_of(group)))
+        return cls(group, None, strategy, frozenset(ranks_of(group)))
+
+
+def _is_mesh(given: Any) -> bool:
+    module = sys.modules.get("torch.distributed.device_mesh")  # slow to import, and no mesh was made without it
+    return module is not None and isinstance(given, module.DeviceMesh)
+
+
+def _kind(given: Any) -> str:
+    return f"{given.ndim}-D DeviceMesh" if _is_mesh(given) else "pair of groups"
+
+
+def _pair_of(given: Any) -> tuple[Group, Group] | None:
+    """The groups to shard and to replicate over, if two are given."""
+    if _is_mesh(given):
+        if given.get_coordinate() is None:
+            raise ValueError(
+                f"process_group is {given}, and rank {dist.get_rank()} is not in that mesh: wrap only on its ranks"
+            )
+        if given.ndim > 2:
+            names = given.mesh_dim_names or ("replicate", "shard")
+            raise ValueError(
+                f"process_group is a {given.ndim}-D DeviceMesh, and sharding uses at most two dimensions: give a part "
+                f'of it, mesh["{names[0]}", "{names[1]}"] to replicate over {names[0]} and shard over {names[1]}'
+            )
+        return None if given.ndim == 1 else (given.get_group(1), given.get_group(0))
+    if not isinstance(given, (tuple, list)):
+        return None
+    if len(given) != 2:
+        raise ValueError(
+            f"process_group is a {type(given).__name__} of {len(given)}: give one group, or the pair (shard_group, "
+            "replicate_group)"
+        )
+    if any(group is None for group in given):
+        raise TypeError(
+            "process_group is a pair of groups with a None in it: give both, (shard_group, replicate_group)"
+        )
+    shard, replicate = map(default_group, given)
+    return shard, replicate
+
+
+def _group_of(given: Any) -> Group:
+    return given.get_group() if _is_mesh(given) else default_group(given)
+
+
+def ranks_of(group: Any) -> Sequence[int]:
+    """The numbers of a group's ranks, in its order; of the user's own objects, what can be known of them."""
+    try:
+        return dist.get_process_group_ranks(behind(group))
+    except (ValueError, RuntimeError, KeyError, AttributeError, TypeError):
+        alone = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        return [alone] if group.size() == 1 else []
+
+
+# What was checked, or made, before: every unit of a model asks for the same. Groups live as long as the process.
+_checked: dict[tuple[Any, Any], frozenset[int]] = {}
+_made: dict[tuple[Any, int], tuple[Group, Group | None]] = {}
+_nearby: dict[tuple[Any, int], Group] = {}
+
+
+@during("FullyShardedDataParallel() or fully_shard()")
+def _all_ranks(shard: Group, replicate: Group) -> frozenset[int]:
+    """Collective the first time. The ranks of the rectangle that two groups of this rank are sides of.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    key = (shard, replicate)
+    if key not in _checked:
+        rows, columns = [ranks_of(shard)], [ranks_of(replicate)]
+        over_shard, over_replicas = communicator(shard, _HOST), communicator(replicate, _HOST)
+        if over_shard.peers_answer and over_replicas.peers_answer:
+            # Everybody asks before anybody raises an error.
+            rows = [json.loads(row) for row in over_replicas.all_gather_bytes(json.dumps(list(rows[0])).encode())]
+            columns = [
+                json.loads(column) for column in over_shard.all_gather_bytes(json.dumps(list(columns[0])).encode())
+            ]
+            _check_rectangle(rows, columns, shard, replicate)
+        _checked[key] = frozenset(rank for side in (*rows, *columns) for rank in side)
+    return _checked[key]
+
+
+def _check_rectangle(rows: Sequence[Any], columns: Sequence[Any], shard: Group, replicate: Group) -> None:
+    """Rows are the shard groups of all replicas, columns the replicas of all in the shard group."""
+    flat = [rank for row in rows for rank in row]
+    turned = [list(row) for row in zip(*columns, strict=True)] if len({*map(len, columns)}) == 1 else []
+    if len(set(flat)) == len(flat) and [list(row) for row in rows] == turned:
+        return
+    ours, theirs = list(ranks_of(shard)), list(ranks_of(replicate))
+    raise ValueError(
+        f"process_group is a pair of groups that do not fit: rank {dist.get_rank()} shards over ranks {ours} and "
+        f"replicates over {theirs}, whose other ranks shard over {list(rows)}. Shard groups must be disjoint and of "
+        "one size, and the n-th ranks of all of them replicate: take both from init_device_mesh(device, (replicas, "
+        "shards))."
+    )
+
+
+def _by_machine(group: Group) -> tuple[Group, Group | None]:
+    """Collective the first time. Within the machine and across, for one group of ranks on several machines."""
+    if group.size() == 1:
+        return group, None
+    given = os.environ.get("LOCAL_WORLD_SIZE", "missing")
+    local = int(given) if given.isdecimal() else 0
+    if (group, local) not in _made:
+        agree_on([communicator(group, _HOST)], "values of LOCAL_WORLD_SIZE", given)
+        _made[group, local] = _split(group, local, given)
+    return _made[group, local]
+
+
+def _split(group: Group, local: int, given: str) -> tuple[Group, Group | None]:
+    ranks = sorted(ranks_of(group))
+    machines: dict[int, list[int]] = {}
+    for rank in ranks if local else ():
+        machines.setdefault(rank // local, []).append(rank)
+    rows = list(machines.values())
+    if len({len(row) for row in rows}) != 1:
+        raise ValueError(
+            f"HYBRID_SHARD over one group shards within each machine, and LOCAL_WORLD_SIZE (which torchrun sets) is "
+            f"{given}: that does not cut ranks {ranks} into equal machines. Start with torchrun, or say which ranks "
+            "share: process_group=(shard_group, replicate_group), or a 2-D DeviceMesh."
+        )
+    if len(rows) == 1:
+        return group, None
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    # All shard groups before all others: only their members may meet to make them.
+    return _new_group(group, rows), _new_group(group, columns)
+
+
+def nearby_in(group: Group, size: int) -> Group | None:
+    """Collective the first time. Of this rank and the ones beside it in a group, so many together; None for one or all.
+
+    Raises:
+        ValueError: if the group cannot be cut like this.
+    """
+    ranks = list(ranks_of(group))
+    if size < 1 or len(ranks) % size:
+        raise ValueError(
+            f"reshard_after_forward={size} keeps whole parameters among {size} ranks each, and {len(ranks)} ranks "
+            "cannot be cut into such parts: give a number that divides theirs, True or False"
+        )
+    if size in (1, len(ranks)):
+        return None
+    if (group, size) not in _nearby:
+        rows = [ranks[start : start + size] for start in range(0, len(ranks), size)]
+        _nearby[group, size] = _new_group(group, rows)
+    return _nearby[group, size]
+
+
+def _new_group(group: Group, parts: Sequence[Sequence[int]]) -> Group:
+    """Collective over `group`. The new group of this rank, when each of the parts becomes one."""
+    mine = dist.get_rank()
+    if group.size() == dist.get_world_size():
+        made = [dist.new_group(list(part)) for part in parts]
+        return next(each for each, part in zip(made, parts, strict=True) if mine in part)
+    agree_on(
+        [communicator(group, _HOST)],
+        "numbers of process groups, which torch names new ones by",
+        str(number_of_groups()),
+    )
+    return dist.new_group(next(list(part) for part in parts if mine in part), use_local_synchronization=True)

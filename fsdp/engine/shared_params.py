@@ -1,0 +1,253 @@
+"""Parameters that several units share: `append_shared_param`.
+
+A tied parameter belongs into a unit that contains all of its uses. Where modules with a tied parameter are wrapped
+one by one, with ``flatten_parameters=False``, the first one takes it and the others *want* it. When such a wrapper is
+given it, the handle gets the other's places as well: there is one shard, one leaf, one gradient. Before the units are
+used, the handle moves to the lowest unit around all of them, which gathers it for the whole of its own forward and
+backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsdp.engine.forward_hooks import TrainingState
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.managed_params import Places, lender_of, taken_over
+from fsdp.engine.names import clean_name
+from fsdp.engine.precision import Precision
+from fsdp.engine.unit import Unit, unit_of, units_in
+
+
+@dataclass(eq=False)
+class Wanted:
+    """A parameter of a unit's module that another unit has taken, and does not share yet."""
+
+    handle: FlatParamHandle
+    owner: Unit  # it took the parameter
+    places: Places  # in the module of the one that wants it
+
+
+@dataclass(eq=False)
+class Share:
+    """A handle whose parameter the modules of several units use."""
+
+    handle: FlatParamHandle
+    members: list[Unit]  # those that use it, first the one that took it
+    holder: Unit  # the one that runs the handle now
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"holder": self.members[0]}  # a copy may be of a part of the model only
+
+    def move_to(self, unit: Unit) -> None:
+        """Have another unit run it, while none of them computes.
+
+        Raises:
+            RuntimeError: if that one works with other ranks, or elsewhere.
+        """
+        before = self.holder
+        if unit is before:
+            return
+        owner, precision = self.members[0], self.handle.precision
+        for what, differ in (
+            ("process_group", unit.everyone != owner.everyone),
+            ("compute_device", unit.device != owner.device),
+            ("full_precision_in_eval", self.handle.is_cast and unit.precision.full_in_eval != precision.full_in_eval),
+        ):
+            if differ:
+                raise RuntimeError(
+                    f"{unit.name} is the lowest unit around all that share {_name(self.handle)} of {owner.name}, and "
+                    f"has to gather it, but it differs from them in {what}. Wrap it with the same."
+                )
+        self.handle.gradients.rescale(before.predivide / unit.predivide)
+        before.give_up(self.handle)
+        unit.adopt(self.handle)
+        if before not in self.members:
+            before.shares.remove(self)
+        if unit not in self.members:
+            unit.shares.append(self)
+        self.holder = unit
+
+
+def wanted(tied: Mapping[nn.Parameter, Places]) -> list[Wanted]:
+    """What `collect` found to be taken by others, with who took it."""
+    found = []
+    for param, places in tied.items():
+        owner, taken = lender_of(param), taken_over(param)
+        if owner is not None and taken is not None and taken.flat_param is not None:
+            shard = taken.flat_param()
+            found += [Wanted(handle, owner, places) for handle in owner.own if handle.flat_param is shard]
+    return found
+
+
+def claimed_in(module: nn.Module) -> set[tuple[nn.Module, str]]:
+    """The places in a module tree of what units in it want: no unit around them is to take that."""
+    units = filter(None, map(unit_of, module.modules()))
+    return {(place.module, place.name) for unit in units for one in unit.wanted for place in one.places}
+
+
+def share(unit: Unit, param: Any) -> None:
+    """Let `unit` use a parameter that another one took; see `append_shared_param`."""
+    if any(one.state is TrainingState.SUMMON_FULL_PARAMS for one in (unit, *(one.owner for one in unit.wanted))):
+        raise RuntimeError(
+            f"append_shared_param: inside summon_full_params() the modules of {unit.name} and of those it is tied to "
+            "show copies only. Leave it first."
+        )
+    asked = next((one for one in unit.wanted if _is_of(one.handle, param)), None)
+    if asked is None:
+        if any(_is_of(handle, param) for handle in unit.borrowed):
+            return
+        open_ones = ", ".join(one.places[0].fqn for one in unit.wanted) or "none"
+        raise ValueError(
+            f"{unit.name}: append_shared_param got a {type(param).__name__} that is no parameter which another wrapper "
+            f"has taken and which is tied to one in this module (those are: {open_ones}). Tie them before wrapping "
+            "(b.weight = a.weight), wrap both with flatten_parameters=False, and pass what the first one's module "
+            "shows as its weight."
+        )
+    _check(unit, asked)
+    for place in asked.places:
+        del place.module._parameters[place.name]
+    asked.handle.use_at(asked.places)
+    unit.wanted.remove(asked)
+    common = next((one for one in asked.owner.shares if one.handle is asked.handle), None)
+    if common is None:
+        common = Share(asked.handle, [asked.owner], asked.owner)
+        asked.owner.shares.append(common)
+    common.members.append(unit)
+    unit.shares.append(common)
+    for member in common.members:
+        member.is_agreed = False
+    unit.restore_order()
+
+
+def _check(unit: Unit, asked: Wanted) -> None:
+    owner, name = asked.owner, f"{asked.places[0].fqn} of {unit.name}"
+    for one in (unit, owner):
+        if one.runtime is not None:
+            raise RuntimeError(
+                f"append_shared_param: {name} can be shared before the first use only, and {one.name} was used "
+                "already. Call it right after wrapping, or after `_reset_lazy_init()` on the outermost wrapper."
+            )
+    ours, theirs = _dtypes(unit.precision_at(asked.places)), _dtypes(asked.handle.precision)
+    for what, differ in (
+        ("process_group", unit.everyone != owner.everyone),
+        ("compute_device", unit.device != owner.device),
+        ("precision", ours != theirs),
+    ):
+        if differ:
+            raise ValueError(
+                f"append_shared_param: {name} and {_name(asked.handle)} of {owner.name} are one parameter, but their "
+                f"wrappers differ in {what}. Wrap both with the same."
+            )
+
+
+def refuse_nothing_own(found: Mapping[nn.Parameter, Places], tied: Mapping[nn.Parameter, Places], kind: str) -> None:
+    """Raise ValueError if all that a module has was taken by others."""
+    if tied and not found:
+        names = ", ".join(places[0].fqn for places in tied.values())
+        raise ValueError(
+            f"{kind} has no parameter of its own: {names} is the same parameter as one which another unit has already "
+            "taken over. Leave both modules unwrapped, so that the unit that contains both takes the parameter "
+            "(auto_wrap does so by itself)."
+        )
+
+
+def settle_shares(root: Unit, named_units: Sequence[tuple[str, Unit]], *, all_inside: bool) -> None:
+    """Have each shared parameter run by the lowest unit around all its uses.
+
+    Args:
+        root: the outermost unit at hand.
+        named_units: those in it, outer before inner.
+        all_inside: whether all units that share a parameter must lie in the tree; otherwise such a one stays.
+
+    Raises:
+        RuntimeError: for a tied parameter that is not shared yet, and as `all_inside` says.
+    """
+    _refuse_wanted(named_units)
+    units = [unit for _, unit in named_units]
+    names = {unit: name for name, unit in named_units}
+    for one in dict.fromkeys(one for unit in units for one in unit.shares):
+        missing = [member.name for member in one.members if member not in names]
+        if not missing:
+            one.move_to(_lowest_around(one.members, root, units))
+        elif all_inside:
+            here = ", ".join(f"'{names[member]}'" for member in one.members if member in names)
+            raise RuntimeError(
+                f"{_name(one.handle)} of {here} is shared (append_shared_param) with {', '.join(missing)}, which is "
+                f"not inside of {root.name}, the outermost unit in use. Wrap the module that contains them all, and "
+                "use that one."
+            )
+
+
+def _refuse_wanted(named_units: Iterable[tuple[str, Unit]]) -> None:
+    names = {unit: name for name, unit in named_units}
+    for unit, name in names.items():
+        for one in unit.wanted:
+            owner = names.get(one.owner, one.owner.name)
+            raise RuntimeError(
+                f"{one.places[0].fqn} of '{name}' is the same parameter as {_name(one.handle)} of '{owner}', which "
+                f"has taken it over: the two would no longer be tied. Call append_shared_param on the wrapper of "
+                f"'{name}' before the first use; or leave both unwrapped, so that the unit that contains both takes "
+                "the parameter (auto_wrap does so by itself)."
+            )
+
+
+def _lowest_around(members: Sequence[Unit], root: Unit, units: Sequence[Unit]) -> Unit:
+    modules = {member.module for member in members}
+    return next(unit for unit in reversed(units) if unit is root or not _reaches(root, modules, without=unit))
+
+
+def _reaches(root: Unit, modules: set[nn.Module], without: Unit) -> bool:
+    """Whether any of `modules` runs in the root's tree without being inside of the unit `without`."""
+    seen: set[nn.Module] = set()
+    ahead = [root.module]
+    while ahead:
+        current = ahead.pop()
+        if current in modules and unit_of(current) is not without:
+            return True
+        if current not in seen and current is not without.module:
+            seen.add(current)
+            ahead += current.children()
+    return False
+
+
+def exported_around(unit: Unit) -> set[int]:
+    """Addresses of shared parameters that belong to the state dict of a unit around this one, which is being taken."""
+    around = [one for _, inner in units_in(unit) for one in inner.shares if one.holder.access.is_exporting]
+    places = [one.handle.places[0][0] for one in around if one.handle.is_exposed]
+    values = [place.module._parameters[place.name] for place in places]
+    return {value.data_ptr() for value in values if value is not None}
+
+
+def keys_of(unit: Unit) -> set[str]:
+    """The names, from the unit's module, of all parameters that its modules see whole when it is exposed."""
+    shared = {one.handle for one in unit.shares}
+    keys = {place.fqn for handle in unit.handles if handle not in shared for used in handle.places for place in used}
+    if shared:
+        names: dict[nn.Module, list[str]] = {}
+        for path, module in unit.module.named_modules(remove_duplicate=False):
+            names.setdefault(module, []).append(f"{path}." if path else "")
+        places = [place for handle in shared for place in handle.places[0]]
+        keys |= {clean_name(path + place.name) for place in places for path in names.get(place.module, [])}
+    return keys
+
+
+def _dtypes(precision: Precision) -> tuple[Any, ...]:
+    return precision.compute, precision.reduce, precision.full_in_eval, precision.keeps_low_gradients
+
+
+def _is_of(handle: FlatParamHandle, param: Any) -> bool:
+    """Whether `param` is the handle's: the original, its shard, or what modules show of it."""
+    taken = taken_over(param) if isinstance(param, Tensor) else None
+    if taken is not None:
+        return taken.flat_param is not None and taken.flat_param() is handle.flat_param
+    places = [place for used in handle.places for place in used]
+    return param is handle.flat_param or any(place.module.__dict__.get(place.name) is param for place in places)
+
+
+def _name(handle: FlatParamHandle) -> str:
+    return handle.places[0][0].fqn

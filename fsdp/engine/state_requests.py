@@ -1,0 +1,171 @@
+"""How a state dict is being taken or loaded, for all units of a tree: decided by the outermost, once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from fsdp.engine.agreement import Ranks, from_everyone, number_among
+from fsdp.engine.unit import Unit, units_in
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A state dict is being taken.
+
+    Args:
+        ranks: that hold a part of the outermost unit.
+        dtype: of floating-point parameters; None leaves them in their own.
+        device: where tensors should be; None leaves them where they are computed with.
+        rank0_only: only the first of the ranks is to have it.
+    """
+
+    ranks: Ranks
+    dtype: torch.dtype | None
+    device: torch.device | None
+    rank0_only: bool
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank is to have it."""
+        return not self.rank0_only or number_among(self.ranks) == 0
+
+    def is_at_first(self, unit: Unit) -> bool:
+        """Whether only the first of the unit's ranks needs its parameters."""
+        return self.rank0_only and tuple(self.ranks) == unit.everyone
+
+
+@dataclass(frozen=True)
+class LoadPass:
+    """A state dict is being loaded.
+
+    Args:
+        is_trial: it is only to be found out whether it fits; there are shapes, and no values.
+        read: units whose values may be read by it.
+        source: the first rank, if only that one has the values.
+    """
+
+    is_trial: bool = False
+    read: frozenset[Unit] = frozenset()
+    source: FirstRank | None = None
+
+    def source_of(self, unit: Unit) -> FirstRank | None:
+        """Who has the values of the unit's parameters; None if every rank, as of units with ranks of their own."""
+        return self.source if self.source is not None and self.source.serves(unit) else None
+
+
+@dataclass(frozen=True)
+class Summoning:
+    """Parameters are summoned.
+
+    Args:
+        keeps_changes: they are sharded again with what was changed.
+        with_grads: whole gradients are shown.
+        rank0_only: only the first rank has them.
+        on_host: they are in host memory.
+    """
+
+    keeps_changes: bool
+    with_grads: bool
+    rank0_only: bool
+    on_host: bool
+
+    def require_shown_by(self, other: Summoning | None, unit: Unit) -> None:
+        """Raise RuntimeError if what is asked for is not what is there, where a unit is summoned already."""
+        if other is None:
+            raise RuntimeError(
+                f"{unit.name}: its state is being loaded or saved; summon parameters before or after that"
+            )
+        differing = [
+            f"{name}={asked}"
+            for name, asked, given in (
+                ("volatile", not self.keeps_changes, not other.keeps_changes),
+                ("rank0_only", self.rank0_only, other.rank0_only),
+                ("offload_to_cpu", self.on_host, other.on_host),
+                ("with_grads", self.with_grads, self.with_grads and other.with_grads),
+            )
+            if asked is not given
+        ]
+        if differing:
+            raise RuntimeError(
+                f"summon_full_params cannot be nested in another form: {unit.name} is summoned already, and without "
+                f"{', '.join(differing)}. Leave that first, or ask for the same."
+            )
+
+
+class FirstRank:
+    """The first of some ranks says what it has changed, step by step; the others have nothing of their own to say.
+
+    Everybody hears everybody in each step, so a rank that fails tells the others, and nobody waits for it.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.is_here = number_among(ranks) == 0
+        self.is_over = False  # a rank failed, or all is done
+
+    def serves(self, unit: Unit) -> bool:
+        """Whether a unit's parameters are shared by just these ranks."""
+        return tuple(self.ranks) == unit.everyone
+
+    def tell(self, changed: Sequence[Sequence[int]], problem: str = "") -> list[list[int]]:
+        """Collective. What the first rank has changed.
+
+        Raises:
+            RuntimeError: on every rank, if one has a problem, naming it.
+        """
+        heard = [json.loads(other) for other in from_everyone(self.ranks, json.dumps([changed, problem]).encode())]
+        for rank, (_, text) in enumerate(heard):
+            if text:
+                self.is_over = True
+                raise RuntimeError(
+                    f"rank {number_among(self.ranks)}: rank {rank} could not load its state dict. {text}"
+                )
+        return heard[0][0]
+
+    def finish(self, error: Exception | None) -> None:
+        """Collective with `tell`. This rank is done, or has failed, which others may not know yet.
+
+        Raises:
+            RuntimeError: if it is done and another has failed.
+        """
+        if not self.is_over:
+            try:
+                self.tell([], "" if error is None else f"{type(error).__name__}: {error}")
+            except RuntimeError:
+                if error is None:
+                    raise
+            self.is_over = True
+
+
+@contextmanager
+def saving(root: Unit, form: Saving) -> Iterator[Saving]:
+    """All units of the tree take a state dict in this form, or in that which a unit around them has chosen."""
+    if root.access.saving is not None:
+        yield root.access.saving
+        return
+    units = [unit for _, unit in units_in(root)]
+    for unit in units:
+        unit.access.saving = form
+    try:
+        yield form
+    finally:
+        for unit in units:
+            unit.access.saving = None
+
+
+@contextmanager
+def loading(root: Unit, form: LoadPass) -> Iterator[None]:
+    """All units of the tree load a state dict in this form."""
+    units = [unit for _, unit in units_in(root)]
+    for unit in units:
+        unit.access.loading = form
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.access.loading = None

@@ -1,0 +1,442 @@
+"""A unit: one wrapped module, its handles, and what it is doing.
+
+A unit knows what belongs to it; when its parameters come and go is decided by the runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from fsdp.distributed.collectives import LONE_RANK, Communicator
+from fsdp.distributed.comm_hook import CommHook
+from fsdp.engine.flat_param import FlatParameter, ParamInfo
+from fsdp.engine.forward_hooks import Call, ForwardHooks, TrainingState
+from fsdp.engine.handle import FlatParamHandle, Phase
+from fsdp.engine.ignored import Ignored
+from fsdp.engine.names import clean_name, join
+from fsdp.engine.orig_params import NewPieces
+from fsdp.engine.precision import Buffers, Precision
+from fsdp.engine.precision_exclusions import compute_in_own_dtype, kept_modules
+from fsdp.engine.state_access import StateAccess
+from fsdp.engine.wishes import Wishes
+
+if TYPE_CHECKING:
+    from fsdp.engine.runtime import Runtime
+    from fsdp.engine.shared_params import Share, Wanted
+
+
+# Where a module keeps its unit. On the module, so that both die together and are copied together.
+_ATTRIBUTE = "_fsdp_unit"
+
+
+class Unit:
+    """The parameters of one wrapped module that no inner unit took.
+
+    Args:
+        module: gets the hooks.
+        comm: the ranks that share the parameters.
+        replicas: the ranks that hold the same shards as this one, and sum gradients with it.
+        ranks: the numbers of all that its gradients are summed over, as far as torch knows them.
+        precision: the dtypes that it computes in.
+        device: where it computes.
+        ignored: what in its module it leaves alone.
+        wishes: when memory is given back, and what is gathered ahead.
+        predivide, postdivide: factors by which gradients are divided before and after they are summed.
+        clear_autocast_cache: let go of autocast's copies of weights after each forward.
+        settings: options by their names, of which it needs no more than that all ranks have the same.
+        new_runtime: makes the runtime of a tree whose outermost unit is given.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        comm: Communicator,
+        replicas: Communicator,
+        ranks: frozenset[int],
+        precision: Precision,
+        device: torch.device,
+        ignored: Ignored,
+        *,
+        wishes: Wishes,
+        predivide: float,
+        postdivide: float,
+        clear_autocast_cache: bool,
+        settings: Mapping[str, Any],
+        new_runtime: Callable[[Unit], Runtime],
+    ) -> None:
+        self.module = module
+        self.comm, self.replicas, self.ranks = comm, replicas, ranks
+        self.device = device
+        self.ignored = ignored
+        ours = [inner for inner in own_modules(module) if inner not in ignored.modules]
+        kept = kept_modules(ours, precision)
+        self._kept = {inner for group in kept.values() for inner in group}
+        # Before our own hooks, which then run around those that keep a module's precision.
+        casting = kept if precision.is_mixed else {}
+        self.hooks = [hook for outermost in casting for hook in compute_in_own_dtype(outermost)]  # on its modules
+        self.precision = precision.without_casts() if module in self._kept else precision
+        self.access = StateAccess()
+        self.buffers = Buffers([inner for inner in ours if inner not in self._kept], precision.buffers)
+        self.in_full_precision = False
+        self.is_inside_mixed = False  # a unit around it casts inputs
+        self._handles: list[FlatParamHandle] = []
+        self.own: list[FlatParamHandle] = []  # of the parameters that it took, whoever runs them
+        self.wanted: list[Wanted] = []  # parameters of its module that another unit took
+        self.shares: list[Share] = []  # what it uses together with other units, or runs for them
+        self._is_asleep = False  # its handles are copies and not complete
+        self.wishes = wishes
+        self._settings = dict(settings)
+        self.predivide, self.postdivide = predivide, postdivide
+        self.comm_hook: CommHook | None = None
+        self.name = type(module).__name__
+        self.state = TrainingState.IDLE
+        self.runtime: Runtime | None = None
+        self.is_agreed = False  # the ranks have compared what they have
+        # Something of it may have no values yet: set while it is wrapped, taken back when values are found to be there.
+        self.awaits_values = _lists_meta(own_modules(module))
+        self.awaits_values_somewhere = True  # on any rank; until all have told each other that nothing is missing
+        self.incomplete: set[FlatParamHandle] = set()  # their gradients are not all there, in this backward
+        self.unpassed: set[Call] = set()  # backward has reached their outputs, and not yet left by their inputs
+        self.param_order = {m: list(m._parameters) for m in module.modules()}  # before any is taken over
+        self._new_runtime = new_runtime
+        module.__dict__[_ATTRIBUTE] = self
+        self.forward = ForwardHooks(self, clear_autocast_cache)
+        self.hooks += self.forward.register()
+
+    @property
+    def handles(self) -> list[FlatParamHandle]:
+        """Those that it runs, one for each flat parameter."""
+        if self._is_asleep:
+            self.wake()
+        return self._handles
+
+    @property
+    def everyone(self) -> tuple[Communicator, Communicator]:
+        """Over the one and then the other, all ranks are reached that hold a part of it."""
+        return self.comm, self.replicas
+
+    @property
+    def borrowed(self) -> list[FlatParamHandle]:
+        """Of the parameters that it uses and another unit took."""
+        return [one.handle for one in self.shares if self in one.members[1:]]
+
+    @property
+    def seen(self) -> list[FlatParamHandle]:
+        """Those that it runs, and those that others run and its modules see."""
+        shared = [handle for one in self.shares for handle in one.holder.handles if handle is one.handle]
+        return list(dict.fromkeys([*self.handles, *shared]))
+
+    def __getstate__(self) -> dict[str, Any]:
+        forgotten: dict[str, Any] = {
+            "runtime": None,
+            "is_agreed": False,
+            "incomplete": set(),
+            "unpassed": set(),
+            "wishes": self.wishes.of_copy(),
+            "access": StateAccess(),
+            # What moved to a unit around it is back: that may not be copied.
+            "_handles": list(self.own),
+            "shares": [one for one in self.shares if self in one.members],
+        }
+        return self.__dict__ | forgotten | {"_is_asleep": True}
+
+    def wake(self) -> None:
+        """Complete the handles of a copied or unpickled unit, if all of its modules are there by now."""
+        if any("places" not in handle.__dict__ for handle in self.__dict__.get("_handles", [self])):
+            return  # units that share a parameter are copied from within each other
+        places = [place for handle in self._handles for used in handle.places for place in used]
+        if self._is_asleep and all("_parameters" in place.module.__dict__ for place in places):
+            self._is_asleep = False
+            for handle in self._handles:
+                handle.report_to(self.on_gradient)
+                handle.wake()
+
+    def ensure_runtime(self) -> Runtime:
+        """The runtime; who has none yet and runs is the outermost unit: inner units' hooks run after outer ones'."""
+        if self.runtime is None:
+            self.runtime = self._new_runtime(self)
+        return self.runtime
+
+    @property
+    def holds_nothing(self) -> bool:
+        """Whether all parameters of its modules are other units'."""
+        return not (self.seen or self.own or self.wanted)
+
+    def withdraw(self) -> None:
+        """Leave the module as it was found: it could not be wrapped, or another unit takes over.
+
+        Raises:
+            RuntimeError: in the middle of a forward or backward.
+        """
+        if self.runtime is not None:
+            self.runtime.forget()
+        for hook in self.hooks:
+            hook.remove()
+        for module in own_modules(self.module):
+            for name in ("_apply", "requires_grad_"):
+                if getattr(module.__dict__.get(name), "unit", None) is self:
+                    del module.__dict__[name]
+        self.buffers.widen()
+        del self.module.__dict__[_ATTRIBUTE]
+
+    def on_gradient(self, handle: FlatParamHandle, slot: int, leaf: Tensor) -> None:
+        """A leaf's gradient is there (called by the handle's hooks)."""
+        if self.state in (TrainingState.IDLE, TrainingState.FORWARD) and self.runtime is not None:
+            self.runtime.ensure_backward()  # of a parameter that was used outside of its unit's forward, or inside
+        if handle.take_gradient(slot, leaf, self.predivide) and self.runtime is not None:
+            self.runtime.gradient_complete(self, handle)
+
+    def add_handle(
+        self,
+        flat_param: FlatParameter,
+        places: Sequence[Sequence[ParamInfo]],
+        registered: Sequence[tuple[nn.Module, str]],
+        reduce_comm: Communicator,
+        new_pieces: NewPieces | None = None,
+        nearby: Communicator | None = None,
+        whole: bool = False,
+    ) -> None:
+        """Run a flat parameter's shard, whose original parameters were used at `places`; see `FlatParamHandle`.
+
+        If it is `whole`, every rank has all of it, and gradients are summed over all.
+        """
+        precision = self.precision_at(places[0])
+        handle = FlatParamHandle(
+            flat_param,
+            places,
+            *((LONE_RANK, LONE_RANK, self.comm) if whole else (self.comm, reduce_comm, self.replicas)),
+            registered,
+            precision,
+            self.on_gradient,
+            new_pieces,
+            nearby,
+        )
+        self._handles.append(handle)
+        self.own.append(handle)
+        self.awaits_values |= bool(handle.valueless)
+
+    def adopt(self, handle: FlatParamHandle) -> None:
+        """Run a handle that another unit ran."""
+        handle.compute_in_full(self.in_full_precision)
+        handle.report_to(self.on_gradient)
+        handle.comm_hook = self.comm_hook
+        self._handles.append(handle)
+
+    def give_up(self, handle: FlatParamHandle) -> None:
+        """Leave it to another unit to run this handle."""
+        handle.reshard()
+        self._handles.remove(handle)
+        self.incomplete.discard(handle)
+
+    def restore_order(self) -> None:
+        """Have modules list their parameters in the order from before they were wrapped."""
+        for unit in dict.fromkeys([self, *(member for one in self.shares for member in one.members)]):
+            unit._restore_own_order()
+
+    def _restore_own_order(self) -> None:
+        wanted = [place.module for one in self.wanted for place in one.places]
+        for module in {*wanted, *(place.module for handle in self.seen for used in handle.places for place in used)}:
+            params = dict(module._parameters)
+            order = self.param_order.get(module, list(params))
+            module._parameters.clear()
+            module._parameters.update({name: params.pop(name) for name in order if name in params})
+            module._parameters.update(params)
+
+    def precision_at(self, places: Sequence[ParamInfo]) -> Precision:
+        """The dtypes for a parameter that is used at these places."""
+        is_kept = any(place.module in self._kept for place in places)
+        return self.precision.without_casts() if is_kept else self.precision
+
+    def places(self) -> Iterator[ParamInfo]:
+        """Where its original parameters are used."""
+        for handle in self.handles:
+            for places in handle.places:
+                yield from places
+
+    def follow(self, device: torch.device) -> None:
+        """Follow parameters that were cast or moved, and compute on `device`."""
+        self.device = device
+        self.comm, self.replicas = self.comm.for_device(device), self.replicas.for_device(device)
+        for handle in self.handles:
+            handle.home.device = device
+            handle.follow_shard()
+            handle.renew_fingerprints()
+
+    def describe(self) -> dict[str, Any]:
+        """All that the ranks must agree on, by what messages call it."""
+        return {
+            "parameters": [handle.describe() for handle in self.handles],
+            **self._settings,
+            "reshard_after_forward": self.wishes.reshard_after_forward,
+            "reshard_after_backward": self.wishes.reshard_after_backward,
+            "gradient_predivide_factor": self.predivide,
+            "a divisor of summed gradients of": self.postdivide,
+            **{f"mixed_precision.{name}": value for name, value in self.precision.describe().items()},
+            "buffers": [*self._saved_buffers()],
+        }
+
+    def _saved_buffers(self) -> Iterator[str]:
+        """Not those that are not saved: caches may differ."""
+        names = {inner: clean_name(name) for name, inner in self.module.named_modules()}
+        for inner in own_modules(self.module):
+            for name, buffer in inner._buffers.items() if inner not in self.ignored.modules else ():
+                if buffer is not None and name not in inner._non_persistent_buffers_set and not is_lazy(buffer):
+                    yield f"{join(names[inner], name)}{list(buffer.shape)} {buffer.dtype}"
+
+    @property
+    def mode(self) -> str:
+        """Of its module, as users set it."""
+        return "train()" if self.module.training else "eval()"
+
+    # --- what the runtime asks for ------------------------------------------------------------------------------
+
+    @property
+    def has_frozen_handle(self) -> bool:
+        return any(handle.has_frozen for handle in self.handles)
+
+    @property
+    def contains_units(self) -> bool:
+        return any(unit_of(module) is not None for module in self.module.modules() if module is not self.module)
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether its modules compute with nothing of it, but with what was given for one call."""
+        # What has no parameters of its own has a part if a unit inside of it has.
+        units = [self] if self.handles else filter(None, map(unit_of, self.module.modules()))
+        handles = (handle for unit in units for handle in unit.handles)
+        first = next(handles, None)
+        return first is not None and first.registry.is_lent and all(handle.registry.is_lent for handle in handles)
+
+    @property
+    def is_gathering(self) -> bool:
+        return any(handle.phase is Phase.GATHERING for handle in self.handles)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its parameters are here, and as the shards are now."""
+        return all(handle.is_whole for handle in self.handles)
+
+    def compute_in_full(self, wanted: bool) -> None:
+        """Whether to compute in the shards' own precision from now on."""
+        if wanted is not self.in_full_precision:
+            for handle in self.handles:
+                handle.compute_in_full(wanted)
+            self.in_full_precision = wanted
+            if wanted:
+                self.buffers.widen()
+            else:
+                self.buffers.narrow()
+
+    def follow_mode(self) -> None:
+        """Compute in full precision if that was asked for in evaluation, and the module is in it."""
+        self.compute_in_full(self.precision.full_in_eval and not self.module.training)
+
+    def rename(self, name: str) -> None:
+        self.name = name
+        for number, handle in enumerate(self.handles):
+            handle.rename(name if len(self.handles) == 1 else f"{name} (flat parameter {number})", unit=name)
+
+    def gather(self) -> None:
+        for handle in self.handles:
+            handle.gather()
+
+    def unshard(self) -> None:
+        for handle in self.handles:
+            handle.unshard()
+
+    def settle(self) -> None:
+        """Block until its shards may be written."""
+        for handle in self.handles:
+            handle.settle()
+
+    def reshard(self, *, keeps_nearby: bool = False) -> None:
+        for handle in self.handles:
+            handle.reshard(keeps_nearby=keeps_nearby)
+
+    def read_ahead(self) -> None:
+        """It will be gathered after the next one."""
+        for handle in self.handles:
+            handle.home.read_ahead()
+
+    def begin_backward(self, is_summing: bool) -> None:
+        self.expect_gradients()
+        self.unpassed.clear()
+        for handle in self.handles:
+            handle.begin_backward(is_summing)
+
+    def expect_gradients(self) -> None:
+        """Its backward begins, or begins again in a re-entrant checkpoint."""
+        self.incomplete = {handle for handle in self.handles if handle.requires_grad}
+
+    def set_divide_factors(self, pre: float, post: float) -> None:
+        """Divide by these from now on, what is accumulated already included.
+
+        Raises:
+            RuntimeError: if a communication hook is registered.
+        """
+        if self.comm_hook is not None:
+            raise RuntimeError(
+                f"{self.name}: the communication hook {self.comm_hook.name} divides gradients by itself. Have it "
+                "divide by what you want, for instance by numbers that are in its state."
+            )
+        for handle in self.handles:
+            handle.gradients.rescale(self.predivide / pre)
+        self.predivide, self.postdivide = float(pre), float(post)
+
+    def use_comm_hook(self, comm_hook: CommHook) -> None:
+        """Have gradients averaged by a hook from now on, what is accumulated already included."""
+        self.set_divide_factors(1.0, 1.0)
+        self.comm_hook = comm_hook
+        for handle in self.handles:
+            handle.comm_hook = comm_hook
+
+    def changed_since(self, shards: Sequence[Hashable]) -> bool:
+        """Whether a shard, or what is whole of it, was changed after a forward that saw it like this."""
+        return shards != [handle.shard_state for handle in self.handles] or any(
+            handle.was_written and not handle.whole.is_shard for handle in self.handles
+        )
+
+    def take_written(self) -> None:
+        """Collective if a forward has written to its weights: keep that."""
+        for handle in self.handles:
+            handle.take_written()
+
+    def forget_written(self) -> None:
+        """What was written to its weights until now is not to be kept."""
+        for handle in self.handles:
+            if handle.phase is Phase.FULL:
+                handle.whole.rest()
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that runs `module`, None if it is no unit's."""
+    return module.__dict__.get(_ATTRIBUTE)
+
+
+def own_modules(module: nn.Module) -> list[nn.Module]:
+    """The modules of a tree, outer before inner, without those that run in units inside of it."""
+    found: dict[nn.Module, None] = {}
+    ahead = [module]
+    while ahead:
+        current = ahead.pop()
+        if current not in found and (current is module or unit_of(current) is None):
+            found[current] = None
+            ahead += reversed(list(current.children()))
+    return list(found)
+
+
+def units_in(root: Unit) -> list[tuple[str, Unit]]:
+    """The units of a tree with the plain names of their modules, outer before inner."""
+    found = [(name, unit_of(module)) for name, module in root.module.named_modules()]
+    return [(clean_name(name) or f"root ({type(root.module).__name__})", unit) for name, unit in found if unit]
+
+
+def _lists_meta(modules: Sequence[nn.Module]) -> bool:
+    """Whether modules list anything without values themselves."""
+    tensors = (tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values()))
+    return any(tensor is not None and tensor.is_meta for tensor in tensors)

@@ -1,0 +1,296 @@
+"""`WholeParameters`: a flat parameter gathered in one buffer, and what modules see of it.
+
+The buffer is one tensor made once, whose *storage* is freed and allocated again. The leaves are one per parameter,
+views of it made once and never again; modules compute with them, and autograd accumulates into them. They are made from
+``.data``, so each has a version counter of its own: gathering into the buffer does not look to autograd like a change
+of the weights that it saved. The leaf of a parameter that is a `DTensor` is one again, around such a view.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from fsdp.distributed.dtensor import MeshPart, local_part, memory_at, memory_of, set_local_part
+from fsdp.engine.autograd import FreedLeaves
+from fsdp.engine.flat_param import Attributes, ParamInfo, attributes_of, give_attributes
+from fsdp.engine.layout import Layout
+from fsdp.engine.placeholder import Placeholder, is_model_under_way, sharded_message, sharded_weight, valueless_weight
+
+
+class Copies(NamedTuple):
+    """From where parameters are gathered to where they are whole. Like the leaves these views are made once."""
+
+    gathered: Tensor  # ``[padded_numel]``; its storage has memory during a gather only
+    nbytes: int
+    sources: list[Tensor]
+    targets: list[Tensor]
+
+    @classmethod
+    def between(cls, layout: Layout, full: Tensor) -> Copies:
+        """For a layout that does not gather parameters as they are shown."""
+        gathered = full.new_empty(layout.padded_numel)
+        made = cls(gathered, gathered.nbytes, *layout.pairs(gathered, full.detach()[: layout.whole_numel]))
+        gathered.untyped_storage().resize_(0)
+        return made
+
+
+class WholeParameters:
+    """The parameters of a layout in one buffer, and the places in modules where they are seen.
+
+    Args:
+        layout: how they lie in the buffer.
+        places: for each, where it is used.
+        parts: for each, what it is a part of if it is a `DTensor`.
+        full: ``[whole_numel]`` or more, the buffer. If it is the shard itself (`is_shard`) it is never freed.
+        requires_grad: of each leaf.
+        valueless: the numbers of those without values: where the buffer is the shard, they are not seen until `reveal`.
+        attributes: for each, what users had set on it.
+        on_gradient: a method, held weakly: called with a parameter's number and leaf when autograd has finished its
+            gradient.
+        lent: the places that show, for one call, tensors that are not ours; see `fsdp.engine.registration`.
+        absent: for each, what modules see while it is not whole; None stands for placeholders, and for the leaves
+            where the buffer is the shard.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        places: Sequence[Sequence[ParamInfo]],
+        parts: Sequence[MeshPart | None],
+        full: Tensor,
+        *,
+        is_shard: bool,
+        requires_grad: Sequence[bool],
+        valueless: Collection[int],
+        attributes: Sequence[Attributes],
+        on_gradient: Callable[[int, Tensor], None],
+        lent: Collection[tuple[nn.Module, str]],
+        absent: Sequence[Tensor] | None = None,
+    ) -> None:
+        self.full = full
+        self._lent = lent
+        self.is_shard = is_shard
+        self._hides = not is_shard or absent is not None
+        self._nbytes = full.numel() * full.element_size()
+        views = [view.data for view in layout.views(full[: layout.whole_numel])]
+        seen = [part.dtensor(view) if part else view for view, part in zip(views, parts, strict=True)]
+        self.leaves = [nn.Parameter(tensor, needs) for tensor, needs in zip(seen, requires_grad, strict=True)]
+        for number, leaf in enumerate(self.leaves):
+            if leaf.requires_grad:
+                # Weakly: the garbage collector does not see into these hooks, and would never free a model.
+                leaf.register_post_accumulate_grad_hook(partial(_tell, weakref.WeakMethod(on_gradient), number))
+        self._freed = FreedLeaves(self.leaves)
+        self._layout = layout
+        # Where leaves lie in the buffer, in bytes; what is empty lies nowhere. Asking `DTensor`s takes longer.
+        self._address_of = memory_at if any(parts) else Tensor.data_ptr
+        self._numbers_placed = [number for number, view in enumerate(views) if view.numel()]
+        self._leaves_placed = [self.leaves[number] for number in self._numbers_placed]
+        self._offsets = [self._address_of(leaf) - full.data_ptr() for leaf in self._leaves_placed]
+        self._versions: list[int] | None = None
+        if is_shard:
+            self.rest()
+        self._numbers: dict[Tensor, int] = {leaf: number for number, leaf in enumerate(self.leaves)}
+        self._swaps: list[tuple[dict[str, Any], ParamInfo, Tensor, Tensor]] = []
+        self._absent: dict[str, Placeholder] = {}
+        for number, (slot, leaf, used) in enumerate(zip(layout.slots, self.leaves, places, strict=True)):
+            placeholder = sharded_weight(slot.name, leaf)
+            # Whoever copies a model gets no second copy of the weights with what its modules show: shards are copied.
+            give_attributes(leaf, attributes[number])
+            itself = weakref.ref(leaf)
+            leaf.__dict__["__deepcopy__"] = partial(_copy_leaf, itself, placeholder)
+            leaf.__dict__["__reduce_ex__"] = partial(_reduce_leaf, itself, placeholder)
+            hidden: Tensor = leaf if is_shard else self._absent.setdefault(slot.name, placeholder)
+            if absent is not None:
+                hidden = absent[number]
+            elif is_shard and number in valueless:
+                hidden = valueless_weight(slot.name, leaf)
+            self._swaps += [(place.module.__dict__, place, leaf, hidden) for place in used]
+        self._find_rnns()
+        self._copies = None if is_shard or layout.gathers_whole else Copies.between(layout, full)
+        self.free()
+
+    def _find_rnns(self) -> None:
+        modules = {place.module: None for _, place, _, _ in self._swaps}
+        self._rnns = [module for module in modules if isinstance(module, nn.RNNBase)]
+        for module in self._rnns:
+            # It would move the weights into memory of cuDNN's choice; ours lie one after the other already.
+            module.__dict__["flatten_parameters"] = _leave_as_they_are
+
+    @cached_property
+    def accumulators(self) -> list[Any]:
+        """The nodes by which autograd adds to the leaves' gradients; None for those without."""
+        return [get_gradient_edge(leaf).node if leaf.requires_grad else None for leaf in self.leaves]
+
+    def use_at(self, slot: int, places: Sequence[ParamInfo]) -> None:
+        """Have a parameter seen in more places."""
+        leaf, absent = self.leaves[slot], self.front(slot, is_whole=False)
+        self._swaps += [(place.module.__dict__, place, leaf, absent) for place in places]
+        self._find_rnns()
+
+    def begin_gather(self, *, is_whole: bool = False) -> Tensor:
+        """Memory ``[padded_numel]`` to gather into: the buffer's own if parameters lie there as they are gathered.
+
+        Args:
+            is_whole: it is the buffer itself, all of it, that will come.
+        """
+        self._is_copied = self._copies is not None and not is_whole
+        if self._copies is not None and self._is_copied:
+            self._copies.gathered.untyped_storage().resize_(self._copies.nbytes)
+            return self._copies.gathered
+        self.full.untyped_storage().resize_(self._nbytes)
+        return self.full if is_whole else self.full[: self._layout.padded_numel]
+
+    def end_gather(self, *, is_wanted: bool = True) -> None:
+        """What was gathered is there: have it in the buffer."""
+        if self._copies is not None and self._is_copied:
+            if is_wanted:
+                self.full.untyped_storage().resize_(self._nbytes)
+                torch._foreach_copy_(self._copies.targets, self._copies.sources)
+            self._copies.gathered.untyped_storage().resize_(0)
+
+    def free(self) -> None:
+        """Give the buffer's memory back.
+
+        Through the storage, not by dropping the tensor: autograd may have saved the leaves, and must find the data at
+        the same place again after the next gather.
+        """
+        if not self.is_shard:
+            self.full.untyped_storage().resize_(0)
+            self._versions = None
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory is the buffer's, and will be freed."""
+        return not self.is_shard and memory_of(tensor) == self.full.untyped_storage().data_ptr()
+
+    def name_unit(self, unit: str) -> None:
+        """Let the placeholders say which unit they belong to."""
+        for name, placeholder in self._absent.items():
+            placeholder._message = sharded_message(name, unit)
+
+    def fill_places(self, is_whole: bool) -> None:
+        """Put leaves, or placeholders, where the modules look for their parameters, whatever is there but lent."""
+        for attributes, place, leaf, absent in self._swaps:
+            if (place.module, place.name) not in self._lent:
+                attributes[place.name] = leaf if is_whole else absent
+        self.refresh_rnns()
+
+    def show(self) -> None:
+        """Let the modules see the parameters."""
+        self._freed.unseal()
+        for attributes, place, leaf, absent in self._swaps:
+            if attributes.get(place.name) is absent:  # else a tensor is lent
+                attributes[place.name] = leaf
+        if not self.is_shard:
+            self.rest()
+        if self._rnns:
+            self.refresh_rnns()
+
+    def hide(self) -> None:
+        """Let the modules see placeholders, or what else they see of parameters that are not whole."""
+        if not self._hides:
+            return
+        if torch.is_grad_enabled() and not self.is_shard:
+            self._freed.seal()
+        for attributes, place, leaf, absent in self._swaps:
+            if attributes.get(place.name) is leaf:  # else it is `disturbed`
+                attributes[place.name] = absent
+        if self._rnns:
+            self.refresh_rnns()
+
+    def front(self, number: int, is_whole: bool) -> Tensor:
+        """What modules see of a parameter."""
+        own = self.leaves[number]
+        return own if is_whole else next(absent for _, _, leaf, absent in self._swaps if leaf is own)
+
+    def reveal(self, number: int) -> None:
+        """A parameter has values now: where the buffer is the shard, let modules see it from now on."""
+        shown = self.leaves[number]
+        for at, (attributes, place, leaf, absent) in enumerate(self._swaps):
+            if self.is_shard and leaf is shown:
+                self._swaps[at] = attributes, place, leaf, leaf
+                if attributes.get(place.name) is absent:
+                    attributes[place.name] = leaf
+
+    def refresh_rnns(self) -> None:
+        """Recurrent modules keep their weights in a list besides: make it what their attributes are."""
+        for module in self._rnns:
+            module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+
+    def rest(self) -> None:
+        """What is written to the leaves from now on is new."""
+        self._versions = [leaf._version for leaf in self.leaves]
+
+    def written(self) -> list[int]:
+        """The numbers of the leaves that were written since they are shown, or since `rest`."""
+        if self._versions is None:
+            return []
+        versions = [leaf._version for leaf in self.leaves]
+        moved = self.moved()
+        if versions == self._versions and not moved:  # as after nearly every forward
+            return []
+        changed = [number for number, version in enumerate(self._versions) if version != versions[number]]
+        return sorted({*changed, *moved})
+
+    def moved(self) -> list[int]:
+        """The numbers of those `written` whose ``.data`` is in another place now, and no part of the buffer."""
+        if self._versions is None:
+            return []
+        begin, found = self.full.data_ptr(), list(map(self._address_of, self._leaves_placed))
+        expected = [begin + offset for offset in self._offsets]
+        if found == expected:
+            return []
+        return [self._numbers_placed[at] for at, address in enumerate(found) if address != expected[at]]
+
+    def restore(self, numbers: Sequence[int]) -> None:
+        """Have leaves that were `written` be views of the buffer again, with their new values."""
+        views = self._layout.views(self.full.detach()[: self._layout.whole_numel])
+        for number in self.moved():
+            if number in numbers:
+                views[number].copy_(local_part(self.leaves[number]).detach())
+                set_local_part(self.leaves[number], views[number].data)
+        self.rest()
+
+    def disturbed(self) -> list[int]:
+        """The numbers of the parameters in whose places is something that is not ours, once for each such place."""
+        found: list[int] = []
+        for attributes, place, leaf, absent in self._swaps:
+            value = attributes.get(place.name)
+            if value is not absent and value is not leaf and (place.module, place.name) not in self._lent:
+                found.append(self._numbers[leaf])
+        return found
+
+
+def _copy_leaf(leaf: weakref.ref[nn.Parameter], placeholder: Placeholder, memo: dict[int, Any]) -> Tensor:
+    return copy.deepcopy(placeholder, memo) if is_model_under_way() else _apart(leaf, placeholder)
+
+
+def _reduce_leaf(leaf: weakref.ref[nn.Parameter], placeholder: Placeholder, protocol: Any) -> Any:
+    return (placeholder if is_model_under_way() else _apart(leaf, placeholder)).__reduce_ex__(protocol)
+
+
+def _apart(leaf: weakref.ref[nn.Parameter], placeholder: Placeholder) -> Tensor:
+    """A copy of a leaf with its values, if it has any: it may be met in a module that does not show it any more."""
+    found = leaf()
+    if found is None or (found.numel() and not local_part(found).untyped_storage().nbytes()):
+        return placeholder
+    apart = nn.Parameter(found.detach().clone(), found.requires_grad)
+    give_attributes(apart, attributes_of(found))
+    return apart
+
+
+def _leave_as_they_are() -> None:
+    pass
+
+
+def _tell(method: weakref.WeakMethod[Callable[[int, Tensor], None]], number: int, leaf: Tensor) -> None:
+    on_gradient = method()
+    if on_gradient is not None:
+        on_gradient(number, leaf)

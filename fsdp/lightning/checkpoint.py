@@ -1,0 +1,213 @@
+"""The Trainer's checkpoints: one file with whole tensors, or a folder that every rank writes its part of.
+
+[Note: in the background] With Lightning's `AsyncCheckpointIO`, folders are written by a `Saver` while training goes on.
+Callbacks take a checkpoint for granted when `save` has returned, and remove the one that was there before. So removals
+wait until a checkpoint that was begun before them is there.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.plugins import AsyncCheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+
+import fsdp.checkpoint
+from fsdp.lightning.state import load_numbered_state, numbered_state
+
+if TYPE_CHECKING:
+    from fsdp.lightning.strategy import FullyShardedStrategy
+
+_Result = TypeVar("_Result")
+_FOLDER = "fsdp_folder"  # in what the Trainer is given: the tensors are there
+_TRAINER = "lightning"  # in the values of a folder: a torch.save of what the Trainer wants
+
+
+class Checkpoints:
+    """A strategy's way with checkpoints.
+
+    Args:
+        strategy: whose.
+        kind: "full" or "sharded", for what is saved.
+    """
+
+    def __init__(self, strategy: FullyShardedStrategy, kind: str) -> None:
+        if kind not in ("full", "sharded"):
+            raise ValueError(f"state_dict_type is 'full' or 'sharded', got {kind!r}")
+        self._strategy, self._is_full = strategy, kind == "full"
+        self._saver: fsdp.checkpoint.Saver | None = None
+        self._removals: list[Callable[[], None]] = []  # that wait for what it writes
+
+    # --- saving -----------------------------------------------------------------------------------------------------
+
+    def model_state(self) -> dict[str, Any]:
+        """Collective. The whole state on the first rank; empty elsewhere, and where it is saved in parts."""
+        if not self._is_full:
+            return {}
+        state: dict[str, Any] = self._wrapper().state_dict(rank0_only=True)
+        return state
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Collective. The same for an optimizer."""
+        return numbered_state(self._wrapper(), _plain(optimizer)) if self._is_full else {}
+
+    def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any, write: Callable[..., None]) -> None:
+        """Collective. Write what the Trainer has put together, with `write` if it is one file."""
+        path = self._strategy.broadcast(filepath)
+        if self._is_full:
+            self._together(f"write {path}", lambda: write(checkpoint, _no_folder(path), storage_options))
+        else:
+            self._save_folder(checkpoint, path, storage_options)
+
+    def remove(self, remove: Callable[[], None]) -> None:
+        """Remove a checkpoint: now, or when the one that is being written is there."""
+        if self._saver is None:
+            remove()
+        else:
+            self._removals.append(remove)
+
+    def close(self) -> None:
+        """Wait for what this rank is writing. If that fails, it raises an error, or prints it beside one on its way."""
+        if self._saver is None:
+            return
+        try:
+            self._saver.__exit__(*sys.exc_info())
+            self._finish()
+        finally:
+            self._saver, self._removals = None, []
+
+    def _finish(self) -> None:
+        if self._saver is not None and self._saver.wait() is not None:
+            while self._removals:
+                self._removals.pop(0)()
+
+    def _save_folder(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
+        if storage_options is not None or not self._is_stock():
+            raise ValueError(
+                "state_dict_type='sharded' writes folders by itself, without storage_options and CheckpointIO plugins "
+                "other than AsyncCheckpointIO: leave them out, or choose state_dict_type='full'"
+            )
+        if "://" in os.fspath(path):
+            raise ValueError(f"{path}: sharded checkpoints are written to file systems; choose a path")
+        # The model's and the optimizers' state in it are empty.
+        content = self._together(f"write {path}", lambda: _packed(checkpoint) if self._strategy.is_global_zero else b"")
+        optimizers = [_plain(each) for each in self._strategy.optimizers] if "optimizer_states" in checkpoint else []
+        self._together("save the last checkpoint", self._finish)
+        save: Callable[..., Any] = fsdp.save
+        if isinstance(self._strategy.checkpoint_io, AsyncCheckpointIO) and self._is_running():
+            self._saver = self._saver or fsdp.checkpoint.Saver()
+            save = self._saver.save
+        save(path, self._wrapper(), _one(optimizers), values={_TRAINER: content}, generators=False)
+
+    # --- loading ----------------------------------------------------------------------------------------------------
+
+    def open(
+        self, checkpoint_path: Any, weights_only: bool | None, read: Callable[..., dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Collective. What is in a checkpoint, with `read` if it is one file that must be read by a plugin."""
+        path = self._strategy.broadcast(checkpoint_path)
+        self._together("save the last checkpoint", self._finish)
+
+        def look() -> dict[str, Any]:
+            if os.path.isdir(path):
+                return _open_folder(path, weights_only)
+            if self._is_stock() and zipfile.is_zipfile(path):
+                # Mapped: a machine's ranks share its pages, and each touches those of its part.
+                found: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+                return found
+            return read(path, weights_only=weights_only)
+
+        return self._together(f"read {path}", look)
+
+    def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Collective. Load the model, and from a folder the optimizers too if the Trainer fits and it has them."""
+        wrapper, folder = self._wrapper(), checkpoint.get(_FOLDER)
+        if folder is None:
+            wrapper.load_state_dict(checkpoint["state_dict"], strict=strict)
+            return
+        wanted = self._is_fitting() and "optimizer_states" in checkpoint
+        optimizers = [_plain(each) for each in self._strategy.optimizers] if wanted else []
+        fsdp.load(folder, wrapper, _one(optimizers), strict=strict, generators=False)
+
+    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        """Collective. Load the optimizers from one file; from a folder they were loaded with the model."""
+        if _FOLDER in checkpoint:
+            return
+        saved, optimizers = checkpoint["optimizer_states"], self._strategy.optimizers
+        if len(saved) != len(optimizers):
+            raise ValueError(
+                f"the checkpoint has {len(saved)} optimizers, and configure_optimizers returned {len(optimizers)}"
+            )
+        for optimizer, state in zip(optimizers, saved, strict=True):
+            load_numbered_state(self._wrapper(), _plain(optimizer), state)
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def _wrapper(self) -> Any:
+        return self._strategy._required_wrapper()
+
+    def _is_stock(self) -> bool:
+        """Whether files are written and read as Lightning itself does it."""
+        return type(self._strategy.checkpoint_io) in (TorchCheckpointIO, AsyncCheckpointIO)
+
+    def _is_running(self) -> bool:
+        """Whether the Trainer is at work, and will wait in its end for what is being written."""
+        module = self._strategy.lightning_module
+        return module is not None and module.trainer.state.status == TrainerStatus.RUNNING
+
+    def _is_fitting(self) -> bool:
+        module = self._strategy.lightning_module
+        return module is not None and module.trainer.state.fn == TrainerFn.FITTING
+
+    def _together(self, what: str, do: Callable[[], _Result]) -> _Result:
+        """Collective. Do it on each rank; if one fails all raise an error, instead of waiting for it."""
+        error: Exception | None = None
+        try:
+            result = do()
+        except Exception as caught:  # noqa: BLE001, raised below, when the others know
+            error = caught
+        if error is not None:
+            self._strategy.reduce_boolean_decision(False)
+            raise error
+        if not self._strategy.reduce_boolean_decision(True):
+            raise RuntimeError(f"another rank could not {what}: its error says why")
+        return result
+
+
+def _packed(checkpoint: dict[str, Any]) -> bytes:
+    content = io.BytesIO()
+    torch.save(checkpoint, content)
+    return content.getvalue()
+
+
+def _open_folder(path: Any, weights_only: bool | None) -> dict[str, Any]:
+    values = fsdp.checkpoint.values(path)
+    if not isinstance(values, dict) or _TRAINER not in values:
+        raise ValueError(
+            f"{path} is a checkpoint, but not of a Trainer: load it into the model with fsdp.load(path, trainer.model)"
+        )
+    rest: dict[str, Any] = torch.load(io.BytesIO(values[_TRAINER]), map_location="cpu", weights_only=weights_only)
+    return {**rest, _FOLDER: os.fspath(path)}
+
+
+def _no_folder(path: Any) -> Path:
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"{path} is a folder, and state_dict_type='full' writes a file: choose another path")
+    return path
+
+
+def _plain(optimizer: Any) -> Any:
+    """An optimizer without the one that Lightning has around it."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _one(optimizers: list[Any]) -> Any:
+    return optimizers[0] if len(optimizers) == 1 else optimizers or None

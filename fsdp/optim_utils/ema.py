@@ -1,0 +1,87 @@
+"""`EMA`: the exponential moving average of a model's weights, which every rank keeps of its shards only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from fsdp.engine.deferred_init import require_values
+
+
+class EMA(AveragedModel):
+    """A copy of a model whose weights follow the model's: ``average = decay * average + (1 - decay) * weight``.
+
+    It is torch's `torch.optim.swa_utils.AveragedModel` over a copy of the wrapped model, so nothing is gathered to
+    update it, and it takes one more shard per rank. ``ema.module`` is a wrapped model like the first: call it to
+    evaluate, and save ``ema.module.state_dict()``. The average is taken in the dtype of the shards: in bfloat16 a decay
+    close to 1 changes nothing, so train with float32 shards (``mixed_precision``).
+
+    Args:
+        model: wrapped, or any module. Its weights now are the average's at the first `update_parameters`.
+        decay: between 0 and 1.
+        use_buffers: average buffers as well, instead of copying them at every update.
+
+    Raises:
+        ValueError: for a decay out of range.
+        RuntimeError: for a model without values yet (meta device): give it values first.
+    """
+
+    def __init__(self, model: nn.Module, decay: float = 0.999, *, use_buffers: bool = False) -> None:
+        if not 0.0 <= decay <= 1.0:
+            raise ValueError(f"decay must be between 0 and 1, got {decay}")
+        require_values(model, "make an EMA")
+        super().__init__(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=use_buffers)
+        self.decay = decay
+        self.module.requires_grad_(False)
+
+    def update_parameters(self, model: nn.Module) -> None:
+        """Move the average towards the model's weights, after each optimizer step. Every rank for itself.
+
+        Raises:
+            ValueError: if `model` has other parameters than the one that was copied, or was cast since.
+        """
+        self._pairs(model)
+        super().update_parameters(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"multi_avg_fn": None}  # a function that pickle does not find by name
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.multi_avg_fn = get_ema_multi_avg_fn(self.decay)
+
+    @contextmanager
+    def applied_to(self, model: nn.Module) -> Iterator[None]:
+        """The model's own weights are the average inside, and its own again afterwards. Every rank for itself.
+
+        For code that holds the model itself. Not between a forward and its backward, and don't step inside.
+
+        Raises:
+            ValueError: if `model` has other parameters than the one that was copied, or was cast since.
+        """
+        self._exchange(model)
+        try:
+            yield
+        finally:
+            self._exchange(model)
+
+    @torch.no_grad()
+    def _exchange(self, model: nn.Module) -> None:
+        for average, param in self._pairs(model):
+            kept = param.detach().clone()
+            param.copy_(average)
+            average.copy_(kept)
+
+    def _pairs(self, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+        ours, theirs = list(self.module.parameters()), list(model.parameters())
+        if [(average.shape, average.dtype) for average in ours] != [(param.shape, param.dtype) for param in theirs]:
+            raise ValueError(
+                f"this average is of another model: it has {len(ours)} parameters on this rank, the "
+                f"{type(model).__name__} has {len(theirs)}, or they differ in shape or dtype. Make a new EMA of it."
+            )
+        return list(zip(ours, theirs, strict=True))

@@ -1,0 +1,224 @@
+"""Whole optimizer states as dictionaries: FairScale's, which goes by numbers, and ours, which goes by names."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fsdp.engine.names import plain_name
+from fsdp.optim_utils.params import Listed, Original, Parameters
+from fsdp.optim_utils.stream import Elements, Number, OptimStream, Value
+
+# What FairScale adds to an optimizer's dictionary.
+ADDED = ("param_id_map", "uncollected_local_ids")
+_OWN = ("state", "param_groups", *ADDED)
+
+
+def fairscale_dictionary(stream: OptimStream) -> dict[str, Any] | None:
+    """Collective. FairScale's full dictionary on ranks that want it, None on others."""
+    found = _filled(stream, lambda original: original.number, _as_fairscale)
+    if found is None:
+        return None
+    ids, numbered = stream.own.ids, stream.params.numbered
+    param_id_map = {original.number: ids.get(one) if one in stream.shared else None for one, original in numbered}
+    uncollected = [number for one, number in ids.items() if one.is_uncollected]
+    return found | {"param_id_map": param_id_map, "uncollected_local_ids": uncollected}
+
+
+def named_dictionary(stream: OptimStream) -> dict[str, Any] | None:
+    """Collective. The same with names for numbers, and numbers as the optimizer has them."""
+    return _filled(stream, lambda original: original.name, _as_it_is)
+
+
+def _filled(stream: OptimStream, key_of: Callable[[Original], Any], kept: Callable[..., Any]) -> dict[str, Any] | None:
+    state: dict[Any, dict[str, Any]] = {}
+    for one, original in stream.params.numbered:
+        if one in stream.shared and stream.is_wanted:
+            shared = stream.shared[one]
+            # Also for what comes from other ranks, so that keys have the optimizer's order.
+            state[key_of(original)] = {
+                key: kept(key, kind, shared.numbers.get(key)) for key, kind in shared.kinds.items()
+            }
+    for original, name, tensor in stream.tensors():
+        if stream.is_wanted:
+            state[key_of(original)][name] = tensor
+    if not stream.is_wanted:
+        return None
+    groups = [
+        _options(group) | {"params": [key_of(original) for one in members for original in one.originals]}
+        for group, members in zip(stream.own.dictionary["param_groups"], stream.own.groups, strict=True)
+    ]
+    return {**stream.own.dictionary, "state": state, "param_groups": groups}
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: copy.deepcopy(value) for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _as_fairscale(key: str, kind: Any, numbers: Sequence[Number] | None) -> Any:
+    """FairScale counts steps by a plain number, and has other 0-d tensors of each rank."""
+    if isinstance(kind, Elements):
+        return None
+    if isinstance(kind, Value):
+        return copy.deepcopy(kind.value)
+    return kind.value if key == "step" else [number.tensor() for number in numbers or ()]
+
+
+def _as_it_is(key: str, kind: Any, numbers: Sequence[Number] | None) -> Any:
+    if isinstance(kind, Number) and all(number == kind for number in numbers or ()):
+        return kind.tensor()
+    return _as_fairscale("", kind, numbers)
+
+
+# --- reading them ---------------------------------------------------------------------------------------------------
+
+Place = tuple[Listed, Original]
+
+
+@dataclass(frozen=True)
+class Given:
+    """A full dictionary, read for a model.
+
+    Attributes:
+        states: the state of each parameter that has any.
+        groups: of each parameter group the options and the parameters.
+        beside: the dictionary's other keys.
+    """
+
+    states: dict[Place, dict[str, Any]]
+    groups: list[tuple[dict[str, Any], list[Place]]]
+    beside: dict[str, Any]
+
+
+def given(params: Parameters, full: Any) -> Given:
+    """Read a dictionary that goes by FairScale's numbers or by names. Nothing is copied or changed.
+
+    Raises:
+        TypeError: for anything but a dictionary as torch's optimizers have.
+        ValueError: for parameters that the model does not have.
+    """
+    check_form(full)
+    place_of = _place_finder(params, full)
+    states = {place_of(key): state for key, state in full["state"].items()}
+    groups = [
+        (_options(group), list(dict.fromkeys(place_of(key) for key in group["params"])))
+        for group in full["param_groups"]
+    ]
+    return Given(states, groups, {key: value for key, value in full.items() if key not in _OWN})
+
+
+def check_form(full: Any) -> None:
+    """Raise TypeError if it is no dictionary as torch's optimizers have."""
+    if not isinstance(full, Mapping) or not {"state", "param_groups"} <= full.keys():
+        found = f"a mapping with {sorted(map(str, full))}" if isinstance(full, Mapping) else f"a {type(full).__name__}"
+        raise TypeError(f"a full optimizer state has the keys 'state' and 'param_groups'; got {found}")
+
+
+def keys_in(full: Mapping[str, Any]) -> Iterator[Any]:
+    """All that stands for parameters in it."""
+    yield from full["state"]
+    for group in full["param_groups"]:
+        yield from group["params"]
+
+
+def goes_by_names(full: Mapping[str, Any]) -> bool:
+    """Whether parameters go by names in it; by numbers otherwise.
+
+    Raises:
+        TypeError: for anything else, or a mixture.
+    """
+    kinds = {type(key) for key in keys_in(full)}
+    if not kinds <= {str} and not kinds <= {int}:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise TypeError(
+            f"in a full optimizer state, parameters go by their names or by numbers; in this one by {names}"
+        )
+    return kinds == {str}
+
+
+def _place_finder(params: Parameters, full: Mapping[str, Any]) -> Callable[[Any], Place]:
+    by_names = goes_by_names(full)
+    if not by_names and "param_id_map" not in full and any(True for _ in keys_in(full)):
+        raise ValueError(
+            "this optimizer state goes by numbers and has no 'param_id_map': it is not of a wrapped model, and its "
+            "numbers may mean other parameters. Give it names first, with the model that it is of: "
+            "fsdp.optim_utils.rekey_optim_state_dict(full, model, 'names')."
+        )
+    known: Mapping[Any, Place] = params.by_name if by_names else params.by_number
+    if not by_names and "param_id_map" in full and len(full["param_id_map"]) not in (len(params.by_number), 0):
+        raise ValueError(
+            f"this optimizer state is of a model with {len(full['param_id_map'])} parameters, and this one has "
+            f"{len(params.by_number)}. Numbers count the parameters wrapper by wrapper: wrap the same modules as when "
+            "it was saved, or have it go by names (fsdp.optim_utils.rekey_optim_state_dict, with a model that is "
+            "wrapped as it was then)."
+        )
+
+    def place_of(key: Any) -> Place:
+        name = key if key in known or not by_names else plain_name(key)
+        if name not in known:
+            what = f"a parameter {key!r}" if by_names else f"a parameter number {key}"
+            raise ValueError(f"the optimizer state has {what}, and the model has none. Is it of another model?")
+        return known[name]
+
+    return place_of
+
+
+# --- other keys -----------------------------------------------------------------------------------------------------
+
+
+def rekeyed(
+    full: Mapping[str, Any],
+    to: Mapping[Any, Any],
+    order: Mapping[Any, Any] | None,
+    param_id_map: Mapping[int, Any] | None,
+) -> dict[str, Any]:
+    """A full dictionary with other keys for its parameters. Tensors are shared with `full`, which stays as it is.
+
+    Args:
+        full: to be read.
+        to: the new key for each.
+        order: by new key its rank in the groups, in which optimizers go by order; None leaves that.
+        param_id_map: with it, FairScale's additions are made; None leaves them out.
+
+    Raises:
+        ValueError: for keys that `to` lacks.
+    """
+    lacking = [key for key in dict.fromkeys(keys_in(full)) if key not in to]
+    if lacking:
+        raise ValueError(
+            f"the optimizer state has parameters that the model has not: {', '.join(map(repr, lacking[:5]))}"
+        )
+    kept = {key: value for key, value in full.items() if key not in _OWN}
+    state = {to[key]: dict(entry) for key, entry in full["state"].items()}
+    groups = [_options(group) | {"params": [to[key] for key in group["params"]]} for group in full["param_groups"]]
+    if order is not None:
+        for group in groups:
+            group["params"].sort(key=order.__getitem__)
+    added = {}
+    if param_id_map is not None:
+        mapped = {number: local if number in state else None for number, local in param_id_map.items()}
+        added = {"param_id_map": mapped, "uncollected_local_ids": list(full.get("uncollected_local_ids", []))}
+    return {"state": state, "param_groups": groups, **added, **kept}
+
+
+def numbers_of_module(module: nn.Module, optim: Any) -> dict[str, int]:
+    """Name and number of each parameter of a module that is not wrapped, as torch's optimizers count them.
+
+    Args:
+        module: the model.
+        optim: an optimizer of its parameters; None for one of ``module.parameters()``.
+
+    Raises:
+        ValueError: for parameters of the optimizer that are not the module's.
+    """
+    names = {param: plain_name(name) for name, param in module.named_parameters()}
+    if optim is None:
+        return {name: number for number, name in enumerate(names.values())}
+    held = [param for group in optim.param_groups for param in group["params"]]
+    if any(param not in names for param in held):
+        raise ValueError(f"{type(optim).__name__} has parameters that are not the module's")
+    return {names[param]: number for number, param in enumerate(held)}

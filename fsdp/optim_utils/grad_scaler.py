@@ -1,0 +1,138 @@
+"""`ShardedGradScaler`: loss scaling for float16, with steps that all ranks take or skip together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from fsdp.distributed.collectives import communicator, during
+from fsdp.distributed.dtensor import missing_ranks
+from fsdp.distributed.process_groups import Group, default_group
+from fsdp.engine.managed_params import is_ours
+from fsdp.uneven.join import refuse_in_join
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` for sharded gradients: whether one is infinite or NaN is agreed over the ranks.
+
+    float16 gradients below 6e-8 are lost, so the loss is multiplied by a large scale before backward and gradients are
+    divided by it before the step. If a gradient is not finite the step is skipped and the scale lowered; since a rank
+    sees its own shards only, the ranks tell each other, in one reduction for each optimizer and step. ::
+
+        scaler = ShardedGradScaler()
+        ...
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)  # if gradients are clipped
+        model.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    `unscale_` and `step` are collective over `process_group`; everything else is torch's own. Gradients may be on any
+    device, also on another one than the loss, and of any floating-point dtype, float16 included.
+
+    Args:
+        init_scale, growth_factor, backoff_factor, growth_interval: see `torch.amp.GradScaler`.
+        enabled: False does nothing, in every method.
+        process_group: the ranks that must agree; None means all of them. Choose all that hold a part of the model, if
+            units have groups of their own or parameters are DTensors.
+        device: of the loss, as a type ("cuda", "cpu"); None: the accelerator's where there is one, else "cpu".
+    """
+
+    agrees_over_ranks = True
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: Group | None = None,
+        device: str | None = None,
+    ) -> None:
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        super().__init__(
+            device,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+        self.process_group = process_group
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Collective. Step with unscaled gradients, unless one on any rank is not finite; see torch's `GradScaler`."""
+        if not self._fuses_across_devices(optimizer):
+            return super().step(optimizer, *args, **kwargs)
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            return super().step(optimizer, *args, **kwargs)  # which refuses
+        # What follows is the half of torch's own step for optimizers that don't unscale (private; 2.11 and 2.13), since
+        # torch would hand scale and flag to the fused step by copies to the host for which nobody waits.
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        returned = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        return returned
+
+    def _fuses_across_devices(self, optimizer: torch.optim.Optimizer) -> bool:
+        if not self._enabled or not getattr(optimizer, "_step_supports_amp_scaling", False) or self._scale is None:
+            return False
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        return any(param.device != self._scale.device for param in params)
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        # Private in torch, but the one place that both `unscale_` and the step of fused optimizers (which unscale by
+        # themselves) pass through. The signature is the same from torch 1.6 on; tried with 2.11 and 2.13.
+        refuse_in_join("ShardedGradScaler")
+        grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if is_ours(param):
+                _refuse_unreduced(param)
+                self._refuse_part_of(param)
+                if param.owner.home is not None:
+                    param.owner.home.check(f"unscaling of a flat parameter with {param.owner._names[0]}")
+                param.owner.bring_gradient()
+            if param.grad is not None:
+                if param.grad.is_sparse:  # of a parameter that is not ours
+                    param.grad = param.grad.coalesce()
+                grad = param.grad._values() if param.grad.is_sparse else param.grad
+                grads.setdefault((grad.device, grad.dtype), []).append(grad)
+        flags: dict[torch.device, Tensor] = {}
+        for (device, _), group in grads.items():
+            # Blocking copies: torch's own scaler does not wait for its, so CPU gradients may be scaled by an old value.
+            flag = flags.setdefault(device, found_inf.detach().to(device, copy=True))
+            torch._amp_foreach_non_finite_check_and_unscale_(group, flag, inv_scale.to(device))
+        agreed = self._agree(torch.stack([found_inf, *(flag.to(found_inf.device) for flag in flags.values())]).amax(0))
+        return {device: agreed.to(device) for device in (flags or {found_inf.device: found_inf})}
+
+    def _refuse_part_of(self, param: Any) -> None:
+        missing = [] if self.process_group is None else missing_ranks(param.owner.parts, self.process_group)
+        if missing:
+            raise ValueError(
+                f"ShardedGradScaler: ranks {missing} hold other parts of {param.owner._names[0]}, which is a DTensor, "
+                "and are not in process_group: they would skip other steps. Leave process_group at None for all ranks."
+            )
+
+    @during("ShardedGradScaler.unscale_() or step()")
+    def _agree(self, found: Tensor) -> Tensor:
+        if self.process_group is None and not (dist.is_available() and dist.is_initialized()):
+            return found
+        comm = communicator(default_group(self.process_group), found.device)
+        return comm.all_reduce(found, "max", "whether gradients are finite").wait()
+
+
+def _refuse_unreduced(param: Any) -> None:
+    if param.owner._has_unreduced and param.grad is not None:
+        raise RuntimeError(
+            "ShardedGradScaler: gradients that were accumulated under no_sync() are not reduced over the ranks yet. "
+            "Run the last backward of the step outside no_sync()."
+        )

@@ -1,0 +1,1 @@
+"""State dicts of sharded models: full, local, sharded; summoning and loading parameters."""

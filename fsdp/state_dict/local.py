@@ -1,0 +1,349 @@
+"""One rank's shards as they are: their names, their metadata for consolidating, and their loading. Nobody is asked.
+
+A local state dict is what `nn.Module.state_dict` gives when nothing is gathered: modules list their shards, under the
+names of FairScale's flat parameters. It is loaded in two steps. First everything is compared, key by key, and nothing
+is changed; then shards are copied, and what is left (buffers, ignored parameters, extra state) is given to
+`nn.Module.load_state_dict`, for modules that load in a way of their own.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from fsdp.checkpoint.formats.consolidate import mark_shard, shard_mark
+from fsdp.distributed.dtensor import is_dtensor
+from fsdp.engine.blanks import blanks_in
+from fsdp.engine.forward_hooks import TrainingState
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.managed_params import is_ours
+from fsdp.engine.names import clean_name, join
+from fsdp.engine.shared_params import settle_shares
+from fsdp.engine.unit import Unit, own_modules, units_in
+from fsdp.state_dict.load import is_customised, with_wrapped_metadata
+
+_NAMED = 5  # in messages
+_EXTRA = "_extra_state"
+_REMEDY = (
+    "A shard fits the same rank of as many ranks, in a model that is wrapped alike. For others, consolidate the shards "
+    "of all ranks (FullyShardedDataParallel.consolidate_shard_weights) and use load_state_dict."
+)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A wrapper of the tree whose state is local.
+
+    Attributes:
+        path: from the root, as a plain name.
+        unit: its own.
+        is_flat: whether its parameters lie in flat ones.
+        is_counted: whether this rank's shards are those to consolidate from: the unit's ranks have the root's first.
+        is_alone: whether the first rank has all of it, though the root is sharded.
+    """
+
+    path: str
+    unit: Unit
+    is_flat: bool
+    is_counted: bool
+    is_alone: bool
+
+    @property
+    def title(self) -> str:
+        return f"'{self.path}'" if self.path else f"{self.unit.name}, the outermost"
+
+
+@contextmanager
+def local(root: Unit, what: str) -> Iterator[None]:
+    """State dicts of all units inside are of shards.
+
+    Raises:
+        RuntimeError: inside `summon_full_params`.
+    """
+    if root.access.is_local:  # an inner unit's state is taken as a part of this one's, perhaps by a subclass
+        yield
+        return
+    units = [unit for _, unit in units_in(root)]
+    summoned = [unit.name for unit in units if unit.state is TrainingState.SUMMON_FULL_PARAMS]
+    if summoned:
+        raise RuntimeError(
+            f"cannot {what} inside summon_full_params(): {summoned[0]} shows whole parameters and no shards now. Leave "
+            "it first, or use state_dict() and load_state_dict() inside."
+        )
+    settle_shares(root, units_in(root), all_inside=False)
+    for handle in _handles(units):
+        handle.absorb()  # what users have put in the places of parameters belongs to the shards
+        handle.refuse_lent("save or load its shards")
+        handle.home.check(handle.name)
+    try:
+        for unit in units:
+            unit.access.is_local = True
+        yield
+    finally:
+        for unit in units:
+            unit.access.is_local = False
+
+
+def local_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool) -> Any:
+    """Inside `local`: the `state_dict` of a unit's module, with shards under the names that modules list them by."""
+    with _stored_buffers([unit]):
+        state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+    metadata = getattr(state, "_metadata", None)
+    if metadata is not None:
+        mark_shard(metadata.setdefault(prefix[:-1], {}), unit.comm.rank, unit.comm.world_size)
+    return state
+
+
+# --- metadata -------------------------------------------------------------------------------------------------------
+
+
+def local_metadata(root: nn.Module, members: Sequence[Member]) -> dict[str, Any]:
+    """What `consolidate` needs to know of this rank's shards, in FairScale's format.
+
+    Args:
+        root: the outermost wrapper.
+        members: it and those inside of it.
+
+    Raises:
+        NotImplementedError: for parameters that are `DTensor`s.
+    """
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(clean_name(path))
+    entries = [_entry(member) for member in members]
+    for member, entry in zip(members, entries, strict=True):
+        for handle in member.unit.own:
+            for slot, places in zip(handle.layout.slots, handle.places, strict=True):
+                primary = join(member.path, slot.name)
+                names = [join(path, place.name) for place in places for path in paths.get(place.module, ())]
+                for name in dict.fromkeys(names):
+                    if name != primary:
+                        is_inside = not member.path or name.startswith(f"{member.path}.")
+                        holder, path = (entry, member.path) if is_inside else (entries[0], "")
+                        holder["shared_param_info"].append((_below(primary, path), _below(name, path)))
+    beside = [key for key, tensor in _entries(root).items() if tensor is None or not is_ours(tensor)]
+    return {"param_metadata": entries, "buffer_names": beside}
+
+
+def _entry(member: Member) -> dict[str, Any]:
+    params: dict[str, dict[str, Any]] = {}
+    for handle in member.unit.own:
+        if any(handle.flat_param.parts):
+            raise NotImplementedError(
+                f"{member.title}: {handle.layout.slots[0].name} is a DTensor, of which a shard has parts of parts: "
+                "FairScale's format cannot say that. Save state_dict() instead, which is whole on every rank; "
+                "local_state_dict() by itself is loaded again by the same ranks."
+            )
+        params |= dict(_backings(handle, member))
+    return {
+        "fsdp_path": member.path,
+        "params": params,
+        "no_broadcast_optim_state": member.is_alone,
+        "shared_param_info": [],
+    }
+
+
+def _backings(handle: FlatParamHandle, member: Member) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The names under which modules list a handle's parameters, with what is in each."""
+    slots, rank = handle.layout.slots, handle.comm.rank
+    # Each by itself: gaps between the parameters of a vector cannot be said. Pieces have no padding.
+    groups = [slots] if handle.pieces is None else [(slot,) for slot in slots]
+    for number, group in enumerate(groups):
+        listed = handle.flat_param if handle.pieces is None else handle.pieces.params[number]
+        padding = handle.layout.padding(rank) if handle.pieces is None else 0
+        is_one = handle.pieces is not None or not member.is_flat
+        yield (
+            group[0].name if is_one else handle.registry.entries[0][1],
+            {
+                "names": [slot.name for slot in group],
+                "shapes": [slot.shape for slot in group],
+                "numels": [slot.numel for slot in group],
+                # What is not to be read counts as padding, for FairScale's reader too.
+                "padding": padding if member.is_counted else listed.numel(),
+            },
+        )
+
+
+def _below(name: str, path: str) -> str:
+    return name[len(path) + 1 :] if path else name
+
+
+def _entries(root: nn.Module) -> dict[str, Tensor | None]:
+    """What modules save under which plain names: shards, pieces, other parameters, buffers; None for extra state."""
+    found: dict[str, Tensor | None] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        path = clean_name(path)
+        kept = {name: one for name, one in module._buffers.items() if name not in module._non_persistent_buffers_set}
+        for name, tensor in (*module._parameters.items(), *kept.items()):
+            if tensor is not None:
+                found.setdefault(join(path, name), tensor)
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            found[join(path, _EXTRA)] = None
+    return found
+
+
+# --- loading --------------------------------------------------------------------------------------------------------
+
+
+class LocalLoad:
+    """Inside `local`: one loading of this rank's shards, checked when it is made.
+
+    Args:
+        root: the outermost wrapper.
+        members: it and those inside of it.
+        state_dict: a local state dict of this rank, in plain or raw names.
+        strict: refuse missing and unexpected keys.
+
+    Raises:
+        RuntimeError: for what does not fit. Nothing is changed.
+    """
+
+    def __init__(self, root: nn.Module, members: Sequence[Member], state_dict: Mapping[str, Any], strict: bool) -> None:
+        self._root, self._members, self._strict, self._given = root, members, strict, state_dict
+        self._handles = {id(one.flat_param): one for one in _handles([member.unit for member in members])}
+        self._wanted = _entries(root)
+        self._shards = {key: one for key, one in self._wanted.items() if one is not None and is_ours(one)}
+        self._values = self._renamed(state_dict)
+        self._loads_alone = _loading_alone(root)
+        problems = [*self._other_ranks(), *self._misfits(), *(self._odd_keys() if strict else ())]
+        if problems:
+            self._refuse(problems)
+
+    def _refuse(self, problems: Sequence[str]) -> None:
+        unit = self._members[0].unit
+        more = [f"and {len(problems) - _NAMED} more"] if len(problems) > _NAMED else []
+        raise RuntimeError(
+            f"rank {unit.comm.rank} of {unit.comm.world_size}: cannot load this local state dict into {unit.name}: "
+            + "; ".join([*problems[:_NAMED], *more])
+            + f". {_REMEDY}"
+        )
+
+    def _renamed(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Under plain names; those of old versions of FairScale had no number."""
+        values: dict[str, Any] = {}
+        for key, value in state_dict.items():
+            name = clean_name(key)
+            if name not in self._wanted and name.rpartition(".")[2] == "flat_param":
+                name += "_0"
+            if name in values:
+                raise RuntimeError(f"two keys of this local state dict stand for {name!r}: leave one of them out")
+            values[name] = value
+        return values
+
+    # --- checks -------------------------------------------------------------------------------------------------
+
+    def _other_ranks(self) -> Iterator[str]:
+        """Shards that say that they are of another rank."""
+        for member in self._members:
+            comm, mark = member.unit.comm, shard_mark(self._given, member.path)
+            if mark is not None and mark != (comm.rank, comm.world_size):
+                yield (
+                    f"of unit {member.title} it has shard {mark[0]} of {mark[1]}, and this rank has shard {comm.rank} "
+                    f"of {comm.world_size}"
+                )
+
+    def _misfits(self) -> Iterator[str]:
+        """Values of other sizes."""
+        for key, own in self._wanted.items():
+            value = self._values.get(key)
+            if own is None or value is None or (key not in self._shards and self._is_left_alone(key)):
+                continue
+            if not isinstance(value, Tensor) or (key in self._shards and is_dtensor(value)):
+                yield f"{key!r} is a {type(value).__name__} instead of a tensor"
+            elif value.is_meta:
+                yield f"{key!r} has no values: it is on the meta device"
+            elif key in self._shards and value.numel() != own.numel():
+                handle = self._handle(own)
+                yield (
+                    f"{key!r} (unit {self._unit_of(handle)}, shard {handle.comm.rank} of {handle.comm.world_size}) has "
+                    f"{value.numel()} elements, and this rank's shard has {own.numel()}"
+                )
+            elif key not in self._shards and not _fits(value, own):
+                yield f"{key!r} has shape {tuple(value.shape)}, and the model has {tuple(own.shape)}"
+
+    def _odd_keys(self) -> Iterator[str]:
+        missing = [key for key in self._wanted if key not in self._values]
+        unexpected = [key for key in self._values if key not in self._wanted]
+        for what, keys in (("missing keys", missing), ("unexpected keys", unexpected)):
+            keys = [key for key in keys if key in self._shards or not self._is_left_alone(key)]
+            if keys:
+                yield f"{what} {', '.join(map(repr, keys[:_NAMED]))}{', ...' if len(keys) > _NAMED else ''}"
+
+    def _is_left_alone(self, key: str) -> bool:
+        return any(not path or key.startswith(f"{path}.") for path in self._loads_alone)
+
+    def _handle(self, listed: Tensor) -> FlatParamHandle:
+        return self._handles[id(listed.owner)]  # type: ignore[attr-defined]
+
+    def _unit_of(self, handle: FlatParamHandle) -> str:
+        return next(member.title for member in self._members if handle in (*member.unit.own, *member.unit.borrowed))
+
+    # --- changes ------------------------------------------------------------------------------------------------
+
+    def run(self) -> Any:
+        """Load, and return torch's result with the plain names of missing and unexpected keys."""
+        for handle in self._handles.values():
+            handle.settle()
+            handle.touch()  # also where nothing is given: other ranks may be given something
+        done: set[int] = set()  # tied parameters have several names
+        for key, own in self._shards.items():
+            if key in self._values and id(own) not in done:
+                done.add(id(own))
+                self._handle(own).fill_local(self._values[key], _slot_of(own, self._handle(own)))
+        rest = OrderedDict((key, value) for key, value in self._values.items() if key not in self._shards)
+        if hasattr(self._given, "_metadata"):
+            rest._metadata = self._given._metadata  # type: ignore[attr-defined]
+        with _stored_buffers([member.unit for member in self._members]):
+            result = nn.Module.load_state_dict(self._root, with_wrapped_metadata(rest, self._root), strict=False)
+        missing = [key for key in self._shards if key not in self._values]
+        result.missing_keys[:] = [*missing, *(key for key in result.missing_keys if key not in self._shards)]
+        if self._strict and (result.missing_keys or result.unexpected_keys):  # of modules that load in their own way
+            self._refuse([f"missing keys {result.missing_keys}, unexpected keys {result.unexpected_keys}"])
+        return result
+
+
+def _slot_of(listed: Tensor, handle: FlatParamHandle) -> int | None:
+    """The number of a piece's parameter; None for a whole shard."""
+    pieces = handle.pieces.params if handle.pieces is not None else []
+    return next((slot for slot, piece in enumerate(pieces) if piece is listed), None)
+
+
+def _fits(value: Tensor, own: Tensor) -> bool:
+    """As torch sees it, which takes one element for a scalar."""
+    return is_lazy(own) or value.shape == own.shape or (own.dim() == 0 and value.shape == (1,))
+
+
+def _loading_alone(root: nn.Module) -> list[str]:
+    """The plain paths of modules that do what they want with the keys below them, which nobody can know before."""
+    named = root.named_modules(remove_duplicate=False)
+    return [clean_name(path) for path, module in named if is_customised(module)]
+
+
+def _handles(units: Sequence[Unit]) -> list[FlatParamHandle]:
+    """All that a tree's modules list, whoever runs them."""
+    return list(dict.fromkeys(handle for unit in units for handle in (*unit.own, *unit.borrowed, *unit.handles)))
+
+
+@contextmanager
+def _stored_buffers(units: Sequence[Unit]) -> Iterator[None]:
+    """Buffers are in the dtype in which they are saved, and those that had no values have memory to load them into."""
+    blanks = []
+    for unit in units:
+        for blank in blanks_in(own_modules(unit.module)) if unit.awaits_values else ():
+            blank.give_memory(unit.device)
+            blanks.append(blank)
+        unit.buffers.widen()
+    try:
+        yield
+    finally:
+        for blank in blanks:
+            blank.keep_if_filled()
+        for unit in units:
+            if not unit.in_full_precision:
+                unit.buffers.narrow()

@@ -1,0 +1,289 @@
+"""First values for what has none: `materialize`, unit by unit and module by module.
+
+A unit's parameters are shown to its modules as ordinary tensors in fresh memory, with nothing gathered; each module
+initialises what is directly in it; then each rank cuts its shard, and the memory is given back before the next unit.
+
+Modules come children first, as in constructors: a module that changes what its children have drawn (the attention of
+torch zeroes the bias of its projection) has the last word. A tied parameter is initialised once, by the first of its
+modules. Values that are there already are out of reach meanwhile: in their places is memory that is forgotten.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.distributed.collectives import during
+from fsdp.engine.blanks import mark
+from fsdp.engine.forward_hooks import TrainingState
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.memory import return_freed_memory
+from fsdp.engine.module_overrides import Conversions
+from fsdp.engine.names import plain_name
+from fsdp.engine.unit import Unit, own_modules, unit_of
+from fsdp.state_dict.exposure import Exposure
+from fsdp.state_dict.lacks import Lack, lacks_in, others_in, out_of_reach
+from fsdp.state_dict.redistribute import blanks
+
+ParamInit = Callable[[nn.Module], object]
+
+# The second is what torch's own attention has, and models that follow it.
+_RESETS = ("reset_parameters", "_reset_parameters")
+
+
+@torch.inference_mode(False)  # or the values could not be trained
+@during("fsdp.materialize()")
+def materialize(model: nn.Module, *, param_init_fn: ParamInit | None = None, seed: int | None = None) -> None:
+    """Give values to everything in a model that has none: what was built on the meta device and not loaded since.
+
+    To be called on every rank, with the same arguments, before the first use; no rank needs another for it. One unit is
+    whole at a time, on the unit's compute device. Works on any tree of modules, with units in it or without; what is
+    not in a unit is put on the device of the units, or the default device. Parameters and buffers with values, loaded
+    from a file for example, keep them.
+
+    Each module that has parameters or buffers without values *directly* in it is initialised once, children before
+    parents, by ``param_init_fn(module)``, or else by its own ``reset_parameters()`` (or ``_reset_parameters()``, as
+    `nn.MultiheadAttention` names it). It may write in place, or assign new parameters of the same shape.
+
+    Args:
+        model: the outermost module; also one that is not wrapped at all.
+        param_init_fn: initialises what is directly in the module that it is given. It finds memory there, and need
+            not call ``to_empty``; if it does, with ``recurse=False``.
+        seed: draws the values of each module from torch's generators seeded by this number and the module's plain name
+            in `model`. So they depend neither on the number of ranks, nor on what is wrapped, nor on any order; only on
+            the kind of device. The generators' own states are left as they were. None draws from them as they are,
+            which must be the same on every rank.
+
+    Raises:
+        RuntimeError: for a module that cannot initialise itself, or leaves something without values; inside a forward
+            or backward, or `summon_full_params`.
+        ValueError: for a part of a unit, or a new value of another shape.
+        TypeError: if `param_init_fn` cannot be called, or `seed` is no integer.
+    """
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+        raise TypeError(f"seed must be an integer or None, got {seed!r}")
+    guarding = model.__dict__.get("_apply")
+    if isinstance(guarding, Conversions) and unit_of(model) is None:
+        raise ValueError(
+            f"this {type(model).__name__} is a part of {guarding.unit.name}, whose parameters lie in one vector: call "
+            "materialize with the FullyShardedDataParallel around it, or the whole model"
+        )
+    _Materializing(model, param_init_fn, seed).fill_all()
+
+
+@torch.inference_mode(False)
+def materialize_unit(unit: Unit, param_init_fn: ParamInit) -> None:
+    """`materialize` for a unit's own modules, without those in units inside of it."""
+    _Materializing(unit.module, param_init_fn, None).fill_unit(unit)
+
+
+class _Materializing:
+    """One call of `materialize`."""
+
+    def __init__(self, model: nn.Module, param_init_fn: ParamInit | None, seed: int | None) -> None:
+        if param_init_fn is not None and not callable(param_init_fn):
+            raise TypeError(f"param_init_fn must be a function of a module, got {param_init_fn!r}")
+        self._init, self._seed = param_init_fn, seed
+        self._names = {module: plain_name(name) for name, module in model.named_modules()}
+        self._order = _children_first(model)
+        self._units = [unit for unit in map(unit_of, self._order) if unit is not None]
+        for unit in self._units:
+            _require_idle(unit)
+        self._device = _device_beside(model, self._units)
+        self._filled: dict[nn.Module, list[Lack]] = {}  # what was filled and modules see, by the module that did it
+        self._scratch: set[int] = set()  # by id, parameters that stand for those that have values
+        self._lacks: dict[nn.Module, list[Lack]] = {}  # by the module that is to initialise them
+        numbers = self._numbers = {module: number for number, module in enumerate(self._order)}
+        for lack in lacks_in(self._order, self._units):
+            inside = [place for place in lack.places if place[0] in numbers]
+            if inside:
+                first = min(inside, key=lambda place: numbers[place[0]])
+                lack.places.remove(first)
+                lack.places.insert(0, first)
+                self._lacks.setdefault(first[0], []).append(lack)
+
+    def fill_all(self) -> None:
+        in_units = {module for unit in self._units for module in own_modules(unit.module)}
+        for module in self._order:
+            unit = unit_of(module)
+            if unit is not None:
+                self.fill_unit(unit)
+            elif module not in in_units:
+                self._fill_module(module, self._lacks.get(module, []), self._device)
+
+    def fill_unit(self, unit: Unit) -> None:
+        """Initialise the modules of a unit, and shard what they have made."""
+        own, shown = set(own_modules(unit.module)), set(_shown_by(unit))
+        found = {
+            module: [lack for lack in lacks if lack.handle is None or lack.handle in shown]
+            for module, lacks in self._lacks.items()
+            if module in own
+        }
+        if not any(found.values()):
+            return
+        with _filling(unit, [lack for lacks in found.values() for lack in lacks]) as filling:
+            self._scratch = filling.scratch
+            for module in sorted(found, key=self._numbers.__getitem__):
+                self._fill_module(module, found[module], unit.device)
+        for module, lacks in found.items():
+            self._filled[module] = [lack for lack in lacks if lack.handle is None]  # the others are sharded now
+        unit.awaits_values = True  # until it is looked at
+        return_freed_memory()
+
+    def _fill_module(self, module: nn.Module, lacks: Sequence[Lack], device: torch.device) -> None:
+        if not lacks:
+            return
+        name = self._names[module] or "the root"
+        text = f"{name} ({type(module).__name__})"
+        init = self._init or _own_init(module, text, lacks)
+        for lack in lacks:
+            lack.give_memory(device)
+        inside = [inner for inner in module.modules() if inner is not module]
+        below = [lack for inner in inside for lack in self._filled.get(inner, ())]
+        others = others_in(module, lacks, below, self._scratch)
+        before = [lack.address for lack in below]
+        try:
+            with out_of_reach(others), _drawing_from(self._seed, self._names[module], device), torch.no_grad():
+                init(module)
+            for lack in lacks:
+                lack.check(text)
+            _refuse_moved(below, before, text)
+        except BaseException:
+            for lack in lacks:
+                lack.take_back()
+            raise
+        for lack in lacks:
+            lack.settle()
+        self._filled[module] = list(lacks)
+
+
+def _children_first(model: nn.Module) -> list[nn.Module]:
+    """All modules, each once, in the order in which constructors finish."""
+    found: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if child not in found:
+                visit(child)
+        found[module] = None
+
+    visit(model)
+    return list(found)
+
+
+def _require_idle(unit: Unit) -> None:
+    if unit.access.close_loading is not None:
+        unit.access.close_loading()
+    if unit.runtime is not None:
+        unit.runtime.ensure_idle("materialize")
+    if unit.state is TrainingState.SUMMON_FULL_PARAMS:
+        raise RuntimeError(f"{unit.name}: materialize() cannot be called inside summon_full_params(). Leave it first.")
+
+
+def _device_beside(model: nn.Module, units: Sequence[Unit]) -> torch.device:
+    """Where what is in no unit goes: beside the units, or other values, or where tensors are made."""
+    devices = [unit.device for unit in units]
+    devices += [tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+    devices += [device for device in (torch.get_default_device(),) if device.type != "meta"]
+    return devices[0] if devices else torch.device("cpu")
+
+
+def _own_init(module: nn.Module, text: str, lacks: Sequence[Lack]) -> ParamInit:
+    for name in _RESETS:
+        if callable(getattr(module, name, None)):
+            return lambda each: getattr(each, name)()
+    raise RuntimeError(
+        f"{text} has {', '.join(lack.name for lack in lacks)} without values, and no reset_parameters() to draw them. "
+        "Give materialize, or the wrapper, a param_init_fn that initialises such modules, or load the values first."
+    )
+
+
+# --- what modules see -------------------------------------------------------------------------------------------
+
+
+def _shown_by(unit: Unit) -> list[FlatParamHandle]:
+    """The handles that a `_Filling` of a unit shows. `DTensor`s always have values, and nothing stands for them."""
+    return [handle for handle in unit.seen if not handle.is_exposed and not any(handle.flat_param.parts)]
+
+
+class _Filling(Exposure):
+    """A unit's modules with memory in the place of all parameters. Closing it keeps first values, and only those."""
+
+    def __init__(self, unit: Unit, wanted: Sequence[Lack]) -> None:
+        self._wanted = {(lack.handle, lack.slot) for lack in wanted}
+        super().__init__(unit, keep_changes=True)
+        self.scratch = {
+            id(places[0].module._parameters[places[0].name])
+            for handle in self._handles
+            for slot, places in enumerate(handle.places)
+            if (handle, slot) not in self._wanted
+        }
+
+    def _shown(self, unit: Unit) -> list[FlatParamHandle]:
+        return _shown_by(unit)
+
+    def _values(self, handle: FlatParamHandle) -> list[Tensor]:
+        tensors = blanks(handle)
+        for slot, tensor in enumerate(tensors):
+            if (handle, slot) in self._wanted:
+                mark(tensor)
+        return tensors
+
+    def _keep(self, handle: FlatParamHandle, slot: int) -> None:
+        if (handle, slot) in self._wanted:
+            handle.store(slot, handle.registry.replacement(slot))
+
+    def forget(self) -> None:
+        """Close it and keep nothing."""
+        self._wanted.clear()
+        self.close()
+
+
+@contextmanager
+def _filling(unit: Unit, wanted: Sequence[Lack]) -> Iterator[_Filling]:
+    filling = _Filling(unit, wanted)
+    unit.access.is_filling = True
+    try:
+        yield filling
+    except BaseException:
+        filling.forget()
+        raise
+    else:
+        filling.close()
+    finally:
+        unit.access.is_filling = False
+
+
+def _refuse_moved(below: Sequence[Lack], before: Sequence[int | None], module: str) -> None:
+    """Raise if what children were given is elsewhere now: without values, most likely."""
+    moved = [lack.name for lack, address in zip(below, before, strict=True) if lack.address != address]
+    if moved:
+        raise RuntimeError(
+            f"{module}: its initialisation gave other memory to parameters or buffers of modules inside of it, which "
+            f"had their values: {', '.join(moved)}. Initialise what is directly in the module, and call "
+            "to_empty(..., recurse=False), if at all."
+        )
+
+
+@contextmanager
+def _drawing_from(seed: int | None, name: str, device: torch.device) -> Iterator[None]:
+    """torch's generators start from a number that `seed` and a module's name make, and are put back afterwards."""
+    if seed is None:
+        yield
+        return
+    number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "big") >> 1
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index or 0])
+    states = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(number)
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)

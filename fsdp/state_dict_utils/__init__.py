@@ -1,0 +1,395 @@
+"""Functions of state trees: gather, offload, copy, compare, broadcast, distribute, flatten. They know nothing of FSDP.
+
+A *state tree* is any nest of mappings, lists and tuples (named ones too) whose leaves are tensors, `DTensor`s, numbers,
+strings, bytes, `io.BytesIO` or None; the state dict of a model or an optimizer is one. Containers keep their types. A
+leaf of another type is a TypeError that names its path, unless ``type_check=False``: then leaves of unknown types are
+carried along, tensors inside of them untouched, as they are where a result shares memory with its source, and as deep
+copies otherwise. Tensors that are not dense (sparse, quantised, nested, wrappers of others) are of unknown types.
+
+What cannot be done is an error that names the path, raised before anything is changed; where ranks take part, on every
+one of them.
+
+Names and arguments are those of torch's private `torch.distributed._state_dict_utils`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp.distributed.collectives import LONE_RANK, during
+from fsdp.distributed.dtensor import is_dtensor
+from fsdp.distributed.process_groups import Group
+from fsdp.state_dict_utils.broadcast import (
+    Arrivals,
+    agree,
+    description,
+    group_of,
+    place_in,
+    ranks_of,
+    shared_description,
+    unpacked,
+)
+from fsdp.state_dict_utils.flat import FlatMapping as FlatMapping
+from fsdp.state_dict_utils.flat import flatten_state_dict as flatten_state_dict
+from fsdp.state_dict_utils.flat import unflatten_state_dict as unflatten_state_dict
+from fsdp.state_dict_utils.gather import Gathering, odd_local_part
+from fsdp.state_dict_utils.host_memory import require_pinning
+from fsdp.state_dict_utils.kinds import TensorInfo, is_tensor, why_unknown, without_values
+from fsdp.state_dict_utils.tensors import (
+    copied,
+    differ_as_parts,
+    differ_as_values,
+    differ_in_form,
+    has_part,
+    host_twin,
+    placed,
+)
+from fsdp.state_dict_utils.tree import CompanionMismatch as CompanionMismatch
+from fsdp.state_dict_utils.tree import (
+    Comparison,
+    Path,
+    check_types,
+    emptied,
+    leaves,
+    mapped,
+    spelled,
+    with_own_leaves,
+    written,
+)
+
+_CPU = torch.device("cpu")
+
+
+@torch.no_grad()
+@during("gather_state_dict()")
+def gather_state_dict(
+    state_dict: Any,
+    *,
+    pg: Group | None = None,
+    device: torch.device | str | None = None,
+    cpu_offload: bool = False,
+    ranks_only: Collection[int] = (),
+    type_check: bool = True,
+) -> Any:
+    """Collective. A tree in which every `DTensor` has become a whole, plain tensor.
+
+    All ranks of the tensors' meshes call it, with the same `DTensor`s in the same order; `Partial` ones are reduced.
+    They tell each other first whether their trees can be gathered: if one cannot, every rank raises.
+    The tensors are gathered one after the other. A rank that wants them holds the result and at most one tensor more;
+    one that does not only sends its parts, if `pg` has all ranks of the mesh. (Interleaved shards, and sums over the
+    mesh, are made whole on every rank, and dropped at once.)
+
+    Tensors that are whole already are not copied: plain and replicated ones share memory with the result, unless they
+    are moved. Each entry is gathered by itself, tied ones too.
+
+    Args:
+        state_dict: the tree; it is not changed.
+        pg: the ranks that `ranks_only` counts. None means all. Where the shards are is known from the tensors.
+        device: where the result goes. None leaves each tensor where its local part is.
+        cpu_offload: the same as ``device="cpu"``: each tensor is copied to the host before the next is gathered.
+        ranks_only: the ranks of `pg` that get the result; the others get an empty container. All of them if empty. The
+            same on every rank.
+        type_check: see the module.
+
+    Raises:
+        TypeError: for a leaf of an unknown type.
+        ValueError: for a rank that `pg` does not have, a tensor without values, a wanted `DTensor` on a mesh that
+            this rank is not in, a local part that is not of torch's size, or both `cpu_offload` and another `device`.
+        NotImplementedError: for interleaved shards on a mesh whose ranks are not in rising order.
+        RuntimeError: if another rank did not answer.
+    """
+    home = None if device is None else torch.device(device)
+    if cpu_offload:
+        if home not in (None, _CPU):
+            raise ValueError(f"cpu_offload=True and device={str(home)!r} exclude each other: pass one of them")
+        home = _CPU
+    gathering = Gathering(group_of(pg), ranks_only)
+
+    def check() -> None:
+        check_types(state_dict, type_check)
+        _check_values(state_dict)
+        _check_parts(state_dict, gathering.is_wanted)
+
+    tensors = [leaf for _, leaf in leaves(state_dict) if isinstance(leaf, Tensor)]
+    agree(gathering.ways(tensors), gathering.where, check)
+
+    def whole(path: Path, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not has_part(leaf):
+            return leaf
+        tensor = gathering.whole(leaf)
+        return tensor if home is None or tensor is None else tensor.to(home)
+
+    if gathering.is_wanted:
+        result = mapped(whole, state_dict)
+    else:
+        for path, leaf in leaves(state_dict):
+            whole(path, leaf)
+        result = emptied(state_dict)
+    gathering.settle()
+    return result
+
+
+def _check_parts(tree: Any, is_wanted: bool) -> None:
+    for path, leaf in leaves(tree):
+        if not isinstance(leaf, Tensor):
+            continue
+        if is_wanted and not has_part(leaf):
+            raise ValueError(
+                f"{spelled(path)}: a DTensor on a mesh that this rank is not in, so the rank cannot have it whole. "
+                "Name the ranks that get the result in ranks_only."
+            )
+        if difference := odd_local_part(leaf):
+            raise ValueError(f"{spelled(path)}: {difference}. Make it with distribute_tensor.")
+        if is_dtensor(leaf) and not is_tensor(leaf):
+            raise TypeError(f"{spelled(path)}: {why_unknown(leaf)}")
+
+
+def _check_values(tree: Any) -> None:
+    for path, leaf in leaves(tree):
+        if isinstance(leaf, Tensor) and (missing := without_values(leaf)):
+            raise ValueError(f"{spelled(path)}: {missing}")
+
+
+@torch.no_grad()
+def offload_state_dict_to_cpu(state_dict: Any, *, ranks_only: Collection[int] = (), type_check: bool = True) -> Any:
+    """A tree with all tensors on CPU; a `DTensor` stays one, around a local part on CPU.
+
+    Copies from a device are queued, into pinned memory on CUDA, and awaited once at the end. Tensors that are on CPU
+    already are **not** copied: they share memory with the result. For a tree of its own memory, see
+    `create_cpu_state_dict` and `copy_state_dict`.
+
+    Args:
+        state_dict: the tree; it is not changed.
+        ranks_only: the ranks that get the result; the others copy nothing and get an empty container. All if empty.
+        type_check: see the module.
+
+    Raises:
+        TypeError: for a leaf of an unknown type.
+        ValueError: for a rank that there is not, or a tensor on the meta device.
+    """
+    check_types(state_dict, type_check)
+    _check_values(state_dict)
+    if not Gathering(group_of(None), ranks_only).is_wanted:
+        return emptied(state_dict)
+    result = mapped(_on_cpu, state_dict)
+    _settle(state_dict)
+    return result
+
+
+def _on_cpu(path: Path, leaf: Any) -> Any:
+    return leaf.detach().to(_CPU, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+
+
+def _settle(tree: Any) -> None:
+    """Block until the copies that were queued from the tree's devices are done."""
+    for device in {leaf.device for _, leaf in leaves(tree) if isinstance(leaf, Tensor)} - {_CPU}:
+        torch.accelerator.current_stream(device).synchronize()
+
+
+@torch.no_grad()
+def copy_state_dict(source: Any, into: Any, *, non_blocking: bool = False, type_check: bool = True) -> Any:
+    """Copy all values of a tree into another one of the same structure; no communication.
+
+    Tensors of `into` keep their memory, device and dtype, and take the values; a `DTensor` is copied into one of the
+    same mesh and placements, each rank its part. Other leaves are replaced by copies. Nothing is changed if the trees
+    do not match.
+
+    Args:
+        source: the tree to copy; it is not changed.
+        into: the tree to be written.
+        non_blocking: queue copies between a device and pinned memory and return; synchronise with the device before
+            reading `into` on the host, or changing `source` on another stream.
+        type_check: see the module.
+
+    Returns:
+        `into`; another object only if its outermost container cannot be changed in place, as a tuple cannot.
+
+    Raises:
+        CompanionMismatch: for keys, lengths, kinds of containers, shapes or placements that differ, for a dtype that
+            would lose values (float to int), or a tensor on the meta device.
+        TypeError: for a leaf of an unknown type in either tree.
+    """
+    check_types(source, type_check)
+    check_types(into, type_check)
+    Comparison(("the source", "the target"), differ_as_parts).check(source, into)
+    return written(with_own_leaves(source), into, partial(copied, non_blocking=non_blocking))
+
+
+@torch.no_grad()
+def create_cpu_state_dict(
+    state_dict: Any, *, pin_memory: bool = False, share_memory: bool = False, type_check: bool = True
+) -> Any:
+    """A tree of the same structure with new, contiguous tensors on CPU, to be filled by `copy_state_dict`.
+
+    The tensors' values are undefined. A `DTensor` becomes one around a local part on CPU. Other leaves are copied.
+
+    Args:
+        state_dict: the tree; it is not changed, and its tensors may be on the meta device.
+        pin_memory: in pinned memory, from which and to which CUDA copies asynchronously. Tensors without elements have
+            no memory and are left as they are.
+        share_memory: in memory that processes share (each tensor's own, see `torch.multiprocessing`). With `pin_memory`
+            as well the shared memory is registered with CUDA in this process, and unregistered when the last tensor
+            that views it is gone; that takes longer, and pays for trees that live long.
+        type_check: see the module.
+
+    Raises:
+        RuntimeError: for `pin_memory` without CUDA, or if the system grants no more shared or pinned memory.
+        TypeError: for a leaf of an unknown type.
+    """
+    if pin_memory:
+        require_pinning()
+    check_types(state_dict, type_check)
+
+    def twin(path: Path, leaf: Any) -> Any:
+        return host_twin(path, leaf, pin_memory, share_memory) if is_tensor(leaf) else leaf
+
+    return mapped(twin, with_own_leaves(state_dict))
+
+
+def check_state_dict_similarity(
+    state_dict: Any, compared_state_dict: Any, *, raise_error: bool = False, type_check: bool = True
+) -> bool:
+    """Whether two trees have the same structure, and tensors of the same shapes and dtypes; no communication.
+
+    The order of keys, devices and values do not matter; nor which kind of mapping it is, of list, or of tuple.
+    `DTensor`s must be on equal meshes with equal placements, and other leaves of one type.
+
+    Args:
+        raise_error: raise CompanionMismatch, with the path and the difference, instead of returning False.
+        type_check: see the module.
+
+    Raises:
+        CompanionMismatch: if they differ, with `raise_error`.
+        TypeError: for a leaf of an unknown type in either tree.
+    """
+    check_types(state_dict, type_check)
+    check_types(compared_state_dict, type_check)
+    try:
+        Comparison(("the first tree", "the second"), differ_in_form).check(state_dict, compared_state_dict)
+    except CompanionMismatch:
+        if raise_error:
+            raise
+        return False
+    return True
+
+
+@torch.no_grad()
+@during("broadcast_state_dict()")
+def broadcast_state_dict(
+    full: Any,
+    local: Any,
+    device: torch.device | str,
+    pg: Group | None = None,
+    *,
+    strict: bool = False,
+    cpu_offload: bool = False,
+    max_coalesced_bytes: int = 0,
+    type_check: bool = True,
+) -> Any:
+    """Collective over `pg`. The values of rank 0's tree into the trees of all ranks.
+
+    Tensors of `local` keep their memory, device and dtype, and take the values; a `DTensor` takes this rank's part of
+    them. A plain tensor of the same dtype on `device` is received in place. Tensors on the meta device, keys that
+    `local` lacks and places where it has None are filled with new tensors. Other leaves are replaced by rank 0's.
+
+    The ranks compare notes before the first tensor is sent: if a tree does not fit on one rank, every rank raises, and
+    nothing has been changed. Beside its result a rank holds one tensor at a time, or `max_coalesced_bytes`.
+
+    Args:
+        full: on rank 0 of `pg` the tree of whole tensors, on any device; elsewhere it is not looked at.
+        local: the tree to be written, on every rank.
+        device: where tensors travel, and where new ones are made; one that the group's backend serves.
+        pg: the ranks. None means all; without torch.distributed, this process alone.
+        strict: refuse keys that only one of the trees has. Otherwise keys of rank 0 are added, and others kept.
+        cpu_offload: make new tensors on CPU.
+        max_coalesced_bytes: send neighbours in one message as long as they are no larger together. 0 sends each tensor
+            by itself. Small tensors are faster together.
+        type_check: see the module. Unknown leaves are sent by `torch.save`.
+
+    Returns:
+        `local`; another object only if its outermost container cannot be changed in place, as a tuple cannot.
+
+    Raises:
+        CompanionMismatch: for a tree that does not fit: kinds of containers, shapes, a dtype that would lose values, a
+            `DTensor` with Partial placements, and keys if `strict`.
+        TypeError: for a leaf of an unknown type, a `DTensor` in `full`, or a `pg` that is no group of this rank.
+        ValueError: for a tensor on the meta device in `full`, a device that `pg` does not serve, or a negative budget.
+    """
+    if max_coalesced_bytes < 0:
+        raise ValueError(f"max_coalesced_bytes is a number of bytes, got {max_coalesced_bytes}")
+    device = torch.device(device)
+    home = _CPU if cpu_offload else device
+    comm = ranks_of(pg, device)
+    letter = shared_description(comm, full, type_check)
+
+    def check() -> Any:
+        described = unpacked(letter, home)
+        _check_local(described, local, strict, type_check)
+        return described
+
+    described = agree([comm], place_in(comm), check)
+    arrivals = Arrivals(comm, device, described, full, max_coalesced_bytes)
+
+    def put(path: Path, info: Any, target: Any) -> Any:
+        if not isinstance(info, TensorInfo):
+            return info
+        value, is_ours = arrivals.take(target)
+        return placed(value, target, home, is_ours)
+
+    return written(described, local, put)
+
+
+def _check_local(full: Any, local: Any, strict: bool, type_check: bool) -> None:
+    check_types(local, type_check)
+    names = "the full tree", "the local one"
+    Comparison(names, differ_as_values, strict=strict, fills=True).check(full, local)
+
+
+@torch.no_grad()
+def distribute_state_dict(
+    full: Any,
+    local: Any,
+    device: torch.device | str,
+    pg: Group | None = None,
+    *,
+    strict: bool = False,
+    cpu_offload: bool = False,
+    type_check: bool = True,
+) -> Any:
+    """The values of a tree that every rank has whole into this rank's tree; no data is communicated.
+
+    As `broadcast_state_dict`, but each rank takes from its own `full`: slices are copied straight into the local parts
+    of `DTensor`s, also from host to device, and nothing else is allocated than what `local` lacks.
+
+    Args:
+        full: the tree of whole tensors, on any device; it is not changed and shares no memory with the result.
+        local: the tree to be written.
+        device: where new tensors are made.
+        pg: ranks that tell each other whether their trees fit, so that all raise if one has to, before anything is
+            changed (collective then). None means that this rank looks after itself.
+        strict, cpu_offload, type_check: as in `broadcast_state_dict`.
+
+    Returns:
+        `local`; another object only if its outermost container cannot be changed in place, as a tuple cannot.
+
+    Raises:
+        CompanionMismatch, TypeError, ValueError: as `broadcast_state_dict`.
+    """
+    home = _CPU if cpu_offload else torch.device(device)
+
+    def check() -> Any:
+        _check_local(description(full, type_check), local, strict, type_check)
+        return with_own_leaves(full)
+
+    comm = LONE_RANK if pg is None else ranks_of(pg, torch.device(device))
+    whole = agree([comm], place_in(comm), check)
+
+    def put(path: Path, value: Any, target: Any) -> Any:
+        return placed(value.detach(), target, home) if is_tensor(value) else value
+
+    return written(whole, local, put)

@@ -1,0 +1,262 @@
+"""A state tree from one rank to all: its description first, then its tensors one by one, or several in one buffer.
+
+Everyone knows the description before the first tensor travels, and the ranks tell each other whether their trees fit.
+So a tree that does not fit on one rank is an error on all, and nothing has been changed by then.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp.distributed.collectives import LONE_RANK, Communicator, communicator
+from fsdp.distributed.dtensor import arrived, is_dtensor
+from fsdp.distributed.process_groups import Group, backend_names
+from fsdp.state_dict_utils.kinds import TensorInfo, cannot, is_tensor, without_values
+from fsdp.state_dict_utils.tree import CompanionMismatch, Path, check_types, leaves, mapped, spelled
+
+Result = TypeVar("Result")
+_ALIGNMENT = 16  # bytes; that of the widest dtype, so that a part of a buffer can be seen as any
+
+
+def ranks_of(pg: Group | None, device: torch.device) -> Communicator:
+    """The way to the ranks of `group_of` for tensors on a device.
+
+    Raises:
+        ValueError: for a device that the group does not serve.
+    """
+    group = group_of(pg)
+    if group is None:
+        return LONE_RANK
+    served = backend_names(group)
+    if served and device.type not in served:
+        raise ValueError(f"device={str(device)!r}: the group sends tensors on {' and '.join(served)} only")
+    return communicator(group, device)
+
+
+def group_of(pg: Group | None) -> Group | None:
+    """The ranks that are meant: None means all. None is returned where this process is alone.
+
+    Raises:
+        TypeError: for something that is no group that this rank is in.
+    """
+    if pg is None:
+        return cast(Group, dist.group.WORLD) if dist.is_available() and dist.is_initialized() else None
+    if not callable(getattr(pg, "rank", None)) or not callable(getattr(pg, "size", None)):
+        raise TypeError(f"pg must be a process group that this rank is in, got {pg!r}")
+    return pg
+
+
+def place_in(comm: Communicator) -> str:
+    """What other ranks of a group call this one."""
+    return f"rank {comm.rank} of the group"
+
+
+# What will be sent
+
+
+def description(tree: Any, type_check: bool = True) -> Any:
+    """The tree with a `TensorInfo` for each tensor."""
+    check_types(tree, type_check)
+    return mapped(_info, tree)
+
+
+def _info(path: Path, leaf: Any) -> Any:
+    if is_dtensor(leaf):
+        raise TypeError(f"{spelled(path)}: a DTensor, where a whole tensor is expected: gather_state_dict makes one")
+    if isinstance(leaf, Tensor) and (missing := without_values(leaf)):
+        raise ValueError(f"{spelled(path)}: {missing}")
+    return TensorInfo(leaf.shape, leaf.dtype) if is_tensor(leaf) else leaf
+
+
+def shared_description(comm: Communicator, full: Any, type_check: bool) -> bytes:
+    """Collective. The description of rank 0's tree, or what is wrong with it, for `unpacked`."""
+    letter = b""
+    if comm.rank == 0:
+        try:
+            letter = _packed(description(full, type_check))
+        except Exception as error:  # noqa: BLE001 - all ranks are told of it
+            letter = _saved(_Failure(error, place_in(comm)))
+    return _broadcast_bytes(comm, letter)
+
+
+def _packed(described: Any) -> bytes:
+    try:
+        return _saved(described)
+    except Exception as problem:
+        for path, leaf in leaves(described):
+            try:
+                _saved(leaf)
+            except Exception as error:  # noqa: BLE001 - users' classes may raise anything
+                raise TypeError(f"{spelled(path)}: {cannot(leaf, 'be sent', error)}") from problem
+        raise
+
+
+def _saved(value: Any) -> bytes:
+    if isinstance(value, torch.UntypedStorage):
+        raise TypeError("torch.load makes a storage of another class of it. Send a tensor that views it")
+    file = io.BytesIO()
+    torch.save(value, file)  # and not pickle, which brings tensors to the device that they come from
+    return file.getvalue()
+
+
+def unpacked(letter: bytes, device: torch.device) -> Any:
+    """The description that a letter has; raises what was wrong with it on rank 0.
+
+    Args:
+        device: where tensors inside of leaves of unknown types go.
+    """
+    described = torch.load(io.BytesIO(letter), map_location=device, weights_only=False)
+    if isinstance(described, _Failure):
+        described.raise_here()
+    return described
+
+
+def _broadcast_bytes(comm: Communicator, payload: bytes) -> bytes:
+    if comm.world_size == 1:
+        return payload
+    device = comm.talk_device
+    talk = comm.for_device(device)
+    length = torch.tensor([len(payload)], device=device)
+    talk.broadcast(length).wait()
+    letter = torch.empty(int(length), dtype=torch.uint8, device=device)
+    if comm.rank == 0:
+        letter.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    talk.broadcast(letter).wait()
+    return letter.cpu().numpy().tobytes()
+
+
+class _Failure:
+    """What went wrong on one rank, for the others."""
+
+    def __init__(self, error: Exception, where: str) -> None:
+        self._path = error.path if isinstance(error, CompanionMismatch) else None
+        kinds = (ValueError, NotImplementedError, TypeError)
+        self._kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
+        text = error.difference if isinstance(error, CompanionMismatch) else str(error)
+        self._text = f"on {where}, {text}"
+
+    def raise_here(self) -> None:
+        raise self._kind(self._text) if self._path is None else CompanionMismatch(self._path, self._text)
+
+
+def agree(ways: Sequence[Communicator], where: str, check: Callable[[], Result]) -> Result:
+    """Collective. Run a check on every rank and return its result, or raise on all ranks if it raises on one.
+
+    Args:
+        ways: to other ranks. What is heard on one way is told on the next.
+        where: what other ranks call this one.
+        check: may raise anything.
+    """
+    problem, failed = b"", None
+    try:
+        result = check()
+    except Exception as error:  # noqa: BLE001 - all ranks are told of it
+        failed = error
+        problem = pickle.dumps(_Failure(error, where))
+    for comm in ways:
+        answers = comm.all_gather_bytes(problem)
+        problem = problem or next(filter(None, answers), b"")
+    if failed is not None:
+        raise failed
+    if problem:
+        pickle.loads(problem).raise_here()
+    return result
+
+
+# Sending it
+
+
+class Arrivals:
+    """Collective. The whole tensors of rank 0's tree, in the order of the description.
+
+    Args:
+        device: where they travel.
+        described: the description of the tree.
+        full: the tree itself on rank 0; elsewhere not looked at.
+        budget: bytes that may travel in one message of several tensors; 0 sends each by itself.
+    """
+
+    def __init__(self, comm: Communicator, device: torch.device, described: Any, full: Any, budget: int) -> None:
+        # By the device that a tensor has, since "cuda" means that with the number of the current one.
+        self._comm, self._device = comm, torch.empty(0, device=device).device
+        self._sources: deque[Tensor] | None = None
+        if comm.rank == 0:
+            self._sources = deque(arrived(leaf) for _, leaf in leaves(full) if is_tensor(leaf))
+        self._messages = deque(
+            _messages([leaf for _, leaf in leaves(described) if isinstance(leaf, TensorInfo)], budget)
+        )
+        self._unpacked: deque[Tensor] = deque()
+
+    def take(self, target: Tensor | None) -> tuple[Tensor, bool]:
+        """The next tensor, and whether its memory is the caller's to keep.
+
+        It is received into `target` itself, on ranks other than 0, where that is of the right kind.
+        """
+        if self._unpacked:
+            return self._unpacked.popleft(), False
+        message = self._messages.popleft()
+        if len(message) == 1:
+            return self._alone(message[0], target)
+        self._unpacked.extend(self._together(message))
+        return self._unpacked.popleft(), False
+
+    def _alone(self, info: TensorInfo, target: Tensor | None) -> tuple[Tensor, bool]:
+        if self._sources is not None:
+            tensor = self._sources.popleft().detach().resolve_conj().resolve_neg().to(self._device).contiguous()
+        elif target is not None and self._can_receive(info, target):
+            tensor = target.detach()
+        else:
+            tensor = torch.empty(info.shape, dtype=info.dtype, device=self._device)
+        if info.nbytes:
+            self._comm.broadcast(_as_bytes(tensor)).wait()
+        return tensor, self._sources is None
+
+    def _can_receive(self, info: TensorInfo, target: Tensor) -> bool:
+        kind = not is_dtensor(target) and target.dtype == info.dtype and target.layout is torch.strided
+        return (
+            kind
+            and target.device == self._device
+            and target.is_contiguous()
+            and not (target.is_conj() or target.is_neg())
+        )
+
+    def _together(self, message: list[TensorInfo]) -> list[Tensor]:
+        buffer = torch.empty(sum(map(_padded, message)), dtype=torch.uint8, device=self._device)
+        views, start = [], 0
+        for info in message:
+            views.append(buffer[start : start + info.nbytes].view(info.dtype).view(info.shape))
+            start += _padded(info)
+        if self._sources is not None:
+            for view in views:
+                view.copy_(self._sources.popleft().detach())
+        self._comm.broadcast(buffer).wait()
+        return views
+
+
+def _messages(infos: list[TensorInfo], budget: int) -> list[list[TensorInfo]]:
+    """What travels together: neighbours, as many as the budget has room for."""
+    messages: list[list[TensorInfo]] = []
+    room = 0
+    for info in infos:
+        if not messages or _padded(info) > room:
+            messages.append([])
+            room = budget
+        messages[-1].append(info)
+        room -= _padded(info)
+    return messages
+
+
+def _padded(info: TensorInfo) -> int:
+    return -(-info.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,259 @@
+"""A `DTensor` made whole, with as little memory as that takes.
+
+`DTensor.full_tensor` (torch 2.11 and 2.13) pads what does not divide evenly and keeps the padding in the result's
+storage, where `torch.save` writes it as well; it holds up to three whole tensors on every rank, also where nobody wants
+the result; it fails for dtypes that the backend does not have; and it takes the order of ranks for that of the mesh.
+Here each part goes, as bytes, straight to the ranks that want the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp.distributed.collectives import Communicator, communicator
+from fsdp.distributed.dtensor import MeshPart, arrived, local_part, whole
+from fsdp.distributed.process_groups import Group
+
+_WHAT = "the gather of a state dict"
+
+
+class Gathering:
+    """The gather of one tree: who wants the result, and which ways to other ranks were used.
+
+    Args:
+        group: the ranks that `ranks_only` counts, on this rank; None where there are no others.
+        ranks_only: those that want the result; all of them if empty.
+
+    Attributes:
+        is_wanted: this rank wants the result.
+        where: what messages call this rank.
+    """
+
+    def __init__(self, group: Group | None, ranks_only: Collection[int]) -> None:
+        rank, size = (group.rank(), group.size()) if group is not None else (0, 1)
+        for each in ranks_only:
+            if not 0 <= each < size:
+                raise ValueError(f"ranks_only={tuple(ranks_only)}: there is no rank {each}, only 0 to {size - 1}")
+        self.where = f"rank {dist.get_rank() if group is not None else 0}"
+        self.is_wanted = not ranks_only or rank in ranks_only
+        members = dist.get_process_group_ranks(group) if ranks_only and group is not None else []  # type: ignore[arg-type]
+        self._wants = {member: number in ranks_only for number, member in enumerate(members)}
+        self._used: set[Communicator] = set()
+
+    def ways(self, tensors: Iterable[Tensor]) -> list[Communicator]:
+        """To the ranks of these tensors' meshes, along each dimension of each."""
+        meshes = dict.fromkeys(part.mesh for part in map(MeshPart.of, tensors) if part is not None)
+        return [
+            communicator(mesh.get_group(dim), torch.device(mesh.device_type))
+            for mesh in meshes
+            if mesh.get_coordinate() is not None
+            for dim in range(mesh.ndim)
+        ]
+
+    def settle(self) -> None:
+        """Block until all parts have been sent, so that they may be written again."""
+        for comm in self._used:
+            comm.settle()
+
+    def whole(self, tensor: Tensor) -> Tensor | None:
+        """Collective over the tensor's mesh. The whole of it where its local part is, or None if it is not wanted.
+
+        A plain tensor is whole already. The result has no memory beside its elements, unless it shares that of
+        `tensor`.
+        """
+        tensor = tensor.detach()
+        part = MeshPart.of(tensor)
+        if part is None:
+            return tensor if self.is_wanted else None
+        home = local_part(tensor).device
+        if home.type != part.mesh.device_type:  # offloaded: only the mesh's device can talk to the other ranks
+            tensor = tensor.to(part.mesh.device_type)
+        if any(placement.is_partial() for placement in part.placements):
+            tensor, part = _reduced(tensor, part)
+        if has_only_usual_placements(part):
+            full = self._joined(arrived(local_part(tensor)), part)
+        else:
+            full = _put_together_by_torch(tensor, part)
+        return full.to(home) if self.is_wanted and full is not None else None
+
+    def _joined(self, local: Tensor, part: MeshPart) -> Tensor | None:
+        """Over one mesh dimension after the other, from the innermost, which was cut last."""
+        full: Tensor | None = local
+        for left, cut in reversed(list(enumerate(cuts(part)))):
+            group = part.mesh.get_group(cut.mesh_dim)
+            comm = communicator(group, local.device)
+            if comm.world_size == 1:
+                continue
+            ranks = dist.get_process_group_ranks(group)
+            wants = [left > 0 or self._wants.get(rank, False) for rank in ranks]
+            if not all(rank in self._wants for rank in ranks):
+                wants = [True] * len(ranks)  # of some of them it is not known here
+            self._used.add(comm)
+            piece = local.resolve_conj().resolve_neg().contiguous()
+            places = _places(part, cut, ranks)
+            # A backend whose collectives are its own has a better way to all ranks than messages.
+            join = _joined_by_messages if comm.sends_pieces or not all(wants) else _joined_by_all_gather
+            full = join(comm, cut, piece, places, wants)
+            if left > 0 or piece is not local:
+                comm.settle()  # what is only made to be sent should not pile up
+            local = local if full is None else full
+        return full
+
+
+def has_only_usual_placements(part: MeshPart) -> bool:
+    """Whether it is cut into plain pieces, of which this rank's place is known without asking torch."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    return all(type(placement) in (Replicate, Shard) for placement in part.placements)
+
+
+def usual_part(value: Tensor, part: MeshPart) -> Tensor:
+    """Of a whole value, this rank's plain piece; shares memory."""
+    for cut in cuts(part):
+        value = value.narrow(cut.dim, *cut.range(cut.place))
+    return value
+
+
+def _reduced(tensor: Tensor, part: MeshPart) -> tuple[Tensor, MeshPart]:
+    from torch.distributed.tensor import Replicate
+
+    placements = tuple(Replicate() if placement.is_partial() else placement for placement in part.placements)
+    reduced = tensor.redistribute(placements=placements)  # type: ignore[attr-defined]
+    return reduced, MeshPart(part.mesh, placements, part.shape)
+
+
+def _put_together_by_torch(tensor: Tensor, part: MeshPart) -> Tensor:
+    # Interleaved parts (fully_shard over tensor parallelism) are to be sorted, which torch knows how to do.
+    ranks = part.mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise NotImplementedError(
+            f"placements {list(part.placements)} on a mesh of ranks {part.mesh.mesh.tolist()}: torch puts interleaved "
+            "parts together in the order of ranks. Make the mesh with init_device_mesh."
+        )
+    # As bytes, in a dimension of their own behind all others, so that the placements remain true.
+    local = arrived(local_part(tensor)).resolve_conj().resolve_neg().contiguous().unsqueeze(-1).view(torch.uint8)
+    shape = torch.Size([*part.shape, tensor.dtype.itemsize])
+    sent = MeshPart(part.mesh, part.placements, shape).dtensor(local)
+    full = whole(sent).contiguous().view(tensor.dtype).squeeze(-1)
+    return full.clone() if full.untyped_storage().nbytes() > full.nbytes else full
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one mesh dimension cuts a tensor, of which outer mesh dimensions may have left a part.
+
+    Attributes:
+        mesh_dim: the dimension of the mesh.
+        dim: that of the tensor.
+        total: its size before the cut.
+        each: that of a part; of the last ones less is left, or nothing.
+        place: the number of this rank's part. By its coordinate in the mesh: a group numbers its ranks in rising order,
+            and a mesh need not.
+    """
+
+    mesh_dim: int
+    dim: int
+    total: int
+    each: int
+    place: int
+
+    def range(self, place: int) -> tuple[int, int]:
+        """Where a part begins, and how long it is."""
+        start = min(place * self.each, self.total)
+        return start, min(self.each, self.total - start)
+
+
+def cuts(part: MeshPart) -> list[Cut]:
+    """From the outermost mesh dimension, which cuts first."""
+    shape, found = list(part.shape), []
+    place = part.mesh.get_coordinate() or ()
+    for number in part.sharded_dims:
+        dim = part.placements[number].dim  # type: ignore[attr-defined]
+        cut = Cut(number, dim, shape[dim], -(-shape[dim] // part.mesh.size(number)), place[number])
+        shape[dim] = cut.range(cut.place)[1]
+        found.append(cut)
+    return found
+
+
+def _joined_by_messages(
+    comm: Communicator, cut: Cut, piece: Tensor, places: list[int], wants: list[bool]
+) -> Tensor | None:
+    """Each part straight to those who want it, and into its place where that is one range of memory."""
+    outgoing = {rank: [_as_bytes(piece)] for rank, wanted in enumerate(wants) if wanted and rank != comm.rank}
+    incoming: dict[int, list[Tensor]] = {}
+    beside: list[tuple[Tensor, Tensor]] = []
+    full: Tensor | None = None
+    if wants[comm.rank]:
+        full = _blank(cut, piece)
+        for rank, place in enumerate(places):
+            target = full.narrow(cut.dim, *cut.range(place))
+            if rank == comm.rank:
+                target.copy_(piece)
+            elif target.numel():
+                # Not empty_like, which would keep the strides.
+                received = target if target.is_contiguous() else target.new_empty(target.shape)
+                incoming[rank] = [_as_bytes(received)]
+                beside.append((target, received))
+    # As bytes: no backend has all dtypes, and nothing is computed.
+    comm.exchange(incoming, outgoing if piece.numel() else {}, _WHAT, "state dict").wait()
+    for target, received in beside:
+        if target is not received:
+            target.copy_(received)
+    return full
+
+
+def _joined_by_all_gather(
+    comm: Communicator, cut: Cut, piece: Tensor, places: list[int], wants: list[bool]
+) -> Tensor | None:
+    """All parts, padded to one size, to all ranks."""
+    if piece.shape[cut.dim] < cut.each:
+        piece = _padded(piece, cut.dim, cut.each)
+    pieces = piece.new_empty([comm.world_size, *piece.shape])
+    if piece.numel():
+        comm.all_gather(_as_bytes(pieces), _as_bytes(piece), _WHAT, "state dict").wait()
+    if cut.dim == 0 and cut.total == comm.world_size * cut.each and places == sorted(places):
+        return pieces.flatten(0, 1)
+    full = _blank(cut, piece)
+    for place, source in zip(places, pieces, strict=True):
+        start, size = cut.range(place)
+        full.narrow(cut.dim, start, size).copy_(source.narrow(cut.dim, 0, size))
+    return full
+
+
+def _blank(cut: Cut, piece: Tensor) -> Tensor:
+    return piece.new_empty([cut.total if dim == cut.dim else size for dim, size in enumerate(piece.shape)])
+
+
+def _places(part: MeshPart, cut: Cut, ranks: list[int]) -> list[int]:
+    """For each rank of a mesh dimension's group, in the group's order, the number of its part."""
+    line = list(part.mesh.get_coordinate() or ())
+    lines = part.mesh.mesh.movedim(cut.mesh_dim, -1)
+    del line[cut.mesh_dim]
+    in_mesh = lines[tuple(line)].tolist()
+    return [in_mesh.index(rank) for rank in ranks]
+
+
+def _padded(piece: Tensor, dim: int, size: int) -> Tensor:
+    padded = piece.new_zeros([size if number == dim else each for number, each in enumerate(piece.shape)])
+    padded.narrow(dim, 0, piece.shape[dim]).copy_(piece)
+    return padded
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def odd_local_part(tensor: Tensor) -> str | None:
+    """What is wrong with the size of a `DTensor`'s local part, where somebody made it by hand; None if nothing is."""
+    part = MeshPart.of(tensor)
+    if part is None or part.mesh.get_coordinate() is None or not has_only_usual_placements(part):
+        return None
+    ours, theirs = local_part(tensor).shape, usual_part(torch.empty(part.shape, device="meta"), part).shape
+    if ours == theirs:
+        return None
+    return f"the local part is {list(ours)}, and {list(part.placements)} of {list(part.shape)} makes it {list(theirs)}"

@@ -1,0 +1,204 @@
+"""State trees: the walk over a nest of mappings, lists and tuples, and what two of them must have in common.
+
+A *path* is the tuple of keys and indices that leads to a place in the tree. Everything that is no container is a leaf.
+Containers are seen alike, as keys with children, so that what is done to trees is written once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp.state_dict_utils.kinds import described, is_tensor, own_copy, why_unknown
+
+Path = tuple[Any, ...]
+
+_SHOWN = 5  # keys in one message
+
+
+def spelled(path: Path) -> str:
+    """A path as messages have it."""
+    return ".".join(map(str, path)) if path else "the whole tree"
+
+
+class CompanionMismatch(ValueError):  # noqa: N818  # a name that torch has
+    """Two trees that must match do not.
+
+    Attributes:
+        path: the keys and indices that lead to the place; empty for the whole tree.
+        difference: what differs there.
+    """
+
+    def __init__(self, path: Path, difference: str) -> None:
+        self.path = path
+        self.difference = difference
+        super().__init__(f"{spelled(path)}: {difference}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path, self.difference)
+
+
+# One tree
+
+
+def children(node: Any) -> dict[Any, Any] | None:
+    """What is in a container, by key or index; None for a leaf."""
+    if isinstance(node, Mapping):
+        return dict(node.items())
+    if isinstance(node, (list, tuple)):
+        return dict(enumerate(node))
+    return None
+
+
+def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every leaf with its path, in order."""
+    inside = children(tree)
+    if inside is None:
+        yield path, tree
+        return
+    for key, child in inside.items():
+        yield from leaves(child, (*path, key))
+
+
+def mapped(function: Callable[[Path, Any], Any], tree: Any, path: Path = ()) -> Any:
+    """A new tree of the same containers, with `function` of path and leaf in the place of each leaf."""
+    inside = children(tree)
+    if inside is None:
+        return function(path, tree)
+    return rebuilt(tree, {key: mapped(function, child, (*path, key)) for key, child in inside.items()})
+
+
+def rebuilt(like: Any, values: dict[Any, Any]) -> Any:
+    """A new container of the type of `like` with these children; of a plain type where its own cannot be built."""
+    if isinstance(like, Mapping):
+        return _rebuilt_mapping(like, values)
+    plain: type = list if isinstance(like, list) else tuple
+    if type(like) is plain:
+        return plain(values.values())
+    try:
+        make = type(like)._make if hasattr(like, "_fields") else type(like)
+        return make(list(values.values()))
+    except TypeError:  # its constructor takes something else
+        return plain(values.values())
+
+
+def _rebuilt_mapping(like: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
+    if type(like) is dict:
+        return values
+    try:
+        if isinstance(like, dict):
+            # A copy keeps what it knows beside its items: a default factory, the versions in `_metadata`.
+            new = copy.copy(like)
+            new.clear()
+            new.update(values)
+            return new
+        return type(like)(values)  # type: ignore[call-arg]
+    except TypeError:
+        return values
+
+
+def emptied(tree: Any) -> Any:
+    """What ranks get that do not want a result: the outermost container without its contents; None for a leaf."""
+    if isinstance(tree, Mapping):
+        return rebuilt(tree, {})
+    return [] if isinstance(tree, list) else () if isinstance(tree, tuple) else None
+
+
+def check_types(tree: Any, type_check: bool = True) -> None:
+    """Raise TypeError for the first leaf that is neither a dense tensor nor of a plain type, unless told not to."""
+    for path, leaf in leaves(tree) if type_check else ():
+        if problem := why_unknown(leaf):
+            raise TypeError(f"{spelled(path)}: {problem}")
+
+
+def with_own_leaves(tree: Any) -> Any:
+    """The tree with a copy of each leaf that is no tensor.
+
+    Raises:
+        TypeError: for a leaf that cannot be copied.
+    """
+
+    def own(path: Path, leaf: Any) -> Any:
+        try:
+            return leaf if is_tensor(leaf) else own_copy(leaf)
+        except TypeError as error:
+            raise TypeError(f"{spelled(path)}: {error}") from error
+
+    return mapped(own, tree)
+
+
+# Two trees
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two trees must have in common.
+
+    Attributes:
+        names: what messages call them.
+        differ: says what is wrong with two leaves; None if nothing is.
+        strict: refuse keys of mappings that only one of them has.
+        fills: None in the second tree, or a key that it lacks, is a place for whatever the first one has there.
+    """
+
+    names: tuple[str, str]
+    differ: Callable[[Any, Any], str | None]
+    strict: bool = True
+    fills: bool = False
+
+    def check(self, first: Any, second: Any, path: Path = ()) -> None:
+        """Raise CompanionMismatch at the first place where they do not match."""
+        if self.fills and second is None:
+            return
+        ours, theirs = children(first), children(second)
+        if ours is None and theirs is None:
+            difference = self.differ(first, second)
+            if difference is not None:
+                raise CompanionMismatch(path, difference)
+            return
+        if ours is None or theirs is None or _kind(first) is not _kind(second):
+            raise CompanionMismatch(path, self._unlike(described(first), described(second)))
+        if isinstance(first, Mapping):
+            self._check_keys(ours, theirs, path)
+        elif len(ours) != len(theirs):
+            raise CompanionMismatch(path, self._unlike(f"{len(ours)} items", f"{len(theirs)} items"))
+        for key, child in ours.items():
+            if key in theirs:
+                self.check(child, theirs[key], (*path, key))
+
+    def _check_keys(self, ours: dict[Any, Any], theirs: dict[Any, Any], path: Path) -> None:
+        sides = zip(self.names, reversed(self.names), (ours, theirs), (theirs, ours), strict=True)
+        for name, other, present, wanted in sides if self.strict else ():
+            if lacking := [key for key in present if key not in wanted]:
+                listing = ", ".join(repr(key) for key in lacking[:_SHOWN]) + ", ..." * (len(lacking) > _SHOWN)
+                raise CompanionMismatch(path, f"{listing} {'is' if len(lacking) == 1 else 'are'} in {name} only, and "
+                                        f"{other} has no such key")  # fmt: skip
+
+    def _unlike(self, ours: str, theirs: str) -> str:
+        return f"{ours} in {self.names[0]}, {theirs} in {self.names[1]}"
+
+
+def _kind(node: Any) -> type:
+    return Mapping if isinstance(node, Mapping) else list if isinstance(node, list) else tuple
+
+
+def written(source: Any, target: Any, put: Callable[[Path, Any, Any], Any], path: Path = ()) -> Any:
+    """`target` with what `put` makes of each leaf of `source` and the leaf in its place (None where there is none).
+
+    Mutable mappings and lists of `target` are changed in place and stay the same objects; a tuple in which something
+    is replaced is made anew.
+    """
+    inside, theirs = children(source), children(target)
+    if inside is None:
+        return put(path, source, target)
+    if theirs is None:
+        return mapped(lambda where, leaf: put(where, leaf, None), source, path)
+    new = {key: written(child, theirs.get(key), put, (*path, key)) for key, child in inside.items()}
+    changed = {key: value for key, value in new.items() if key not in theirs or theirs[key] is not value}
+    if not isinstance(target, (MutableMapping, list)):
+        return rebuilt(target, theirs | changed) if changed else target
+    for key, value in changed.items():
+        target[key] = value
+    return target

@@ -1,0 +1,1 @@
+"""Ranks that do different things: `fsdp.cond` and `fsdp.join`."""

@@ -1,0 +1,179 @@
+"""What a rank does that has run out of batches, while others go on (`fsdp.join`)."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fsdp.engine.grad_clipping import clip_grad_norm, clip_grad_value
+from fsdp.uneven.messages import Kind, Message
+from fsdp.uneven.serving import END
+
+if TYPE_CHECKING:
+    from fsdp.engine.runtime import Runtime
+
+_MODEL = -1  # in the place of an optimizer's number
+
+
+_active: list[Joining] = []
+
+
+def refuse_in_join(what: str) -> None:
+    """Raise NotImplementedError inside of any `fsdp.join`."""
+    if _active:
+        raise NotImplementedError(
+            f"{what} inside fsdp.join is not supported: all ranks would have to take part in it, and those that have "
+            "finished don't. Train in bfloat16, which needs no scaling, or give all ranks equally many batches."
+        )
+
+
+class Joining:
+    """Between the first and the last batch of any rank.
+
+    While all ranks have batches, they tell each other no more than that, once in each forward. As soon as one has not,
+    the others announce what changes gradients or shards, and those that have finished do the same to theirs.
+
+    Args:
+        runtime: of the outermost unit.
+        model: the wrapper of that one, for its ``zero_grad``.
+        optimizers: those that step its shards, in the same order on all ranks.
+        after_step: called on a rank that has finished, with the optimizer, after each step that it took.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        after_step: Callable[[torch.optim.Optimizer], None] | None,
+    ) -> None:
+        self._runtime, self._model, self._optimizers = runtime, model, list(optimizers)
+        self._after_step = after_step
+        self.is_uneven = False  # whether a rank had finished when the last forward began
+        self.running_ranks = 0  # that ran the last forward
+        self._is_finished = False
+        self._undo: list[Callable[[], None]] = []
+
+    def begin(self) -> None:
+        """Every rank has its first batch ahead."""
+        self._runtime.trust_values(self._runtime.root)
+        self._runtime.visits.joining = self
+        _active.append(self)
+        for number, optimizer in enumerate(self._optimizers):
+            hook = optimizer.register_step_pre_hook(partial(self._before_step, number))
+            self._undo.append(hook.remove)
+            self._announce_before(optimizer, number)
+        self._announce_before(self._model, _MODEL)
+
+    def end(self) -> None:
+        """Behind the last batch of all ranks, or after an exception."""
+        _active.remove(self)
+        for undo in self._undo:
+            undo()
+        self._runtime.visits.end_join()
+
+    def serve(self) -> None:
+        """Collective with whatever the other ranks do. This rank has no more batches: take part until no rank has."""
+        visits = self._runtime.visits
+        self._is_finished = True
+        while True:
+            rows, event = visits.round(Message(Kind.FINISHED))
+            waiting = [row for row in rows if row.kind == Kind.WAIT]
+            if event is not None:
+                visits.perform(event, rows)
+            elif not waiting:
+                return
+            elif all(row.subject == END for row in waiting):
+                visits.settle_owed(Kind.FINISHED)
+                self._runtime.end_followed_backward()
+
+    # --- what ranks with batches tell ---------------------------------------------------------------------------
+
+    def tell(self, kind: Kind, subject: int = 0, argument: int = 0, extra: int = 0) -> bool:
+        """Have ranks that have finished do the same. False if there are none."""
+        if self._is_finished or not self.is_uneven:
+            return False
+        self._runtime.visits.announce(Message(kind, subject, argument, extra))
+        return True
+
+    def tell_clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
+        """This rank is about to clip by the norm."""
+        self.tell(Kind.CLIP_NORM, int(error_if_nonfinite), _bits(max_norm), _bits(norm_type))
+
+    def tell_clip_value(self, clip_value: float) -> None:
+        """This rank is about to clip by value."""
+        self.tell(Kind.CLIP_VALUE, 0, _bits(clip_value))
+
+    def _before_step(self, number: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
+            raise NotImplementedError(
+                "fsdp.join: optimizer.step(closure) runs forwards of its own, which ranks that have finished do not "
+                "know about. Call backward before, and step() without a closure."
+            )
+        if self.tell(Kind.STEP, number):
+            self._share_options(pickle.dumps(_options(optimizer)))
+
+    def _announce_before(self, owner: Any, number: int) -> None:
+        original = owner.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            if self._runtime.visits.joining is self:
+                self.tell(Kind.ZERO_GRAD, number, int(set_to_none))
+            original(set_to_none)
+
+        def undo() -> None:
+            if owner.__dict__.get("zero_grad") is zero_grad:
+                del owner.__dict__["zero_grad"]
+
+        if "zero_grad" not in owner.__dict__:
+            owner.__dict__["zero_grad"] = zero_grad
+            self._undo.append(undo)
+
+    def _share_options(self, payload: bytes) -> list[dict[str, Any]]:
+        given = [found for found in self._runtime.visits.talk.all_gather_bytes(payload) if found]
+        if any(other != given[0] for other in given[1:]):
+            raise RuntimeError(
+                "fsdp.join: the ranks step with different options (learning rates, say), so ranks that have finished "
+                "cannot know theirs. Set the same options of the optimizer on all ranks."
+            )
+        options: list[dict[str, Any]] = pickle.loads(given[0])
+        return options
+
+    # --- what ranks without batches do --------------------------------------------------------------------------
+
+    def perform(self, event: Message) -> None:
+        """Do what the others have announced."""
+        root, units = self._runtime.root, self._runtime.units
+        if event.kind == Kind.CLIP_NORM:
+            numbers = _float(event.argument), _float(event.extra)
+            clip_grad_norm(root, units, *numbers, error_if_nonfinite=bool(event.subject))
+        elif event.kind == Kind.CLIP_VALUE:
+            clip_grad_value(root, units, _float(event.argument))
+        elif event.kind == Kind.ZERO_GRAD:
+            owner: Any = self._model if event.subject == _MODEL else self._optimizers[event.subject]
+            owner.zero_grad(set_to_none=bool(event.argument))
+        elif event.kind == Kind.STEP:
+            optimizer = self._optimizers[event.subject]
+            for group, options in zip(optimizer.param_groups, self._share_options(b""), strict=True):
+                group.update(options)
+            optimizer.step()
+            if self._after_step is not None:
+                self._after_step(optimizer)
+
+
+def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def _bits(number: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+def _float(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

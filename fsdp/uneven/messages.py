@@ -1,0 +1,126 @@
+"""What ranks tell each other where they may do different things: short messages from each to all, in rounds.
+
+A round is one small all-gather over all ranks of a root. In each of them a rank either *announces* what it is about to
+do, or *waits* at a position. Of what was announced, one thing is done by all ranks: those that announced it go on, the
+others take part, and announce their own again. So a rank that went astray is found, and named, before anybody waits for
+a collective that never comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum, auto
+from typing import NamedTuple
+
+import torch
+
+from fsdp.distributed.collectives import Communicator
+from fsdp.engine.agreement import from_everyone
+
+
+class Kind(IntEnum):
+    """What a message says."""
+
+    WAIT = auto()  # at position `subject`
+    FINISHED = auto()  # out of batches; takes part in what others do
+    VISIT = auto()  # comes to region `subject`; `argument`: to run it
+    FORWARD = auto()  # gathers unit `subject` for its forward
+    BACKWARD = auto()  # gathers unit `subject` for its backward
+    REDUCE = auto()  # has the gradient of handle `subject`
+    LEAVE = auto()  # has run region `subject`; `argument`: a backward may come
+    FAILED = auto()  # raised inside of region `subject`
+    CLIP_NORM = auto()
+    CLIP_VALUE = auto()
+    STEP = auto()  # of optimizer `subject`
+    ZERO_GRAD = auto()  # of optimizer `subject`, or of the model
+
+
+_PASSIVE = (Kind.WAIT, Kind.FINISHED)
+# What others can take part in whatever they are about to do, in this order.
+_TURNS: dict[int, int] = {Kind.FORWARD: 0, Kind.BACKWARD: 0, Kind.REDUCE: 1}
+_LAST = 2
+
+
+class Message(NamedTuple):
+    """One rank's part of a round: four integers of 64 bits."""
+
+    kind: int
+    subject: int = 0
+    argument: int = 0
+    extra: int = 0
+
+    @property
+    def is_event(self) -> bool:
+        """Whether ranks that wait have to do something."""
+        return self.kind not in _PASSIVE
+
+    @property
+    def topic(self) -> tuple[int, ...]:
+        """What is alike in messages about the same thing, whoever sends them."""
+        return self.kind, self.subject, 0 if self.kind == Kind.LEAVE else self.extra
+
+
+class Talk:
+    """Rounds of messages among all ranks of one root.
+
+    Args:
+        comms: communicators whose ranks multiply to all (those that shard, and those that replicate).
+        describe: text of a message, for errors.
+    """
+
+    def __init__(self, comms: Sequence[Communicator], describe: Callable[[Message], str]) -> None:
+        self._comms = [comm for comm in comms if comm.world_size > 1 and comm.peers_answer]
+        self._describe = describe
+
+    def exchange(self, mine: Message) -> list[Message]:
+        """Collective. The messages of all ranks in this round.
+
+        Raises:
+            RuntimeError: naming the rank and what it did, if one has failed.
+        """
+        rows = torch.tensor([mine], dtype=torch.int64)
+        for comm in self._comms:
+            rows = _gathered(comm, rows, f"talk about {self._describe(mine)}")
+        messages = [Message(*row) for row in rows.tolist()]
+        self._refuse_failed(messages)
+        return messages
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Collective. Every rank's payload."""
+        return from_everyone(self._comms, payload)
+
+    def event_in(self, messages: Sequence[Message]) -> Message | None:
+        """What all ranks do next: of what was announced, gathers come first, then gradients, then all else.
+
+        Raises:
+            RuntimeError: naming ranks and what they do, if there is nothing that can be done first.
+        """
+        events = [(rank, message) for rank, message in enumerate(messages) if message.is_event]
+        if not events:
+            return None
+        first, event = min(events, key=lambda one: _TURNS.get(one[1].kind, _LAST))
+        for rank, other in events if event.kind not in _TURNS else ():
+            if other.topic != event.topic:
+                raise RuntimeError(
+                    f"the ranks of the model run different things: rank {first} is at {self._describe(event)} and rank "
+                    f"{rank} at {self._describe(other)}. Every rank must call fsdp.cond for the same modules in the "
+                    "same order, inside of the same others."
+                )
+        return max((one for _, one in events if one.topic == event.topic), key=lambda one: one.argument)
+
+    def _refuse_failed(self, messages: Sequence[Message]) -> None:
+        for rank, message in enumerate(messages):
+            if message.kind == Kind.FAILED:
+                raise RuntimeError(
+                    f"rank {rank} of the model failed in {self._describe(message)}: see its traceback. This rank, "
+                    "which took part, gives up as well."
+                )
+
+
+def _gathered(comm: Communicator, rows: torch.Tensor, what: str) -> torch.Tensor:
+    device = comm.talk_device
+    there = comm.for_device(device)
+    mine = rows.view(-1).to(device)
+    everyone = mine.new_empty(mine.numel() * comm.world_size)
+    there.all_gather(everyone, mine, what, "talk").wait()
+    return everyone.view(-1, rows.shape[1]).cpu()

@@ -1,0 +1,341 @@
+"""`checkpoint_wrapper`: a module that keeps its inputs for backward, and computes its activations again from them.
+
+`torch.utils.checkpoint` does the recomputation, in its way that does not re-enter autograd. Added here is what it takes
+to put that around any module: the tensors of a call, wherever they are in its arguments, become the tensors that the
+checkpoint saves (`_Call`), and a second computation has no effect but its activations (`_statistics_kept`).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.compiler import disable, is_compiling
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
+
+from fsdp.distributed.streams import Arrival, CudaArrival
+from fsdp.engine.autograd import in_backward
+from fsdp.engine.trees import map_tensors
+
+M = TypeVar("M", bound=nn.Module)
+
+_HOST = torch.device("cpu")
+
+
+def checkpoint_wrapper(module: M, offload_to_cpu: bool = False) -> M:
+    """Have a module keep its inputs for backward instead of its activations, and compute those again when needed.
+
+    The module's ``forward`` is replaced, and nothing else: it is the same object, with the same names, parameters and
+    state dict. It can be copied, pickled, and wrapped in `FullyShardedDataParallel` before or after. Results and
+    gradients are those of the plain module: random numbers (of the CPU and the inputs' devices) and autocast are
+    the same in recomputation, outputs require a gradient only if an input or a parameter does, and batch norms update
+    their statistics once. All kinds of backward work, `torch.autograd.grad` and double backward included. Without
+    gradients, and inside `disable_checkpointing`, the module simply runs.
+
+    Not collective. The recomputation of a module that contains units, or is one, is: as any backward of units. It
+    gathers all units inside, each of which stays whole until it has its gradients.
+
+    Args:
+        module: the module; it is changed in place. Wrapping it again is allowed and does nothing.
+        offload_to_cpu: keep the inputs in host memory (pinned, for CUDA) until backward. Those of a module inside of
+            another checkpointed one are not kept anyway, and stay where they are.
+
+    Returns:
+        The module.
+
+    Raises:
+        TypeError: if it is no module.
+        ValueError: for a module without a ``forward`` (a list of modules, say), or one that is wrapped already with
+            another `offload_to_cpu`.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"checkpoint_wrapper takes a module, got {type(module).__name__}")
+    own = vars(module).get("forward")
+    offload = bool(offload_to_cpu)
+    if isinstance(own, _CheckpointedForward):
+        if own.offload != offload:
+            raise ValueError(f"this {type(module).__name__} is checkpointed already, with offload_to_cpu={own.offload}")
+        return module
+    if own is None and type(module).forward is nn.Module.forward:
+        raise ValueError(f"{type(module).__name__} has no forward to checkpoint: wrap the modules in it")
+    module.forward = _CheckpointedForward(module, own, offload)
+    return module
+
+
+class _CheckpointedForward:
+    """What a module has as ``forward`` once it is wrapped.
+
+    A weak reference, because a module that refers to itself is freed only by the garbage collector, late.
+    """
+
+    def __init__(self, module: nn.Module, own: Callable[..., Any] | None, offload: bool) -> None:
+        self._module = weakref.ref(module)
+        self._own = own  # a forward that the module had besides its class's
+        self.offload = offload
+        if offload:
+            _keep_from_compilers()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.module, self._own, self.offload)
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise ReferenceError("the module of this forward does not exist any more")
+        return module
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        # Under this name for `inspect.signature`, by which trainers find out what a model takes.
+        return MethodType(type(self.module).forward, self.module) if self._own is None else self._own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _modes.disabled or not torch.is_grad_enabled():
+            return self.__wrapped__(*args, **kwargs)
+        if self.offload:
+            return self._compute(args, kwargs, is_compiling())
+        if is_compiling():
+            return self._compute_compiled(args, kwargs)
+        if "torch._dynamo" in sys.modules:
+            _keep_from_compilers()
+        return self._compute(args, kwargs)
+
+    def _compute(self, args: Any, kwargs: Any, drops_compile: bool = False) -> Any:
+        if drops_compile:
+            warnings.warn(
+                f"torch.compile leaves {type(self.module).__name__} uncompiled, because checkpoint_wrapper("
+                "offload_to_cpu=True) cannot be compiled. Compile what is checkpointed: "
+                "checkpoint_wrapper(torch.compile(module), offload_to_cpu=True).",
+                stacklevel=3,
+            )
+        call = _Call(self.module, self.__wrapped__, args, kwargs)
+        # What the checkpoint saves inside of another one is dropped with that one's activations.
+        is_inside = _modes.checkpointing or _modes.recomputing
+        with _offloading() if self.offload and not is_inside else nullcontext():
+            return checkpoint(call, *call.take_tensors(), use_reentrant=False)
+
+    def _compute_compiled(self, args: Any, kwargs: Any) -> Any:
+        # A compiler knows what a checkpoint is, and plans the recomputation itself, without side effects.
+        module, own = self.module, self._own
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # After a graph break inside, the checkpoint is torch's, uncompiled, and computes this again in backward.
+            is_again = not is_compiling() and in_backward()
+            with _statistics_kept(module) if is_again else nullcontext():
+                return type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
+
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+@cache
+def _keep_from_compilers() -> None:
+    # Stand-ins are told apart by their ids, which would be a graph for every call. Only when it may be needed, because
+    # it imports for seconds.
+    _CheckpointedForward._compute = disable(_CheckpointedForward._compute)  # type: ignore[method-assign]
+
+
+class _Call:
+    """One call of a module: first with its arguments, then, as often as asked, with tensors in their places.
+
+    The checkpoint gets all tensors one by one, so that it saves each as autograd would (for an outer checkpoint or the
+    host, with a check that nobody writes to it), and knows their devices. What stays here are the containers around
+    them, holding stand-ins. They are copies: a module may change its arguments without changing its recomputation.
+    """
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self._module, self._forward = module, forward
+        self._arguments: tuple[Any, Any] | None = (args, kwargs)  # until the first call
+        self._stand_ins: dict[int, Tensor] = {}  # by the id of the tensor, until the first call
+        self._tensors: list[Tensor] = []
+        self._template = map_tensors(self._stand_in, self._arguments)
+        self._order = [id(stand_in) for stand_in in self._stand_ins.values()]
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._stand_ins:
+            # Of the same look and without memory: containers may check what is put in them.
+            shape = tensor.shape if tensor.layout is torch.strided else (0,)
+            stand_in = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(shape)
+            self._stand_ins[id(tensor)] = stand_in
+            self._tensors.append(tensor)
+        return self._stand_ins[id(tensor)]
+
+    def take_tensors(self) -> list[Tensor]:
+        tensors, self._tensors = self._tensors, []
+        self._stand_ins.clear()
+        return tensors
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        if self._arguments is not None:
+            (args, kwargs), self._arguments = self._arguments, None
+            # In a backward, the first time here is the second one for the statistics: something around us is computed
+            # again, by this module's means or by others.
+            statistics = _statistics_kept(self._module) if in_backward() else nullcontext()
+            with _mode(checkpointing=True), statistics:
+                return self._forward(*args, **kwargs)
+        found = dict(zip(self._order, tensors, strict=True))
+        args, kwargs = map_tensors(lambda stand_in: found[id(stand_in)], self._template)
+        # As the first time, even if backward is called inside `disable_checkpointing`: what is inside must save alike.
+        with _mode(recomputing=True, checkpointing=False, disabled=False), _statistics_kept(self._module):
+            return self._forward(*args, **kwargs)
+
+
+# --- what is going on -------------------------------------------------------------------------------------------
+
+
+class _Modes(threading.local):
+    """Of this thread; on CUDA, backward and its recomputations run in another one."""
+
+    checkpointing = False
+    recomputing = False
+    disabled = False
+
+
+_modes = _Modes()
+
+
+@contextmanager
+def _mode(**changes: bool) -> Iterator[None]:
+    before = {name: getattr(_modes, name) for name in changes}
+    vars(_modes).update(changes)
+    try:
+        yield
+    finally:
+        vars(_modes).update(before)
+
+
+def is_checkpointing() -> bool:
+    """Whether a checkpointed module is computing for the first time, so that its activations are not kept."""
+    return _modes.checkpointing
+
+
+def is_recomputing() -> bool:
+    """Whether a checkpointed module is computing again, for backward."""
+    return _modes.recomputing
+
+
+def disable_checkpointing() -> AbstractContextManager[None]:
+    """Inside, on this thread, modules keep their activations, as if they were not wrapped.
+
+    It is the forward that counts: a backward may be called inside or outside.
+    """
+    return _mode(disabled=True)
+
+
+# --- offload ----------------------------------------------------------------------------------------------------
+
+
+class _Kept:
+    """A saved tensor that is on the host already. torch doesn't look after it any more, so we do."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._version = tensor, tensor._version
+
+    def get(self) -> Tensor:
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                f"an input of a checkpointed module, of shape {tuple(self._tensor.shape)}, has been modified by an "
+                "inplace operation: its activations cannot be computed again. Write to a copy of it instead."
+            )
+        return self._tensor
+
+
+class _Offloaded:
+    """A saved tensor, copied to the host. The copies there and back are queued, and don't block."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._device = tensor.device
+        self._host = torch.empty_like(tensor, device=_HOST, pin_memory=tensor.is_cuda)
+        self._host.copy_(tensor, non_blocking=tensor.is_cuda)
+        # Backward may run on another stream.
+        self._copied = CudaArrival(torch.cuda.current_stream(tensor.device)) if tensor.is_cuda else Arrival()
+
+    def get(self) -> Tensor:
+        self._copied.wait()
+        return self._host.to(self._device, non_blocking=True)
+
+
+def _offloading() -> saved_tensors_hooks:
+    """What autograd saves inside goes to the host. That is inputs: a checkpoint takes the rest before us."""
+    return saved_tensors_hooks(_pack, lambda packed: packed.get())
+
+
+def _pack(tensor: Tensor) -> _Kept | _Offloaded:
+    return _Kept(tensor) if tensor.device == _HOST else _Offloaded(tensor)
+
+
+# --- batch norms ------------------------------------------------------------------------------------------------
+
+# Where a patched batch norm keeps its statistics while it computes with copies.
+_ASIDE = "_fsdp_statistics"
+
+
+def patch_batchnorm(module: nn.Module) -> list[RemovableHandle]:
+    """Have the batch norms in a module leave their running statistics alone when they compute in a backward.
+
+    `checkpoint_wrapper` does that by itself; this is for modules under `torch.utils.checkpoint` or a recomputation of
+    your own. Instance norms count too. Those that have an attribute ``disable_patch_batchnorm`` which is true are left
+    out, or all if `module` has it. Not collective.
+
+    Args:
+        module: its batch norms get hooks.
+
+    Returns:
+        The handles of the hooks; remove all to undo it.
+    """
+    handles: list[RemovableHandle] = []
+    for norm in _norms(module):
+        handles.append(norm.register_forward_pre_hook(_set_aside))
+        handles.append(norm.register_forward_hook(_put_back, always_call=True))
+    return handles
+
+
+def _norms(module: nn.Module) -> list[nn.Module]:
+    if getattr(module, "disable_patch_batchnorm", False):
+        return []
+    # Private in torch: what batch and instance norms of all kinds have in common. Tried on torch 2.11 and 2.13.
+    norms = [norm for norm in module.modules() if isinstance(norm, _NormBase)]
+    return [norm for norm in norms if not getattr(norm, "disable_patch_batchnorm", False)]
+
+
+def _use_copies(norm: nn.Module) -> dict[str, Tensor | None]:
+    """Exchange the statistics for copies, and return them.
+
+    Computing without any, or with a momentum of zero, would save other tensors for backward, or write NaN.
+    """
+    buffers = dict(norm._buffers)
+    norm._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
+    return buffers
+
+
+def _set_aside(norm: nn.Module, inputs: Any) -> None:
+    _put_back(norm)  # left by an exception that hooks do not see, or set aside by another patch
+    if norm.training and (in_backward() or is_recomputing()):
+        norm.__dict__[_ASIDE] = _use_copies(norm)
+
+
+def _put_back(norm: nn.Module, inputs: Any = None, output: Any = None) -> None:
+    norm._buffers.update(norm.__dict__.pop(_ASIDE, {}))
+
+
+@contextmanager
+def _statistics_kept(module: nn.Module) -> Iterator[None]:
+    """What batch norms in a module learn inside is forgotten."""
+    kept = [(norm, _use_copies(norm)) for norm in _norms(module) if norm.training]
+    try:
+        yield
+    finally:
+        for norm, buffers in kept:
+            norm._buffers.update(buffers)
