@@ -25,7 +25,7 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """Return when the module sees them (on CUDA: for work on the current stream)."""
-        self._unit.unshard()
+        self._unit.wait_for_unshard()
 
 
 class FSDPModule:
@@ -51,16 +51,16 @@ class FSDPModule:
         unit = _of(self)
         unit.ensure_runtime()
         require_values_everywhere(unit, "unshard", recurse=False)
-        unit.gather()
+        unit.unshard()
         if async_op:
             return UnshardHandle(unit)
-        unit.unshard()
+        unit.wait_for_unshard()
         return None
 
     def wait_for_unshard(self) -> None:
         """Return when an ``unshard(async_op=True)`` is done."""
         if _of(self).is_gathering:
-            _of(self).unshard()
+            _of(self).wait_for_unshard()
 
     def reshard(self) -> None:
         """Give the memory of the module's own whole parameters back.

@@ -95,7 +95,7 @@ class Twins:
         if whole:
             self.backward(sync=False)
             phases = {handle.phase for unit in self.sharded._units() for handle in unit.handles}  # type: ignore[operator]
-            assert phases == {Phase.FULL}
+            assert phases == {Phase.UNSHARDED}
         change()
         for _ in range(3):
             self.step()

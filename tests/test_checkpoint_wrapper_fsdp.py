@@ -271,14 +271,14 @@ def _count_gathers(where: str) -> None:
     for _ in range(3):  # until the order is known
         once(model, torch.ones(4, 5))
     starts: list[str] = []
-    gather = FlatParamHandle.gather
+    gather = FlatParamHandle.unshard
 
     def counted(handle: FlatParamHandle) -> None:
         if handle.phase is Phase.SHARDED:
             starts.append(handle.name)
         gather(handle)
 
-    with mock.patch.object(FlatParamHandle, "gather", counted):
+    with mock.patch.object(FlatParamHandle, "unshard", counted):
         output = model(torch.ones(4, 5))
         forward = len(starts)
         output.sum().backward()

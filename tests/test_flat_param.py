@@ -212,7 +212,7 @@ def assert_sharded(handle: FlatParamHandle, module: nn.Module) -> None:
 
 
 def assert_whole(handle: FlatParamHandle, module: nn.Module, factor: float = 1.0) -> None:
-    assert handle.phase is Phase.FULL
+    assert handle.phase is Phase.UNSHARDED
     assert [seen(module)[name] is leaf for name, leaf in zip(NAMES, handle.whole.leaves, strict=True)] == [True] * 4
     for name, value in VALUES.items():
         assert torch.equal(seen(module)[name], factor * value), name
@@ -285,7 +285,7 @@ def test_while_whole_modules_see_leaves(ranks: RankPool, world_size: int) -> Non
 def _look_at_leaves() -> None:
     module = Odd()
     handle = handle_of(module)
-    handle.unshard()
+    handle.wait_for_unshard()
     assert_whole(handle, module)
     assert module.tied is module.odd
     assert module.transposed.is_contiguous(), "row-major like all that is flattened"
@@ -305,24 +305,24 @@ def test_the_phases_of_a_cycle(ranks: RankPool, world_size: int) -> None:
 def _walk_through_phases() -> None:
     module = Odd()
     handle = handle_of(module)
-    handle.gather()
-    assert handle.phase is Phase.GATHERING
+    handle.unshard()
+    assert handle.phase is Phase.UNSHARDING
     assert all(isinstance(value, Placeholder) for value in seen(module).values()), "nobody may read it yet"
-    handle.gather()
-    assert handle.phase is Phase.GATHERING
     handle.unshard()
+    assert handle.phase is Phase.UNSHARDING
+    handle.wait_for_unshard()
     assert_whole(handle, module)
+    handle.wait_for_unshard()
     handle.unshard()
-    handle.gather()
     assert_whole(handle, module)
     handle.reshard()
     assert_sharded(handle, module)
     handle.reshard()
     assert_sharded(handle, module)
-    handle.gather()
+    handle.unshard()
     handle.reshard()  # of what is on its way
     assert_sharded(handle, module)
-    handle.unshard()
+    handle.wait_for_unshard()
     assert_whole(handle, module)
 
 
@@ -337,7 +337,7 @@ def _compare_leaves_over_cycles() -> None:
     leaves, placeholders = list(handle.whole.leaves), list(seen(module).values())
     full, versions = handle.whole.full, [leaf._version for leaf in leaves]
     for _ in range(3):
-        handle.unshard()
+        handle.wait_for_unshard()
         assert_whole(handle, module)
         assert all(new is old for new, old in zip(handle.whole.leaves, leaves, strict=True))
         assert handle.whole.full is full
@@ -356,12 +356,12 @@ def test_what_autograd_saved_is_there_again_after_the_next_gather(ranks: RankPoo
 def _free_between_forward_and_backward() -> None:
     module = Odd()
     handle = handle_of(module)
-    handle.unshard()
+    handle.wait_for_unshard()
     inputs = torch.ones(2, 3, requires_grad=True)
     loss = torch.nn.functional.linear(inputs, module.transposed).square().sum()
     handle.reshard()
     noise = torch.full_like(FLAT, math.nan)  # takes the place that was freed
-    handle.unshard()
+    handle.wait_for_unshard()
     loss.backward()
     assert not noise.isfinite().any()
     plain = torch.ones(2, 3, requires_grad=True)
@@ -371,7 +371,7 @@ def _free_between_forward_and_backward() -> None:
 
 def test_steps_out_of_turn_are_errors_of_the_library(capsys: pytest.CaptureFixture[str]) -> None:
     handle = handle_of(Odd(), LoneRank())
-    for phase in (Phase.SHARDED, Phase.FULL):
+    for phase in (Phase.SHARDED, Phase.UNSHARDED):
         with pytest.raises(InternalError, match=f"rank 0, the unit: SHARDED -> {phase.name} is not a legal step"):
             handle._enter(phase)
     assert "fsdp internal error: rank 0, the unit" in capsys.readouterr().err, "autograd may swallow what is raised"
@@ -393,10 +393,10 @@ def _measure_handle() -> dict[str, int]:
         with allocated() as nbytes:
             handle = handle_of(Odd())
             for _ in range(3 if state == "resharded" else 0):
-                handle.unshard()
+                handle.wait_for_unshard()
                 handle.reshard()
             if state == "whole":
-                handle.unshard()
+                handle.wait_for_unshard()
             handle.comm.settle()
         found[state] = nbytes[0]
         handle.reshard()
@@ -453,12 +453,12 @@ def test_a_changed_shard_is_gathered_again(ranks: RankPool, world_size: int, sta
 def _change_shard(state: str) -> None:
     module = Odd()
     handle = handle_of(module)
-    handle.unshard()
+    handle.wait_for_unshard()
     if state == "sharded":
         handle.reshard()
     handle.comm.settle()
     _add_one(handle)
-    handle.unshard()
+    handle.wait_for_unshard()
     assert torch.equal(module.odd, VALUES["odd"] + 1)
     assert torch.equal(module.transposed, VALUES["transposed"] + 1)
 
@@ -471,7 +471,7 @@ def test_a_buffer_that_is_stale_can_be_freed(ranks: RankPool, world_size: int) -
 def _free_stale_buffer() -> None:
     module = Odd()
     handle = handle_of(module)
-    handle.unshard()
+    handle.wait_for_unshard()
     handle.comm.settle()
     _add_one(handle)
     handle.reshard()
@@ -481,9 +481,9 @@ def _free_stale_buffer() -> None:
 def test_a_stale_lone_handle_is_followed_too() -> None:
     module = Odd()
     handle = handle_of(module, LoneRank())
-    handle.unshard()
+    handle.wait_for_unshard()
     _add_one(handle)
-    handle.unshard()
+    handle.wait_for_unshard()
     assert torch.equal(module.odd, VALUES["odd"] + 1)
     handle.reshard()
 
@@ -546,11 +546,11 @@ def _cast_handle(dtype: torch.dtype) -> None:
     arrived: list[int] = []
     module = Odd()
     handle = handle_of(module, on_gradient=lambda _, slot, leaf: arrived.append(slot))
-    handle.unshard()
+    handle.wait_for_unshard()
     handle.reshard()
     module.to(dtype)
     assert handle.flat_param.dtype is dtype
-    handle.unshard()
+    handle.wait_for_unshard()
     for name, value in VALUES.items():
         assert torch.equal(getattr(module, name), value.to(dtype)), name
     module().backward()
@@ -588,9 +588,9 @@ def _replace_shard() -> None:
     shard = handle.flat_param.data
     handle.flat_param.data = torch.zeros(23)
     with pytest.raises(RuntimeError, match=r"the unit: the flat parameter's shard has 23 elements instead of 12"):
-        handle.unshard()
+        handle.wait_for_unshard()
     handle.flat_param.data = shard
-    handle.unshard()
+    handle.wait_for_unshard()
     handle.reshard()
 
 
@@ -607,14 +607,14 @@ def _replace_attribute(state: str, removes: Any) -> None:
     module = Odd()
     handle = handle_of(module)
     if state == "whole":
-        handle.unshard()
+        handle.wait_for_unshard()
     with pytest.raises(TypeError, match=r"cannot assign .* as parameter 'odd'"):  # as without sharding
         module.odd = torch.zeros(7)
     removes(module, "odd", *([None] if removes is setattr else []))
     handle.reshard()  # memory is given back whatever was done to the modules
     assert handle.whole.full.untyped_storage().nbytes() == 0
     with pytest.raises(RuntimeError, match=r"the unit: .* odd, tied was removed.*Assign an nn.Parameter"):
-        handle.unshard()
+        handle.wait_for_unshard()
 
 
 @pytest.mark.parametrize("state", ["sharded", "whole"])
@@ -626,9 +626,9 @@ def _assign_parameter(state: str) -> None:
     module = Odd()
     handle = handle_of(module)
     if state == "whole":
-        handle.unshard()
+        handle.wait_for_unshard()
     module.transposed = nn.Parameter(torch.arange(15.0).view(5, 3))
-    handle.unshard()
+    handle.wait_for_unshard()
     assert torch.equal(module.transposed, torch.arange(15.0).view(5, 3))
     assert module.transposed is handle.whole.leaves[2]
     assert [name for name, _ in module.named_parameters()] == ["flat_param_0"]
@@ -645,7 +645,7 @@ def _replace_second_name() -> None:
     handle = handle_of(module)
     module.tied = nn.Parameter(torch.zeros(7))
     with pytest.raises(RuntimeError, match=r"replaced under only some of its names \(odd, tied\)"):
-        handle.unshard()
+        handle.wait_for_unshard()
 
 
 def test_what_the_error_advises_mends_it(ranks: RankPool) -> None:
@@ -682,7 +682,7 @@ def _reduce_gradients() -> None:
     )
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for number in (1, 2):
-        handle.unshard()
+        handle.wait_for_unshard()
         handle.begin_backward()
         module(rank + 1.0).backward()
         assert arrived == [False, False, False, True] * number, "once per parameter, the shared one too"
@@ -708,7 +708,7 @@ def _accumulate() -> None:
     module = Odd()
     handle = handle_of(module, on_gradient=take)
     for _ in range(3):
-        handle.unshard()
+        handle.wait_for_unshard()
         handle.begin_backward()
         module().backward()
         handle.mark_unreduced()
@@ -729,7 +729,7 @@ def _accumulate_and_zero() -> None:
     module = Odd()
     handle = handle_of(module, on_gradient=take)
     for zero in (lambda: setattr(handle.flat_param, "grad", None), handle.drop_unreduced):
-        handle.unshard()
+        handle.wait_for_unshard()
         handle.begin_backward()
         module(1000.0).backward()
         handle.mark_unreduced()
@@ -749,7 +749,7 @@ def test_a_parameter_without_a_gradient_counts_as_zero(ranks: RankPool) -> None:
 def _leave_gradients_out() -> None:
     module = Odd()
     handle = handle_of(module, on_gradient=take)
-    handle.unshard()
+    handle.wait_for_unshard()
     handle.begin_backward()
     module.scalar.square().backward()
     assert not handle.gradients.is_complete
@@ -765,7 +765,7 @@ def _freeze() -> None:
     module = Odd().requires_grad_(False)
     handle = handle_of(module)
     assert not handle.requires_grad
-    handle.unshard()
+    handle.wait_for_unshard()
     assert not any(leaf.requires_grad for leaf in handle.whole.leaves)
     assert not module().requires_grad
     assert handle.gradients.is_empty
@@ -784,12 +784,12 @@ def _copy_out(state: str) -> None:
     module = Odd()
     handle = handle_of(module)
     if state == "whole":
-        handle.unshard()
+        handle.wait_for_unshard()
     copies = assembled(handle)
     assert all(map(torch.equal, copies, VALUES.values()))
     for value in copies:
         value.fill_(math.nan)
-    handle.unshard()
+    handle.wait_for_unshard()
     assert_whole(handle, module)
 
 
@@ -800,7 +800,7 @@ def test_full_copies_are_of_the_shards_as_they_are_now(ranks: RankPool) -> None:
 def _copy_out_changed() -> None:
     module = Odd()
     handle = handle_of(module)
-    handle.unshard()
+    handle.wait_for_unshard()
     handle.comm.settle()
     _add_one(handle)
     assert torch.equal(assembled(handle)[3], VALUES["odd"] + 1)
@@ -816,7 +816,7 @@ def _store() -> None:
     handle = handle_of(module)
     for slot, value in enumerate(VALUES.values()):
         handle.store(slot, nn.Parameter(3 * value.double()))
-    handle.unshard()
+    handle.wait_for_unshard()
     assert_whole(handle, module, factor=3.0)
     with pytest.raises(ValueError, match=r"transposed: expected shape \(5, 3\), got \(3, 5\)"):
         handle.store(2, torch.zeros(3, 5))
@@ -856,7 +856,7 @@ def test_fewer_elements_than_ranks(ranks: RankPool) -> None:
 def _shard_a_pair() -> list[float]:
     module = Pair()
     handle = handle_of(module, on_gradient=take)
-    handle.unshard()
+    handle.wait_for_unshard()
     assert module.pair.tolist() == [2.0, 3.0]
     handle.begin_backward()
     module.pair.square().sum().backward()
@@ -883,7 +883,7 @@ def _shard_nothing() -> None:
     module = Nothing()
     handle = handle_of(module, on_gradient=take)
     for _ in range(2):
-        handle.unshard()
+        handle.wait_for_unshard()
         handle.begin_backward()
         (torch.ones(2, 3) @ module.nothing).sum().backward()
         handle.accept(handle.reduce().wait())
@@ -900,7 +900,7 @@ def test_alone_the_whole_is_the_shard_itself() -> None:
     for _ in range(2):
         for leaf, name in zip(handle.whole.leaves, NAMES, strict=True):
             assert getattr(module, name) is leaf, "there is nothing that could be missing"
-        handle.unshard()
+        handle.wait_for_unshard()
         assert_whole(handle, module)
         handle.reshard()
         assert handle.whole.full.untyped_storage().nbytes() == 23 * 4
@@ -915,7 +915,7 @@ def test_alone_a_cast_shard_is_followed() -> None:
     module = Odd()
     handle = handle_of(module, LoneRank())
     module.double()
-    handle.unshard()
+    handle.wait_for_unshard()
     assert torch.equal(module.odd, VALUES["odd"].double())
     assert handle.whole.full.data_ptr() == handle.flat_param.data_ptr()
 
@@ -926,7 +926,7 @@ def test_alone_a_step_needs_no_gather(ranks: RankPool) -> None:
     handle = handle_of(
         module, LoneRank(), lambda handle, slot, leaf: arrived.append(handle.take_gradient(slot, leaf, 1.0))
     )
-    handle.unshard()
+    handle.wait_for_unshard()
     module().backward()
     assert arrived == [False, False, False, True]
     handle.accept(handle.reduce().wait())

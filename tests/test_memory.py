@@ -180,7 +180,7 @@ class Watch:
     def look(self) -> None:
         handles = handles_of(self.model)
         self.whole.append(sum(handle.whole.full.untyped_storage().nbytes() for handle in handles))
-        self.gathering.append(sum(handle.phase is Phase.GATHERING for handle in handles))
+        self.gathering.append(sum(handle.phase is Phase.UNSHARDING for handle in handles))
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -36,9 +36,9 @@ from fsdp.engine.registration import Registry
 from fsdp.engine.unsharded_params import WholeParameters
 
 _LEGAL = {
-    Phase.SHARDED: (Phase.GATHERING,),
-    Phase.GATHERING: (Phase.FULL, Phase.SHARDED),
-    Phase.FULL: (Phase.SHARDED,),
+    Phase.SHARDED: (Phase.UNSHARDING,),
+    Phase.UNSHARDING: (Phase.UNSHARDED, Phase.SHARDED),
+    Phase.UNSHARDED: (Phase.SHARDED,),
 }
 
 
@@ -207,7 +207,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
 
     def present(self, slot: int) -> Tensor:
         """What modules see of a parameter in this phase."""
-        return self.whole.front(slot, self.phase is Phase.FULL)
+        return self.whole.front(slot, self.phase is Phase.UNSHARDED)
 
     def is_own(self, slot: int, value: Any) -> bool:
         """Whether modules may have seen this of a parameter."""
@@ -259,19 +259,19 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
     @property
     def is_whole(self) -> bool:
         """Whether the whole parameter is here, and as the shard is now."""
-        return self.whole.is_shard or (self.phase is Phase.FULL and self.shard_state == self._gathered)
+        return self.whole.is_shard or (self.phase is Phase.UNSHARDED and self.shard_state == self._gathered)
 
-    def gather(self) -> None:
+    def unshard(self) -> None:
         """Start to fetch the whole parameter; nothing happens if it is here or on its way."""
         if self.is_exposed:
             raise RuntimeError(
                 f"{self.name}: another unit that shares its parameter is inside summon_full_params() or a load. Leave "
                 "it first, or summon the outermost wrapper instead."
             )
-        if self.phase is Phase.GATHERING:
+        if self.phase is Phase.UNSHARDING:
             return
         self.absorb()
-        if self.phase is Phase.FULL:
+        if self.phase is Phase.UNSHARDED:
             if self.shard_state == self._gathered:
                 return
             self.reshard()  # the shard was changed since: what is here is stale
@@ -286,7 +286,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
             self._pending = self.nearby.gather(self.whole.begin_gather(is_whole=True), self.name)
         else:
             self._pending = self._gather_into(self.whole.begin_gather())
-        self._enter(Phase.GATHERING)  # if that did not raise
+        self._enter(Phase.UNSHARDING)  # if that did not raise
 
     def _gather_into(self, full: Tensor) -> Pending:
         if not self.home.is_elsewhere:
@@ -304,10 +304,10 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         with label("all_gather", self._unit_name):
             return self.comm.all_gather(full, shard, f"all-gather of {self.name}", self.tag)
 
-    def unshard(self) -> None:
+    def wait_for_unshard(self) -> None:
         """Whole and visible in the modules when this returns (on CUDA: for work on the current stream)."""
-        self.gather()
-        if self.phase is Phase.GATHERING:
+        self.unshard()
+        if self.phase is Phase.UNSHARDING:
             if not self.whole.is_shard:
                 with label("all_gather_wait", self._unit_name):
                     self._pending.wait()
@@ -315,7 +315,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
                 self.home.release()
             self.check_places()
             self.whole.show()
-            self._enter(Phase.FULL)
+            self._enter(Phase.UNSHARDED)
 
     def reshard(self, *, keeps_nearby: bool = False) -> None:
         """Give the memory of the whole parameter back.
@@ -324,17 +324,17 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
             keeps_nearby: backward will need it: if there are ranks nearby to keep it among, do so.
         """
         if self.nearby is not None:
-            if keeps_nearby and self.phase is Phase.FULL and not self.whole.is_shard:
+            if keeps_nearby and self.phase is Phase.UNSHARDED and not self.whole.is_shard:
                 self.nearby.keep(self.whole.full, self._gathered)
             else:
                 self.nearby.forget()
         if self.phase is Phase.SHARDED:
             return
-        if self.phase is Phase.FULL:
+        if self.phase is Phase.UNSHARDED:
             self.whole.hide()
         if self.whole.is_shard:
             self.home.release()
-        elif self.phase is Phase.GATHERING:
+        elif self.phase is Phase.UNSHARDING:
             self._pending.wait()  # it is written to until that is done
             self.whole.end_gather(is_wanted=False)
         self.whole.free()

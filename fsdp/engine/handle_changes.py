@@ -26,7 +26,7 @@ class FollowsChanges(HandleState):
 
     def fill_places(self) -> None:
         """Put where the modules look for their parameters what belongs there in this phase, whatever is there."""
-        self.whole.fill_places(self.phase is Phase.FULL)
+        self.whole.fill_places(self.phase is Phase.UNSHARDED)
 
     def absorb(self) -> None:
         """Write to the shard what users have put in the places of parameters, or assigned to ``.data`` of pieces.
@@ -36,7 +36,7 @@ class FollowsChanges(HandleState):
         """
         if self.is_exposed:
             return  # changes are kept, or not, when that ends
-        if self.phase is Phase.GATHERING:
+        if self.phase is Phase.UNSHARDING:
             return  # the shard is being sent; `check_places` will report what is new
         disturbed, missing = self.whole.disturbed(), self.registry.missing()
         # Where the buffer is the shard, what is written to it is there already.

@@ -25,11 +25,11 @@ from fsdp.engine.unsharded_params import WholeParameters
 
 
 class Phase(Enum):
-    """What is true of a handle's gathered buffer."""
+    """Each member says what is true of a handle's unsharded buffer."""
 
     SHARDED = auto()  # it has no memory; modules see placeholders
-    GATHERING = auto()  # allocated, the all-gather is in flight; nobody may read it
-    FULL = auto()  # whole and valid; modules see the leaves
+    UNSHARDING = auto()  # allocated, the all-gather is in flight; nobody may read it
+    UNSHARDED = auto()  # complete and valid; modules see the leaves
 
 
 class HandleState:

@@ -155,15 +155,15 @@ class Runtime(FollowsOthers):
                     unit.reshard()  # some ranks have it already, from a recomputation
             elif asked is not None:
                 ahead, gathered = asked, len(asked)
-        unit.gather()
+        unit.unshard()
         for number, following in enumerate(ahead):
             if number < gathered:
                 if not is_backward:
                     following.follow_mode()
-                following.gather()
+                following.unshard()
             else:
                 following.read_ahead()
-        unit.unshard()
+        unit.wait_for_unshard()
 
     def _order(self, region: Region | None, is_backward: bool) -> ExecutionOrder[Unit]:
         own = self._backward_order if is_backward else self._forward_order

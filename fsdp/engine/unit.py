@@ -314,7 +314,7 @@ class Unit:
 
     @property
     def is_gathering(self) -> bool:
-        return any(handle.phase is Phase.GATHERING for handle in self.handles)
+        return any(handle.phase is Phase.UNSHARDING for handle in self.handles)
 
     @property
     def is_whole(self) -> bool:
@@ -341,13 +341,13 @@ class Unit:
         for number, handle in enumerate(self.handles):
             handle.rename(name if len(self.handles) == 1 else f"{name} (flat parameter {number})", unit=name)
 
-    def gather(self) -> None:
-        for handle in self.handles:
-            handle.gather()
-
     def unshard(self) -> None:
         for handle in self.handles:
             handle.unshard()
+
+    def wait_for_unshard(self) -> None:
+        for handle in self.handles:
+            handle.wait_for_unshard()
 
     def settle(self) -> None:
         """Block until its shards may be written."""
@@ -409,7 +409,7 @@ class Unit:
     def forget_written(self) -> None:
         """What was written to its weights until now is not to be kept."""
         for handle in self.handles:
-            if handle.phase is Phase.FULL:
+            if handle.phase is Phase.UNSHARDED:
                 handle.whole.rest()
 
 

@@ -223,7 +223,7 @@ class Serving:
         message = Message(kind, number, gathers, mode | noted << 2)
         self.announce(message)
         self._note(message)
-        unit.gather()
+        unit.unshard()
 
     def _note(self, message: Message) -> None:
         # At the same time on all ranks, so that all expect the same the next time.

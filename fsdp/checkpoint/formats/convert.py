@@ -1,4 +1,4 @@
-"""Convert checkpoints: what can be read (`checkpoint.formats.source.Source`) is written in another format, by pieces."""
+"""Convert checkpoints: what can be read (`formats.source.Source`) is written in another format, by pieces."""
 
 from __future__ import annotations
 
