@@ -149,7 +149,7 @@ class ForwardHooks:
         shows = tensor._is_view() or isinstance(tensor, nn.Parameter)
         for handle in self._unit.handles:
             # What comes of a DTensor doesn't show whether it is a view of its local part.
-            if (shows or any(handle.flat_param.parts)) and handle.whole.holds(tensor):
+            if (shows or any(handle.flat_param.parts)) and handle.unsharded.holds(tensor):
                 return tensor.clone()
         return tensor
 

@@ -193,7 +193,7 @@ class Runtime(FollowsOthers):
         # the unit unannounced: where the output shows nothing to differentiate, it finds the parameters in place.
         may_leave = torch.is_grad_enabled() and not needs_backward and any(one.requires_grad for one in unit.handles)
         if call.visit is not None or (unit.wishes.frees_after_forward and not needed_at_once and not may_leave):
-            unit.reshard(keeps_nearby=needs_backward and call.visit is None)
+            unit.reshard(keeps_post_forward_shard=needs_backward and call.visit is None)
         self.visits.end_root(unit, output)
         if not self._running:
             may_need_it = torch.is_grad_enabled() and any(one.requires_grad for one in self.handles)
@@ -453,8 +453,8 @@ class Runtime(FollowsOthers):
         handles = [handle for unit in self.units for handle in unit.handles]
         for comm in {comm for handle in handles for comm in handle.comms}:
             comm.settle()
-        for lane in {handle.home.lane for handle in handles}:
-            lane.settle()
+        for copy_stream in {handle.storage.copy_stream for handle in handles}:
+            copy_stream.settle()
 
 
 def ddp_message(name: str) -> str:

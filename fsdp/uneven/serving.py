@@ -214,7 +214,7 @@ class Serving:
             is_backward: what for.
             region: in whose order all ranks are to note it.
         """
-        gathers = not unit.is_whole
+        gathers = not unit.is_unsharded
         if gathers:
             unit.reshard()  # a part of it may be whole, here and not elsewhere
         number, kind = self._directory.units.index(unit), Kind.BACKWARD if is_backward else Kind.FORWARD
