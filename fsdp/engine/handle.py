@@ -280,8 +280,6 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
             if self.shard_state == self._gathered:
                 return
             self.reshard()  # the shard was changed since: what is here is stale
-        if self.pieces is not None:
-            self.pieces.forget_zeroed()
         self.follow_shard()
         self.storage.check(self.name)
         self._gathered = self.shard_state

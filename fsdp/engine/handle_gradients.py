@@ -110,9 +110,16 @@ class TakesGradients(HandleState):
     @property
     def has_unreduced(self) -> bool:
         """Whether gradients wait for their reduction, and were not zeroed."""
+        self.forget_zeroed()
+        return self.flat_param.has_unreduced
+
+    def forget_zeroed(self) -> None:
+        """Free the gradient of which users have zeroed all that modules list; not inside a backward.
+
+        There a gradient may be reduced that is not shown to the pieces yet, which looks the same.
+        """
         if self.pieces is not None:
             self.pieces.forget_zeroed()
-        return self.flat_param.has_unreduced
 
     def full_gradients(self) -> list[Tensor | None]:
         """Collective. The whole reduced gradients, with memory of their own; None for parameters without.

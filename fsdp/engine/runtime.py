@@ -128,6 +128,8 @@ class Runtime(FollowsOthers):
                 )
         if DistributedDataParallel._active_ddp_module is not None:
             self._refuse_ddp(DistributedDataParallel._active_ddp_module)
+        for handle in self.handles:
+            handle.forget_zeroed()
         if not self.visits.is_inside:
             self.trust_values(unit)
         self.visits.begin_root(unit)
