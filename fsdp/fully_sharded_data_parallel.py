@@ -238,11 +238,12 @@ class FullyShardedDataParallel(WrapperShards):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. Collective over its ranks, as is the backward through its outputs."""
         self._register_post_backward_hooks()
+        hooks = self._unit.forward
+        depth = hooks.depth
         try:
             output = self.module(*args, **kwargs)
         except BaseException:
-            if self._unit.runtime is not None:
-                self._unit.runtime.give_up_forward(self._unit)
+            hooks.give_up(depth)
             raise
         changed = self._register_pre_backward_hooks(output)
         return output if changed is None else changed

@@ -59,9 +59,9 @@ class SlotTensor:
         return self.handle.flat_param.parts[self.slot]
 
     def fill(self, files: TensorReader, key: str) -> None:
-        self.handle.home.check(self.handle.name)
+        self.handle.storage.check(self.handle.name)
         self.handle.fill(self.slot, lambda shard, start: _read_part(files, key, shard, start, self.part))
-        self.handle.home.release()
+        self.handle.storage.release()
 
 
 @dataclass

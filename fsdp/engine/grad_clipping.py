@@ -146,7 +146,7 @@ def require_reduced(handles: Iterable[FlatParamHandle]) -> None:
         RuntimeError: if gradients are not reduced yet.
     """
     for handle in handles:
-        handle.home.check(handle.name)
+        handle.storage.check(handle.name)
         if handle.pieces is not None:
             handle.pieces.collect_gradients()  # what users zeroed or replaced
         handle.flat_param.bring_gradient()

@@ -181,6 +181,8 @@ class Runtime:
                 )
         if DistributedDataParallel._active_ddp_module is not None:
             self._refuse_ddp(DistributedDataParallel._active_ddp_module)
+        for handle in self.handles:
+            handle.forget_zeroed()
         self.trust_values(unit)
         self._forward_order.begin()
 
@@ -247,7 +249,7 @@ class Runtime:
         # the unit unannounced: where the output shows nothing to differentiate, it finds the parameters in place.
         may_leave = torch.is_grad_enabled() and not needs_backward and any(one.requires_grad for one in unit.handles)
         if call.order is None or (unit.policy.frees_after_forward and not needed_at_once and not may_leave):
-            unit.reshard(keeps_nearby=needs_backward and call.order is not None)
+            unit.reshard(keeps_post_forward_shard=needs_backward and call.order is not None)
         self.participation.leave(call, output, needs_backward=needs_backward)
         if not self._running:
             may_need_it = torch.is_grad_enabled() and any(one.requires_grad for one in self.handles)
@@ -537,8 +539,8 @@ class Runtime:
         handles = [handle for unit in self.units for handle in unit.handles]
         for comm in {comm for handle in handles for comm in handle.comms}:
             comm.settle()
-        for lane in {handle.home.lane for handle in handles}:
-            lane.settle()
+        for copy_stream in {handle.storage.copy_stream for handle in handles}:
+            copy_stream.settle()
 
 
 class Contents:

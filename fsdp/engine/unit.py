@@ -74,6 +74,10 @@ class UnitRuntime(Protocol):
 class UnitForward(Protocol):
     """The hooks around the forward of a unit's module."""
 
+    depth: int  # how many calls of the module are running
+
+    def give_up(self, depth: int) -> None: ...
+
     def around(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
 
 
@@ -297,7 +301,7 @@ class Unit:
         registered: Sequence[tuple[nn.Module, str]],
         reduce_comm: Communicator,
         new_pieces: NewPieces | None = None,
-        nearby: Communicator | None = None,
+        post_forward_comm: Communicator | None = None,
         whole: bool = False,
     ) -> None:
         """Run a flat parameter's shard, whose original parameters were used at `places`; see `FlatParamHandle`.
@@ -313,7 +317,7 @@ class Unit:
             precision,
             self.on_gradient,
             new_pieces,
-            nearby,
+            post_forward_comm,
         )
         self._handles.append(handle)
         self.own.append(handle)
@@ -362,7 +366,7 @@ class Unit:
         self.device = device
         self.comm, self.replicas = self.comm.for_device(device), self.replicas.for_device(device)
         for handle in self.handles:
-            handle.home.device = device
+            handle.storage.device = device
             handle.follow_shard()
             handle.renew_fingerprints()
 
@@ -416,9 +420,9 @@ class Unit:
         return any(handle.phase is Phase.UNSHARDING for handle in self.handles)
 
     @property
-    def is_whole(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Whether its parameters are here, and as the shards are now."""
-        return all(handle.is_whole for handle in self.handles)
+        return all(handle.is_unsharded for handle in self.handles)
 
     def compute_in_full(self, wanted: bool) -> None:
         """Whether to compute in the shards' own precision from now on."""
@@ -453,14 +457,14 @@ class Unit:
         for handle in self.handles:
             handle.settle()
 
-    def reshard(self, *, keeps_nearby: bool = False) -> None:
+    def reshard(self, *, keeps_post_forward_shard: bool = False) -> None:
         for handle in self.handles:
-            handle.reshard(keeps_nearby=keeps_nearby)
+            handle.reshard(keeps_post_forward_shard=keeps_post_forward_shard)
 
     def read_ahead(self) -> None:
         """It will be gathered after the next one."""
         for handle in self.handles:
-            handle.home.read_ahead()
+            handle.storage.read_ahead()
 
     def begin_backward(self, is_summing: bool) -> None:
         self.expect_gradients()
@@ -497,7 +501,7 @@ class Unit:
     def changed_since(self, shards: Sequence[Hashable]) -> bool:
         """Whether a shard, or what is whole of it, was changed after a forward that saw it like this."""
         return shards != [handle.shard_state for handle in self.handles] or any(
-            handle.was_written and not handle.whole.is_shard for handle in self.handles
+            handle.was_written and not handle.unsharded.is_shard for handle in self.handles
         )
 
     def take_written(self) -> None:
@@ -509,7 +513,7 @@ class Unit:
         """What was written to its weights until now is not to be kept."""
         for handle in self.handles:
             if handle.phase is Phase.UNSHARDED:
-                handle.whole.rest()
+                handle.unsharded.rest()
 
 
 def unit_of(module: nn.Module) -> Unit | None:

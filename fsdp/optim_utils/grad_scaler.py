@@ -98,8 +98,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
             if is_ours(param):
                 _refuse_unreduced(param)
                 self._refuse_part_of(param)
-                if param.owner.home is not None:
-                    param.owner.home.check(f"unscaling of a flat parameter with {param.owner._names[0]}")
+                if param.owner.shard_storage is not None:
+                    param.owner.shard_storage.check(f"unscaling of a flat parameter with {param.owner._names[0]}")
                 param.owner.bring_gradient()
             if param.grad is not None:
                 if param.grad.is_sparse:  # of a parameter that is not ours

@@ -74,7 +74,7 @@ class Listed:
     @property
     def device(self) -> torch.device:
         """Where its parts must be to be sent."""
-        return self.param.device if self.handle is None else self.handle.home.device
+        return self.param.device if self.handle is None else self.handle.storage.device
 
     @property
     def name(self) -> str:

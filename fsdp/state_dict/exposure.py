@@ -119,7 +119,7 @@ def install(handle: FlatParamHandle, params: list[nn.Parameter]) -> list[nn.Para
             place.module._parameters[place.name] = param
     handle.registry.leave()
     handle.is_exposed = True
-    handle.whole.refresh_rnns()
+    handle.unsharded.refresh_rnns()
     return params
 
 

@@ -203,7 +203,7 @@ class _Loaded(Exposure):
     def _values(self, handle: FlatParamHandle) -> list[Tensor]:
         if self._is_read:
             return super()._values(handle)
-        handle.home.check(handle.name)
+        handle.storage.check(handle.name)
         handle.absorb()
         if not any(handle.flat_param.parts):
             return shapes_of(handle)

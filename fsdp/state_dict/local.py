@@ -79,7 +79,7 @@ def local(root: Unit, what: str) -> Iterator[None]:
     for handle in _handles(units):
         handle.absorb()  # what users have put in the places of parameters belongs to the shards
         handle.refuse_lent("save or load its shards")
-        handle.home.check(handle.name)
+        handle.storage.check(handle.name)
     try:
         for unit in units:
             unit.access.is_local = True

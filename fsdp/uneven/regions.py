@@ -328,7 +328,7 @@ class Visits:
 
     def _unshard(self, unit: Unit, is_backward: bool, region: Region | None) -> None:
         """Unshard a unit with the other ranks, which do not know about it; all note it in the order of a region."""
-        missing = not unit.is_whole
+        missing = not unit.is_unsharded
         if missing:
             unit.reshard()  # a part of it may be unsharded, here and not elsewhere
         number, kind = self._directory.units.index(unit), Kind.BACKWARD if is_backward else Kind.FORWARD

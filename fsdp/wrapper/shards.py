@@ -59,11 +59,11 @@ class WrapperShards(WrapperPrivate, WrapperLocal, WrapperSharded, WrapperOptim):
             for over in filter(None, (self.process_group, self.process_group_reduce_scatter, self.replicate_group)):
                 check_ranks(places[0].fqn, param, over, self._unit.device)
         groups = group(found, self._unit.precision_at, key) if self.flatten_parameters else []
-        new_home = self._options.offload.home_on(self._unit.device)
+        new_storage = self._options.offload.storage_on(self._unit.device)
         members = [params for _, params in groups]
         align = _ALIGNED if self._options.use_orig_params else 1
         ranks, replicas = (self.rank, self.world_size), self._unit.replicas.world_size
-        self._fsdp_wrapped_module = ShardedParamsWrapper(module, members, found, *ranks, new_home, align, replicas)
+        self._fsdp_wrapped_module = ShardedParamsWrapper(module, members, found, *ranks, new_storage, align, replicas)
         for flat_param, (name, _) in zip(self.module.flat_params, groups, strict=True):
             flat_param.group = name
         if self.flatten_parameters:
