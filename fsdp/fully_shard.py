@@ -19,7 +19,7 @@ from fsdp.distributed.collectives import communicator
 from fsdp.distributed.dtensor import is_dtensor, spread_loaded
 from fsdp.distributed.process_groups import Group, default_group, reduce_group, served_device
 from fsdp.engine.flat_param import FlatParameter
-from fsdp.engine.forward_hooks import Hook
+from fsdp.engine.forward_hooks import ForwardHooks, Hook
 from fsdp.engine.ignored import Ignored
 from fsdp.engine.layout import RowsLayout
 from fsdp.engine.managed_params import Places, collect, device_of, group, lender_of, names_of, take_over
@@ -32,8 +32,7 @@ from fsdp.engine.precision import MixedPrecision, Precision
 from fsdp.engine.runtime import Runtime
 from fsdp.engine.sharding_strategy import Groups, post_forward_group
 from fsdp.engine.shared_params import claimed_in, share, wanted
-from fsdp.engine.unit import Unit, own_modules, unit_of
-from fsdp.engine.wishes import Wishes
+from fsdp.engine.unit import Policy, Unit, own_modules, unit_of
 from fsdp.fsdp_module import FSDPModule, fsdp_class
 from fsdp.wrapper.access import WrapperAccess
 
@@ -176,20 +175,21 @@ def _make_unit(
 ) -> Unit:
     averaged = groups.shard.size() * groups.replicas
     predivide = usual_predivide_factor(averaged)
-    return Unit(
+    unit = Unit(
         module,
         *groups.communicators(device),
         groups.ranks,
         precision,
         device,
         ignored,
-        wishes=Wishes(reshards),
+        policy=Policy(reshards),
         predivide=predivide,
         postdivide=averaged / predivide,
-        clear_autocast_cache=False,
         settings={},
         new_runtime=partial(Runtime, keep_root=True, bucket_bytes=_BUCKET_BYTES),
     )
+    ForwardHooks(unit, clear_autocast_cache=False).register()
+    return unit
 
 
 def _shard(

@@ -22,7 +22,7 @@ from fsdp.engine.nn_utils import teach_torch
 from fsdp.engine.optimizer_hooks import watch_optimizers
 from fsdp.engine.options import Options
 from fsdp.engine.precision import MixedPrecision
-from fsdp.engine.runtime import Runtime
+from fsdp.engine.runtime import Runtime, runtime_of
 from fsdp.engine.sharding_strategy import Groups, ShardingStrategy, reshards_after_forward
 from fsdp.engine.shared_params import claimed_in, refuse_nothing_own, wanted
 from fsdp.engine.synchronize import take_states_of_first
@@ -304,7 +304,7 @@ class FullyShardedDataParallel(WrapperShards):
             unit.set_divide_factors(pre, post)
 
     def _runtime_as_root(self, method: str) -> Runtime:
-        runtime = self._unit.ensure_runtime()
+        runtime = runtime_of(self._unit)
         if runtime.root is not self._unit:
             raise RuntimeError(
                 f"{method} is for the outermost FullyShardedDataParallel; this one ('{self._unit.name}') lies inside "

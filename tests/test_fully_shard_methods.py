@@ -434,7 +434,7 @@ def _unshard_inner_first() -> None:
     inner.unshard()  # type: ignore[operator]
     model(torch.ones(2, 4)).sum().backward()
     units = [unit_of(inner), unit_of(model)]
-    assert [unit is not None and unit.wishes.frees_after_forward for unit in units] == [True, False]
+    assert [unit is not None and unit.policy.frees_after_forward for unit in units] == [True, False]
 
 
 class WithNamesOfItsOwn(nn.Linear):

@@ -8,34 +8,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable
-from enum import Enum, auto
 from functools import cache
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.compiler import disable
-from torch.utils.hooks import RemovableHandle
 
 from fsdp.engine.autograd import differentiable_tensors, in_backward
 from fsdp.engine.precision import InputCast, cast_floats
+from fsdp.engine.schedule import ExecutionOrder
 from fsdp.engine.trees import map_tensors
-
-if TYPE_CHECKING:
-    from fsdp.engine.unit import Unit
-    from fsdp.uneven.regions import Visit
-
-
-class TrainingState(Enum):
-    """What a unit is doing, in FairScale's names."""
-
-    IDLE = auto()  # between its computations
-    FORWARD = auto()  # its module's forward is running
-    BACKWARD_PRE = auto()  # backward has reached its outputs; parameters are whole
-    BACKWARD_POST = auto()  # its gradients are complete; the backward of others goes on
-    SUMMON_FULL_PARAMS = auto()  # its modules hold whole parameters as ordinary ones
+from fsdp.engine.unit import TrainingState, Unit
 
 
 class Hook:
@@ -73,11 +59,12 @@ class ForwardHooks:
         self._clear_autocast_cache = clear_autocast_cache
         self.depth = 0  # how many calls of the module are running; all but the first are parts of it
 
-    def register(self) -> list[RemovableHandle]:
-        """Put the hooks on the module. Returns what removes them."""
+    def register(self) -> None:
+        """Put the hooks on the module, for as long as the unit has it."""
         module = self._unit.module
         before, after = Hook(self.before), Hook(self.after)
-        return [
+        self._unit.forward = self
+        self._unit.hooks += [
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             module.register_forward_hook(after, always_call=True),
         ]
@@ -175,8 +162,7 @@ class Call:
         self.shards: list[Hashable] = []  # the state of those that it computed with
         self.in_full_precision = False  # what it computed in
         self.will_pass = False  # whether backward goes on through its inputs
-        self.position = 0  # in the order of the forward; see `uneven.visits`
-        self.visit: Visit | None = None  # of a region that other ranks don't run
+        self.order: ExecutionOrder[Unit] | None = None  # in which all ranks run it; None if only some do
         self.backward: object = None  # the last one that has come to its outputs
 
     def watch_inputs(self, inputs: Any) -> None:

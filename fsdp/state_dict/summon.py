@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from fsdp.distributed.collectives import during
 from fsdp.engine.agreement import from_everyone, number_among
-from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.state_requests import Summoning
-from fsdp.engine.unit import Unit
+from fsdp.engine.unit import TrainingState, Unit
 from fsdp.state_dict.exposure import Exposure, close_all, deal_changes, listed_at
 from fsdp.state_dict.redistribute import shapes_of
 
