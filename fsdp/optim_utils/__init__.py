@@ -130,11 +130,11 @@ def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, to: str, o
     by_names, id_map = goes_by_names(full), None
     if isinstance(model, WrapperOptim):
         params = model._optim_parameters("rekey an optimizer state")
-        numbers = {name: original.number for name, (_, original) in params.by_name.items()}
+        numbers = {name: params.numbers[original] for name, (_, original) in params.by_name.items()}
         first = {number: original.name for number, (_, original) in params.by_number.items()}
         local = {one: number for number, one in enumerate(params.listed)}
-        id_map = {original.number: local[one] for one, original in params.numbered} if to == "numbers" else None
-        order: dict[Any, Any] = {original.number: (local[one], original.number) for one, original in params.numbered}
+        id_map = {number: local[one] for number, (one, _) in params.by_number.items()} if to == "numbers" else None
+        order: dict[Any, Any] = {number: (local[one], number) for number, (one, _) in params.by_number.items()}
     else:
         numbers = numbers_of_module(model, optim)
         first = {number: name for name, number in numbers.items()}

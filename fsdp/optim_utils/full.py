@@ -1,17 +1,18 @@
-"""Whole optimizer states as dictionaries: FairScale's, which goes by numbers, and ours, which goes by names."""
+"""Full optimizer states as dictionaries: FairScale's, which goes by numbers, and ours, which goes by names."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from fsdp.engine.names import plain_name
-from fsdp.optim_utils.params import Listed, Original, Parameters
-from fsdp.optim_utils.stream import Elements, Number, OptimStream, Value
+from fsdp.optim_utils.params import Parameters, Place
+from fsdp.optim_utils.state import Kind, Number, Original, SharedKinds, Value, options_of
+from fsdp.optim_utils.stream import OptimStream
 
 # What FairScale adds to an optimizer's dictionary.
 ADDED = ("param_id_map", "uncollected_local_ids")
@@ -19,30 +20,30 @@ _OWN = ("state", "param_groups", *ADDED)
 
 
 def fairscale_dictionary(stream: OptimStream) -> dict[str, Any] | None:
-    """Collective. FairScale's full dictionary on ranks that want it, None on others."""
-    found = _filled(stream, lambda original: original.number, _as_fairscale)
+    """Collective. Return FairScale's full dictionary on ranks that want it, None on others."""
+    params, ids = stream.params, stream.own.ids
+    found = _filled(stream, params.numbers.__getitem__, _as_fairscale)
     if found is None:
         return None
-    ids, numbered = stream.own.ids, stream.params.numbered
-    param_id_map = {original.number: ids.get(one) if one in stream.shared else None for one, original in numbered}
+    id_map = {number: ids.get(one) if one in stream.shared else None for number, (one, _) in params.by_number.items()}
     uncollected = [number for one, number in ids.items() if one.is_uncollected]
-    return found | {"param_id_map": param_id_map, "uncollected_local_ids": uncollected}
+    return found | {"param_id_map": id_map, "uncollected_local_ids": uncollected}
 
 
 def named_dictionary(stream: OptimStream) -> dict[str, Any] | None:
-    """Collective. The same with names for numbers, and numbers as the optimizer has them."""
+    """Collective. Return the same with names for numbers, and 0-d tensors as the optimizer has them."""
     return _filled(stream, lambda original: original.name, _as_it_is)
 
 
-def _filled(stream: OptimStream, key_of: Callable[[Original], Any], kept: Callable[..., Any]) -> dict[str, Any] | None:
+def _filled(
+    stream: OptimStream, key_of: Callable[[Original], Any], kept: Callable[[str, Kind, SharedKinds], Any]
+) -> dict[str, Any] | None:
     state: dict[Any, dict[str, Any]] = {}
-    for one, original in stream.params.numbered:
+    for one, original in stream.params.by_number.values():
         if one in stream.shared and stream.is_wanted:
             shared = stream.shared[one]
             # Also for what comes from other ranks, so that keys have the optimizer's order.
-            state[key_of(original)] = {
-                key: kept(key, kind, shared.numbers.get(key)) for key, kind in shared.kinds.items()
-            }
+            state[key_of(original)] = {key: kept(key, kind, shared) for key, kind in shared.kinds.items()}
     for original, name, tensor in stream.tensors():
         if stream.is_wanted:
             state[key_of(original)][name] = tensor
@@ -56,27 +57,24 @@ def _filled(stream: OptimStream, key_of: Callable[[Original], Any], kept: Callab
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: copy.deepcopy(value) for name, value in group.items() if name not in ("params", "param_names")}
+    return copy.deepcopy(options_of(group))
 
 
-def _as_fairscale(key: str, kind: Any, numbers: Sequence[Number] | None) -> Any:
-    """FairScale counts steps by a plain number, and has other 0-d tensors of each rank."""
-    if isinstance(kind, Elements):
-        return None
-    if isinstance(kind, Value):
-        return copy.deepcopy(kind.value)
-    return kind.value if key == "step" else [number.tensor() for number in numbers or ()]
+def _as_fairscale(key: str, kind: Kind, shared: SharedKinds) -> Any:
+    """Return a plain number for ``step``, as FairScale counts steps, and other 0-d tensors of each rank."""
+    if isinstance(kind, Number):
+        return kind.value if key == "step" else [number.tensor() for number in shared.numbers(key)]
+    return copy.deepcopy(kind.value) if isinstance(kind, Value) else None
 
 
-def _as_it_is(key: str, kind: Any, numbers: Sequence[Number] | None) -> Any:
-    if isinstance(kind, Number) and all(number == kind for number in numbers or ()):
-        return kind.tensor()
-    return _as_fairscale("", kind, numbers)
+def _as_it_is(key: str, kind: Kind, shared: SharedKinds) -> Any:
+    if isinstance(kind, Number):
+        numbers = shared.numbers(key)
+        return kind.tensor() if all(number == kind for number in numbers) else [each.tensor() for each in numbers]
+    return _as_fairscale(key, kind, shared)
 
 
 # --- reading them ---------------------------------------------------------------------------------------------------
-
-Place = tuple[Listed, Original]
 
 
 @dataclass(frozen=True)
@@ -84,8 +82,8 @@ class Given:
     """A full dictionary, read for a model.
 
     Attributes:
-        states: the state of each parameter that has any.
-        groups: of each parameter group the options and the parameters.
+        states: the state of each original parameter that has any.
+        groups: the options of each parameter group, and the parameters in it.
         beside: the dictionary's other keys.
     """
 
@@ -119,14 +117,14 @@ def check_form(full: Any) -> None:
 
 
 def keys_in(full: Mapping[str, Any]) -> Iterator[Any]:
-    """All that stands for parameters in it."""
+    """Yield all that stands for parameters in it."""
     yield from full["state"]
     for group in full["param_groups"]:
         yield from group["params"]
 
 
 def goes_by_names(full: Mapping[str, Any]) -> bool:
-    """Whether parameters go by names in it; by numbers otherwise.
+    """Return whether parameters go by names in it; by numbers otherwise.
 
     Raises:
         TypeError: for anything else, or a mixture.
@@ -176,7 +174,7 @@ def rekeyed(
     order: Mapping[Any, Any] | None,
     param_id_map: Mapping[int, Any] | None,
 ) -> dict[str, Any]:
-    """A full dictionary with other keys for its parameters. Tensors are shared with `full`, which stays as it is.
+    """Return a full dictionary with other keys for its parameters. Tensors are shared with `full`, left as it is.
 
     Args:
         full: to be read.
@@ -206,7 +204,7 @@ def rekeyed(
 
 
 def numbers_of_module(module: nn.Module, optim: Any) -> dict[str, int]:
-    """Name and number of each parameter of a module that is not wrapped, as torch's optimizers count them.
+    """Return the number of each parameter of a module that is not wrapped, by name, as torch's optimizers count them.
 
     Args:
         module: the model.

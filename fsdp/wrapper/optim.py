@@ -24,7 +24,8 @@ from fsdp.optim_utils.load import (
     have_types,
     plans_for,
 )
-from fsdp.optim_utils.params import Listed, OwnState, Parameters, own_state, require_shards
+from fsdp.optim_utils.params import OwnState, Parameters, own_state, require_shards
+from fsdp.optim_utils.state import OptimParam
 from fsdp.optim_utils.stream import OptimStream
 from fsdp.state_dict.full import ensure_agreed
 from fsdp.wrapper.state import WrapperState
@@ -187,7 +188,7 @@ class WrapperOptim(WrapperState):
 _LOAD = "load its optimizer state"
 
 
-def _live(optim: Any, one: Listed) -> Mapping[str, Any]:
+def _live(optim: Any, one: OptimParam) -> Mapping[str, Any]:
     """What an optimizer has of a parameter now."""
     return optim.state.get(one.param, {}) if isinstance(optim, torch.optim.Optimizer) else {}
 

@@ -1,0 +1,410 @@
+"""The state of optimizers: of which parameters it is, of which kinds, what the ranks have of it, and a rank's shard.
+
+An optimizer of a sharded model sees `OptimParam`s, each a shard of one original parameter or of several. What it has of
+one, by key, is of three kinds. `Elements` are a value for each element, and lie as the parameter's own elements do, so
+they are sharded, put together and read from files by the same intervals. A `Number` is a 0-d tensor about the
+parameter as such, and a `Value` is no tensor. Everything else here goes by these kinds: gathering a state, loading one,
+checkpoints, files of other libraries, and handing over an optimizer from before wrapping.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.distributed.collectives import LONE_RANK, Communicator
+from fsdp.distributed.dtensor import MeshPart
+from fsdp.engine.agreement import Ranks, from_everyone
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.layout import Interval
+from fsdp.engine.offload import DiskHome
+from fsdp.engine.optimizer_hooks import SHARDS_OF
+
+APART = "Wrap with use_orig_params=True, with which optimizers have each parameter by itself."
+# By these keys, torch's optimizers keep what is about a parameter as such; any other 0-d state of a 0-d parameter is
+# the value for its one element.
+_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
+
+
+# Parameters
+
+
+@dataclass(frozen=True, eq=False)
+class Original:
+    """An original parameter.
+
+    Attributes:
+        name: in the module before it was wrapped.
+        shape: of the unsharded parameter.
+        slot: its number in the flat parameter.
+        part: the local part of a `DTensor`.
+        aliases: further names under which a checkpoint may have it.
+    """
+
+    name: str
+    shape: torch.Size
+    slot: int = 0
+    part: MeshPart | None = None
+    aliases: Sequence[str] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class OptimParam:
+    """A parameter that an optimizer sees: the shard of a flat parameter or of one in it, or one that is not sharded.
+
+    Attributes:
+        param: is what it sees.
+        handle: runs the flat parameter; None for a parameter that is not sharded.
+        originals: what it was made of.
+        is_uncollected: its state is not to be gathered.
+    """
+
+    param: nn.Parameter
+    handle: FlatParamHandle | None
+    originals: tuple[Original, ...]
+    is_uncollected: bool = False
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks that it is sharded over."""
+        return LONE_RANK if self.handle is None else self.handle.comm
+
+    @property
+    def replicas(self) -> Communicator:
+        """The ranks that have the same shard."""
+        return LONE_RANK if self.handle is None else self.handle.replicas
+
+    @property
+    def device(self) -> torch.device:
+        """The device from which its elements can be sent."""
+        return self.param.device if self.handle is None else self.handle.home.device
+
+    @property
+    def name(self) -> str:
+        """The name for messages."""
+        first, *others = (original.name for original in self.originals)
+        return f"{first} (in one flat parameter with {len(others)} more)" if others else first
+
+    def interval(self, original: Original, rank: int) -> Interval | None:
+        """Return the elements of an original that a rank has, and where in a tensor like `param`; None if none."""
+        if self.handle is None:
+            return Interval(0, 0, original.shape.numel(), 0) if original.shape.numel() else None
+        found = self.handle.layout.interval(original.slot, rank)
+        if found is None or self.handle.pieces is None:
+            return found
+        return Interval(found.slot, found.start, found.stop, 0)
+
+    def is_on(self, rank: int) -> bool:
+        """Return whether a rank has elements of it."""
+        return any(self.interval(original, rank) is not None for original in self.originals)
+
+    def local_shape(self, original: Original) -> torch.Size:
+        """Return the shape of what the flat parameter has of an original, which of a `DTensor` is its local part."""
+        return original.shape if self.handle is None else self.handle.layout.slots[original.slot].shape
+
+    def local_vector(self, original: Original, value: Tensor) -> Tensor:
+        """Return what the flat parameter has of an unsharded value, as a vector that shares memory if it can."""
+        local = value if original.part is None else original.part.cut(original.name, value)
+        return local.detach().reshape(-1)
+
+    def shard(self, original: Original, vector: Tensor, into: Tensor) -> None:
+        """Copy this rank's elements of a vector (`local_vector`) to their place in a tensor like `param`."""
+        kept = self.interval(original, self.comm.rank)
+        if kept is not None:
+            into.view(-1)[kept.offset : kept.offset + kept.numel].copy_(vector[kept.start : kept.stop])
+
+    def zeros(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        """Return memory like `param`: on disk if that is, or else on `device`, by default beside it."""
+        return torch.zeros_like(self.param, dtype=dtype, device=device, memory_format=torch.contiguous_format)
+
+    def memory(self, held: Any, dtype: torch.dtype) -> Tensor:
+        """Return what an optimizer has now if it is like what `zeros` makes, and otherwise that."""
+        wanted = self.param.shape, dtype, self.param.device
+        is_like = isinstance(held, Tensor) and (held.shape, held.dtype, held.device) == wanted and held.is_contiguous()
+        return held if is_like else self.zeros(dtype)
+
+
+def params_of(handle: FlatParamHandle, prefix: str = "", is_uncollected: bool = False) -> list[OptimParam]:
+    """Return what optimizers see of a flat parameter. Names get the prefix."""
+    slots, parts = handle.layout.slots, handle.flat_param.parts
+    originals = tuple(
+        Original(prefix + kept.name, kept.shape if part is None else part.shape, slot, part)
+        for slot, (kept, part) in enumerate(zip(slots, parts, strict=True))
+    )
+    if handle.pieces is None:
+        return [OptimParam(handle.flat_param, handle, originals, is_uncollected)]
+    pieces = zip(handle.pieces.params, originals, strict=True)
+    return [OptimParam(piece, handle, (original,), is_uncollected) for piece, original in pieces]
+
+
+def grouped(optimizer: Any, title: str, known: Callable[[Any], OptimParam | None]) -> list[list[OptimParam]]:
+    """Return what is in each parameter group of an optimizer.
+
+    Args:
+        optimizer: has ``param_groups``.
+        title: what messages call it.
+        known: finds what one of its parameters is, among those of the model.
+
+    Raises:
+        ValueError: for parameters that are not the model's.
+    """
+    groups: list[list[OptimParam]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        groups.append([])
+        for place, param in enumerate(group["params"]):
+            one = known(param)
+            if one is None:
+                raise ValueError(
+                    f"{title}: parameter {place} of group {number}, of shape {tuple(param.shape)}, is not of this "
+                    "model as it is wrapped now. Make the optimizer from parameters() of the outermost module that is "
+                    "wrapped, and give that here; or hand over one that was made before wrapping with "
+                    "reshard_optimizer."
+                )
+            groups[-1].append(one)
+    return groups
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group, without what says which parameters are in it."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names", SHARDS_OF)}
+
+
+def release(params: Iterable[OptimParam]) -> None:
+    """Let go of what was read of parameters and state on disk: it is not wanted soon."""
+    homes = {one.handle.home for one in params if one.handle is not None}
+    for home in homes:
+        home.release()
+    for files in {home.files for home in homes if isinstance(home, DiskHome)}:
+        files.release()
+
+
+# Kinds
+
+
+class Elements(NamedTuple):
+    """State with a value for each element of the parameter."""
+
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"elements of {self.dtype}"
+
+
+class Number(NamedTuple):
+    """State that is a 0-d tensor about the parameter as such."""
+
+    value: Any
+    dtype: torch.dtype
+
+    def tensor(self) -> Tensor:
+        """Return it as the optimizer has it."""
+        return torch.tensor(self.value, dtype=self.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.value} of {self.dtype}"
+
+
+class Value(NamedTuple):
+    """State that is no tensor."""
+
+    value: Any
+
+    def __str__(self) -> str:
+        return f"{self.value!r:.40}"
+
+
+Kind = Elements | Number | Value
+Kinds = dict[str, Kind]  # by key of the state
+
+
+def is_number(
+    key: str, found: Sequence[int], shape: Sequence[int], has_elements: Mapping[str, bool] | None = None
+) -> bool:
+    """Return whether a tensor of shape `found` in an optimizer's state is about a parameter as such, of shape `shape`.
+
+    Args:
+        key: of the state.
+        found: the tensor's shape.
+        shape: of the parameter, or of the shard of it that the state is about.
+        has_elements: by key, whether other parameters have a value for each element; tells of 0-d ones.
+    """
+    return not found and (len(shape) > 0 or not (has_elements or {}).get(key, key not in _NUMBERS))
+
+
+def kind_of(key: str, value: Any, shape: torch.Size, has_elements: Mapping[str, bool] | None = None) -> Kind | None:
+    """Return the kind of an optimizer's state; None for a tensor that is neither of the parameter's shape nor a number.
+
+    The arguments are those of `is_number`; `value` is the state.
+    """
+    if not isinstance(value, Tensor):
+        return Value(value)
+    if is_number(key, value.shape, shape, has_elements):
+        return Number(value.item(), value.dtype)
+    return Elements(value.dtype) if value.shape == shape else None
+
+
+def keys_with_elements(states: Iterable[tuple[torch.Size, Mapping[str, Any]]]) -> dict[str, bool]:
+    """Return by key whether parameters with these shapes and states, of those not 0-d, have values for each element."""
+    found: dict[str, bool] = {}
+    for shape, state in states:
+        if shape:
+            for key, value in state.items():
+                found[key] = found.get(key, False) or (isinstance(value, Tensor) and value.dim() > 0)
+    return found
+
+
+def odd_shape(key: str, name: str, found: Sequence[int], wanted: str, remedy: str) -> str:
+    """Return what to say of a tensor that has no kind."""
+    return (
+        f"the optimizer's state '{key}' of {name} has shape {tuple(found)}, and {wanted}: what is neither of the "
+        f"parameter's shape nor a number cannot be sharded or put together. {remedy}"
+    )
+
+
+ELEMENTWISE = (
+    "Use an optimizer that works element by element (Adam, AdamW, SGD, ...), or leave these parameters unsharded with "
+    "ignored_parameters."
+)
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Return whether two states, or two kinds of them, are of one type and equal; a NaN equals another."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    return bool(one == other or (one != one and other != other))
+
+
+def is_alike(one: Kind | None, other: Kind | None) -> bool:
+    """Return whether two states are of one kind and dtype, whatever their values."""
+    return type(one) is type(other) and getattr(one, "dtype", None) == getattr(other, "dtype", None)
+
+
+def differences(one: Kinds, other: Kinds, same: Callable[[Any, Any], bool] = is_same) -> tuple[str, str] | None:
+    """Return for messages what of one state is different in another one, and what is there; None if nothing is."""
+    keys = sorted(key for key in one | other if not same(one.get(key), other.get(key)))
+    if not keys:
+        return None
+    first, second = (
+        ", ".join(f"'{key}' ({each[key]})" if key in each else f"no '{key}'" for key in keys) for each in (one, other)
+    )
+    return first, second
+
+
+def common_kinds(kinds: Mapping[Original, Kinds]) -> Kinds:
+    """Return the state that parameters in one flat parameter have alike.
+
+    Raises:
+        ValueError: if they have not.
+    """
+    first, *others = kinds
+    for other in others:
+        if (found := differences(kinds[first], kinds[other])) is not None:
+            raise ValueError(
+                f"the optimizer's state of {first.name} has {found[0]}, and that of {other.name} {found[1]}; the two "
+                f"are in one flat parameter. {APART}"
+            )
+    return kinds[first]
+
+
+# What ranks have
+
+
+class OwnKinds(NamedTuple):
+    """The state that one rank has of a parameter; `is_on` says whether it has elements of that."""
+
+    name: str
+    is_on: bool
+    kinds: Kinds
+
+
+def own_kinds(
+    params: Sequence[OptimParam], states: Mapping[OptimParam, Mapping[str, Any]], doing: str
+) -> list[OwnKinds]:
+    """Return what this rank has of the state of some parameters, which is about to be read.
+
+    Raises:
+        RuntimeError: if it is out of reach, while `doing` something ("saving").
+        TypeError: for state that is no mapping.
+        ValueError: for a tensor that is neither of the shard's shape nor a number.
+    """
+    return [OwnKinds(one.name, one.is_on(one.comm.rank), _kinds(one, states.get(one) or {}, doing)) for one in params]
+
+
+def _kinds(one: OptimParam, state: Mapping[str, Any], doing: str) -> Kinds:
+    if not isinstance(state, Mapping):
+        raise TypeError(f"the optimizer's state of {one.name} is a {type(state).__name__} and no mapping")
+    if one.handle is not None:
+        one.handle.home.check(f"{doing} the optimizer's state of {one.name}", state.values())
+    kinds: Kinds = {}
+    for key, value in state.items():
+        kind = kind_of(key, value, one.param.shape)
+        if kind is None:
+            wanted = f"this rank's shard of it {tuple(one.param.shape)}"
+            raise ValueError(odd_shape(key, one.name, value.shape, wanted, ELEMENTWISE))
+        kinds[key] = kind
+    return kinds
+
+
+@dataclass(frozen=True, eq=False)
+class SharedKinds:
+    """What all ranks have of the state of one parameter.
+
+    Attributes:
+        name: of the parameter.
+        by_rank: of each rank what it has.
+        holders: the ranks that have elements of the parameter; others may have no state.
+    """
+
+    name: str
+    by_rank: list[Kinds]
+    holders: list[int]
+
+    @property
+    def kinds(self) -> Kinds:
+        """The state, with numbers and values of the first rank that has any."""
+        return next((self.by_rank[rank] for rank in self.holders or range(len(self.by_rank)) if self.by_rank[rank]), {})
+
+    def numbers(self, key: str) -> list[Number]:
+        """Return each rank's `Number` under a key; the first one's for a rank that has none."""
+        first = self.kinds[key]
+        found = (kinds.get(key, first) for kinds in self.by_rank)
+        return [kind if isinstance(kind, Number) else first for kind in found]  # type: ignore[misc]
+
+    def problems(self, same: Callable[[Any, Any], bool]) -> Iterator[str]:
+        """Yield what ranks do not have the same of, but ought to."""
+        for rank in self.holders:
+            first = self.holders[0]
+            if (found := differences(self.by_rank[first], self.by_rank[rank], same)) is not None:
+                yield (
+                    f"the optimizer's state of {self.name} has {found[0]} on rank {first} and {found[1]} on rank "
+                    f"{rank}. Every rank must have stepped the same parameters with the same optimizer."
+                )
+
+
+def gather_kinds(ranks: Ranks, pickled: bytes) -> list[SharedKinds]:
+    """Collective. Return what there is of each parameter's state, given this rank's pickled list of `OwnKinds`.
+
+    Raises:
+        ValueError: on every rank, if they name different parameters.
+    """
+    heard: list[list[OwnKinds]] = [pickle.loads(each) for each in from_everyone(ranks, pickled)]
+    names = [[own.name for own in each] for each in heard]
+    for rank, others in enumerate(names):
+        if others != names[0]:
+            raise ValueError(
+                f"the optimizer of rank {rank} has other parameters than that of rank 0, or in another order: make the "
+                "same optimizer on every rank"
+            )
+    return [
+        SharedKinds(name, [own.kinds for own in each], [rank for rank, own in enumerate(each) if own.is_on])
+        for name, each in zip(names[0], zip(*heard, strict=True), strict=True)
+    ]
