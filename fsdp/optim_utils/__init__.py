@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from fsdp.distributed.collectives import during
 from fsdp.engine.names import clean_name
-from fsdp.optim_utils.full import check_form, goes_by_names, numbers_of_module, rekeyed
-from fsdp.wrapper.optim import WrapperOptim
+from fsdp.engine.unit import unit_of_wrapper
+from fsdp.optim_utils.full import check_form, goes_by_names, named_dictionary, numbers_of_module, rekeyed
+from fsdp.optim_utils.wrapped import load_full, optim_stream, parameters_of, shard_for
 
 
 def stream_optim_state(
@@ -42,7 +43,7 @@ def stream_optim_state(
     Raises:
         As `FullyShardedDataParallel.gather_full_optim_state_dict`, before the first tensor.
     """
-    stream = _wrapper(model)._optim_stream(optim, recipient_rank)
+    stream = optim_stream(model, optim, recipient_rank)
     return ((original.name, key, tensor) for original, key, tensor in stream.tensors())
 
 
@@ -64,7 +65,7 @@ def full_optim_state_dict(model: nn.Module, optim: Any, recipient_rank: int | No
     Raises:
         As `FullyShardedDataParallel.gather_full_optim_state_dict`.
     """
-    return _wrapper(model)._named_optim_state(optim, recipient_rank)
+    return named_dictionary(optim_stream(model, optim, recipient_rank))
 
 
 def shard_full_optim_state_dict(model: nn.Module, full: Mapping[str, Any], optim: Any) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def shard_full_optim_state_dict(model: nn.Module, full: Mapping[str, Any], optim
         TypeError: for what is no such dictionary.
         ValueError: for another model's, or other groups; for state that cannot be cut.
     """
-    return _wrapper(model)._optim_shard(full, optim)
+    return shard_for(model, full, optim)
 
 
 @during("load_full_optim_state_dict()")
@@ -104,7 +105,7 @@ def load_full_optim_state_dict(model: nn.Module, optim: Any, full: Any, *, rank0
         RuntimeError: inside a forward, backward or `summon_full_params`; if another rank could not load it.
         TypeError, ValueError: as `shard_full_optim_state_dict`.
     """
-    _wrapper(model)._load_full_optim_state(optim, full, rank0_only)
+    load_full(model, optim, full, rank0_only)
 
 
 def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, to: str, optim: Any = None) -> dict[str, Any]:
@@ -128,8 +129,8 @@ def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, to: str, o
         raise ValueError(f"to must be 'names' or 'numbers', got {to!r}")
     check_form(full)
     by_names, id_map = goes_by_names(full), None
-    if isinstance(model, WrapperOptim):
-        params = model._optim_parameters("rekey an optimizer state")
+    if unit_of_wrapper(model) is not None:
+        params = parameters_of(model, "rekey an optimizer state")
         numbers = {name: params.numbers[original] for name, (_, original) in params.by_name.items()}
         first = {number: original.name for number, (_, original) in params.by_number.items()}
         local = {one: number for number, one in enumerate(params.listed)}
@@ -145,12 +146,6 @@ def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, to: str, o
     if by_names:
         table |= {key: table[clean_name(key)] for key in full["state"] if clean_name(key) in table}
     return rekeyed(full, table, order if by_names and to == "numbers" else None, id_map)
-
-
-def _wrapper(model: Any) -> WrapperOptim:
-    if not isinstance(model, WrapperOptim):
-        raise TypeError(f"the outermost FullyShardedDataParallel is needed, got a {type(model).__name__}")
-    return model
 
 
 # --- FairScale's helpers --------------------------------------------------------------------------------------------
