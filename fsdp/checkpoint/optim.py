@@ -38,6 +38,7 @@ from fsdp.optim_utils.state import (
     gather_kinds,
     grouped,
     is_same,
+    match_groups,
     options_of,
     own_kinds,
     release,
@@ -103,15 +104,31 @@ def kinds_to_json(kinds: Kinds, name: str) -> dict[str, list[Any]]:
     return {key: kind_to_json(kind, f"the optimizer's state '{key}' of {name}") for key, kind in kinds.items()}
 
 
-def kinds_from_json(saved: Mapping[str, list[Any]]) -> Kinds:
-    """Return the state of a parameter that `kinds_to_json` was given."""
-    return {key: _kind_from_json(*kind) for key, kind in saved.items()}
+def kinds_from_json(saved: Any) -> Kinds:
+    """Return the state of a parameter that `kinds_to_json` was given.
+
+    Raises:
+        ValueError: for what it never returns.
+    """
+    if not isinstance(saved, dict):
+        raise ValueError(f"it is {short(saved)}")
+    return {key: _kind_from_json(key, kind) for key, kind in saved.items()}
 
 
-def _kind_from_json(word: str, content: Any, value: Any = None) -> Kind:
-    if word == VALUE:
-        return Value(decoded(content))
-    return Elements(DTYPES[content]) if word == ELEMENTS else Number(decoded(value), DTYPES[content])
+def _kind_from_json(key: str, saved: Any) -> Kind:
+    try:
+        match saved:
+            case ["elements", str(dtype)]:
+                return Elements(DTYPES[dtype])
+            case ["number", str(dtype), value]:
+                number = Number(decoded(value), DTYPES[dtype])
+                if number.held.dim() == 0:
+                    return number
+            case ["value", value]:
+                return Value(decoded(value))
+    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError):
+        pass
+    raise ValueError(f"under {short(key)} it is {short(saved)}")
 
 
 # Saving
@@ -213,32 +230,15 @@ def state_problems(rest: Any, tensors: Container[str]) -> Iterator[str]:
             yield f"there is no state of {short(next(name for name in names if name not in states))}"
         if problem_of(options) is not None or not isinstance(decoded(options), dict):
             yield f"group {number} of the optimizer has the options {short(options)}"
-    for name, kinds in states.items():
-        for key, kind in kinds.items() if isinstance(kinds, dict) else [("", kinds)]:
-            if not _is_kind(kind):
-                yield f"the optimizer's state {short(key)} of {short(name)} is {short(kind)}"
-            elif kind[0] == ELEMENTS and f"{name}/{key}" not in tensors:
+    for name, saved in states.items():
+        try:
+            kinds = kinds_from_json(saved)
+        except ValueError as error:
+            yield f"of the optimizer's state of {short(name)}, {error}"
+            continue
+        for key, kind in kinds.items():
+            if isinstance(kind, Elements) and f"{name}/{key}" not in tensors:
                 yield f"there is no tensor for the optimizer's state {short(key)} of {short(name)}"
-
-
-def _is_kind(kind: Any) -> bool:
-    """Return whether something is what `kind_to_json` makes."""
-    if not (isinstance(kind, list) and kind):
-        return False
-    what, *rest = kind
-    if what == VALUE:
-        return len(rest) == 1 and problem_of(rest[0]) is None
-    if what not in (ELEMENTS, NUMBER) or not rest or not isinstance(rest[0], str) or rest[0] not in DTYPES:
-        return False
-    return len(rest) == 1 if what == ELEMENTS else len(rest) == 2 and _is_number(rest[1], DTYPES[rest[0]])
-
-
-def _is_number(value: Any, dtype: torch.dtype) -> bool:
-    try:
-        torch.tensor(decoded(value), dtype=dtype).item()
-    except (ValueError, TypeError, RuntimeError, OverflowError):
-        return False
-    return True
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,33 +264,24 @@ def plan_state(optimizer: Any, tensors: Mapping[str, Stored], files: TensorReade
     Raises:
         TypeError, ValueError: as `params_in`.
     """
+    groups = params_in(optimizer, tensors)
     saved_in = {name: number for number, group in enumerate(rest["groups"]) for name in group["params"]}
-    plan = StatePlan([], [], params_in(optimizer, tensors), [])
-    used = set()
-    for number, group in enumerate(plan.groups):
-        numbers: dict[int, str] = {}
-        for one in group:
-            names: dict[Original, str] = {}
-            for original in one.originals:
-                name = next((each for each in (original.name, *original.aliases) if each in saved_in), None)
-                if name is None:
-                    plan.problems.append(f"the optimizer has {original.name}, and that of the checkpoint has not")
-                else:
-                    names[original] = name
-                    numbers.setdefault(saved_in[name], name)
-            used.update(names.values())
-            if len(names) == len(one.originals):
-                kinds = {original: kinds_from_json(rest["state"][name]) for original, name in names.items()}
-                plan.problems.extend(_misfits(names, kinds, files))
-                plan.states.append((one, names, kinds[one.originals[0]]))
-        if len(numbers) > 1:
-            (first, one_name), (second, other_name), *_ = numbers.items()
-            plan.problems.append(
-                f"the optimizer has {one_name} and {other_name} in one parameter group ({number}), and that of the "
-                f"checkpoint has them in groups {first} and {second}: make it with the same groups"
-            )
-        plan.options.append(rest["groups"][next(iter(numbers))]["options"] if numbers else None)
+    names = {
+        original: next((name for name in (original.name, *original.aliases) if name in saved_in), "")
+        for one in _each(groups)
+        for original in one.originals
+    }
+    numbers, problems = match_groups(groups, lambda each: saved_in.get(names[each]), "that of the checkpoint")
+    options = [None if number is None else rest["groups"][number]["options"] for number in numbers]
+    plan = StatePlan([], options, groups, problems)
+    for one in _each(groups):
+        saved = {original: names[original] for original in one.originals if names[original]}
+        if len(saved) == len(one.originals):
+            kinds = {original: kinds_from_json(rest["state"][name]) for original, name in saved.items()}
+            plan.problems.extend(_misfits(saved, kinds, files))
+            plan.states.append((one, saved, kinds[one.originals[0]]))
     plan.problems.extend(_other_settings(optimizer, rest))
+    used = set(names.values())
     left = [name for name in saved_in if name not in used]
     if left:
         plan.problems.append(f"the optimizer of the checkpoint has {', '.join(left)}, and this one has not")
@@ -348,7 +339,7 @@ def read_state(optimizer: Any, plan: StatePlan, files: TensorReader) -> dict[nn.
                     if place is not None:
                         files.read(f"{name}/{key}", flat[place.offset : place.offset + place.numel], place.start)
             else:
-                state[key] = kind.tensor() if isinstance(kind, Number) else kind.value
+                state[key] = kind.held
         if state:
             found[one.param] = state
     return found

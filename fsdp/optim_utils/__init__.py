@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from fsdp.distributed.collectives import during
 from fsdp.engine.names import clean_name
 from fsdp.engine.unit import unit_of_wrapper
-from fsdp.optim_utils.full import check_form, goes_by_names, named_dictionary, numbers_of_module, rekeyed
-from fsdp.optim_utils.wrapped import load_full, optim_stream, parameters_of, shard_for
+from fsdp.optim_utils.full import check_form, goes_by_names, numbers_of_module, rekeyed
+from fsdp.optim_utils.gather import named_dictionary, optim_stream
+from fsdp.optim_utils.params import parameters_of
+from fsdp.optim_utils.scatter import load_full, shard_for
 
 
 def stream_optim_state(

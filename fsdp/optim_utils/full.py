@@ -1,4 +1,4 @@
-"""Full optimizer states as dictionaries: FairScale's, which goes by numbers, and ours, which goes by names."""
+"""Full optimizer states as dictionaries are read: FairScale's, which go by numbers, and ours, which go by names."""
 
 from __future__ import annotations
 
@@ -11,70 +11,16 @@ from torch import nn
 
 from fsdp.engine.names import plain_name
 from fsdp.optim_utils.params import Parameters, Place
-from fsdp.optim_utils.state import Kind, Number, Original, SharedKinds, Value, options_of
-from fsdp.optim_utils.stream import OptimStream
+from fsdp.optim_utils.state import options_of
 
 # What FairScale adds to an optimizer's dictionary.
 ADDED = ("param_id_map", "uncollected_local_ids")
 _OWN = ("state", "param_groups", *ADDED)
 
 
-def fairscale_dictionary(stream: OptimStream) -> dict[str, Any] | None:
-    """Collective. Return FairScale's full dictionary on ranks that want it, None on others."""
-    params, ids = stream.params, stream.own.ids
-    found = _filled(stream, params.numbers.__getitem__, _as_fairscale)
-    if found is None:
-        return None
-    id_map = {number: ids.get(one) if one in stream.shared else None for number, (one, _) in params.by_number.items()}
-    uncollected = [number for one, number in ids.items() if one.is_uncollected]
-    return found | {"param_id_map": id_map, "uncollected_local_ids": uncollected}
-
-
-def named_dictionary(stream: OptimStream) -> dict[str, Any] | None:
-    """Collective. Return the same with names for numbers, and 0-d tensors as the optimizer has them."""
-    return _filled(stream, lambda original: original.name, _as_it_is)
-
-
-def _filled(
-    stream: OptimStream, key_of: Callable[[Original], Any], kept: Callable[[str, Kind, SharedKinds], Any]
-) -> dict[str, Any] | None:
-    state: dict[Any, dict[str, Any]] = {}
-    for one, original in stream.params.by_number.values():
-        if one in stream.shared and stream.is_wanted:
-            shared = stream.shared[one]
-            # Also for what comes from other ranks, so that keys have the optimizer's order.
-            state[key_of(original)] = {key: kept(key, kind, shared) for key, kind in shared.kinds.items()}
-    for original, name, tensor in stream.tensors():
-        if stream.is_wanted:
-            state[key_of(original)][name] = tensor
-    if not stream.is_wanted:
-        return None
-    groups = [
-        _options(group) | {"params": [key_of(original) for one in members for original in one.originals]}
-        for group, members in zip(stream.own.dictionary["param_groups"], stream.own.groups, strict=True)
-    ]
-    return {**stream.own.dictionary, "state": state, "param_groups": groups}
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+def copied_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the options of a parameter group."""
     return copy.deepcopy(options_of(group))
-
-
-def _as_fairscale(key: str, kind: Kind, shared: SharedKinds) -> Any:
-    """Return a plain number for ``step``, as FairScale counts steps, and other 0-d tensors of each rank."""
-    if isinstance(kind, Number):
-        return kind.value if key == "step" else [number.tensor() for number in shared.numbers(key)]
-    return copy.deepcopy(kind.value) if isinstance(kind, Value) else None
-
-
-def _as_it_is(key: str, kind: Kind, shared: SharedKinds) -> Any:
-    if isinstance(kind, Number):
-        numbers = shared.numbers(key)
-        return kind.tensor() if all(number == kind for number in numbers) else [each.tensor() for each in numbers]
-    return _as_fairscale(key, kind, shared)
-
-
-# --- reading them ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -103,7 +49,7 @@ def given(params: Parameters, full: Any) -> Given:
     place_of = _place_finder(params, full)
     states = {place_of(key): state for key, state in full["state"].items()}
     groups = [
-        (_options(group), list(dict.fromkeys(place_of(key) for key in group["params"])))
+        (copied_options(group), list(dict.fromkeys(place_of(key) for key in group["params"])))
         for group in full["param_groups"]
     ]
     return Given(states, groups, {key: value for key, value in full.items() if key not in _OWN})
@@ -192,7 +138,9 @@ def rekeyed(
         )
     kept = {key: value for key, value in full.items() if key not in _OWN}
     state = {to[key]: dict(entry) for key, entry in full["state"].items()}
-    groups = [_options(group) | {"params": [to[key] for key in group["params"]]} for group in full["param_groups"]]
+    groups = [
+        copied_options(group) | {"params": [to[key] for key in group["params"]]} for group in full["param_groups"]
+    ]
     if order is not None:
         for group in groups:
             group["params"].sort(key=order.__getitem__)

@@ -18,7 +18,7 @@ from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name, join
-from fsdp.engine.unit import Unit, units_in
+from fsdp.engine.unit import Unit, unit_of_wrapper, units_in
 from fsdp.optim_utils.state import OptimParam, Original, grouped, params_of
 
 Place = tuple[OptimParam, Original]
@@ -85,12 +85,40 @@ def _in_order(unit: Unit) -> list[tuple[FlatParamHandle, int]]:
     return list(dict.fromkeys([*(at[place] for place in wanted if place in at), *every]))
 
 
-def require_shards(root: Unit, what: str) -> None:
-    """Raise RuntimeError inside `summon_full_params`, where modules show no shards."""
+def root_of(model: Any) -> Unit:
+    """Return the unit of an outermost wrapper.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    root = unit_of_wrapper(model)
+    if root is None:
+        raise TypeError(f"the outermost FullyShardedDataParallel is needed, got a {type(model).__name__}")
+    return root
+
+
+def is_uncollected(unit: Unit, root: Unit) -> bool:
+    """Return whether a unit's optimizer state is left out of the gathered one.
+
+    It is if that was asked for, or if the first rank has all of it: of a unit of one rank in a sharded model.
+    """
+    is_alone = unit.comm.world_size == 1 < root.comm.world_size and unit is not root
+    return is_alone or unit.settings["no_broadcast_optim_state"]
+
+
+def parameters_of(model: nn.Module, what: str) -> Parameters:
+    """Return what an optimizer of the model may see.
+
+    Raises:
+        RuntimeError: inside a forward or backward, and inside `summon_full_params`, where modules show no shards.
+    """
+    root = root_of(model)
+    root.require_idle(what)
     inside = TrainingState.SUMMON_FULL_PARAMS
     summoned = [unit.name for _, unit in units_in(root) if unit.state is inside or unit.access.summoned is not None]
     if summoned:
         raise RuntimeError(f"cannot {what}: {summoned[0]} is inside summon_full_params(). Leave it first.")
+    return Parameters(model, root, lambda unit: is_uncollected(unit, root))
 
 
 # --- an optimizer's own dictionary ----------------------------------------------------------------------------------

@@ -169,6 +169,38 @@ def grouped(optimizer: Any, title: str, known: Callable[[Any], OptimParam | None
     return groups
 
 
+def match_groups(
+    groups: Sequence[Sequence[OptimParam]], saved_in: Callable[[Original], int | None], saved: str
+) -> tuple[list[int | None], list[str]]:
+    """Return for each parameter group of an optimizer which saved group has its parameters, and what does not fit.
+
+    Args:
+        groups: what is in each.
+        saved_in: gives the number of the saved group that has an original parameter; None if none has.
+        saved: what messages call the state that was saved.
+    """
+    found: list[int | None] = []
+    problems = []
+    for number, group in enumerate(groups):
+        first: dict[int, str] = {}
+        for original in (original for one in group for original in one.originals):
+            there = saved_in(original)
+            if there is None:
+                problems.append(
+                    f"the optimizer has {original.name} in its parameter group {number}, and {saved} has not"
+                )
+            else:
+                first.setdefault(there, original.name)
+        if len(first) > 1:
+            (one_group, one_name), (other_group, other_name), *_ = first.items()
+            problems.append(
+                f"the optimizer has {one_name} and {other_name} in one parameter group ({number}), and {saved} has "
+                f"them in groups {one_group} and {other_group}: make it with the same groups"
+            )
+        found.append(next(iter(first), None))
+    return found, problems
+
+
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a parameter group, without what says which parameters are in it."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names", SHARDS_OF)}
@@ -201,8 +233,9 @@ class Number(NamedTuple):
     value: Any
     dtype: torch.dtype
 
-    def tensor(self) -> Tensor:
-        """Return it as the optimizer has it."""
+    @property
+    def held(self) -> Tensor:
+        """The state as the optimizer has it."""
         return torch.tensor(self.value, dtype=self.dtype)
 
     def __str__(self) -> str:
@@ -213,6 +246,11 @@ class Value(NamedTuple):
     """State that is no tensor."""
 
     value: Any
+
+    @property
+    def held(self) -> Any:
+        """The state as the optimizer has it."""
+        return self.value
 
     def __str__(self) -> str:
         return f"{self.value!r:.40}"

@@ -7,17 +7,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp.engine.agreement import done_by_all, from_everyone
+from fsdp.engine.optimizer_hooks import state_of
 from fsdp.engine.state_requests import FirstRank
-from fsdp.optim_utils.full import Given
-from fsdp.optim_utils.params import Parameters, Place, held_by
+from fsdp.optim_utils.full import ADDED, Given, given
+from fsdp.optim_utils.gather import Window
+from fsdp.optim_utils.params import Parameters, Place, held_by, parameters_of, root_of
 from fsdp.optim_utils.state import (
     APART,
     ELEMENTWISE,
     Elements,
-    Kind,
     Kinds,
     Number,
     OptimParam,
@@ -26,12 +27,74 @@ from fsdp.optim_utils.state import (
     common_kinds,
     keys_with_elements,
     kind_of,
+    match_groups,
     odd_shape,
     release,
 )
-from fsdp.optim_utils.stream import Window
+from fsdp.state_dict.full import ensure_agreed
 
+_LOAD = "load its optimizer state"
 Plans = dict[OptimParam, Kinds]  # the state that an optimizer is to have of each parameter that it sees
+
+
+def become_shard(model: nn.Module, full: dict[str, Any]) -> dict[str, Any]:
+    """Turn a full optimizer state into this rank's shard of it, in place."""
+    params = parameters_of(model, "shard an optimizer state")
+    read = given(params, full)
+    plans, groups = plans_for(params, read), groups_as_saved(read)
+    states = cut_states(plans, read, is_consumed=True)
+    for one, state in states.items():
+        have_types(state, state_of(one.param))
+    full |= dictionary_of(groups, states)
+    for key in ADDED:
+        full.pop(key, None)
+    return full
+
+
+def shard_for(model: nn.Module, full: Mapping[str, Any], optim: Any) -> dict[str, Any]:
+    """Return this rank's shard of a full optimizer state as this optimizer has it; `full` is left alone."""
+    params = parameters_of(model, "shard an optimizer state")
+    read = given(params, full)
+    plans, groups = plans_for(params, read), groups_as_now(params, read, optim)
+    states = cut_states(plans, read)
+    for one, state in states.items():
+        have_types(state, _live(optim, one))
+    return {**read.beside, **dictionary_of(groups, states)}
+
+
+def load_full(model: nn.Module, optim: Any, full: Any, rank0_only: bool) -> None:
+    """Collective. Load a full optimizer state, which only the first rank has with `rank0_only`."""
+    root = root_of(model)
+    root.require_idle("load an optimizer state")
+    ensure_agreed(root)
+    ranks = root.everyone
+    if rank0_only:
+        params = done_by_all([ranks], _LOAD, lambda: parameters_of(model, "load an optimizer state"))
+        shard = _from_first(params, optim, full, FirstRank(ranks))
+    else:
+        shard = done_by_all([ranks], _LOAD, lambda: shard_for(model, full, optim))
+    optim.load_state_dict(shard)
+
+
+def _from_first(params: Parameters, optim: Any, full: Any, source: FirstRank) -> dict[str, Any]:
+    def read() -> tuple[Plans, Given]:
+        found = given(params, full)
+        return plans_for(params, found), found
+
+    plans, found = described_by_first(params, source, read)
+    groups = done_by_all([source.ranks], _LOAD, lambda: groups_as_now(params, found, optim))
+    states = deal_states(params, plans, found, source, lambda one, key: _live(optim, one).get(key))
+    for one, state in states.items():
+        have_types(state, _live(optim, one))
+    return {**found.beside, **dictionary_of(groups, states)}
+
+
+def _live(optim: Any, one: OptimParam) -> Mapping[str, Any]:
+    """Return what an optimizer has of a parameter now."""
+    return optim.state.get(one.param, {}) if isinstance(optim, torch.optim.Optimizer) else {}
+
+
+# --- kinds -----------------------------------------------------------------------------------------------------------
 
 
 def plans_for(params: Parameters, full: Given) -> Plans:
@@ -95,14 +158,13 @@ def cut_states(plans: Plans, full: Given, is_consumed: bool = False) -> dict[Opt
 
 
 def _state(one: OptimParam, kinds: Kinds, shards: Mapping[str, Tensor]) -> dict[str, Any]:
-    return {key: shards[key] if key in shards else _own(kind, one.comm.rank) for key, kind in kinds.items()}
+    rank = one.comm.rank
+    return {key: shards[key] if isinstance(kind, Elements) else _own(kind, rank) for key, kind in kinds.items()}
 
 
-def _own(kind: Kind, rank: int) -> Any:
+def _own(kind: Number | Value, rank: int) -> Any:
     """Return what this rank has of a value that may be one of each rank; ranks that came later have the first one's."""
-    if not isinstance(kind, Value):
-        return kind.tensor() if isinstance(kind, Number) else None
-    value = kind.value
+    value = kind.held
     if isinstance(value, list) and value and all(isinstance(each, Tensor) and each.dim() == 0 for each in value):
         return value[rank if rank < len(value) else 0].detach().clone()
     return value
@@ -159,34 +221,16 @@ def groups_as_now(params: Parameters, full: Given, optim: Any) -> list[tuple[dic
         ValueError: for a group of which the saved ones have only some, or which several of them have.
     """
     held = held_by(params, optim, optim.state_dict())
-    saved = {place: number for number, (_, places) in enumerate(full.groups) for place in places}
-    groups = []
-    for number, members in enumerate(held):
-        found: dict[int, str] = {}
-        for one in members:
-            for original in one.originals:
-                if (one, original) not in saved:
-                    raise ValueError(
-                        f"the optimizer has {original.name} in its parameter group {number}, and the optimizer state "
-                        "has it in none. Make the optimizer with the same parameters as the one that was saved."
-                    )
-                found.setdefault(saved[one, original], original.name)
-        if len(found) > 1:
-            (one_group, one_name), (other_group, other_name) = list(found.items())[:2]
-            raise ValueError(
-                f"the optimizer has {one_name} and {other_name} in one parameter group ({number}), and the optimizer "
-                f"state has them in groups {one_group} and {other_group}. Make the optimizer with the same groups."
-            )
-        options = full.groups[next(iter(found))][0] if found else {}
-        groups.append((options, members))
+    saved_in = {original: number for number, (_, places) in enumerate(full.groups) for _, original in places}
+    numbers, problems = match_groups(held, saved_in.get, "the optimizer state")
     known = {one for members in held for one in members}
     strangers = [original.name for one, original in full.states if one not in known]
     if strangers:
-        raise ValueError(
-            f"the optimizer state has something of {strangers[0]}, and the optimizer has not. Make it with the "
-            "same parameters."
-        )
-    return groups
+        problems.append(f"the optimizer state has something of {strangers[0]}, and the optimizer has not")
+    if problems:
+        raise ValueError(f"{problems[0]}. Make the optimizer with the parameters and groups of the one that was saved.")
+    options = [{} if number is None else full.groups[number][0] for number in numbers]
+    return list(zip(options, held, strict=True))
 
 
 def dictionary_of(
@@ -231,7 +275,7 @@ def described_by_first(
         )
         return pickle.dumps(described), plans, full
 
-    payload, plans, full = done_by_all([source.ranks], "load its optimizer state", job)
+    payload, plans, full = done_by_all([source.ranks], _LOAD, job)
     heard: Described = pickle.loads(from_everyone(source.ranks, payload)[0])
     if source.is_here:
         return plans, full

@@ -1,4 +1,4 @@
-"""Optimizer state as a stream of (name, key, tensor): unsharded tensors, one at a time, from which all else is built.
+"""Gathering an optimizer's state: a stream of unsharded tensors, one at a time, that fills full dictionaries.
 
 First ranks tell each other what kinds of state they have, and all that is small. Then each tensor's shards go straight
 into their places in the unsharded one, on the ranks that want it. Others need no memory for that.
@@ -6,28 +6,34 @@ into their places in the unsharded one, on the ranks that want it. Others need n
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fsdp.distributed.collectives import Communicator, Pending
+from fsdp.distributed.collectives import Communicator
 from fsdp.distributed.dtensor import whole
 from fsdp.engine.agreement import agree_on_outcome, done_by_all, number_among
-from fsdp.optim_utils.params import OwnState, Parameters
+from fsdp.optim_utils.full import copied_options
+from fsdp.optim_utils.params import OwnState, Parameters, own_state, parameters_of, root_of
 from fsdp.optim_utils.state import (
     Elements,
+    Kind,
+    Number,
     OptimParam,
     Original,
     SharedKinds,
+    Value,
     gather_kinds,
     is_alike,
     own_kinds,
     release,
 )
+from fsdp.state_dict.full import ensure_agreed
 
 # Bytes of unsharded tensors that may be on their way at once; one tensor may, however large.
 WINDOW = 2**25
@@ -138,51 +144,39 @@ class OptimStream:
 
     def _post(self, one: OptimParam, original: Original, key: str, kind: Elements) -> Callable[[], Any]:
         """Begin to send and receive the shards of one tensor."""
-        comm, shape = one.comm, one.local_shape(original)
-        receivers = self._receivers[comm]
-        mine = one.interval(original, comm.rank)
-        part = None
-        if mine is not None and receivers:
+        comm, mine = one.comm, one.interval(original, one.comm.rank)
+        incoming: dict[int, list[Tensor]] = {}
+        outgoing: dict[int, list[Tensor]] = {}
+        if self.is_wanted:
+            made = torch.empty(one.local_shape(original), dtype=kind.dtype, device=one.device)
+            there = {rank: one.interval(original, rank) for rank in range(comm.world_size) if rank != comm.rank}
+            incoming = {
+                rank: [made.view(-1)[kept.start : kept.stop]] for rank, kept in there.items() if kept is not None
+            }
+        else:
+            made = torch.empty(original.shape, dtype=kind.dtype, device="meta")
+        if mine is not None and self._receivers[comm]:
             value = self.own.states[one][key].detach().reshape(-1)
             part = value[mine.offset : mine.offset + mine.numel].to(one.device).contiguous()
-        if not self.is_wanted:
-            made = torch.empty(original.shape, dtype=kind.dtype, device="meta")
-            sending = self._exchange(one, {}, {rank: [part] for rank in receivers} if part is not None else {})
-            return lambda: self._sent(one, sending, (original, key, made))
-        made = torch.empty(shape, dtype=kind.dtype, device=one.device)
-        flat = made.view(-1)
-        incoming = {
-            rank: [flat[there.start : there.stop]]
-            for rank in range(comm.world_size)
-            if rank != comm.rank and (there := one.interval(original, rank)) is not None
-        }
-        others = [rank for rank in receivers if rank != comm.rank] if part is not None else []
-        pending = self._exchange(one, incoming, {rank: [part] for rank in others})
-        if part is not None and mine is not None:
-            flat[mine.start : mine.stop].copy_(part)
+            outgoing = {rank: [part] for rank in self._receivers[comm] if rank != comm.rank}
+        pending = None
+        if one.handle is not None and (incoming or outgoing):
+            what = f"gather of the optimizer state of {one.name}"
+            pending = comm.exchange(incoming, outgoing, what, ("optimizer", one.handle.tag))
+        if self.is_wanted and mine is not None:  # while the others are on their way
+            made.view(-1)[mine.start : mine.stop].copy_(part)
 
         def finish() -> tuple[Original, str, Tensor]:
             if pending is not None:
                 pending.wait()
+                if not self.is_wanted and one.device.type != "cpu":
+                    comm.settle()  # what was copied only to be sent can go
+            if not self.is_wanted:
+                return original, key, made
             tensor = made if original.part is None else whole(original.part.dtensor(made))
             return original, key, tensor.cpu()
 
         return finish
-
-    @staticmethod
-    def _sent(one: OptimParam, pending: Pending | None, result: Any) -> Any:
-        if pending is not None:
-            pending.wait()
-            if one.device.type != "cpu":
-                one.comm.settle()  # what was copied only to be sent can go
-        return result
-
-    @staticmethod
-    def _exchange(one: OptimParam, incoming: Any, outgoing: Any) -> Pending | None:
-        if one.handle is None or not (incoming or outgoing):
-            return None
-        what, tag = f"gather of the optimizer state of {one.name}", ("optimizer", one.handle.tag)
-        return one.comm.exchange(incoming, outgoing, what, tag)
 
     def _settle(self) -> None:
         """Block until the state may be changed: all that was sent of it has arrived."""
@@ -196,3 +190,75 @@ _WHAT = "gather its optimizer state"
 
 def _nbytes(entry: tuple[OptimParam, Original, str, Elements]) -> int:
     return entry[1].shape.numel() * entry[3].dtype.itemsize
+
+
+def optim_stream(model: nn.Module, optim: Any, recipient: int | None) -> OptimStream:
+    """Collective. Return the unsharded state of an optimizer, tensor by tensor."""
+    root, what = root_of(model), "gather an optimizer state"
+    root.require_idle(what)
+    ensure_agreed(root)
+    ranks = root.everyone
+    size = ranks[0].world_size * ranks[1].world_size
+    if recipient is not None and not 0 <= recipient < size:
+        raise ValueError(f"recipient_rank must be None or one of the {size} ranks, got {recipient}")
+
+    def job() -> tuple[Parameters, OwnState]:
+        params = parameters_of(model, what)
+        return params, own_state(params, optim)
+
+    params, own = done_by_all([ranks], "gather its optimizer state", job)
+    return OptimStream(params, own, recipient)
+
+
+# --- dictionaries ---------------------------------------------------------------------------------------------------
+
+
+def fairscale_dictionary(stream: OptimStream) -> dict[str, Any] | None:
+    """Collective. Return FairScale's full dictionary on ranks that want it, None on others."""
+    params, ids = stream.params, stream.own.ids
+    found = _filled(stream, params.numbers.__getitem__, _as_fairscale)
+    if found is None:
+        return None
+    id_map = {number: ids.get(one) if one in stream.shared else None for number, (one, _) in params.by_number.items()}
+    uncollected = [number for one, number in ids.items() if one.is_uncollected]
+    return found | {"param_id_map": id_map, "uncollected_local_ids": uncollected}
+
+
+def named_dictionary(stream: OptimStream) -> dict[str, Any] | None:
+    """Collective. Return the same with names for numbers, and 0-d tensors as the optimizer has them."""
+    return _filled(stream, lambda original: original.name, _as_it_is)
+
+
+def _filled(
+    stream: OptimStream, key_of: Callable[[Original], Any], kept: Callable[[str, Kind, SharedKinds], Any]
+) -> dict[str, Any] | None:
+    state: dict[Any, dict[str, Any]] = {}
+    for one, original in stream.params.by_number.values():
+        if one in stream.shared and stream.is_wanted:
+            shared = stream.shared[one]
+            # Also for what comes from other ranks, so that keys have the optimizer's order.
+            state[key_of(original)] = {key: kept(key, kind, shared) for key, kind in shared.kinds.items()}
+    for original, name, tensor in stream.tensors():
+        if stream.is_wanted:
+            state[key_of(original)][name] = tensor
+    if not stream.is_wanted:
+        return None
+    groups = [
+        copied_options(group) | {"params": [key_of(original) for one in members for original in one.originals]}
+        for group, members in zip(stream.own.dictionary["param_groups"], stream.own.groups, strict=True)
+    ]
+    return {**stream.own.dictionary, "state": state, "param_groups": groups}
+
+
+def _as_fairscale(key: str, kind: Kind, shared: SharedKinds) -> Any:
+    """Return a plain number for ``step``, as FairScale counts steps, and other 0-d tensors of each rank."""
+    if isinstance(kind, Number):
+        return kind.value if key == "step" else [number.held for number in shared.numbers(key)]
+    return copy.deepcopy(kind.value) if isinstance(kind, Value) else None
+
+
+def _as_it_is(key: str, kind: Kind, shared: SharedKinds) -> Any:
+    if isinstance(kind, Number):
+        numbers = shared.numbers(key)
+        return kind.held if all(number == kind for number in numbers) else [each.held for each in numbers]
+    return _as_fairscale(key, kind, shared)
