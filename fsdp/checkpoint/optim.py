@@ -1,4 +1,4 @@
-"""The state of an optimizer in a checkpoint: tensors of the parameters' shapes, under ``<name>/<key>``, and the rest.
+"""A checkpoint has an optimizer's state as tensors of the parameters' shapes, under ``<name>/<key>``, and a rest.
 
 Elements lie in an optimizer as the parameter's elements lie in the shard, so they are written and read by the same
 ranges. Numbers (``step``) and other values are in the manifest, by the parameter's name, as are the parameter groups.
@@ -81,7 +81,7 @@ def _each(groups: Groups) -> Iterator[OptimParam]:
     return (one for group in groups for one in group)
 
 
-# Kinds in the manifest
+# --- kinds in the manifest ------------------------------------------------------------------------------------------
 
 
 def kind_to_json(kind: Kind, where: str) -> list[Any]:
@@ -131,7 +131,7 @@ def _kind_from_json(key: str, saved: Any) -> Kind:
     raise ValueError(f"under {short(key)} it is {short(saved)}")
 
 
-# Saving
+# --- saving ---------------------------------------------------------------------------------------------------------
 
 
 def pickled_kinds(optimizer: Any, groups: Groups) -> bytes:
@@ -208,7 +208,7 @@ def rest_of(
     }
 
 
-# Loading
+# --- loading --------------------------------------------------------------------------------------------------------
 
 
 def state_problems(rest: Any, tensors: Container[str]) -> Iterator[str]:
@@ -243,13 +243,13 @@ def state_problems(rest: Any, tensors: Container[str]) -> Iterator[str]:
 
 @dataclass(frozen=True, eq=False)
 class StatePlan:
-    """The state that an optimizer is to get.
+    """A `StatePlan` is what an optimizer is to get of a checkpoint.
 
     Attributes:
         states: for each parameter that it sees, the names of the originals in the checkpoint, and their state.
         options: for each group those that were saved, encoded; None for a group without parameters.
         groups: what is in each.
-        problems: why it cannot get it.
+        problems: the reasons why it cannot get it.
     """
 
     states: list[tuple[OptimParam, dict[Original, str], Kinds]]
@@ -362,11 +362,11 @@ def give_state(optimizer: Any, plan: StatePlan, found: Mapping[nn.Parameter, dic
     release(_each(plan.groups))
 
 
-# Several optimizers
+# --- several optimizers ---------------------------------------------------------------------------------------------
 
 
 class Several:
-    """Several optimizers of one model, each with parameters of its own, as the one that a checkpoint holds.
+    """`Several` optimizers of one model, each with parameters of its own, are as the one that a checkpoint holds.
 
     Raises:
         TypeError: for what is no optimizer.
@@ -390,17 +390,17 @@ class Several:
 
     @property
     def kind(self) -> str:
-        """Their classes' names."""
+        """Return their classes' names."""
         return ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """All groups, as `torch.optim.Optimizer` has them."""
+        """Return all groups, as `torch.optim.Optimizer` has them."""
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     @property
     def state(self) -> Mapping[nn.Parameter, dict[str, Any]]:
-        """By parameter, as `torch.optim.Optimizer` has it."""
+        """Return the state by parameter, as `torch.optim.Optimizer` has it."""
         return _States(self._by_param)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -414,7 +414,7 @@ class Several:
 
 
 class _States(Mapping[nn.Parameter, dict[str, Any]]):
-    """The states of several optimizers: that of a parameter is in the one that has it."""
+    """`_States` find the state of a parameter in the one of several optimizers that has it."""
 
     def __init__(self, by_param: Mapping[nn.Parameter, Any]) -> None:
         self._by_param = by_param

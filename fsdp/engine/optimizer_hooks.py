@@ -1,14 +1,14 @@
-"""Hooks around every optimizer's step, and before it loads a state: mistakes that would pass in silence are errors.
+"""Every optimizer's step and load goes through hooks here, so that mistakes that would pass in silence are errors.
 
 torch calls hooks before and after every step of its optimizers. Before a step, gradients join their parameters, and
-what cannot be stepped is refused; after it, what an optimizer made for shards on disk goes there too. Before a load,
-torch has hooks of single optimizers only, so `load_state_dict` of all is another function from the first wrapping on.
+what cannot be stepped is refused; after it, what an optimizer made for shards on disk goes there too. For loads torch
+has hooks of single optimizers only, and for scalers none. So `Optimizer.load_state_dict` and `GradScaler.step` are
+other functions from the first wrapping on.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -21,7 +21,6 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp.distributed.dtensor import is_dtensor, is_on_many_ranks
-from fsdp.engine.flat_param import PieceParameter
 from fsdp.engine.managed_params import is_ours, taken_by
 from fsdp.engine.offload import DiskHome
 from fsdp.engine.runtime import refuse_missing_gradients, runtimes
@@ -33,6 +32,7 @@ def watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
     torch.optim.Optimizer.load_state_dict = _loading(torch.optim.Optimizer.load_state_dict)  # type: ignore[method-assign]
+    torch.amp.GradScaler.step = _scaling(torch.amp.GradScaler.step)  # type: ignore[method-assign]
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -65,13 +65,15 @@ def _prepare(optimizer: torch.optim.Optimizer) -> None:
                 f"{type(optimizer).__name__}.step(): gradients that were accumulated under no_sync() are not reduced "
                 "over the ranks yet and would be left out. Run the last backward of the step outside no_sync()."
             )
-    if any(_is_spread(param) for param in ours):
-        _refuse_lonely_scaler(optimizer)
-        _refuse_products(optimizer)
+    if isinstance(optimizer, torch.optim.LBFGS) and any(_is_spread(param) for param in ours):
+        raise RuntimeError(  # ranks would search along other lines each, and call the model another number of times
+            "LBFGS goes by products over all parameters, and would take them over this rank's shards. Use an optimizer "
+            "that works element by element (Adam, AdamW, SGD, ...)."
+        )
     _refuse_original_parameters(optimizer, params)
     if optimizer not in _seen:
         _seen.add(optimizer)
-        _warn_of_whole_parameters(optimizer, ours)
+        _warn_of_unsharded_parameters(optimizer, ours)
         _warn_of_groups(optimizer)
         _warn_of_parameters_apart(optimizer, params, ours)
         optimizer.register_state_dict_post_hook(_sign_state)
@@ -132,14 +134,14 @@ def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[A
 # --- mistakes -------------------------------------------------------------------------------------------------------
 
 # Optimizers that look at a parameter's rows and columns, or at its norm, by their classes' names.
-_OF_WHOLE_PARAMETERS = re.compile("adafactor|muon|shampoo|lamb(?!da)|lars", re.IGNORECASE)
+_OF_UNSHARDED_PARAMETERS = re.compile("adafactor|muon|shampoo|lamb(?!da)|lars", re.IGNORECASE)
 _seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that have stepped
 
 
-def _warn_of_whole_parameters(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
-    """Warn of an optimizer that cannot do on flat shards what it does on whole parameters."""
-    ours = [param for param in ours if (param.shape,) != param.owner._shapes]  # others are whole, and as they were
-    if ours and _OF_WHOLE_PARAMETERS.search(type(optimizer).__name__):
+def _warn_of_unsharded_parameters(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
+    """Warn of an optimizer that cannot do on flat shards what it does on unsharded parameters."""
+    ours = [param for param in ours if (param.shape,) != param.owner._shapes]  # others are as they were
+    if ours and _OF_UNSHARDED_PARAMETERS.search(type(optimizer).__name__):
         warnings.warn(
             f"{type(optimizer).__name__} goes by the rows, columns or norms of whole parameters, and gets flat shards, "
             f"as that with {ours[0].owner._names[0]}: it does not train as without sharding, and its state may not be "
@@ -206,15 +208,6 @@ def _names_in(param: Any) -> tuple[str, ...]:
     return param._names if param is param.owner else (param.fqn,)
 
 
-def _refuse_products(optimizer: torch.optim.Optimizer) -> None:
-    """Raise RuntimeError if ranks would search along other lines each, and call the model another number of times."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise RuntimeError(
-            "LBFGS goes by products over all parameters, and would take them over this rank's shards. Use an optimizer "
-            "that works element by element (Adam, AdamW, SGD, ...)."
-        )
-
-
 def _refuse_mixed_dtypes(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
     """Raise RuntimeError if torch's optimizer would fail on gradients or state of other dtypes, naming neither."""
     takes_them = isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults.get("fused")
@@ -253,7 +246,7 @@ def _loading(load: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(load)
     def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        _refuse_whole_state(self, state_dict)
+        _refuse_unsharded_state(self, state_dict)
         saved = state_dict.get("param_groups", ())
         if any(SHARDS_OF in group for group in saved) and len(saved) == len(self.param_groups):
             groups = [_without_signature(self, *pair) for pair in zip(self.param_groups, saved, strict=True)]
@@ -300,7 +293,7 @@ def _shards_in(group: dict[str, Any]) -> list[list[int]]:
     return sorted([list(each) for each in {(comm.rank, comm.world_size) for comm in comms}])
 
 
-def _refuse_whole_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+def _refuse_unsharded_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Raise ValueError for state of unsharded parameters, which torch would give to shards or refuse without remedy."""
     own = [group["params"] for group in optimizer.param_groups]
     spread = [param for param in _ours(chain.from_iterable(own)) if param.owner._is_sharded]
@@ -312,7 +305,7 @@ def _refuse_whole_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, 
         problem = f"it has {sum(map(len, saved))} parameters, and the optimizer {sum(map(len, own))}"
     for number, param in zip(chain.from_iterable(saved), chain.from_iterable(own), strict=False):
         for key, value in {} if problem else state_dict["state"].get(number, {}).items():
-            if _is_of_whole(value, param):
+            if _is_of_unsharded(value, param):
                 problem = f"its {key!r} of {_name_of(param)} has the shape of the whole parameter, {tuple(value.shape)}"
     if problem:
         remedy = (
@@ -328,41 +321,32 @@ def _refuse_whole_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, 
         )
 
 
-def _is_of_whole(value: Any, param: Any) -> bool:
+def _is_of_unsharded(value: Any, param: Any) -> bool:
     """Return whether something in a state is of an unsharded parameter, of which this rank has a shard."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or not is_ours(param) or not param.owner._is_sharded:
         return False
     if is_dtensor(param):
         return not is_dtensor(value) and value.shape == param.shape
-    whole = [param.whole_shape] if isinstance(param, PieceParameter) else param.owner._shapes
-    return value.shape != param.shape and value.shape in whole
+    return value.shape != param.shape and value.shape in _shapes_in(param)
 
 
 # --- scalers --------------------------------------------------------------------------------------------------------
 
-# How many calls may lie between a scaler's step and our hook: torch's own have four.
-_CALLS_TO_A_SCALER = 12
 
+def _scaling(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `step` of torch's gradient scaler that refuses sharded parameters.
 
-def _refuse_lonely_scaler(optimizer: torch.optim.Optimizer) -> None:
-    """Raise RuntimeError if the step is called by a scaler that decides on this rank alone whether to skip it.
-
-    A scaler leaves no trace on an optimizer, and on a rank that skips there is no step at all; so this looks at who
-    calls. A rank that skipped alone would train on with other weights than the rest, silently.
+    A rank that decides alone to skip a step would train on with other weights than the rest, silently.
     """
-    frame = sys._getframe(1)
-    for _ in range(_CALLS_TO_A_SCALER):
-        if frame.f_back is None:
-            return
-        frame = frame.f_back
-        if frame.f_code is torch.amp.GradScaler.step.__code__:
-            scaler = frame.f_locals["self"]
-            if scaler.is_enabled() and not getattr(scaler, "agrees_over_ranks", False):
-                for left in ("grad_scale", "found_inf"):  # on a fused optimizer, which would use them in its next step
-                    optimizer.__dict__.pop(left, None)
+
+    @wraps(step)
+    def scaled_step(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if self.is_enabled() and not getattr(self, "agrees_over_ranks", False):
+            if any(_is_spread(param) for group in optimizer.param_groups for param in _ours(group["params"])):
                 raise RuntimeError(
-                    f"{type(scaler).__module__}.{type(scaler).__name__} looks for infinities in this rank's shards "
-                    "only: ranks would skip different steps. Use fsdp.ShardedGradScaler, which takes the same "
-                    "arguments."
+                    f"{type(self).__module__}.{type(self).__name__} looks for infinities in this rank's shards only: "
+                    "ranks would skip different steps. Use fsdp.ShardedGradScaler, which takes the same arguments."
                 )
-            return
+        return step(self, optimizer, *args, **kwargs)
+
+    return scaled_step

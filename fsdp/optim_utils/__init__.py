@@ -1,4 +1,4 @@
-"""The state of optimizers of wrapped models: gathered under plain names, sharded for any number of ranks, rekeyed.
+"""The state of a wrapped model's optimizer is gathered under plain names, sharded for any number of ranks, rekeyed.
 
 A *full* optimizer state is what an optimizer of the unsharded model would have: ``state`` by parameter and
 ``param_groups``, with tensors in the parameters' shapes. Parameters go by their names in the module from before

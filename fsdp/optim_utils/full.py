@@ -1,4 +1,4 @@
-"""Full optimizer states as dictionaries are read: FairScale's, which go by numbers, and ours, which go by names."""
+"""Full optimizer states are dictionaries that go by FairScale's numbers or by names; they are read and rekeyed here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def copied_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Given:
-    """A full dictionary, read for a model.
+    """A `Given` is a full dictionary, read for a model.
 
     Attributes:
         states: the state of each original parameter that has any.

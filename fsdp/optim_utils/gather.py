@@ -1,4 +1,4 @@
-"""Gathering an optimizer's state: a stream of unsharded tensors, one at a time, that fills full dictionaries.
+"""An optimizer's state is gathered as a stream of unsharded tensors, one at a time, which fills full dictionaries.
 
 First ranks tell each other what kinds of state they have, and all that is small. Then each tensor's shards go straight
 into their places in the unsharded one, on the ranks that want it. Others need no memory for that.
@@ -40,7 +40,7 @@ WINDOW = 2**25
 
 
 class Window:
-    """A queue of tensors that are on their way, of at most `WINDOW` bytes together."""
+    """A `Window` is a queue of tensors on their way, of at most `WINDOW` bytes together."""
 
     def __init__(self) -> None:
         self._bytes = 0
@@ -65,7 +65,7 @@ class Window:
 
 
 class OptimStream:
-    """An optimizer's state on all ranks, to be fetched once. Making it is a collective.
+    """An `OptimStream` fetches an optimizer's state from all ranks, once. Making it is a collective.
 
     Args:
         params: of the model.
@@ -110,7 +110,7 @@ class OptimStream:
 
     @property
     def sizes(self) -> Iterator[tuple[OptimParam, Original, str, Elements]]:
-        """All tensors of the stream, in its order."""
+        """Yield all tensors of the stream, in its order."""
         for one, original in self.params.by_number.values():
             if one in self.shared:
                 for key, kind in self.shared[one].kinds.items():

@@ -1,4 +1,4 @@
-"""The parameters of a wrapped model as optimizers see them, and the names and numbers by which the original ones go.
+"""`Parameters` knows what optimizers of a wrapped model see, and the names and numbers of the original parameters.
 
 Names are those of the module from before wrapping. Numbers are FairScale's: they count the wrappers' own parameters,
 wrapper by wrapper in the order of ``modules()``, each wrapper's in the order in which its modules list them. So they
@@ -25,7 +25,7 @@ Place = tuple[OptimParam, Original]
 
 
 class Parameters:
-    """All that an optimizer of a wrapped model may see.
+    """`Parameters` are all that an optimizer of a wrapped model may see.
 
     Args:
         wrapper: the outermost one.
@@ -126,7 +126,7 @@ def parameters_of(model: nn.Module, what: str) -> Parameters:
 
 @dataclass(frozen=True, eq=False)
 class OwnState:
-    """This rank's state of an optimizer.
+    """An `OwnState` is what an optimizer has on this rank.
 
     Attributes:
         dictionary: as the optimizer gave it; not to be changed.

@@ -1,4 +1,4 @@
-"""Handing over an optimizer that was made before the model was wrapped.
+"""`reshard_optimizer` hands over an optimizer that was made before the model was wrapped.
 
 It holds original parameters, which nobody trains any more. Each is replaced by the `OptimParam` that it is in now. What
 the optimizer has learned about it, unsharded and the same on every rank, is sharded as the parameter itself was.
@@ -79,7 +79,7 @@ def _replace(group: dict[str, Any], replaced: Mapping[nn.Parameter, nn.Parameter
 
 
 class Held(NamedTuple):
-    """An original parameter as the optimizer holds it."""
+    """A `Held` is an original parameter as the optimizer holds it."""
 
     param: nn.Parameter
     group: int

@@ -1,4 +1,4 @@
-"""Full optimizer states, sharded for a rank: from a dictionary that it has, or from the first rank."""
+"""Full optimizer states are sharded here for a rank: from a dictionary that it has, or from the first rank."""
 
 from __future__ import annotations
 

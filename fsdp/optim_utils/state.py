@@ -1,10 +1,9 @@
-"""The state of optimizers: of which parameters it is, of which kinds, what the ranks have of it, and a rank's shard.
+"""An optimizer's state is of three kinds, by which it is gathered, sharded, saved, loaded and compared everywhere.
 
-An optimizer of a sharded model sees `OptimParam`s, each a shard of one original parameter or of several. What it has of
-one, by key, is of three kinds. `Elements` are a value for each element, and lie as the parameter's own elements do, so
-they are sharded, put together and read from files by the same intervals. A `Number` is a 0-d tensor about the
-parameter as such, and a `Value` is no tensor. Everything else here goes by these kinds: gathering a state, loading one,
-checkpoints, files of other libraries, and handing over an optimizer from before wrapping.
+An optimizer of a sharded model sees `OptimParam`s, each a shard of one original parameter or of several. Its state of
+one has keys. `Elements` under a key are a value for each element of the parameter; they lie as the parameter's own
+elements do, so the same intervals shard them, put them together and find them in files. A `Number` is a 0-d tensor
+about the parameter as such, and a `Value` is no tensor.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ APART = "Wrap with use_orig_params=True, with which optimizers have each paramet
 _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 
 
-# Parameters
+# --- parameters -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Original:
-    """An original parameter.
+    """An `Original` is a parameter of the module before it was wrapped.
 
     Attributes:
-        name: in the module before it was wrapped.
+        name: in that module.
         shape: of the unsharded parameter.
         slot: its number in the flat parameter.
         part: the local part of a `DTensor`.
@@ -55,10 +54,10 @@ class Original:
 
 @dataclass(frozen=True, eq=False)
 class OptimParam:
-    """A parameter that an optimizer sees: the shard of a flat parameter or of one in it, or one that is not sharded.
+    """An `OptimParam` is what an optimizer sees: a shard of one or several parameters, or an unsharded parameter.
 
     Attributes:
-        param: is what it sees.
+        param: the parameter that the optimizer has.
         handle: runs the flat parameter; None for a parameter that is not sharded.
         originals: what it was made of.
         is_uncollected: its state is not to be gathered.
@@ -71,22 +70,22 @@ class OptimParam:
 
     @property
     def comm(self) -> Communicator:
-        """The ranks that it is sharded over."""
+        """Return the ranks that it is sharded over."""
         return LONE_RANK if self.handle is None else self.handle.comm
 
     @property
     def replicas(self) -> Communicator:
-        """The ranks that have the same shard."""
+        """Return the ranks that have the same shard."""
         return LONE_RANK if self.handle is None else self.handle.replicas
 
     @property
     def device(self) -> torch.device:
-        """The device from which its elements can be sent."""
+        """Return the device from which its elements can be sent."""
         return self.param.device if self.handle is None else self.handle.home.device
 
     @property
     def name(self) -> str:
-        """The name for messages."""
+        """Return the name for messages."""
         first, *others = (original.name for original in self.originals)
         return f"{first} (in one flat parameter with {len(others)} more)" if others else first
 
@@ -215,11 +214,11 @@ def release(params: Iterable[OptimParam]) -> None:
         files.release()
 
 
-# Kinds
+# --- kinds ----------------------------------------------------------------------------------------------------------
 
 
 class Elements(NamedTuple):
-    """State with a value for each element of the parameter."""
+    """`Elements` are a value for each element of the parameter."""
 
     dtype: torch.dtype
 
@@ -228,14 +227,14 @@ class Elements(NamedTuple):
 
 
 class Number(NamedTuple):
-    """State that is a 0-d tensor about the parameter as such."""
+    """A `Number` is a 0-d tensor about the parameter as such."""
 
     value: Any
     dtype: torch.dtype
 
     @property
     def held(self) -> Tensor:
-        """The state as the optimizer has it."""
+        """Return the state as the optimizer has it."""
         return torch.tensor(self.value, dtype=self.dtype)
 
     def __str__(self) -> str:
@@ -243,13 +242,13 @@ class Number(NamedTuple):
 
 
 class Value(NamedTuple):
-    """State that is no tensor."""
+    """A `Value` is state that is no tensor."""
 
     value: Any
 
     @property
     def held(self) -> Any:
-        """The state as the optimizer has it."""
+        """Return the state as the optimizer has it."""
         return self.value
 
     def __str__(self) -> str:
@@ -353,11 +352,11 @@ def common_kinds(kinds: Mapping[Original, Kinds]) -> Kinds:
     return kinds[first]
 
 
-# What ranks have
+# --- what ranks have ------------------------------------------------------------------------------------------------
 
 
 class OwnKinds(NamedTuple):
-    """The state that one rank has of a parameter; `is_on` says whether it has elements of that."""
+    """`OwnKinds` say which state one rank has of a parameter, and whether the parameter has elements on it."""
 
     name: str
     is_on: bool
@@ -394,11 +393,11 @@ def _kinds(one: OptimParam, state: Mapping[str, Any], doing: str) -> Kinds:
 
 @dataclass(frozen=True, eq=False)
 class SharedKinds:
-    """What all ranks have of the state of one parameter.
+    """`SharedKinds` are the state that all ranks have of one parameter.
 
     Attributes:
         name: of the parameter.
-        by_rank: of each rank what it has.
+        by_rank: the state of each rank.
         holders: the ranks that have elements of the parameter; others may have no state.
     """
 
@@ -408,7 +407,7 @@ class SharedKinds:
 
     @property
     def kinds(self) -> Kinds:
-        """The state, with numbers and values of the first rank that has any."""
+        """Return the state, with numbers and values of the first rank that has any."""
         return next((self.by_rank[rank] for rank in self.holders or range(len(self.by_rank)) if self.by_rank[rank]), {})
 
     def numbers(self, key: str) -> list[Number]:
@@ -418,7 +417,7 @@ class SharedKinds:
         return [kind if isinstance(kind, Number) else first for kind in found]  # type: ignore[misc]
 
     def problems(self, same: Callable[[Any, Any], bool]) -> Iterator[str]:
-        """Yield what ranks do not have the same of, but ought to."""
+        """Yield what the ranks have not the same of, but ought to."""
         for rank in self.holders:
             first = self.holders[0]
             if (found := differences(self.by_rank[first], self.by_rank[rank], same)) is not None:

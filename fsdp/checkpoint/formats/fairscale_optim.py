@@ -1,4 +1,4 @@
-"""The state of an optimizer beside FairScale's shards, by parameters' names.
+"""The state of an optimizer beside FairScale's shards is found here by parameters' names.
 
 Of a flat parameter an optimizer has flat state, which lies as the parameter's elements lie; so the metadata of the
 weights say what is in it. FairScale's full dictionaries have tensors in the parameters' shapes, under numbers, which

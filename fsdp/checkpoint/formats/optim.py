@@ -1,4 +1,4 @@
-"""Optimizers' states in checkpoints of other formats, in the form of ours (`fsdp.checkpoint.optim`).
+"""Optimizers' states in checkpoints of other formats are brought into the form of ours (`fsdp.checkpoint.optim`).
 
 There are three forms: that of torch's optimizers, in which parameters go by numbers; the same by names, as of
 `get_optimizer_state_dict` and FSDP1; and flat ones, with keys like ``state.<name>.exp_avg``.
@@ -26,12 +26,12 @@ _STATE, _GROUPS = "state", "param_groups"
 
 @dataclass(frozen=True)
 class SavedOptimizer:
-    """A dictionary of an optimizer.
+    """A `SavedOptimizer` is a dictionary of an optimizer in a file.
 
     Attributes:
-        key: under which it was.
-        file: in which.
-        content: it.
+        key: the key in the file.
+        file: the file.
+        content: the dictionary.
     """
 
     key: str
@@ -44,13 +44,13 @@ class SavedOptimizer:
 
 @dataclass(frozen=True)
 class FoundState:
-    """The state of an optimizer.
+    """A `FoundState` is the state of an optimizer.
 
     Attributes:
-        key: under which it was.
+        key: the key of its dictionary.
         tensors: under ``<name>/<key>``.
-        rest: what is no tensor.
-        others: what more there was in its dictionary (``loss_scale``).
+        rest: all but the tensors.
+        others: the rest of its dictionary (``loss_scale``).
     """
 
     key: str
@@ -82,7 +82,7 @@ def is_single(key: str, value: Any, shape: torch.Size) -> bool:
 
 
 class NamedState:
-    """A state by parameters' names, as it is found.
+    """A `NamedState` collects a state by parameters' names, as it is found.
 
     Args:
         title: what messages call the optimizer's dictionary: its file.
@@ -177,10 +177,10 @@ class NamedState:
 
 @dataclass(frozen=True)
 class Names:
-    """A model's tensors, by plain names.
+    """`Names` are a model's tensors, by plain names.
 
     Attributes:
-        tensors: them.
+        tensors: the tensors.
         cleaned: makes a plain name of one that is found.
     """
 
