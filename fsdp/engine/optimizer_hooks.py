@@ -341,12 +341,13 @@ def _scaling(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(step)
     def scaled_step(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if self.is_enabled() and not getattr(self, "agrees_over_ranks", False):
-            if any(_is_spread(param) for group in optimizer.param_groups for param in _ours(group["params"])):
-                raise RuntimeError(
-                    f"{type(self).__module__}.{type(self).__name__} looks for infinities in this rank's shards only: "
-                    "ranks would skip different steps. Use fsdp.ShardedGradScaler, which takes the same arguments."
-                )
+        params = (param for group in optimizer.param_groups for param in _ours(group["params"]))
+        decides_alone = self.is_enabled() and not getattr(self, "agrees_over_ranks", False)
+        if decides_alone and any(map(_is_spread, params)):
+            raise RuntimeError(
+                f"{type(self).__module__}.{type(self).__name__} looks for infinities in this rank's shards only: ranks "
+                "would skip different steps. Use fsdp.ShardedGradScaler, which takes the same arguments."
+            )
         return step(self, optimizer, *args, **kwargs)
 
     return scaled_step
