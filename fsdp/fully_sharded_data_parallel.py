@@ -46,9 +46,10 @@ from fsdp.engine.shared_params import share
 from fsdp.engine.state_requests import Saving, Summoning
 from fsdp.engine.unit import TrainingState, Unit, unit_of, units_in
 from fsdp.fsdp_module import FSDPModule
-from fsdp.optim_utils import wrapped
-from fsdp.optim_utils.full import fairscale_dictionary
+from fsdp.optim_utils.gather import fairscale_dictionary, optim_stream
+from fsdp.optim_utils.params import is_uncollected
 from fsdp.optim_utils.reshard_optimizer import reshard_optimizer
+from fsdp.optim_utils.scatter import become_shard
 from fsdp.state_dict.full import ensure_agreed, ensure_same_values
 from fsdp.state_dict.load import Loading, load_whole, with_wrapped_metadata
 from fsdp.state_dict.local import LocalLoad, Member, local, local_metadata, local_state
@@ -369,7 +370,7 @@ class FullyShardedDataParallel(nn.Module):
         all of it.
         """
         runtime = self._unit.runtime
-        return wrapped.is_uncollected(self._unit, self._unit if runtime is None else runtime.root)
+        return is_uncollected(self._unit, self._unit if runtime is None else runtime.root)
 
     @property
     def uncollected_opt_state(self) -> dict[int, Any]:
@@ -975,7 +976,7 @@ class FullyShardedDataParallel(nn.Module):
             ValueError: for a rank that there is not; for parameters that are not of the model; for state of neither the
                 parameter's shape nor a number; for ranks with different states.
         """
-        return fairscale_dictionary(wrapped.optim_stream(self, optim, recipient_rank))
+        return fairscale_dictionary(optim_stream(self, optim, recipient_rank))
 
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of a full optimizer state, for ``optim.load_state_dict``. No rank needs another for it.
@@ -999,7 +1000,7 @@ class FullyShardedDataParallel(nn.Module):
             TypeError: for what is no such dictionary.
             ValueError: for another model's; for state that cannot be cut. Nothing is changed then.
         """
-        return wrapped.become_shard(self, full_optim_state_dict)
+        return become_shard(self, full_optim_state_dict)
 
     def reshard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Hand over an optimizer that was made before wrapping: it goes on where it was, on this rank's shards.

@@ -120,7 +120,7 @@ def test_state_of_another_shape_than_its_parameter(folder: Path) -> None:
     content = torch.load(folder / "whole.pt", weights_only=True)
     flatten(content)
     torch.save(content, folder / "odd.pt")
-    fails(folder / "odd.pt", folder / "odd.pt", "'exp_avg' of first.weight", "[25]", "[5, 5]")
+    fails(folder / "odd.pt", folder / "odd.pt", "'exp_avg' of first.weight", "(25,)", "(5, 5)")
 
 
 def test_state_of_ranks_at_different_steps(folder: Path, tmp_path: Path) -> None:

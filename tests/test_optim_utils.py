@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, auto_wrap_bn, optim_utils
-from fsdp.optim_utils.wrapped import parameters_of
+from fsdp.optim_utils.params import parameters_of
 from tests._ranks import RankPool
 from tests.models import nested_mlp
 from tests.optimizing import adam, assert_close, assert_same, from_first, garden, momentum, nadam, stateless, train

@@ -22,8 +22,7 @@ from fsdp.checkpoint.json_values import decoded
 from fsdp.checkpoint.load_safetensors import does_not_fit, misfits, read
 from fsdp.checkpoint.model import Stored, size_of, stored_tensors
 from fsdp.checkpoint.model_tensors import extra_states, prepared, tensors_in
-from fsdp.checkpoint.optim import StatePlan, give_state, plan_state, read_state, release_state
-from fsdp.checkpoint.several import as_one
+from fsdp.checkpoint.optim import StatePlan, as_one, give_state, plan_state, read_state
 from fsdp.checkpoint.untrusted import readable, reading
 from fsdp.engine.agreement import (
     Ranks,
@@ -127,7 +126,6 @@ class _SavedState:
         found = done_by_all(self._everyone, self._what, lambda: read_state(self._optimizer, self._plan, self._files))
         _compare(self._files, self._everyone)
         give_state(self._optimizer, self._plan, found)
-        release_state(self._plan.groups)
 
 
 def _found(path: str | os.PathLike[str], everyone: Sequence[Ranks], only: str | None) -> Source:

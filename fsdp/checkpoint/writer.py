@@ -35,9 +35,8 @@ from fsdp.checkpoint.model import (
     stored_tensors,
 )
 from fsdp.checkpoint.model_tensors import extra_states, handles_of, outermost_units, prepared
-from fsdp.checkpoint.optim import Seen, kinds_of_all, kinds_on_rank, seen_by, state_entries
+from fsdp.checkpoint.optim import Groups, as_one, params_in, pickled_kinds, shared_kinds, state_entries
 from fsdp.checkpoint.safetensors_writer import Entry, PlannedFile, create, index_name, index_of, plan, write_parts
-from fsdp.checkpoint.several import as_one
 from fsdp.checkpoint.stream import Senders, sees_folder
 from fsdp.engine.agreement import Ranks, agree_on, done_by_all, from_everyone, number_among
 from fsdp.engine.deferred_init import require_values_everywhere
@@ -208,15 +207,15 @@ def _with_optimizer(
 ) -> Plan:
     """Collective. The same with the state of an optimizer."""
 
-    def look() -> tuple[list[list[Seen]], list[Any]]:
-        groups = seen_by(optimizer, tensors)
-        return groups, kinds_on_rank(optimizer, groups)
+    def look() -> tuple[Groups, bytes]:
+        groups = params_in(optimizer, tensors)
+        return groups, pickled_kinds(optimizer, groups)
 
-    groups, own = done_by_all([ranks], "prepare its optimizer's state", look)
-    kinds = kinds_of_all(own, ranks)
+    groups, pickled = done_by_all([ranks], "prepare its optimizer's state", look)
+    kinds = shared_kinds(ranks, pickled)
 
     def add() -> Plan:
-        entries, rest = state_entries(optimizer, groups, kinds, ranks)
+        entries, rest = state_entries(optimizer, groups, kinds, tensors, ranks)
         return replace(found.with_set("optimizer", entries, max_file_bytes), optimizer_rest=rest)
 
     return done_by_all([ranks], "prepare its optimizer's state", add)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsdp.checkpoint.formats.named_state import FoundState
+from fsdp.checkpoint.formats.lazy_tensors import LazyReader
+from fsdp.checkpoint.formats.optim import FoundState
 from fsdp.checkpoint.formats.source import Source
 from fsdp.checkpoint.formats.stitched import Stitched, reader_of
 from fsdp.checkpoint.formats.values import materialised, shown
@@ -46,7 +47,7 @@ def source_of_ranks(
         format=word,
         path=title,
         model=reader_of(title, tensors),
-        optimizer=None if state is None else reader_of(title, state.tensors),
+        optimizer=None if state is None else LazyReader(title, state.tensors),
         optimizer_rest=None if state is None else state.rest,
         extra=extra,
         values=encoded(kept, "values") if kept else None,
