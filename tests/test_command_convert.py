@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from fsdp.checkpoint.cli.show import Progress
+from fsdp.checkpoint.cli import Progress
 from fsdp.checkpoint.safetensors import SafetensorsFiles
 from tests.converting import assert_same_checkpoint, command, converted, saved
 from tests.saving import content, flip

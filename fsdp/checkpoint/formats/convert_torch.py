@@ -10,7 +10,7 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from fsdp.checkpoint.formats.lazy_tensors import StridedTensor
 from fsdp.checkpoint.formats.torch_archive import TorchArchive
 from fsdp.checkpoint.safetensors_writer import write_at
 
-Pieces = Callable[[], Iterator[Tensor]]
 _NOTHING_ELSE = re.compile("")
 _END, _END_64 = b"PK\5\6", b"PK\6\6"
 _DESCRIPTOR = b"PK\7\x08"
@@ -48,18 +47,11 @@ def write_torch(path: str, content: Content, *, by_number: bool, overwrite: bool
     tree = tree_of(content, make, by_number=by_number)
     whole = tree[OPTIMIZER] if content.model is None else tree
     with new_place(path, is_folder=False, overwrite=overwrite, own=_NOTHING_ELSE) as part:
-        save_in_pieces(part, whole, {room: item.pieces for room, item in items.items()}, advance)
+        _save_in_pieces(part, whole, items, advance)
 
 
-def save_in_pieces(path: str, tree: Any, rooms: Mapping[int, Pieces], advance: Advance) -> None:
-    """`torch.save`, with tensors that are in no memory.
-
-    Args:
-        path: the file to write.
-        tree: with tensors of which some are rooms: memory that is never touched.
-        rooms: by the `id` of such a one, what gives its elements.
-        advance: is told how many bytes of them were written.
-    """
+def _save_in_pieces(path: str, tree: Any, items: Mapping[int, Item], advance: Advance) -> None:
+    """Write a tree as `torch.save` does; `items` has, by `id`, where tensors come from that are in no memory."""
     with torch.serialization.skip_data():
         torch.save(tree, path)
     archive = TorchArchive(path)
@@ -69,8 +61,9 @@ def save_in_pieces(path: str, tree: Any, rooms: Mapping[int, Pieces], advance: A
         for tensor, place in zip(_tensors(tree), _tensors(archive.content), strict=True):
             if place.begin in checksums:
                 continue
-            pieces = rooms[id(tensor)]() if id(tensor) in rooms else iter([tensor.contiguous().view(-1)])
-            checksums[place.begin] = _write(fd, place.begin, pieces, advance if id(tensor) in rooms else None)
+            item = items.get(id(tensor))
+            pieces = iter([tensor.contiguous().view(-1)]) if item is None else item.pieces()
+            checksums[place.begin] = _write(fd, place.begin, pieces, None if item is None else advance)
     finally:
         os.close(fd)
     _note_checksums(path, archive, checksums)

@@ -4,9 +4,9 @@
   under ``FULL_STATE_DICT``), which goes by names; or either of the two.
 - A file for each rank, with sharded state dicts (``SHARDED_STATE_DICT``, ``FSDP.sharded_optim_state_dict``): parts in
   `ShardedTensor`s or `DTensor`s that say where they belong.
-- A file for each rank, with local state dicts (``LOCAL_STATE_DICT``) and the optimizer's own: parts of flat parameters,
-  which nothing in the files says what they are made of. A state dict of the plain model does
-  (`fsdp.checkpoint.formats.fsdp1_flat`).
+
+Local state dicts (``LOCAL_STATE_DICT``) are refused: they have shards of flat parameters, and nothing in the files says
+which parameters these are made of.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-from fsdp.checkpoint.formats.fairscale_optim import state_of
-from fsdp.checkpoint.formats.fsdp1_flat import is_flat, with_metadata
 from fsdp.checkpoint.formats.named_state import (
     FoundState,
     NamedState,
@@ -40,6 +38,7 @@ from fsdp.checkpoint.formats.values import shown, values_of
 from fsdp.engine.names import plain_name
 
 FORMAT = "fsdp1"
+_FLAT = "_flat_param"
 _MODELS = ("model", "state_dict", "model_state_dict", "module")
 
 
@@ -63,7 +62,12 @@ def _dicts_at(path: str | os.PathLike[str]) -> Iterator[Mapping[Any, Any]]:
 
 
 def _has_shards(state_dict: Mapping[Any, Any]) -> bool:
-    return is_flat(state_dict) or any(map(is_sharded, state_dict.values()))
+    return _is_local(state_dict) or any(map(is_sharded, state_dict.values()))
+
+
+def _is_local(state_dict: Mapping[Any, Any]) -> bool:
+    """Return whether flat parameters are in it, as LOCAL_STATE_DICT has them."""
+    return any(str(key).rpartition(".")[2] == _FLAT for key in state_dict)
 
 
 def _goes_by_names(optimizer: Mapping[str, Any]) -> bool:
@@ -74,7 +78,6 @@ def open_fsdp1(
     path: Paths,
     *,
     optimizer: Paths | None = None,
-    like: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     optimizer_params: Sequence[str] | None = None,
     with_optimizer: bool = True,
 ) -> Source:
@@ -84,8 +87,6 @@ def open_fsdp1(
         path: a file; or files of ranks: a folder of them, one of them, or all in rank order
             (`fsdp.checkpoint.formats.rank_files.rank_files`).
         optimizer: files with the optimizer's state, if they are others.
-        like: for local state dicts: a state dict of the plain model, of which names and shapes count, also on the meta
-            device; or the file of one.
         optimizer_params: for an optimizer's state by numbers: the parameters' names in their order.
         with_optimizer: look for the state of one.
 
@@ -100,14 +101,13 @@ def open_fsdp1(
     key = _model_key(files[0])
     saved, notes = _optimizers(files, optimizer) if with_optimizer else ([], [])
     models = [] if key is None and not _is_state_dict(files[0].content) else [_model(file, key) for file in files]
-    state: FoundState | None
-    if models and is_flat(models[0]):
-        shards = with_metadata(models, [file.path for file in files], like)
-        found = shards.put_together()
-        state = state_of(saved, shards.shards, optimizer_params) if saved else None
-    else:
-        found = _whole(models, files)
-        state = _state(saved, optimizer_params, found) if saved else None
+    if models and _is_local(models[0]):
+        raise ValueError(
+            f"{files[0]} has flat parameters of LOCAL_STATE_DICT in it, and nothing in it says which parameters they "
+            "are made of. Load it with FSDP1 on as many ranks, and save SHARDED_STATE_DICT or FULL_STATE_DICT."
+        )
+    found = _whole(models, files)
+    state = _state(saved, optimizer_params, found) if saved else None
     keys = {key, *(each.key for each in saved), *found} if isinstance(files[0].content, Mapping) else ()
     is_alone = is_optimizer_state(files[0].content)
     values = {} if is_alone or key is None else values_of(files[0].content, keys, notes)
@@ -127,7 +127,6 @@ def read_fsdp1(path: str, choices: Choices) -> Source:
     return open_fsdp1(
         path,
         optimizer=choices.optimizer_files,
-        like=choices.like,
         optimizer_params=choices.param_order,
         with_optimizer=choices.only != "model",
     )
@@ -248,8 +247,7 @@ def _names_by_key(saved: SavedOptimizer, order: Sequence[str] | None) -> dict[An
         raise ValueError(
             f"{saved} calls {len(keys)} parameters by their numbers, and nothing says what these stand for. Save "
             "FSDP.full_optim_state_dict(model, optimizer) instead of optimizer.state_dict(); of a state by numbers, "
-            "name a file with the names in their order (--param-order); of ranks' flat parameters, save the weights of "
-            "LOCAL_STATE_DICT with it."
+            "name a file with the names in their order (--param-order)."
         )
     if len(names) != len(keys):
         raise ValueError(f"{saved} has {len(keys)} parameters, and there are {len(names)} names for them")

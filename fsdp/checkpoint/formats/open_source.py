@@ -56,7 +56,7 @@ FORMATS = (
     ),
     Format(
         "fsdp1",
-        "a file of each rank, with sharded or local state dicts of torch's FSDP1",
+        "a file of each rank, with sharded state dicts of torch's FSDP1",
         has_fsdp1_shards,
         read_fsdp1,
         examine_ranks,
@@ -88,12 +88,8 @@ def open_source(path: str | os.PathLike[str], word: str | None = None, choices: 
     """
     place, given = os.fspath(path), choices or Choices()
     found = format_of(place, word)
-    for option, value, words in (
-        ("--like", given.like, ("fsdp1",)),
-        ("--optimizer-files", given.optimizer_files, ("fairscale", "fsdp1")),
-    ):
-        if value is not None and found.word not in words:
-            raise ValueError(f"{place} is of the format {found.word}, and {option} is for {' and '.join(words)}")
+    if given.optimizer_files is not None and found.word not in ("fairscale", "fsdp1"):
+        raise ValueError(f"{place} is of the format {found.word}, and --optimizer-files is for fairscale and fsdp1")
     with reading(place):
         return found.read(place, given)
 

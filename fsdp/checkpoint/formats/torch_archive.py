@@ -1,10 +1,9 @@
 """Files of `torch.save`, looked at without loading them: what is in them, and where the bytes of each tensor are.
 
 Such a file is a zip archive without compression: ``data.pkl`` has the objects, in which storages are mentioned by
-number, and ``data/<number>`` has the bytes of each. Before torch 1.6 it was five pickles one after the other: a magic
-number, a version, what machine it was, the objects, and the storages' numbers; their bytes follow, in that order, each
-after how many elements it has. The objects are read by an unpickler that makes tensors (`StridedTensor`), containers
-and numbers, and calls nothing that the file names (`fsdp.checkpoint.formats.torch_pickle`).
+number, and ``data/<number>`` has the bytes of each. The objects are read by an unpickler that makes tensors
+(`StridedTensor`), containers and numbers, and calls nothing that the file names
+(`fsdp.checkpoint.formats.torch_pickle`).
 """
 
 from __future__ import annotations
@@ -23,14 +22,12 @@ from typing import IO, Any, NamedTuple
 import torch
 
 from fsdp.checkpoint.formats.lazy_tensors import PIECE_BYTES, SeenFile, StridedTensor
-from fsdp.checkpoint.formats.pickle_bounds import end_of_pickle
 from fsdp.checkpoint.formats.torch_pickle import Storage, Unpickler
 from fsdp.checkpoint.untrusted import BROKEN, opened, readable, short
 
 _ZIP = b"PK\3\4"
-_FIRST_BYTES = 64 << 10  # of which a pickle is looked for
 _LOCAL_HEADER = 30  # bytes, and then the name and extra fields, whose lengths are at 26
-# With which files of torch before 1.6 begin: a pickle of their magic number.
+# Files of torch before 1.6 begin with a pickle of their magic number.
 _OLD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
@@ -119,12 +116,13 @@ class TorchArchive:
             nbytes = size - begin if nbytes is None else nbytes
             if min(begin, nbytes) < 0 or begin + nbytes > size:
                 raise ValueError(f"{self.what} is truncated: {path} has {size} bytes, and it ends at {begin + nbytes}")
+            if _bytes_of(file, begin, len(_OLD)) == _OLD:
+                raise ValueError(
+                    f"{self.what} has the format of torch before 1.6, which is not read here: load it with torch.load, "
+                    "and save it again with torch.save"
+                )
             try:
-                file.seek(begin)
-                if file.read(len(_OLD)) == _OLD:
-                    self._read_old(file, begin, begin + nbytes)
-                else:
-                    self._read(file, begin, nbytes)
+                self._read(file, begin, nbytes)
             except BROKEN as error:
                 raise ValueError(self._broken(error)) from None
 
@@ -136,25 +134,6 @@ class TorchArchive:
             f"{self.what} is no file of torch.save, or is cut short or damaged ({type(error).__name__}: "
             f"{readable(str(error), 500)}): take another copy of it, or another checkpoint"
         )
-
-    def _read_old(self, file: IO[bytes], begin: int, end: int) -> None:
-        place, pickles = begin, []
-        for _ in range(5):
-            pickles.append(_pickle_at(file, place, end))
-            place += len(pickles[-1])
-        if not Unpickler(pickles[2]).load()["little_endian"]:
-            raise ValueError("its numbers are big-endian")
-        self._root, self._pickle = "", pickles[3]
-        objects = Unpickler(pickles[3])
-        objects.load()  # for the storages; the objects are made when somebody wants them
-        self.records = {}
-        for number in Unpickler(pickles[4]).load():
-            count = struct.unpack("<Q", _bytes_of(file, place, 8))[0]
-            record = Record(f"/data/{number}", place + 8, count * objects.storages[str(number)].itemsize, 0)
-            if record.end > end:
-                raise ValueError(f"it has {end - begin} bytes of {record.end - begin}")
-            self.records[record.name] = record
-            place = record.end
 
     def _read(self, file: IO[bytes], begin: int, nbytes: int) -> None:
         with zipfile.ZipFile(_Window(file, begin, nbytes)) as archive:
@@ -196,7 +175,7 @@ class TorchArchive:
     ) -> StridedTensor:
         record = self.records[f"{self._root}/data/{storage.number}"]
         kind = storage.dtype if dtype is None else dtype
-        begin = record.begin + storage.first * storage.dtype.itemsize + offset * kind.itemsize
+        begin = record.begin + offset * kind.itemsize
         sizes, steps = tuple(map(index, shape)), tuple(map(index, strides))
         if len(sizes) != len(steps) or min((0, *sizes, *steps)) < 0 or math.prod(filter(None, sizes)) >= 1 << 63:
             raise ValueError(f"a tensor has shape {short(sizes)} and strides {short(steps)}")
@@ -226,7 +205,7 @@ class TorchArchive:
 
     @property
     def has_checksums(self) -> bool:
-        """Whether it says what its records' checksums are; torch can leave them out, and did so before 1.6."""
+        """Whether it says what its records' checksums are; torch can leave them out."""
         return all(record.has_checksum for record in self.records.values())
 
 
@@ -235,19 +214,6 @@ def _bytes_of(file: IO[bytes], begin: int, nbytes: int) -> bytes:
         raise ValueError(f"it says that something begins {-begin} bytes before it")
     file.seek(begin)
     return file.read(nbytes)
-
-
-def _pickle_at(file: IO[bytes], begin: int, end: int) -> bytes:
-    """The pickle at a byte of a file. What is behind it may be large, so that as little as is needed is read."""
-    nbytes = _FIRST_BYTES
-    while True:
-        data = _bytes_of(file, begin, min(nbytes, end - begin))
-        try:
-            return data[: end_of_pickle(data)]
-        except EOFError:
-            if nbytes >= end - begin:
-                raise
-        nbytes *= 4
 
 
 def _record(file: IO[bytes], begin: int, info: zipfile.ZipInfo) -> Record:

@@ -80,12 +80,10 @@ class Storage(NamedTuple):
     Attributes:
         number: by which a file knows it.
         dtype: of its elements.
-        first: of its elements that is in it; others are before it for storages that were parts of others, long ago.
     """
 
     number: str
     dtype: torch.dtype
-    first: int = 0
 
 
 class Unpickler(pickle.Unpickler):
@@ -95,9 +93,6 @@ class Unpickler(pickle.Unpickler):
         content: the pickle, and nothing behind it.
         make: a tensor of a storage, an offset, a shape, strides, and perhaps a dtype. Without it tensors are foreign.
 
-    Attributes:
-        storages: by number, the dtypes of those that were mentioned.
-
     Raises:
         one of `fsdp.checkpoint.untrusted.BROKEN`: if it is none, or asks for more memory or time than its size allows.
     """
@@ -106,7 +101,6 @@ class Unpickler(pickle.Unpickler):
         end_of_pickle(content)
         super().__init__(BytesIO(content))
         self._nbytes, self._make = len(content), make
-        self.storages: dict[str, torch.dtype] = {}
 
     def load(self) -> Any:
         found = super().load()
@@ -132,9 +126,7 @@ class Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Storage:
         if pid[0] != "storage" or not isinstance(pid[1], torch.dtype):
             raise pickle.UnpicklingError(f"a {short(pid[0])} of the kind {short(pid[1])}")
-        _, dtype, number, _, _, *parts = pid
-        self.storages.setdefault(str(number), dtype)
-        return Storage(str(number), dtype, parts[0][1] if parts and parts[0] else 0)
+        return Storage(str(pid[2]), pid[1])
 
     def _tensor(
         self, storage: Any, offset: int, shape: Any, strides: Any, grad: Any = None, hooks: Any = None, bits: Any = None

@@ -44,7 +44,6 @@ class Choices:
         param_order: the names of the parameters in the order of ``model.named_parameters()``, for optimizers that go by
             numbers; None if nobody said.
         only: "model" or "optimizer", if the other one is not wanted.
-        like: for FSDP1's local state, the file of a state dict of the plain model, for its names and shapes.
         optimizer_files: for files of ranks, where those of the optimizer's state are, if they are others.
     """
 
@@ -52,7 +51,6 @@ class Choices:
     optimizer_key: str | None = None
     param_order: Sequence[str] | None = None
     only: str | None = None
-    like: str | None = None
     optimizer_files: str | None = None
 
     def refuse_keys(self, path: str) -> None:
