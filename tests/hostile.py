@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from fsdp.checkpoint.cli import described, lines
 from fsdp.checkpoint.formats.open_source import format_of, open_source
-from fsdp.checkpoint.generators import GeneratorStates
 from fsdp.checkpoint.json_values import decoded
+from fsdp.checkpoint.loader import GeneratorStates
 from fsdp.checkpoint.untrusted import reading
 from tests.converting import bits, whole
 

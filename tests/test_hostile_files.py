@@ -24,8 +24,7 @@ import fsdp
 from fsdp import checkpoint
 from fsdp.checkpoint.cli import main
 from fsdp.checkpoint.formats.open_source import open_source
-from fsdp.checkpoint.formats.torch_archive import TorchArchive
-from fsdp.checkpoint.formats.torch_pickle import unpickled
+from fsdp.checkpoint.formats.torch_file import TorchArchive, unpickled
 from fsdp.checkpoint.safetensors import SafetensorsFiles
 from tests._ranks import RankPool
 from tests.converting import converted, saved

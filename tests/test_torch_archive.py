@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp.checkpoint.formats.lazy_tensors import LazyReader, StridedTensor
-from fsdp.checkpoint.formats.torch_archive import TorchArchive, is_torch_file
-from fsdp.checkpoint.formats.torch_pickle import Foreign
+from fsdp.checkpoint.formats.source import StridedTensor, TensorReader
+from fsdp.checkpoint.formats.torch_file import Foreign, TorchArchive, is_torch_file
 from tests.converting import assert_same_bits
 from tests.saving import flip
 from tests.stored import counted_reads
@@ -56,7 +55,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> TorchArchive:
 
 @pytest.mark.parametrize("name", list(TENSORS))
 def test_every_kind_of_tensor_is_read(archive: TorchArchive, name: str) -> None:
-    reader, expected = LazyReader("file", archive.content), TENSORS[name].detach()
+    reader, expected = TensorReader("file", archive.content), TENSORS[name].detach()
     found = torch.empty(expected.shape, dtype=expected.dtype)
     reader.read(name, found)
     assert_same_bits(found, expected, name)
@@ -64,7 +63,7 @@ def test_every_kind_of_tensor_is_read(archive: TorchArchive, name: str) -> None:
 
 @pytest.mark.parametrize("name", list(TENSORS))
 def test_every_range_is_read(archive: TorchArchive, name: str) -> None:
-    reader, flat = LazyReader("file", archive.content), TENSORS[name].detach().reshape(-1)
+    reader, flat = TensorReader("file", archive.content), TENSORS[name].detach().reshape(-1)
     for start in range(flat.numel()):
         for stop in range(start + 1, flat.numel() + 1):
             part = torch.empty(stop - start, dtype=flat.dtype)
@@ -74,18 +73,18 @@ def test_every_range_is_read(archive: TorchArchive, name: str) -> None:
 
 def test_values_are_cast_to_the_dtype_of_the_target(archive: TorchArchive) -> None:
     part = torch.empty(2, 3, dtype=torch.float64)
-    LazyReader("file", archive.content).read("contiguous", part, 4)
+    TensorReader("file", archive.content).read("contiguous", part, 4)
     assert torch.equal(part, torch.arange(4.0, 10.0, dtype=torch.float64).view(2, 3))
 
 
 @pytest.mark.parametrize(("start", "count"), [(-1, 2), (11, 2), (0, 13)])
 def test_a_range_outside_is_an_error(archive: TorchArchive, start: int, count: int) -> None:
     with pytest.raises(ValueError, match=f"contiguous in file: cannot read elements {start} to {start + count} of 12"):
-        LazyReader("file", archive.content).read("contiguous", torch.empty(count), start)
+        TensorReader("file", archive.content).read("contiguous", torch.empty(count), start)
 
 
 def test_a_range_costs_as_many_bytes_as_it_has(archive: TorchArchive) -> None:
-    reader = LazyReader("file", archive.content)
+    reader = TensorReader("file", archive.content)
     with counted_reads() as sizes:
         reader.read("contiguous", torch.empty(5), 3)
         reader.read("columns", torch.empty(2), 2)  # a row

@@ -19,7 +19,7 @@ from torch import nn
 
 from fsdp.checkpoint.model import all_ranks
 from fsdp.checkpoint.model_tensors import prepared
-from fsdp.checkpoint.safetensors_writer import Entry, Part
+from fsdp.checkpoint.safetensors import Entry, Part
 from fsdp.checkpoint.writer import Place, Plan, Saved, TensorSet, prepare, release, write
 from fsdp.distributed.collectives import during
 from fsdp.engine.agreement import Ranks, done_by_all

@@ -19,10 +19,16 @@ from typing import Any, TextIO
 import torch
 
 from fsdp._version import __version__
-from fsdp.checkpoint.formats.convert import Content, content_of, require_apart
-from fsdp.checkpoint.formats.convert_place import require_free
-from fsdp.checkpoint.formats.convert_safetensors import write_ours, write_safetensors
-from fsdp.checkpoint.formats.convert_torch import write_torch
+from fsdp.checkpoint.formats.convert import (
+    Content,
+    content_of,
+    require_apart,
+    require_free,
+    write_ours,
+    write_safetensors,
+    write_torch,
+)
+from fsdp.checkpoint.formats.dcp import write_dcp
 from fsdp.checkpoint.formats.open_source import FORMATS, WORDS, format_of, open_source
 from fsdp.checkpoint.formats.source import Source, TensorReader
 from fsdp.checkpoint.formats.trees import Choices
@@ -423,8 +429,6 @@ def _convert(args: argparse.Namespace, choices: Choices) -> int:
 def _write(args: argparse.Namespace, word: str, content: Content, advance: Progress) -> None:
     overwrite, path = args.overwrite, args.target
     if word == "dcp":
-        from fsdp.checkpoint.formats.convert_dcp import write_dcp  # slow to import
-
         write_dcp(path, content, is_flat=args.flat_optimizer, overwrite=overwrite, advance=advance)
     elif word == "torch":
         write_torch(path, content, by_number=args.by_number, overwrite=overwrite, advance=advance)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp.checkpoint.model_tensors import SlotTensor, WholeTensor, paths_in, tensors_in
-from fsdp.checkpoint.safetensors_writer import Entry, Part
+from fsdp.checkpoint.safetensors import Entry, Part
 from fsdp.distributed.collectives import LONE_RANK, communicator
 from fsdp.distributed.process_groups import default_group
 from fsdp.engine.agreement import Ranks, number_among

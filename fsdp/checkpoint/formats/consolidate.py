@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fsdp.checkpoint.formats.stitched import Elements, Stitched, cut, is_tensor, memory_of, stitched
+from fsdp.checkpoint.formats.source import Elements, Stitched, is_tensor, memory_of, split_vector, stitched
 from fsdp.engine.names import clean_name, join
 
 _ENTRY = ("fsdp_path", "params", "no_broadcast_optim_state", "shared_param_info")
@@ -245,7 +245,7 @@ class Backing:
 
     def cut(self, pieces: Sequence[Elements]) -> Iterator[Stitched]:
         """Tensors that lie in a vector as the parameters lie in this one."""
-        return cut(pieces, self.names, self._described["shapes"])
+        return split_vector(pieces, self.names, self._described["shapes"])
 
 
 def _checked(entry: Any) -> dict[str, Any]:

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from fsdp.checkpoint.formats.lazy_tensors import whole
-from fsdp.checkpoint.formats.stitched import Stitched, is_tensor
-from fsdp.checkpoint.formats.torch_archive import TorchArchive
+from fsdp.checkpoint.formats.source import Stitched, is_tensor, whole
+from fsdp.checkpoint.formats.torch_file import TorchArchive
 from fsdp.checkpoint.formats.values import materialised, values_of
 from fsdp.checkpoint.json_values import encoded
 from fsdp.checkpoint.optim import ELEMENTS, NUMBER, VALUE
-from fsdp.checkpoint.safetensors_writer import KINDS
+from fsdp.checkpoint.safetensors import KINDS
 from fsdp.optim_utils.stream import is_number
 
 _NAMES = "param_names"  # torch's own, if the optimizer was given names

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from fsdp.checkpoint.formats.lazy_tensors import LazyTensor, is_lazy, whole
+from fsdp.checkpoint.formats.source import LazyTensor, is_lazy, whole
 from fsdp.checkpoint.json_values import encoded
 from fsdp.checkpoint.optim import ELEMENTS, NUMBER, VALUE
-from fsdp.checkpoint.safetensors_writer import KINDS
+from fsdp.checkpoint.safetensors import KINDS
 from fsdp.optim_utils.stream import is_number
 
 _STATE, _GROUPS = "state", "param_groups"

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp.checkpoint.formats.lazy_tensors import LazyReader, LazyTensor, is_lazy
 from fsdp.checkpoint.formats.optim import Names, optimizer_state
-from fsdp.checkpoint.formats.source import Source
+from fsdp.checkpoint.formats.source import LazyTensor, Source, TensorReader, is_lazy
 from fsdp.checkpoint.formats.values import materialised, shown, values_of
 from fsdp.checkpoint.json_values import encoded
 from fsdp.engine.names import plain_name
@@ -69,12 +68,12 @@ def source_of_tree(word: str, path: str, tree: Any, choices: Choices) -> Source:
     model_path, optimizer_path = _places(path, tree, choices, notes)
     model_tree, rest = _model_and_rest(tree, model_path, optimizer_path)
     model, extra = _model(path, model_tree, notes)
-    reader = LazyReader(path, model.tensors)
+    reader = TensorReader(path, model.tensors)
     optimizer, optimizer_rest = None, None
     if optimizer_path is not None and choices.only != "model":
         state = materialised(_at(tree, optimizer_path), keep_state=True)
         tensors, optimizer_rest = optimizer_state(path, state, model, choices.param_order, notes)
-        optimizer = LazyReader(path, tensors)
+        optimizer = TensorReader(path, tensors)
     values = _values(rest, notes)
     return Source(word, path, reader, optimizer, optimizer_rest, extra, values, notes=tuple(notes))
 
