@@ -1,4 +1,4 @@
-"""Checkpoints: folders of safetensors files, of which every rank writes and reads its ranges, without a gather."""
+"""Checkpoints: folders of safetensors files, of which every rank writes and reads its ranges, without an all-gather."""
 
 from __future__ import annotations
 

@@ -58,12 +58,12 @@ class Loaded:
 
     @property
     def step(self) -> int | None:
-        """The step that it was saved with; None if it was saved without one."""
+        """Return the step that it was saved with; None if it was saved without one."""
         return step_of(self.path)
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, strict: bool, generators: bool) -> Loaded:
-    """Collective. See `fsdp.checkpoint.load`."""
+    """Collective. Load a checkpoint: see `fsdp.checkpoint.load`."""
     units, everyone = prepared(model, "load a checkpoint")
     settings = [f"strict={bool(strict)}", f"generators={bool(generators)}"]
     settings += ["no optimizer" if optimizer is None else "an optimizer"]
@@ -209,7 +209,7 @@ class GeneratorStates:
             raise ValueError("the state of the GPU's random number generator cannot be set: it is no tensor of bytes")
 
     def set(self) -> None:
-        """Go on from there; a generator that has no state among them is left alone."""
+        """Have the generators go on from there; one that has no state among them is left alone."""
         random.setstate(self.states["python"])
         kind, keys, *rest = self.states["numpy"]
         np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))

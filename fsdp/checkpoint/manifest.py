@@ -40,7 +40,7 @@ class TensorFiles:
 
     @property
     def name(self) -> str:
-        """The name of the file, or of the index."""
+        """Return the name of the file, or of the index."""
         return f"{self.stem}{SUFFIX}" if len(self.files) == 1 else index_name(self.stem)
 
     def damaged_heads(self, folder: str) -> Iterator[str]:
@@ -162,7 +162,7 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """A hash that is equal for equal checkpoints, their values included."""
+        """Return a hash that is equal for equal checkpoints, their values included."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
 

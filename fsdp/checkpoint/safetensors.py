@@ -127,7 +127,7 @@ class SafetensorsFiles(TensorReader):
 
     @property
     def digest(self) -> str:
-        """A hash of the headers, wherever the files lie: of names, dtypes, shapes and places, not of values."""
+        """Return a hash of the headers, wherever the files lie: of names, dtypes, shapes and places, not of values."""
         places = sorted(
             (name, str(each.dtype), list(each.shape), os.path.basename(each.file.path), each.begin)
             for name, each in self._stored.items()
@@ -291,7 +291,7 @@ class CheckedFiles(SafetensorsFiles):
 
     @property
     def fragments(self) -> bytes:
-        """The fragments of blocks that this rank has read in part, pickled for the others."""
+        """Return the fragments of blocks that this rank has read in part, pickled for the others."""
         return pickle.dumps(self._fragments)
 
     def compare_fragments(self, heard: Iterable[bytes]) -> None:

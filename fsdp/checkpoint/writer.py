@@ -75,7 +75,7 @@ class TensorSet:
 
     @property
     def index(self) -> bytes:
-        """The text of the index of several files."""
+        """Return the text of the index of several files."""
         return index_of(self.files, self.entries)
 
 
@@ -105,7 +105,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """The size of all files with tensors."""
+        """Return the size of all files with tensors."""
         return sum(file.nbytes for each in self.sets for file in each.files)
 
 
@@ -154,7 +154,7 @@ class Place:
 
     @property
     def folder(self) -> str:
-        """The checkpoint's own folder."""
+        """Return the checkpoint's own folder."""
         return os.fspath(self.path) if self.step is None else numbered(self.path, self.step)
 
     def tidy(self) -> None:
@@ -356,7 +356,7 @@ def sees_folder(destination: Destination, ranks: Ranks) -> bool:
 
 
 class Senders:
-    """Collective. The ranks that do not see the folder and have something to write.
+    """The ranks that do not see the folder and have something to write. Made on all ranks together.
 
     Args:
         ranks: all.

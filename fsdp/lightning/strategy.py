@@ -146,7 +146,7 @@ class FullyShardedStrategy(DDPStrategy):
 
     @property
     def wrapper(self) -> fsdp.FullyShardedDataParallel | None:
-        """The outermost wrapper, as ``trainer.model``; None before the model is set up."""
+        """Return the outermost wrapper, as ``trainer.model``; None before the model is set up."""
         return self.model if isinstance(self.model, fsdp.FullyShardedDataParallel) else None
 
     @property
@@ -159,7 +159,7 @@ class FullyShardedStrategy(DDPStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether every rank gets its own part of the data."""
+        """Return True: every rank gets its own part of the data."""
         return True
 
     def connect(self, model: LightningModule) -> None:

@@ -103,7 +103,7 @@ class Content:
 
     @property
     def nbytes(self) -> int:
-        """The size of all tensors."""
+        """Return the size of all tensors."""
         return sum(item.nbytes for item in (*(self.model or ()), *(self.optimizer or ())))
 
 

@@ -146,7 +146,7 @@ class DcpFolder:
 
     @property
     def world_size(self) -> int | None:
-        """The number of ranks that have files in it."""
+        """Return the number of ranks that have files in it."""
         matches = (_OF_RANK.match(os.path.basename(item.path)) for item in self._items.values())
         return len({match[1] for match in matches if match is not None}) or None
 
@@ -194,7 +194,7 @@ class DcpFolder:
 
     @property
     def nbytes(self) -> int:
-        """The size of all that is in files."""
+        """Return the size of all that is in files."""
         return sum(item.nbytes for item in self._items.values())
 
     def damaged(self, advance: Callable[[int], None]) -> Iterator[str]:
@@ -213,7 +213,7 @@ class DcpFolder:
 
     @cached_property
     def has_checksums(self) -> bool:
-        """Whether whoever has written it left torch's checksums in."""
+        """Return whether torch's checksums are in all of its archives."""
         return all(item.archive.has_checksums for item in self._items.values())
 
 

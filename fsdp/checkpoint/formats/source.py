@@ -259,12 +259,12 @@ class StridedTensor:
 
     @property
     def extent(self) -> int:
-        """The number of elements from the first to the last one in the file."""
+        """Return the number of elements from the first to the last one in the file."""
         return 1 + _place(self.strides, [size - 1 for size in self.shape]) if self.shape.numel() else 0
 
     @cached_property
     def is_contiguous(self) -> bool:
-        """Whether elements follow each other in row-major order."""
+        """Return whether elements follow each other in row-major order."""
         return _is_dense(self.shape, self.strides)
 
     def span(self, files: OpenFiles, first: int, count: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Files of `torch.save`, looked at without loading them: what is in them, and where the bytes of each tensor are.
+"""Files of `torch.save`, looked at without loading them: their objects, and the place of each tensor's bytes.
 
 Such a file is a zip archive without compression: ``data.pkl`` has the objects, in which storages are mentioned by
 number, and ``data/<number>`` has the bytes of each.
@@ -114,7 +114,7 @@ class Record(NamedTuple):
 
     @property
     def has_checksum(self) -> bool:
-        """Whether the archive has one; what torch writes without has zero."""
+        """Return whether the archive has one; what torch writes without has zero."""
         return self.checksum != 0 or self.nbytes == 0
 
 
@@ -213,7 +213,7 @@ class TorchArchive:
 
     @cached_property
     def content(self) -> Any:
-        """The objects that were saved, with `StridedTensor`s in the place of tensors.
+        """Read the objects that were saved, with `StridedTensor`s in the place of tensors.
 
         Raises:
             ValueError: if it cannot be read.
@@ -258,7 +258,7 @@ class TorchArchive:
 
     @property
     def has_checksums(self) -> bool:
-        """Whether it says what its records' checksums are; torch can leave them out."""
+        """Return whether it has its records' checksums; torch can leave them out."""
         return all(record.has_checksum for record in self.records.values())
 
 
@@ -316,7 +316,7 @@ class Foreign:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Its attributes by name, whether or not they were in slots."""
+        """Return its attributes by name, whether or not they were in slots."""
         parts = self.state if isinstance(self.state, tuple) else (self.state,)
         return {key: value for part in parts if isinstance(part, dict) for key, value in part.items()}
 
@@ -334,7 +334,7 @@ class Storage(NamedTuple):
 
 
 class Unpickler(pickle.Unpickler):
-    """Makes containers, numbers and tensors.
+    """An unpickler that makes containers, numbers and tensors, and calls nothing that a file names.
 
     Args:
         content: the pickle, and nothing behind it.

@@ -21,7 +21,7 @@ Start = Callable[[int], Advance]  # is given the number of bytes that will be re
 
 @dataclass(frozen=True)
 class Examined:
-    """The findings.
+    """The result of reading a checkpoint from end to end.
 
     Attributes:
         problems: all that is wrong.
