@@ -22,7 +22,7 @@ from fsdp.engine.nn_utils import teach_torch
 from fsdp.engine.optimizer_hooks import watch_optimizers
 from fsdp.engine.options import Options
 from fsdp.engine.precision import MixedPrecision
-from fsdp.engine.runtime import Runtime
+from fsdp.engine.runtime import Runtime, runtime_of
 from fsdp.engine.sharding_strategy import Groups, ShardingStrategy, reshards_after_forward
 from fsdp.engine.shared_params import claimed_in, refuse_nothing_own, wanted
 from fsdp.engine.synchronize import take_states_of_first
@@ -238,11 +238,12 @@ class FullyShardedDataParallel(WrapperShards):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. Collective over its ranks, as is the backward through its outputs."""
         self._register_post_backward_hooks()
+        hooks = self._unit.forward
+        depth = hooks.depth
         try:
             output = self.module(*args, **kwargs)
         except BaseException:
-            if self._unit.runtime is not None:
-                self._unit.runtime.give_up_forward(self._unit)
+            hooks.give_up(depth)
             raise
         changed = self._register_pre_backward_hooks(output)
         return output if changed is None else changed
@@ -303,7 +304,7 @@ class FullyShardedDataParallel(WrapperShards):
             unit.set_divide_factors(pre, post)
 
     def _runtime_as_root(self, method: str) -> Runtime:
-        runtime = self._unit.ensure_runtime()
+        runtime = runtime_of(self._unit)
         if runtime.root is not self._unit:
             raise RuntimeError(
                 f"{method} is for the outermost FullyShardedDataParallel; this one ('{self._unit.name}') lies inside "

@@ -261,7 +261,7 @@ def _require_number(name: str, value: Any) -> None:
 def release(units: Sequence[Unit]) -> None:
     """Tell storages that their shards, which were read, are not wanted soon."""
     for handle in handles_of(units):
-        handle.home.release()
+        handle.storage.release()
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fsdp.engine.flat_param import FlatParameter, ParamInfo, attributes_of, give_attributes
 from fsdp.engine.managed_params import collect, names_of, take_over
 from fsdp.engine.names import FLATTEN_PART, clean_name, clean_text
-from fsdp.engine.offload import Home
+from fsdp.engine.offload import ShardStorage
 
 # The wrapped module keeps the views besides, as FairScale's does.
 _VIEWS = "_unflattened_param_views"
@@ -320,7 +320,7 @@ class ShardedParamsWrapper(FlattenParamsWrapper):
         module, param_list: as for `FlattenParamsWrapper`.
         found: what may be flattened, with the places where it is used.
         rank, world_size: which shard, of how many.
-        new_home: makes the place where one flat parameter's shard lives (a `Home`).
+        new_storage: makes the place where one flat parameter's shard lives (a `ShardStorage`).
         align: each parameter starts at a multiple of so many elements of its flat parameter.
         replicas: how many ranks hold the same shards.
     """
@@ -334,11 +334,11 @@ class ShardedParamsWrapper(FlattenParamsWrapper):
         found: dict[nn.Parameter, list[ParamInfo]],
         rank: int,
         world_size: int,
-        new_home: Callable[[], Home],
+        new_storage: Callable[[], ShardStorage],
         align: int = 1,
         replicas: int = 1,
     ) -> None:
-        self._found, self._new_home = found, new_home
+        self._found, self._new_storage = found, new_storage
         self._cut = partial(FlatParameter.shard_of, rank=rank, world_size=world_size, align=align, replicas=replicas)
         super().__init__(module, param_list)
         del self._found
@@ -347,11 +347,11 @@ class ShardedParamsWrapper(FlattenParamsWrapper):
         return self._found
 
     def _flatten(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> FlatParameter:
-        return self._cut(params, names, home=self._new_home())
+        return self._cut(params, names, storage=self._new_storage())
 
     def cut_alone(self, param: nn.Parameter, name: str) -> FlatParameter:
         """This rank's shard of a parameter that is not flattened with others."""
-        return self._cut([param], [name], home=self._new_home(), keeps_shape=True)
+        return self._cut([param], [name], storage=self._new_storage(), keeps_shape=True)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedParamsWrapper:
         self._fpw_module._apply(fn, recurse)  # which sees to the flat parameters, with its unit

@@ -10,7 +10,6 @@ from torch import nn
 
 from fsdp.distributed.process_groups import Group
 from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper
-from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import FSDP_PART, clean_name, module_name
 from fsdp.engine.options import Options
@@ -19,7 +18,7 @@ from fsdp.engine.registration import Forwarding
 from fsdp.engine.runtime import ddp_message
 from fsdp.engine.sharding_strategy import ShardingStrategy
 from fsdp.engine.shared_params import share
-from fsdp.engine.unit import Unit
+from fsdp.engine.unit import TrainingState, Unit
 
 # Where modules keep what may be the wrapped module's; not there before the constructor of `nn.Module`.
 _ENTRIES = ("_parameters", "_buffers")
@@ -90,7 +89,7 @@ class WrapperAccess(nn.Module):
     @property
     def reshard_after_forward(self) -> bool:
         """Whether whole parameters are freed after forward; the root's becomes False at its first use."""
-        return self._unit.wishes.frees_after_forward
+        return self._unit.policy.frees_after_forward
 
     @property
     def training_state(self) -> TrainingState:

@@ -10,9 +10,9 @@ import torch
 
 from fsdp.distributed.collectives import MissingRanks, communicator
 from fsdp.distributed.process_groups import Group
-from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.placeholder import depart, under_way
 from fsdp.engine.sharding_strategy import Groups
+from fsdp.engine.unit import TrainingState
 from fsdp.wrapper.access import WrapperAccess
 
 if TYPE_CHECKING:

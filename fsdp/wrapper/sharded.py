@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from fsdp.distributed.collectives import during
-from fsdp.engine.forward_hooks import TrainingState
+from fsdp.engine.unit import TrainingState
 from fsdp.state_dict.load import with_wrapped_metadata
 from fsdp.state_dict.sharded import load_sharded_state, sharded_state
 from fsdp.state_dict.tensor_part import TensorPart

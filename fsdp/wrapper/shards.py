@@ -12,14 +12,14 @@ from fsdp.distributed.collectives import communicator
 from fsdp.distributed.dtensor import check_ranks
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.flatten_params_wrapper import ShardedParamsWrapper
+from fsdp.engine.forward_hooks import ForwardHooks
 from fsdp.engine.ignored import Ignored
 from fsdp.engine.managed_params import GroupKey, Places, group, key_of, take_over
 from fsdp.engine.options import ALIKE
 from fsdp.engine.orig_params import Pieces
 from fsdp.engine.runtime import Runtime
 from fsdp.engine.sharding_strategy import Groups
-from fsdp.engine.unit import Unit
-from fsdp.engine.wishes import Wishes
+from fsdp.engine.unit import Policy, Unit
 from fsdp.wrapper.local import WrapperLocal
 from fsdp.wrapper.optim import WrapperOptim
 from fsdp.wrapper.private import WrapperPrivate
@@ -36,20 +36,21 @@ class WrapperShards(WrapperPrivate, WrapperLocal, WrapperSharded, WrapperOptim):
     def _make_unit(self, module: nn.Module, device: torch.device, ignored: Ignored, groups: Groups) -> Unit:
         averaged = self.world_size * groups.replicas
         predivide = self._options.predivide_factor(averaged)
-        return Unit(
+        unit = Unit(
             module,
             *groups.communicators(device),
             groups.ranks,
             self._options.precision,
             device,
             ignored,
-            wishes=Wishes(self._options.reshard_after_forward),
+            policy=Policy(self._options.reshard_after_forward),
             predivide=predivide,
             postdivide=averaged / predivide,
-            clear_autocast_cache=self._options.clear_autocast_cache,
             settings={name: getattr(self._options, name) for name in ALIKE},
             new_runtime=self._new_runtime,
         )
+        ForwardHooks(unit, self._options.clear_autocast_cache).register()
+        return unit
 
     def _cut(self, module: nn.Module, found: dict[nn.Parameter, Places], key: GroupKey | None) -> list[FlatParameter]:
         """Make the shards: of groups, which the wrapper inside then holds, or (returned) of each parameter alone."""
@@ -58,11 +59,11 @@ class WrapperShards(WrapperPrivate, WrapperLocal, WrapperSharded, WrapperOptim):
             for over in filter(None, (self.process_group, self.process_group_reduce_scatter, self.replicate_group)):
                 check_ranks(places[0].fqn, param, over, self._unit.device)
         groups = group(found, self._unit.precision_at, key) if self.flatten_parameters else []
-        new_home = self._options.offload.home_on(self._unit.device)
+        new_storage = self._options.offload.storage_on(self._unit.device)
         members = [params for _, params in groups]
         align = _ALIGNED if self._options.use_orig_params else 1
         ranks, replicas = (self.rank, self.world_size), self._unit.replicas.world_size
-        self._fsdp_wrapped_module = ShardedParamsWrapper(module, members, found, *ranks, new_home, align, replicas)
+        self._fsdp_wrapped_module = ShardedParamsWrapper(module, members, found, *ranks, new_storage, align, replicas)
         for flat_param, (name, _) in zip(self.module.flat_params, groups, strict=True):
             flat_param.group = name
         if self.flatten_parameters:

@@ -11,10 +11,9 @@ from torch import nn
 
 from fsdp.distributed.collectives import during
 from fsdp.engine.deferred_init import require_values_everywhere
-from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.precision import check_dtype
 from fsdp.engine.state_requests import Saving, Summoning, saving
-from fsdp.engine.unit import Unit, units_in
+from fsdp.engine.unit import TrainingState, Unit, units_in
 from fsdp.optim_utils.reshard_optimizer import reshard_optimizer
 from fsdp.state_dict.full import ensure_agreed, ensure_same_values, whole_state
 from fsdp.state_dict.load import load_whole
