@@ -210,7 +210,7 @@ def release(params: Iterable[OptimParam]) -> None:
     storages = {one.handle.storage for one in params if one.handle is not None}
     for storage in storages:
         storage.release()
-    for files in {storage.files for storage in storages if isinstance(home, DiskStorage)}:
+    for files in {storage.files for storage in storages if isinstance(storage, DiskStorage)}:
         files.release()
 
 
