@@ -14,7 +14,7 @@ from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.placeholder import under_way
 from fsdp.engine.runtime import Runtime
 from fsdp.engine.unit import Unit, unit_of, units_in
-from fsdp.state_dict.load import explain
+from fsdp.state_dict.full import explain
 
 
 class UnshardHandle:

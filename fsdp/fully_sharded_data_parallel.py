@@ -28,7 +28,7 @@ from fsdp.engine.shared_params import claimed_in, refuse_nothing_own, wanted
 from fsdp.engine.synchronize import take_states_of_first
 from fsdp.engine.unit import Unit, unit_of
 from fsdp.fsdp_module import FSDPModule
-from fsdp.state_dict.load import Loading
+from fsdp.state_dict.full import Loading
 from fsdp.state_dict.materialize import ParamInit, materialize_unit
 from fsdp.wrapper.fsdp1 import METHODS, Instead, refuses_keywords
 from fsdp.wrapper.shards import WrapperShards

@@ -48,7 +48,6 @@ UPWARD = {
     ("engine.runtime", "uneven.visits"),
     ("optim_utils", "wrapper.optim"),
     ("optim_utils.grad_scaler", "uneven.join"),
-    ("state_dict.local", "checkpoint.formats.consolidate"),
 }
 
 MAX_MODULE_LINES = 800  # of the central ones; a class is never cut in two to stay below it

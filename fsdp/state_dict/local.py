@@ -17,19 +17,19 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fsdp.checkpoint.formats.consolidate import mark_shard, shard_mark
 from fsdp.distributed.dtensor import is_dtensor
-from fsdp.engine.blanks import blanks_in
+from fsdp.engine.deferred_init import blanks_in
 from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name, join
 from fsdp.engine.shared_params import settle_shares
 from fsdp.engine.unit import Unit, own_modules, units_in
-from fsdp.state_dict.load import is_customised, with_wrapped_metadata
+from fsdp.state_dict.full import is_customised, with_wrapped_metadata
 
 _NAMED = 5  # in messages
 _EXTRA = "_extra_state"
+_MARK = "fsdp_shard"  # in a state dict's own metadata of a unit's module: which shard of how many it has
 _REMEDY = (
     "A shard fits the same rank of as many ranks, in a model that is wrapped alike. For others, consolidate the shards "
     "of all ranks (FullyShardedDataParallel.consolidate_shard_weights) and use load_state_dict."
@@ -96,8 +96,15 @@ def local_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool) -> A
         state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
-        mark_shard(metadata.setdefault(prefix[:-1], {}), unit.comm.rank, unit.comm.world_size)
+        metadata.setdefault(prefix[:-1], {})[_MARK] = (unit.comm.rank, unit.comm.world_size)
     return state
+
+
+def shard_mark(state_dict: Any, path: str) -> tuple[int, int] | None:
+    """Return which shard of how many the unit at `path` (a plain name) has in a local state dict; None if unknown."""
+    metadata = getattr(state_dict, "_metadata", None) or {}
+    found = metadata.get(path, {}).get(_MARK)
+    return None if found is None else tuple(found)
 
 
 # --- metadata -------------------------------------------------------------------------------------------------------

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import is_dtensor, local_part
 from fsdp.engine.agreement import agree_on, agree_on_outcome, number_among
-from fsdp.engine.blanks import Blank, blanks_in
+from fsdp.engine.deferred_init import Blank, blanks_in
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.precision import BATCH_NORMS
 from fsdp.engine.unit import Unit, own_modules
-from fsdp.state_dict.exposure import Exposure, close_all, listed_at
 from fsdp.state_dict.full import ensure_agreed, ensure_same_values
-from fsdp.state_dict.tensor_part import Held, Part, Target, TensorPart
+from fsdp.state_dict.load_targets import Held, Part, Target, TensorPart
+from fsdp.state_dict.summon import Exposure, close_all, listed_at
 
 _VALUELESS = (
     "it has no values yet, because it was on the meta device when it was wrapped. Give it values first "

@@ -8,9 +8,9 @@ from torch import nn
 
 from fsdp.distributed.collectives import during
 from fsdp.engine.forward_hooks import TrainingState
-from fsdp.state_dict.load import with_wrapped_metadata
+from fsdp.state_dict.full import with_wrapped_metadata
+from fsdp.state_dict.load_targets import TensorPart
 from fsdp.state_dict.sharded import load_sharded_state, sharded_state
-from fsdp.state_dict.tensor_part import TensorPart
 from fsdp.wrapper.state import WrapperState
 
 

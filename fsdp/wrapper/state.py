@@ -16,8 +16,7 @@ from fsdp.engine.precision import check_dtype
 from fsdp.engine.state_requests import Saving, Summoning, saving
 from fsdp.engine.unit import Unit, units_in
 from fsdp.optim_utils.reshard_optimizer import reshard_optimizer
-from fsdp.state_dict.full import ensure_agreed, ensure_same_values, whole_state
-from fsdp.state_dict.load import load_whole
+from fsdp.state_dict.full import ensure_agreed, ensure_same_values, load_whole, whole_state
 from fsdp.state_dict.summon import params_shown, shapes_summoned, summoned
 from fsdp.wrapper.copy import WrapperCopy
 from fsdp.wrapper.hooks import WrapperHooks

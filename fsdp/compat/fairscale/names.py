@@ -17,7 +17,7 @@ from fsdp.optim_utils import (
     is_singleton_tensor,
 )
 from fsdp.optim_utils.grad_scaler import ShardedGradScaler
-from fsdp.state_dict.load import no_pre_load_state_dict_hook
+from fsdp.state_dict.full import no_pre_load_state_dict_hook
 from fsdp.wrap import (
     ConfigAutoWrap,
     auto_wrap,
