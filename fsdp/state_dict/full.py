@@ -1,23 +1,29 @@
-"""The state dict of a wrapped module: whole, in tensors of its own, under the names that it has unwrapped."""
+"""The state dict of a wrapped module: unsharded, in tensors of its own, under the names that it has unwrapped.
+
+Saving is torch's walk over modules that show their unsharded parameters. Loading is torch's walk over modules that list
+`LoadTarget`s, which remember what is copied into them; when all ranks have found that their state dicts fit, each keeps
+its shards of the values. So one that does not fit changes nothing, nothing is gathered, and no unsharded parameter is
+copied. Modules whose own load hooks or methods might read or write values cannot be loaded so: if there is one, units
+are loaded one after the other, and what was loaded before an error stays, as in torch.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
-import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import is_dtensor, local_part, spread_loaded, whole
-from fsdp.engine.agreement import agree, agree_on_outcome, agree_on_values, from_everyone, number_among, peers_answer
-from fsdp.engine.deferred_init import Blank, blanks_in
+from fsdp.engine.agreement import agree, agree_on_outcome, agree_on_values, done_by_all, from_everyone, peers_answer
+from fsdp.engine.deferred_init import blanks_in
 from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
@@ -26,9 +32,10 @@ from fsdp.engine.shared_params import exported_around, keys_of, settle_shares
 from fsdp.engine.state_requests import FirstRank, LoadPass, Saving, loading
 from fsdp.engine.unit import Unit, own_modules, units_in
 from fsdp.state_dict.first_rank import received
-from fsdp.state_dict.load_targets import Awaiting
-from fsdp.state_dict.redistribute import blanks, shapes_of
-from fsdp.state_dict.summon import Exposure, close_all, deal_changes, install, listed_at, shown
+from fsdp.state_dict.load_targets import LoadTarget, Recording, TensorPart, store
+from fsdp.state_dict.summon import Exposure, Values, deal_changes, exposed
+
+Walk = Callable[..., Any]  # `nn.Module.load_state_dict` of a wrapper
 
 
 def ensure_agreed(root: Unit) -> None:
@@ -56,7 +63,7 @@ def whole_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool, form
     summoned = unit.state is TrainingState.SUMMON_FULL_PARAMS
     # Exposed parameters belong to nobody else; buffers do, and so do parameters that are ignored or were summoned.
     others = [param for param in unit.module.parameters() if not is_ours(param)]
-    with nullcontext() if summoned else shown(unit, form.is_at_first(unit)):
+    with exposed([] if summoned else [unit], lambda each: Exposure(each, False, form.is_at_first(each))):
         with _exporting(unit):
             state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if not form.is_here:
@@ -109,14 +116,13 @@ def _own(value: Tensor, live: set[int], device: torch.device | None, dtype: torc
     moved = value.to(device=device, dtype=dtype) if device or dtype else value
     return moved.clone() if moved.data_ptr() in live else moved
 
-
-Walk = Callable[..., Any]  # `nn.Module.load_state_dict` of a wrapper
+# --- loading --------------------------------------------------------------------------------------------------------
 
 
 def load_whole(
     wrapper: nn.Module, unit: Unit, walk: Walk, state_dict: Mapping[str, Any], strict: bool, rank0_only: bool
 ) -> Any:
-    """Collective. Load a whole state dict into a wrapper.
+    """Collective. Load an unsharded state dict into a wrapper.
 
     Args:
         wrapper: to be loaded.
@@ -132,89 +138,78 @@ def load_whole(
     source = FirstRank(unit.everyone) if rank0_only else None
     if source is not None:
         state_dict = received(source, wrapper, unit, state_dict)
-    read = _agree_to_read(unit, _misfit(wrapper, unit, walk, state_dict, strict))
-    result, error = None, None
-    with loading(unit, LoadPass(read=read, source=source)):
+
+    def load() -> Any:
         try:
-            result = walk(with_wrapped_metadata(state_dict, wrapper), strict=strict)
-        except Exception as found:  # noqa: BLE001 - all ranks are told of it first
-            explain(found, unit.module, state_dict)
-            error = found
+            return walk(with_wrapped_metadata(state_dict, wrapper), strict=strict)
+        except Exception as error:
+            explain(error, unit.module, state_dict)
+            raise
+
+    form = LoadPass(read=_agree_to_read(unit, wrapper), source=source)
+    if form.read is None:
+        return _record_and_commit(wrapper, unit, form, load)
+    with loading(unit, form):
         try:
-            if source is not None:
-                source.finish(error)
-            else:
-                agree_on_outcome([unit.everyone], "load its state dict", error)
+            return _done(unit, source, load)
         finally:
-            _close_loads(unit)
+            for _, each in units_in(unit):
+                if each.access.close_loading is not None:
+                    each.access.close_loading()
+
+
+def _record_and_commit(wrapper: nn.Module, unit: Unit, form: LoadPass, load: Callable[[], Any]) -> Any:
+    """Collective. Load what fits on all ranks, or nothing."""
+    units = [each for _, each in units_in(unit)]
+    hidden = [each for each in units if each.state is not TrainingState.SUMMON_FULL_PARAMS]
+    with exposed(hidden, lambda each: _recording(each, form)) as recordings, _recorded(wrapper.modules()) as beside:
+        result = done_by_all([unit.everyone], "load its state dict", load)
+        values = [each.received() for each in recordings]
+
+    def commit() -> None:
+        with stored_buffers(units), torch.no_grad():
+            for entries, name, target in beside.tensors:
+                if target.source is not None:
+                    entries[name].copy_(target.source)
+            for module, state in beside.extra:
+                module.set_extra_state(state)
+        for each, recording, found in zip(hidden, recordings, values, strict=True):
+            _keep(recording.handles, found, form.source_of(each))
+
+    _done(unit, form.source, commit)
+    return result
+
+
+def _done(unit: Unit, source: FirstRank | None, job: Callable[[], Any]) -> Any:
+    """Collective. Return what `job` returns, if it raises on no rank."""
+    result, error = None, None
+    try:
+        result = job()
+    except Exception as found:  # noqa: BLE001 - all ranks are told of it first
+        error = found
+    if source is not None:
+        source.finish(error)
+    else:
+        agree_on_outcome([unit.everyone], "load its state dict", error)
     if error is not None:
         raise error
     return result
 
 
-def _misfit(wrapper: nn.Module, unit: Unit, walk: Walk, state_dict: Mapping[str, Any], strict: bool) -> Any:
-    """What torch has to say against the state dict; None also if only loading it could tell."""
-    others = (tensor for module in wrapper.modules() for tensor in _unsharded(module).values())
-    if any(map(is_customised, wrapper.modules())) or any(map(is_dtensor, others)):
+def _agree_to_read(unit: Unit, root: nn.Module) -> frozenset[Unit] | None:
+    """Collective. Return the units whose values a load may read on any rank.
+
+    None means that no module of the tree does more than copying on any rank, so that all of a load can be recorded.
+    """
+    units = [each for _, each in units_in(unit)]
+    others = (tensor for module in root.modules() for *_, tensor in _unsharded(module))
+    is_simple = not any(map(is_customised, root.modules())) and not any(map(is_dtensor, others))
+    told = [[is_simple, *(any(map(is_customised, own_modules(each.module))) for each in units)]]
+    if peers_answer(unit.everyone):
+        told = [json.loads(other) for other in from_everyone(unit.everyone, json.dumps(told[0]).encode())]
+    if all(flags[0] for flags in told):
         return None
-    shapes = OrderedDict((key, _shape(value)) for key, value in state_dict.items())
-    shapes._metadata = getattr(state_dict, "_metadata", None)  # type: ignore[attr-defined]
-    with loading(unit, LoadPass(is_trial=True)), _without_values(wrapper, unit):
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what is no matter of shapes is told when values are loaded
-                walk(with_wrapped_metadata(shapes, wrapper), strict=strict)
-        except Exception as error:  # noqa: BLE001 - all ranks are told of it
-            explain(error, unit.module, state_dict)
-            return error
-        finally:
-            _close_loads(unit)
-    return None
-
-
-def _shape(value: Any) -> Any:
-    is_plain = type(value) in (Tensor, nn.Parameter)
-    return torch.empty(value.shape, dtype=value.dtype, device="meta") if is_plain else value
-
-
-@contextmanager
-def _without_values(wrapper: nn.Module, unit: Unit) -> Iterator[None]:
-    """What is not sharded is on the meta device inside, and extra state is nowhere."""
-    for _, each in units_in(unit):
-        each.buffers.widen()
-    before = [(module._parameters, module._buffers, _unsharded(module)) for module in wrapper.modules()]
-    for params, buffers, tensors in before:
-        for name, tensor in tensors.items():
-            shape = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            if name in params:
-                params[name] = nn.Parameter(shape, tensor.requires_grad)
-            else:
-                buffers[name] = shape
-    extra = [module for module in wrapper.modules() if "set_extra_state" not in module.__dict__]
-    for module in extra:
-        module.__dict__["set_extra_state"] = _ignore
-    try:
-        yield
-    finally:
-        for module in extra:
-            del module.__dict__["set_extra_state"]
-        for params, buffers, tensors in before:
-            for name, tensor in tensors.items():
-                (params if name in params else buffers)[name] = tensor
-        for _, each in units_in(unit):
-            if not each.in_full_precision:
-                each.buffers.widen()
-                each.buffers.narrow()
-
-
-def _ignore(state: Any) -> None:
-    pass
-
-
-def _unsharded(module: nn.Module) -> dict[str, Any]:
-    """What a module lists that is not ours."""
-    listed = (*module._parameters.items(), *module._buffers.items())
-    return {name: tensor for name, tensor in listed if tensor is not None and not is_ours(tensor)}
+    return frozenset(each for number, each in enumerate(units, start=1) if any(flags[number] for flags in told))
 
 
 def is_customised(module: nn.Module) -> bool:
@@ -231,108 +226,165 @@ def _is_users(function: Any) -> bool:
     return is_lazy or not origin.startswith(("torch.nn.modules.", f"{__name__.partition('.')[0]}."))
 
 
-def _agree_to_read(unit: Unit, error: Exception | None) -> frozenset[Unit]:
-    """Collective. The units whose values a load may read on any rank.
-
-    Raises:
-        Exception: `error`, on the rank that has one.
-        RuntimeError: on the others, naming the first rank that has one.
-    """
-    units = [each for _, each in units_in(unit)]
-    own = [any(map(is_customised, own_modules(each.module))) for each in units]
-    text = "" if error is None else f"{type(error).__name__}: {error}"
-    told = [[text, own]]
-    if peers_answer(unit.everyone):
-        told = [json.loads(other) for other in from_everyone(unit.everyone, json.dumps([text, own]).encode())]
-    if error is not None:
-        raise error
-    for rank, (problem, _) in enumerate(told):
-        if problem:
-            me = number_among(unit.everyone)
-            raise RuntimeError(f"rank {me}: rank {rank} could not load its state dict. {problem}")
-    return frozenset(each for number, each in enumerate(units) if any(flags[number] for _, flags in told))
+def _unsharded(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Yield what a module lists that is not ours: the dictionary, the name in it, and the tensor."""
+    for entries in (module._parameters, module._buffers):
+        for name, tensor in entries.items():
+            if tensor is not None and not is_ours(tensor):
+                yield entries, name, tensor
 
 
-def _close_loads(unit: Unit) -> None:
-    for _, each in units_in(unit):
-        if each.access.close_loading is not None:
-            each.access.close_loading()
+# Recording
 
 
-class _Loaded(Exposure):
-    """A unit's modules with whole parameters that are to be written. Collective if they may be read, too.
+def _recording(unit: Unit, form: LoadPass) -> Recording:
+    source = form.source_of(unit)
+    is_here = source is None or source.is_here
+
+    def check(handle: FlatParamHandle, slot: int, value: Tensor) -> None:
+        if is_here:  # other ranks get shapes
+            _refuse_meta(value)
+        if isinstance(value, TensorPart):
+            raise NotImplementedError(
+                f"it is a part of a tensor, {value}. Load a sharded state with load_sharded_state_dict()"
+            )
+
+    return Recording(unit, check)
+
+
+def _refuse_meta(value: Tensor) -> None:
+    if value.is_meta:
+        raise NotImplementedError("it is on the meta device, and has no values to copy")
+
+
+class _Beside(NamedTuple):
+    """What is recorded of a load beside sharded parameters."""
+
+    tensors: list[tuple[dict[str, Any], str, LoadTarget]]  # where modules list each, by dictionary and name
+    extra: list[tuple[nn.Module, Any]]
+
+
+@contextmanager
+def _recorded(modules: Iterable[nn.Module]) -> Iterator[_Beside]:
+    """Modules list targets in the place of tensors that are not sharded inside, and remember extra state."""
+    beside, targets = _Beside([], []), dict[int, LoadTarget]()
+    modules = list(modules)
+    before = [entry for module in modules for entry in _unsharded(module) if not isinstance(entry[2], LoadTarget)]
+    for entries, name, tensor in before:
+        target = targets.setdefault(id(tensor), LoadTarget.like(tensor.shape, tensor, partial(_try, tensor)))
+        beside.tensors.append((entries, name, target))
+        entries.update({name: target})  # which, unlike an item that is set, no registry is told of
+    extra = [module for module in modules if "set_extra_state" not in module.__dict__]
+    for module in extra:
+        module.__dict__["set_extra_state"] = partial(_note, beside.extra, module)
+    try:
+        yield beside
+    finally:
+        for module in extra:
+            del module.__dict__["set_extra_state"]
+        for entries, name, tensor in before:
+            entries.update({name: tensor})
+
+
+def _try(tensor: Tensor, value: Tensor) -> None:
+    """Raise what torch raises where `value` cannot be copied into `tensor`."""
+    _refuse_meta(value)
+    torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").copy_(value)
+
+
+def _note(extra: list[tuple[nn.Module, Any]], module: nn.Module, state: Any) -> None:
+    extra.append((module, state))
+
+
+@contextmanager
+def stored_buffers(units: Sequence[Unit]) -> Iterator[None]:
+    """Buffers are in the dtype in which they are saved, and what has no values has memory to load them into."""
+    blanks = []
+    for unit in units:
+        for blank in blanks_in(own_modules(unit.module)) if unit.awaits_values else ():
+            blank.give_memory(unit.device)
+            blanks.append(blank)
+        unit.buffers.widen()
+    try:
+        yield
+    finally:
+        for blank in blanks:
+            blank.keep_if_filled()
+        for unit in units:
+            if not unit.in_full_precision:
+                unit.buffers.narrow()
+
+
+# Keeping
+
+
+def _keep(handles: Sequence[FlatParamHandle], values: Values, source: FirstRank | None) -> None:
+    """Keep what was recorded. Collective if only the first rank has it."""
+    if source is not None and (source.is_over or not source.is_here):
+        values = {}
+    store(values)
+    _tell(handles, values, source)
+
+
+def _tell(handles: Sequence[FlatParamHandle], values: Values, source: FirstRank | None, problem: str = "") -> None:
+    """Collective if only the first rank has values: the others get their shards of those that it has kept."""
+    if source is not None and not source.is_over:
+        changed = [[handles.index(handle), slot] for handle, slot in values]
+        deal_changes(handles, source.tell(changed, problem), values)
+
+
+class _Readable(Exposure):
+    """Collective. A unit's modules with unsharded parameters that a load reads and writes as it likes.
 
     Args:
         unit: whose modules.
-        form: how it is loaded.
+        source: the first rank, if only that one has values.
     """
 
-    def __init__(self, unit: Unit, form: LoadPass) -> None:
-        self._is_trial, self._source = form.is_trial, form.source_of(unit)
-        self._is_here = not form.is_trial and (self._source is None or self._source.is_here)
-        self._is_read = not form.is_trial and unit in form.read
+    def __init__(self, unit: Unit, source: FirstRank | None) -> None:
+        self._source, self._is_here = source, source is None or source.is_here
         self._written: set[tuple[FlatParamHandle, int]] = set()
         self._kept: dict[tuple[FlatParamHandle, int], Tensor] = {}
-        super().__init__(unit, keep_changes=not form.is_trial, at_first=self._source is not None)
-
-    def _values(self, handle: FlatParamHandle) -> list[Tensor]:
-        if self._is_read:
-            return super()._values(handle)
-        handle.home.check(handle.name)
-        handle.absorb()
-        if not any(handle.flat_param.parts):
-            return shapes_of(handle)
-        tensors = blanks(handle) if self._is_here else shapes_of(handle)
-        return [
-            part.dtensor(each) if part else each for each, part in zip(tensors, handle.flat_param.parts, strict=True)
-        ]
+        super().__init__(unit, keep_changes=True, at_first=source is not None)
 
     @property
     def _compares_values(self) -> bool:
-        return self._is_read and self._is_here
-
-    def _install(self, handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[nn.Parameter]:
-        if self._is_read or any(handle.flat_param.parts):
-            return super()._install(handle, tensors)
-        params: list[nn.Parameter] = []
-        for tensor, needs in zip(tensors, handle.requires_grad_each, strict=True):
-            params.append(Awaiting.of(tensor.shape, tensor.dtype, needs, may_get_shapes=not self._is_here))
-        return install(handle, params)
-
-    def _changed(self) -> list[tuple[FlatParamHandle, int]]:
-        slots = [(handle, slot) for handle in self._handles for slot in range(len(handle.places))]
-        listed = [(handle, slot, listed_at(handle.places[slot][0])) for handle, slot in slots]
-        copied = [
-            (handle, slot) for handle, slot, param in listed if isinstance(param, Awaiting) and param.source is not None
-        ]
-        return [*copied, *super()._changed()]
+        return self._is_here
 
     def _keep(self, handle: FlatParamHandle, slot: int) -> None:
-        value = handle.registry.replacement(slot)
         if (handle, slot) in self._written:
-            if isinstance(value, Awaiting) and value.source is not None:
-                self._kept[handle, slot] = value.source
-                handle.store(slot, value.source)
-            else:
-                self._kept[handle, slot] = value
-                super()._keep(handle, slot)
+            self._kept[handle, slot] = handle.registry.replacement(slot)
+            super()._keep(handle, slot)
 
     def close(self) -> None:
         """See `Exposure.close`. If only the first rank has values, all raise what that one does."""
-        source = self._source
         self._written = set(self._changed())
-        if source is None or self._is_trial:
-            super().close()
-            return
-        self._keep_changes = self._is_here and not source.is_over
+        self._keep_changes = self._is_here and not (self._source is not None and self._source.is_over)
         problem = ""
         try:
             super().close()
         except RuntimeError as error:
+            if self._source is None:
+                raise
             problem = str(error)
-        if not source.is_over:
-            changed = [[self._handles.index(handle), slot] for handle, slot in self._kept]
-            deal_changes(self._handles, source.tell(changed, problem), self._kept)
+        _tell(self.handles, self._kept, self._source, problem)
+
+
+@contextmanager
+def _loadable(unit: Unit, form: LoadPass) -> Iterator[None]:
+    """A unit's modules can be loaded inside; what was written is kept, also after an exception."""
+    source = form.source_of(unit)
+    exposure = _Readable(unit, source) if unit in (form.read or ()) else _recording(unit, form)
+    values: Values = {}
+    try:
+        with stored_buffers([unit]):
+            yield
+    finally:
+        if isinstance(exposure, Recording):
+            values = exposure.received()
+        exposure.close()
+        if isinstance(exposure, Recording):
+            _keep(exposure.handles, values, source)
 
 
 def with_wrapped_metadata(state_dict: Any, root: nn.Module) -> Any:
@@ -381,14 +433,13 @@ class Loading:
 
     torch walks the module tree and loads each module from the keys under its path. On entering a wrapper, the keys get
     the path parts of the wrapper. On entering it, or a module of its unit that is loaded by itself, the unit's
-    parameters are exposed; on leaving it they are sharded again.
+    parameters are exposed, unless all of the load is recorded; on leaving it they are sharded again.
     """
 
     def __init__(self, wrapper: nn.Module, unit: Unit) -> None:
         self._unit = unit
-        self._open: list[tuple[nn.Module, Exposure]] = []
-        self._form = ExitStack()  # of the units inside, if this is the outermost one and not loaded through its wrapper
-        self._blanks: list[Blank] = []  # memory for buffers that had no values
+        self._entered: nn.Module | None = None
+        self._exit = ExitStack()  # ends what began when that was entered
         wrapper.register_load_state_dict_pre_hook(self._add_path_parts)
         wrapper.register_load_state_dict_post_hook(self._clean)
         for module in (wrapper, *own_modules(unit.module)):
@@ -413,34 +464,22 @@ class Loading:
         self._error_msgs[:] = [clean_text(message) for message in self._error_msgs]
 
     def _enter(self, module: nn.Module, *rest: Any) -> None:
-        if self._unit.access.is_local:
-            return  # the shards are loaded already
-        if self._unit.state is not TrainingState.SUMMON_FULL_PARAMS:
-            if self._unit.runtime is not None:
-                self._unit.runtime.ensure_idle("load a state dict")
-            if self._unit.access.loading is None:
-                ensure_agreed(self._unit)
-                self._form.enter_context(loading(self._unit, LoadPass(read=_agree_to_read(self._unit, None))))
-            form = self._unit.access.loading or LoadPass()
-            if self._unit.awaits_values and not form.is_trial:
-                self._blanks = blanks_in(own_modules(self._unit.module))
-                for blank in self._blanks:
-                    blank.give_memory(self._unit.device)
-            self._open.append((module, _Loaded(self._unit, form)))
-            self._unit.access.close_loading = self.close
+        unit = self._unit
+        if unit.access.is_local or unit.state is TrainingState.SUMMON_FULL_PARAMS:
+            return  # the shards are loaded already, or what is to be written is listed
+        if unit.runtime is not None:
+            unit.runtime.ensure_idle("load a state dict")
+        self._entered, unit.access.close_loading = module, self.close
+        if unit.access.loading is None:  # it is loaded through a module around it, or inside of it
+            ensure_agreed(unit)
+            self._exit.enter_context(loading(unit, LoadPass(read=_agree_to_read(unit, unit.module))))
+        self._exit.enter_context(_loadable(unit, unit.access.loading or LoadPass()))
 
     def _leave(self, module: nn.Module, incompatible: object) -> None:
-        if self._open and self._open[0][0] is module:
+        if self._entered is module:
             self.close()
 
     def close(self) -> None:
         """Shard what is still exposed, after an exception too."""
-        self._unit.access.close_loading = None
-        opened, self._open = self._open, []
-        blanks, self._blanks = self._blanks, []
-        for blank in blanks:
-            blank.keep_if_filled()
-        try:
-            close_all([exposure for _, exposure in opened])
-        finally:
-            self._form.close()
+        self._unit.access.close_loading = self._entered = None
+        self._exit.close()

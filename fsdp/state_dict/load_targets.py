@@ -1,26 +1,30 @@
-"""A tensor of which this rank holds a part: the values of sharded state dicts.
+"""Tensors that stand for parameters while a state is saved or loaded: `TensorPart` and `LoadTarget`.
 
-`torch.distributed.checkpoint` asks what it is to save, or to load, what is to be written where
-(``torch.distributed._checkpointable``): a `TensorPart` answers with the boxes that make up its range. So nothing is
-gathered, ranks may be more or fewer when it is loaded, and who loads need not know of flat parameters.
+A `TensorPart` is a tensor of which this rank holds a range: the values of sharded state dicts.
+`torch.distributed.checkpoint` asks it what is to be written where (``torch.distributed._checkpointable``), and it
+answers with the boxes that make up its range. So nothing is gathered, ranks may be more or fewer when it is loaded, and
+a loader need not know of flat parameters.
+
+Loading is in three steps: record, agree, commit. In a `Recording`, modules list a `LoadTarget` for each parameter, so
+`nn.Module.load_state_dict` finds keys, shapes and all errors as ever, and the targets remember the values. The ranks
+tell each other the outcome. Then each one stores its shards of the values, or none does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import is_dtensor
 from fsdp.engine.boxes import Box, boxes_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.unit import Unit
+from fsdp.state_dict.summon import Exposure, Values, listed_at
 
 aten = torch.ops.aten
 
@@ -67,6 +71,26 @@ class Part:
         for dim, (begin, size) in enumerate(zip(self.block_offsets, self.block_shape, strict=True)):
             whole = whole.narrow(dim, begin, size)
         return whole.detach().reshape(-1)[self.start : self.stop]
+
+    def check(self, value: Tensor, dtype: torch.dtype) -> None:
+        """Raise ValueError or TypeError if the elements, which are of this dtype, cannot be taken from a value."""
+        here = f"rank {self.rank}: {self.name}"
+        if isinstance(value, TensorPart):
+            if value.part != self:
+                raise ValueError(
+                    f"{here}: this rank keeps {self}, and was given {value.part}. A sharded state fits ranks that "
+                    "are as many and wrapped alike: load it with torch.distributed.checkpoint into what "
+                    "sharded_state_dict() returns here."
+                )
+        elif type(value) not in (Tensor, nn.Parameter):
+            raise TypeError(
+                f"{here}: a {type(value).__name__} cannot be cut into shards here. Load it with "
+                "torch.distributed.checkpoint into what sharded_state_dict() returns, or give a whole, plain tensor."
+            )
+        elif value.is_meta or value.shape != self.shape:
+            raise ValueError(f"{here}: expected a tensor of {list(self.shape)} with values, got {list(value.shape)}")
+        if value.is_complex() and not dtype.is_complex:
+            raise ValueError(f"{here} is of {dtype}, and was given {value.dtype}")
 
     def __str__(self) -> str:
         block = ""
@@ -221,39 +245,15 @@ class TensorPart(Tensor):
             )
 
 
-class Target(TensorPart):
-    """Takes note of the value that is copied into it, if that fits, and copies nothing.
-
-    So a whole state can be checked before anything is changed.
-    """
-
-    received: Tensor | None = None
-
-    def receive(self, value: Tensor) -> None:
-        """Note `value`.
-
-        Raises:
-            ValueError: if this rank cannot take its part from it.
-            TypeError: for other kinds of tensors.
-        """
-        part, here = self.part, f"rank {self.part.rank}: {self.part.name}"
-        if isinstance(value, TensorPart):
-            if value.part != part:
-                raise ValueError(
-                    f"{here}: this rank keeps {part}, and was given {value.part}. A sharded state fits ranks that "
-                    "are as many and wrapped alike: load it with torch.distributed.checkpoint into what "
-                    "sharded_state_dict() returns here."
-                )
-        elif type(value) not in (Tensor, nn.Parameter):
-            raise TypeError(
-                f"{here}: a {type(value).__name__} cannot be cut into shards here. Load it with "
-                "torch.distributed.checkpoint into what sharded_state_dict() returns, or give a whole, plain tensor."
-            )
-        elif value.is_meta or value.shape != part.shape:
-            raise ValueError(f"{here}: expected a tensor of {list(part.shape)} with values, got {list(value.shape)}")
-        if value.is_complex() and not self.is_complex():
-            raise ValueError(f"{here} is of {self.dtype}, and was given {value.dtype}")
-        self.received = value
+def part_of(handle: FlatParamHandle, slot: int, rank: int) -> Part:
+    """Return which elements of a parameter this rank keeps; `rank` is its number for messages."""
+    kept, mesh = handle.layout.slots[slot], handle.flat_param.parts[slot]
+    interval = handle.layout.interval(slot, handle.comm.rank)
+    start, stop = (interval.start, interval.stop) if interval is not None else (0, 0)
+    shape = kept.shape if mesh is None else mesh.shape
+    offsets = (0,) * len(shape) if mesh is None else mesh.offsets
+    is_alone = not handle.is_sharded and (mesh is None or not mesh.sharded_dims)
+    return Part(shape, kept.shape, offsets, start, stop, kept.name, rank, is_alone)
 
 
 def _rebuild(facts: tuple[Any, ...], flat: Tensor, is_blank: bool, unfit: str, apart: list[str]) -> TensorPart:
@@ -291,9 +291,7 @@ def _like(make: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 def _copy(into: Tensor, value: Tensor, non_blocking: bool = False) -> Tensor:
-    if isinstance(into, Target):
-        into.receive(value)
-    elif isinstance(into, TensorPart):
+    if isinstance(into, TensorPart):
         _copy_into(into, value, non_blocking)
     elif isinstance(value, TensorPart) and value.part.is_alone:
         into.copy_(value.local.view(value.part.shape), non_blocking)
@@ -333,34 +331,95 @@ _MEANINGFUL: dict[Any, Callable[..., Any]] = {
 }
 
 
-class Awaiting(nn.Parameter):
-    """Remembers in `source` what `copy_` was called with last; everything else is as on the meta device.
+# --- what a load writes to ------------------------------------------------------------------------------------------
 
-    It says that it is not there, because torch's load warns about meta tensors, into which copying does nothing.
+
+class LoadTarget(nn.Parameter):
+    """A tensor that stands for another one while a state is loaded: it remembers in `source` the value copied into it.
+
+    It has no memory. A rank keeps its shard of the value when all ranks could load theirs; so of a file that is mapped
+    into memory, nothing else is ever read.
     """
 
     source: Tensor | None
-    may_get_shapes: bool  # what is copied may be on the meta device as well
+    _check: Callable[[Tensor], None]
+    _device: torch.device
+    is_meta = False  # type: ignore[assignment]  # or torch's load would warn that copying into it does nothing
 
     @classmethod
-    def of(cls, shape: torch.Size, dtype: torch.dtype, requires_grad: bool, *, may_get_shapes: bool) -> Self:
-        """An empty one."""
-        self = Tensor._make_subclass(cls, torch.empty(shape, dtype=dtype, device="meta"), requires_grad)
-        self.source, self.may_get_shapes = None, may_get_shapes
+    def like(
+        cls, shape: torch.Size, tensor: Tensor, check: Callable[[Tensor], None], requires_grad: bool = False
+    ) -> LoadTarget:
+        """Return a target of this shape, with the dtype and device of `tensor`.
+
+        Args:
+            check: raises an exception for a value that could not be kept.
+        """
+        empty = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        made = Tensor._make_subclass(cls, empty, requires_grad)
+        made.source, made._check, made._device = None, check, tensor.device
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._device
+
+    def copy_(self, value: Tensor, non_blocking: bool = False) -> LoadTarget:  # type: ignore[override]
+        # Batch norms load their count of batches from itself where a state dict has none.
+        if not isinstance(value, LoadTarget):
+            self._check(value)
+            self.source = value.detach()
         return self
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.copy_ and isinstance(args[0], Awaiting):
-            if args[1].is_meta and not args[0].may_get_shapes:
-                raise NotImplementedError("it is on the meta device, and has no values to copy")
-            if isinstance(args[1], TensorPart):
-                raise NotImplementedError(
-                    f"it is a part of a tensor, {args[1]}. Load a sharded state with load_sharded_state_dict()"
-                )
-            args[0].source = args[1].detach()
-            return args[0]
-        if func == Tensor.is_meta.__get__:  # type: ignore[attr-defined]
-            return False
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+
+class Recording(Exposure):
+    """One unit's modules with a `LoadTarget` for each parameter, until closed. No rank needs another for it.
+
+    Args:
+        unit: whose modules.
+        check: raises an exception for a value that cannot be kept; it is told the handle and the parameter's number.
+    """
+
+    def __init__(self, unit: Unit, check: Callable[[FlatParamHandle, int, Tensor], None]) -> None:
+        self._check = check
+        super().__init__(unit, keep_changes=False)
+
+    def _values(self, handle: FlatParamHandle) -> list[Tensor]:
+        handle.home.check(handle.name)
+        handle.absorb()
+        shard = handle.flat_param
+        shapes = [
+            slot.shape if mesh is None else mesh.shape
+            for slot, mesh in zip(handle.layout.slots, shard.parts, strict=True)
+        ]
+        return [
+            LoadTarget.like(shape, shard, partial(self._check, handle, slot), handle.requires_grad_each[slot])
+            for slot, shape in enumerate(shapes)
+        ]
+
+    def received(self) -> Values:
+        """Return the values that were copied into the targets."""
+        return {
+            (handle, slot): param.source
+            for handle in self.handles
+            for slot, places in enumerate(handle.places)
+            if isinstance(param := listed_at(places[0]), LoadTarget) and param.source is not None
+        }
+
+
+def store(values: Values) -> None:
+    """Keep this rank's shards of the values that a load has brought."""
+    for handle in dict.fromkeys(handle for handle, _ in values):
+        handle.settle()  # peers may still be receiving from the shard
+    for (handle, slot), value in values.items():
+        handle.home.check(handle.name)
+        if not isinstance(value, TensorPart):
+            handle.store(slot, value)
+            handle.note_written([slot])
+        elif not value.is_lent_by(handle.flat_param):  # else nothing was loaded, on no rank
+            handle.fill(slot, partial(_fill, value.local))
+        handle.home.release()
+
+
+def _fill(values: Tensor, shard: Tensor, start: int) -> None:
+    shard.copy_(values)

@@ -10,9 +10,9 @@ stays valid memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from fsdp.engine.state_requests import Summoning
 from fsdp.engine.unit import Unit
 from fsdp.state_dict.redistribute import assembled, deal, shapes_of
 
+Values = Mapping[tuple[FlatParamHandle, int], Tensor]  # by the handle, and the parameter's number in it
+AnyExposure = TypeVar("AnyExposure", bound="Exposure")
+
 
 class Exposure:
     """Collective over the unit's ranks. One unit's modules with whole, ordinary parameters, until closed.
@@ -44,13 +47,13 @@ class Exposure:
         self._keep_changes = keep_changes
         self._at_first = at_first
         # Not what a unit around this one shows already, which shares it.
-        self._handles = self._shown(unit)
-        values = [self._values(handle) for handle in self._handles]  # may fail: nothing is changed before
+        self.handles = self._shown(unit)
+        values = [self._values(handle) for handle in self.handles]  # may fail: nothing is changed before
         self._outer_state, unit.state = unit.state, TrainingState.SUMMON_FULL_PARAMS
         unit.buffers.widen()
         self._installed = [
             (handle, slot, param, _Look.at(param, by_value=self._compares_values))
-            for handle, tensors in zip(self._handles, values, strict=True)
+            for handle, tensors in zip(self.handles, values, strict=True)
             for slot, param in enumerate(self._install(handle, tensors))
         ]
         unit.restore_order()
@@ -66,7 +69,7 @@ class Exposure:
         for handle, slot in self._changed() if self._keep_changes else ():
             handle.note_written([slot])  # what was only looked at, is as the ranks have wrapped it
         self._installed = []
-        for handle in self._handles:
+        for handle in self.handles:
             if self._keep_changes:
                 handle.settle()  # peers may still be receiving from the shard
             problems += self._remove(handle)
@@ -79,11 +82,34 @@ class Exposure:
 
     def _install(self, handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[nn.Parameter]:
         """List parameters with these values in the modules."""
-        needs = handle.requires_grad_each
-        return install(handle, [nn.Parameter(each, need) for each, need in zip(tensors, needs, strict=True)])
+        pairs = zip(tensors, handle.requires_grad_each, strict=True)
+        params = [each if isinstance(each, nn.Parameter) else nn.Parameter(each, need) for each, need in pairs]
+        for param, places, attributes in zip(params, handle.places, handle.flat_param.attributes, strict=True):
+            note_stale(param, f"a summoned copy of {places[0].fqn}")
+            give_attributes(param, attributes)
+            for place in places:
+                place.module.__dict__.pop(place.name, None)
+                place.module._parameters[place.name] = param
+        handle.registry.leave()
+        handle.is_exposed = True
+        handle.whole.refresh_rnns()
+        return params
 
     def _remove(self, handle: FlatParamHandle) -> list[str]:
-        return _remove(handle, self._keep if self._keep_changes else None)
+        """Take the parameters out of the modules, and return the reasons why some could not be kept."""
+        problems = []
+        handle.is_exposed = False
+        for slot, places in enumerate(handle.places):
+            try:
+                if self._keep_changes:
+                    self._keep(handle, slot)
+            except ValueError as error:
+                problems.append(str(error))
+            for place in places:
+                place.module._parameters.pop(place.name, None)
+        handle.fill_places()
+        handle.registry.enter()
+        return problems
 
     def _changed(self) -> list[tuple[FlatParamHandle, int]]:
         """Which parameters were written, or replaced."""
@@ -115,20 +141,6 @@ class Exposure:
             handle.keep(slot, value)
 
 
-def install(handle: FlatParamHandle, params: list[nn.Parameter]) -> list[nn.Parameter]:
-    """List these parameters in the modules, instead of what stands for them."""
-    for param, places, attributes in zip(params, handle.places, handle.flat_param.attributes, strict=True):
-        note_stale(param, f"a summoned copy of {places[0].fqn}")
-        give_attributes(param, attributes)
-        for place in places:
-            place.module.__dict__.pop(place.name, None)
-            place.module._parameters[place.name] = param
-    handle.registry.leave()
-    handle.is_exposed = True
-    handle.whole.refresh_rnns()
-    return params
-
-
 class _Look(NamedTuple):
     """What a parameter was, as far as is needed to see whether it was written."""
 
@@ -147,11 +159,7 @@ class _Look(NamedTuple):
         return is_counted and (self.value is None or _Look.at(param, by_value=True).value == self.value)
 
 
-def deal_changes(
-    handles: Sequence[FlatParamHandle],
-    changed: Sequence[Sequence[int]],
-    values: Mapping[tuple[FlatParamHandle, int], Tensor],
-) -> None:
+def deal_changes(handles: Sequence[FlatParamHandle], changed: Sequence[Sequence[int]], values: Values) -> None:
     """Collective. All ranks get what was changed on the first one.
 
     Args:
@@ -175,36 +183,16 @@ def listed_at(place: ParamInfo) -> nn.Parameter | None:
     return place.module._parameters.get(place.name)
 
 
-def _remove(handle: FlatParamHandle, keep: Callable[[FlatParamHandle, int], None] | None) -> list[str]:
-    problems = []
-    handle.is_exposed = False
-    for slot, places in enumerate(handle.places):
-        try:
-            if keep is not None:
-                keep(handle, slot)
-        except ValueError as error:
-            problems.append(str(error))
-        for place in places:
-            place.module._parameters.pop(place.name, None)
-    handle.fill_places()
-    handle.registry.enter()
-    return problems
-
-
 @contextmanager
-def shown(unit: Unit, at_first: bool = False) -> Iterator[None]:
-    """Collective. The unit's modules hold whole parameters inside, to be looked at. Also after an exception they are
-    sharded again.
-
-    Args:
-        unit: whose modules.
-        at_first: as for `Exposure`.
-    """
-    exposure = Exposure(unit, keep_changes=False, at_first=at_first)
+def exposed(units: Iterable[Unit], expose: Callable[[Unit], AnyExposure]) -> Iterator[list[AnyExposure]]:
+    """Expose some units, one after the other, and close all exposures in the end; after an exception, too."""
+    exposures: list[AnyExposure] = []
     try:
-        yield
+        for unit in units:
+            exposures.append(expose(unit))
+        yield exposures
     finally:
-        exposure.close()
+        close_all(exposures)
 
 
 def close_all(exposures: Sequence[Exposure]) -> None:
@@ -277,7 +265,7 @@ class Summoned(Exposure):
         """Shard the values again; see `Exposure.close`. With ``rank0_only``, all raise what the first rank does."""
         self._unit.access.summoned = None
         changed = self._changed() if self._keep_changes else []
-        params = {handle: [listed_at(places[0]) for places in handle.places] for handle in self._handles}
+        params = {handle: [listed_at(places[0]) for places in handle.places] for handle in self.handles}
         self._kept.clear()
         problems: list[str] = []
         try:
@@ -289,7 +277,7 @@ class Summoned(Exposure):
             kept = {(handle, slot): params[handle][slot] for handle, slot in changed if (handle, slot) in self._kept}
             problems = self._share(kept, grads, problems)
         elif self._keep_changes and self._form.with_grads and not problems:
-            for handle in self._handles:
+            for handle in self.handles:
                 handle.keep_gradients(grads[handle])
         if problems:
             raise RuntimeError(problems[0])
@@ -302,12 +290,12 @@ class Summoned(Exposure):
         grads: dict[FlatParamHandle, list[Any]],
         problems: list[str],
     ) -> list[str]:
-        changed = [(self._handles.index(handle), slot) for handle, slot in values]
-        have = [[grad is not None for grad in grads[handle]] for handle in self._handles if self._form.with_grads]
+        changed = [(self.handles.index(handle), slot) for handle, slot in values]
+        have = [[grad is not None for grad in grads[handle]] for handle in self.handles if self._form.with_grads]
         told = from_everyone(self._unit.everyone, json.dumps([changed, have, problems]).encode())
         changed, have, problems = json.loads(told[0])
-        deal_changes(self._handles, changed, values)
-        for handle, flags in zip(self._handles, have, strict=False):
+        deal_changes(self.handles, changed, values)
+        for handle, flags in zip(self.handles, have, strict=False):
             own = enumerate(grads[handle])
             handle.keep_gradients([self._sent(handle, slot, grad) if flags[slot] else None for slot, grad in own])
         return problems
@@ -348,13 +336,8 @@ def summoned(units: Sequence[Unit], form: Summoning) -> Iterator[None]:
             form.require_shown_by(unit.access.summoned, unit)
         else:
             closed.append(unit)
-    exposures: list[Exposure] = []
-    try:
-        for unit in closed:
-            exposures.append(Summoned(unit, form))
+    with exposed(closed, lambda unit: Summoned(unit, form)):
         yield
-    finally:
-        close_all(exposures)
 
 
 class _Shapes(Exposure):
@@ -377,15 +360,9 @@ class _Shapes(Exposure):
 
 @contextmanager
 def shapes_summoned(units: Sequence[Unit]) -> Iterator[None]:
-    """Not collective. The units' modules hold parameters on the meta device inside; those that are whole stay so."""
-    exposures: list[Exposure] = []
-    try:
-        for unit in units:
-            if unit.state is not TrainingState.SUMMON_FULL_PARAMS:
-                exposures.append(_Shapes(unit))
+    """Not collective. The units' modules hold parameters on the meta device inside; summoned ones stay so."""
+    with exposed([unit for unit in units if unit.state is not TrainingState.SUMMON_FULL_PARAMS], _Shapes):
         yield
-    finally:
-        close_all(exposures)
 
 
 def params_shown(unit: Unit, prefix: str) -> dict[str, nn.Parameter]:
