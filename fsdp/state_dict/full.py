@@ -13,7 +13,7 @@ import functools
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,8 +32,8 @@ from fsdp.engine.shared_params import exported_around, keys_of, settle_shares
 from fsdp.engine.state_requests import FirstRank, LoadPass, Saving, loading
 from fsdp.engine.unit import Unit, own_modules, units_in
 from fsdp.state_dict.first_rank import received
-from fsdp.state_dict.load_targets import LoadTarget, Recording, TensorPart, store
-from fsdp.state_dict.summon import Exposure, Values, deal_changes, exposed
+from fsdp.state_dict.load_targets import LoadTarget, TensorPart, recorded, recording, store
+from fsdp.state_dict.summon import Exposure, Values, deal_changes, for_each, keep_value, unsharded
 
 Walk = Callable[..., Any]  # `nn.Module.load_state_dict` of a wrapper
 
@@ -63,7 +63,7 @@ def whole_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool, form
     summoned = unit.state is TrainingState.SUMMON_FULL_PARAMS
     # Exposed parameters belong to nobody else; buffers do, and so do parameters that are ignored or were summoned.
     others = [param for param in unit.module.parameters() if not is_ours(param)]
-    with exposed([] if summoned else [unit], lambda each: Exposure(each, False, form.is_at_first(each))):
+    with nullcontext() if summoned else closing(Exposure(unit, unsharded(unit, form.is_at_first(unit)))):
         with _exporting(unit):
             state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if not form.is_here:
@@ -162,19 +162,22 @@ def _record_and_commit(wrapper: nn.Module, unit: Unit, form: LoadPass, load: Cal
     """Collective. Load what fits on all ranks, or nothing."""
     units = [each for _, each in units_in(unit)]
     hidden = [each for each in units if each.state is not TrainingState.SUMMON_FULL_PARAMS]
-    with exposed(hidden, lambda each: _recording(each, form)) as recordings, _recorded(wrapper.modules()) as beside:
+    with (
+        for_each(hidden, lambda each: closing(_recording(each, form))) as recordings,
+        _beside(wrapper.modules()) as rest,
+    ):
         result = done_by_all([unit.everyone], "load its state dict", load)
-        values = [each.received() for each in recordings]
+        values = [recorded(each) for each in recordings]
 
     def commit() -> None:
         with stored_buffers(units), torch.no_grad():
-            for entries, name, target in beside.tensors:
+            for entries, name, target in rest.tensors:
                 if target.source is not None:
                     entries[name].copy_(target.source)
-            for module, state in beside.extra:
+            for module, state in rest.extra:
                 module.set_extra_state(state)
-        for each, recording, found in zip(hidden, recordings, values, strict=True):
-            _keep(recording.handles, found, form.source_of(each))
+        for each, exposure, found in zip(hidden, recordings, values, strict=True):
+            _keep(exposure.handles, found, form.source_of(each))
 
     _done(unit, form.source, commit)
     return result
@@ -237,7 +240,7 @@ def _unsharded(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]
 # Recording
 
 
-def _recording(unit: Unit, form: LoadPass) -> Recording:
+def _recording(unit: Unit, form: LoadPass) -> Exposure:
     source = form.source_of(unit)
     is_here = source is None or source.is_here
 
@@ -249,7 +252,7 @@ def _recording(unit: Unit, form: LoadPass) -> Recording:
                 f"it is a part of a tensor, {value}. Load a sharded state with load_sharded_state_dict()"
             )
 
-    return Recording(unit, check)
+    return recording(unit, check)
 
 
 def _refuse_meta(value: Tensor) -> None:
@@ -257,7 +260,7 @@ def _refuse_meta(value: Tensor) -> None:
         raise NotImplementedError("it is on the meta device, and has no values to copy")
 
 
-class _Beside(NamedTuple):
+class _Rest(NamedTuple):
     """What is recorded of a load beside sharded parameters."""
 
     tensors: list[tuple[dict[str, Any], str, LoadTarget]]  # where modules list each, by dictionary and name
@@ -265,20 +268,20 @@ class _Beside(NamedTuple):
 
 
 @contextmanager
-def _recorded(modules: Iterable[nn.Module]) -> Iterator[_Beside]:
+def _beside(modules: Iterable[nn.Module]) -> Iterator[_Rest]:
     """Modules list targets in the place of tensors that are not sharded inside, and remember extra state."""
-    beside, targets = _Beside([], []), dict[int, LoadTarget]()
+    rest, targets = _Rest([], []), dict[int, LoadTarget]()
     modules = list(modules)
     before = [entry for module in modules for entry in _unsharded(module) if not isinstance(entry[2], LoadTarget)]
     for entries, name, tensor in before:
         target = targets.setdefault(id(tensor), LoadTarget.like(tensor.shape, tensor, partial(_try, tensor)))
-        beside.tensors.append((entries, name, target))
+        rest.tensors.append((entries, name, target))
         entries.update({name: target})  # which, unlike an item that is set, no registry is told of
     extra = [module for module in modules if "set_extra_state" not in module.__dict__]
     for module in extra:
-        module.__dict__["set_extra_state"] = partial(_note, beside.extra, module)
+        module.__dict__["set_extra_state"] = partial(_note, rest.extra, module)
     try:
-        yield beside
+        yield rest
     finally:
         for module in extra:
             del module.__dict__["set_extra_state"]
@@ -333,58 +336,47 @@ def _tell(handles: Sequence[FlatParamHandle], values: Values, source: FirstRank 
         deal_changes(handles, source.tell(changed, problem), values)
 
 
-class _Readable(Exposure):
-    """Collective. A unit's modules with unsharded parameters that a load reads and writes as it likes.
-
-    Args:
-        unit: whose modules.
-        source: the first rank, if only that one has values.
-    """
-
-    def __init__(self, unit: Unit, source: FirstRank | None) -> None:
-        self._source, self._is_here = source, source is None or source.is_here
-        self._written: set[tuple[FlatParamHandle, int]] = set()
-        self._kept: dict[tuple[FlatParamHandle, int], Tensor] = {}
-        super().__init__(unit, keep_changes=True, at_first=source is not None)
-
-    @property
-    def _compares_values(self) -> bool:
-        return self._is_here
-
-    def _keep(self, handle: FlatParamHandle, slot: int) -> None:
-        if (handle, slot) in self._written:
-            self._kept[handle, slot] = handle.registry.replacement(slot)
-            super()._keep(handle, slot)
-
-    def close(self) -> None:
-        """See `Exposure.close`. If only the first rank has values, all raise what that one does."""
-        self._written = set(self._changed())
-        self._keep_changes = self._is_here and not (self._source is not None and self._source.is_over)
-        problem = ""
-        try:
-            super().close()
-        except RuntimeError as error:
-            if self._source is None:
-                raise
-            problem = str(error)
-        _tell(self.handles, self._kept, self._source, problem)
-
-
 @contextmanager
 def _loadable(unit: Unit, form: LoadPass) -> Iterator[None]:
     """A unit's modules can be loaded inside; what was written is kept, also after an exception."""
+    if unit not in (form.read or ()):
+        exposure = _recording(unit, form)
+        try:
+            with stored_buffers([unit]):
+                yield
+        finally:
+            values = recorded(exposure)
+            exposure.close()
+            _keep(exposure.handles, values, form.source_of(unit))
+        return
     source = form.source_of(unit)
-    exposure = _Readable(unit, source) if unit in (form.read or ()) else _recording(unit, form)
-    values: Values = {}
+    is_here = source is None or source.is_here
+    exposure = Exposure(unit, unsharded(unit, at_first=source is not None), by_value=is_here)
     try:
         with stored_buffers([unit]):
             yield
     finally:
-        if isinstance(exposure, Recording):
-            values = exposure.received()
-        exposure.close()
-        if isinstance(exposure, Recording):
-            _keep(exposure.handles, values, source)
+        _keep_written(exposure, is_here, source)
+
+
+def _keep_written(exposure: Exposure, is_here: bool, source: FirstRank | None) -> None:
+    """Keep what a load has made of values that it could read. If only the first rank has them, all raise as it does."""
+    written = set(exposure.changed())
+    kept: dict[tuple[FlatParamHandle, int], Tensor] = {}
+
+    def keep(handle: FlatParamHandle, slot: int) -> None:
+        if (handle, slot) in written:
+            kept[handle, slot] = handle.registry.replacement(slot)
+            keep_value(handle, slot)
+
+    problem = ""
+    try:
+        exposure.close(keep if is_here and not (source is not None and source.is_over) else None)
+    except RuntimeError as error:
+        if source is None:
+            raise
+        problem = str(error)
+    _tell(exposure.handles, kept, source, problem)
 
 
 def with_wrapped_metadata(state_dict: Any, root: nn.Module) -> Any:

@@ -5,7 +5,7 @@ A `TensorPart` is a tensor of which this rank holds a range: the values of shard
 answers with the boxes that make up its range. So nothing is gathered, ranks may be more or fewer when it is loaded, and
 a loader need not know of flat parameters.
 
-Loading is in three steps: record, agree, commit. In a `Recording`, modules list a `LoadTarget` for each parameter, so
+Loading is in three steps: record, agree, commit. In a `recording`, modules list a `LoadTarget` for each parameter, so
 `nn.Module.load_state_dict` finds keys, shapes and all errors as ever, and the targets remember the values. The ranks
 tell each other the outcome. Then each one stores its shards of the values, or none does.
 """
@@ -24,7 +24,7 @@ from fsdp.distributed.dtensor import is_dtensor
 from fsdp.engine.boxes import Box, boxes_of
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.unit import Unit
-from fsdp.state_dict.summon import Exposure, Values, listed_at
+from fsdp.state_dict.summon import Exposure, Values, hidden_handles
 
 aten = torch.ops.aten
 
@@ -344,7 +344,7 @@ class LoadTarget(nn.Parameter):
     source: Tensor | None
     _check: Callable[[Tensor], None]
     _device: torch.device
-    is_meta = False  # type: ignore[assignment]  # or torch's load would warn that copying into it does nothing
+    is_meta = False  # or torch's load would warn that copying into it does nothing
 
     @classmethod
     def like(
@@ -364,7 +364,7 @@ class LoadTarget(nn.Parameter):
     def device(self) -> torch.device:  # type: ignore[override]
         return self._device
 
-    def copy_(self, value: Tensor, non_blocking: bool = False) -> LoadTarget:  # type: ignore[override]
+    def copy_(self, value: Tensor, non_blocking: bool = False) -> LoadTarget:
         # Batch norms load their count of batches from itself where a state dict has none.
         if not isinstance(value, LoadTarget):
             self._check(value)
@@ -372,39 +372,34 @@ class LoadTarget(nn.Parameter):
         return self
 
 
-class Recording(Exposure):
-    """One unit's modules with a `LoadTarget` for each parameter, until closed. No rank needs another for it.
+def recording(unit: Unit, check: Callable[[FlatParamHandle, int, Tensor], None]) -> Exposure:
+    """Show a unit's modules a `LoadTarget` for each parameter. No rank needs another for it.
 
     Args:
         unit: whose modules.
         check: raises an exception for a value that cannot be kept; it is told the handle and the parameter's number.
     """
-
-    def __init__(self, unit: Unit, check: Callable[[FlatParamHandle, int, Tensor], None]) -> None:
-        self._check = check
-        super().__init__(unit, keep_changes=False)
-
-    def _values(self, handle: FlatParamHandle) -> list[Tensor]:
+    targets: dict[FlatParamHandle, list[Tensor]] = {}
+    for handle in hidden_handles(unit):
         handle.home.check(handle.name)
         handle.absorb()
         shard = handle.flat_param
-        shapes = [
-            slot.shape if mesh is None else mesh.shape
-            for slot, mesh in zip(handle.layout.slots, shard.parts, strict=True)
+        targets[handle] = [
+            LoadTarget.like(kept.shape if mesh is None else mesh.shape, shard, partial(check, handle, slot), need)
+            for slot, (kept, mesh, need) in enumerate(
+                zip(handle.layout.slots, shard.parts, handle.requires_grad_each, strict=True)
+            )
         ]
-        return [
-            LoadTarget.like(shape, shard, partial(self._check, handle, slot), handle.requires_grad_each[slot])
-            for slot, shape in enumerate(shapes)
-        ]
+    return Exposure(unit, targets)
 
-    def received(self) -> Values:
-        """Return the values that were copied into the targets."""
-        return {
-            (handle, slot): param.source
-            for handle in self.handles
-            for slot, places in enumerate(handle.places)
-            if isinstance(param := listed_at(places[0]), LoadTarget) and param.source is not None
-        }
+
+def recorded(exposure: Exposure) -> Values:
+    """Return the values that were copied into the targets of a `recording`."""
+    return {
+        key: param.source
+        for key, param in exposure.numbered()
+        if isinstance(param, LoadTarget) and param.source is not None
+    }
 
 
 def store(values: Values) -> None:

@@ -29,7 +29,7 @@ from fsdp.engine.names import plain_name
 from fsdp.engine.placeholder import Placeholder
 from fsdp.engine.unit import Unit, own_modules, unit_of
 from fsdp.state_dict.redistribute import blanks
-from fsdp.state_dict.summon import Exposure
+from fsdp.state_dict.summon import Exposure, hidden_handles
 
 ParamInit = Callable[[nn.Module], object]
 
@@ -127,8 +127,7 @@ class _Materializing:
         }
         if not any(found.values()):
             return
-        with _filling(unit, [lack for lacks in found.values() for lack in lacks]) as filling:
-            self._scratch = filling.scratch
+        with _filling(unit, [lack for lacks in found.values() for lack in lacks]) as self._scratch:
             for module in sorted(found, key=self._numbers.__getitem__):
                 self._fill_module(module, found[module], unit.device)
         for module, lacks in found.items():
@@ -208,55 +207,36 @@ def _own_init(module: nn.Module, text: str, lacks: Sequence[Lack]) -> ParamInit:
 
 
 def _shown_by(unit: Unit) -> list[FlatParamHandle]:
-    """The handles that a `_Filling` of a unit shows. `DTensor`s always have values, and nothing stands for them."""
-    return [handle for handle in unit.seen if not handle.is_exposed and not any(handle.flat_param.parts)]
-
-
-class _Filling(Exposure):
-    """A unit's modules with memory in the place of all parameters. Closing it keeps first values, and only those."""
-
-    def __init__(self, unit: Unit, wanted: Sequence[Lack]) -> None:
-        self._wanted = {(lack.handle, lack.slot) for lack in wanted}
-        super().__init__(unit, keep_changes=True)
-        self.scratch = {
-            id(places[0].module._parameters[places[0].name])
-            for handle in self._handles
-            for slot, places in enumerate(handle.places)
-            if (handle, slot) not in self._wanted
-        }
-
-    def _shown(self, unit: Unit) -> list[FlatParamHandle]:
-        return _shown_by(unit)
-
-    def _values(self, handle: FlatParamHandle) -> list[Tensor]:
-        tensors = blanks(handle)
-        for slot, tensor in enumerate(tensors):
-            if (handle, slot) in self._wanted:
-                mark(tensor)
-        return tensors
-
-    def _keep(self, handle: FlatParamHandle, slot: int) -> None:
-        if (handle, slot) in self._wanted:
-            handle.store(slot, handle.registry.replacement(slot))
-
-    def forget(self) -> None:
-        """Close it and keep nothing."""
-        self._wanted.clear()
-        self.close()
+    """Return the handles that are shown for filling. `DTensor`s always have values, and nothing stands for them."""
+    return [handle for handle in hidden_handles(unit) if not any(handle.flat_param.parts)]
 
 
 @contextmanager
-def _filling(unit: Unit, wanted: Sequence[Lack]) -> Iterator[_Filling]:
-    filling = _Filling(unit, wanted)
+def _filling(unit: Unit, wanted: Sequence[Lack]) -> Iterator[set[int]]:
+    """Show a unit's modules memory in the place of all parameters, and keep the values that come into those wanted.
+
+    Yields:
+        The ids of the other parameters, which stand for those that have values and are forgotten.
+    """
+    slots = {(lack.handle, lack.slot) for lack in wanted}
+    memory = {handle: blanks(handle) for handle in _shown_by(unit)}
+    for handle, tensors in memory.items():
+        for slot, tensor in enumerate(tensors):
+            if (handle, slot) in slots:
+                mark(tensor)
+
+    def keep(handle: FlatParamHandle, slot: int) -> None:
+        if (handle, slot) in slots:
+            handle.store(slot, handle.registry.replacement(slot))
+
+    exposure = Exposure(unit, memory)
     unit.access.is_filling = True
+    is_filled = False
     try:
-        yield filling
-    except BaseException:
-        filling.forget()
-        raise
-    else:
-        filling.close()
+        yield {id(param) for key, param in exposure.numbered() if key not in slots}
+        is_filled = True
     finally:
+        exposure.close(keep if is_filled else None)
         unit.access.is_filling = False
 
 

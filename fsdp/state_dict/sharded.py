@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ from fsdp.engine.managed_params import is_ours
 from fsdp.engine.precision import BATCH_NORMS
 from fsdp.engine.unit import Unit, own_modules
 from fsdp.state_dict.full import ensure_agreed, ensure_same_values
-from fsdp.state_dict.load_targets import Held, LoadTarget, Part, Recording, TensorPart, part_of, store
-from fsdp.state_dict.summon import Exposure, exposed, listed_at
+from fsdp.state_dict.load_targets import Held, LoadTarget, Part, TensorPart, part_of, recorded, recording, store
+from fsdp.state_dict.summon import Exposure, for_each, hidden_handles
 
 _VALUELESS = (
     "it has no values yet, because it was on the meta device when it was wrapped. Give it values first "
@@ -32,59 +32,52 @@ _VALUELESS = (
 )
 
 
-class _Parts(Exposure):
-    """One unit's modules with this rank's `TensorPart`s as their parameters, until closed. No rank needs another.
+@contextmanager
+def _parts(unit: Unit, rank: int, unfit: str) -> Iterator[list[TensorPart]]:
+    """Show a unit's modules this rank's parts as their parameters inside. No rank needs another for it.
 
     Args:
         unit: whose parameters.
         rank: this rank's number, for messages.
         unfit: why none of them must be saved; empty if they may be.
     """
-
-    def __init__(self, unit: Unit, rank: int, unfit: str) -> None:
-        self._rank, self._unfit = rank, unfit
-        super().__init__(unit, keep_changes=False)
+    parts = {handle: _parts_of(handle, rank, unfit) for handle in hidden_handles(unit)}
+    with closing(Exposure(unit, parts)):
+        blanks = _show_blanks(unit, rank) if unit.awaits_values else []
         unit.access.shows_parts = True
-        self._blanks: list[Blank] = []
-        if unit.awaits_values:
-            self._show_blanks()
+        try:
+            yield [part for each in parts.values() for part in each]
+        finally:
+            unit.access.shows_parts = False
+            for blank in blanks:
+                blank.take_back()
 
-    def close(self) -> None:
-        for blank in self._blanks:
-            blank.take_back()
-        self._unit.access.shows_parts = False
-        super().close()
 
-    @property
-    def parts(self) -> Iterator[TensorPart]:
-        """The parts that stand for the parameters."""
-        params: Iterator[Any] = (listed_at(places[0]) for handle in self.handles for places in handle.places)
-        return (param for param in params if isinstance(param, TensorPart))
-
-    def _values(self, handle: FlatParamHandle) -> list[Tensor]:
-        _require_shards(handle)
-        flats = handle.layout.parts(handle.flat_param.vector, handle.comm.rank)
-        return [
-            TensorPart.around(part_of(handle, slot, self._rank), self._held(handle, slot, flat))
-            for slot, flat in enumerate(flats)
-        ]
-
-    def _held(self, handle: FlatParamHandle, slot: int, flat: Tensor) -> Held:
+def _parts_of(handle: FlatParamHandle, rank: int, unfit: str) -> list[TensorPart]:
+    _require_shards(handle)
+    flats = handle.layout.parts(handle.flat_param.vector, handle.comm.rank)
+    found = []
+    for slot, flat in enumerate(flats):
         is_blank = slot in handle.valueless
-        return Held(flat, id(handle.flat_param), is_blank, _VALUELESS if is_blank else self._unfit)
+        held = Held(flat, id(handle.flat_param), is_blank, _VALUELESS if is_blank else unfit)
+        found.append(TensorPart.around(part_of(handle, slot, rank), held))
+    return found
 
-    def _show_blanks(self) -> None:
-        """Give buffers and ignored parameters without values memory that can be loaded, and cannot be saved."""
-        for blank in blanks_in(own_modules(self._unit.module)):
-            if is_dtensor(blank.value):
-                continue  # of which DCP takes care
-            blank.give_memory(self._unit.device)
-            given = blank.value
-            if given is not None:
-                part = Part.of_whole(given.shape, blank.places[0][1], self._rank)
-                shown = TensorPart.around(part, Held(given.detach().reshape(-1), is_blank=True, unfit=_VALUELESS))
-                blank.put(nn.Parameter(shown, given.requires_grad) if isinstance(given, nn.Parameter) else shown)
-                self._blanks.append(blank)
+
+def _show_blanks(unit: Unit, rank: int) -> list[Blank]:
+    """Give buffers and ignored parameters without values memory that can be loaded, and cannot be saved."""
+    found = []
+    for blank in blanks_in(own_modules(unit.module)):
+        if is_dtensor(blank.value):
+            continue  # of which DCP takes care
+        blank.give_memory(unit.device)
+        given = blank.value
+        if given is not None:
+            part = Part.of_whole(given.shape, blank.places[0][1], rank)
+            shown = TensorPart.around(part, Held(given.detach().reshape(-1), is_blank=True, unfit=_VALUELESS))
+            blank.put(nn.Parameter(shown, given.requires_grad) if isinstance(given, nn.Parameter) else shown)
+            found.append(blank)
+    return found
 
 
 def _require_shards(handle: FlatParamHandle) -> None:
@@ -109,10 +102,10 @@ def sharded_state(root: Unit, units: Sequence[Unit], take: Callable[[], Any]) ->
     except RuntimeError as error:
         unfit = str(error)  # it may be taken to load into it, which puts that right
     rank = number_among(root.everyone)
-    with exposed(units, lambda unit: _Parts(unit, rank, unfit)) as shown:
+    with for_each(units, lambda unit: _parts(unit, rank, unfit)) as shown:
         state = take()
-        apart = [each for each, unit in zip(shown, units, strict=True) if _is_apart(unit, root)]
-        _note_apart(state, [part for each in apart for part in each.parts])
+        apart = [parts for parts, unit in zip(shown, units, strict=True) if _is_apart(unit, root)]
+        _note_apart(state, [part for parts in apart for part in parts])
     copies: dict[Any, Tensor] = {}  # tied tensors stay tied
     for key, value in state.items():
         if isinstance(value, Tensor) and not isinstance(value, TensorPart):
@@ -156,14 +149,14 @@ def load_sharded_state(root: Unit, units: Sequence[Unit], load: Callable[[], Any
     def check(handle: FlatParamHandle, slot: int, value: Tensor) -> None:
         part_of(handle, slot, rank).check(value, handle.flat_param.dtype)
 
-    with exposed(units, lambda unit: Recording(unit, check)) as recordings, _kept_if_it_fails(units):
+    with for_each(units, lambda unit: closing(recording(unit, check))) as recordings, _kept_if_it_fails(units):
         error = result = None
         try:
             result = load()
         except Exception as found:  # noqa: BLE001 (whatever a hook raises, the other ranks must hear of it)
             error = found
         agree_on_outcome([everyone], "load its part of a sharded state", error)
-        values = {key: value for each in recordings for key, value in each.received().items()}
+        values = {key: value for each in recordings for key, value in recorded(each).items()}
         numbers = sorted((handle.number, slot) for handle, slot in values)  # which are alike on all ranks
         digest = hashlib.sha256(repr(numbers).encode()).hexdigest()
         shown_as = f"those of {len(numbers)} parameters ({digest[:8]})"

@@ -380,8 +380,9 @@ class TreeCopy:
         for found in tensors_in(copied):
             if isinstance(found, Tensor) and found.device.type not in ("cpu", "meta"):
                 raise TypeError(
-                    f"{self._where()}: the __deepcopy__ of {class_name(type(original))} makes a tensor on {found.device}, "
-                    "which is not in its attributes. Have it copy its tensors with copy.deepcopy(tensor, memo)."
+                    f"{self._where()}: the __deepcopy__ of {class_name(type(original))} makes a tensor on "
+                    f"{found.device}, which is not in its attributes. Have it copy its tensors with "
+                    "copy.deepcopy(tensor, memo)."
                 )
         return self._remember(original, copied)
 
