@@ -50,14 +50,13 @@ from fsdp.optim_utils.gather import fairscale_dictionary, optim_stream
 from fsdp.optim_utils.params import is_uncollected
 from fsdp.optim_utils.reshard_optimizer import reshard_optimizer
 from fsdp.optim_utils.scatter import become_shard
-from fsdp.state_dict.full import ensure_agreed, ensure_same_values
-from fsdp.state_dict.load import Loading, load_whole, with_wrapped_metadata
+from fsdp.state_dict.full import Loading, ensure_agreed, ensure_same_values, load_whole, with_wrapped_metadata
+from fsdp.state_dict.load_targets import TensorPart
 from fsdp.state_dict.local import LocalLoad, Member, local, local_metadata, local_state
 from fsdp.state_dict.materialize import ParamInit, materialize_unit
 from fsdp.state_dict.save import save_whole
 from fsdp.state_dict.sharded import load_sharded_state, sharded_state
 from fsdp.state_dict.summon import params_shown, shapes_summoned, summoned
-from fsdp.state_dict.tensor_part import TensorPart
 
 if TYPE_CHECKING:
     from typing_extensions import Self
