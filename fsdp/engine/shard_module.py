@@ -21,7 +21,7 @@ from fsdp.distributed.collectives import Communicator, communicator
 from fsdp.distributed.dtensor import check_ranks
 from fsdp.distributed.process_groups import Group, served_device
 from fsdp.engine.flat_param import FlatParameter
-from fsdp.engine.flatten_params_wrapper import ShardedParamsWrapper
+from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper, ShardedParamsWrapper
 from fsdp.engine.managed_params import (
     GroupKey,
     Ignored,
@@ -216,6 +216,46 @@ def _make_unit(module: nn.Module, options: Options, groups: Groups, device: torc
         settings=options.compared,
         new_runtime=partial(Runtime, keep_root=options.disable_reshard_on_root, bucket_bytes=options.bucket_bytes),
     )
+
+
+def refuse_unwrappable(module: Any, ignored: Ignored, fully_sharded: type[Any]) -> None:
+    """Raise an error for what `FullyShardedDataParallel` cannot wrap.
+
+    Args:
+        module: what was given.
+        ignored: what in it is left alone.
+        fully_sharded: the class of modules that `fully_shard` was called on.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"FullyShardedDataParallel wraps an nn.Module, got a {type(module).__name__}")
+    managed = isinstance(module, FlattenParamsWrapper) and module._is_managed
+    if managed or ((unit := unit_of(module)) is not None and not unit.holds_nothing):
+        raise ValueError(
+            f"this {type(module).__name__} is wrapped already, and its wrapper has parameters of its own: wrap that "
+            "wrapper, or the modules around it"
+        )
+    if any(isinstance(inner, fully_sharded) for inner in module.modules()):
+        raise ValueError(
+            f"{type(module).__name__} is, or has inside, what fully_shard has sharded: use it for all modules of a "
+            "model, or the wrapper"
+        )
+    if all(ignored.has(inner, param) for inner in module.modules() for param in inner.parameters(recurse=False)):
+        raise ValueError(
+            f"{type(module).__name__} has no parameters to shard"
+            + (" that are not ignored" if ignored.parameters else "")
+            + ": leave it unwrapped, or wrap the module around it"
+        )
+
+
+def runtime_of_root(unit: Unit, method: str, kind: str = "FullyShardedDataParallel") -> Runtime:
+    """Return the runtime of an outermost unit; a method that is for those raises RuntimeError on others."""
+    runtime = unit.ensure_runtime()
+    if runtime.root is not unit:
+        raise RuntimeError(
+            f"{method} is for the outermost {kind}; this one ('{unit.name}') lies inside {runtime.root.name}. "
+            "Call it there."
+        )
+    return runtime
 
 
 class WrapperForm:
