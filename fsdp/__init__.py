@@ -12,11 +12,11 @@ from fsdp.engine.forward_hooks import TrainingState as TrainingState
 from fsdp.engine.forward_methods import register_fsdp_forward_method as register_fsdp_forward_method
 from fsdp.engine.precision import MixedPrecision as MixedPrecision
 from fsdp.engine.sharding_strategy import ShardingStrategy as ShardingStrategy
-from fsdp.fsdp_module import FSDPModule as FSDPModule
-from fsdp.fsdp_module import UnshardHandle as UnshardHandle
 from fsdp.fully_shard import CPUOffloadPolicy as CPUOffloadPolicy
+from fsdp.fully_shard import FSDPModule as FSDPModule
 from fsdp.fully_shard import MixedPrecisionPolicy as MixedPrecisionPolicy
 from fsdp.fully_shard import OffloadPolicy as OffloadPolicy
+from fsdp.fully_shard import UnshardHandle as UnshardHandle
 from fsdp.fully_shard import fully_shard as fully_shard
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as FullyShardedDataParallel
 from fsdp.fully_sharded_data_parallel import ProcessGroupName as ProcessGroupName

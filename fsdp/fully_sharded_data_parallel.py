@@ -44,7 +44,7 @@ from fsdp.engine.sharding_strategy import (
 from fsdp.engine.shared_params import share
 from fsdp.engine.state_requests import Saving, Summoning
 from fsdp.engine.unit import Unit, units_in
-from fsdp.fsdp_module import FSDPModule
+from fsdp.fully_shard import FSDPModule
 from fsdp.optim_utils import wrapped
 from fsdp.optim_utils.full import fairscale_dictionary
 from fsdp.optim_utils.params import require_shards
@@ -103,7 +103,7 @@ class FullyShardedDataParallel(nn.Module):
         RuntimeError: without a process group, or if the disk is too small.
         TypeError: for parameters that are integers, or `DTensor`s without values or of unknown placements.
         ValueError: for a module whose own parameters a wrapper has already, that has no parameters, or that shares one
-            with an inner wrapper; for ranks, devices and dtypes that do not fit; for options that contradict each other.
+            with an inner wrapper; for ranks, devices, dtypes and options that do not fit together.
     """
 
     @refuses_keywords

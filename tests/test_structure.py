@@ -25,7 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "integrations": {"compat", "accelerate", "transformers", "lightning"},
     "uneven ranks": {"uneven"},
     "wrapping": {"wrap"},
-    "front doors": {"fully_sharded_data_parallel", "fully_shard", "fsdp_module"},
+    "front doors": {"fully_sharded_data_parallel", "fully_shard"},
     "checkpoints": {"checkpoint"},
     "optimizer state": {"optim_utils"},
     "state": {"state_dict", "state_dict_utils"},
