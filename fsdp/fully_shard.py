@@ -22,16 +22,17 @@ from fsdp.distributed.process_groups import Group, default_group, served_device
 from fsdp.engine.copying import prepare_to_copy
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.foreign_names import refuse_data_parallel
-from fsdp.engine.forward_hooks import Hook, TrainingState
+from fsdp.engine.forward_hooks import Hook
 from fsdp.engine.layout import RowsLayout
 from fsdp.engine.managed_params import Ignored, group, lender_of, take_over
 from fsdp.engine.options import Options
 from fsdp.engine.placeholder import under_way
 from fsdp.engine.precision import MixedPrecision
+from fsdp.engine.runtime import runtime_of
 from fsdp.engine.shard_module import ALIGNED, Found, MakeFlatParam, Shard, runtime_of_root, shard_module
-from fsdp.engine.sharding_strategy import Groups, nearby_in
+from fsdp.engine.sharding_strategy import Groups, post_forward_group
 from fsdp.engine.shared_params import share, split_off
-from fsdp.engine.unit import Unit, unit_of, unit_of_wrapper, units_in
+from fsdp.engine.unit import TrainingState, Unit, unit_of, unit_of_wrapper, units_in
 from fsdp.state_dict.load import explain
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def fully_shard(
     _check_module(module, ignored)
     mesh = _mesh_of_all(module) if mesh is None else mesh
     groups = Groups.resolve(mesh, None)
-    is_resharded, nearby = _resharding(reshard_after_forward, groups)
+    is_resharded, kept_by = _resharding(reshard_after_forward, groups)
     on_cuda = mesh.device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
     options = Options(
@@ -128,7 +129,7 @@ def fully_shard(
         offload="cpu" if _is_offloaded(offload_policy) else None,
         compute_device=device,
     )
-    post_forward = None if nearby is None else communicator(nearby, device)
+    post_forward = None if kept_by is None else communicator(kept_by, device)
     form = DTensorForm(mesh, groups.replicas, shard_placement_fn, post_forward)
     unit, _ = shard_module(module, options, groups, None, ignored, form)
     for one in list(unit.wanted):
@@ -223,7 +224,7 @@ def _resharding(asked: Any, groups: Groups) -> tuple[bool, Group | None]:
         return asked is not False, None
     if not isinstance(asked, int):
         raise TypeError(f"reshard_after_forward must be True, False, None or a number of ranks, got {asked!r}")
-    return asked > 1, nearby_in(groups.shard, asked)
+    return asked > 1, post_forward_group(groups.shard, asked)
 
 
 def _mesh_of_all(module: nn.Module) -> DeviceMesh:
@@ -315,7 +316,7 @@ class FSDPModule:
             RuntimeError: naming parameters without values.
         """
         unit = _of(self)
-        unit.ensure_runtime()
+        runtime_of(unit)
         require_values_everywhere(unit, "unshard", recurse=False)
         unit.unshard()
         if async_op:
@@ -342,7 +343,7 @@ class FSDPModule:
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether to reshard after forward, for this module and, with `recurse`, those inside."""
         for unit in _units(self, recurse):
-            unit.wishes.set_reshard_after_forward(reshard_after_forward)
+            unit.policy.set_reshard_after_forward(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Set whether to reshard after backward. Otherwise parameters stay unsharded until the end of the next forward.
@@ -350,15 +351,15 @@ class FSDPModule:
         For several backwards with the same weights. A changed shard is all-gathered again in any case.
         """
         for unit in _units(self, recurse):
-            unit.wishes.reshard_after_backward = reshard_after_backward
+            unit.policy.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Unshard these ahead in this module's forward, in this order, instead of what is expected to come next."""
-        _of(self).wishes.forward_prefetch = [_of(module) for module in modules]
+        _of(self).policy.forward_prefetch = [_of(module) for module in modules]
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Unshard these ahead in this module's backward, in this order, instead of what is expected to come next."""
-        _of(self).wishes.backward_prefetch = [_of(module) for module in modules]
+        _of(self).policy.backward_prefetch = [_of(module) for module in modules]
 
     # --- gradients ----------------------------------------------------------------------------------------------
 

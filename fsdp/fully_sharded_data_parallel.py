@@ -24,7 +24,6 @@ from fsdp.engine.agreement import agree_on
 from fsdp.engine.deferred_init import require_values, require_values_everywhere
 from fsdp.engine.flatten_params_wrapper import ShardedParamsWrapper
 from fsdp.engine.foreign_names import METHODS, ForeignMethod, refuse_data_parallel, refuse_foreign, refuses_keywords
-from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.grad_clipping import clip_by_norm, clip_by_value
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import GroupKey, Ignored
@@ -33,7 +32,7 @@ from fsdp.engine.options import PUBLIC, Options
 from fsdp.engine.placeholder import under_way
 from fsdp.engine.precision import MixedPrecision, check_dtype
 from fsdp.engine.registration import Forwarding
-from fsdp.engine.runtime import ddp_message
+from fsdp.engine.runtime import ddp_message, runtime_of
 from fsdp.engine.shard_module import WrapperForm, refuse_unwrappable, runtime_of_root, shard_module
 from fsdp.engine.sharding_strategy import (
     Groups,
@@ -43,7 +42,7 @@ from fsdp.engine.sharding_strategy import (
 )
 from fsdp.engine.shared_params import share
 from fsdp.engine.state_requests import Saving, Summoning
-from fsdp.engine.unit import Unit, units_in
+from fsdp.engine.unit import TrainingState, Unit, units_in
 from fsdp.fully_shard import FSDPModule
 from fsdp.optim_utils import wrapped
 from fsdp.optim_utils.full import fairscale_dictionary
@@ -202,7 +201,7 @@ class FullyShardedDataParallel(nn.Module):
         lambda self: self._unit.postdivide, doc="The factor that gradients are divided by after they were summed."
     )
     reshard_after_forward = property(
-        lambda self: self._unit.wishes.frees_after_forward,
+        lambda self: self._unit.policy.frees_after_forward,
         doc="True if parameters are resharded after forward; the root's becomes False at its first use.",
     )
     state_dict_device = property(
@@ -356,11 +355,12 @@ class FullyShardedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Collective over its ranks, as is the backward through its outputs."""
         self._register_post_backward_hooks()
+        hooks = self._unit.forward
+        depth = hooks.depth
         try:
             output = self.module(*args, **kwargs)
         except BaseException:
-            if self._unit.runtime is not None:
-                self._unit.runtime.give_up_forward(self._unit)
+            hooks.give_up(depth)
             raise
         changed = self._register_pre_backward_hooks(output)
         return output if changed is None else changed
@@ -746,7 +746,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def _lazy_init(self) -> None:
         """Collective. Settle now that this wrapper is the outermost one, which its first use would do."""
-        self._unit.ensure_runtime()
+        runtime_of(self._unit)
 
     def _free_full_params(self, params: Collection[nn.Parameter] | None = None) -> None:
         """Reshard parameters that were kept unsharded, under `no_sync` for instance: those of `params`, or all."""

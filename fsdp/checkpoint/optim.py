@@ -27,7 +27,7 @@ from fsdp.distributed.dtensor import local_part
 from fsdp.engine.agreement import Ranks, from_everyone
 from fsdp.engine.layout import Interval
 from fsdp.engine.managed_params import owner_of
-from fsdp.engine.offload import DiskHome
+from fsdp.engine.offload import DiskStorage
 from fsdp.engine.optimizer_hooks import unsigned_options
 from fsdp.optim_utils.stream import is_number
 
@@ -117,7 +117,7 @@ def kinds_on_rank(optimizer: Any, groups: Sequence[Sequence[Seen]]) -> list[Any]
         state = optimizer.state.get(seen.param) or {}
         owner = owner_of(seen.param)
         if owner is not None:
-            owner.home.check(f"saving the optimizer's state of {seen.name}", state.values())
+            owner.shard_storage.check(f"saving the optimizer's state of {seen.name}", state.values())
         kinds = {key: _kind(seen, key, value) for key, value in state.items()}
         found.append([[member.name for member in seen.members], seen.has_part, kinds])
     return found
@@ -420,6 +420,6 @@ def give_state(optimizer: Any, plan: StatePlan, found: Mapping[nn.Parameter, dic
 def release_state(groups: Sequence[Sequence[Seen]]) -> None:
     """What was read of state on disk is not wanted soon."""
     owners = (owner_of(seen.param) for group in groups for seen in group)
-    homes = (owner.home for owner in owners if owner is not None)
-    for files in {home.files for home in homes if isinstance(home, DiskHome)}:
+    homes = (owner.shard_storage for owner in owners if owner is not None)
+    for files in {home.files for home in homes if isinstance(home, DiskStorage)}:
         files.release()

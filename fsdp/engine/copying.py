@@ -13,10 +13,9 @@ from typing import Any
 
 from fsdp.distributed.collectives import MissingRanks, communicator
 from fsdp.distributed.process_groups import Group
-from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.placeholder import depart
 from fsdp.engine.sharding_strategy import Groups, group_to_reduce_over
-from fsdp.engine.unit import Unit
+from fsdp.engine.unit import TrainingState, Unit
 
 MISSING = "MISSING"  # what FairScale puts in the place of a process group
 END = "_end_of_state"  # the last attribute of a pickled wrapper

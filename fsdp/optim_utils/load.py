@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fsdp.engine.agreement import done_by_all, from_everyone
-from fsdp.engine.offload import DiskHome
+from fsdp.engine.offload import DiskStorage
 from fsdp.engine.optimizer_hooks import without_signature
 from fsdp.engine.state_requests import FirstRank
 from fsdp.optim_utils.full import Given, Place
@@ -119,7 +119,7 @@ def _shown(value: Any) -> str:
 
 def blank(one: Listed, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
     """Zeros in the likeness of what an optimizer sees; of what lives on disk, there."""
-    if one.handle is not None and isinstance(one.handle.home, DiskHome):
+    if one.handle is not None and isinstance(one.handle.storage, DiskStorage):
         return torch.zeros_like(one.param, dtype=dtype)
     return torch.zeros(one.param.shape, dtype=dtype, device=device or torch.device("cpu"))
 

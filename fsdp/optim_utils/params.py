@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator
 from fsdp.distributed.dtensor import MeshPart
-from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.layout import Interval
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name, join
 from fsdp.engine.optimizer_hooks import without_signature
-from fsdp.engine.unit import Unit, units_in
+from fsdp.engine.unit import TrainingState, Unit, units_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +74,7 @@ class Listed:
     @property
     def device(self) -> torch.device:
         """Where its parts must be to be sent."""
-        return self.param.device if self.handle is None else self.handle.home.device
+        return self.param.device if self.handle is None else self.handle.storage.device
 
     @property
     def name(self) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 from fsdp.distributed.collectives import Communicator, Pending
 from fsdp.distributed.dtensor import whole
 from fsdp.engine.agreement import agree_on_outcome, done_by_all, number_among
-from fsdp.engine.offload import DiskHome
+from fsdp.engine.offload import DiskStorage
 from fsdp.optim_utils.params import Listed, Original, OwnState, Parameters
 
 # Bytes of whole tensors that may be on their way at once; one tensor may, however large.
@@ -232,9 +232,9 @@ def release(params: Parameters) -> None:
     """What was read of state on disk is not wanted soon."""
     for one in params.listed:
         if one.handle is not None:
-            one.handle.home.release()
+            one.handle.storage.release()
     for files in {
-        one.handle.home.files for one in params.listed if one.handle and isinstance(one.handle.home, DiskHome)
+        one.handle.storage.files for one in params.listed if one.handle and isinstance(one.handle.storage, DiskStorage)
     }:
         files.release()
 
@@ -256,7 +256,7 @@ def _described(one: Listed, state: Mapping[str, Any]) -> Kinds:
     if not isinstance(state, Mapping):
         raise TypeError(f"the optimizer's state of {one.name} is a {type(state).__name__} and no mapping")
     if one.handle is not None:
-        one.handle.home.check(f"gathering the optimizer state of {one.name}", state.values())
+        one.handle.storage.check(f"gathering the optimizer state of {one.name}", state.values())
     return {key: _kind(one, key, value) for key, value in state.items()}
 
 
