@@ -105,6 +105,14 @@ def is_uncollected(unit: Unit, root: Unit) -> bool:
     return is_alone or unit.settings["no_broadcast_optim_state"]
 
 
+def require_shards(root: Unit, what: str) -> None:
+    """Raise RuntimeError inside `summon_full_params`, where modules show no shards."""
+    inside = TrainingState.SUMMON_FULL_PARAMS
+    summoned = [unit.name for _, unit in units_in(root) if unit.state is inside or unit.access.summoned is not None]
+    if summoned:
+        raise RuntimeError(f"cannot {what}: {summoned[0]} is inside summon_full_params(). Leave it first.")
+
+
 def parameters_of(model: nn.Module, what: str) -> Parameters:
     """Return what an optimizer of the model may see.
 
@@ -113,10 +121,7 @@ def parameters_of(model: nn.Module, what: str) -> Parameters:
     """
     root = root_of(model)
     root.require_idle(what)
-    inside = TrainingState.SUMMON_FULL_PARAMS
-    summoned = [unit.name for _, unit in units_in(root) if unit.state is inside or unit.access.summoned is not None]
-    if summoned:
-        raise RuntimeError(f"cannot {what}: {summoned[0]} is inside summon_full_params(). Leave it first.")
+    require_shards(root, what)
     return Parameters(model, root, lambda unit: is_uncollected(unit, root))
 
 
