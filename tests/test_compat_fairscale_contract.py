@@ -82,12 +82,12 @@ def _free() -> None:
     model: Any = fully_sharded(reshard_after_forward=False, flatten_parameters=False)(nn.Sequential(nn.Linear(3, 2)))
     with model.no_sync():
         model(torch.ones(1, 3)).sum().backward()
-    is_whole = [handle.is_whole for handle in model._unit.handles]
+    is_whole = [handle.is_unsharded for handle in model._unit.handles]
     assert is_whole == [True, True]
     model._free_full_params([model.params[0]])
-    assert [handle.is_whole for handle in model._unit.handles] == [False, True]
+    assert [handle.is_unsharded for handle in model._unit.handles] == [False, True]
     model._free_full_params()
-    assert [handle.is_whole for handle in model._unit.handles] == [False, False]
+    assert [handle.is_unsharded for handle in model._unit.handles] == [False, False]
     model(torch.ones(1, 3)).sum().backward()
 
 

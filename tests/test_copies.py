@@ -106,7 +106,7 @@ def _copy_after_forward(options: dict[str, Any]) -> None:
     loss = score(first.sharded(batch(1, dist.get_rank())))
     second = first.copied()
     assert not any(
-        handle.whole.full.untyped_storage().nbytes() for handle in handles_of(second.sharded) if handle.is_sharded
+        handle.unsharded.full.untyped_storage().nbytes() for handle in handles_of(second.sharded) if handle.is_sharded
     )
     loss.backward()
     for rank in range(dist.get_world_size()):

@@ -300,7 +300,7 @@ def _gather_offloaded(options: dict[str, Any], rank0_only: bool) -> None:
     assert_same(_elements(fresh), _elements(optimizer))
     if options["offload"] == "disk":
         for param, state in fresh.state.items():
-            assert param.numel() == 0 or param.home.files.holds(state["exp_avg"]), "state is where the shard is"
+            assert param.numel() == 0 or param.shard_storage.files.holds(state["exp_avg"]), "state beside the shard"
     train(model, fresh, range(2, 3))
 
 

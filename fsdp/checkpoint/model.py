@@ -114,7 +114,7 @@ def _entry(name: str, target: Stored, ranks: Ranks, dtype: torch.dtype | None) -
 def values_of(name: str, target: Stored) -> Tensor:
     """This rank's shard, or the whole tensor; flat."""
     if isinstance(target, SlotTensor):
-        target.handle.home.check(target.handle.name)
+        target.handle.storage.check(target.handle.name)
         return target.handle.flat_param.vector
     if target.tensor.is_meta:
         raise RuntimeError(f"cannot save a checkpoint: {name} is on the meta device and has no values")

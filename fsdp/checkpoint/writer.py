@@ -230,7 +230,7 @@ def _require_number(name: str, value: Any) -> None:
 def release(units: Sequence[Unit]) -> None:
     """Shards that were read are not wanted soon."""
     for handle in handles_of(units):
-        handle.home.release()
+        handle.storage.release()
 
 
 # Writing

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp.engine.forward_hooks import TrainingState
-from fsdp.engine.unit import Unit, unit_of, unit_of_wrapper
+from fsdp.engine.unit import TrainingState, Unit, unit_of, unit_of_wrapper
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

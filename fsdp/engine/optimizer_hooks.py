@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fsdp.distributed.dtensor import is_dtensor, is_on_many_ranks
 from fsdp.engine.managed_params import is_ours, taken_by
-from fsdp.engine.offload import DiskHome
+from fsdp.engine.offload import DiskStorage
 from fsdp.engine.runtime import refuse_missing_gradients, runtimes
 
 
@@ -83,7 +83,7 @@ def _prepare(optimizer: torch.optim.Optimizer) -> None:
         refuse_missing_gradients(type(optimizer).__name__, trained)
     for param in ours:
         what = f"{type(optimizer).__name__}.step() of a flat parameter with {param.owner._names[0]}"
-        param.owner.home.check(what, optimizer.state.get(param, {}).values())
+        param.owner.shard_storage.check(what, optimizer.state.get(param, {}).values())
         param.owner.bring_gradient()
 
 
@@ -102,10 +102,10 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         _stepping.add(optimizer)
     # Fused optimizers write without torch counting it, and by that count we know that gathered parameters are stale.
     increment_version([param.owner for param in ours if param.grad is not None])
-    on_disk = [param for param in ours if isinstance(param.owner.home, DiskHome)]
+    on_disk = [param for param in ours if isinstance(param.owner.shard_storage, DiskStorage)]
     for param in on_disk:
-        param.owner.home.keep_state(optimizer.state.get(param, {}), param.shape)
-    for files in {param.owner.home.files for param in on_disk}:
+        param.owner.shard_storage.keep_state(optimizer.state.get(param, {}), param.shape)
+    for files in {param.owner.shard_storage.files for param in on_disk}:
         files.release()
 
 

@@ -233,7 +233,7 @@ def ranks_of(group: Any) -> Sequence[int]:
 # What was checked, or made, before: every unit of a model asks for the same. Groups live as long as the process.
 _checked: dict[tuple[Any, Any], frozenset[int]] = {}
 _made: dict[tuple[Any, int], tuple[Group, Group | None]] = {}
-_nearby: dict[tuple[Any, int], Group] = {}
+_post_forward_groups: dict[tuple[Any, int], Group] = {}
 
 
 @during("FullyShardedDataParallel() or fully_shard()")
@@ -304,7 +304,7 @@ def _split(group: Group, local: int, given: str) -> tuple[Group, Group | None]:
     return _new_group(group, rows), _new_group(group, columns)
 
 
-def nearby_in(group: Group, size: int) -> Group | None:
+def post_forward_group(group: Group, size: int) -> Group | None:
     """Collective the first time. Of this rank and the ones beside it in a group, so many together; None for one or all.
 
     Raises:
@@ -318,10 +318,10 @@ def nearby_in(group: Group, size: int) -> Group | None:
         )
     if size in (1, len(ranks)):
         return None
-    if (group, size) not in _nearby:
+    if (group, size) not in _post_forward_groups:
         rows = [ranks[start : start + size] for start in range(0, len(ranks), size)]
-        _nearby[group, size] = _new_group(group, rows)
-    return _nearby[group, size]
+        _post_forward_groups[group, size] = _new_group(group, rows)
+    return _post_forward_groups[group, size]
 
 
 def _new_group(group: Group, parts: Sequence[Sequence[int]]) -> Group:

@@ -10,67 +10,17 @@ backward.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from fsdp.engine.forward_hooks import TrainingState
+from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.managed_params import Places, lender_of, taken_over
+from fsdp.engine.managed_params import Places, follow_flat_param, lender_of, taken_over
 from fsdp.engine.names import clean_name
 from fsdp.engine.precision import Precision
-from fsdp.engine.unit import Unit, unit_of, units_in
-
-
-@dataclass(eq=False)
-class Wanted:
-    """A parameter of a unit's module that another unit has taken, and does not share yet."""
-
-    handle: FlatParamHandle
-    owner: Unit  # it took the parameter
-    places: Places  # in the module of the one that wants it
-
-
-@dataclass(eq=False)
-class Share:
-    """A handle whose parameter the modules of several units use."""
-
-    handle: FlatParamHandle
-    members: list[Unit]  # those that use it, first the one that took it
-    holder: Unit  # the one that runs the handle now
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"holder": self.members[0]}  # a copy may be of a part of the model only
-
-    def move_to(self, unit: Unit) -> None:
-        """Have another unit run it, while none of them computes.
-
-        Raises:
-            RuntimeError: if that one works with other ranks, or elsewhere.
-        """
-        before = self.holder
-        if unit is before:
-            return
-        owner, precision = self.members[0], self.handle.precision
-        for what, differ in (
-            ("process_group", unit.everyone != owner.everyone),
-            ("compute_device", unit.device != owner.device),
-            ("full_precision_in_eval", self.handle.is_cast and unit.precision.full_in_eval != precision.full_in_eval),
-        ):
-            if differ:
-                raise RuntimeError(
-                    f"{unit.name} is the lowest unit around all that share {_name(self.handle)} of {owner.name}, and "
-                    f"has to gather it, but it differs from them in {what}. Wrap it with the same."
-                )
-        self.handle.gradients.rescale(before.predivide / unit.predivide)
-        before.give_up(self.handle)
-        unit.adopt(self.handle)
-        if before not in self.members:
-            before.shares.remove(self)
-        if unit not in self.members:
-            unit.shares.append(self)
-        self.holder = unit
+from fsdp.engine.unit import Share, TrainingState, Unit, Wanted, unit_of, units_in
 
 
 def wanted(tied: Mapping[nn.Parameter, Places]) -> list[Wanted]:
@@ -145,6 +95,61 @@ def _check(unit: Unit, asked: Wanted) -> None:
             )
 
 
+def split_off(param: nn.Parameter, owner: Unit | None) -> None:
+    """Give an original parameter that `owner` took with others a flat parameter of its own. Not collective.
+
+    Under `fully_shard` a module may be tied to one that was sharded before it. What they share has to be a handle by
+    itself, which the unit around both can run.
+
+    Raises:
+        RuntimeError: if the owner was used already.
+    """
+    taken = taken_over(param)
+    shard = None if taken is None or taken.flat_param is None else taken.flat_param()
+    handle = next((one for one in owner.own if one.flat_param is shard), None) if owner is not None else None
+    if taken is None or owner is None or handle is None or len(handle.places) == 1:
+        return
+    if owner.runtime is not None:
+        raise RuntimeError(
+            f"{taken.description} is tied to a parameter of a module that is sharded now, after its own was used "
+            "already. Call fully_shard on all modules before the first forward."
+        )
+    handle.absorb()
+    rest = [slot for slot in range(len(handle.places)) if slot != taken.slot]
+    parts = [_cut_out(owner, handle, slots) for slots in ([taken.slot], rest)]
+    handle.registry.leave()
+    for kept in (owner.own, owner.handles):
+        at = kept.index(handle)
+        kept[at : at + 1] = parts
+    for part in parts:
+        part.registry.enter()
+        part.fill_places()
+
+
+def _cut_out(owner: Unit, handle: FlatParamHandle, slots: Sequence[int]) -> FlatParamHandle:
+    """Return a handle for some of the parameters of another one, with a copy of their part of the shard."""
+    from fsdp.engine.dtensor_params import RowPieces  # imports DTensor, which takes a second
+
+    old, pieces = handle.flat_param, handle.pieces
+    if not isinstance(pieces, RowPieces):
+        raise TypeError(f"{handle.name} is not in rows")
+    flat_param = FlatParameter.part_of_shard(old, slots, handle.comm.rank, handle.comm.world_size)
+    flat_param.fingerprints = handle.fingerprints and handle.fingerprints.only(slots)
+    made = FlatParamHandle(
+        flat_param,
+        [handle.places[slot] for slot in slots],
+        handle.comm,
+        handle.reduce_comm,
+        handle.replicas,
+        [],
+        handle.precision,
+        owner.on_gradient,
+        partial(RowPieces, mesh=pieces.mesh, params=[pieces.params[slot] for slot in slots]),
+    )
+    follow_flat_param(old, {slot: (flat_param, number) for number, slot in enumerate(slots)})
+    return made
+
+
 def refuse_nothing_own(found: Mapping[nn.Parameter, Places], tied: Mapping[nn.Parameter, Places], kind: str) -> None:
     """Raise ValueError if all that a module has was taken by others."""
     if tied and not found:
@@ -173,7 +178,7 @@ def settle_shares(root: Unit, named_units: Sequence[tuple[str, Unit]], *, all_in
     for one in dict.fromkeys(one for unit in units for one in unit.shares):
         missing = [member.name for member in one.members if member not in names]
         if not missing:
-            one.move_to(_lowest_around(one.members, root, units))
+            _move(one, _lowest_around(one.members, root, units))
         elif all_inside:
             here = ", ".join(f"'{names[member]}'" for member in one.members if member in names)
             raise RuntimeError(
@@ -181,6 +186,36 @@ def settle_shares(root: Unit, named_units: Sequence[tuple[str, Unit]], *, all_in
                 f"not inside of {root.name}, the outermost unit in use. Wrap the module that contains them all, and "
                 "use that one."
             )
+
+
+def _move(one: Share, unit: Unit) -> None:
+    """Have another unit run a shared handle, while none of them computes.
+
+    Raises:
+        RuntimeError: if that one works with other ranks, or elsewhere.
+    """
+    before = one.holder
+    if unit is before:
+        return
+    owner, precision = one.members[0], one.handle.precision
+    for what, differ in (
+        ("process_group", unit.everyone != owner.everyone),
+        ("compute_device", unit.device != owner.device),
+        ("full_precision_in_eval", one.handle.is_cast and unit.precision.full_in_eval != precision.full_in_eval),
+    ):
+        if differ:
+            raise RuntimeError(
+                f"{unit.name} is the lowest unit around all that share {_name(one.handle)} of {owner.name}, and "
+                f"has to gather it, but it differs from them in {what}. Wrap it with the same."
+            )
+    one.handle.gradients.rescale(before.predivide / unit.predivide)
+    before.give_up(one.handle)
+    unit.adopt(one.handle)
+    if before not in one.members:
+        before.shares.remove(one)
+    if unit not in one.members:
+        unit.shares.append(one)
+    one.holder = unit
 
 
 def _refuse_wanted(named_units: Iterable[tuple[str, Unit]]) -> None:

@@ -14,11 +14,10 @@ from typing import Any
 
 from torch import nn
 
-from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name, join
-from fsdp.engine.unit import Unit, unit_of_wrapper, units_in
+from fsdp.engine.unit import TrainingState, Unit, unit_of_wrapper, units_in
 from fsdp.optim_utils.state import OptimParam, Original, grouped, params_of
 
 Place = tuple[OptimParam, Original]
@@ -107,6 +106,14 @@ def is_uncollected(unit: Unit, root: Unit) -> bool:
     return is_alone or unit.settings["no_broadcast_optim_state"]
 
 
+def require_shards(root: Unit, what: str) -> None:
+    """Raise RuntimeError inside `summon_full_params`, where modules show no shards."""
+    inside = TrainingState.SUMMON_FULL_PARAMS
+    summoned = [unit.name for _, unit in units_in(root) if unit.state is inside or unit.access.summoned is not None]
+    if summoned:
+        raise RuntimeError(f"cannot {what}: {summoned[0]} is inside summon_full_params(). Leave it first.")
+
+
 def parameters_of(model: nn.Module, what: str) -> Parameters:
     """Return what an optimizer of the model may see.
 
@@ -115,10 +122,7 @@ def parameters_of(model: nn.Module, what: str) -> Parameters:
     """
     root = root_of(model)
     root.require_idle(what)
-    inside = TrainingState.SUMMON_FULL_PARAMS
-    summoned = [unit.name for _, unit in units_in(root) if unit.state is inside or unit.access.summoned is not None]
-    if summoned:
-        raise RuntimeError(f"cannot {what}: {summoned[0]} is inside summon_full_params(). Leave it first.")
+    require_shards(root, what)
     return Parameters(model, root, lambda unit: is_uncollected(unit, root))
 
 

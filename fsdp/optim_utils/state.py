@@ -21,7 +21,7 @@ from fsdp.distributed.dtensor import MeshPart
 from fsdp.engine.agreement import Ranks, from_everyone
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.layout import Interval
-from fsdp.engine.offload import DiskHome
+from fsdp.engine.offload import DiskStorage
 from fsdp.engine.optimizer_hooks import SHARDS_OF
 
 APART = "Wrap with use_orig_params=True, with which optimizers have each parameter by itself."
@@ -81,7 +81,7 @@ class OptimParam:
     @property
     def device(self) -> torch.device:
         """Return the device from which its elements can be sent."""
-        return self.param.device if self.handle is None else self.handle.home.device
+        return self.param.device if self.handle is None else self.handle.storage.device
 
     @property
     def name(self) -> str:
@@ -207,10 +207,10 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def release(params: Iterable[OptimParam]) -> None:
     """Let go of what was read of parameters and state on disk: it is not wanted soon."""
-    homes = {one.handle.home for one in params if one.handle is not None}
-    for home in homes:
-        home.release()
-    for files in {home.files for home in homes if isinstance(home, DiskHome)}:
+    storages = {one.handle.storage for one in params if one.handle is not None}
+    for storage in storages:
+        storage.release()
+    for files in {storage.files for storage in storages if isinstance(storage, DiskStorage)}:
         files.release()
 
 
@@ -403,7 +403,7 @@ def own_kinds(
         state = states.get(one) or {}
         kinds = kinds_of(one.name, state, one.param.shape, "this rank's shard of it")
         if one.handle is not None:
-            one.handle.home.check(f"{doing} the optimizer's state of {one.name}", state.values())
+            one.handle.storage.check(f"{doing} the optimizer's state of {one.name}", state.values())
         found.append(OwnKinds(one.name, one.is_on(one.comm.rank), kinds))
     return found
 

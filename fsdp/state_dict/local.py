@@ -20,12 +20,12 @@ from torch.nn.parameter import is_lazy
 from fsdp.checkpoint.formats.consolidate import mark_shard, shard_mark
 from fsdp.distributed.dtensor import is_dtensor
 from fsdp.engine.blanks import blanks_in
-from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name, join
+from fsdp.engine.sharding_strategy import ranks_of
 from fsdp.engine.shared_params import settle_shares
-from fsdp.engine.unit import Unit, own_modules, units_in
+from fsdp.engine.unit import TrainingState, Unit, own_modules, unit_of_wrapper, units_in
 from fsdp.state_dict.load import is_customised, with_wrapped_metadata
 
 _NAMED = 5  # in messages
@@ -59,6 +59,21 @@ class Member:
         return f"'{self.path}'" if self.path else f"{self.unit.name}, the outermost"
 
 
+def members_in(wrapper: nn.Module) -> list[Member]:
+    """Return the wrappers in this one, itself first."""
+    found: list[Member] = []
+    for path, module in wrapper.named_modules():
+        unit = unit_of_wrapper(module)
+        if unit is not None:
+            root = found[0].unit if found else unit
+            first = min(root.ranks, default=None)
+            ranks = ranks_of(module.process_group)
+            is_counted = first is None or not ranks or first in ranks
+            is_alone = unit.comm.world_size == 1 < root.comm.world_size
+            found.append(Member(clean_name(path), unit, unit.settings["flatten_parameters"], is_counted, is_alone))
+    return found
+
+
 @contextmanager
 def local(root: Unit, what: str) -> Iterator[None]:
     """State dicts of all units inside are of shards.
@@ -80,7 +95,7 @@ def local(root: Unit, what: str) -> Iterator[None]:
     for handle in _handles(units):
         handle.absorb()  # what users have put in the places of parameters belongs to the shards
         handle.refuse_lent("save or load its shards")
-        handle.home.check(handle.name)
+        handle.storage.check(handle.name)
     try:
         for unit in units:
             unit.access.is_local = True

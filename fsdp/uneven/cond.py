@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp.engine.runtime import Runtime, running
+from fsdp.engine.runtime import Runtime, running, runtime_of
+from fsdp.engine.shard_module import runtime_of_root
 from fsdp.engine.unit import unit_of, unit_of_wrapper
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp.uneven.join import Joining
+from fsdp.uneven.regions import visits_of
 
 
 def cond(module: nn.Module, run_here: bool, /, *args: Any, **kwargs: Any) -> Any:
@@ -47,7 +49,7 @@ def cond(module: nn.Module, run_here: bool, /, *args: Any, **kwargs: Any) -> Any
     runtime = _runtime_of(module)
     unit = unit_of_wrapper(module)
     own = module if unit is None else unit.module
-    return runtime.visits.visit(own, bool(run_here), lambda: module(*args, **kwargs))
+    return visits_of(runtime).visit(own, bool(run_here), lambda: module(*args, **kwargs))
 
 
 @contextmanager
@@ -96,7 +98,7 @@ def join(
         raise TypeError(f"fsdp.join needs the outermost FullyShardedDataParallel, got a {type(model).__name__}")
     if not optimizers:
         raise ValueError("fsdp.join: give it the optimizer, which ranks that have finished step as well")
-    runtime = model._runtime_as_root("join")
+    runtime = runtime_of_root(model._unit, "join")
     runtime.ensure_idle("begin fsdp.join")
     joining = Joining(runtime, model, optimizers, after_step)
     joining.begin()
@@ -113,7 +115,7 @@ def _runtime_of(module: nn.Module) -> Runtime:
     for inner in module.modules():
         unit = unit_of(inner)
         if unit is not None:
-            return unit.ensure_runtime()
+            return runtime_of(unit)
     runtime = running()
     if runtime is not None:
         return runtime

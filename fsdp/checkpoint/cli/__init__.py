@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fsdp._version import __version__
+from fsdp import __version__
 from fsdp.checkpoint.cli import convert, inspect, verify
 from fsdp.checkpoint.cli.errors import UsageError
 from fsdp.checkpoint.cli.show import say

@@ -8,7 +8,7 @@ from fsdp.compat.fairscale import parts
 from fsdp.compat.fairscale.bucketer import ReduceScatterBucketer
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper
-from fsdp.engine.forward_hooks import TrainingState
+from fsdp.engine.unit import TrainingState
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel, ProcessGroupName, get_fsdp_instances
 from fsdp.optim_utils.grad_scaler import ShardedGradScaler
 from fsdp.state_dict.load import no_pre_load_state_dict_hook
