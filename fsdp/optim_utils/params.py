@@ -55,7 +55,8 @@ class Parameters:
                 unsharded = Original(clean_name(name), param.shape)
                 numbered.append((OptimParam(param, None, (unsharded,)), unsharded))
                 self._by_param[id(param)] = numbered[-1][0]
-        self.listed = [one for param in wrapper.parameters() if (one := self.of(param)) is not None]
+        seen = map(self.of, wrapper.parameters())
+        self.listed = [one for one in seen if one is not None]
         listed = set(self.listed)
         self.by_number = {number: place for number, place in enumerate(numbered) if place[0] in listed}
         self.numbers = {original: number for number, (_, original) in self.by_number.items()}
