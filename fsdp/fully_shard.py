@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp.distributed.collectives import communicator
+from fsdp.distributed.communicator import Group, default_group, reduce_group, served_device
 from fsdp.distributed.dtensor import is_dtensor, spread_loaded
-from fsdp.distributed.process_groups import Group, default_group, reduce_group, served_device
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.forward_hooks import Hook
 from fsdp.engine.ignored import Ignored

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import during
-from fsdp.distributed.process_groups import Group, reduce_group, served_device
+from fsdp.distributed.communicator import Group, reduce_group, served_device
 from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper
 from fsdp.engine.grad_clipping import clip_by_norm, clip_by_value
 from fsdp.engine.ignored import Ignored

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fsdp.checkpoint.model_tensors import SlotTensor, WholeTensor, paths_in, tensors_in
 from fsdp.checkpoint.safetensors_writer import Entry, Part
 from fsdp.distributed.collectives import LONE_RANK, communicator
-from fsdp.distributed.process_groups import default_group
+from fsdp.distributed.communicator import default_group
 from fsdp.engine.agreement import Ranks, number_among
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.layout import Interval

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp.distributed.process_groups import Group
+from fsdp.distributed.communicator import Group
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -66,6 +66,7 @@ class CountedParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        self.__dict__.pop("_vector", None)
         _set_data(self, value)
 
 
@@ -97,6 +98,7 @@ class FlatParameter(CountedParameter):
     attributes: tuple[Attributes, ...]  # what users had set on its parameters
     group: Hashable = None  # what `group_by` said of its parameters
     fingerprints: Fingerprints | None = None  # of what it was cut from, until a handle takes them over
+    _vector: Tensor | None = None  # the last one that was asked for
 
     def __new__(
         cls, params: Sequence[nn.Parameter], requires_grad: bool = True, names: Sequence[str] | None = None
@@ -217,7 +219,11 @@ class FlatParameter(CountedParameter):
     @property
     def vector(self) -> Tensor:
         """Its elements in one dimension, in the same memory."""
-        return self.detach().as_subclass(Tensor).view(-1)
+        known = self._vector
+        if known is None or known.data_ptr() != self.data_ptr() or known.dtype is not self.dtype:
+            with torch.inference_mode(False):
+                known = self._vector = self.detach().as_subclass(Tensor).view(-1)
+        return known
 
     @property
     def owner(self) -> FlatParameter:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fsdp.distributed.process_groups import Group
+from fsdp.distributed.communicator import Group
 from fsdp.engine.offload import Offload
 from fsdp.engine.precision import MixedPrecision, Precision
 from fsdp.wrapper.fsdp1 import offload_of, precision_of

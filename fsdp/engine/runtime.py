@@ -369,7 +369,7 @@ class Runtime(FollowsOthers):
         with torch.no_grad():
             for unit in reversed(self.units):
                 for handle in unit.handles:
-                    handle.call_hooks()
+                    handle.shard_gradient.call_hooks()
 
     def _reduce_rest(self) -> None:
         """Reduce what did not complete on every rank, and finish all reductions."""

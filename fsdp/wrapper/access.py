@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp.distributed.process_groups import Group
+from fsdp.distributed.communicator import Group
 from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper
 from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.handle import FlatParamHandle

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsdp.distributed.collectives import MissingRanks, communicator
-from fsdp.distributed.process_groups import Group
+from fsdp.distributed.communicator import Group
 from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.placeholder import depart, under_way
 from fsdp.engine.sharding_strategy import Groups

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fsdp.distributed.collectives import during
-from fsdp.distributed.comm_hook import CommHook
+from fsdp.distributed.comm_hooks import CommHook
 from fsdp.engine.agreement import agree_on
 from fsdp.wrapper.access import WrapperAccess
 
