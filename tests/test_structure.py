@@ -216,7 +216,7 @@ def test_a_folder_says_what_it_is_for_and_imports_nothing(folder: str) -> None:
     assert len(tree.body) == 1, f"fsdp/{folder}/__init__.py: import what is needed from the module that has it"
 
 
-@pytest.mark.parametrize("name", ["layout", "boxes"])
+@pytest.mark.parametrize("name", ["layout"])
 def test_the_layout_knows_nothing_of_ranks_that_talk(name: str) -> None:
     names = names_from_torch(parse(PACKAGE / "engine" / f"{name}.py"))
     assert "distributed" not in {part for name in names for part in name.split(".")}

@@ -23,8 +23,8 @@ from fsdp.checkpoint.safetensors import DTYPES
 from fsdp.checkpoint.safetensors_writer import KINDS, Entry, Part
 from fsdp.checkpoint.several import kind_of
 from fsdp.checkpoint.untrusted import short
+from fsdp.distributed.consensus import Ranks, from_everyone
 from fsdp.distributed.dtensor import local_part
-from fsdp.engine.agreement import Ranks, from_everyone
 from fsdp.engine.layout import Interval
 from fsdp.engine.managed_params import owner_of
 from fsdp.engine.offload import DiskStorage

@@ -16,7 +16,7 @@ from torch import Tensor
 from fsdp.checkpoint.checksums import BLOCK_BYTES, Fragment, fragment, spans
 from fsdp.checkpoint.folder import Destination
 from fsdp.checkpoint.safetensors_writer import Entry, PlannedFile, chunks_of, write_at, written
-from fsdp.engine.agreement import Ranks, from_everyone, number_among
+from fsdp.distributed.consensus import Ranks, from_everyone, number_among
 
 _WHAT = "parts of a checkpoint"
 # By the name of a tensor, where the parts of one rank begin and end, in bytes of the tensor.

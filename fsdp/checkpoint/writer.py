@@ -39,7 +39,7 @@ from fsdp.checkpoint.optim import Seen, kinds_of_all, kinds_on_rank, seen_by, st
 from fsdp.checkpoint.safetensors_writer import Entry, PlannedFile, create, index_name, index_of, plan, write_parts
 from fsdp.checkpoint.several import as_one
 from fsdp.checkpoint.stream import Senders, sees_folder
-from fsdp.engine.agreement import Ranks, agree_on, done_by_all, from_everyone, number_among
+from fsdp.distributed.consensus import Ranks, agree_on, done_by_all, from_everyone, number_among
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.unit import Unit
 from fsdp.state_dict.full import ensure_same_values

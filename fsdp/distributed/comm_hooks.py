@@ -27,7 +27,7 @@ from fsdp.distributed.communicator import Group, default_group
 
 
 class HookCall(NamedTuple):
-    """For which flat parameter a hook runs, and its own way to the ranks that reduce it."""
+    """The flat parameter that a hook runs for, and its own way to the ranks that reduce it."""
 
     name: str
     comm: Communicator

@@ -71,7 +71,7 @@ class Communicator(ABC):
 
     @property
     def talk_device(self) -> torch.device:
-        """Where short messages should be: on the host where that can be, so that nobody waits for the device."""
+        """The device for short messages: the host where that can be, so that nobody waits for the device."""
         return torch.device("cpu")
 
     def for_device(self, device: torch.device) -> Communicator:
@@ -146,7 +146,7 @@ class Communicator(ABC):
 
 
 class MissingRanks(Communicator):
-    """What was a group before it was pickled: its size and this rank are known, the way there is not."""
+    """A group that was pickled: its size and this rank are known, the way there is not."""
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
@@ -286,7 +286,7 @@ def backend_names(group: Any) -> dict[str, str]:
 
 
 def number_of_groups() -> int:
-    """How many process groups this rank is in.
+    """Return the number of process groups that this rank is in.
 
     Private in torch (seen in 2.11 and 2.13), which names a group that only its members make by it; ranks that are in
     different numbers of groups would wait for each other for ever. -1 where torch keeps it elsewhere.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from fsdp.engine.agreement import from_everyone, number_among, peers_answer
+from fsdp.distributed.consensus import from_everyone, number_among, peers_answer
 from fsdp.engine.blanks import blanks_in
 from fsdp.engine.names import clean_name
 from fsdp.engine.unit import Unit, own_modules, unit_of, units_in

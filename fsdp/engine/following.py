@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fsdp.engine.agreement import agree_on_values
 from fsdp.engine.autograd import BackwardPass, FollowedPass
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.memory import return_freed_memory
 from fsdp.engine.reduction import Reductions
 from fsdp.engine.unit import Unit
+from fsdp.engine.verify import agree_on_values
 
 
 class FollowsOthers:

@@ -61,7 +61,7 @@ class GradientBuffer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every parameter's gradient has arrived in this backward."""
+        """True if every parameter's gradient has arrived in this backward."""
         return self._missing == 0
 
     def begin_backward(self, is_summing: bool) -> None:
@@ -98,17 +98,17 @@ class GradientBuffer:
 
     @property
     def filled(self) -> bytes:
-        """For which parameters something is accumulated, here or on other ranks."""
+        """A flag for each parameter: something is accumulated for it, here or on other ranks."""
         return b"\1" * len(self._filled) if self._owes else bytes(self._filled)
 
     @property
     def arrived(self) -> list[bool]:
-        """For which parameters something is accumulated here, or was taken since the last backward began."""
+        """A flag for each parameter: something is accumulated for it here, or was taken since backward began."""
         return [bool(used or filled) for used, filled in zip(self.used, self._filled, strict=True)]
 
     @property
     def missed(self) -> list[bool]:
-        """Which gradients were `awaited`, but autograd came with nothing: a function of a user's returned None."""
+        """A flag for each parameter: it was `awaited`, but a function of a user's returned None for it."""
         return [awaited and not used for awaited, used in zip(self.awaited, self.used)]  # noqa: B905 (none awaited)
 
     def forget(self, slots: Sequence[int]) -> None:
@@ -121,7 +121,7 @@ class GradientBuffer:
         self._expected = self._missing = sum(expected)
 
     def fits(self, dtype: torch.dtype, sum_dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether it was made for these."""
+        """Return whether it was made for these."""
         return (self.dtype, self._sum_dtype, self._device) == (dtype, torch.promote_types(dtype, sum_dtype), device)
 
     def rescale(self, factor: float) -> None:

@@ -153,7 +153,7 @@ class FlatParamHandle:
 
     @property
     def param_infos(self) -> list[ParamInfo]:
-        """For each parameter, the place that names it."""
+        """The places that name each parameter."""
         return [places[0] for places in self.places]
 
     @property
@@ -323,7 +323,7 @@ class FlatParamHandle:
         self._choose_unsharded()
 
     def _kind_of_shard(self) -> tuple[Any, ...]:
-        """What the buffers are made for, and last where the shard lies."""
+        """Return all that the buffers are made for, and last the shard's address."""
         shard = self.flat_param
         return shard.dtype, self.requires_grad_each, self.storage.device, shard.numel(), shard.data_ptr()
 
@@ -683,7 +683,7 @@ class FlatParamHandle:
         return bool(self.unsharded.written()) and not (self.unsharded.is_shard and not self.is_replicated)
 
     def accept_written(self, slots: Sequence[int]) -> None:
-        """What was written to the leaves of these parameters is in the shards now, with what other ranks wrote."""
+        """Take note that the shards have what forwards on all ranks have written to the leaves of these parameters."""
         self.note_written(slots)
         self.storage.release()
         self.unsharded.rest()

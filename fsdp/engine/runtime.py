@@ -25,7 +25,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp.engine.adoption import Contents, adopt, refuse_strangers
-from fsdp.engine.agreement import agree
 from fsdp.engine.autograd import BackwardPass, FollowedPass, in_backward
 from fsdp.engine.following import FollowsOthers
 from fsdp.engine.forward_hooks import Call, TrainingState
@@ -36,6 +35,7 @@ from fsdp.engine.schedule import ExecutionOrder
 from fsdp.engine.shared_params import settle_shares
 from fsdp.engine.unit import Unit, units_in
 from fsdp.engine.usage import Usage
+from fsdp.engine.verify import agree
 from fsdp.uneven.regions import Region
 from fsdp.uneven.visits import Visits
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator, communicator, during
 from fsdp.distributed.communicator import Group, behind, default_group, number_of_groups
-from fsdp.engine.agreement import agree_on
+from fsdp.distributed.consensus import agree_on
 
 _HOST = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp.engine.agreement import done_by_all, from_everyone
+from fsdp.distributed.consensus import done_by_all, from_everyone
 from fsdp.engine.offload import DiskStorage
 from fsdp.engine.optimizer_hooks import without_signature
 from fsdp.engine.state_requests import FirstRank

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fsdp.distributed.collectives import Communicator, Pending
+from fsdp.distributed.consensus import agree_on_outcome, done_by_all, number_among
 from fsdp.distributed.dtensor import whole
-from fsdp.engine.agreement import agree_on_outcome, done_by_all, number_among
 from fsdp.engine.offload import DiskStorage
 from fsdp.optim_utils.params import Listed, Original, OwnState, Parameters
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp.distributed.consensus import agree_on_outcome, from_everyone, number_among, peers_answer
 from fsdp.distributed.dtensor import is_dtensor, spread_loaded
-from fsdp.engine.agreement import agree_on_outcome, from_everyone, number_among, peers_answer
 from fsdp.engine.blanks import Blank, blanks_in
 from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.handle import FlatParamHandle

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import during
-from fsdp.engine.agreement import from_everyone, number_among
+from fsdp.distributed.consensus import from_everyone, number_among
 from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import is_dtensor
-from fsdp.engine.boxes import Box, boxes_of
+from fsdp.engine.layout import Box, boxes_of
 
 aten = torch.ops.aten
 

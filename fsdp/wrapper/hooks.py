@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fsdp.distributed.collectives import during
 from fsdp.distributed.comm_hooks import CommHook
-from fsdp.engine.agreement import agree_on
+from fsdp.distributed.consensus import agree_on
 from fsdp.wrapper.access import WrapperAccess
 
 

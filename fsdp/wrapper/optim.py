@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fsdp.distributed.collectives import during
-from fsdp.engine.agreement import done_by_all
+from fsdp.distributed.consensus import done_by_all
 from fsdp.engine.optimizer_hooks import state_of
 from fsdp.engine.state_requests import FirstRank
 from fsdp.engine.unit import Unit

@@ -25,7 +25,7 @@ from fsdp.checkpoint.formats.torch_archive import TorchArchive
 from fsdp.checkpoint.formats.torch_pickle import Foreign, unpickled
 from fsdp.checkpoint.formats.trees import MODEL_KEYS, OPTIMIZER_KEYS, Choices, source_of_tree
 from fsdp.checkpoint.untrusted import beside, content_of, reading, short
-from fsdp.engine.boxes import Box, overlap
+from fsdp.engine.layout import Box, overlap
 
 METADATA = ".metadata"
 SUFFIX = ".distcp"

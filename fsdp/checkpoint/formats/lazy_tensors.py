@@ -1,6 +1,6 @@
 """Tensors that lie in files, and are read by ranges: with strides, as `torch.save` keeps them, or cut into boxes.
 
-A range of a tensor in row-major order is a few boxes (`engine.boxes`), and a box is read by one read if it lies in one
+A range of a tensor in row-major order is a few boxes (`engine.layout`), and a box is read by one read if it lies in one
 piece, as all do of a contiguous tensor. Nothing is mapped: pages of a mapping that were touched count as memory.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fsdp.checkpoint.untrusted import descriptor, readable
-from fsdp.engine.boxes import Box, boxes_of, overlap
+from fsdp.engine.layout import Box, boxes_of, overlap
 
 PIECE_BYTES = 4 << 20
 _MOST_OPEN = 64  # of files at once: thousands of ranks may have written one each
