@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp.distributed.collectives import Communicator, communicator
+from fsdp.distributed.communicator import Group, default_group, served_device
 from fsdp.distributed.dtensor import is_dtensor, spread_loaded
-from fsdp.distributed.process_groups import Group, default_group, served_device
 from fsdp.engine.copying import prepare_to_copy
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.foreign_names import refuse_data_parallel

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from fsdp.checkpoint.formats.consolidate import consolidate
 from fsdp.distributed.collectives import during
-from fsdp.distributed.comm_hook import CommHook
+from fsdp.distributed.comm_hooks import CommHook
+from fsdp.distributed.consensus import agree_on
 from fsdp.engine import copying
-from fsdp.engine.agreement import agree_on
 from fsdp.engine.deferred_init import require_values, require_values_everywhere
 from fsdp.engine.flatten_params_wrapper import ShardedParamsWrapper
 from fsdp.engine.foreign_names import METHODS, ForeignMethod, refuse_data_parallel, refuse_foreign, refuses_keywords

@@ -24,7 +24,7 @@ from fsdp.distributed.collectives import (
     TorchCollectives,
     communicator,
 )
-from fsdp.distributed.process_groups import default_group, reduce_group
+from fsdp.distributed.communicator import default_group, reduce_group
 from tests.helpers.parity import Alone
 from tests.helpers.ranks import RankPool
 

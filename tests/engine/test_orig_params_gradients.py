@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tests.helpers.models import nested_mlp
 from tests.helpers.ranks import RankPool
+from tests.helpers.twins import toolbox
 from tests.training.test_orig_params import (
     Twins,
     one_sgd,
@@ -24,7 +25,6 @@ from tests.training.test_orig_params import (
     two_optimizers,
     use_a,
 )
-from tests.helpers.twins import toolbox
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
