@@ -112,6 +112,12 @@ class HandleState:
         """See `WholeParameters.accumulators`; of each form in which the parameters were whole."""
         return [whole.accumulators for whole in self._wholes.values()]
 
+    def leaves_of(self, param: Tensor) -> list[Tensor]:
+        """What autograd knows in the place of the shard, or of a piece of it, in each of those forms."""
+        listed = [self.flat_param] * len(self.layout.slots) if self.pieces is None else self.pieces.params
+        slots = [slot for slot, each in enumerate(listed) if each is param]
+        return [whole.leaves[slot] for whole in self._wholes.values() for slot in slots]
+
     @property
     def dtype(self) -> torch.dtype:
         """Of the computation."""

@@ -147,6 +147,7 @@ ROOMS: dict[str, set[str]] = {
         "_reductions",
         "_clip",
         "_nn_utils",
+        "_backward_inputs",
         "_optimizers",
         "_kept_modules",
         "_usage",
