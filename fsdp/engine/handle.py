@@ -44,7 +44,6 @@ from fsdp.engine.managed_params import text_of_key
 from fsdp.engine.orig_params import NewPieces
 from fsdp.engine.precision import Precision
 from fsdp.engine.registration import Registry
-from fsdp.engine.runtime import Collection
 from fsdp.engine.unsharded_params import PostForwardShard, UnshardedParameters
 
 
