@@ -18,7 +18,7 @@ from torch import nn
 
 import fsdp
 from fsdp.compat import fairscale as compat
-from fsdp.compat.fairscale.names import INSTEAD, PROVIDED
+from fsdp.compat.fairscale import INSTEAD, PROVIDED
 from tests.installing import fairscale_installed
 
 TESTS = Path(__file__).resolve().parent
