@@ -526,7 +526,7 @@ class FullyShardedDataParallel(nn.Module):
                 "mix different values. Pass allow_reset_parameters=True if all ranks are seeded alike."
             )
         with self.summon_full_params():
-            self.module.module.reset_parameters()  # type: ignore[operator]
+            self.module.module.reset_parameters()
 
     # --- state dicts ------------------------------------------------------------------------------------------------
 
