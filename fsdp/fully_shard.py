@@ -253,8 +253,8 @@ def _check_module(module: Any, ignored: Ignored) -> None:
     kind = type(module).__name__
     if type(module).forward is nn.Module.forward or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         raise ValueError(
-            f"{kind} has no forward, so nothing would gather its parameters: call fully_shard on the modules in it, or "
-            "on the module around it"
+            f"{kind} has no forward, so nothing would unshard its parameters: call fully_shard on the modules in it, "
+            "or on the module around it"
         )
     if isinstance(module, FSDPModule) or unit_of(module) is not None:
         raise ValueError(f"this {kind} is sharded already: call fully_shard once, and on the modules around it")
