@@ -33,7 +33,7 @@ from fsdp.engine.shard_module import ALIGNED, Found, MakeFlatParam, Shard, runti
 from fsdp.engine.sharding_strategy import Groups, post_forward_group
 from fsdp.engine.shared_params import share, split_off
 from fsdp.engine.unit import TrainingState, Unit, unit_of, unit_of_wrapper, units_in
-from fsdp.state_dict.load import explain
+from fsdp.state_dict.full import explain
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

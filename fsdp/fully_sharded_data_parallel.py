@@ -44,18 +44,17 @@ from fsdp.engine.shared_params import share
 from fsdp.engine.state_requests import Saving, Summoning
 from fsdp.engine.unit import TrainingState, Unit, units_in
 from fsdp.fully_shard import FSDPModule
-from fsdp.optim_utils import wrapped
-from fsdp.optim_utils.full import fairscale_dictionary
-from fsdp.optim_utils.params import require_shards
+from fsdp.optim_utils.gather import fairscale_dictionary, optim_stream
+from fsdp.optim_utils.params import is_uncollected, require_shards
 from fsdp.optim_utils.reshard_optimizer import reshard_optimizer
-from fsdp.state_dict.full import ensure_agreed, ensure_same_values
-from fsdp.state_dict.load import Loading, load_whole, with_wrapped_metadata
+from fsdp.optim_utils.scatter import become_shard
+from fsdp.state_dict.full import Loading, ensure_agreed, ensure_same_values, load_whole, with_wrapped_metadata
+from fsdp.state_dict.load_targets import TensorPart
 from fsdp.state_dict.local import LocalLoad, local, local_metadata, local_state, members_in
 from fsdp.state_dict.materialize import ParamInit, materialize_unit
 from fsdp.state_dict.save import save_whole
 from fsdp.state_dict.sharded import load_sharded_state, sharded_state
 from fsdp.state_dict.summon import params_shown, shapes_summoned, summoned
-from fsdp.state_dict.tensor_part import TensorPart
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -250,7 +249,7 @@ class FullyShardedDataParallel(nn.Module):
     def no_broadcast_optim_state(self) -> bool:
         """True if its optimizer state is left out of the gathered one: so asked, or known whole to the first rank."""
         runtime = self._unit.runtime
-        return wrapped.is_uncollected(self._unit, self._unit if runtime is None else runtime.root)
+        return is_uncollected(self._unit, self._unit if runtime is None else runtime.root)
 
     @property
     def _listed_handles(self) -> list[FlatParamHandle]:
@@ -682,7 +681,7 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: inside a forward, backward or `summon_full_params`; if another rank could not take part.
             TypeError, ValueError: for what is no optimizer of the model; for state that cannot be gathered.
         """
-        return fairscale_dictionary(wrapped.optim_stream(self, optim, recipient_rank))
+        return fairscale_dictionary(optim_stream(self, optim, recipient_rank))
 
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's part of a full optimizer state, for ``optim.load_state_dict``. Not collective.
@@ -695,7 +694,7 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: inside a forward, backward or `summon_full_params`.
             TypeError, ValueError: for another model's; for state that cannot be sharded. Nothing is changed then.
         """
-        return wrapped.become_shard(self, full_optim_state_dict)
+        return become_shard(self, full_optim_state_dict)
 
     def reshard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Hand over an optimizer that was made before wrapping: it goes on where it was, on this rank's shards.

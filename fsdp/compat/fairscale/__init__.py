@@ -29,6 +29,10 @@ from fsdp.compat.fairscale.parts import (
     ShardedDataParallel,
     apply_to_tensors,
     apply_to_type,
+    build_unflat_state_dict,
+    check_param_counts_before_sharding,
+    flatten_optim_state_dict,
+    is_singleton_tensor,
     pack_kwargs,
     split_non_tensors,
     unpack_kwargs,
@@ -38,14 +42,8 @@ from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper
 from fsdp.engine.unit import TrainingState
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel, ProcessGroupName, get_fsdp_instances
-from fsdp.optim_utils import (
-    build_unflat_state_dict,
-    check_param_counts_before_sharding,
-    flatten_optim_state_dict,
-    is_singleton_tensor,
-)
 from fsdp.optim_utils.grad_scaler import ShardedGradScaler
-from fsdp.state_dict.load import no_pre_load_state_dict_hook
+from fsdp.state_dict.full import no_pre_load_state_dict_hook
 from fsdp.wrap import (
     ConfigAutoWrap,
     auto_wrap,

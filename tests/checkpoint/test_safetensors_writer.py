@@ -1,0 +1,42 @@
+"""Where tensors are to lie in safetensors files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fsdp.checkpoint.safetensors import Entry, PlannedFile, plan
+
+_ODD_AND_EVEN = [(3,), (16,), (5, 5), (64, 3), (), (1024,), (7, 16), (0,)]
+
+
+def test_tensors_of_whole_cache_lines_begin_at_one_whatever_lies_beside_them() -> None:
+    file, entries = _planned(_ODD_AND_EVEN, torch.float32)
+    whole = [entry.name for entry in entries if entry.nbytes % 64 == 0]
+    assert len(whole) == 5
+    assert all(file.begins[name] % 64 == 0 for name in whole)
+
+
+def test_every_tensor_is_aligned_for_its_dtype() -> None:
+    dtypes = [torch.uint8, torch.float64, torch.bfloat16, torch.float32]
+    entries = [
+        Entry(f"{number}", dtypes[number % 4], torch.Size(shape)) for number, shape in enumerate(2 * _ODD_AND_EVEN)
+    ]
+    (file,) = plan(entries, "model")
+    assert all(file.begins[entry.name] % entry.dtype.itemsize == 0 for entry in entries)
+
+
+def test_nothing_lies_between_tensors() -> None:
+    file, entries = _planned(_ODD_AND_EVEN, torch.float32)
+    reached = len(file.head)
+    for entry in sorted(entries, key=lambda each: (file.begins[each.name], each.nbytes)):
+        assert file.begins[entry.name] == reached
+        reached += entry.nbytes
+    assert reached == file.nbytes
+
+
+def _planned(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> tuple[PlannedFile, list[Entry]]:
+    entries = [Entry(f"tensor{number}", dtype, torch.Size(shape)) for number, shape in enumerate(shapes)]
+    (file,) = plan(entries, "model")
+    return file, entries
