@@ -171,7 +171,7 @@ class DTensorForm:
         self._placement_of, self._post_forward = placement_of, post_forward
         self._dims: dict[str, int] = {}  # along which each parameter is sharded, by its name
 
-    def check(self, found: Found, tied: Found, module: nn.Module) -> None:
+    def prepare(self, found: Found, tied: Found, module: nn.Module) -> None:
         for param, places in found.items():
             name = places[0].fqn
             if param.dim() == 0 and self._replicas > 1:

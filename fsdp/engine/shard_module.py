@@ -91,8 +91,8 @@ class ParamForm(Protocol):
     def names_shards(self) -> bool:
         """Return whether modules list, and save, a shard of each parameter under the parameter's name."""
 
-    def check(self, found: Found, tied: Found, module: nn.Module) -> None:
-        """Raise an error for parameters that cannot have this form."""
+    def prepare(self, found: Found, tied: Found, module: nn.Module) -> None:
+        """Raise an error for parameters that cannot have this form; have units inside share those that are tied."""
 
     def shard(self, found: Found, unit: Unit, make: MakeFlatParam) -> list[Shard]:
         """Shard the parameters, and take them out of their modules."""
@@ -153,7 +153,7 @@ def _shard_params(
 ) -> tuple[Unit, Group, list[Shard]]:
     tied: Found = {}
     found = collect(module, ignored, tied if form.takes_tied else None, claimed_in(module), with_values=False)
-    form.check(found, tied, module)
+    form.prepare(found, tied, module)
     params_are_on = _device_of(found, module, groups.shard)
     device = options.device_for(params_are_on)
     reduce_group = group_to_reduce_over(reduce_over, groups.shard, device)
@@ -399,7 +399,7 @@ class WrapperForm:
     def names_shards(self) -> bool:
         return not self._flattens
 
-    def check(self, found: Found, tied: Found, module: nn.Module) -> None:
+    def prepare(self, found: Found, tied: Found, module: nn.Module) -> None:
         refuse_nothing_own(found, tied, type(module).__name__)
 
     def shard(self, found: Found, unit: Unit, make: MakeFlatParam) -> list[Shard]:
