@@ -52,15 +52,19 @@ class Bucket:
             tag = tuple(handle.replica_tag for handle in handles)
             summing = summed(first.replicas, pieces.pop(), first.gradients.dtype, what, tag)
             pieces = [(yield from summing).to(first.flat_param.dtype)]
+        if self.is_abandoned:
+            return
+        divisors = [self.divisors[handle] for handle in handles]
         if len(pieces) < len(handles):
+            if len(set(divisors)) == 1:
+                pieces, divisors = [_divided(pieces[0], divisors[0])], [1.0] * len(handles)
             pieces = list(pieces[0].split([handle.layout.shard_numel for handle in handles]))
-        if not self.is_abandoned:
-            self._accept(handles, pieces)
+        for handle, piece, divisor in zip(handles, pieces, divisors, strict=True):
+            handle.accept(_divided(piece, divisor))
 
-    def _accept(self, handles: Sequence[FlatParamHandle], pieces: Sequence[Tensor]) -> None:
-        for handle, piece in zip(handles, pieces, strict=True):
-            divisor = self.divisors[handle]
-            handle.accept(piece if divisor == 1.0 else piece.div_(divisor))
+
+def _divided(sums: Tensor, divisor: float) -> Tensor:
+    return sums if divisor == 1.0 else sums.div_(divisor)
 
 
 def _reduce_together(handles: Sequence[FlatParamHandle]) -> Pending:

@@ -24,6 +24,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp.engine.agreement import agree, agree_on_values
@@ -38,7 +39,7 @@ from fsdp.engine.participation import EvenRanks, Participation
 from fsdp.engine.reduction import Reductions
 from fsdp.engine.schedule import ExecutionOrder
 from fsdp.engine.shared_params import settle_shares
-from fsdp.engine.unit import TrainingState, Unit, own_modules, units_in
+from fsdp.engine.unit import TrainingState, Unit, units_in
 from fsdp.engine.usage import Usage
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class Runtime:
         self._backward: BackwardPass | FollowedPass | None = None  # the one that is running, or that raised
         self.handles = [handle for unit in self.units for handle in unit.handles]
         self.participation: Participation = EvenRanks()
-        self._contents = {unit: Contents(unit) for unit in self.units}
+        self._contents = Contents(root.module)
         self._await_values = True  # some units, until it was looked at
         self._has_compared_values = False  # not yet: a checkpoint may be loaded before anything is computed
         # Whether a gradient has ever come; None before the first forward that may bring one.
@@ -147,9 +148,6 @@ class Runtime:
             self._refuse_training_while_summoned(unit)
             return
         call = Call(unit, recomputed=self.is_in_backward and in_backward())
-        if not call.recomputed and torch.is_grad_enabled() and self._contents[unit].have_changed():
-            self._refuse_strangers()
-            self._contents[unit] = Contents(unit)
         is_outermost = not call.recomputed and (not self._running or unit is self.root)
         if is_outermost:
             self._begin_forward(unit)
@@ -181,6 +179,9 @@ class Runtime:
                 )
         if DistributedDataParallel._active_ddp_module is not None:
             self._refuse_ddp(DistributedDataParallel._active_ddp_module)
+        if torch.is_grad_enabled() and self._contents.have_changed():
+            self._refuse_strangers()
+            self._contents = Contents(self.root.module)
         for handle in self.handles:
             handle.forget_zeroed()
         self.trust_values(unit)
@@ -351,7 +352,6 @@ class Runtime:
         self._begin_backward()
 
     def _begin_backward(self) -> None:
-        self.backward_mode = self.sync_gradients + 2 * all(handle.has_no_gradient for handle in self.handles)
         self._backward_order.begin()
         self.participation.begin_backward()
         for unit in self.units:
@@ -544,14 +544,14 @@ class Runtime:
 
 
 class Contents:
-    """Which modules and parameters a unit's own modules hold.
+    """The modules and parameters that the modules of a tree hold.
 
-    Every forward in training asks whether these are others now, so the loops run in C. Modules may get other
+    Each forward in training asks whether these are others now, so the loops run in C. Modules may get other
     dictionaries (`nn.Sequential` does when a part of it is deleted): they are looked up each time.
     """
 
-    def __init__(self, unit: Unit) -> None:
-        self._modules = [module.__dict__ for module in own_modules(unit.module)]
+    def __init__(self, root: nn.Module) -> None:
+        self._modules = [module.__dict__ for module in root.modules()]
         self._held = self._look()
 
     def _look(self) -> tuple[list[Any], list[str]]:
@@ -560,7 +560,7 @@ class Contents:
         return list(chain.from_iterable(children)), list(chain.from_iterable(params))
 
     def have_changed(self) -> bool:
-        """Whether a module or a parameter was put into one of the modules since, or taken out."""
+        """Return whether a module or a parameter was put into one of the modules since, or taken out."""
         return self._look() != self._held
 
 

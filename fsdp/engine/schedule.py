@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -38,7 +37,8 @@ class ExecutionOrder(Generic[T]):
             self._on_course = self.is_settled = False
             return []
         ahead: list[T] = []
-        for following in itertools.islice(self._last, place + 1, None):
+        for number in range(place + 1, len(self._last)):
+            following = self._last[number]
             # A unit may run several times in a row (recomputed, or shared): what it needs is here already.
             if following is not item and not (ahead and following is ahead[0]):
                 ahead.append(following)

@@ -188,11 +188,10 @@ class Unit:
         self.buffers = Buffers([inner for inner in ours if inner not in self._kept], precision.buffers)
         self.in_full_precision = False
         self.is_inside_mixed = False  # a unit around it casts inputs
-        self._handles: list[FlatParamHandle] = []
+        self.handles: list[FlatParamHandle] = []  # those that it runs, one for each flat parameter
         self.own: list[FlatParamHandle] = []  # of the parameters that it took, whoever runs them
         self.wanted: list[Wanted] = []  # parameters of its module that another unit took
         self.shares: list[Share] = []  # what it uses together with other units, or runs for them
-        self._is_asleep = False  # its handles are copies and not complete
         self.policy = policy
         self._settings = dict(settings)
         self.predivide, self.postdivide = predivide, postdivide
@@ -211,12 +210,12 @@ class Unit:
         module.__dict__[_ATTRIBUTE] = self
         self.forward: UnitForward  # see `ForwardHooks`
 
-    @property
-    def handles(self) -> list[FlatParamHandle]:
-        """Those that it runs, one for each flat parameter."""
-        if self._is_asleep:
-            self.wake()
-        return self._handles
+    def __getattr__(self, name: str) -> Any:
+        # A copied unit has no `handles`, but incomplete ones, until all of its modules are there.
+        if name != "handles" or "_incomplete_handles" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self.wake()
+        return self.__dict__.get("handles", self.__dict__.get("_incomplete_handles"))
 
     @property
     def everyone(self) -> tuple[Communicator, Communicator]:
@@ -243,19 +242,20 @@ class Unit:
             "policy": self.policy.of_copy(),
             "access": StateAccess(),
             # What moved to a unit around it is back: that may not be copied.
-            "_handles": list(self.own),
+            "_incomplete_handles": list(self.own),
             "shares": [one for one in self.shares if self in one.members],
         }
-        return self.__dict__ | forgotten | {"_is_asleep": True}
+        return {name: value for name, value in self.__dict__.items() if name != "handles"} | forgotten
 
     def wake(self) -> None:
         """Complete the handles of a copied or unpickled unit, if all of its modules are there by now."""
-        if any("places" not in handle.__dict__ for handle in self.__dict__.get("_handles", [self])):
+        handles = self.__dict__.get("_incomplete_handles")
+        if handles is None or any("places" not in handle.__dict__ for handle in handles):
             return  # units that share a parameter are copied from within each other
-        places = [place for handle in self._handles for used in handle.places for place in used]
-        if self._is_asleep and all("_parameters" in place.module.__dict__ for place in places):
-            self._is_asleep = False
-            for handle in self._handles:
+        places = [place for handle in handles for used in handle.places for place in used]
+        if all("_parameters" in place.module.__dict__ for place in places):
+            self.handles = self.__dict__.pop("_incomplete_handles")
+            for handle in self.handles:
                 handle.report_to(self.on_gradient)
                 handle.wake()
 
@@ -319,7 +319,7 @@ class Unit:
             new_pieces,
             post_forward_comm,
         )
-        self._handles.append(handle)
+        self.handles.append(handle)
         self.own.append(handle)
         self.awaits_values |= bool(handle.valueless)
 
@@ -328,12 +328,12 @@ class Unit:
         handle.compute_in_full(self.in_full_precision)
         handle.report_to(self.on_gradient)
         handle.comm_hook = self.comm_hook
-        self._handles.append(handle)
+        self.handles.append(handle)
 
     def give_up(self, handle: FlatParamHandle) -> None:
         """Leave it to another unit to run this handle."""
         handle.reshard()
-        self._handles.remove(handle)
+        self.handles.remove(handle)
         self.incomplete.discard(handle)
 
     def restore_order(self) -> None:
@@ -411,9 +411,12 @@ class Unit:
         """Whether its modules compute with nothing of it, but with what was given for one call."""
         # What has no parameters of its own has a part if a unit inside of it has.
         units = [self] if self.handles else filter(None, map(unit_of, self.module.modules()))
-        handles = (handle for unit in units for handle in unit.handles)
-        first = next(handles, None)
-        return first is not None and first.registry.is_lent and all(handle.registry.is_lent for handle in handles)
+        handle = None
+        for unit in units:
+            for handle in unit.handles:
+                if not handle.registry.is_lent:
+                    return False
+        return handle is not None
 
     @property
     def is_gathering(self) -> bool:

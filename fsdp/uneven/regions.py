@@ -208,6 +208,7 @@ class Visits:
         self.talk = Talk(runtime.root.everyone, self._directory.describe)
         self.joining: StepsOfOthers | None = None
         self.is_uneven = False
+        self._mode = 0  # of the backward that runs, for ranks that begin one to take part in it
         self._open: list[Visit] = []  # that are running, the innermost last
         self._owed: list[Visit] = []  # mixed ones whose backward may come
         self._mixed: set[Unit] = set()  # units of mixed visits, which may be unsharded on some ranks only
@@ -332,7 +333,7 @@ class Visits:
         if missing:
             unit.reshard()  # a part of it may be unsharded, here and not elsewhere
         number, kind = self._directory.units.index(unit), Kind.BACKWARD if is_backward else Kind.FORWARD
-        mode = self._runtime.backward_mode if is_backward else 0
+        mode = self._mode if is_backward else 0
         noted = 0 if region is None else region.number + 1
         message = Message(kind, number, missing, mode | noted << 2)
         self.announce(message)
@@ -369,6 +370,7 @@ class Visits:
         for visit in self._owed:
             visit.reduced.clear()
         self.is_uneven = bool(self._owed)
+        self._mode = self._runtime.sync_gradients + 2 * all(one.has_no_gradient for one in self._directory.handles)
 
     def reach(self, call: Call) -> None:
         """Backward has reached a call: serve until no rank is further from the end than this one.
@@ -399,7 +401,7 @@ class Visits:
         if visit is not None:
             visit.reduced.add(handle)
             number = self._directory.handles.index(handle)
-            self.announce(Message(Kind.REDUCE, number, 0, self._runtime.backward_mode))
+            self.announce(Message(Kind.REDUCE, number, 0, self._mode))
         return True
 
     def end_backward(self) -> None:
