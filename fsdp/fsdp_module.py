@@ -13,7 +13,7 @@ from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.placeholder import under_way
 from fsdp.engine.runtime import Runtime, runtime_of
 from fsdp.engine.unit import TrainingState, Unit, unit_of, units_in
-from fsdp.state_dict.load import explain
+from fsdp.state_dict.full import explain
 
 
 class UnshardHandle:

@@ -20,26 +20,24 @@ from fsdp.distributed.dtensor import is_dtensor, spread_loaded
 from fsdp.distributed.process_groups import Group, default_group, reduce_group, served_device
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.forward_hooks import ForwardHooks, Hook
-from fsdp.engine.ignored import Ignored
 from fsdp.engine.layout import RowsLayout
-from fsdp.engine.managed_params import Places, collect, device_of, group, lender_of, names_of, take_over
+from fsdp.engine.managed_params import Ignored, Places, collect, device_of, group, lender_of, names_of, take_over
 from fsdp.engine.module_overrides import guard, refuse_shared_modules
 from fsdp.engine.nn_utils import teach_torch
 from fsdp.engine.offload import Offload
 from fsdp.engine.optimizer_hooks import watch_optimizers
-from fsdp.engine.options import usual_predivide_factor
+from fsdp.engine.options import Options
 from fsdp.engine.precision import MixedPrecision, Precision
 from fsdp.engine.runtime import Runtime
 from fsdp.engine.sharding_strategy import Groups, post_forward_group
 from fsdp.engine.shared_params import claimed_in, share, wanted
-from fsdp.engine.unit import Policy, Unit, own_modules, unit_of
+from fsdp.engine.unit import Policy, Unit, own_modules, unit_of, unit_of_wrapper
 from fsdp.fsdp_module import FSDPModule, fsdp_class
-from fsdp.wrapper.access import WrapperAccess
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_ALIGNED = 8  # elements; see `wrapper.shards`
+_ALIGNED = 8  # elements; see `engine.shard_module`
 _BUCKET_BYTES = 25 * 2**20
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -174,7 +172,7 @@ def _make_unit(
     reshards: bool,
 ) -> Unit:
     averaged = groups.shard.size() * groups.replicas
-    predivide = usual_predivide_factor(averaged)
+    predivide = Options().predivide_factor(averaged)
     unit = Unit(
         module,
         *groups.communicators(device),
@@ -275,7 +273,7 @@ def _check_module(module: Any, ignored: Ignored) -> None:
         )
     if isinstance(module, FSDPModule) or unit_of(module) is not None:
         raise ValueError(f"this {kind} is sharded already: call fully_shard once, and on the modules around it")
-    wrapped = next((type(inner).__name__ for inner in module.modules() if isinstance(inner, WrapperAccess)), None)
+    wrapped = next((type(inner).__name__ for inner in module.modules() if unit_of_wrapper(inner) is not None), None)
     if wrapped is not None:
         raise ValueError(f"{kind} has a {wrapped} inside: use fully_shard for all modules of a model, or the wrapper")
     if all(ignored.has(inner, param) for inner in module.modules() for param in inner.parameters(recurse=False)):

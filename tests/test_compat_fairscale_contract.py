@@ -23,7 +23,7 @@ from fsdp.compat.fairscale.parts import (
     unpack_kwargs,
     unpack_non_tensors,
 )
-from fsdp.wrapper.private import INSTEAD
+from fsdp.engine.foreign_names import PRIVATE
 from tests._ranks import RankPool
 from tests.support import assert_parity, fully_sharded, nested_mlp, sgd_with_momentum
 
@@ -110,13 +110,13 @@ def test_lazy_init_settles_the_root_and_a_reset_forgets_it() -> None:
     assert model[0]._is_root is None
 
 
-@pytest.mark.parametrize("name", list(INSTEAD))
+@pytest.mark.parametrize("name", list(PRIVATE))
 def test_what_is_not_there_says_what_to_use_instead(name: str) -> None:
     model = linear()
     assert not hasattr(model, name)
     with pytest.raises(AttributeError, match=f"no {name}, which FairScale's has: ") as error:
         getattr(model, name)
-    assert INSTEAD[name] in str(error.value)
+    assert PRIVATE[name] in str(error.value)
 
 
 def test_a_name_of_the_users_module_comes_first() -> None:

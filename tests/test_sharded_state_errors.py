@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp.state_dict.tensor_part import Held, Part, TensorPart
+from fsdp.state_dict.load_targets import Held, Part, TensorPart
 from tests._ranks import RankPool
 from tests.models import nested_mlp
 from tests.sharded import alone_warning, assert_same_state, assert_whole_state, everything, load_sharded, save_sharded

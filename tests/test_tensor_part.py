@@ -18,7 +18,7 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from fsdp.state_dict.tensor_part import Held, Part, Target, TensorPart
+from fsdp.state_dict.load_targets import Held, LoadTarget, Part, TensorPart
 
 WHOLE = torch.arange(20.0).view(4, 5)
 
@@ -217,16 +217,22 @@ def test_another_part_does_not_fit() -> None:
 # Targets
 
 
+def memory_of(value: Any) -> int:
+    return (value.local if isinstance(value, TensorPart) else value).data_ptr()
+
+
 def target() -> Any:
-    return Target.around(part_of().part, Held(WHOLE.view(-1)[3:17]))
+    return LoadTarget.like(WHOLE.shape, WHOLE, lambda value: part_of().part.check(value, WHOLE.dtype))
 
 
 @pytest.mark.parametrize("value", [part_of(), torch.ones(4, 5), torch.ones(4, 5, dtype=torch.float64)])
 def test_a_target_notes_what_fits_and_copies_nothing(value: Tensor) -> None:
     found = target()
     found.copy_(value)
-    assert found.received is value
-    assert torch.equal(found.local, WHOLE.view(-1)[3:17])
+    found.copy_(found)  # as a module does that loads what a state dict lacks from itself
+    assert type(found.source) is type(value)
+    assert memory_of(found.source) == memory_of(value)
+    assert (found.shape, found.dtype, found.device, found.is_meta) == (WHOLE.shape, WHOLE.dtype, WHOLE.device, False)
 
 
 @pytest.mark.parametrize(
@@ -251,4 +257,4 @@ def test_a_target_refuses_what_does_not_fit(value: Tensor, error: type[Exception
     found = target()
     with pytest.raises(error, match=message):
         found.copy_(value)
-    assert found.received is None
+    assert found.source is None

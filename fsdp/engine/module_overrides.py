@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import is_dtensor
-from fsdp.engine.blanks import note_empty
+from fsdp.engine.deferred_init import note_empty
 from fsdp.engine.forward_hooks import Hook
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator, communicator, during
-from fsdp.distributed.process_groups import Group, behind, default_group, number_of_groups
+from fsdp.distributed.process_groups import Group, behind, default_group, number_of_groups, reduce_group
 from fsdp.engine.agreement import agree_on
 
 _HOST = torch.device("cpu")
@@ -77,6 +78,35 @@ def reshards_after_forward(given: Any, asked: bool) -> bool:
             f"reshard_after_forward=False keeps them: leave one of the two out, or ask for {other}"
         )
     return asked
+
+
+class ProcessGroupName(str, Enum):
+    """Names that stand for process groups in the constructor."""
+
+    default = "default"
+    reduce_scatter = "reduce_scatter"
+
+
+def group_to_reduce_over(given: Any, group: Group, device: torch.device) -> Group:
+    """Return the group to sum gradients over that a user gave, or named, for parameters sharded over `group`.
+
+    Raises:
+        TypeError: if it is neither a group nor the name of one.
+    """
+    if given in (None, ProcessGroupName.reduce_scatter):
+        return reduce_group(group, device)
+    if given == ProcessGroupName.default:
+        return group
+    if not hasattr(given, "rank") or not hasattr(given, "size"):
+        raise TypeError(f"process_group_reduce_scatter must be a process group or a ProcessGroupName, got {given!r}")
+    if given.size() != group.size():
+        warnings.warn(
+            f"process_group_reduce_scatter has {given.size()} ranks and process_group {group.size()}: "
+            "gradients are reduced over process_group instead",
+            stacklevel=6,
+        )
+        return group
+    return given
 
 
 class LoneGroup:

@@ -44,13 +44,11 @@ class LoadPass:
     """A state dict is being loaded.
 
     Args:
-        is_trial: it is only to be found out whether it fits; there are shapes, and no values.
-        read: units whose values may be read by it.
+        read: units whose values may be read by it; None if it only copies.
         source: the first rank, if only that one has the values.
     """
 
-    is_trial: bool = False
-    read: frozenset[Unit] = frozenset()
+    read: frozenset[Unit] | None = None
     source: FirstRank | None = None
 
     def source_of(self, unit: Unit) -> FirstRank | None:

@@ -18,7 +18,7 @@ from fsdp.distributed.collectives import LONE_RANK, Communicator
 from fsdp.distributed.comm_hook import CommHook
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.handle import FlatParamHandle, Phase
-from fsdp.engine.ignored import Ignored
+from fsdp.engine.managed_params import Ignored
 from fsdp.engine.names import clean_name, join
 from fsdp.engine.orig_params import NewPieces
 from fsdp.engine.precision import Buffers, Precision
@@ -193,7 +193,7 @@ class Unit:
         self.wanted: list[Wanted] = []  # parameters of its module that another unit took
         self.shares: list[Share] = []  # what it uses together with other units, or runs for them
         self.policy = policy
-        self._settings = dict(settings)
+        self.settings = dict(settings)
         self.predivide, self.postdivide = predivide, postdivide
         self.comm_hook: CommHook | None = None
         self.name = type(module).__name__
@@ -264,6 +264,13 @@ class Unit:
         if self.runtime is None:
             self.runtime = self._new_runtime(self)
         return self.runtime
+
+    def require_idle(self, what: str) -> None:
+        """Raise RuntimeError inside a forward or backward; shard again what a load has left that was given up."""
+        if self.access.close_loading is not None:
+            self.access.close_loading()
+        if self.runtime is not None:
+            self.runtime.ensure_idle(what)
 
     @property
     def holds_nothing(self) -> bool:
@@ -374,7 +381,7 @@ class Unit:
         """All that the ranks must agree on, by what messages call it."""
         return {
             "parameters": [handle.describe() for handle in self.handles],
-            **self._settings,
+            **self.settings,
             "reshard_after_forward": self.policy.reshard_after_forward,
             "reshard_after_backward": self.policy.reshard_after_backward,
             "gradient_predivide_factor": self.predivide,
@@ -522,6 +529,12 @@ class Unit:
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit that runs `module`, None if it is no unit's."""
     return module.__dict__.get(_ATTRIBUTE)
+
+
+def unit_of_wrapper(module: nn.Module) -> Unit | None:
+    """Return the unit of a `FullyShardedDataParallel`; None for any other module."""
+    unit = getattr(module, "__dict__", {}).get("_unit")
+    return unit if isinstance(unit, Unit) else None
 
 
 def own_modules(module: nn.Module) -> list[nn.Module]:

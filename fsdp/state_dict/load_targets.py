@@ -1,15 +1,20 @@
-"""A tensor of which this rank holds a part: the values of sharded state dicts.
+"""Tensors that stand for parameters while a state is saved or loaded: `TensorPart` and `LoadTarget`.
 
-`torch.distributed.checkpoint` asks what it is to save, or to load, what is to be written where
-(``torch.distributed._checkpointable``): a `TensorPart` answers with the boxes that make up its range. So nothing is
-gathered, ranks may be more or fewer when it is loaded, and who loads need not know of flat parameters.
+A `TensorPart` is a tensor of which this rank holds a range: the values of sharded state dicts.
+`torch.distributed.checkpoint` asks it what is to be written where (``torch.distributed._checkpointable``), and it
+answers with the boxes that make up its range. So nothing is gathered, ranks may be more or fewer when it is loaded, and
+a loader need not know of flat parameters.
+
+Loading is in three steps: record, agree, commit. In a `recording`, modules list a `LoadTarget` for each parameter, so
+`nn.Module.load_state_dict` finds keys, shapes and all errors as ever, and the targets remember the values. The ranks
+tell each other the outcome. Then each one stores its shards of the values, or none does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,6 +22,9 @@ from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import is_dtensor
 from fsdp.engine.boxes import Box, boxes_of
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.unit import Unit
+from fsdp.state_dict.summon import Exposure, Values, hidden_handles
 
 aten = torch.ops.aten
 
@@ -63,6 +71,26 @@ class Part:
         for dim, (begin, size) in enumerate(zip(self.block_offsets, self.block_shape, strict=True)):
             whole = whole.narrow(dim, begin, size)
         return whole.detach().reshape(-1)[self.start : self.stop]
+
+    def check(self, value: Tensor, dtype: torch.dtype) -> None:
+        """Raise ValueError or TypeError if the elements, which are of this dtype, cannot be taken from a value."""
+        here = f"rank {self.rank}: {self.name}"
+        if isinstance(value, TensorPart):
+            if value.part != self:
+                raise ValueError(
+                    f"{here}: this rank keeps {self}, and was given {value.part}. A sharded state fits ranks that "
+                    "are as many and wrapped alike: load it with torch.distributed.checkpoint into what "
+                    "sharded_state_dict() returns here."
+                )
+        elif type(value) not in (Tensor, nn.Parameter):
+            raise TypeError(
+                f"{here}: a {type(value).__name__} cannot be cut into shards here. Load it with "
+                "torch.distributed.checkpoint into what sharded_state_dict() returns, or give a whole, plain tensor."
+            )
+        elif value.is_meta or value.shape != self.shape:
+            raise ValueError(f"{here}: expected a tensor of {list(self.shape)} with values, got {list(value.shape)}")
+        if value.is_complex() and not dtype.is_complex:
+            raise ValueError(f"{here} is of {dtype}, and was given {value.dtype}")
 
     def __str__(self) -> str:
         block = ""
@@ -217,39 +245,15 @@ class TensorPart(Tensor):
             )
 
 
-class Target(TensorPart):
-    """Takes note of the value that is copied into it, if that fits, and copies nothing.
-
-    So a whole state can be checked before anything is changed.
-    """
-
-    received: Tensor | None = None
-
-    def receive(self, value: Tensor) -> None:
-        """Note `value`.
-
-        Raises:
-            ValueError: if this rank cannot take its part from it.
-            TypeError: for other kinds of tensors.
-        """
-        part, here = self.part, f"rank {self.part.rank}: {self.part.name}"
-        if isinstance(value, TensorPart):
-            if value.part != part:
-                raise ValueError(
-                    f"{here}: this rank keeps {part}, and was given {value.part}. A sharded state fits ranks that "
-                    "are as many and wrapped alike: load it with torch.distributed.checkpoint into what "
-                    "sharded_state_dict() returns here."
-                )
-        elif type(value) not in (Tensor, nn.Parameter):
-            raise TypeError(
-                f"{here}: a {type(value).__name__} cannot be cut into shards here. Load it with "
-                "torch.distributed.checkpoint into what sharded_state_dict() returns, or give a whole, plain tensor."
-            )
-        elif value.is_meta or value.shape != part.shape:
-            raise ValueError(f"{here}: expected a tensor of {list(part.shape)} with values, got {list(value.shape)}")
-        if value.is_complex() and not self.is_complex():
-            raise ValueError(f"{here} is of {self.dtype}, and was given {value.dtype}")
-        self.received = value
+def part_of(handle: FlatParamHandle, slot: int, rank: int) -> Part:
+    """Return which elements of a parameter this rank keeps; `rank` is its number for messages."""
+    kept, mesh = handle.layout.slots[slot], handle.flat_param.parts[slot]
+    interval = handle.layout.interval(slot, handle.comm.rank)
+    start, stop = (interval.start, interval.stop) if interval is not None else (0, 0)
+    shape = kept.shape if mesh is None else mesh.shape
+    offsets = (0,) * len(shape) if mesh is None else mesh.offsets
+    is_alone = not handle.is_sharded and (mesh is None or not mesh.sharded_dims)
+    return Part(shape, kept.shape, offsets, start, stop, kept.name, rank, is_alone)
 
 
 def _rebuild(facts: tuple[Any, ...], flat: Tensor, is_blank: bool, unfit: str, apart: list[str]) -> TensorPart:
@@ -287,9 +291,7 @@ def _like(make: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 def _copy(into: Tensor, value: Tensor, non_blocking: bool = False) -> Tensor:
-    if isinstance(into, Target):
-        into.receive(value)
-    elif isinstance(into, TensorPart):
+    if isinstance(into, TensorPart):
         _copy_into(into, value, non_blocking)
     elif isinstance(value, TensorPart) and value.part.is_alone:
         into.copy_(value.local.view(value.part.shape), non_blocking)
@@ -327,3 +329,92 @@ _MEANINGFUL: dict[Any, Callable[..., Any]] = {
     aten.new_zeros.default: _like(torch.zeros_like),
     aten.is_pinned.default: lambda tensor, *_: tensor.local.is_pinned(),
 }
+
+
+# --- what a load writes to ------------------------------------------------------------------------------------------
+
+
+class LoadTarget(nn.Parameter):
+    """A tensor that stands for another one while a state is loaded: it remembers in `source` the value copied into it.
+
+    It has no memory. A rank keeps its shard of the value when all ranks could load theirs; so of a file that is mapped
+    into memory, nothing else is ever read.
+    """
+
+    source: Tensor | None
+    _check: Callable[[Tensor], None]
+    _device: torch.device
+    is_meta = False  # or torch's load would warn that copying into it does nothing
+
+    @classmethod
+    def like(
+        cls, shape: torch.Size, tensor: Tensor, check: Callable[[Tensor], None], requires_grad: bool = False
+    ) -> LoadTarget:
+        """Return a target of this shape, with the dtype and device of `tensor`.
+
+        Args:
+            check: raises an exception for a value that could not be kept.
+        """
+        empty = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        made = Tensor._make_subclass(cls, empty, requires_grad)
+        made.source, made._check, made._device = None, check, tensor.device
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._device
+
+    def copy_(self, value: Tensor, non_blocking: bool = False) -> LoadTarget:
+        # Batch norms load their count of batches from itself where a state dict has none.
+        if not isinstance(value, LoadTarget):
+            self._check(value)
+            self.source = value.detach()
+        return self
+
+
+def recording(unit: Unit, check: Callable[[FlatParamHandle, int, Tensor], None]) -> Exposure:
+    """Show a unit's modules a `LoadTarget` for each parameter. No rank needs another for it.
+
+    Args:
+        unit: whose modules.
+        check: raises an exception for a value that cannot be kept; it is told the handle and the parameter's number.
+    """
+    targets: dict[FlatParamHandle, list[Tensor]] = {}
+    for handle in hidden_handles(unit):
+        handle.storage.check(handle.name)
+        handle.absorb()
+        shard = handle.flat_param
+        targets[handle] = [
+            LoadTarget.like(kept.shape if mesh is None else mesh.shape, shard, partial(check, handle, slot), need)
+            for slot, (kept, mesh, need) in enumerate(
+                zip(handle.layout.slots, shard.parts, handle.requires_grad_each, strict=True)
+            )
+        ]
+    return Exposure(unit, targets)
+
+
+def recorded(exposure: Exposure) -> Values:
+    """Return the values that were copied into the targets of a `recording`."""
+    return {
+        key: param.source
+        for key, param in exposure.numbered()
+        if isinstance(param, LoadTarget) and param.source is not None
+    }
+
+
+def store(values: Values) -> None:
+    """Keep this rank's shards of the values that a load has brought."""
+    for handle in dict.fromkeys(handle for handle, _ in values):
+        handle.settle()  # peers may still be receiving from the shard
+    for (handle, slot), value in values.items():
+        handle.storage.check(handle.name)
+        if not isinstance(value, TensorPart):
+            handle.store(slot, value)
+            handle.note_written([slot])
+        elif not value.is_lent_by(handle.flat_param):  # else nothing was loaded, on no rank
+            handle.fill(slot, partial(_fill, value.local))
+        handle.storage.release()
+
+
+def _fill(values: Tensor, shard: Tensor, start: int) -> None:
+    shard.copy_(values)
