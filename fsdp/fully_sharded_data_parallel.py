@@ -43,7 +43,7 @@ from fsdp.engine.sharding_strategy import (
     reshards_after_forward,
 )
 from fsdp.engine.shared_params import share
-from fsdp.engine.state_requests import Saving, Summoning
+from fsdp.engine.state_requests import LocalState, Saving, Summoning
 from fsdp.engine.unit import TrainingState, Unit, unit_of, units_in
 from fsdp.fsdp_module import FSDPModule
 from fsdp.optim_utils.gather import fairscale_dictionary, optim_stream
@@ -737,7 +737,7 @@ class FullyShardedDataParallel(nn.Module):
             check_dtype("dtype", dtype)
             if keep_vars:
                 raise ValueError("state_dict(keep_vars=True) gives the tensors themselves, which have their own dtype")
-        if self._unit.access.is_local:  # of a wrapper around this one, whose local state is taken
+        if self._unit.request(LocalState):  # of a wrapper around this one, whose local state is taken
             return self.local_state_dict(destination, prefix, keep_vars)
         first_only = self._options.state_dict_on_rank_0_only if rank0_only is None else rank0_only
         asked = Saving(self._unit.everyone, dtype, self._options.state_dict_device, first_only)
@@ -788,7 +788,7 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: inside a forward, backward or `summon_full_params`, or while there are parameters without
                 values.
         """
-        if not self._unit.access.is_local:
+        if self._unit.request(LocalState) is None:
             self._unit.require_idle("take a local state dict")
             require_values(self._unit.module, "take a local state dict")
         with local(self._unit, "take a local state dict"):
@@ -934,7 +934,7 @@ class FullyShardedDataParallel(nn.Module):
     def _require_shards(self, what: str) -> None:
         self._unit.require_idle(what)
         inside = TrainingState.SUMMON_FULL_PARAMS
-        summoned = [unit.name for unit in self._units() if unit.state is inside or unit.access.summoned is not None]
+        summoned = [unit.name for unit in self._units() if unit.state is inside or unit.request(Summoning) is not None]
         if summoned:
             raise RuntimeError(f"cannot {what}: {summoned[0]} is inside summon_full_params(). Leave it first.")
 

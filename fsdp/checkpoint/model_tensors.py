@@ -236,10 +236,7 @@ def require_rest(model: nn.Module, units: Sequence[Unit], what: str) -> None:
         RuntimeError: in a forward or backward, inside `summon_full_params`, or for a part of a wrapped module.
     """
     for unit in units:
-        if unit.access.close_loading is not None:
-            unit.access.close_loading()  # a load that was given up by an exception
-        if unit.runtime is not None:
-            unit.runtime.ensure_idle(what)
+        unit.require_idle(what)
         if unit.state is TrainingState.SUMMON_FULL_PARAMS or any(handle.is_exposed for handle in unit.seen):
             raise RuntimeError(
                 f"{unit.name}: inside summon_full_params() there are only copies of the parameters. "

@@ -19,7 +19,8 @@ from fsdp.engine.forward_hooks import Hook
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name
-from fsdp.engine.unit import TrainingState, Unit, own_modules, units_in
+from fsdp.engine.state_requests import Converting, Filling, LocalState
+from fsdp.engine.unit import TrainingState, Unit, own_modules, serving, units_in
 
 Conversion = Callable[[Tensor], Tensor]
 
@@ -70,7 +71,7 @@ def _named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _refuse_partial_state(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    if unit.state is not TrainingState.SUMMON_FULL_PARAMS and not unit.access.is_local:
+    if unit.state is not TrainingState.SUMMON_FULL_PARAMS and unit.request(LocalState) is None:
         raise RuntimeError(
             f"{unit.name}: state_dict() of a {type(module).__name__} inside a FullyShardedDataParallel would hold "
             "this rank's shards, or nothing. Call state_dict() of the wrapper, or be inside summon_full_params()."
@@ -84,9 +85,9 @@ class Conversions:
         self.unit, self._module, self._gives_memory = unit, module, gives_memory
 
     def __call__(self, fn: Conversion, recurse: bool = True) -> nn.Module:
-        if self.unit.access.is_filling:
+        if self.unit.request(Filling) is not None:
             return self._convert(fn, recurse)  # `to_empty` in an initialisation, of tensors that are nobody's yet
-        if not self.unit.access.is_converting:
+        if self.unit.request(Converting) is None:
             self._check(fn)
             if self._module is self.unit.module:
                 return self._convert_unit(fn, recurse)
@@ -161,13 +162,10 @@ class Conversions:
             unit.runtime.release()
         device = fn(torch.empty(0, device=unit.device)).device
         convert = partial(_convert_tensor, unit, fn, self._gives_memory and unit.awaits_values and _makes_memory(fn))
-        unit.access.is_converting = True
-        try:
+        with serving([unit], Converting()):
             self._convert(convert, recurse)
             for handle in unit.handles:
                 handle.apply_to_hidden(convert)
-        finally:
-            unit.access.is_converting = False
         unit.follow(device)
         return self._module
 

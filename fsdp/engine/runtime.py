@@ -142,8 +142,7 @@ class Runtime:
 
     def before_forward(self, unit: Unit, inputs: Any) -> None:
         """Hook: `unit` is about to compute."""
-        if unit.access.close_loading is not None:
-            unit.access.close_loading()  # a load that was given up by an exception
+        unit.end_load()
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
             self._refuse_training_while_summoned(unit)
             return

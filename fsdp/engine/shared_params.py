@@ -18,6 +18,7 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import Places, lender_of, taken_over
 from fsdp.engine.names import clean_name
 from fsdp.engine.precision import Precision
+from fsdp.engine.state_requests import Exporting
 from fsdp.engine.unit import Share, TrainingState, Unit, Wanted, unit_of, units_in
 
 
@@ -195,7 +196,7 @@ def _reaches(root: Unit, modules: set[nn.Module], without: Unit) -> bool:
 
 def exported_around(unit: Unit) -> set[int]:
     """Addresses of shared parameters that belong to the state dict of a unit around this one, which is being taken."""
-    around = [one for _, inner in units_in(unit) for one in inner.shares if one.holder.access.is_exporting]
+    around = [one for _, inner in units_in(unit) for one in inner.shares if one.holder.request(Exporting)]
     places = [one.handle.places[0][0] for one in around if one.handle.is_exposed]
     values = [place.module._parameters[place.name] for place in places]
     return {value.data_ptr() for value in values if value is not None}

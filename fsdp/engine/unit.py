@@ -5,10 +5,11 @@ A unit knows what belongs to it; when its parameters come and go is decided by t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +24,15 @@ from fsdp.engine.names import clean_name, join
 from fsdp.engine.orig_params import NewPieces
 from fsdp.engine.precision import Buffers, Precision
 from fsdp.engine.precision_exclusions import compute_in_own_dtype, kept_modules
-from fsdp.engine.state_access import StateAccess
 
 if TYPE_CHECKING:
     from fsdp.engine.managed_params import Places
 
 # Where a module keeps its unit. On the module, so that both die together and are copied together.
 _ATTRIBUTE = "_fsdp_unit"
+
+
+_Request = TypeVar("_Request")
 
 
 class TrainingState(Enum):
@@ -184,7 +187,8 @@ class Unit:
         casting = kept if precision.is_mixed else {}
         self.hooks = [hook for outermost in casting for hook in compute_in_own_dtype(outermost)]  # on its modules
         self.precision = precision.without_casts() if module in self._kept else precision
-        self.access = StateAccess()
+        self.requests: dict[type[Any], Any] = {}  # what is being done with its state; see `request`
+        self.unfinished_load: Callable[[], None] | None = None  # shards what a load shows, also one that was given up
         self.buffers = Buffers([inner for inner in ours if inner not in self._kept], precision.buffers)
         self.in_full_precision = False
         self.is_inside_mixed = False  # a unit around it casts inputs
@@ -240,7 +244,8 @@ class Unit:
             "incomplete": set(),
             "unpassed": set(),
             "policy": self.policy.of_copy(),
-            "access": StateAccess(),
+            "requests": {},
+            "unfinished_load": None,
             # What moved to a unit around it is back: that may not be copied.
             "_incomplete_handles": list(self.own),
             "shares": [one for one in self.shares if self in one.members],
@@ -265,10 +270,18 @@ class Unit:
             self.runtime = self._new_runtime(self)
         return self.runtime
 
+    def request(self, kind: type[_Request]) -> _Request | None:
+        """Return the request of a kind (see `state_requests`) under which its state is; None if there is none."""
+        return self.requests.get(kind)
+
+    def end_load(self) -> None:
+        """Shard what a load that was given up by an exception has left unsharded."""
+        if self.unfinished_load is not None:
+            self.unfinished_load()
+
     def require_idle(self, what: str) -> None:
         """Raise RuntimeError inside a forward or backward; shard again what a load has left that was given up."""
-        if self.access.close_loading is not None:
-            self.access.close_loading()
+        self.end_load()
         if self.runtime is not None:
             self.runtime.ensure_idle(what)
 
@@ -524,6 +537,22 @@ class Unit:
         for handle in self.handles:
             if handle.phase is Phase.UNSHARDED:
                 handle.unsharded.rest()
+
+
+@contextmanager
+def serving(units: Iterable[Unit], request: object) -> Iterator[None]:
+    """Have the state of units under a request, instead of one of the same kind, while the context lasts."""
+    kind = type(request)
+    outer = {unit: unit.requests.get(kind) for unit in units}
+    for unit in outer:
+        unit.requests[kind] = request
+    try:
+        yield
+    finally:
+        for unit, before in outer.items():
+            del unit.requests[kind]
+            if before is not None:
+                unit.requests[kind] = before
 
 
 def unit_of(module: nn.Module) -> Unit | None:

@@ -17,6 +17,7 @@ from torch import nn
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name, join
+from fsdp.engine.state_requests import Summoning
 from fsdp.engine.unit import TrainingState, Unit, unit_of_wrapper, units_in
 from fsdp.optim_utils.state import OptimParam, Original, grouped, params_of
 
@@ -114,7 +115,7 @@ def parameters_of(model: nn.Module, what: str) -> Parameters:
     root = root_of(model)
     root.require_idle(what)
     inside = TrainingState.SUMMON_FULL_PARAMS
-    summoned = [unit.name for _, unit in units_in(root) if unit.state is inside or unit.access.summoned is not None]
+    summoned = [unit.name for _, unit in units_in(root) if unit.state is inside or unit.request(Summoning) is not None]
     if summoned:
         raise RuntimeError(f"cannot {what}: {summoned[0]} is inside summon_full_params(). Leave it first.")
     return Parameters(model, root, lambda unit: is_uncollected(unit, root))

@@ -22,7 +22,8 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name, join
 from fsdp.engine.shared_params import settle_shares
-from fsdp.engine.unit import TrainingState, Unit, units_in
+from fsdp.engine.state_requests import LocalState
+from fsdp.engine.unit import TrainingState, Unit, serving, units_in
 from fsdp.state_dict.full import is_customised, stored_buffers, with_wrapped_metadata
 
 _NAMED = 5  # in messages
@@ -64,7 +65,7 @@ def local(root: Unit, what: str) -> Iterator[None]:
     Raises:
         RuntimeError: inside `summon_full_params`.
     """
-    if root.access.is_local:  # an inner unit's state is taken as a part of this one's, perhaps by a subclass
+    if root.request(LocalState):  # an inner unit's state is taken as a part of this one's, perhaps by a subclass
         yield
         return
     units = [unit for _, unit in units_in(root)]
@@ -79,13 +80,8 @@ def local(root: Unit, what: str) -> Iterator[None]:
         handle.absorb()  # what users have put in the places of parameters belongs to the shards
         handle.refuse_lent("save or load its shards")
         handle.storage.check(handle.name)
-    try:
-        for unit in units:
-            unit.access.is_local = True
+    with serving(units, LocalState()):
         yield
-    finally:
-        for unit in units:
-            unit.access.is_local = False
 
 
 def local_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool) -> Any:

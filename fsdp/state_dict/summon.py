@@ -25,7 +25,7 @@ from fsdp.engine.flat_param import ParamInfo, give_attributes
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours, note_stale
 from fsdp.engine.state_requests import Summoning
-from fsdp.engine.unit import TrainingState, Unit
+from fsdp.engine.unit import TrainingState, Unit, serving
 from fsdp.state_dict.redistribute import assembled, deal, shapes_of
 
 Values = Mapping[tuple[FlatParamHandle, int], Tensor]  # by the handle, and the parameter's number in it
@@ -218,7 +218,7 @@ def summoned(units: Sequence[Unit], form: Summoning) -> Iterator[None]:
     closed = []
     for unit in units:
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
-            form.require_shown_by(unit.access.summoned, unit)
+            form.require_shown_by(unit.request(Summoning), unit)
         else:
             closed.append(unit)
     with for_each(closed, lambda unit: _summoned(unit, form)):
@@ -258,12 +258,12 @@ class _Summoned:
         for handle, each in grads.items():
             for param, grad in zip(self._exposure.params[handle], each, strict=True):
                 param.grad = grad
-        unit.access.summoned = form
+        unit.requests[Summoning] = form
 
     def close(self) -> None:
         """Shard the values again; see `Exposure.close`. With ``rank0_only``, all raise what the first rank does."""
         form, exposure = self._form, self._exposure
-        self._unit.access.summoned = None
+        self._unit.requests.pop(Summoning, None)
         changed = set(exposure.changed()) if form.keeps_changes else set()
         params: dict[FlatParamHandle, list[Any]] = {
             handle: [listed_at(places[0]) for places in handle.places] for handle in exposure.handles
@@ -341,13 +341,10 @@ def _shapes(unit: Unit) -> Iterator[None]:
         handle.absorb()
         pairs = zip(shapes_of(handle), handle.flat_param.parts, strict=True)
         shapes[handle] = [part.dtensor(shape) if part else shape for shape, part in pairs]
-    with closing(Exposure(unit, shapes)):
-        # As on ranks that have none: nothing that needs values works inside.
-        unit.access.summoned = Summoning(keeps_changes=False, with_grads=False, rank0_only=True, on_host=False)
-        try:
-            yield
-        finally:
-            unit.access.summoned = None
+    # As on ranks that have none: nothing that needs values works inside.
+    form = Summoning(keeps_changes=False, with_grads=False, rank0_only=True, on_host=False)
+    with closing(Exposure(unit, shapes)), serving([unit], form):
+        yield
 
 
 def params_shown(unit: Unit, prefix: str) -> dict[str, nn.Parameter]:
