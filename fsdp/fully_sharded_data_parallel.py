@@ -262,7 +262,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def _listed_handles(self) -> list[FlatParamHandle]:
-        return [*self._unit.own, *self._unit.borrowed]
+        return [*self._unit.owned_handles, *self._unit.borrowed_handles]
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
@@ -271,7 +271,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def non_shared_params(self) -> list[nn.Parameter]:
         """Return the own parameters without those of `append_shared_param`."""
-        return [param for handle in self._unit.own for param in handle.registry.params]
+        return [param for handle in self._unit.owned_handles for param in handle.registry.params]
 
     def append_shared_param(self, p: nn.Parameter) -> None:
         """Share a parameter that another wrapper has taken and that this one's module uses as well.

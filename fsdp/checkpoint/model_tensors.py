@@ -211,7 +211,7 @@ def _with_aliases(names: list[str]) -> tuple[list[str], list[str]]:
 
 def handles_of(units: Sequence[Unit]) -> list[FlatParamHandle]:
     """All that the modules of some units see, each once."""
-    return list(dict.fromkeys(handle for unit in units for handle in unit.seen))
+    return list(dict.fromkeys(handle for unit in units for handle in unit.visible_handles))
 
 
 def outermost_units(module: nn.Module) -> Iterator[Unit]:
@@ -237,7 +237,7 @@ def require_rest(model: nn.Module, units: Sequence[Unit], what: str) -> None:
     """
     for unit in units:
         unit.require_idle(what)
-        if unit.state is TrainingState.SUMMON_FULL_PARAMS or any(handle.is_exposed for handle in unit.seen):
+        if unit.state is TrainingState.SUMMON_FULL_PARAMS or any(handle.is_exposed for handle in unit.visible_handles):
             raise RuntimeError(
                 f"{unit.name}: inside summon_full_params() there are only copies of the parameters. "
                 f"{what.capitalize()} outside of it."

@@ -119,7 +119,7 @@ class Conversions:
             unit.runtime.ensure_idle("move or cast the module")
         is_whole = self._module is unit.module
         for _, each in units_in(unit) if is_whole else [("", unit)]:
-            changed = [handle for handle in each.seen if _changes(handle, fn)]
+            changed = [handle for handle in each.visible_handles if _changes(handle, fn)]
             is_summoned = each.state is TrainingState.SUMMON_FULL_PARAMS
             if any(is_summoned or handle.is_exposed for handle in changed):
                 raise RuntimeError(
@@ -134,7 +134,7 @@ class Conversions:
                     )
                 handle.check_cast(fn)
         if not is_whole:
-            self._refuse_part([handle for handle in unit.seen if _changes(handle, fn)], fn)
+            self._refuse_part([handle for handle in unit.visible_handles if _changes(handle, fn)], fn)
 
     def _refuse_part(self, handles: Sequence[FlatParamHandle], fn: Conversion) -> None:
         inside = set(self._module.modules())
@@ -155,7 +155,7 @@ class Conversions:
         unit = self.unit
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
             return self._convert(fn, recurse)  # nothing of the shards changes, or it was refused
-        for handle in unit.seen:
+        for handle in unit.visible_handles:
             handle.absorb()
             handle.settle_fingerprints()
         if unit.runtime is not None:
@@ -218,7 +218,7 @@ def _convert_tensor(unit: Unit, fn: Conversion, gives_memory: bool, tensor: Tens
     if tensor.is_meta:
         return tensor.to(fn(torch.empty(0, dtype=tensor.dtype, device=unit.device)).dtype)
     converted = fn(tensor)
-    for handle in unit.seen:
+    for handle in unit.visible_handles:
         if handle.storage.keeps_shards:
             for param in (handle.flat_param, *handle.registry.params):
                 if tensor is param or tensor is param.grad:

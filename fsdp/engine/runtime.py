@@ -202,9 +202,7 @@ class Runtime:
         if not ours.isdisjoint(map(id, ddp._module_parameters)):  # private, and without those that it is to ignore
             raise RuntimeError(ddp_message(self.root.name))
 
-    def _unshard(
-        self, unit: Unit, *, is_backward: bool, is_recomputed: bool = False
-    ) -> ExecutionOrder[Unit] | None:
+    def _unshard(self, unit: Unit, *, is_backward: bool, is_recomputed: bool = False) -> ExecutionOrder[Unit] | None:
         """Unshard a unit, and start what comes next; returns the order that says so, None if ranks have none alike."""
         usual = self._backward_order if is_backward else self._forward_order
         order = self.participation.order(unit, usual, is_backward=is_backward, is_recomputed=is_recomputed)

@@ -29,7 +29,7 @@ def wanted(tied: Mapping[nn.Parameter, Places]) -> list[Wanted]:
         owner, taken = lender_of(param), taken_over(param)
         if owner is not None and taken is not None and taken.flat_param is not None:
             shard = taken.flat_param()
-            found += [Wanted(handle, owner, places) for handle in owner.own if handle.flat_param is shard]
+            found += [Wanted(handle, owner, places) for handle in owner.owned_handles if handle.flat_param is shard]
     return found
 
 
@@ -48,7 +48,7 @@ def share(unit: Unit, param: Any) -> None:
         )
     asked = next((one for one in unit.wanted if _is_of(one.handle, param)), None)
     if asked is None:
-        if any(_is_of(handle, param) for handle in unit.borrowed):
+        if any(_is_of(handle, param) for handle in unit.borrowed_handles):
             return
         open_ones = ", ".join(one.places[0].fqn for one in unit.wanted) or "none"
         raise ValueError(

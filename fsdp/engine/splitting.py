@@ -26,7 +26,7 @@ def split_off(param: nn.Parameter, owner: Unit | None) -> None:
     """
     taken = taken_over(param)
     shard = None if taken is None or taken.flat_param is None else taken.flat_param()
-    handle = next((one for one in owner.own if one.flat_param is shard), None) if owner is not None else None
+    handle = next((one for one in owner.owned_handles if one.flat_param is shard), None) if owner is not None else None
     if taken is None or owner is None or handle is None or len(handle.places) == 1:
         return
     if owner.runtime is not None:
@@ -38,7 +38,7 @@ def split_off(param: nn.Parameter, owner: Unit | None) -> None:
     rest = [slot for slot in range(len(handle.places)) if slot != taken.slot]
     parts = [_cut_out(owner, handle, slots) for slots in ([taken.slot], rest)]
     handle.registry.leave()
-    for kept in (owner.own, owner.handles):
+    for kept in (owner.owned_handles, owner.handles):
         at = kept.index(handle)
         kept[at : at + 1] = parts
     for part in parts:

@@ -193,7 +193,7 @@ class Unit:
         self.in_full_precision = False
         self.is_inside_mixed = False  # a unit around it casts inputs
         self.handles: list[FlatParamHandle] = []  # those that it runs, one for each flat parameter
-        self.own: list[FlatParamHandle] = []  # of the parameters that it took, whoever runs them
+        self.owned_handles: list[FlatParamHandle] = []  # of the parameters that it took, whoever runs them
         self.wanted: list[Wanted] = []  # parameters of its module that another unit took
         self.shares: list[Share] = []  # what it uses together with other units, or runs for them
         self.policy = policy
@@ -227,12 +227,12 @@ class Unit:
         return self.comm, self.replicas
 
     @property
-    def borrowed(self) -> list[FlatParamHandle]:
+    def borrowed_handles(self) -> list[FlatParamHandle]:
         """Of the parameters that it uses and another unit took."""
         return [one.handle for one in self.shares if self in one.members[1:]]
 
     @property
-    def seen(self) -> list[FlatParamHandle]:
+    def visible_handles(self) -> list[FlatParamHandle]:
         """Those that it runs, and those that others run and its modules see."""
         shared = [handle for one in self.shares for handle in one.holder.handles if handle is one.handle]
         return list(dict.fromkeys([*self.handles, *shared]))
@@ -247,7 +247,7 @@ class Unit:
             "requests": {},
             "unfinished_load": None,
             # What moved to a unit around it is back: that may not be copied.
-            "_incomplete_handles": list(self.own),
+            "_incomplete_handles": list(self.owned_handles),
             "shares": [one for one in self.shares if self in one.members],
         }
         return {name: value for name, value in self.__dict__.items() if name != "handles"} | forgotten
@@ -288,7 +288,7 @@ class Unit:
     @property
     def holds_nothing(self) -> bool:
         """Whether all parameters of its modules are other units'."""
-        return not (self.seen or self.own or self.wanted)
+        return not (self.visible_handles or self.owned_handles or self.wanted)
 
     def withdraw(self) -> None:
         """Leave the module as it was found: it could not be wrapped, or another unit takes over.
@@ -340,7 +340,7 @@ class Unit:
             post_forward_comm,
         )
         self.handles.append(handle)
-        self.own.append(handle)
+        self.owned_handles.append(handle)
         self.awaits_values |= bool(handle.valueless)
 
     def adopt(self, handle: FlatParamHandle) -> None:
@@ -363,7 +363,10 @@ class Unit:
 
     def _restore_own_order(self) -> None:
         wanted = [place.module for one in self.wanted for place in one.places]
-        for module in {*wanted, *(place.module for handle in self.seen for used in handle.places for place in used)}:
+        for module in {
+            *wanted,
+            *(place.module for handle in self.visible_handles for used in handle.places for place in used),
+        }:
             params = dict(module._parameters)
             order = self.param_order.get(module, list(params))
             module._parameters.clear()

@@ -46,7 +46,7 @@ class Parameters:
         places: dict[tuple[FlatParamHandle, int], Place] = {}
         for path, unit in units:
             prefix = "" if unit is root else f"{path}."
-            for handle in unit.own:
+            for handle in unit.owned_handles:
                 for one in params_of(handle, prefix, is_uncollected(unit)):
                     self._by_param[id(one.param)] = one
                     places |= {(handle, original.slot): (one, original) for original in one.originals}
@@ -79,7 +79,7 @@ class Parameters:
 
 def _in_order(unit: Unit) -> list[tuple[FlatParamHandle, int]]:
     """Return the parameters of a unit, in the order in which its modules listed them before."""
-    every = [(handle, slot) for handle in unit.own for slot in range(len(handle.layout.slots))]
+    every = [(handle, slot) for handle in unit.owned_handles for slot in range(len(handle.layout.slots))]
     at = {(place.module, place.name): key for key in every for place in key[0].places[key[1]]}
     wanted = ((module, name) for module, names in unit.param_order.items() for name in names)
     return list(dict.fromkeys([*(at[place] for place in wanted if place in at), *every]))

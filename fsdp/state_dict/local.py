@@ -119,7 +119,7 @@ def local_metadata(root: nn.Module, members: Sequence[Member]) -> dict[str, Any]
         paths.setdefault(module, []).append(clean_name(path))
     entries = [_entry(member) for member in members]
     for member, entry in zip(members, entries, strict=True):
-        for handle in member.unit.own:
+        for handle in member.unit.owned_handles:
             for slot, places in zip(handle.layout.slots, handle.places, strict=True):
                 primary = join(member.path, slot.name)
                 names = [join(path, place.name) for place in places for path in paths.get(place.module, ())]
@@ -134,7 +134,7 @@ def local_metadata(root: nn.Module, members: Sequence[Member]) -> dict[str, Any]
 
 def _entry(member: Member) -> dict[str, Any]:
     params: dict[str, dict[str, Any]] = {}
-    for handle in member.unit.own:
+    for handle in member.unit.owned_handles:
         if any(handle.flat_param.parts):
             raise NotImplementedError(
                 f"{member.title}: {handle.layout.slots[0].name} is a DTensor, of which a shard has parts of parts: "
@@ -283,7 +283,11 @@ class LocalLoad:
         return self._handles[id(listed.owner)]  # type: ignore[attr-defined]
 
     def _unit_of(self, handle: FlatParamHandle) -> str:
-        return next(member.title for member in self._members if handle in (*member.unit.own, *member.unit.borrowed))
+        return next(
+            member.title
+            for member in self._members
+            if handle in (*member.unit.owned_handles, *member.unit.borrowed_handles)
+        )
 
     # --- changes ------------------------------------------------------------------------------------------------
 
@@ -328,4 +332,8 @@ def _loading_alone(root: nn.Module) -> list[str]:
 
 def _handles(units: Sequence[Unit]) -> list[FlatParamHandle]:
     """All that a tree's modules list, whoever runs them."""
-    return list(dict.fromkeys(handle for unit in units for handle in (*unit.own, *unit.borrowed, *unit.handles)))
+    return list(
+        dict.fromkeys(
+            handle for unit in units for handle in (*unit.owned_handles, *unit.borrowed_handles, *unit.handles)
+        )
+    )

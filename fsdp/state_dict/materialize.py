@@ -350,7 +350,7 @@ class Lack:
 def lacks_in(modules: Sequence[nn.Module], units: Sequence[Unit]) -> Iterator[Lack]:
     """All that has no values: of what the units took, and of what the modules list."""
     for unit in units:
-        for handle in unit.own:
+        for handle in unit.owned_handles:
             handle.absorb()  # what users have assigned has values
             for slot in sorted(handle.valueless):
                 yield Lack([_at(place) for place in handle.places[slot]], handle, slot)

@@ -143,7 +143,7 @@ def load_sharded_state(root: Unit, units: Sequence[Unit], load: Callable[[], Any
     """
     ensure_agreed(root)
     everyone, rank = root.everyone, number_among(root.everyone)
-    for handle in dict.fromkeys(handle for unit in units for handle in unit.seen):
+    for handle in dict.fromkeys(handle for unit in units for handle in unit.visible_handles):
         _require_shards(handle)
 
     def check(handle: FlatParamHandle, slot: int, value: Tensor) -> None:

@@ -144,7 +144,7 @@ class _Look(NamedTuple):
 
 def hidden_handles(unit: Unit) -> list[FlatParamHandle]:
     """Return the handles that a unit's modules see, without those that a unit around it shows already."""
-    return [handle for handle in unit.seen if not handle.is_exposed]
+    return [handle for handle in unit.visible_handles if not handle.is_exposed]
 
 
 def unsharded(
@@ -349,6 +349,6 @@ def _shapes(unit: Unit) -> Iterator[None]:
 
 def params_shown(unit: Unit, prefix: str) -> dict[str, nn.Parameter]:
     """Return the parameters that a summoned unit shows on this rank, by their names with a prefix, tied ones once."""
-    places = [places[0] for handle in unit.seen if handle.is_exposed for places in handle.places]
+    places = [places[0] for handle in unit.visible_handles if handle.is_exposed for places in handle.places]
     listed = {prefix + place.fqn: listed_at(place) for place in places}
     return {name: param for name, param in listed.items() if param is not None and not is_ours(param)}
