@@ -1,13 +1,13 @@
-"""When things happen: one `Runtime` for all units of a root, driven by their hooks.
+"""The runtime of a root: it decides when each unit is unsharded, resharded and reduced, driven by the units' hooks.
 
 A step, as the hooks report it:
 
-1. *Forward of a unit.* Its parameters are awaited; before it computes, the gather of the unit expected next is
-   issued, so that it travels while this one computes. Afterwards its memory is given back, unless backward needs
-   it at once (the root, the last unit of the forward) or the user asked to keep it.
+1. *Forward of a unit.* The unit is unsharded. Before it computes, the all-gather of the unit expected next is issued,
+   so that it travels while this one computes. Afterwards the unit is resharded, unless backward needs it at once (the
+   root, the last unit of the forward) or the user asked to keep it.
 2. *Backward reaches a unit's outputs.* The same, along the order that the last backward took.
-3. *A gradient is complete.* When the last parameter of a handle has its gradient the whole parameters are given
-   back and the reduction is started; it is finished when the next one has been started, or at the end.
+3. *A gradient is complete.* When the last parameter of a handle has its gradient the unit is resharded and the
+   reduction is started; it is finished when the next one has been started, or at the end.
 4. *Backward ends.* What did not complete (unused parameters) is settled, reductions are finished, units are idle.
 
 A backward may run inside of a forward: units whose forward is running stay in that state, and keep their parameters.
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 class Runtime:
-    """Decides when the units of one tree gather, free and reduce.
+    """The schedule of all units of one tree.
 
     Collective at construction: the ranks compare what they have built; their values at the first forward.
 
@@ -336,7 +336,7 @@ class Runtime:
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether a backward of this root is running."""
+        """Return whether a backward of this root is running."""
         return self._backward is not None and self._backward.is_alive
 
     def ensure_backward(self) -> None:
@@ -469,7 +469,7 @@ class Runtime:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside accumulate whole gradients without reducing them."""
+        """Backwards inside accumulate unsharded gradients without reducing them."""
         self.ensure_idle("enter no_sync()", is_served=True)
         outer, self.sync_gradients = self.sync_gradients, False
         try:
@@ -479,7 +479,7 @@ class Runtime:
 
     @property
     def is_computing(self) -> bool:
-        """Whether a forward or backward is running."""
+        """Return whether a forward or backward is running."""
         return bool(self._running) or (self.is_in_backward and in_backward())
 
     def ensure_idle(self, what: str, *, is_served: bool = False) -> None:
@@ -505,7 +505,7 @@ class Runtime:
         self.root.policy.keeps_as_root = False
 
     def release(self) -> None:
-        """Free what is kept whole between passes (after `no_sync` without resharding, or without a backward)."""
+        """Reshard what is kept unsharded between passes (after `no_sync`, or without a backward)."""
         for unit in self.units:
             unit.reshard()
         self._settle()
@@ -562,7 +562,7 @@ class Contents:
 
 
 def ddp_message(name: str) -> str:
-    """What is wrong with `DistributedDataParallel` around a sharded model, and what to do."""
+    """Return the message about `DistributedDataParallel` around a sharded model, with the remedy."""
     return (
         f"DistributedDataParallel has been given {name}, which is sharded: it takes the ranks' shards for copies of "
         "the same parameters, and overwrites them with those of its first rank. Leave it out: gradients are averaged "
@@ -585,7 +585,7 @@ def runtimes() -> list[Runtime]:
 
 
 def running() -> Runtime | None:
-    """Of the root whose forward or backward runs now; the one that began last, if there are several."""
+    """Return the runtime whose forward or backward runs now; the one that began last, if there are several."""
     runtime = None if _last is None else _last()
     return runtime if runtime is not None and runtime.is_computing else None
 

@@ -1,4 +1,4 @@
-"""In what order units run, learned by watching, so that the next one can be fetched before it is needed."""
+"""The order in which units run, learned by watching, so that the next one can be unsharded before it is needed."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ class ExecutionOrder(Generic[T]):
         return ahead
 
     def at_expected_end(self) -> bool:
-        """Whether the item entered last ended the last two passes as well."""
+        """Return whether the item entered last ended the last two passes as well."""
         return self.is_settled and self._on_course and len(self._current) == len(self._last)

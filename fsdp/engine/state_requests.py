@@ -34,11 +34,11 @@ class Saving:
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank is to have it."""
+        """Return whether this rank is to have it."""
         return not self.rank0_only or number_among(self.ranks) == 0
 
     def is_at_first(self, unit: Unit) -> bool:
-        """Whether only the first of the unit's ranks needs its parameters."""
+        """Return whether only the first of the unit's ranks needs its parameters."""
         return self.rank0_only and tuple(self.ranks) == unit.everyone
 
 
@@ -75,7 +75,7 @@ class LoadPass:
     source: FirstRank | None = None
 
     def source_of(self, unit: Unit) -> FirstRank | None:
-        """Who has the values of the unit's parameters; None if every rank, as of units with ranks of their own."""
+        """Return the rank that alone has the values of a unit's parameters; None if every rank has them."""
         return self.source if self.source is not None and self.source.serves(unit) else None
 
 
@@ -85,7 +85,7 @@ class Summoning:
 
     Args:
         keeps_changes: they are sharded again with what was changed.
-        with_grads: whole gradients are shown.
+        with_grads: unsharded gradients are shown.
         rank0_only: only the first rank has them.
         on_host: they are in host memory.
     """
@@ -130,11 +130,11 @@ class FirstRank:
         self.is_over = False  # a rank failed, or all is done
 
     def serves(self, unit: Unit) -> bool:
-        """Whether a unit's parameters are shared by just these ranks."""
+        """Return whether a unit's parameters are shared by just these ranks."""
         return tuple(self.ranks) == unit.everyone
 
     def tell(self, changed: Sequence[Sequence[int]], problem: str = "") -> list[list[int]]:
-        """Collective. What the first rank has changed.
+        """Collective. Return what the first rank has changed.
 
         Raises:
             RuntimeError: on every rank, if one has a problem, naming it.

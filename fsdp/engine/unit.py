@@ -36,7 +36,7 @@ _Request = TypeVar("_Request")
 
 
 class TrainingState(Enum):
-    """What a unit is doing, in FairScale's names."""
+    """A unit is in one of these states; the names are FairScale's."""
 
     IDLE = auto()  # between its computations
     FORWARD = auto()  # its module's forward is running
@@ -89,8 +89,8 @@ class Policy:
     """The settings that users make for one unit: when it is resharded, and what is unsharded ahead of its turn.
 
     Attributes:
-        reshard_after_forward, reshard_after_backward: whether whole parameters are given back then.
-        forward_prefetch, backward_prefetch: units to gather ahead; None for those that are expected to come next.
+        reshard_after_forward, reshard_after_backward: whether the unit is resharded then.
+        forward_prefetch, backward_prefetch: units to unshard ahead; None for those that are expected to come next.
         keeps_as_root: it is outermost, and has its parameters from forward to backward, which begins with it.
     """
 
@@ -102,19 +102,19 @@ class Policy:
 
     @property
     def frees_after_forward(self) -> bool:
-        """Whether whole parameters are given back after a forward."""
+        """Return whether the unit is resharded after a forward."""
         return self.reshard_after_forward and not self.keeps_as_root
 
     def frees_after_backward(self, is_synchronised: bool) -> bool:
-        """Whether they are after a backward; what stays after forward also stays while gradients accumulate."""
+        """Return whether it is after a backward; what stays after forward also stays while gradients accumulate."""
         return self.reshard_after_backward and (is_synchronised or self.frees_after_forward)
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
-        """As a user says, also of the outermost unit."""
+        """Follow what a user says, also of the outermost unit."""
         self.reshard_after_forward, self.keeps_as_root = reshard, False
 
     def ahead(self, is_backward: bool) -> Sequence[Unit] | None:
-        """What is to be gathered ahead; None if the user has not said."""
+        """Return the units to unshard ahead; None if the user has not said."""
         return self.backward_prefetch if is_backward else self.forward_prefetch
 
     def of_copy(self) -> Policy:
@@ -223,17 +223,17 @@ class Unit:
 
     @property
     def everyone(self) -> tuple[Communicator, Communicator]:
-        """Over the one and then the other, all ranks are reached that hold a part of it."""
+        """The communicators over which, one after the other, all ranks are reached that hold a part of it."""
         return self.comm, self.replicas
 
     @property
     def borrowed_handles(self) -> list[FlatParamHandle]:
-        """Of the parameters that it uses and another unit took."""
+        """The handles of parameters that it uses and another unit took."""
         return [one.handle for one in self.shares if self in one.members[1:]]
 
     @property
     def visible_handles(self) -> list[FlatParamHandle]:
-        """Those that it runs, and those that others run and its modules see."""
+        """The handles that it runs, and those that others run and its modules use."""
         shared = [handle for one in self.shares for handle in one.holder.handles if handle is one.handle]
         return list(dict.fromkeys([*self.handles, *shared]))
 
@@ -265,7 +265,7 @@ class Unit:
                 handle.wake()
 
     def ensure_runtime(self) -> UnitRuntime:
-        """The runtime; who has none yet and runs is the outermost unit: inner units' hooks run after outer ones'."""
+        """Return the runtime. A unit that has none and runs is the outermost: hooks of inner ones run later."""
         if self.runtime is None:
             self.runtime = self._new_runtime(self)
         return self.runtime
@@ -287,7 +287,7 @@ class Unit:
 
     @property
     def holds_nothing(self) -> bool:
-        """Whether all parameters of its modules are other units'."""
+        """Return whether all parameters of its modules are other units'."""
         return not (self.visible_handles or self.owned_handles or self.wanted)
 
     def withdraw(self) -> None:
@@ -308,7 +308,7 @@ class Unit:
         del self.module.__dict__[_ATTRIBUTE]
 
     def on_gradient(self, handle: FlatParamHandle, slot: int, leaf: Tensor) -> None:
-        """A leaf's gradient is there (called by the handle's hooks)."""
+        """Hook of the handle: a leaf has its gradient."""
         if self.state in (TrainingState.IDLE, TrainingState.FORWARD) and self.runtime is not None:
             self.runtime.ensure_backward()  # of a parameter that was used outside of its unit's forward, or inside
         if handle.take_gradient(slot, leaf, self.predivide) and self.runtime is not None:
@@ -379,7 +379,7 @@ class Unit:
         return self.precision.without_casts() if is_kept else self.precision
 
     def places(self) -> Iterator[ParamInfo]:
-        """Where its original parameters are used."""
+        """Yield the places where its original parameters are used."""
         for handle in self.handles:
             for places in handle.places:
                 yield from places
@@ -394,7 +394,7 @@ class Unit:
             handle.renew_fingerprints()
 
     def describe(self) -> dict[str, Any]:
-        """All that the ranks must agree on, by what messages call it."""
+        """Return all that the ranks must agree on, by the names that messages use."""
         return {
             "parameters": [handle.describe() for handle in self.handles],
             **self.settings,
@@ -416,7 +416,7 @@ class Unit:
 
     @property
     def mode(self) -> str:
-        """Of its module, as users set it."""
+        """The mode of its module, as users set it."""
         return "train()" if self.module.training else "eval()"
 
     # --- what the runtime asks for ------------------------------------------------------------------------------
@@ -431,7 +431,7 @@ class Unit:
 
     @property
     def is_lent(self) -> bool:
-        """Whether its modules compute with nothing of it, but with what was given for one call."""
+        """Return whether its modules compute with tensors that were given for one call alone."""
         # What has no parameters of its own has a part if a unit inside of it has.
         units = [self] if self.handles else filter(None, map(unit_of, self.module.modules()))
         handle = None
@@ -447,11 +447,11 @@ class Unit:
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether its parameters are here, and as the shards are now."""
+        """Return whether its unsharded parameters are here, and as the shards are now."""
         return all(handle.is_unsharded for handle in self.handles)
 
     def compute_in_full(self, wanted: bool) -> None:
-        """Whether to compute in the shards' own precision from now on."""
+        """Compute in the shards' own precision from now on, or no longer."""
         if wanted is not self.in_full_precision:
             for handle in self.handles:
                 handle.compute_in_full(wanted)
@@ -488,7 +488,7 @@ class Unit:
             handle.reshard(keeps_post_forward_shard=keeps_post_forward_shard)
 
     def read_ahead(self) -> None:
-        """It will be gathered after the next one."""
+        """Begin to read shards from disk, which are unsharded after the next unit."""
         for handle in self.handles:
             handle.storage.read_ahead()
 
@@ -499,7 +499,7 @@ class Unit:
             handle.begin_backward(is_summing)
 
     def expect_gradients(self) -> None:
-        """Its backward begins, or begins again in a re-entrant checkpoint."""
+        """Expect gradients: a backward begins, or begins again in a re-entrant checkpoint."""
         self.incomplete = {handle for handle in self.handles if handle.requires_grad}
 
     def set_divide_factors(self, pre: float, post: float) -> None:
@@ -525,7 +525,7 @@ class Unit:
             handle.comm_hook = comm_hook
 
     def changed_since(self, shards: Sequence[Hashable]) -> bool:
-        """Whether a shard, or what is whole of it, was changed after a forward that saw it like this."""
+        """Return whether a shard, or its unsharded parameter, was changed after a forward that saw it like this."""
         return shards != [handle.shard_state for handle in self.handles] or any(
             handle.was_written and not handle.unsharded.is_shard for handle in self.handles
         )
@@ -536,7 +536,7 @@ class Unit:
             handle.take_written()
 
     def forget_written(self) -> None:
-        """What was written to its weights until now is not to be kept."""
+        """Do not keep what was written to its weights until now."""
         for handle in self.handles:
             if handle.phase is Phase.UNSHARDED:
                 handle.unsharded.rest()
@@ -588,6 +588,6 @@ def units_in(root: Unit) -> list[tuple[str, Unit]]:
 
 
 def _lists_meta(modules: Sequence[nn.Module]) -> bool:
-    """Whether modules list anything without values themselves."""
+    """Return whether modules list anything without values themselves."""
     tensors = (tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values()))
     return any(tensor is not None and tensor.is_meta for tensor in tensors)

@@ -1,4 +1,4 @@
-"""Which parameters get a gradient in a backward, on which ranks: what has to be reduced, when, and what stays None.
+"""Ranks tell each other which parameters get a gradient, and so know what is reduced, and when.
 
 A parameter may be used on some ranks only. Then these complete its flat parameter's gradient at another time than the
 others, or never; but all ranks must reduce the same, at the same time, or they would wait for each other, or sum up
@@ -46,7 +46,7 @@ class _Among:
 
 
 class Usage:
-    """What the ranks of one root know of each other's gradients in the backward that runs, or ran last."""
+    """The ranks' knowledge of each other's gradients, in the backward of a root that runs or ran last."""
 
     def __init__(self) -> None:
         self._among: list[_Among] = []
@@ -79,7 +79,7 @@ class Usage:
                 pending.wait()
 
     def differs(self, handle: FlatParamHandle) -> bool:
-        """Whether ranks use different parameters of it, so that its reduction has to wait until backward has ended."""
+        """Return whether ranks use different parameters of a handle: its reduction waits until backward has ended."""
         self._read_forecasts()
         return handle in self._differing
 
@@ -119,7 +119,7 @@ class Usage:
                 handle.gradients.awaited = ()
 
     def is_due(self, handle: FlatParamHandle) -> bool:
-        """Whether it still has to be reduced, with zeros for what there is no gradient of on this rank."""
+        """Return whether a handle has to be reduced yet, with zeros for what has no gradient on this rank."""
         return handle.gradients.times_taken < self._times.get(handle, 0) or not handle.gradients.is_empty
 
     def show_gradients(self) -> None:
@@ -153,6 +153,6 @@ def _coming(nodes: Sequence[Any]) -> list[bool]:
 
 
 def _report(handle: FlatParamHandle) -> Iterable[int]:
-    """How often this rank reduces it, and for each parameter, whether there was a gradient."""
+    """Yield how often this rank reduces a handle, and for each parameter, whether there was a gradient."""
     yield handle.gradients.times_taken + (not handle.gradients.is_empty)
     yield from handle.gradients.arrived

@@ -136,7 +136,7 @@ class Directory:
         return clean_name(self._modules[number][0]) or self._root.name
 
     def describe(self, message: Message) -> str:
-        """What a rank does, as text."""
+        """Return what a rank does, as text."""
         kind, subject = Kind(message.kind), message.subject
         if kind in (Kind.VISIT, Kind.LEAVE, Kind.FAILED):
             return ("the end of " if kind is Kind.LEAVE else "") + f"fsdp.cond of {self.name(subject)}"
@@ -225,7 +225,7 @@ class Visits:
 
     @property
     def is_joining(self) -> bool:
-        """Whether some ranks may have no more batches."""
+        """True if some ranks may have no more batches."""
         return self.joining is not None
 
     def enter(self, call: Call, *, is_outermost: bool) -> None:
@@ -456,7 +456,7 @@ class Visits:
                 continue
             if event.argument and not message.argument and event.kind in (Kind.FORWARD, Kind.BACKWARD):
                 for handle in self._directory.units[event.subject].handles:
-                    handle.serve_gather()  # it is whole here already, and not there
+                    handle.serve_gather()  # it is unsharded here already, and not there
             return rows
 
     def round(self, message: Message) -> tuple[list[Message], Message | None]:
@@ -564,7 +564,7 @@ class Visits:
 
     def _recompute(self, region: Region, run_here: bool, compute: Callable[[], Any]) -> Any:
         # Checkpointing may stop before the end, at another place on each rank: so this must not wait for others. What
-        # there was to agree on is known from the forward, and what is gathered again is announced as in backward.
+        # there was to agree on is known from the forward, and what is unsharded again is announced as in backward.
         visit = region.last
         if run_here is not (visit is not None and visit.runs_here):
             raise RuntimeError(
