@@ -181,7 +181,7 @@ class Reductions:
 
     def _start(self, bucket: Bucket, keep: bool = False) -> None:
         # The new one is on its way before older ones are awaited, so the wire is not idle. Of those, only the youngest
-        # can hold a unit's unsharded gradient, and is to send across replicas while the others are awaited: it is first.
+        # can hold a unit's unsharded gradient, and is to send across replicas meanwhile: it goes first.
         older, started = [] if keep else self._in_flight[::-1], (bucket, bucket.reduce())
         self._in_flight.append(started)
         for reduction in (started, *older):
