@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp.engine.agreement import from_everyone, number_among, peers_answer
+from fsdp.distributed.consensus import from_everyone, number_among, peers_answer
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name
 from fsdp.engine.unit import Unit, own_modules, unit_of, units_in

@@ -27,7 +27,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp.engine.agreement import agree, agree_on_values
 from fsdp.engine.autograd import BackwardPass, FollowedPass, in_backward
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.forward_hooks import Call
@@ -41,6 +40,7 @@ from fsdp.engine.schedule import ExecutionOrder
 from fsdp.engine.shared_params import settle_shares
 from fsdp.engine.unit import TrainingState, Unit, units_in
 from fsdp.engine.usage import Usage
+from fsdp.engine.verify import agree, agree_on_values
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -181,8 +181,10 @@ class Runtime:
         if torch.is_grad_enabled() and self._contents.have_changed():
             self._refuse_strangers()
             self._contents = Contents(self.root.module)
+        # Not inside of a backward, where a gradient that was reduced and is not shown to the pieces yet looks the same.
         for handle in self.handles:
-            handle.forget_zeroed()
+            if handle.pieces is not None:
+                handle.pieces.forget_zeroed()
         self.trust_values(unit)
         self._forward_order.begin()
 
@@ -421,7 +423,7 @@ class Runtime:
         with torch.no_grad():
             for unit in reversed(self.units):
                 for handle in unit.handles:
-                    handle.call_hooks()
+                    handle.shard_gradient.call_hooks()
 
     def _reduce_rest(self) -> None:
         """Reduce what did not complete on every rank, and finish all reductions."""

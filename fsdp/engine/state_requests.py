@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp.engine.agreement import Ranks, from_everyone, number_among
+from fsdp.distributed.consensus import Ranks, from_everyone, number_among
 from fsdp.engine.unit import Unit, serving, units_in
 
 

@@ -126,7 +126,7 @@ class Usage:
         """After all reductions: have handles show their gradients, those of original parameters that any rank used."""
         for handle in self._handles:
             missed = [slot for slot, is_missed in enumerate(handle.gradients.missed) if is_missed]
-            handle.deliver(self._used.get(handle, handle.gradients.used), missed)
+            handle.shard_gradient.deliver(self._used.get(handle, handle.gradients.used), missed)
 
 
 def _forecast(handles: Iterable[FlatParamHandle]) -> bytearray:

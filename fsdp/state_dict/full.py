@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fsdp.distributed.consensus import agree_on_outcome, done_by_all, from_everyone, peers_answer
 from fsdp.distributed.dtensor import is_dtensor, local_part, spread_loaded, whole
-from fsdp.engine.agreement import agree, agree_on_outcome, agree_on_values, done_by_all, from_everyone, peers_answer
 from fsdp.engine.deferred_init import blanks_in
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
@@ -30,6 +30,7 @@ from fsdp.engine.names import FLATTEN_PART, FSDP_PART, clean_name, clean_text, f
 from fsdp.engine.shared_params import exported_around, keys_of, settle_shares
 from fsdp.engine.state_requests import Exporting, FirstRank, LoadPass, LocalState, Saving, loading
 from fsdp.engine.unit import TrainingState, Unit, own_modules, serving, units_in
+from fsdp.engine.verify import agree, agree_on_values
 from fsdp.state_dict.first_rank import received
 from fsdp.state_dict.load_targets import LoadTarget, TensorPart, recorded, recording, store
 from fsdp.state_dict.summon import Exposure, Values, deal_changes, for_each, keep_value, unsharded
@@ -105,6 +106,7 @@ def _make_whole(state: dict[str, Any], unit: Unit, prefix: str) -> None:
 def _own(value: Tensor, live: set[int], device: torch.device | None, dtype: torch.dtype | None) -> Tensor:
     moved = value.to(device=device, dtype=dtype) if device or dtype else value
     return moved.clone() if moved.data_ptr() in live else moved
+
 
 # --- loading --------------------------------------------------------------------------------------------------------
 

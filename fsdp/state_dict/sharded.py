@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fsdp.distributed.consensus import agree_on, agree_on_outcome, number_among
 from fsdp.distributed.dtensor import is_dtensor, local_part
-from fsdp.engine.agreement import agree_on, agree_on_outcome, number_among
 from fsdp.engine.deferred_init import Blank, blanks_in
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours

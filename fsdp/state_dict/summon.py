@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import during
+from fsdp.distributed.consensus import from_everyone, number_among
 from fsdp.distributed.dtensor import local_part
-from fsdp.engine.agreement import from_everyone, number_among
 from fsdp.engine.deferred_init import is_marked, mark
 from fsdp.engine.fingerprints import fingerprint
 from fsdp.engine.flat_param import ParamInfo, give_attributes
@@ -174,9 +174,7 @@ def keep_value(handle: FlatParamHandle, slot: int) -> None:
 
 
 @contextmanager
-def for_each(
-    units: Iterable[Unit], show: Callable[[Unit], AbstractContextManager[_Shown]]
-) -> Iterator[list[_Shown]]:
+def for_each(units: Iterable[Unit], show: Callable[[Unit], AbstractContextManager[_Shown]]) -> Iterator[list[_Shown]]:
     """Enter a context for each of some units, one after the other, and leave them all in the end."""
     with ExitStack() as stack:
         yield [stack.enter_context(show(unit)) for unit in units]

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from fsdp.distributed.collectives import LONE_RANK, during
+from fsdp.distributed.communicator import Group
 from fsdp.distributed.dtensor import is_dtensor, local_part
-from fsdp.distributed.process_groups import Group
 from fsdp.state_dict_utils.broadcast import (
     Arrivals,
     agree,

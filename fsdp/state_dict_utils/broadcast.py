@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator, communicator
+from fsdp.distributed.communicator import Group, backend_names
 from fsdp.distributed.dtensor import arrived, is_dtensor
-from fsdp.distributed.process_groups import Group, backend_names
 from fsdp.state_dict_utils.gather import as_bytes
 from fsdp.state_dict_utils.tensors import TensorInfo, cannot, is_tensor, without_values
 from fsdp.state_dict_utils.tree import CompanionMismatch, Path, check_types, leaves, mapped, spelled

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp.distributed.collectives import Communicator, communicator
+from fsdp.distributed.communicator import Group
 from fsdp.distributed.dtensor import MeshPart, arrived, local_part, whole
-from fsdp.distributed.process_groups import Group
 
 _WHAT = "the gather of a state dict"
 
