@@ -36,7 +36,7 @@ from fsdp.engine.runtime import ddp_message, runtime_of
 from fsdp.engine.shard_module import WrapperForm, refuse_unwrappable, runtime_of_root, shard_module
 from fsdp.engine.sharding_strategy import Groups, ProcessGroupName, ShardingStrategy, reshards_after_forward
 from fsdp.engine.shared_params import share
-from fsdp.engine.state_requests import Saving, Summoning
+from fsdp.engine.state_requests import LocalState, Saving, Summoning
 from fsdp.engine.unit import TrainingState, Unit, units_in
 from fsdp.fully_shard import FSDPModule
 from fsdp.optim_utils.gather import fairscale_dictionary, optim_stream
@@ -248,11 +248,11 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def _listed_handles(self) -> list[FlatParamHandle]:
-        return [*self._unit.own, *self._unit.borrowed]
+        return [*self._unit.owned_handles, *self._unit.borrowed_handles]
 
     def non_shared_params(self) -> list[nn.Parameter]:
         """Return the own parameters without those of `append_shared_param`."""
-        return [param for handle in self._unit.own for param in handle.registry.params]
+        return [param for handle in self._unit.owned_handles for param in handle.registry.params]
 
     def append_shared_param(self, p: nn.Parameter) -> None:
         """Share a parameter that another wrapper has taken and that this one's module uses too (docs/parameters.md).
@@ -553,7 +553,7 @@ class FullyShardedDataParallel(nn.Module):
             check_dtype("dtype", dtype)
             if keep_vars:
                 raise ValueError("state_dict(keep_vars=True) gives the tensors themselves, which have their own dtype")
-        if self._unit.access.is_local:  # of a wrapper around this one, whose local state is taken
+        if self._unit.request(LocalState):  # of a wrapper around this one, whose local state is taken
             return self.local_state_dict(destination, prefix, keep_vars)
         first_only = self._options.state_dict_on_rank_0_only if rank0_only is None else rank0_only
         asked = Saving(self._unit.everyone, dtype, self._options.state_dict_device, first_only)
@@ -588,7 +588,7 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: inside a forward, backward or `summon_full_params`, or without values.
         """
-        if not self._unit.access.is_local:
+        if self._unit.request(LocalState) is None:
             self._unit.require_idle("take a local state dict")
             require_values(self._unit.module, "take a local state dict")
         with local(self._unit, "take a local state dict"):

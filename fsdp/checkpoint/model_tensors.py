@@ -211,7 +211,7 @@ def _with_aliases(names: list[str]) -> tuple[list[str], list[str]]:
 
 def handles_of(units: Sequence[Unit]) -> list[FlatParamHandle]:
     """All that the modules of some units see, each once."""
-    return list(dict.fromkeys(handle for unit in units for handle in unit.seen))
+    return list(dict.fromkeys(handle for unit in units for handle in unit.visible_handles))
 
 
 def outermost_units(module: nn.Module) -> Iterator[Unit]:
@@ -236,11 +236,8 @@ def require_rest(model: nn.Module, units: Sequence[Unit], what: str) -> None:
         RuntimeError: in a forward or backward, inside `summon_full_params`, or for a part of a wrapped module.
     """
     for unit in units:
-        if unit.access.close_loading is not None:
-            unit.access.close_loading()  # a load that was given up by an exception
-        if unit.runtime is not None:
-            unit.runtime.ensure_idle(what)
-        if unit.state is TrainingState.SUMMON_FULL_PARAMS or any(handle.is_exposed for handle in unit.seen):
+        unit.require_idle(what)
+        if unit.state is TrainingState.SUMMON_FULL_PARAMS or any(handle.is_exposed for handle in unit.visible_handles):
             raise RuntimeError(
                 f"{unit.name}: inside summon_full_params() there are only copies of the parameters. "
                 f"{what.capitalize()} outside of it."

@@ -84,7 +84,7 @@ def require_values_everywhere(root: Unit, what: str, recurse: bool = True) -> No
 
 def valueless_in(unit: Unit) -> Iterator[str]:
     """The names, from its module, of what a unit took or its modules list and that has no values."""
-    for handle in unit.own:
+    for handle in unit.owned_handles:
         handle.absorb()  # what users have assigned counts
         yield from (handle.layout.slots[slot].name for slot in sorted(handle.valueless))
     names = {inner: name for name, inner in unit.module.named_modules()}

@@ -28,8 +28,8 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import FLATTEN_PART, FSDP_PART, clean_name, clean_text, foreign_prefix, prefix_problem
 from fsdp.engine.shared_params import exported_around, keys_of, settle_shares
-from fsdp.engine.state_requests import FirstRank, LoadPass, Saving, loading
-from fsdp.engine.unit import TrainingState, Unit, own_modules, units_in
+from fsdp.engine.state_requests import Exporting, FirstRank, LoadPass, LocalState, Saving, loading
+from fsdp.engine.unit import TrainingState, Unit, own_modules, serving, units_in
 from fsdp.engine.verify import agree, agree_on_values
 from fsdp.state_dict.first_rank import received
 from fsdp.state_dict.load_targets import LoadTarget, TensorPart, recorded, recording, store
@@ -64,7 +64,7 @@ def whole_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool, form
     # Exposed parameters belong to nobody else; buffers do, and so do parameters that are ignored or were summoned.
     others = [param for param in unit.module.parameters() if not is_ours(param)]
     with nullcontext() if summoned else closing(Exposure(unit, unsharded(unit, form.is_at_first(unit)))):
-        with _exporting(unit):
+        with serving([unit], Exporting()):
             state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if not form.is_here:
             _forget(state, prefix)
@@ -101,15 +101,6 @@ def _make_whole(state: dict[str, Any], unit: Unit, prefix: str) -> None:
     for key, value in state.items():
         if key.startswith(prefix) and is_dtensor(value):
             state[key] = whole(value)
-
-
-@contextmanager
-def _exporting(unit: Unit) -> Iterator[None]:
-    unit.access.is_exporting = True
-    try:
-        yield
-    finally:
-        unit.access.is_exporting = False
 
 
 def _own(value: Tensor, live: set[int], device: torch.device | None, dtype: torch.dtype | None) -> Tensor:
@@ -155,8 +146,7 @@ def load_whole(
             return _done(unit, source, load)
         finally:
             for _, each in units_in(unit):
-                if each.access.close_loading is not None:
-                    each.access.close_loading()
+                each.end_load()
 
 
 def _record_and_commit(wrapper: nn.Module, unit: Unit, form: LoadPass, load: Callable[[], Any]) -> Any:
@@ -458,15 +448,15 @@ class Loading:
 
     def _enter(self, module: nn.Module, *rest: Any) -> None:
         unit = self._unit
-        if unit.access.is_local or unit.state is TrainingState.SUMMON_FULL_PARAMS:
+        if unit.request(LocalState) or unit.state is TrainingState.SUMMON_FULL_PARAMS:
             return  # the shards are loaded already, or what is to be written is listed
         if unit.runtime is not None:
             unit.runtime.ensure_idle("load a state dict")
-        self._entered, unit.access.close_loading = module, self.close
-        if unit.access.loading is None:  # it is loaded through a module around it, or inside of it
+        self._entered, unit.unfinished_load = module, self.close
+        if unit.request(LoadPass) is None:  # it is loaded through a module around it, or inside of it
             ensure_agreed(unit)
             self._exit.enter_context(loading(unit, LoadPass(read=_agree_to_read(unit, unit.module))))
-        self._exit.enter_context(_loadable(unit, unit.access.loading or LoadPass()))
+        self._exit.enter_context(_loadable(unit, unit.request(LoadPass) or LoadPass()))
 
     def _leave(self, module: nn.Module, incompatible: object) -> None:
         if self._entered is module:
@@ -474,5 +464,5 @@ class Loading:
 
     def close(self) -> None:
         """Shard what is still exposed, after an exception too."""
-        self._unit.access.close_loading = self._entered = None
+        self._unit.unfinished_load = self._entered = None
         self._exit.close()

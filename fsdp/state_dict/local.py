@@ -23,7 +23,8 @@ from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name, join
 from fsdp.engine.sharding_strategy import ranks_of
 from fsdp.engine.shared_params import settle_shares
-from fsdp.engine.unit import TrainingState, Unit, unit_of_wrapper, units_in
+from fsdp.engine.state_requests import LocalState
+from fsdp.engine.unit import TrainingState, Unit, serving, unit_of_wrapper, units_in
 from fsdp.state_dict.full import is_customised, stored_buffers, with_wrapped_metadata
 
 _NAMED = 5  # in messages
@@ -80,7 +81,7 @@ def local(root: Unit, what: str) -> Iterator[None]:
     Raises:
         RuntimeError: inside `summon_full_params`.
     """
-    if root.access.is_local:  # an inner unit's state is taken as a part of this one's, perhaps by a subclass
+    if root.request(LocalState):  # an inner unit's state is taken as a part of this one's, perhaps by a subclass
         yield
         return
     units = [unit for _, unit in units_in(root)]
@@ -95,13 +96,8 @@ def local(root: Unit, what: str) -> Iterator[None]:
         handle.absorb()  # what users have put in the places of parameters belongs to the shards
         handle.refuse_lent("save or load its shards")
         handle.storage.check(handle.name)
-    try:
-        for unit in units:
-            unit.access.is_local = True
+    with serving(units, LocalState()):
         yield
-    finally:
-        for unit in units:
-            unit.access.is_local = False
 
 
 def local_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool) -> Any:
@@ -139,7 +135,7 @@ def local_metadata(root: nn.Module, members: Sequence[Member]) -> dict[str, Any]
         paths.setdefault(module, []).append(clean_name(path))
     entries = [_entry(member) for member in members]
     for member, entry in zip(members, entries, strict=True):
-        for handle in member.unit.own:
+        for handle in member.unit.owned_handles:
             for slot, places in zip(handle.layout.slots, handle.places, strict=True):
                 primary = join(member.path, slot.name)
                 names = [join(path, place.name) for place in places for path in paths.get(place.module, ())]
@@ -154,7 +150,7 @@ def local_metadata(root: nn.Module, members: Sequence[Member]) -> dict[str, Any]
 
 def _entry(member: Member) -> dict[str, Any]:
     params: dict[str, dict[str, Any]] = {}
-    for handle in member.unit.own:
+    for handle in member.unit.owned_handles:
         if any(handle.flat_param.parts):
             raise NotImplementedError(
                 f"{member.title}: {handle.layout.slots[0].name} is a DTensor, of which a shard has parts of parts: "
@@ -303,7 +299,11 @@ class LocalLoad:
         return self._handles[id(listed.owner)]  # type: ignore[attr-defined]
 
     def _unit_of(self, handle: FlatParamHandle) -> str:
-        return next(member.title for member in self._members if handle in (*member.unit.own, *member.unit.borrowed))
+        return next(
+            member.title
+            for member in self._members
+            if handle in (*member.unit.owned_handles, *member.unit.borrowed_handles)
+        )
 
     # --- changes ------------------------------------------------------------------------------------------------
 
@@ -348,4 +348,8 @@ def _loading_alone(root: nn.Module) -> list[str]:
 
 def _handles(units: Sequence[Unit]) -> list[FlatParamHandle]:
     """All that a tree's modules list, whoever runs them."""
-    return list(dict.fromkeys(handle for unit in units for handle in (*unit.own, *unit.borrowed, *unit.handles)))
+    return list(
+        dict.fromkeys(
+            handle for unit in units for handle in (*unit.owned_handles, *unit.borrowed_handles, *unit.handles)
+        )
+    )

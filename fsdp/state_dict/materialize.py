@@ -26,7 +26,8 @@ from fsdp.engine.memory import return_freed_memory
 from fsdp.engine.module_overrides import Conversions
 from fsdp.engine.names import plain_name
 from fsdp.engine.placeholder import Placeholder
-from fsdp.engine.unit import TrainingState, Unit, own_modules, unit_of
+from fsdp.engine.state_requests import Filling
+from fsdp.engine.unit import TrainingState, Unit, own_modules, serving, unit_of
 from fsdp.state_dict.redistribute import blanks
 from fsdp.state_dict.summon import Exposure, hidden_handles
 
@@ -176,10 +177,7 @@ def _children_first(model: nn.Module) -> list[nn.Module]:
 
 
 def _require_idle(unit: Unit) -> None:
-    if unit.access.close_loading is not None:
-        unit.access.close_loading()
-    if unit.runtime is not None:
-        unit.runtime.ensure_idle("materialize")
+    unit.require_idle("materialize")
     if unit.state is TrainingState.SUMMON_FULL_PARAMS:
         raise RuntimeError(f"{unit.name}: materialize() cannot be called inside summon_full_params(). Leave it first.")
 
@@ -229,14 +227,13 @@ def _filling(unit: Unit, wanted: Sequence[Lack]) -> Iterator[set[int]]:
             handle.store(slot, handle.registry.replacement(slot))
 
     exposure = Exposure(unit, memory)
-    unit.access.is_filling = True
     is_filled = False
-    try:
-        yield {id(param) for key, param in exposure.numbered() if key not in slots}
-        is_filled = True
-    finally:
-        exposure.close(keep if is_filled else None)
-        unit.access.is_filling = False
+    with serving([unit], Filling()):
+        try:
+            yield {id(param) for key, param in exposure.numbered() if key not in slots}
+            is_filled = True
+        finally:
+            exposure.close(keep if is_filled else None)
 
 
 def _refuse_moved(below: Sequence[Lack], before: Sequence[int | None], module: str) -> None:
@@ -353,7 +350,7 @@ class Lack:
 def lacks_in(modules: Sequence[nn.Module], units: Sequence[Unit]) -> Iterator[Lack]:
     """All that has no values: of what the units took, and of what the modules list."""
     for unit in units:
-        for handle in unit.own:
+        for handle in unit.owned_handles:
             handle.absorb()  # what users have assigned has values
             for slot in sorted(handle.valueless):
                 yield Lack([_at(place) for place in handle.places[slot]], handle, slot)

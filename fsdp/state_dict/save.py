@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from fsdp.engine.deferred_init import require_values_everywhere
-from fsdp.engine.state_requests import Saving, saving
+from fsdp.engine.state_requests import Saving, ShardedState, Summoning, saving
 from fsdp.engine.unit import Unit, units_in
 from fsdp.state_dict.full import ensure_agreed, ensure_same_values, whole_state
 
@@ -21,17 +21,18 @@ def save_whole(wrapper: nn.Module, unit: Unit, asked: Saving, destination: Any, 
         asked: counts if it is the outermost one.
         destination, prefix, keep_vars: as for `nn.Module.state_dict`.
     """
-    if unit.access.shows_parts:  # nothing is to be gathered
+    if unit.request(ShardedState):  # nothing is to be gathered
         _run_pre_hooks(wrapper, prefix, keep_vars)
         state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         return _run_hooks(wrapper, state, prefix)
     unit.require_idle("take a state dict")
-    if unit.access.summoned is not None and unit.access.summoned.rank0_only:
+    summoning = unit.request(Summoning)
+    if summoning is not None and summoning.rank0_only:
         raise RuntimeError(
             "state_dict(): inside summon_full_params(rank0_only=True) the other ranks' modules are sharded. Take "
             "it outside, with state_dict(rank0_only=True)."
         )
-    is_outermost = unit.access.saving is None
+    is_outermost = unit.request(Saving) is None
     with saving(unit, asked) as form:
         _run_pre_hooks(wrapper, prefix, keep_vars)
         ensure_agreed(unit)

@@ -21,7 +21,8 @@ from fsdp.engine.deferred_init import Blank, blanks_in
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.precision import BATCH_NORMS
-from fsdp.engine.unit import Unit, own_modules
+from fsdp.engine.state_requests import ShardedState
+from fsdp.engine.unit import Unit, own_modules, serving
 from fsdp.state_dict.full import ensure_agreed, ensure_same_values
 from fsdp.state_dict.load_targets import Held, LoadTarget, Part, TensorPart, part_of, recorded, recording, store
 from fsdp.state_dict.summon import Exposure, for_each, hidden_handles
@@ -44,11 +45,10 @@ def _parts(unit: Unit, rank: int, unfit: str) -> Iterator[list[TensorPart]]:
     parts = {handle: _parts_of(handle, rank, unfit) for handle in hidden_handles(unit)}
     with closing(Exposure(unit, parts)):
         blanks = _show_blanks(unit, rank) if unit.awaits_values else []
-        unit.access.shows_parts = True
         try:
-            yield [part for each in parts.values() for part in each]
+            with serving([unit], ShardedState()):
+                yield [part for each in parts.values() for part in each]
         finally:
-            unit.access.shows_parts = False
             for blank in blanks:
                 blank.take_back()
 
@@ -143,7 +143,7 @@ def load_sharded_state(root: Unit, units: Sequence[Unit], load: Callable[[], Any
     """
     ensure_agreed(root)
     everyone, rank = root.everyone, number_among(root.everyone)
-    for handle in dict.fromkeys(handle for unit in units for handle in unit.seen):
+    for handle in dict.fromkeys(handle for unit in units for handle in unit.visible_handles):
         _require_shards(handle)
 
     def check(handle: FlatParamHandle, slot: int, value: Tensor) -> None:
