@@ -19,8 +19,7 @@ from fsdp.checkpoint.formats.source import TensorReader
 from fsdp.checkpoint.json_values import decoded, encoded, problem_of
 from fsdp.checkpoint.model import Stored, parts_of
 from fsdp.checkpoint.model_tensors import SlotTensor
-from fsdp.checkpoint.safetensors import DTYPES
-from fsdp.checkpoint.safetensors_writer import KINDS, Entry
+from fsdp.checkpoint.safetensors import DTYPES, KINDS, Entry
 from fsdp.checkpoint.untrusted import short
 from fsdp.distributed.dtensor import local_part
 from fsdp.engine.agreement import Ranks

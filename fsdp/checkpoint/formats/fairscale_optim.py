@@ -12,7 +12,7 @@ from typing import Any
 
 from fsdp.checkpoint.formats.consolidate import Backing, Shard, backings_of
 from fsdp.checkpoint.formats.optim import FoundState, NamedState, SavedOptimizer, is_single
-from fsdp.checkpoint.formats.stitched import Elements, is_tensor
+from fsdp.checkpoint.formats.source import Elements, is_tensor
 from fsdp.engine.names import clean_name
 
 _ADDED = ("param_id_map", "uncollected_local_ids")

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from fsdp.checkpoint.formats.lazy_tensors import LazyTensor, whole
-from fsdp.checkpoint.formats.stitched import is_tensor
-from fsdp.checkpoint.formats.torch_archive import TorchArchive
+from fsdp.checkpoint.formats.source import LazyTensor, is_tensor, whole
+from fsdp.checkpoint.formats.torch_file import TorchArchive
 from fsdp.checkpoint.formats.values import materialised, values_of
 from fsdp.checkpoint.json_values import encoded
 from fsdp.checkpoint.optim import kind_to_json, rest_of

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp.checkpoint.formats.lazy_tensors import LazyReader, LazyTensor, is_lazy
 from fsdp.checkpoint.formats.optim import Names, optimizer_state
-from fsdp.checkpoint.formats.source import Source
+from fsdp.checkpoint.formats.source import LazyTensor, Source, TensorReader, is_lazy
 from fsdp.checkpoint.formats.values import materialised, shown, values_of
 from fsdp.checkpoint.json_values import encoded
 from fsdp.engine.names import plain_name
@@ -44,7 +43,6 @@ class Choices:
         param_order: the names of the parameters in the order of ``model.named_parameters()``, for optimizers that go by
             numbers; None if nobody said.
         only: "model" or "optimizer", if the other one is not wanted.
-        like: for FSDP1's local state, the file of a state dict of the plain model, for its names and shapes.
         optimizer_files: for files of ranks, where those of the optimizer's state are, if they are others.
     """
 
@@ -52,7 +50,6 @@ class Choices:
     optimizer_key: str | None = None
     param_order: Sequence[str] | None = None
     only: str | None = None
-    like: str | None = None
     optimizer_files: str | None = None
 
     def refuse_keys(self, path: str) -> None:
@@ -71,12 +68,12 @@ def source_of_tree(word: str, path: str, tree: Any, choices: Choices) -> Source:
     model_path, optimizer_path = _places(path, tree, choices, notes)
     model_tree, rest = _model_and_rest(tree, model_path, optimizer_path)
     model, extra = _model(path, model_tree, notes)
-    reader = LazyReader(path, model.tensors)
+    reader = TensorReader(path, model.tensors)
     optimizer, optimizer_rest = None, None
     if optimizer_path is not None and choices.only != "model":
         state = materialised(_at(tree, optimizer_path), keep_state=True)
         tensors, optimizer_rest = optimizer_state(path, state, model, choices.param_order, notes)
-        optimizer = LazyReader(path, tensors)
+        optimizer = TensorReader(path, tensors)
     values = _values(rest, notes)
     return Source(word, path, reader, optimizer, optimizer_rest, extra, values, notes=tuple(notes))
 

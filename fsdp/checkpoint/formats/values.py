@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fsdp.checkpoint.formats.lazy_tensors import is_lazy, whole
-from fsdp.checkpoint.formats.torch_pickle import Foreign
+from fsdp.checkpoint.formats.source import is_lazy, whole
+from fsdp.checkpoint.formats.torch_file import Foreign
 from fsdp.checkpoint.json_values import MAX_TENSOR_BYTES, encoded
 
 _NAMESPACE = "argparse.Namespace"
