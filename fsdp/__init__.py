@@ -28,7 +28,7 @@ from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as FullySh
 from fsdp.fully_sharded_data_parallel import get_fsdp_instances as get_fsdp_instances
 from fsdp.optim_utils.ema import EMA as EMA
 from fsdp.optim_utils.grad_scaler import ShardedGradScaler as ShardedGradScaler
-from fsdp.state_dict.load import no_pre_load_state_dict_hook as no_pre_load_state_dict_hook
+from fsdp.state_dict.full import no_pre_load_state_dict_hook as no_pre_load_state_dict_hook
 from fsdp.state_dict.materialize import materialize as materialize
 from fsdp.state_dict_utils.stager import StateDictStager as StateDictStager
 from fsdp.uneven.cond import cond as cond

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp.distributed.collectives import Communicator, communicator
+from fsdp.distributed.communicator import Group, default_group, served_device
 from fsdp.distributed.dtensor import is_dtensor, spread_loaded
-from fsdp.distributed.process_groups import Group, default_group, served_device
 from fsdp.engine.copying import prepare_to_copy
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.foreign_names import refuse_data_parallel
@@ -33,7 +33,7 @@ from fsdp.engine.shard_module import ALIGNED, Found, MakeFlatParam, Shard, runti
 from fsdp.engine.sharding_strategy import Groups, post_forward_group
 from fsdp.engine.shared_params import share, split_off
 from fsdp.engine.unit import TrainingState, Unit, unit_of, unit_of_wrapper, units_in
-from fsdp.state_dict.load import explain
+from fsdp.state_dict.full import explain
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

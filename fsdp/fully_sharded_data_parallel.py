@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from fsdp.checkpoint.formats.consolidate import consolidate
 from fsdp.distributed.collectives import during
-from fsdp.distributed.comm_hook import CommHook
+from fsdp.distributed.comm_hooks import CommHook
+from fsdp.distributed.consensus import agree_on
 from fsdp.engine import copying
-from fsdp.engine.agreement import agree_on
 from fsdp.engine.deferred_init import require_values, require_values_everywhere
 from fsdp.engine.flatten_params_wrapper import ShardedParamsWrapper
 from fsdp.engine.foreign_names import METHODS, ForeignMethod, refuse_data_parallel, refuse_foreign, refuses_keywords
@@ -48,14 +48,13 @@ from fsdp.optim_utils.gather import fairscale_dictionary, optim_stream
 from fsdp.optim_utils.params import is_uncollected, require_shards
 from fsdp.optim_utils.reshard_optimizer import reshard_optimizer
 from fsdp.optim_utils.scatter import become_shard
-from fsdp.state_dict.full import ensure_agreed, ensure_same_values
-from fsdp.state_dict.load import Loading, load_whole, with_wrapped_metadata
+from fsdp.state_dict.full import Loading, ensure_agreed, ensure_same_values, load_whole, with_wrapped_metadata
+from fsdp.state_dict.load_targets import TensorPart
 from fsdp.state_dict.local import LocalLoad, local, local_metadata, local_state, members_in
 from fsdp.state_dict.materialize import ParamInit, materialize_unit
 from fsdp.state_dict.save import save_whole
 from fsdp.state_dict.sharded import load_sharded_state, sharded_state
 from fsdp.state_dict.summon import params_shown, shapes_summoned, summoned
-from fsdp.state_dict.tensor_part import TensorPart
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -526,7 +525,7 @@ class FullyShardedDataParallel(nn.Module):
                 "mix different values. Pass allow_reset_parameters=True if all ranks are seeded alike."
             )
         with self.summon_full_params():
-            self.module.module.reset_parameters()  # type: ignore[operator]
+            self.module.module.reset_parameters()
 
     # --- state dicts ------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from fsdp.checkpoint.model_tensors import extra_states, prepared, tensors_in
 from fsdp.checkpoint.optim import StatePlan, give_state, plan_state, read_state
 from fsdp.checkpoint.safetensors import CheckedFiles
 from fsdp.checkpoint.untrusted import readable, reading
-from fsdp.engine.agreement import (
+from fsdp.distributed.consensus import (
     Ranks,
     agree_on,
     agree_on_outcome,

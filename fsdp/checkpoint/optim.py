@@ -21,8 +21,8 @@ from fsdp.checkpoint.model import Stored, parts_of
 from fsdp.checkpoint.model_tensors import SlotTensor
 from fsdp.checkpoint.safetensors import DTYPES, KINDS, Entry
 from fsdp.checkpoint.untrusted import short
+from fsdp.distributed.consensus import Ranks
 from fsdp.distributed.dtensor import local_part
-from fsdp.engine.agreement import Ranks
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.optim_utils.state import (
     Elements,

@@ -53,7 +53,7 @@ from fsdp.checkpoint.safetensors import (
     write_parts,
     written,
 )
-from fsdp.engine.agreement import Ranks, agree_on, done_by_all, from_everyone, number_among
+from fsdp.distributed.consensus import Ranks, agree_on, done_by_all, from_everyone, number_among
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.unit import Unit
 from fsdp.state_dict.full import ensure_same_values

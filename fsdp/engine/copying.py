@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdp.distributed.collectives import MissingRanks, communicator
-from fsdp.distributed.process_groups import Group
+from fsdp.distributed.communicator import Group
 from fsdp.engine.placeholder import depart
 from fsdp.engine.sharding_strategy import Groups, group_to_reduce_over
 from fsdp.engine.unit import TrainingState, Unit

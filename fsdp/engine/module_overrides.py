@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fsdp.distributed.dtensor import is_dtensor
-from fsdp.engine.blanks import note_empty
+from fsdp.distributed.dtensor import check_device, is_dtensor
+from fsdp.engine.deferred_init import note_empty
 from fsdp.engine.forward_hooks import Hook
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
@@ -131,7 +131,7 @@ class Conversions:
                         f"{handle.name}: cannot move or cast gradients that were accumulated under no_sync() and not "
                         "reduced over the ranks yet. Do it after the last backward of the step, or after zero_grad()."
                     )
-                handle.check_cast(fn)
+                _check_cast(handle, fn)
         if not is_whole:
             self._refuse_part([handle for handle in unit.seen if _changes(handle, fn)], fn)
 
@@ -165,7 +165,7 @@ class Conversions:
         try:
             self._convert(convert, recurse)
             for handle in unit.handles:
-                handle.apply_to_hidden(convert)
+                _apply_to_hidden(handle, convert)
         finally:
             unit.access.is_converting = False
         unit.follow(device)
@@ -226,3 +226,25 @@ def _convert_tensor(unit: Unit, fn: Conversion, gives_memory: bool, tensor: Tens
                 if tensor is param or tensor is param.grad:
                     return converted.to(tensor.device)
     return converted
+
+
+def _check_cast(handle: FlatParamHandle, fn: Conversion) -> None:
+    """Raise ValueError if the handle could not follow its shard after `fn`."""
+    shard = handle.flat_param
+    if any(shard.parts):
+        check_device(handle.name, shard.parts, fn(torch.empty(0, device=handle.storage.device)).device)
+    cast = fn(torch.empty(0, dtype=shard.dtype, device=shard.device))
+    handle.precision.check(f"after this cast {handle.name}", cast.dtype, shard.requires_grad)
+
+
+def _apply_to_hidden(handle: FlatParamHandle, fn: Conversion) -> None:
+    """Do what `nn.Module._apply` did to registered parameters to a shard that is not registered itself."""
+    if handle.pieces is not None:
+        shard = handle.flat_param
+        with torch.no_grad():
+            grad = None if shard.grad is None else fn(shard.grad)  # which may ask whose gradient it is
+            shard.grad = None
+            shard.data = fn(shard)
+            shard.grad = grad
+        handle.pieces.alias()
+        handle.pieces.show_gradients([0] * len(handle.places))

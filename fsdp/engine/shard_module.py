@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from fsdp.distributed.collectives import Communicator, communicator
+from fsdp.distributed.communicator import Group, served_device
 from fsdp.distributed.dtensor import check_ranks
-from fsdp.distributed.process_groups import Group, served_device
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper, ShardedParamsWrapper
 from fsdp.engine.forward_hooks import ForwardHooks

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator, communicator, during
-from fsdp.distributed.process_groups import Group, behind, default_group, number_of_groups, reduce_group
-from fsdp.engine.agreement import agree_on
+from fsdp.distributed.communicator import Group, behind, default_group, number_of_groups, reduce_group
+from fsdp.distributed.consensus import agree_on
 
 _HOST = torch.device("cpu")
 

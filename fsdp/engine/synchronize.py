@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import Communicator, during
+from fsdp.distributed.consensus import from_everyone, peers_answer
 from fsdp.distributed.dtensor import local_part
-from fsdp.engine.agreement import agree_on_plan, from_everyone, peers_answer
 from fsdp.engine.managed_params import Ignored, Places
 from fsdp.engine.names import clean_name
 from fsdp.engine.unit import own_modules
+from fsdp.engine.verify import agree_on_plan
 
 
 @during("FullyShardedDataParallel(sync_module_states=True)")

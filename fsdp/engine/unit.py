@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator
-from fsdp.distributed.comm_hook import CommHook
+from fsdp.distributed.comm_hooks import CommHook
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.handle import FlatParamHandle, Phase
 from fsdp.engine.managed_params import Ignored
+from fsdp.engine.merged_writes import merge_written
 from fsdp.engine.names import clean_name, join
 from fsdp.engine.orig_params import NewPieces
 from fsdp.engine.precision import Buffers, Precision, compute_in_own_dtype, kept_modules
@@ -255,8 +256,7 @@ class Unit:
         if self._is_asleep and all("_parameters" in place.module.__dict__ for place in places):
             self._is_asleep = False
             for handle in self._handles:
-                handle.report_to(self.on_gradient)
-                handle.wake()
+                handle.wake(self.on_gradient)
 
     def ensure_runtime(self) -> UnitRuntime:
         """The runtime; who has none yet and runs is the outermost unit: inner units' hooks run after outer ones'."""
@@ -332,7 +332,7 @@ class Unit:
     def adopt(self, handle: FlatParamHandle) -> None:
         """Run a handle that another unit ran."""
         handle.compute_in_full(self.in_full_precision)
-        handle.report_to(self.on_gradient)
+        handle.on_gradient = self.on_gradient
         handle.comm_hook = self.comm_hook
         self._handles.append(handle)
 
@@ -513,7 +513,7 @@ class Unit:
     def take_written(self) -> None:
         """Collective if a forward has written to its weights: keep that."""
         for handle in self.handles:
-            handle.take_written()
+            merge_written(handle)
 
     def forget_written(self) -> None:
         """What was written to its weights until now is not to be kept."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.engine.agreement import done_by_all, from_everyone
+from fsdp.distributed.consensus import done_by_all, from_everyone
 from fsdp.engine.optimizer_hooks import state_of
 from fsdp.engine.state_requests import FirstRank
 from fsdp.optim_utils.full import ADDED, Given, given

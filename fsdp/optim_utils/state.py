@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator
+from fsdp.distributed.consensus import Ranks, from_everyone
 from fsdp.distributed.dtensor import MeshPart
-from fsdp.engine.agreement import Ranks, from_everyone
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.layout import Interval
 from fsdp.engine.offload import DiskStorage

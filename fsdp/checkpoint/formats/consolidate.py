@@ -15,10 +15,10 @@ import torch
 
 from fsdp.checkpoint.formats.source import Elements, Stitched, is_tensor, memory_of, split_vector, stitched
 from fsdp.engine.names import clean_name, join
+from fsdp.state_dict.local import shard_mark
 
 _ENTRY = ("fsdp_path", "params", "no_broadcast_optim_state", "shared_param_info")
 _BACKING = ("names", "shapes", "numels", "padding")
-_MARK = "fsdp_shard"  # where a state dict's own metadata say which shard of how many each unit's is
 
 
 def consolidate(
@@ -99,18 +99,6 @@ def backings_of(shards: Sequence[Shard], strict: bool) -> Iterator[Backing]:
         for name in entry["params"]:
             if strict or shards[0].has(join(entry["fsdp_path"], name)):
                 yield Backing(number, name, holders)
-
-
-def mark_shard(metadata: dict[str, Any], rank: int, world_size: int) -> None:
-    """Note in a state dict's own metadata of a module which shard of how many it has."""
-    metadata[_MARK] = (rank, world_size)
-
-
-def shard_mark(weights: Any, path: str) -> tuple[int, int] | None:
-    """Which shard of how many the unit at `path` (a plain name) has here; None if nobody noted that."""
-    metadata = getattr(weights, "_metadata", None) or {}
-    found = metadata.get(path, {}).get(_MARK)
-    return None if found is None else tuple(found)
 
 
 class Shard:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsdp.distributed.collectives import Communicator, communicator
-from fsdp.distributed.process_groups import Group, default_group
+from fsdp.distributed.communicator import Group, default_group
 
 Callback = Callable[[Tensor], None]
 

@@ -11,7 +11,7 @@ from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper
 from fsdp.engine.unit import TrainingState
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel, ProcessGroupName, get_fsdp_instances
 from fsdp.optim_utils.grad_scaler import ShardedGradScaler
-from fsdp.state_dict.load import no_pre_load_state_dict_hook
+from fsdp.state_dict.full import no_pre_load_state_dict_hook
 from fsdp.wrap import (
     ConfigAutoWrap,
     auto_wrap,
