@@ -8,7 +8,7 @@ and the reference implementation, whose limits are these.
 
 [Note: several writers] `plan` is arithmetic: from names, dtypes and shapes it makes headers and places, the same on
 every rank. Then each rank writes its ranges where they belong (`write_parts`), from the memory that they are in; values
-that are not on the CPU, or of another dtype, go through one block. Nothing is gathered.
+that are not on the CPU, or of another dtype, go through one block. Nothing is all-gathered.
 """
 
 from __future__ import annotations
@@ -227,16 +227,16 @@ def _resolve(path: str | os.PathLike[str]) -> str:
     if not os.path.isdir(place):
         return place
     names = sorted(os.listdir(place))
-    whole = [name for name in names if name.endswith(".safetensors")]
+    files = [name for name in names if name.endswith(SUFFIX)]
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
     # Checkpoints have the optimizer's tensors beside the model's.
     models = [[name for name in names if name == wanted] for wanted in (_ONE_FILE, f"model{INDEX_SUFFIX}")]
-    for candidates in (*models, indices, whole):
+    for candidates in (*models, indices, files):
         if len(candidates) == 1:
             return os.path.join(place, candidates[0])
-    if not whole and not indices:
+    if not files and not indices:
         raise FileNotFoundError(f"{place} has no .safetensors file, and no {INDEX_SUFFIX[1:]} of several")
-    shown = readable(", ".join(indices or whole), 500)
+    shown = readable(", ".join(indices or files), 500)
     raise ValueError(f"{place} has several safetensors files, {shown}: name the one that is meant")
 
 
@@ -246,8 +246,8 @@ def _resolve(path: str | os.PathLike[str]) -> str:
 class CheckedFiles(SafetensorsFiles):
     """Files of which every byte that is read is compared with checksums; reading what is damaged raises ValueError.
 
-    Blocks that this rank reads as a whole are compared at once. Of those at the ends of its ranges it knows fragments,
-    which are put together with the other ranks' when all have read.
+    Blocks that this rank reads from end to end are compared at once. Of those at the ends of its ranges it knows
+    fragments, which are put together with the other ranks' when all have read.
 
     Args:
         path: a file, or an index of several.
@@ -369,7 +369,7 @@ class PlannedFile:
         name: in its folder.
         head: all that is before the data.
         begins: by a tensor's name, the byte of the file at which it begins.
-        nbytes: of the whole file.
+        nbytes: the size of the file.
     """
 
     name: str
