@@ -70,7 +70,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
 
 @contextmanager
 def opened(make: Callable[[], Files], everyone: Sequence[Ranks]) -> Iterator[Files]:
-    """Collective. The files, which every rank has, with equal headers."""
+    """Collective. Open the files, which every rank has, with equal headers."""
     files, error = None, None
     try:
         files = make()
@@ -85,7 +85,7 @@ def opened(make: Callable[[], Files], everyone: Sequence[Ranks]) -> Iterator[Fil
 
 
 def misfits(targets: Sequence[Target], files: TensorReader, strict: bool) -> tuple[list[str], list[str], list[str]]:
-    """The missing and the unexpected keys, and all reasons why the files cannot be loaded."""
+    """Return the missing and the unexpected keys, and all reasons why the files cannot be loaded."""
     stored = files.tensors
     named = {name for target in targets for name in (*target.names, *target.aliases)}
     missing = [name for target in targets if _key(target, stored) is None for name in target.names]
@@ -110,7 +110,7 @@ def misfits(targets: Sequence[Target], files: TensorReader, strict: bool) -> tup
 
 
 def does_not_fit(path: str, model: nn.Module, problems: Sequence[str]) -> str:
-    """What to say of files that do not fit a model."""
+    """Return a message about files that do not fit a model."""
     lines = "\n\t".join(map(readable, problems))
     return f"{path} does not fit this {type(model).__name__}, and nothing was loaded:\n\t{lines}"
 

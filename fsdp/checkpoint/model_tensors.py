@@ -1,4 +1,4 @@
-"""The tensors of a model as files have them, by name: sharded parameters, and what every rank has whole."""
+"""The tensors of a model as files have them, by name: sharded parameters, and unsharded tensors."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class WholeTensor:
 
     @property
     def is_missing_memory(self) -> bool:
-        """Whether it is a parameter without values, which others may hold and would not see replaced."""
+        """It is a parameter without values, which others may hold and would not see replaced."""
         return self.tensor.is_meta and isinstance(self.tensor, nn.Parameter)
 
     def fill(self, files: TensorReader, key: str) -> None:
@@ -121,7 +121,7 @@ def _read_part(files: TensorReader, key: str, into: Tensor, start: int, part: Me
 
 
 def prepared(model: nn.Module, what: str) -> tuple[list[Unit], list[Ranks]]:
-    """Collective the first time. The units of a model at rest, whose shards are as users see them, and their ranks.
+    """Collective the first time. Return the units of a model at rest, with shards as users see them, and their ranks.
 
     Args:
         model: with units, or without.
@@ -151,12 +151,12 @@ def prepared(model: nn.Module, what: str) -> tuple[list[Unit], list[Ranks]]:
 
 
 def tensors_in(model: nn.Module, units: Sequence[Unit]) -> list[SlotTensor | WholeTensor]:
-    """All that files have of a model."""
+    """Return all that files have of a model."""
     return [*sharded_tensors(model, units), *unsharded_tensors(model, units)]
 
 
 def sharded_tensors(model: nn.Module, units: Sequence[Unit]) -> Iterator[SlotTensor]:
-    """Each parameter that units took, with all of its names."""
+    """Yield each parameter that units took, with all of its names."""
     paths = paths_in(model)
     for handle in handles_of(units):
         for slot, places in enumerate(handle.places):
@@ -165,7 +165,7 @@ def sharded_tensors(model: nn.Module, units: Sequence[Unit]) -> Iterator[SlotTen
 
 
 def unsharded_tensors(model: nn.Module, units: Sequence[Unit]) -> Iterator[WholeTensor]:
-    """Each tensor once, with all of its names."""
+    """Yield each tensor that is not sharded once, with all of its names."""
     devices = {module: unit.device for unit in units for module in own_modules(unit.module)}
     found: dict[int, tuple[list[str], list[tuple[dict[str, Any], str]], torch.device]] = {}
     for module, paths in paths_in(model).items():
@@ -188,7 +188,7 @@ def unsharded_tensors(model: nn.Module, units: Sequence[Unit]) -> Iterator[Whole
 
 
 def extra_states(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that have state which is no tensor (``get_extra_state``), by the names of that state."""
+    """Return the modules that have state which is no tensor (``get_extra_state``), by the names of that state."""
     return {
         plain_name(f"{paths[0]}_extra_state"): module
         for module, paths in paths_in(model).items()
@@ -197,7 +197,7 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def paths_in(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Before what a module's tensors have their own names, in plain names."""
+    """Return the prefixes of a module's tensors, in plain names."""
     paths: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         plain = clean_name(name)
@@ -211,12 +211,12 @@ def _with_aliases(names: list[str]) -> tuple[list[str], list[str]]:
 
 
 def handles_of(units: Sequence[Unit]) -> list[FlatParamHandle]:
-    """All that the modules of some units see, each once."""
+    """Return all handles that the modules of some units see, each once."""
     return list(dict.fromkeys(handle for unit in units for handle in unit.seen))
 
 
 def outermost_units(module: nn.Module) -> Iterator[Unit]:
-    """The units in a tree that lie in no other one, each once."""
+    """Yield the units in a tree that lie in no other one, each once."""
     seen: set[nn.Module] = set()
     ahead = [module]
     while ahead:

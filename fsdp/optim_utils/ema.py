@@ -57,7 +57,7 @@ class EMA(AveragedModel):
 
     @contextmanager
     def applied_to(self, model: nn.Module) -> Iterator[None]:
-        """The model's own weights are the average inside, and its own again afterwards. Every rank for itself.
+        """Give the model the average's weights inside, and its own again afterwards. Every rank for itself.
 
         For code that holds the model itself. Not between a forward and its backward, and don't step inside.
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import is_dtensor, local_part, spread_loaded, whole
 from fsdp.engine.agreement import agree, agree_on_outcome, agree_on_values, done_by_all, from_everyone, peers_answer
-from fsdp.engine.deferred_init import blanks_in
+from fsdp.engine.deferred_init import memory_to_load_into
 from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
@@ -47,13 +47,13 @@ def ensure_agreed(root: Unit) -> None:
 
 
 def ensure_same_values(root: Unit) -> None:
-    """Collective the first time. As `ensure_agreed`, of what the shards were cut from; for who is about to read it."""
+    """Collective the first time. The ranks compare the values that they were wrapped with, before these are read."""
     if root.state is not TrainingState.SUMMON_FULL_PARAMS:
         agree_on_values(units_in(root))
 
 
 def whole_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool, form: Saving) -> Any:
-    """Collective. The `state_dict` of the unit's module with its parameters whole, in tensors of its own.
+    """Collective. Return the `state_dict` of the unit's module with its parameters unsharded, in tensors of its own.
 
     Args:
         unit: whose state.
@@ -92,7 +92,7 @@ def _forget(state: dict[str, Any], prefix: str) -> None:
 
 
 def _make_whole(state: dict[str, Any], unit: Unit, prefix: str) -> None:
-    """Collective over their meshes. Whole tensors in the place of `DTensor`s, tied ones once."""
+    """Collective over their meshes. Put plain tensors in the place of `DTensor`s, tied ones once."""
     for handle in unit.handles:
         for places in handle.places:
             names = [prefix + place.fqn for place in places if is_dtensor(state.get(prefix + place.fqn))]
@@ -216,7 +216,7 @@ def _agree_to_read(unit: Unit, root: nn.Module) -> frozenset[Unit] | None:
 
 
 def is_customised(module: nn.Module) -> bool:
-    """Whether a module's load is more than copying: hooks or a method that are neither ours nor torch's own."""
+    """Return True if a module's load is more than copying: hooks or a method that are neither ours nor torch's own."""
     hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
     return any(_is_users(getattr(one, "hook", one)) for one in (*hooks, module._load_from_state_dict))
 
@@ -261,7 +261,7 @@ def _refuse_meta(value: Tensor) -> None:
 
 
 class _Rest(NamedTuple):
-    """What is recorded of a load beside sharded parameters."""
+    """A record of what a load would write beside sharded parameters."""
 
     tensors: list[tuple[dict[str, Any], str, LoadTarget]]  # where modules list each, by dictionary and name
     extra: list[tuple[nn.Module, Any]]
@@ -302,17 +302,12 @@ def _note(extra: list[tuple[nn.Module, Any]], module: nn.Module, state: Any) -> 
 @contextmanager
 def stored_buffers(units: Sequence[Unit]) -> Iterator[None]:
     """Buffers are in the dtype in which they are saved, and what has no values has memory to load them into."""
-    blanks = []
-    for unit in units:
-        for blank in blanks_in(own_modules(unit.module)) if unit.awaits_values else ():
-            blank.give_memory(unit.device)
-            blanks.append(blank)
-        unit.buffers.widen()
     try:
-        yield
+        with memory_to_load_into(units):
+            for unit in units:
+                unit.buffers.widen()
+            yield
     finally:
-        for blank in blanks:
-            blank.keep_if_filled()
         for unit in units:
             if not unit.in_full_precision:
                 unit.buffers.narrow()
@@ -380,7 +375,7 @@ def _keep_written(exposure: Exposure, is_here: bool, source: FirstRank | None) -
 
 
 def with_wrapped_metadata(state_dict: Any, root: nn.Module) -> Any:
-    """A shallow copy whose version metadata is found under wrapped names too, where torch will look for it."""
+    """Return a shallow copy whose version metadata is found under wrapped names too, where torch will look for it."""
     copied = OrderedDict(state_dict)
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:

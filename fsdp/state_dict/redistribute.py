@@ -1,4 +1,4 @@
-"""Whole parameters outside of computation: put together from the parts of all ranks, and dealt out to them again.
+"""Unsharded parameters outside of computation: put together from all ranks' shards, and dealt out to them again.
 
 Where pieces can be sent, each goes straight into its place in the tensors that are returned, or in the shard: no buffer
 of the whole flat parameter is needed, and ranks that only take part need no memory.
@@ -15,12 +15,12 @@ from fsdp.engine.handle import FlatParamHandle
 
 
 def is_first(handle: FlatParamHandle) -> bool:
-    """Whether this is the first of all ranks that hold a part of it: in its process group, of the first replica."""
+    """Return True on the first of all ranks that hold a shard of it: in its process group, of the first replica."""
     return handle.comm.rank == 0 and handle.replicas.rank == 0
 
 
 def assembled(handle: FlatParamHandle, at_first: bool = False) -> list[Tensor]:
-    """Collective. The parameters as modules see them, in the shard's dtype, with memory of their own.
+    """Collective. Return the parameters as modules see them, in the shard's dtype, with memory of their own.
 
     Peers may still be receiving from the shard: `handle.settle` before it is written.
 
@@ -46,18 +46,18 @@ def assembled(handle: FlatParamHandle, at_first: bool = False) -> list[Tensor]:
 
 
 def _is_at_hand(handle: FlatParamHandle) -> bool:
-    """Whether what is to be put together is here, on all ranks alike."""
+    """Return True if what is to be put together is here, on all ranks alike."""
     return handle.dtype == handle.flat_param.dtype and handle.is_whole
 
 
 def blanks(handle: FlatParamHandle) -> list[Tensor]:
-    """Memory for the parameters, of `DTensor`s for their local parts, in the shard's dtype."""
+    """Return memory for the parameters, of `DTensor`s for their local parts, in the shard's dtype."""
     dtype, device = handle.flat_param.dtype, handle.home.device
     return [torch.empty(slot.shape, dtype=dtype, device=device) for slot in handle.layout.slots]
 
 
 def shapes_of(handle: FlatParamHandle) -> list[Tensor]:
-    """As `blanks`, on the meta device."""
+    """Return the shapes and dtypes of `blanks`, on the meta device."""
     dtype = handle.flat_param.dtype
     return [torch.empty(slot.shape, dtype=dtype, device="meta") for slot in handle.layout.slots]
 
@@ -90,7 +90,7 @@ def _send_pieces(handle: FlatParamHandle, copies: Sequence[Tensor], receivers: S
 
 
 def deal(handle: FlatParamHandle, slots: Sequence[int], wholes: Mapping[int, Tensor]) -> None:
-    """Collective. Every rank gets its part of new whole values that the first rank has, and has kept already.
+    """Collective. Give every rank its shard of new unsharded values that the first rank has, and has kept already.
 
     Args:
         handle: whose parameters.
