@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import fsdp
 from fsdp import FullyShardedDataParallel
 from fsdp.distributed.collectives import DirectExchange
-from fsdp.uneven.visits import Visits
+from fsdp.uneven.regions import Visits
 from tests._ranks import RankPool
 from tests.choosing import PARTS, WIDTH, Choice, Pair, directly
 from tests.pairs import parametrize_pairs

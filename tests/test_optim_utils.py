@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, auto_wrap_bn, optim_utils
+from fsdp.optim_utils.params import parameters_of
 from tests._ranks import RankPool
 from tests.models import nested_mlp
 from tests.optimizing import adam, assert_close, assert_same, from_first, garden, momentum, nadam, stateless, train
@@ -114,7 +115,7 @@ def _gather_where_some_hold_nothing() -> None:
 
 
 def _numbers(model: Any) -> dict[str, int]:
-    params = model._optim_parameters("test")
+    params = parameters_of(model, "test")
     return {original.name: number for number, (_, original) in params.by_number.items()}
 
 
@@ -299,7 +300,7 @@ def _gather_offloaded(options: dict[str, Any], rank0_only: bool) -> None:
     assert_same(_elements(fresh), _elements(optimizer))
     if options["offload"] == "disk":
         for param, state in fresh.state.items():
-            assert param.numel() == 0 or param.home.files.holds(state["exp_avg"]), "state is where the shard is"
+            assert param.numel() == 0 or param.shard_storage.files.holds(state["exp_avg"]), "state beside the shard"
     train(model, fresh, range(2, 3))
 
 

@@ -24,13 +24,12 @@ from torch import Tensor, nn
 from fsdp.distributed.dtensor import is_dtensor, local_part, spread_loaded, whole
 from fsdp.engine.agreement import agree, agree_on_outcome, agree_on_values, done_by_all, from_everyone, peers_answer
 from fsdp.engine.deferred_init import memory_to_load_into
-from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import FLATTEN_PART, FSDP_PART, clean_name, clean_text, foreign_prefix, prefix_problem
 from fsdp.engine.shared_params import exported_around, keys_of, settle_shares
 from fsdp.engine.state_requests import FirstRank, LoadPass, Saving, loading
-from fsdp.engine.unit import Unit, own_modules, units_in
+from fsdp.engine.unit import TrainingState, Unit, own_modules, units_in
 from fsdp.state_dict.first_rank import received
 from fsdp.state_dict.load_targets import LoadTarget, TensorPart, recorded, recording, store
 from fsdp.state_dict.summon import Exposure, Values, deal_changes, for_each, keep_value, unsharded
@@ -52,7 +51,7 @@ def ensure_same_values(root: Unit) -> None:
         agree_on_values(units_in(root))
 
 
-def whole_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool, form: Saving) -> Any:
+def full_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool, form: Saving) -> Any:
     """Collective. Return the `state_dict` of the unit's module with its parameters unsharded, in tensors of its own.
 
     Args:
@@ -70,7 +69,7 @@ def whole_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool, form
             _forget(state, prefix)
         elif not keep_vars:
             live = {local_part(tensor).data_ptr() for tensor in (*others, *unit.module.buffers())}
-            _make_whole(state, unit, prefix)
+            _gather_dtensors(state, unit, prefix)
             params = {prefix + key for key in keys_of(unit)}
             left = exported_around(unit)
             moved: dict[Any, Tensor] = {}  # tied tensors stay tied
@@ -91,7 +90,7 @@ def _forget(state: dict[str, Any], prefix: str) -> None:
             state[key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
-def _make_whole(state: dict[str, Any], unit: Unit, prefix: str) -> None:
+def _gather_dtensors(state: dict[str, Any], unit: Unit, prefix: str) -> None:
     """Collective over their meshes. Put plain tensors in the place of `DTensor`s, tied ones once."""
     for handle in unit.handles:
         for places in handle.places:
@@ -116,10 +115,11 @@ def _own(value: Tensor, live: set[int], device: torch.device | None, dtype: torc
     moved = value.to(device=device, dtype=dtype) if device or dtype else value
     return moved.clone() if moved.data_ptr() in live else moved
 
+
 # --- loading --------------------------------------------------------------------------------------------------------
 
 
-def load_whole(
+def load_full(
     wrapper: nn.Module, unit: Unit, walk: Walk, state_dict: Mapping[str, Any], strict: bool, rank0_only: bool
 ) -> Any:
     """Collective. Load an unsharded state dict into a wrapper.

@@ -381,7 +381,7 @@ def recording(unit: Unit, check: Callable[[FlatParamHandle, int, Tensor], None])
     """
     targets: dict[FlatParamHandle, list[Tensor]] = {}
     for handle in hidden_handles(unit):
-        handle.home.check(handle.name)
+        handle.storage.check(handle.name)
         handle.absorb()
         shard = handle.flat_param
         targets[handle] = [
@@ -407,13 +407,13 @@ def store(values: Values) -> None:
     for handle in dict.fromkeys(handle for handle, _ in values):
         handle.settle()  # peers may still be receiving from the shard
     for (handle, slot), value in values.items():
-        handle.home.check(handle.name)
+        handle.storage.check(handle.name)
         if not isinstance(value, TensorPart):
             handle.store(slot, value)
             handle.note_written([slot])
         elif not value.is_lent_by(handle.flat_param):  # else nothing was loaded, on no rank
             handle.fill(slot, partial(_fill, value.local))
-        handle.home.release()
+        handle.storage.release()
 
 
 def _fill(values: Tensor, shard: Tensor, start: int) -> None:

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fsdp.distributed.dtensor import is_dtensor
-from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name, join
 from fsdp.engine.shared_params import settle_shares
-from fsdp.engine.unit import Unit, units_in
+from fsdp.engine.unit import TrainingState, Unit, units_in
 from fsdp.state_dict.full import is_customised, stored_buffers, with_wrapped_metadata
 
 _NAMED = 5  # in messages
@@ -79,7 +78,7 @@ def local(root: Unit, what: str) -> Iterator[None]:
     for handle in _handles(units):
         handle.absorb()  # what users have put in the places of parameters belongs to the shards
         handle.refuse_lent("save or load its shards")
-        handle.home.check(handle.name)
+        handle.storage.check(handle.name)
     try:
         for unit in units:
             unit.access.is_local = True

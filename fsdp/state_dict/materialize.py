@@ -19,14 +19,13 @@ from torch import Tensor, nn
 
 from fsdp.distributed.collectives import during
 from fsdp.engine.deferred_init import Uninitialized, mark, uninitialized_in
-from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.memory import return_freed_memory
 from fsdp.engine.module_overrides import Conversions
 from fsdp.engine.names import plain_name
 from fsdp.engine.placeholder import Placeholder
-from fsdp.engine.unit import Unit, own_modules, unit_of
+from fsdp.engine.unit import TrainingState, Unit, own_modules, unit_of
 from fsdp.state_dict.redistribute import blanks
 from fsdp.state_dict.summon import Exposure, hidden_handles
 

@@ -81,7 +81,7 @@ def _show_blanks(unit: Unit, rank: int) -> list[Uninitialized]:
 
 
 def _require_shards(handle: FlatParamHandle) -> None:
-    handle.home.check(handle.name)
+    handle.storage.check(handle.name)
     handle.absorb()
     handle.refuse_lent("save or load its shards")
     handle.follow_shard()

@@ -22,11 +22,10 @@ from fsdp.engine.agreement import from_everyone, number_among
 from fsdp.engine.deferred_init import is_marked, mark
 from fsdp.engine.fingerprints import fingerprint
 from fsdp.engine.flat_param import ParamInfo, give_attributes
-from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours, note_stale
 from fsdp.engine.state_requests import Summoning
-from fsdp.engine.unit import Unit
+from fsdp.engine.unit import TrainingState, Unit
 from fsdp.state_dict.redistribute import assembled, deal, shapes_of
 
 Values = Mapping[tuple[FlatParamHandle, int], Tensor]  # by the handle, and the parameter's number in it
@@ -106,7 +105,7 @@ def _install(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[nn.Para
             place.module.__dict__.pop(place.name, None)
             place.module._parameters[place.name] = param
     handle.registry.leave()
-    handle.whole.refresh_rnns()
+    handle.unsharded.refresh_rnns()
     return params
 
 
@@ -307,7 +306,7 @@ class _Summoned:
 
     def _sent(self, handle: FlatParamHandle, slot: int, value: Tensor | None) -> Tensor:
         """Return a tensor of the first rank's on all; of a `DTensor` its local part, on the ranks of that."""
-        shape, device, part = handle.layout.slots[slot].shape, handle.home.device, handle.flat_param.parts[slot]
+        shape, device, part = handle.layout.slots[slot].shape, handle.storage.device, handle.flat_param.parts[slot]
         if value is None or not self._is_here:
             tensor = torch.empty(shape, dtype=handle.flat_param.dtype, device=device)
         else:
@@ -321,7 +320,7 @@ class _Summoned:
 
 def _require_plain(handles: Sequence[FlatParamHandle]) -> None:
     for handle in handles:
-        if any(handle.flat_param.parts) and handle.home.device.type != "cpu":
+        if any(handle.flat_param.parts) and handle.storage.device.type != "cpu":
             raise NotImplementedError(
                 f"summon_full_params(offload_to_cpu=True): {handle.name} has DTensors, which are on the device of "
                 "their mesh. Summon without it, and move what you need (full_tensor().cpu())."

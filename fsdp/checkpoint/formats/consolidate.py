@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fsdp.checkpoint.formats.stitched import Elements, Stitched, cut, is_tensor, memory_of, stitched
+from fsdp.checkpoint.formats.source import Elements, Stitched, is_tensor, memory_of, split_vector, stitched
 from fsdp.engine.names import clean_name, join
 from fsdp.state_dict.local import shard_mark
 
@@ -27,7 +27,7 @@ def consolidate(
     with_module_buffers: bool,
     strict: bool,
 ) -> dict[str, Any]:
-    """Return the unsharded state; see `FullyShardedDataParallel.consolidate_shard_weights`."""
+    """Return the full state; see `FullyShardedDataParallel.consolidate_shard_weights`."""
     if len(shard_weights) != len(shard_metadata) or not shard_weights:
         raise ValueError(
             "consolidating takes the weights and the metadata of every rank, at least of one: got "
@@ -42,7 +42,7 @@ def consolidate(
 
 
 def put_together(shards: Sequence[Shard], with_module_buffers: bool, strict: bool) -> dict[str, Any]:
-    """Return the tensors of a model in the ranks' pieces, one of them under several names if it is tied.
+    """Return the model's tensors as the elements that ranks hold of them; a tied one has several names.
 
     Args:
         shards: of all ranks, in order.
@@ -187,7 +187,7 @@ class Backing:
         return Elements.of(value, numel - padding)
 
     def _check_order(self, shards: Sequence[Shard]) -> None:
-        """Raise unless only what comes last is padded, and the shards that say their number are in order."""
+        """Check that only the last shard is padded, and that shards are in order where state dicts number them."""
         kinds = {piece.dtype for piece in self.pieces}
         if len(kinds) > 1:
             dtypes = ", ".join(str(piece.dtype) for piece in self.pieces)
@@ -228,12 +228,12 @@ class Backing:
         )
 
     def parameters(self) -> Iterator[Stitched]:
-        """Return the original parameters."""
+        """Yield the original parameters."""
         return self.cut(self.pieces)
 
     def cut(self, pieces: Sequence[Elements]) -> Iterator[Stitched]:
-        """Return tensors that lie in a vector as the parameters lie in this one."""
-        return cut(pieces, self.names, self._described["shapes"])
+        """Yield tensors that lie in a vector as the parameters lie in this one."""
+        return split_vector(pieces, self.names, self._described["shapes"])
 
 
 def _checked(entry: Any) -> dict[str, Any]:
@@ -250,7 +250,7 @@ def _checked(entry: Any) -> dict[str, Any]:
 
 
 def _add_unlisted(whole: dict[str, Any], first: Shard, with_module_buffers: bool, strict: bool) -> None:
-    """Add what no metadata name: extra state, and second names, which FairScale leaves out, known by their memory."""
+    """Add what FairScale's metadata leave out: second names, which are known by their memory, and extra state."""
     gives = {key: [join(path, name) for name in names] for key, path, names in first.backings()}
     gives |= {name: [name] for name in first.buffer_names}
     at = {memory_of(first.get(key)): key for key in gives if first.has(key)}
