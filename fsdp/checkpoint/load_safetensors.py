@@ -12,13 +12,14 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp.checkpoint.formats.source import FoundTensor, TensorReader
-from fsdp.checkpoint.model_tensors import Target, WholeTensor, prepared, tensors_in
+from fsdp.checkpoint.model_tensors import Target, UnshardedTensor, prepared, tensors_in
 from fsdp.checkpoint.safetensors import SafetensorsFiles
 from fsdp.checkpoint.untrusted import readable
 from fsdp.distributed.collectives import during
 from fsdp.engine.agreement import Ranks, agree_on, agree_on_outcome
 from fsdp.engine.names import foreign_prefix, prefix_problem
 from fsdp.engine.unit import Unit
+from fsdp.state_dict.full import stored_buffers
 
 Files = TypeVar("Files", bound=SafetensorsFiles)
 
@@ -127,7 +128,7 @@ def _misfit(target: Target, stored: FoundTensor) -> list[str]:
         found.append(f"{stored} has shape {list(stored.shape)}, and the model's {list(target.shape)}")
     if stored.dtype.is_complex and not target.dtype.is_complex:
         found.append(f"{stored} is of {stored.dtype}, and the model's of {target.dtype}")
-    if isinstance(target, WholeTensor) and target.is_missing_memory:
+    if isinstance(target, UnshardedTensor) and target.is_missing_memory:
         found.append(f"{target.names[0]} is on the meta device: give it memory first (to_empty), or wrap it")
     return found
 
@@ -141,15 +142,8 @@ def read(targets: Sequence[Target], units: Sequence[Unit], files: TensorReader) 
     Raises:
         OSError, ValueError: if that cannot be read.
     """
-    for unit in units:
-        unit.buffers.widen()  # they are kept in their own dtype
-    try:
-        with torch.no_grad():
-            for target in targets:
-                key = _key(target, files.tensors)
-                if key is not None:
-                    target.fill(files, key)
-    finally:
-        for unit in units:
-            if not unit.in_full_precision:
-                unit.buffers.narrow()
+    with stored_buffers(units), torch.no_grad():
+        for target in targets:
+            key = _key(target, files.tensors)
+            if key is not None:
+                target.fill(files, key)

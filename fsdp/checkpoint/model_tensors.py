@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,27 +22,12 @@ from fsdp.engine.unit import TrainingState, Unit, own_modules, unit_of
 from fsdp.state_dict.full import ensure_agreed
 
 
-class Target(Protocol):
-    """A tensor of the model."""
-
-    names: list[str]
-    aliases: list[str]  # it may be stored under these, too
-
-    @property
-    def shape(self) -> torch.Size: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def part(self) -> MeshPart | None: ...
-    def fill(self, files: TensorReader, key: str) -> None: ...
-
-
 @dataclass
 class SlotTensor:
     """A sharded parameter."""
 
     names: list[str]
-    aliases: list[str]
+    aliases: list[str]  # it may be stored under these, too
     handle: FlatParamHandle
     slot: int
 
@@ -65,7 +50,7 @@ class SlotTensor:
 
 
 @dataclass
-class WholeTensor:
+class UnshardedTensor:
     """A buffer, or a parameter that is not sharded."""
 
     names: list[str]
@@ -106,6 +91,9 @@ class WholeTensor:
         if not local.is_contiguous():
             local.copy_(flat.view(local.shape))
         increment_version(self.tensor)
+
+
+Target = SlotTensor | UnshardedTensor
 
 
 def _read_part(files: TensorReader, key: str, into: Tensor, start: int, part: MeshPart | None) -> None:
@@ -149,7 +137,7 @@ def prepared(model: nn.Module, what: str) -> tuple[list[Unit], list[Ranks]]:
     return units, list(dict.fromkeys(unit.everyone for unit in outermost))
 
 
-def tensors_in(model: nn.Module, units: Sequence[Unit]) -> list[SlotTensor | WholeTensor]:
+def tensors_in(model: nn.Module, units: Sequence[Unit]) -> list[Target]:
     """Return all that files have of a model."""
     return [*sharded_tensors(model, units), *unsharded_tensors(model, units)]
 
@@ -163,7 +151,7 @@ def sharded_tensors(model: nn.Module, units: Sequence[Unit]) -> Iterator[SlotTen
             yield SlotTensor(*_with_aliases(names), handle, slot)
 
 
-def unsharded_tensors(model: nn.Module, units: Sequence[Unit]) -> Iterator[WholeTensor]:
+def unsharded_tensors(model: nn.Module, units: Sequence[Unit]) -> Iterator[UnshardedTensor]:
     """Yield each tensor that is not sharded once, with all of its names."""
     devices = {module: unit.device for unit in units for module in own_modules(unit.module)}
     found: dict[int, tuple[list[str], list[tuple[dict[str, Any], str]], torch.device]] = {}
@@ -183,7 +171,7 @@ def unsharded_tensors(model: nn.Module, units: Sequence[Unit]) -> Iterator[Whole
                     names += [path + name for path in paths]
                     places.append((entries, name))
     for names, places, device in found.values():
-        yield WholeTensor(*_with_aliases(names), places, device)
+        yield UnshardedTensor(*_with_aliases(names), places, device)
 
 
 def extra_states(model: nn.Module) -> dict[str, nn.Module]:

@@ -35,15 +35,14 @@ class Part:
 
     Attributes:
         shape: of the whole.
-        block_shape, block_offsets: of the block, and where it begins in the whole.
+        block: where in the whole tensor.
         start, stop: the range.
         name, rank: of the tensor, and the rank's number, for messages.
         is_alone: no other rank holds anything of it.
     """
 
     shape: torch.Size
-    block_shape: torch.Size
-    block_offsets: tuple[int, ...]
+    block: Box
     start: int
     stop: int
     name: str = field(compare=False)
@@ -53,7 +52,7 @@ class Part:
     @classmethod
     def of_whole(cls, shape: torch.Size, name: str, rank: int) -> Part:
         """Return the part that is all of a tensor, which is on every rank."""
-        return cls(shape, shape, (0,) * len(shape), 0, shape.numel(), name, rank, is_alone=True)
+        return cls(shape, Box((0,) * len(shape), tuple(shape)), 0, shape.numel(), name, rank, is_alone=True)
 
     @cached_property
     def boxes(self) -> tuple[tuple[Box, int], ...]:
@@ -61,14 +60,14 @@ class Part:
         if self.shape.numel() == 0:
             return ((Box((0,) * len(self.shape), tuple(self.shape)), 0),)  # or checkpoints would not have it at all
         found, done = [], 0
-        for box in boxes_of(self.block_shape, self.start, self.stop):
-            found.append((box.moved(self.block_offsets), done))
+        for box in boxes_of(self.block.sizes, self.start, self.stop):
+            found.append((box.moved(self.block.offsets), done))
             done += box.numel
         return tuple(found)
 
     def cut(self, whole: Tensor) -> Tensor:
         """Return the elements ``[stop - start]`` of an unsharded value; a view where possible."""
-        for dim, (begin, size) in enumerate(zip(self.block_offsets, self.block_shape, strict=True)):
+        for dim, (begin, size) in enumerate(zip(self.block.offsets, self.block.sizes, strict=True)):
             whole = whole.narrow(dim, begin, size)
         return whole.detach().reshape(-1)[self.start : self.stop]
 
@@ -94,8 +93,8 @@ class Part:
 
     def __str__(self) -> str:
         block = ""
-        if self.block_shape != self.shape:
-            block = f"the block {list(self.block_shape)} at {list(self.block_offsets)} of "
+        if self.block.sizes != tuple(self.shape):
+            block = f"the block {list(self.block.sizes)} at {list(self.block.offsets)} of "
         return f"elements {self.start}:{self.stop} of {block}{list(self.shape)}"
 
 
@@ -182,8 +181,8 @@ class TensorPart(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         part, held = self.part, self._held
-        range_ = (part.shape, part.block_shape, part.block_offsets, part.start, part.stop)
-        facts = (*range_, part.name, part.rank, part.is_alone)
+        range_ = (part.block.offsets, part.block.sizes, part.start, part.stop)
+        facts = (part.shape, *range_, part.name, part.rank, part.is_alone)
         return _rebuild, (facts, held.flat, held.is_blank, held.unfit, sorted(held.apart))
 
     @classmethod
@@ -253,11 +252,12 @@ def part_of(handle: FlatParamHandle, slot: int, rank: int) -> Part:
     shape = kept.shape if mesh is None else mesh.shape
     offsets = (0,) * len(shape) if mesh is None else mesh.offsets
     is_alone = not handle.is_sharded and (mesh is None or not mesh.sharded_dims)
-    return Part(shape, kept.shape, offsets, start, stop, kept.name, rank, is_alone)
+    return Part(shape, Box(offsets, tuple(kept.shape)), start, stop, kept.name, rank, is_alone)
 
 
 def _rebuild(facts: tuple[Any, ...], flat: Tensor, is_blank: bool, unfit: str, apart: list[str]) -> TensorPart:
-    return TensorPart.around(Part(*facts), Held(flat, 0, is_blank, unfit, set(apart)))
+    shape, offsets, sizes, *rest = facts
+    return TensorPart.around(Part(shape, Box(offsets, sizes), *rest), Held(flat, 0, is_blank, unfit, set(apart)))
 
 
 # So that `torch.load` with its default, `weights_only=True`, reads a sharded state dict back.
