@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fsdp._version import __version__
+from fsdp import __version__
 from fsdp.distributed.collectives import Communicator
 from fsdp.engine.fingerprints import first_difference
 from fsdp.engine.handle import FlatParamHandle

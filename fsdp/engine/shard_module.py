@@ -21,7 +21,7 @@ from fsdp.distributed.collectives import Communicator, communicator
 from fsdp.distributed.dtensor import check_ranks
 from fsdp.distributed.process_groups import Group, served_device
 from fsdp.engine.flat_param import FlatParameter
-from fsdp.engine.flatten_params_wrapper import ShardedParamsWrapper
+from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper, ShardedParamsWrapper
 from fsdp.engine.forward_hooks import ForwardHooks
 from fsdp.engine.managed_params import (
     GroupKey,
@@ -39,7 +39,7 @@ from fsdp.engine.nn_utils import teach_torch
 from fsdp.engine.optimizer_hooks import watch_optimizers
 from fsdp.engine.options import Options
 from fsdp.engine.orig_params import NewPieces, Pieces
-from fsdp.engine.runtime import Runtime
+from fsdp.engine.runtime import Runtime, runtime_of
 from fsdp.engine.sharding_strategy import Groups, group_to_reduce_over
 from fsdp.engine.shared_params import claimed_in, refuse_nothing_own, wanted
 from fsdp.engine.synchronize import take_states_of_first
@@ -63,7 +63,7 @@ class Shard:
         places: for each original parameter, where it is used.
         listed_at: the modules, and the names there, that list the flat parameter itself.
         new_pieces: makes what modules list in its place.
-        nearby: the ranks that keep it unsharded between forward and backward.
+        post_forward_comm: the ranks that keep it unsharded between forward and backward.
         is_replicated: every rank has all of it.
     """
 
@@ -71,7 +71,7 @@ class Shard:
     places: list[Places]
     listed_at: Sequence[tuple[nn.Module, str]] = ()
     new_pieces: NewPieces | None = None
-    nearby: Communicator | None = None
+    post_forward_comm: Communicator | None = None
     is_replicated: bool = False
 
 
@@ -129,7 +129,7 @@ def shard_module(
             shard.listed_at,
             reduce_comm,
             shard.new_pieces,
-            shard.nearby,
+            shard.post_forward_comm,
             shard.is_replicated,
         )
     unit.rename(type(module).__name__)
@@ -217,6 +217,46 @@ def _make_unit(module: nn.Module, options: Options, groups: Groups, device: torc
     )
     ForwardHooks(unit, options.clear_autocast_cache).register()
     return unit
+
+
+def refuse_unwrappable(module: Any, ignored: Ignored, fully_sharded: type[Any]) -> None:
+    """Raise an error for what `FullyShardedDataParallel` cannot wrap.
+
+    Args:
+        module: what was given.
+        ignored: what in it is left alone.
+        fully_sharded: the class of modules that `fully_shard` was called on.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"FullyShardedDataParallel wraps an nn.Module, got a {type(module).__name__}")
+    managed = isinstance(module, FlattenParamsWrapper) and module._is_managed
+    if managed or ((unit := unit_of(module)) is not None and not unit.holds_nothing):
+        raise ValueError(
+            f"this {type(module).__name__} is wrapped already, and its wrapper has parameters of its own: wrap that "
+            "wrapper, or the modules around it"
+        )
+    if any(isinstance(inner, fully_sharded) for inner in module.modules()):
+        raise ValueError(
+            f"{type(module).__name__} is, or has inside, what fully_shard has sharded: use it for all modules of a "
+            "model, or the wrapper"
+        )
+    if all(ignored.has(inner, param) for inner in module.modules() for param in inner.parameters(recurse=False)):
+        raise ValueError(
+            f"{type(module).__name__} has no parameters to shard"
+            + (" that are not ignored" if ignored.parameters else "")
+            + ": leave it unwrapped, or wrap the module around it"
+        )
+
+
+def runtime_of_root(unit: Unit, method: str, kind: str = "FullyShardedDataParallel") -> Runtime:
+    """Return the runtime of an outermost unit; a method that is for those raises RuntimeError on others."""
+    runtime = runtime_of(unit)
+    if runtime.root is not unit:
+        raise RuntimeError(
+            f"{method} is for the outermost {kind}; this one ('{unit.name}') lies inside {runtime.root.name}. "
+            "Call it there."
+        )
+    return runtime
 
 
 class WrapperForm:

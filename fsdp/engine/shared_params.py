@@ -10,12 +10,14 @@ backward.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
+from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.managed_params import Places, lender_of, taken_over
+from fsdp.engine.managed_params import Places, follow_flat_param, lender_of, taken_over
 from fsdp.engine.names import clean_name
 from fsdp.engine.precision import Precision
 from fsdp.engine.unit import Share, TrainingState, Unit, Wanted, unit_of, units_in
@@ -91,6 +93,61 @@ def _check(unit: Unit, asked: Wanted) -> None:
                 f"append_shared_param: {name} and {_name(asked.handle)} of {owner.name} are one parameter, but their "
                 f"wrappers differ in {what}. Wrap both with the same."
             )
+
+
+def split_off(param: nn.Parameter, owner: Unit | None) -> None:
+    """Give an original parameter that `owner` took with others a flat parameter of its own. Not collective.
+
+    Under `fully_shard` a module may be tied to one that was sharded before it. What they share has to be a handle by
+    itself, which the unit around both can run.
+
+    Raises:
+        RuntimeError: if the owner was used already.
+    """
+    taken = taken_over(param)
+    shard = None if taken is None or taken.flat_param is None else taken.flat_param()
+    handle = next((one for one in owner.own if one.flat_param is shard), None) if owner is not None else None
+    if taken is None or owner is None or handle is None or len(handle.places) == 1:
+        return
+    if owner.runtime is not None:
+        raise RuntimeError(
+            f"{taken.description} is tied to a parameter of a module that is sharded now, after its own was used "
+            "already. Call fully_shard on all modules before the first forward."
+        )
+    handle.absorb()
+    rest = [slot for slot in range(len(handle.places)) if slot != taken.slot]
+    parts = [_cut_out(owner, handle, slots) for slots in ([taken.slot], rest)]
+    handle.registry.leave()
+    for kept in (owner.own, owner.handles):
+        at = kept.index(handle)
+        kept[at : at + 1] = parts
+    for part in parts:
+        part.registry.enter()
+        part.fill_places()
+
+
+def _cut_out(owner: Unit, handle: FlatParamHandle, slots: Sequence[int]) -> FlatParamHandle:
+    """Return a handle for some of the parameters of another one, with a copy of their part of the shard."""
+    from fsdp.engine.dtensor_params import RowPieces  # imports DTensor, which takes a second
+
+    old, pieces = handle.flat_param, handle.pieces
+    if not isinstance(pieces, RowPieces):
+        raise TypeError(f"{handle.name} is not in rows")
+    flat_param = FlatParameter.part_of_shard(old, slots, handle.comm.rank, handle.comm.world_size)
+    flat_param.fingerprints = handle.fingerprints and handle.fingerprints.only(slots)
+    made = FlatParamHandle(
+        flat_param,
+        [handle.places[slot] for slot in slots],
+        handle.comm,
+        handle.reduce_comm,
+        handle.replicas,
+        [],
+        handle.precision,
+        owner.on_gradient,
+        partial(RowPieces, mesh=pieces.mesh, params=[pieces.params[slot] for slot in slots]),
+    )
+    follow_flat_param(old, {slot: (flat_param, number) for number, slot in enumerate(slots)})
+    return made
 
 
 def refuse_nothing_own(found: Mapping[nn.Parameter, Places], tied: Mapping[nn.Parameter, Places], kind: str) -> None:

@@ -21,8 +21,7 @@ from fsdp.engine.handle import FlatParamHandle, Phase
 from fsdp.engine.managed_params import Ignored
 from fsdp.engine.names import clean_name, join
 from fsdp.engine.orig_params import NewPieces
-from fsdp.engine.precision import Buffers, Precision
-from fsdp.engine.precision_exclusions import compute_in_own_dtype, kept_modules
+from fsdp.engine.precision import Buffers, Precision, compute_in_own_dtype, kept_modules
 from fsdp.engine.state_access import StateAccess
 
 if TYPE_CHECKING:

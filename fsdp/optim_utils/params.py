@@ -55,7 +55,8 @@ class Parameters:
                 unsharded = Original(clean_name(name), param.shape)
                 numbered.append((OptimParam(param, None, (unsharded,)), unsharded))
                 self._by_param[id(param)] = numbered[-1][0]
-        self.listed = [one for param in wrapper.parameters() if (one := self.of(param)) is not None]
+        seen = map(self.of, wrapper.parameters())
+        self.listed = [one for one in seen if one is not None]
         listed = set(self.listed)
         self.by_number = {number: place for number, place in enumerate(numbered) if place[0] in listed}
         self.numbers = {original: number for number, (_, original) in self.by_number.items()}
@@ -105,6 +106,14 @@ def is_uncollected(unit: Unit, root: Unit) -> bool:
     return is_alone or unit.settings["no_broadcast_optim_state"]
 
 
+def require_shards(root: Unit, what: str) -> None:
+    """Raise RuntimeError inside `summon_full_params`, where modules show no shards."""
+    inside = TrainingState.SUMMON_FULL_PARAMS
+    summoned = [unit.name for _, unit in units_in(root) if unit.state is inside or unit.access.summoned is not None]
+    if summoned:
+        raise RuntimeError(f"cannot {what}: {summoned[0]} is inside summon_full_params(). Leave it first.")
+
+
 def parameters_of(model: nn.Module, what: str) -> Parameters:
     """Return what an optimizer of the model may see.
 
@@ -113,10 +122,7 @@ def parameters_of(model: nn.Module, what: str) -> Parameters:
     """
     root = root_of(model)
     root.require_idle(what)
-    inside = TrainingState.SUMMON_FULL_PARAMS
-    summoned = [unit.name for _, unit in units_in(root) if unit.state is inside or unit.access.summoned is not None]
-    if summoned:
-        raise RuntimeError(f"cannot {what}: {summoned[0]} is inside summon_full_params(). Leave it first.")
+    require_shards(root, what)
     return Parameters(model, root, lambda unit: is_uncollected(unit, root))
 
 

@@ -295,6 +295,12 @@ def keys_with_elements(states: Iterable[tuple[torch.Size, Mapping[str, Any]]]) -
     return found
 
 
+ELEMENTWISE = (
+    "Use an optimizer that works element by element (Adam, AdamW, SGD, ...), or leave these parameters unsharded with "
+    "ignored_parameters."
+)
+
+
 def odd_shape(key: str, name: str, found: Sequence[int], wanted: str, remedy: str) -> str:
     """Return what to say of a tensor that has no kind."""
     return (
@@ -303,10 +309,29 @@ def odd_shape(key: str, name: str, found: Sequence[int], wanted: str, remedy: st
     )
 
 
-ELEMENTWISE = (
-    "Use an optimizer that works element by element (Adam, AdamW, SGD, ...), or leave these parameters unsharded with "
-    "ignored_parameters."
-)
+def kinds_of(
+    name: str,
+    state: Mapping[str, Any],
+    shape: torch.Size,
+    whose: str = "the parameter",
+    has_elements: Mapping[str, bool] | None = None,
+    remedy: str = ELEMENTWISE,
+) -> Kinds:
+    """Return the kinds of a parameter's state, as `kind_of` does.
+
+    Raises:
+        TypeError: for state that is no mapping.
+        ValueError: for a tensor that has no kind; it says that `whose` shape is another one.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"the optimizer's state of {name} is a {type(state).__name__} and no mapping")
+    kinds: Kinds = {}
+    for key, value in state.items():
+        kind = kind_of(key, value, shape, has_elements)
+        if kind is None:
+            raise ValueError(odd_shape(key, name, value.shape, f"{whose} {tuple(shape)}", remedy))
+        kinds[key] = kind
+    return kinds
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -373,22 +398,14 @@ def own_kinds(
         TypeError: for state that is no mapping.
         ValueError: for a tensor that is neither of the shard's shape nor a number.
     """
-    return [OwnKinds(one.name, one.is_on(one.comm.rank), _kinds(one, states.get(one) or {}, doing)) for one in params]
-
-
-def _kinds(one: OptimParam, state: Mapping[str, Any], doing: str) -> Kinds:
-    if not isinstance(state, Mapping):
-        raise TypeError(f"the optimizer's state of {one.name} is a {type(state).__name__} and no mapping")
-    if one.handle is not None:
-        one.handle.storage.check(f"{doing} the optimizer's state of {one.name}", state.values())
-    kinds: Kinds = {}
-    for key, value in state.items():
-        kind = kind_of(key, value, one.param.shape)
-        if kind is None:
-            wanted = f"this rank's shard of it {tuple(one.param.shape)}"
-            raise ValueError(odd_shape(key, one.name, value.shape, wanted, ELEMENTWISE))
-        kinds[key] = kind
-    return kinds
+    found = []
+    for one in params:
+        state = states.get(one) or {}
+        kinds = kinds_of(one.name, state, one.param.shape, "this rank's shard of it")
+        if one.handle is not None:
+            one.handle.storage.check(f"{doing} the optimizer's state of {one.name}", state.values())
+        found.append(OwnKinds(one.name, one.is_on(one.comm.rank), kinds))
+    return found
 
 
 @dataclass(frozen=True, eq=False)

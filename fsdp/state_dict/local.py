@@ -21,8 +21,9 @@ from fsdp.distributed.dtensor import is_dtensor
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name, join
+from fsdp.engine.sharding_strategy import ranks_of
 from fsdp.engine.shared_params import settle_shares
-from fsdp.engine.unit import TrainingState, Unit, units_in
+from fsdp.engine.unit import TrainingState, Unit, unit_of_wrapper, units_in
 from fsdp.state_dict.full import is_customised, stored_buffers, with_wrapped_metadata
 
 _NAMED = 5  # in messages
@@ -55,6 +56,21 @@ class Member:
     @property
     def title(self) -> str:
         return f"'{self.path}'" if self.path else f"{self.unit.name}, the outermost"
+
+
+def members_in(wrapper: nn.Module) -> list[Member]:
+    """Return the wrappers in this one, itself first."""
+    found: list[Member] = []
+    for path, module in wrapper.named_modules():
+        unit = unit_of_wrapper(module)
+        if unit is not None:
+            root = found[0].unit if found else unit
+            first = min(root.ranks, default=None)
+            ranks = ranks_of(module.process_group)
+            is_counted = first is None or not ranks or first in ranks
+            is_alone = unit.comm.world_size == 1 < root.comm.world_size
+            found.append(Member(clean_name(path), unit, unit.settings["flatten_parameters"], is_counted, is_alone))
+    return found
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fsdp.engine.runtime import Runtime, running, runtime_of
+from fsdp.engine.shard_module import runtime_of_root
 from fsdp.engine.unit import unit_of, unit_of_wrapper
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp.uneven.join import Joining
@@ -97,7 +98,7 @@ def join(
         raise TypeError(f"fsdp.join needs the outermost FullyShardedDataParallel, got a {type(model).__name__}")
     if not optimizers:
         raise ValueError("fsdp.join: give it the optimizer, which ranks that have finished step as well")
-    runtime = model._runtime_as_root("join")
+    runtime = runtime_of_root(model._unit, "join")
     runtime.ensure_idle("begin fsdp.join")
     joining = Joining(runtime, model, optimizers, after_step)
     joining.begin()

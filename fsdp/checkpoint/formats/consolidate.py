@@ -24,10 +24,30 @@ _BACKING = ("names", "shapes", "numels", "padding")
 def consolidate(
     shard_weights: Sequence[Mapping[str, Any]],
     shard_metadata: Sequence[Mapping[str, Any]],
-    with_module_buffers: bool,
-    strict: bool,
+    with_module_buffers: bool = True,
+    strict: bool = True,
 ) -> dict[str, Any]:
-    """Return the full state; see `FullyShardedDataParallel.consolidate_shard_weights`."""
+    """Return unsharded weights under plain names from all ranks' shards, FairScale's too. No process group is needed.
+
+    Tensors are new, on the device of the first rank's, and made one parameter at a time: beyond what is given and
+    the result, nothing is held. Tied parameters are one tensor under all their names. Nothing given is changed.
+
+    Args:
+        shard_weights: each rank's `local_state_dict`, in rank order; with hybrid sharding of all ranks or of the
+            first replica.
+        shard_metadata: the same ranks' `local_metadata_dict`.
+        with_module_buffers: whether to add the first rank's buffers, and whatever else is not sharded.
+        strict: False leaves out parameters and buffers that the first rank's weights lack, and keys that no
+            metadata name.
+
+    Returns:
+        What `state_dict` would give on the first rank: of a unit with fewer ranks than the outermost, those values
+        that the first rank's group has.
+
+    Raises:
+        ValueError: for lists that are empty or not of one length; for missing, cut, reordered or superfluous
+            shards, and those of different models: with the rank and the key.
+    """
     if len(shard_weights) != len(shard_metadata) or not shard_weights:
         raise ValueError(
             "consolidating takes the weights and the metadata of every rank, at least of one: got "
