@@ -97,7 +97,7 @@ Target = SlotTensor | UnshardedTensor
 
 
 def _read_part(files: TensorReader, key: str, into: Tensor, start: int, part: MeshPart | None) -> None:
-    """Fill `into` from its element `start` on of a whole tensor, or of this rank's `part` of one."""
+    """Fill `into` from its element `start` on of an unsharded tensor, or of this rank's `part` of one."""
     if part is None:
         files.read(key, into, start)
         return
@@ -218,7 +218,7 @@ def outermost_units(module: nn.Module) -> Iterator[Unit]:
 
 
 def require_rest(model: nn.Module, units: Sequence[Unit], what: str) -> None:
-    """Make sure that every shard is whole and nobody uses it.
+    """Make sure that every shard is complete and not in use.
 
     Raises:
         RuntimeError: in a forward or backward, inside `summon_full_params`, or for a part of a wrapped module.

@@ -34,8 +34,8 @@ class Part:
     """A range of a row-major *block*, which is the whole tensor, but of a `DTensor`: the elements that a rank holds.
 
     Attributes:
-        shape: of the whole.
-        block: where in the whole tensor.
+        shape: of the whole tensor.
+        block: where in it the elements lie.
         start, stop: the range.
         name, rank: of the tensor, and the rank's number, for messages.
         is_alone: no other rank holds anything of it.

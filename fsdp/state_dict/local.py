@@ -87,8 +87,8 @@ def local(root: Unit, what: str) -> Iterator[None]:
     summoned = [unit.name for unit in units if unit.state is TrainingState.SUMMON_FULL_PARAMS]
     if summoned:
         raise RuntimeError(
-            f"cannot {what} inside summon_full_params(): {summoned[0]} shows whole parameters and no shards now. Leave "
-            "it first, or use state_dict() and load_state_dict() inside."
+            f"cannot {what} inside summon_full_params(): {summoned[0]} shows unsharded parameters and no shards now. "
+            "Leave it first, or use state_dict() and load_state_dict() inside."
         )
     settle_shares(root, units_in(root), all_inside=False)
     for handle in _handles(units):
@@ -158,7 +158,7 @@ def _entry(member: Member) -> dict[str, Any]:
         if any(handle.flat_param.parts):
             raise NotImplementedError(
                 f"{member.title}: {handle.layout.slots[0].name} is a DTensor, of which a shard has parts of parts: "
-                "FairScale's format cannot say that. Save state_dict() instead, which is whole on every rank; "
+                "FairScale's format cannot say that. Save state_dict() instead, which is unsharded on every rank; "
                 "local_state_dict() by itself is loaded again by the same ranks."
             )
         params |= dict(_backings(handle, member))

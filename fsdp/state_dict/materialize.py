@@ -1,7 +1,7 @@
 """`materialize` gives first values to what has none, unit by unit and module by module.
 
 A unit's parameters are shown to its modules as ordinary tensors in fresh memory, with nothing gathered; each module
-initialises what is directly in it; then each rank cuts its shard, and the memory is given back before the next unit.
+initialises what is directly in it; then each rank cuts its shard, and the memory is released before the next unit.
 
 Modules come children first, as in constructors: a module that changes what its children have drawn (the attention of
 torch zeroes the bias of its projection) has the last word. A tied parameter is initialised once, by the first of its
@@ -43,9 +43,9 @@ def materialize(model: nn.Module, *, param_init_fn: ParamInit | None = None, see
     """Give values to everything in a model that has none: what was built on the meta device and not loaded since.
 
     To be called on every rank, with the same arguments, before the first use; no rank needs another for it. One unit is
-    whole at a time, on the unit's compute device. Works on any tree of modules, with units in it or without; what is
-    not in a unit is put on the device of the units, or the default device. Parameters and buffers with values, loaded
-    from a file for example, keep them.
+    unsharded at a time, on the unit's compute device. Works on any tree of modules, with units in it or without; what
+    is not in a unit is put on the device of the units, or the default device. Parameters and buffers with values,
+    loaded from a file for example, keep them.
 
     Each module that has parameters or buffers without values *directly* in it is initialised once, children before
     parents, by ``param_init_fn(module)``, or else by its own ``reset_parameters()`` (or ``_reset_parameters()``, as

@@ -1,6 +1,6 @@
 """Sharded state dicts: the state of a model with this rank's parts in the place of parameters.
 
-As for whole parameters (`state_dict.exposure`), the parts are registered in the modules for as long as the state is
+As unsharded parameters are (`state_dict.summon`), the parts are registered in the modules for as long as the state is
 taken or loaded, so that names, order and hooks are those of `nn.Module`. Nothing is gathered, and no memory is used.
 """
 
