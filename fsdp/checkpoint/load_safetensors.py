@@ -29,8 +29,8 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
     """Collective. Load unsharded values from safetensors files, each rank reading only what it keeps.
 
     The bytes go from the file into the shard's memory; a shard on an accelerator, and values of another dtype, go
-    through 4 MiB of host memory. There is never an unsharded parameter on a rank of several. Buffers and parameters that
-    are not sharded are read as a whole on every rank; of `DTensor`s, what the local part needs.
+    through 4 MiB of host memory. There is never an unsharded parameter on a rank of several. Buffers and parameters
+    that are not sharded are read as a whole on every rank; of `DTensor`s, what the local part needs.
 
     Stored values are cast to the dtype of the parameter or buffer as `Tensor.copy_` does. Tied parameters are loaded
     from the first of their names that is there. Hooks of state dicts, and extra state, have no part in it.
