@@ -43,11 +43,10 @@ from fsdp.optim_utils.gather import fairscale_dictionary, optim_stream
 from fsdp.optim_utils.params import is_uncollected, require_shards
 from fsdp.optim_utils.reshard_optimizer import reshard_optimizer
 from fsdp.optim_utils.scatter import become_shard
-from fsdp.state_dict.full import Loading, ensure_agreed, ensure_same_values, load_whole, with_wrapped_metadata
+from fsdp.state_dict.full import Loading, ensure_agreed, ensure_same_values, load_full, save_full, with_wrapped_metadata
 from fsdp.state_dict.load_targets import TensorPart
 from fsdp.state_dict.local import LocalLoad, local, local_metadata, local_state, members_in
 from fsdp.state_dict.materialize import ParamInit, materialize_unit
-from fsdp.state_dict.save import save_whole
 from fsdp.state_dict.sharded import load_sharded_state, sharded_state
 from fsdp.state_dict.summon import params_shown, shapes_summoned, summoned
 
@@ -557,7 +556,7 @@ class FullyShardedDataParallel(nn.Module):
             return self.local_state_dict(destination, prefix, keep_vars)
         first_only = self._options.state_dict_on_rank_0_only if rank0_only is None else rank0_only
         asked = Saving(self._unit.everyone, dtype, self._options.state_dict_device, first_only)
-        return save_whole(self, self._unit, asked, destination, prefix, keep_vars)
+        return save_full(self, self._unit, asked, destination, prefix, keep_vars)
 
     @during("load_state_dict()")
     def load_state_dict(
@@ -578,7 +577,7 @@ class FullyShardedDataParallel(nn.Module):
             raise NotImplementedError("load_state_dict(assign=True): shards are copied into; leave assign at False")
         self._unit.require_idle("load a state dict")
         ensure_agreed(self._unit)
-        return load_whole(self, self._unit, super().load_state_dict, state_dict, strict, rank0_only)
+        return load_full(self, self._unit, super().load_state_dict, state_dict, strict, rank0_only)
 
     def local_state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return this rank's shards, and buffers, under FairScale's names (docs/local_state.md). Not collective.

@@ -23,12 +23,22 @@ from torch import Tensor, nn
 
 from fsdp.distributed.consensus import agree_on_outcome, done_by_all, from_everyone, peers_answer
 from fsdp.distributed.dtensor import is_dtensor, local_part, spread_loaded, whole
-from fsdp.engine.deferred_init import blanks_in
+from fsdp.engine.deferred_init import memory_to_load_into, require_values_everywhere
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import FLATTEN_PART, FSDP_PART, clean_name, clean_text, foreign_prefix, prefix_problem
 from fsdp.engine.shared_params import exported_around, keys_of, settle_shares
-from fsdp.engine.state_requests import Exporting, FirstRank, LoadPass, LocalState, Saving, loading
+from fsdp.engine.state_requests import (
+    Exporting,
+    FirstRank,
+    LoadPass,
+    LocalState,
+    Saving,
+    ShardedState,
+    Summoning,
+    loading,
+    saving,
+)
 from fsdp.engine.unit import TrainingState, Unit, own_modules, serving, units_in
 from fsdp.engine.verify import agree, agree_on_values
 from fsdp.state_dict.first_rank import received
@@ -47,13 +57,61 @@ def ensure_agreed(root: Unit) -> None:
 
 
 def ensure_same_values(root: Unit) -> None:
-    """Collective the first time. As `ensure_agreed`, of what the shards were cut from; for who is about to read it."""
+    """Collective the first time. The ranks compare the values that they were wrapped with, before these are read."""
     if root.state is not TrainingState.SUMMON_FULL_PARAMS:
         agree_on_values(units_in(root))
 
 
-def whole_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool, form: Saving) -> Any:
-    """Collective. The `state_dict` of the unit's module with its parameters whole, in tensors of its own.
+def save_full(wrapper: nn.Module, unit: Unit, asked: Saving, destination: Any, prefix: str, keep_vars: bool) -> Any:
+    """Collective. Return the unsharded state of a wrapper, or of one inside of the wrapper whose state is taken.
+
+    Args:
+        wrapper: whose hooks are called.
+        unit: its own.
+        asked: counts if it is the outermost one.
+        destination, prefix, keep_vars: as for `nn.Module.state_dict`.
+    """
+    if unit.request(ShardedState):  # nothing is to be gathered
+        _run_pre_hooks(wrapper, prefix, keep_vars)
+        state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        return _run_hooks(wrapper, state, prefix)
+    unit.require_idle("take a state dict")
+    summoning = unit.request(Summoning)
+    if summoning is not None and summoning.rank0_only:
+        raise RuntimeError(
+            "state_dict(): inside summon_full_params(rank0_only=True) the other ranks' modules are sharded. Take "
+            "it outside, with state_dict(rank0_only=True)."
+        )
+    is_outermost = unit.request(Saving) is None
+    with saving(unit, asked) as form:
+        _run_pre_hooks(wrapper, prefix, keep_vars)
+        ensure_agreed(unit)
+        require_values_everywhere(unit, "take a state dict")
+        ensure_same_values(unit)
+        state = _run_hooks(wrapper, _full_state(unit, destination, prefix, keep_vars, form), prefix)
+    if is_outermost:
+        for _, each in units_in(unit):
+            each.settle()
+        if not form.is_here:
+            for key in [key for key in state if key.startswith(prefix)]:
+                del state[key]
+    return state
+
+
+def _run_pre_hooks(wrapper: nn.Module, prefix: str, keep_vars: bool) -> None:
+    for before in wrapper._state_dict_pre_hooks.values():
+        before(wrapper, prefix, keep_vars)
+
+
+def _run_hooks(wrapper: nn.Module, state: Any, prefix: str) -> Any:
+    for after in wrapper._state_dict_hooks.values():
+        changed = after(wrapper, state, prefix, state._metadata.get(prefix[:-1], {}))
+        state = state if changed is None else changed
+    return state
+
+
+def _full_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool, form: Saving) -> Any:
+    """Collective. Return the `state_dict` of the unit's module with its parameters unsharded, in tensors of its own.
 
     Args:
         unit: whose state.
@@ -70,7 +128,7 @@ def whole_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool, form
             _forget(state, prefix)
         elif not keep_vars:
             live = {local_part(tensor).data_ptr() for tensor in (*others, *unit.module.buffers())}
-            _make_whole(state, unit, prefix)
+            _gather_dtensors(state, unit, prefix)
             params = {prefix + key for key in keys_of(unit)}
             left = exported_around(unit)
             moved: dict[Any, Tensor] = {}  # tied tensors stay tied
@@ -91,8 +149,8 @@ def _forget(state: dict[str, Any], prefix: str) -> None:
             state[key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
-def _make_whole(state: dict[str, Any], unit: Unit, prefix: str) -> None:
-    """Collective over their meshes. Whole tensors in the place of `DTensor`s, tied ones once."""
+def _gather_dtensors(state: dict[str, Any], unit: Unit, prefix: str) -> None:
+    """Collective over their meshes. Put plain tensors in the place of `DTensor`s, tied ones once."""
     for handle in unit.handles:
         for places in handle.places:
             names = [prefix + place.fqn for place in places if is_dtensor(state.get(prefix + place.fqn))]
@@ -111,7 +169,7 @@ def _own(value: Tensor, live: set[int], device: torch.device | None, dtype: torc
 # --- loading --------------------------------------------------------------------------------------------------------
 
 
-def load_whole(
+def load_full(
     wrapper: nn.Module, unit: Unit, walk: Walk, state_dict: Mapping[str, Any], strict: bool, rank0_only: bool
 ) -> Any:
     """Collective. Load an unsharded state dict into a wrapper.
@@ -207,7 +265,7 @@ def _agree_to_read(unit: Unit, root: nn.Module) -> frozenset[Unit] | None:
 
 
 def is_customised(module: nn.Module) -> bool:
-    """Whether a module's load is more than copying: hooks or a method that are neither ours nor torch's own."""
+    """Return True if a module's load is more than copying: hooks or a method that are neither ours nor torch's own."""
     hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
     return any(_is_users(getattr(one, "hook", one)) for one in (*hooks, module._load_from_state_dict))
 
@@ -252,7 +310,7 @@ def _refuse_meta(value: Tensor) -> None:
 
 
 class _Rest(NamedTuple):
-    """What is recorded of a load beside sharded parameters."""
+    """A record of what a load would write beside sharded parameters."""
 
     tensors: list[tuple[dict[str, Any], str, LoadTarget]]  # where modules list each, by dictionary and name
     extra: list[tuple[nn.Module, Any]]
@@ -293,17 +351,12 @@ def _note(extra: list[tuple[nn.Module, Any]], module: nn.Module, state: Any) -> 
 @contextmanager
 def stored_buffers(units: Sequence[Unit]) -> Iterator[None]:
     """Buffers are in the dtype in which they are saved, and what has no values has memory to load them into."""
-    blanks = []
-    for unit in units:
-        for blank in blanks_in(own_modules(unit.module)) if unit.awaits_values else ():
-            blank.give_memory(unit.device)
-            blanks.append(blank)
-        unit.buffers.widen()
     try:
-        yield
+        with memory_to_load_into(units):
+            for unit in units:
+                unit.buffers.widen()
+            yield
     finally:
-        for blank in blanks:
-            blank.keep_if_filled()
         for unit in units:
             if not unit.in_full_precision:
                 unit.buffers.narrow()
@@ -371,7 +424,7 @@ def _keep_written(exposure: Exposure, is_here: bool, source: FirstRank | None) -
 
 
 def with_wrapped_metadata(state_dict: Any, root: nn.Module) -> Any:
-    """A shallow copy whose version metadata is found under wrapped names too, where torch will look for it."""
+    """Return a shallow copy whose version metadata is found under wrapped names too, where torch will look for it."""
     copied = OrderedDict(state_dict)
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
