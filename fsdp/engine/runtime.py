@@ -18,7 +18,7 @@ So at most the units in computation, one prefetched unit and two reductions are 
 from __future__ import annotations
 
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
@@ -280,10 +280,19 @@ class Runtime:
 
     def _end_failed_forward(self, unit: Unit) -> None:
         unit.state = TrainingState.IDLE
-        unit.reshard()
+        self._let_go(unit)
         self.participation.fail(unit)
         if not self._running:
-            self._end_forward(keep=False)
+            for other in self.units:
+                self._let_go(other)
+            with suppress(RuntimeError):
+                self._settle()
+
+    def _let_go(self, unit: Unit) -> None:
+        """Reshard after a failure: that of what is still in flight says no more than the error that is raised."""
+        for handle in unit.handles:
+            with suppress(RuntimeError):
+                handle.reshard()
 
     def give_up_forward(self, unit: Unit) -> None:
         """An exception that torch's hooks do not see (KeyboardInterrupt, say) has ended the unit's forward."""
