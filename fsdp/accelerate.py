@@ -24,7 +24,7 @@ except ImportError as error:
 
 
 def outermost(model: nn.Module) -> fsdp.FullyShardedDataParallel | fsdp.FSDPModule | None:
-    """The model as what shards it: a wrapper, or a module under `fully_shard`; None if nothing in it is sharded.
+    """Return the model if it is a wrapper or a module under `fully_shard`; None if nothing in it is sharded.
 
     Raises:
         ValueError: for a plain module with sharded ones inside, in which nobody would clip and accumulate for all.
@@ -65,7 +65,7 @@ class Accelerator(accelerate.Accelerator):
 
     @classmethod
     def adopt(cls, accelerator: accelerate.Accelerator) -> Accelerator:
-        """The same object, which somebody else has made (a Trainer, say), as one of these. Before it prepares models.
+        """Make an accelerator one of these that somebody else has made (a Trainer, say), before it prepares models.
 
         Raises:
             ValueError: as the constructor.
@@ -91,7 +91,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """As `accelerate`'s; a model that is sharded stays where it is and what it is, but for autocast.
+        """Prepare a model as `accelerate` does; one that is sharded stays where it is and what it is, but for autocast.
 
         Raises:
             ValueError: for a plain module with sharded ones inside.
@@ -102,7 +102,7 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """As `accelerate`'s; of a wrapper the module that was wrapped, whose inner wrappers stay."""
+        """Unwrap a model as `accelerate` does; a wrapper becomes its module, whose inner wrappers stay."""
         return super().unwrap_model(
             model.module.module if isinstance(model, fsdp.FullyShardedDataParallel) else model, *args, **kwargs
         )
@@ -111,7 +111,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """As `accelerate`'s: backwards inside keep whole gradients on each rank."""
+        """Accumulate as `accelerate` does: backwards inside keep unsharded gradients on each rank."""
         if not isinstance(model, fsdp.FSDPModule):
             with super().no_sync(model):
                 yield
@@ -159,7 +159,7 @@ class Accelerator(accelerate.Accelerator):
     # --- saving -------------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Collective. As `accelerate`'s; of a sharded model the whole state on the first rank, elsewhere nothing."""
+        """Collective. Return the state as `accelerate` does; a sharded model's on the first rank only."""
         if self._is_saving:
             return {}
         sharded = outermost(model)
@@ -172,7 +172,7 @@ class Accelerator(accelerate.Accelerator):
     def save_state(
         self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **options: Any
     ) -> Any:
-        """Collective. As `accelerate`'s; a sharded model and its optimizer are saved by `fsdp.save`.
+        """Collective. Save as `accelerate` does; a sharded model and its optimizer are saved by `fsdp.save`.
 
         So any number of ranks can load them, and `from_pretrained` reads the model if there is a configuration beside
         it. Schedulers, samplers, random states and registered objects are in `accelerate`'s own files.
@@ -204,7 +204,7 @@ class Accelerator(accelerate.Accelerator):
         load_kwargs: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """Collective. As `accelerate`'s; what `save_state` saved of a sharded model, at any number of ranks.
+        """Collective. Load as `accelerate` does; what `save_state` saved of a sharded model, at any number of ranks.
 
         Args:
             input_dir: the folder, or None for the newest of automatic names.
@@ -227,7 +227,7 @@ class Accelerator(accelerate.Accelerator):
             super().load_state(input_dir, load_kwargs)
 
     def _model_and_optimizers(self, method: str) -> tuple[nn.Module | None, list[torch.optim.Optimizer] | None]:
-        """The sharded model, if there is one, and what steps it."""
+        """Return the sharded model, if there is one, and the optimizers that step it."""
         if not any(outermost(model) for model in self._models):
             return None, None
         if len(self._models) > 1:

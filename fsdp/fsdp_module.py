@@ -10,10 +10,9 @@ from typing import Any
 from torch import nn
 
 from fsdp.engine.deferred_init import require_values_everywhere
-from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.placeholder import under_way
-from fsdp.engine.runtime import Runtime
-from fsdp.engine.unit import Unit, unit_of, units_in
+from fsdp.engine.runtime import Runtime, runtime_of
+from fsdp.engine.unit import TrainingState, Unit, unit_of, units_in
 from fsdp.state_dict.load import explain
 
 
@@ -76,7 +75,7 @@ class FSDPModule:
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether whole parameters are freed after forward, for this module and, with `recurse`, those inside."""
         for unit in _units(self, recurse):
-            unit.wishes.set_reshard_after_forward(reshard_after_forward)
+            unit.policy.set_reshard_after_forward(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether whole parameters are freed after backward. Otherwise they stay until the end of the next forward.
@@ -84,15 +83,15 @@ class FSDPModule:
         For several backwards with the same weights. A changed shard is gathered again in any case.
         """
         for unit in _units(self, recurse):
-            unit.wishes.reshard_after_backward = reshard_after_backward
+            unit.policy.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """In this module's forward, gather these ahead, in this order, instead of what is expected to come next."""
-        _of(self).wishes.forward_prefetch = [_of(module) for module in modules]
+        _of(self).policy.forward_prefetch = [_of(module) for module in modules]
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """In this module's backward, gather these ahead, in this order, instead of what is expected to come next."""
-        _of(self).wishes.backward_prefetch = [_of(module) for module in modules]
+        _of(self).policy.backward_prefetch = [_of(module) for module in modules]
 
     # --- gradients ----------------------------------------------------------------------------------------------
 
@@ -177,7 +176,7 @@ def _units(module: Any, recurse: bool) -> list[Unit]:
 
 def _runtime_as_root(module: Any, method: str) -> Runtime:
     unit = _of(module)
-    runtime = unit.ensure_runtime()
+    runtime = runtime_of(unit)
     if runtime.root is not unit:
         raise RuntimeError(
             f"{method} is for the outermost module under fully_shard; '{unit.name}' lies inside "

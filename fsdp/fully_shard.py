@@ -19,28 +19,25 @@ from fsdp.distributed.collectives import communicator
 from fsdp.distributed.dtensor import is_dtensor, spread_loaded
 from fsdp.distributed.process_groups import Group, default_group, reduce_group, served_device
 from fsdp.engine.flat_param import FlatParameter
-from fsdp.engine.forward_hooks import Hook
-from fsdp.engine.ignored import Ignored
+from fsdp.engine.forward_hooks import ForwardHooks, Hook
 from fsdp.engine.layout import RowsLayout
-from fsdp.engine.managed_params import Places, collect, device_of, group, lender_of, names_of, take_over
+from fsdp.engine.managed_params import Ignored, Places, collect, device_of, group, lender_of, names_of, take_over
 from fsdp.engine.module_overrides import guard, refuse_shared_modules
 from fsdp.engine.nn_utils import teach_torch
 from fsdp.engine.offload import Offload
 from fsdp.engine.optimizer_hooks import watch_optimizers
-from fsdp.engine.options import usual_predivide_factor
+from fsdp.engine.options import Options
 from fsdp.engine.precision import MixedPrecision, Precision
 from fsdp.engine.runtime import Runtime
-from fsdp.engine.sharding_strategy import Groups, nearby_in
+from fsdp.engine.sharding_strategy import Groups, post_forward_group
 from fsdp.engine.shared_params import claimed_in, share, wanted
-from fsdp.engine.unit import Unit, own_modules, unit_of
-from fsdp.engine.wishes import Wishes
+from fsdp.engine.unit import Policy, Unit, own_modules, unit_of, unit_of_wrapper
 from fsdp.fsdp_module import FSDPModule, fsdp_class
-from fsdp.wrapper.access import WrapperAccess
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_ALIGNED = 8  # elements; see `wrapper.shards`
+_ALIGNED = 8  # elements; see `engine.shard_module`
 _BUCKET_BYTES = 25 * 2**20
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -131,7 +128,7 @@ def fully_shard(
     groups = Groups.resolve(mesh, None)
     _check_params(found, groups.replicas)
     dims = {param: _dim_of(places[0].fqn, param, shard_placement_fn) for param, places in found.items()}
-    reshards, nearby = _resharding(reshard_after_forward, groups)
+    reshards, post_forward_ranks = _resharding(reshard_after_forward, groups)
     params_are_on = device_of(found) or served_device(groups.shard)
     device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
     if tied:
@@ -141,7 +138,7 @@ def fully_shard(
             split_off(param, lender_of(param))
     unit = _make_unit(module, groups, device, ignored, _precision(mp_policy), reshards)
     try:
-        _shard(unit, groups, found, dims, mesh, _offload(offload_policy), nearby)
+        _shard(unit, groups, found, dims, mesh, _offload(offload_policy), post_forward_ranks)
     except BaseException:
         unit.withdraw()
         raise
@@ -175,21 +172,22 @@ def _make_unit(
     reshards: bool,
 ) -> Unit:
     averaged = groups.shard.size() * groups.replicas
-    predivide = usual_predivide_factor(averaged)
-    return Unit(
+    predivide = Options().predivide_factor(averaged)
+    unit = Unit(
         module,
         *groups.communicators(device),
         groups.ranks,
         precision,
         device,
         ignored,
-        wishes=Wishes(reshards),
+        policy=Policy(reshards),
         predivide=predivide,
         postdivide=averaged / predivide,
-        clear_autocast_cache=False,
         settings={},
         new_runtime=partial(Runtime, keep_root=True, bucket_bytes=_BUCKET_BYTES),
     )
+    ForwardHooks(unit, clear_autocast_cache=False).register()
+    return unit
 
 
 def _shard(
@@ -199,7 +197,7 @@ def _shard(
     dims: dict[nn.Parameter, int],
     mesh: DeviceMesh,
     offload: Offload,
-    nearby: Group | None,
+    post_forward_ranks: Group | None,
 ) -> None:
     """Cut the parameters, take them out of their modules, and have the unit run what they have become."""
     from fsdp.engine.dtensor_params import RowPieces  # imports DTensor, which takes a second
@@ -207,7 +205,7 @@ def _shard(
     for param, places in found.items():
         unit.precision_at(places).check(places[0].fqn, param.dtype, param.requires_grad)
     rank, world_size = groups.shard.rank(), groups.shard.size()
-    new_home = offload.home_on(unit.device)
+    new_storage = offload.storage_on(unit.device)
     members = [params for _, params in group(found, unit.precision_at, lambda _, param: param.dim() == 0)]
     flat_params = []
     for params in members:
@@ -215,9 +213,9 @@ def _shard(
         number, of, replicas = (0, 1, world_size) if params[0].dim() == 0 else (rank, world_size, groups.replicas)
         names, cut_at = names_of(params, found), tuple(dims[param] for param in params)
         flat_params.append(
-            FlatParameter.shard_of(params, names, number, of, new_home(), _ALIGNED, replicas, RowsLayout, cut_at)
+            FlatParameter.shard_of(params, names, number, of, new_storage(), _ALIGNED, replicas, RowsLayout, cut_at)
         )
-    near = None if nearby is None else communicator(nearby, unit.device)
+    near = None if post_forward_ranks is None else communicator(post_forward_ranks, unit.device)
     reduce_comm = communicator(reduce_group(groups.shard, unit.device), unit.device)
     taken = [[found[param] for param in params] for params in members]
     ordered = {param: found[param] for params in members for param in params}
@@ -235,7 +233,7 @@ def _resharding(asked: Any, groups: Groups) -> tuple[bool, Group | None]:
         return asked is not False, None
     if not isinstance(asked, int):
         raise TypeError(f"reshard_after_forward must be True, False, None or a number of ranks, got {asked!r}")
-    return asked > 1, nearby_in(groups.shard, asked)
+    return asked > 1, post_forward_group(groups.shard, asked)
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:
@@ -275,7 +273,7 @@ def _check_module(module: Any, ignored: Ignored) -> None:
         )
     if isinstance(module, FSDPModule) or unit_of(module) is not None:
         raise ValueError(f"this {kind} is sharded already: call fully_shard once, and on the modules around it")
-    wrapped = next((type(inner).__name__ for inner in module.modules() if isinstance(inner, WrapperAccess)), None)
+    wrapped = next((type(inner).__name__ for inner in module.modules() if unit_of_wrapper(inner) is not None), None)
     if wrapped is not None:
         raise ValueError(f"{kind} has a {wrapped} inside: use fully_shard for all modules of a model, or the wrapper")
     if all(ignored.has(inner, param) for inner in module.modules() for param in inner.parameters(recurse=False)):

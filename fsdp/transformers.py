@@ -61,26 +61,27 @@ class Trainer(transformers.Trainer):
         Accelerator.adopt(self.accelerator)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Shards are where they belong."""
+        """Do nothing: shards are where they belong."""
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         return self.accelerator.prepare_model(self.model_wrapped)
 
     def get_num_trainable_parameters(self) -> int:
-        """As `transformers.Trainer`'s: of the whole model."""
+        """Return the number for the unsharded model."""
         sharded = self.model_wrapped
         with sharded.summon_shapes() if isinstance(sharded, fsdp.FullyShardedDataParallel) else nullcontext():
             return super().get_num_trainable_parameters()
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """As `transformers.Trainer`'s, which puts names together from those of children, by the names that the model
-        lists: those have no parts that lead through wrappers.
+        """Return the names of the parameters that decay as the model lists them, without what leads through wrappers.
+
+        `transformers.Trainer` puts them together from the names of children.
         """
         names = super().get_decay_parameter_names(model)
         return [name.replace("_fsdp_wrapped_module._fpw_module.", "") for name in names]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """As `transformers.Trainer`'s.
+        """Make the optimizer as `transformers.Trainer` does.
 
         Raises:
             ValueError: for a weight decay, which biases and norms are spared, where they are in one flat parameter with
@@ -115,7 +116,7 @@ class Trainer(transformers.Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_beside(self, folder: str) -> None:
-        """What `transformers.Trainer` has in a checkpoint besides weights."""
+        """Save what `transformers.Trainer` has in a checkpoint besides weights."""
         if not self.args.should_save:
             return
         for part in ("config", "generation_config"):
@@ -126,12 +127,12 @@ class Trainer(transformers.Trainer):
         torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """The optimizer is saved with the model."""
+        """Save the scheduler; the optimizer is saved with the model."""
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """The model is loaded with the optimizer, when there is one."""
+        """Do nothing: the model is loaded with the optimizer, when there is one."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

@@ -39,7 +39,7 @@ CONCERNS = {
         "engine/units engine/runtime engine/changed_* engine/no_sync training/training engine/orig_params* "
         "training/orig_params training/precision state_dict/summon_full_params engine/offload engine/different_values"
     ),
-    "engine/unit engine/runtime engine/schedule engine/forward_hooks engine/usage engine/adoption engine/autograd": (
+    "engine/unit engine/runtime engine/forward_hooks engine/autograd": (
         "engine/runtime engine/schedule engine/units training/training engine/nested_calls engine/errors "
         "training/option_grid training/kinds_* engine/precision_eval fully_shard/uses engine/no_sync"
     ),
@@ -47,7 +47,7 @@ CONCERNS = {
         "distributed/collectives engine/runtime engine/clip training/kinds_clip engine/hybrid distributed/hybrid_bytes "
         "tensor_parallel/clip training/option_grid training/training distributed/comm_hook* training/comm_hooks"
     ),
-    "engine/managed_params engine/shared_params engine/splitting engine/ignored": (
+    "engine/managed_params engine/shared_params": (
         "training/kinds_* engine/append_shared_param engine/ignored* engine/group_by fully_shard/uses wrap/wrap "
         "engine/units"
     ),

@@ -25,7 +25,7 @@ ROOMS: dict[str, set[str]] = {
     "integrations": {"compat", "accelerate", "transformers", "lightning"},
     "uneven ranks": {"uneven"},
     "wrapping": {"wrap"},
-    "front doors": {"fully_sharded_data_parallel", "fully_shard", "fsdp_module", "wrapper"},
+    "front doors": {"fully_sharded_data_parallel", "fully_shard", "fsdp_module"},
     "checkpoints": {"checkpoint"},
     "optimizer state": {"optim_utils"},
     "state": {"state_dict", "state_dict_utils"},
@@ -34,7 +34,7 @@ ROOMS: dict[str, set[str]] = {
 }
 MAX_ENTRIES = 20
 # Packages that say what they are for, and whose modules are imported from where they are.
-INDEXES = {"distributed", "engine", "state_dict", "uneven", "wrapper", "compat"}
+INDEXES = {"distributed", "engine", "state_dict", "uneven", "compat"}
 # Of the integrations, those that are written as a user's own code would be.
 CLIENTS = {"accelerate", "transformers", "lightning"}
 PUBLIC_PACKAGES = {"", "checkpoint", "state_dict_utils", "optim_utils", "wrap"}
@@ -42,17 +42,11 @@ PUBLIC_PACKAGES = {"", "checkpoint", "state_dict_utils", "optim_utils", "wrap"}
 SHARED = {"_version"}
 # Known imports that still go up, to be turned round; a new one fails.
 UPWARD = {
-    ("engine.forward_hooks", "uneven.regions"),
-    ("engine.options", "wrapper.fsdp1"),
-    ("engine.runtime", "uneven.regions"),
-    ("engine.runtime", "uneven.visits"),
-    ("optim_utils", "wrapper.optim"),
-    ("optim_utils.grad_scaler", "uneven.join"),
     ("state_dict.local", "checkpoint.formats.consolidate"),
 }
 
 MAX_MODULE_LINES = 800  # of the central ones; a class is never cut in two to stay below it
-MAX_FUNCTION_LINES = 60  # without its docstring
+MAX_FUNCTION_LINES = 60  # of its body, without its docstring
 
 # What moves data between ranks, as functions of torch.distributed; * stands for any ending.
 COLLECTIVES = (
@@ -287,7 +281,7 @@ def test_only_comm_talks_to_other_ranks(path: Path) -> None:
 
 
 def function_lines(function: Function) -> int:
-    length = (function.end_lineno or 0) - function.lineno + 1
+    length = (function.end_lineno or 0) - function.body[0].lineno + 1
     if ast.get_docstring(function) is not None:
         docstring = function.body[0]
         length -= (docstring.end_lineno or 0) - docstring.lineno + 1
@@ -298,8 +292,8 @@ def functions(tree: ast.Module) -> Iterator[Function]:
     return (node for node in ast.walk(tree) if isinstance(node, Function))
 
 
-def test_a_function_is_measured_without_its_docstring() -> None:
-    tree = ast.parse('@decorated\ndef f():\n    """One.\n\n    Two.\n    """\n    return 1')
+def test_a_function_is_measured_without_its_signature_and_docstring() -> None:
+    tree = ast.parse('@decorated\ndef f(\n    a,\n):\n    """One.\n\n    Two.\n    """\n    b = a\n    return b')
     assert [function_lines(function) for function in functions(tree)] == [2]
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: folders of safetensors files, of which every rank writes and reads its ranges, without a gather."""
+"""Checkpoints: folders of safetensors files, of which every rank writes and reads its ranges, without an all-gather."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from fsdp.checkpoint import loader, writer
 from fsdp.checkpoint.background import Saver as Saver
 from fsdp.checkpoint.folder import newest as newest
 from fsdp.checkpoint.folder import steps as steps
-from fsdp.checkpoint.formats.examine import examine_ours
 from fsdp.checkpoint.json_values import decoded
 from fsdp.checkpoint.loader import Loaded as Loaded
 from fsdp.checkpoint.manifest import Manifest, complete
@@ -121,7 +120,7 @@ def load(
 
 
 def values(path: str | os.PathLike[str]) -> Any:
-    """The `values` that a checkpoint was saved with. In one process, and without reading a tensor.
+    """Return the `values` that a checkpoint was saved with. In one process, and without reading a tensor.
 
     Args:
         path: its folder.
@@ -140,12 +139,14 @@ def verify(path: str | os.PathLike[str]) -> int:
         path: its folder.
 
     Returns:
-        How many bytes of tensors it has.
+        The number of bytes of its tensors.
 
     Raises:
         FileNotFoundError: if there is no complete checkpoint.
         ValueError: if it is damaged; it names all files and tensors that are.
     """
+    from fsdp.checkpoint.formats.verify import examine_ours  # with the formats of other libraries
+
     folder = complete(path)
     examined = examine_ours(folder, lambda nbytes: lambda done: None)
     if examined.problems:

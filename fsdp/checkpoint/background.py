@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on: from copies in host memory, by a thread on each rank.
+"""Saving checkpoints while training goes on: from copies in host memory, by a thread on each rank.
 
 The threads talk to each other over groups of their own, so that their messages never meet those of training.
 """
@@ -19,7 +19,7 @@ from torch import nn
 
 from fsdp.checkpoint.model import all_ranks
 from fsdp.checkpoint.model_tensors import prepared
-from fsdp.checkpoint.safetensors_writer import Entry, Part
+from fsdp.checkpoint.safetensors import Entry, Part
 from fsdp.checkpoint.writer import Place, Plan, Saved, TensorSet, prepare, release, write
 from fsdp.distributed.collectives import during
 from fsdp.engine.agreement import Ranks, done_by_all
@@ -60,7 +60,7 @@ class _Job:
             raise error
 
     def report(self) -> None:
-        """Nobody will ask any more: print what it raised."""
+        """Print what it raised, since nobody will ask any more."""
         self._thread.join()
         if self._error is not None:
             print("fsdp: a checkpoint could not be saved:", file=sys.stderr)
@@ -108,7 +108,7 @@ class Saver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether this rank is still writing."""
+        """Return whether this rank is still writing."""
         return self._job is not None and self._job.is_running
 
     @during("fsdp.checkpoint.Saver.save()")
@@ -125,7 +125,7 @@ class Saver:
         max_file_bytes: int | None = None,
         generators: bool = True,
     ) -> None:
-        """Collective. As `fsdp.save`; it returns when model and optimizer may be changed again.
+        """Collective. Save as `fsdp.save`, but return when model and optimizer may be changed again.
 
         Raises:
             RuntimeError: if the last checkpoint is still being written, and `when_busy` is "raise".
@@ -167,7 +167,7 @@ class Saver:
             self._job.finish()
 
     def _copied(self, found: Plan) -> Plan:
-        """The same with copies of what this rank is to write."""
+        """Return the same with copies of what this rank is to write."""
         values = [part.values for each in found.sets for entry in each.entries for part in entry.parts]
         copies = iter(self._stager.stage(values))
 

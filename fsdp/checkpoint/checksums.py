@@ -37,17 +37,17 @@ class Fragment(NamedTuple):
 
     @property
     def block(self) -> int:
-        """The number of its block."""
+        """Return the number of its block."""
         return self.begin // BLOCK_BYTES
 
 
 def fragment(name: str, begin: int, memory: memoryview) -> Fragment:
-    """That of some bytes, which must lie in one block."""
+    """Return the fragment that some bytes make, which must lie in one block."""
     return Fragment(name, begin, len(memory), zlib.crc32(memory))
 
 
 def spans(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Bytes ``begin:end`` of a tensor, cut at the borders of blocks."""
+    """Divide bytes ``begin:end`` of a tensor at the borders of blocks."""
     while begin < end:
         stop = min(end, (begin // BLOCK_BYTES + 1) * BLOCK_BYTES)
         yield begin, stop
@@ -55,22 +55,22 @@ def spans(begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def blocks(nbytes: int) -> list[tuple[int, int]]:
-    """Where the blocks of a tensor of so many bytes begin and end."""
+    """Return where the blocks of a tensor of so many bytes begin and end."""
     return list(spans(0, nbytes))
 
 
 def block_count(nbytes: int) -> int:
-    """How many blocks a tensor of so many bytes has."""
+    """Return the number of blocks of a tensor of so many bytes."""
     return -(-nbytes // BLOCK_BYTES)
 
 
 def block_span(number: int, nbytes: int) -> tuple[int, int]:
-    """Where one of the blocks of a tensor of so many bytes begins and ends."""
+    """Return where one of the blocks of a tensor of so many bytes begins and ends."""
     return number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, nbytes)
 
 
 def joined(first: int, second: int, second_nbytes: int) -> int:
-    """The checksum of bytes that follow each other, from those of the two parts.
+    """Return the checksum of bytes that follow each other, from the checksums of both.
 
     To append n bytes is to multiply by x to the power of 8n, modulo the polynomial: as in zlib's ``crc32_combine``.
     """
@@ -92,13 +92,13 @@ def _product(one: int, other: int) -> int:
 
 @cache
 def _squared(times: int) -> int:
-    """x, squared so many times."""
+    """Square x so many times."""
     return _ONE >> 1 if times == 0 else _product(_squared(times - 1), _squared(times - 1))
 
 
 @cache
 def _power(exponent: int) -> int:
-    """x to this power."""
+    """Return x to this power."""
     found = _ONE
     for bit in range(exponent.bit_length()):
         if exponent >> bit & 1:
@@ -107,7 +107,7 @@ def _power(exponent: int) -> int:
 
 
 class HoleError(Exception):
-    """Some bytes of a tensor are in no fragment: from `begin` to `end`."""
+    """Bytes `begin` to `end` of a tensor are in no fragment."""
 
     def __init__(self, begin: int, end: int) -> None:
         super().__init__(f"bytes {begin} to {end}")
@@ -115,7 +115,7 @@ class HoleError(Exception):
 
 
 def of_block(fragments: Iterable[Fragment], begin: int, end: int) -> int:
-    """The checksum of bytes ``begin:end``, which are one block.
+    """Return the checksum of bytes ``begin:end``, which are one block.
 
     Raises:
         HoleError: if they are not in the fragments, which may be there several times.
@@ -130,7 +130,7 @@ def of_block(fragments: Iterable[Fragment], begin: int, end: int) -> int:
 
 
 def by_name(fragments: Iterable[Fragment]) -> dict[str, dict[int, list[Fragment]]]:
-    """Fragments by tensor and number of their block."""
+    """Return fragments by tensor and number of their block."""
     found: dict[str, dict[int, list[Fragment]]] = {}
     for each in fragments:
         found.setdefault(each.name, {}).setdefault(each.block, []).append(each)
@@ -138,7 +138,7 @@ def by_name(fragments: Iterable[Fragment]) -> dict[str, dict[int, list[Fragment]
 
 
 def of_tensor(fragments: Mapping[int, Iterable[Fragment]], nbytes: int) -> list[int]:
-    """The checksums of all blocks of a tensor.
+    """Return the checksums of all blocks of a tensor.
 
     Raises:
         HoleError: if a block is not in the fragments.
@@ -147,12 +147,12 @@ def of_tensor(fragments: Mapping[int, Iterable[Fragment]], nbytes: int) -> list[
 
 
 def as_text(checksums: Iterable[int]) -> str:
-    """Eight hexadecimal digits each."""
+    """Return checksums as text, of eight hexadecimal digits each."""
     return "".join(f"{each:08x}" for each in checksums)
 
 
 def from_text(text: str) -> list[int]:
-    """What `as_text` has made a text of.
+    """Return the checksums in a text of `as_text`.
 
     Raises:
         ValueError: if it is none.

@@ -1,4 +1,4 @@
-"""The life of a checkpoint's folder: written beside its place, put there whole, found again, and removed in order.
+"""The life of a checkpoint's folder: written beside its place, moved there, found again, and removed in order.
 
 While ``run`` is saved, files are in ``run.saving``. What makes a folder a checkpoint is its manifest,
 ``checkpoint.json``, which is written when everything else is on disk. Then ``run``, if it was there, becomes
@@ -30,29 +30,29 @@ _NUMBERED = re.compile(rf"step-(\d+)({'|'.join(map(re.escape, (SAVING, REPLACED,
 
 
 def found(path: str | os.PathLike[str]) -> str | None:
-    """The complete checkpoint at a path: the folder, or what a killed save has left beside it; None without one."""
+    """Return the complete checkpoint at a path: the folder, or one that a killed save has left beside it, or None."""
     place = os.path.realpath(path)
     return next((folder for folder in (place, place + SAVING, place + REPLACED) if _is_complete(folder)), None)
 
 
 def is_left_behind(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder is no checkpoint, but what a save or removal that was killed has left."""
+    """Return whether a folder is no checkpoint, but the rest of a save or removal that was killed."""
     return os.path.lexists(os.path.join(folder, _MARKER)) and not _is_complete(os.fspath(folder))
 
 
 def numbered(folder: str | os.PathLike[str], step: int) -> str:
-    """The place of the checkpoint of a step."""
+    """Return the place of the checkpoint of a step."""
     return os.path.join(os.fspath(folder), f"step-{step:08d}")
 
 
 def step_of(folder: str | os.PathLike[str]) -> int | None:
-    """The step that a checkpoint was saved with, as its folder's name says; None for one by itself."""
+    """Return the step that a checkpoint was saved with, from its folder's name; None for one by itself."""
     match = _NUMBERED.fullmatch(os.path.basename(os.path.realpath(folder)))
     return None if match is None else int(match[1])
 
 
 def steps_in(folder: str | os.PathLike[str]) -> dict[int, str]:
-    """The complete checkpoints in a folder, by their steps, the oldest first; none if there is no such folder."""
+    """Return the complete checkpoints in a folder, by their steps, the oldest first; none without such a folder."""
     places = {step: numbered(folder, step) for step in sorted(_steps_named_in(folder))}
     return {step: place for step, place in places.items() if found(place) is not None}
 
@@ -66,7 +66,7 @@ def _steps_named_in(folder: str | os.PathLike[str]) -> set[int]:
 
 
 def steps(folder: str | os.PathLike[str]) -> dict[int, Path]:
-    """The complete checkpoints in a folder of numbered ones, by their steps, the lowest first; empty without any.
+    """Return the complete checkpoints in a folder of numbered ones, by their steps, the lowest first.
 
     What a save that was killed has left is none.
     """
@@ -74,7 +74,7 @@ def steps(folder: str | os.PathLike[str]) -> dict[int, Path]:
 
 
 def newest(folder: str | os.PathLike[str]) -> Path | None:
-    """The one of `steps` with the highest step; None if there is none."""
+    """Return the checkpoint with the highest step in a folder of numbered ones; None if there is none."""
     places = steps(folder)
     return places[max(places)] if places else None
 
@@ -99,7 +99,7 @@ def rotate(folder: str | os.PathLike[str], keep: int, step: int) -> None:
 
 
 class _Lock:
-    """What at most one process holds for the place of a checkpoint: whoever saves there, or tidies up.
+    """A lock on the place of a checkpoint, for the one process that saves there, or tidies up.
 
     Args:
         place: of the checkpoint.
@@ -110,7 +110,7 @@ class _Lock:
         self._fd: int | None = None
 
     def take(self) -> bool:
-        """Whether nobody else has it; it is held then, as far as the file system knows locks.
+        """Return whether nobody else holds it; it is held then, as far as the file system knows locks.
 
         Raises:
             OSError: if its file cannot be made.
@@ -143,7 +143,7 @@ class _Lock:
 
 
 def _is_at(fd: int, path: str) -> bool:
-    """Whether an open file is the one at a path."""
+    """Return whether an open file is the one at a path."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
@@ -193,7 +193,7 @@ class Destination:
 
     @property
     def token(self) -> bytes:
-        """What all processes find that see the folder which one has made; empty if there is nothing."""
+        """Return what all processes read that see the folder which one of them has made; empty if there is nothing."""
         try:
             return Path(self.folder, _MARKER).read_bytes()
         except OSError:
@@ -211,7 +211,7 @@ class Destination:
                 remove(folder)
 
     def commit(self, manifest: bytes) -> None:
-        """Everything is on disk: have the checkpoint in its place.
+        """Move the checkpoint to its place, when everything else is on disk.
 
         Raises:
             RuntimeError: if another process has begun to save there since.
@@ -246,7 +246,7 @@ class Destination:
                 _copy_synced(entry.path, os.path.join(self.folder, entry.name))
 
     def abandon(self) -> None:
-        """The save has failed: have the old one in its place and remove what was written, as far as can be."""
+        """Put the old one back and remove what was written, as far as can be, after a save that has failed."""
         try:
             if self._token:
                 self._put_back()
@@ -287,7 +287,7 @@ def _is_ours(folder: str) -> bool:
 
 
 def _has_ours_alone(folder: str) -> bool:
-    """Whether there are no files in a folder but such as we make: of a save whose marker another one has removed."""
+    """Return whether a folder has no files but such as we make: of a save whose marker another one has removed."""
     return os.path.isdir(folder) and all(map(_OURS.fullmatch, os.listdir(folder)))
 
 

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import os
+import random
+import struct
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 
-from fsdp.checkpoint.checked_files import CheckedFiles
-from fsdp.checkpoint.folder import step_of
-from fsdp.checkpoint.formats.dcp import is_dcp, read_dcp
-from fsdp.checkpoint.formats.files import is_ours, read_ours
+from fsdp.checkpoint.folder import found, step_of
 from fsdp.checkpoint.formats.source import Source, TensorReader
-from fsdp.checkpoint.formats.trees import Choices
-from fsdp.checkpoint.generators import GeneratorStates
 from fsdp.checkpoint.json_values import decoded
 from fsdp.checkpoint.load_safetensors import does_not_fit, misfits, read
+from fsdp.checkpoint.manifest import read_ours
 from fsdp.checkpoint.model import Stored, size_of, stored_tensors
 from fsdp.checkpoint.model_tensors import extra_states, prepared, tensors_in
-from fsdp.checkpoint.optim import StatePlan, give_state, plan_state, read_state, release_state
-from fsdp.checkpoint.several import as_one
+from fsdp.checkpoint.optim import StatePlan, as_one, give_state, plan_state, read_state
+from fsdp.checkpoint.safetensors import CheckedFiles
 from fsdp.checkpoint.untrusted import readable, reading
 from fsdp.engine.agreement import (
     Ranks,
@@ -57,18 +57,18 @@ class Loaded:
 
     @property
     def step(self) -> int | None:
-        """The step that it was saved with; None if it was saved without one."""
+        """Return the step that it was saved with; None if it was saved without one."""
         return step_of(self.path)
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, strict: bool, generators: bool) -> Loaded:
-    """Collective. See `fsdp.checkpoint.load`."""
+    """Collective. Load a checkpoint: see `fsdp.checkpoint.load`."""
     units, everyone = prepared(model, "load a checkpoint")
     settings = [f"strict={bool(strict)}", f"generators={bool(generators)}"]
     settings += ["no optimizer" if optimizer is None else "an optimizer"]
     for ranks in everyone:
         agree_on(ranks, "settings to load a checkpoint", ", ".join(settings))
-    with closing(_found(path, everyone, None if optimizer is not None else "model")) as source:
+    with closing(_opened(path, everyone, optimizer is not None)) as source:
         states = None
         if generators:
             states = done_by_all(everyone, f"read {source.path}", lambda: _generators(source, everyone))
@@ -118,7 +118,7 @@ class _SavedState:
         self._plan = StatePlan([], [], [], [])
 
     def problems(self, tensors: dict[str, Stored]) -> list[str]:
-        """What does not fit."""
+        """Return what does not fit."""
         self._plan = plan_state(self._optimizer, tensors, self._files, self._rest)
         return self._plan.problems
 
@@ -127,17 +127,21 @@ class _SavedState:
         found = done_by_all(self._everyone, self._what, lambda: read_state(self._optimizer, self._plan, self._files))
         _compare(self._files, self._everyone)
         give_state(self._optimizer, self._plan, found)
-        release_state(self._plan.groups)
 
 
-def _found(path: str | os.PathLike[str], everyone: Sequence[Ranks], only: str | None) -> Source:
-    """Collective. The checkpoint, which all ranks have."""
+def _opened(path: str | os.PathLike[str], everyone: Sequence[Ranks], with_optimizer: bool) -> Source:
+    """Collective. Open the checkpoint, which all ranks must have."""
     place = os.fspath(path)
 
     def look() -> Source:
-        read_it = read_dcp if is_dcp(place) and not is_ours(place) else read_ours
         with reading(place):
-            return read_it(place, Choices(only=only))
+            if found(place) is None and os.path.exists(place):
+                from fsdp.checkpoint.formats.dcp import is_dcp, read_dcp  # loaded only for such a folder
+                from fsdp.checkpoint.formats.trees import Choices
+
+                if is_dcp(place):
+                    return read_dcp(place, Choices(only=None if with_optimizer else "model"))
+            return read_ours(place, with_optimizer=with_optimizer)
 
     source = done_by_all(everyone, f"open the checkpoint {place}", look)
     for ranks in everyone:
@@ -146,7 +150,7 @@ def _found(path: str | os.PathLike[str], everyone: Sequence[Ranks], only: str | 
 
 
 def _compare(files: TensorReader, everyone: Sequence[Ranks]) -> None:
-    """Collective. Blocks of which ranks have read different parts are as they were saved, if anybody noted that."""
+    """Collective. Compare the blocks of which ranks have read different ranges, if there are checksums."""
     if not isinstance(files, CheckedFiles):
         return
     heard = [each for ranks in everyone if peers_answer(ranks) for each in from_everyone(ranks, files.fragments)]
@@ -154,7 +158,7 @@ def _compare(files: TensorReader, everyone: Sequence[Ranks]) -> None:
 
 
 def _generators(source: Source, everyone: Sequence[Ranks]) -> GeneratorStates | None:
-    """Those of this rank, if as many ranks load the checkpoint as saved it."""
+    """Return the states of this rank's generators, if as many ranks load the checkpoint as saved it."""
     ranks = everyone[0] if everyone else ()
     if source.generators is None or len(everyone) > 1 or size_of(ranks) != source.world_size:
         return None
@@ -165,3 +169,84 @@ def _generators(source: Source, everyone: Sequence[Ranks]) -> GeneratorStates | 
         raise ValueError(
             f"{source.path}, of rank {number}: {error}. Load another checkpoint, or this one with generators=False."
         ) from None
+
+
+# --- random number generators -----------------------------------------------------------------------------------------
+
+
+_WORDS = 624  # of a Mersenne Twister, which all three generators on the CPU are
+_POSITION = struct.Struct("<8xiiQ")  # in torch's state: behind the seed, how many are left, a flag, and the next one
+
+
+@dataclass(frozen=True, eq=False)
+class GeneratorStates:
+    """The states of this process's random number generators, checked so that they can be set without harm.
+
+    NumPy takes any position, torch some that do not fit together, and then they read memory that is not their own.
+
+    Args:
+        states: as `fsdp.checkpoint.writer.generator_states` gives them.
+
+    Raises:
+        ValueError: if they are not; it says of which generator.
+    """
+
+    states: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        checks = {"python": _check_python, "numpy": _check_numpy, "torch": _check_torch}
+        if not isinstance(self.states, dict) or not checks.keys() <= self.states.keys():
+            raise ValueError("the states of random number generators are not those of Python's, NumPy's and torch's")
+        for name, check in checks.items():
+            try:
+                check(self.states[name])
+            except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+                raise ValueError(f"the state of {name}'s random number generator cannot be set: {error}") from None
+        cuda = self.states.get("cuda")
+        if cuda is not None and not _is_bytes(cuda):
+            raise ValueError("the state of the GPU's random number generator cannot be set: it is no tensor of bytes")
+
+    def set(self) -> None:
+        """Have the generators go on from there; one that has no state among them is left alone."""
+        random.setstate(self.states["python"])
+        kind, keys, *rest = self.states["numpy"]
+        np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
+        torch.set_rng_state(self.states["torch"])
+        if "cuda" in self.states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(self.states["cuda"])
+
+
+def _check_python(state: Any) -> None:
+    version, words, gauss = state
+    if not (isinstance(words, tuple) and all(type(word) is int and 0 <= word < 1 << 32 for word in words)):
+        raise ValueError("it is not made of numbers of 32 bits")
+    if version == 3 and not (len(words) == _WORDS + 1 and 1 <= words[-1] <= _WORDS):
+        raise ValueError(f"it has {len(words)} numbers, of which the last one is its position")
+    if not (gauss is None or isinstance(gauss, float)):
+        raise ValueError("what it keeps for the next call is no number")
+    random.Random().setstate(state)
+
+
+def _check_numpy(state: Any) -> None:
+    kind, keys, position, has_gauss, gauss = state
+    if kind != "MT19937":
+        raise ValueError(f"it is not of the kind MT19937, which numpy.random has: {kind!r}")
+    if not isinstance(keys, bytes) or len(keys) != 4 * _WORDS:
+        raise ValueError(f"it is not made of {_WORDS} numbers of 32 bits")
+    if type(position) is not int or not 0 <= position <= _WORDS:
+        raise ValueError(f"its position is {position!r}, and must be 0 to {_WORDS}")
+    if type(has_gauss) is not int or has_gauss not in (0, 1) or type(gauss) is not float:
+        raise ValueError("what it keeps for the next call is no number")
+
+
+def _check_torch(state: Any) -> None:
+    if not _is_bytes(state):
+        raise ValueError("it is no tensor of bytes")
+    torch.Generator().set_state(state)  # which looks at the numbers one by one
+    left, _, position = _POSITION.unpack_from(state.numpy().tobytes())
+    if left + position > _WORDS + 1:
+        raise ValueError(f"{left} of its numbers are left from position {position} on, and it has {_WORDS}")
+
+
+def _is_bytes(state: Any) -> bool:
+    return isinstance(state, Tensor) and state.dtype == torch.uint8 and state.dim() == 1

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, in ``checkpoint.json``: its files, their checksums, and all that is no tensor."""
+"""The manifest of a checkpoint, ``checkpoint.json``: its files, their checksums, and all that is no tensor."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp.checkpoint.checked_files import CheckedFiles
 from fsdp.checkpoint.checksums import BLOCK_BYTES
 from fsdp.checkpoint.folder import MANIFEST, found, steps_in
+from fsdp.checkpoint.formats.source import Source
 from fsdp.checkpoint.json_values import problem_of
 from fsdp.checkpoint.optim import state_problems
-from fsdp.checkpoint.safetensors_writer import SUFFIX, PlannedFile, index_name
+from fsdp.checkpoint.safetensors import SUFFIX, CheckedFiles, PlannedFile, index_name
 from fsdp.checkpoint.untrusted import beside, content_of, opened, reading, short
 
 VERSION = 1
@@ -40,11 +40,11 @@ class TensorFiles:
 
     @property
     def name(self) -> str:
-        """Of the file, or of the index."""
+        """Return the name of the file, or of the index."""
         return f"{self.stem}{SUFFIX}" if len(self.files) == 1 else index_name(self.stem)
 
     def damaged_heads(self, folder: str) -> Iterator[str]:
-        """What is wrong with the files, but for their tensors."""
+        """Yield what is wrong with the files, but for their tensors."""
         for name, (nbytes, head_nbytes, checksum) in self.files.items():
             path = beside(os.path.join(folder, MANIFEST), name)
             try:
@@ -60,7 +60,7 @@ class TensorFiles:
                 yield f"{path}: its header is damaged"
 
     def opened_in(self, folder: str) -> CheckedFiles:
-        """The tensors in a checkpoint's folder.
+        """Open the tensors in a checkpoint's folder.
 
         Raises:
             ValueError, OSError: if the files are damaged or cannot be read.
@@ -72,7 +72,7 @@ class TensorFiles:
 
 
 def files_of(stem: str, files: list[PlannedFile], index: bytes, checksums: Mapping[str, str]) -> TensorFiles:
-    """What is to be said of files that were planned and written."""
+    """Describe files that were planned and written."""
     heads = {file.name: (file.nbytes, len(file.head), zlib.crc32(file.head)) for file in files}
     if len(files) > 1:
         heads[index_name(stem)] = (len(index), len(index), zlib.crc32(index))
@@ -81,7 +81,7 @@ def files_of(stem: str, files: list[PlannedFile], index: bytes, checksums: Mappi
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that a checkpoint says of itself.
+    """The description of a checkpoint.
 
     Attributes:
         world_size: of the ranks that saved it; whoever loads it need not know.
@@ -102,7 +102,7 @@ class Manifest:
     values: Any
 
     def to_bytes(self) -> bytes:
-        """The text of the file."""
+        """Return the text of the file."""
         sets = {"model": self.model, "optimizer": self.optimizer}
         content = {
             "format": _FORMAT,
@@ -120,7 +120,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: str) -> Manifest:
-        """That of a complete checkpoint.
+        """Read the manifest of a complete checkpoint.
 
         Raises:
             ValueError: if it is damaged, or of a newer version.
@@ -162,7 +162,7 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """Equal for equal checkpoints, their values included."""
+        """Return a hash that is equal for equal checkpoints, their values included."""
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
 
@@ -171,7 +171,7 @@ def _text(content: Any) -> str:
 
 
 def _problems(content: Mapping[str, Any]) -> Iterator[str]:
-    """What is not as `Manifest.to_bytes` writes it, and the place of each in the file."""
+    """Yield what is not as `Manifest.to_bytes` writes it, with its place in the file."""
     world_size, generators, extra = content.get("world_size"), content.get("generators"), content.get("extra")
     if not _is_count(world_size) or world_size == 0:
         yield f"world_size is {short(world_size)}"
@@ -217,8 +217,33 @@ def _tensor_files(stem: str, content: Any) -> TensorFiles:
     return TensorFiles(stem, files, content["crc32"])
 
 
+def read_ours(path: str | os.PathLike[str], *, with_optimizer: bool = True) -> Source:
+    """Open a folder that `fsdp.save` has written. What is read of it is compared with its checksums.
+
+    Raises:
+        FileNotFoundError: if there is no complete one.
+        ValueError, OSError: if it is damaged or cannot be read.
+    """
+    folder = complete(path)
+    manifest = Manifest.read(folder)
+    model = manifest.model.opened_in(folder)
+    saved = manifest.optimizer if with_optimizer else None
+    return Source(
+        "fsdp",
+        folder,
+        model,
+        None if saved is None else saved.opened_in(folder),
+        None if saved is None else manifest.optimizer_rest,
+        manifest.extra,
+        manifest.values,
+        world_size=manifest.world_size,
+        generators=manifest.generators,
+        identity=manifest.digest,
+    )
+
+
 def complete(path: str | os.PathLike[str]) -> str:
-    """The folder of the checkpoint that is meant by a path.
+    """Return the folder of the checkpoint that is meant by a path.
 
     Raises:
         FileNotFoundError: if there is none.

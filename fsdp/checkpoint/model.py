@@ -1,4 +1,4 @@
-"""What of a model goes into a checkpoint: every tensor once, under one plain name, and which rank writes what of it."""
+"""A model's tensors in a checkpoint: each once, under one FQN, with the ranges of it that each rank writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp.checkpoint.model_tensors import SlotTensor, WholeTensor, paths_in, tensors_in
-from fsdp.checkpoint.safetensors_writer import Entry, Part
+from fsdp.checkpoint.safetensors import Entry, Part
 from fsdp.distributed.collectives import LONE_RANK, communicator
 from fsdp.distributed.process_groups import default_group
 from fsdp.engine.agreement import Ranks, number_among
@@ -25,7 +25,7 @@ Stored = SlotTensor | WholeTensor
 
 
 def all_ranks(everyone: Sequence[Ranks]) -> Ranks:
-    """Those that save a checkpoint together; of a model without units, all there are.
+    """Return the ranks that save a checkpoint together; of a model without units, all ranks.
 
     Raises:
         RuntimeError: if units that lie in no other one are not spread over the same ranks.
@@ -43,12 +43,12 @@ def all_ranks(everyone: Sequence[Ranks]) -> Ranks:
 
 
 def size_of(ranks: Ranks) -> int:
-    """How many there are."""
+    """Return the number of ranks."""
     return math.prod(comm.world_size for comm in ranks)
 
 
 def stored_tensors(model: nn.Module, units: Sequence[Unit]) -> dict[str, Stored]:
-    """All that a checkpoint has of a model, in the order of its modules, under the first name that each has there."""
+    """Return a model's tensors in the order of its modules, each under the first of its names there."""
     order = {path: number for number, path in enumerate(path for paths in paths_in(model).values() for path in paths)}
 
     def place(name: str) -> int:
@@ -61,7 +61,7 @@ def stored_tensors(model: nn.Module, units: Sequence[Unit]) -> dict[str, Stored]
 
 @contextmanager
 def buffers_in_own_precision(units: Iterable[Unit]) -> Iterator[None]:
-    """Buffers are computed with in another dtype than they are kept in."""
+    """Have buffers in the dtype that they are kept in, and not that of computation."""
     units = list(units)
     for unit in units:
         unit.buffers.widen()
@@ -86,7 +86,7 @@ def require_one_model(units: Sequence[Unit], ranks: Ranks) -> None:
 
 
 def entries_of(tensors: dict[str, Stored], ranks: Ranks, dtype: torch.dtype | None) -> list[Entry]:
-    """What is to be written of a model, and this rank's parts of it.
+    """Return a model's tensors that are to be written, with this rank's ranges of them.
 
     Args:
         tensors: all of them.
@@ -112,9 +112,9 @@ def _entry(name: str, target: Stored, ranks: Ranks, dtype: torch.dtype | None) -
 
 
 def values_of(name: str, target: Stored) -> Tensor:
-    """This rank's shard, or the whole tensor; flat."""
+    """Return this rank's shard of the flat parameter, or all of a tensor; flat."""
     if isinstance(target, SlotTensor):
-        target.handle.home.check(target.handle.name)
+        target.handle.storage.check(target.handle.name)
         return target.handle.flat_param.vector
     if target.tensor.is_meta:
         raise RuntimeError(f"cannot save a checkpoint: {name} is on the meta device and has no values")
@@ -122,7 +122,7 @@ def values_of(name: str, target: Stored) -> Tensor:
 
 
 def parts_of(target: Stored, flat: Tensor, interval: Interval | None, ranks: Ranks) -> list[Part]:
-    """What this rank writes of a tensor, or of another one in its likeness.
+    """Return the ranges that this rank writes of a tensor, or of another one in its likeness.
 
     Args:
         target: the tensor.
@@ -138,14 +138,14 @@ def parts_of(target: Stored, flat: Tensor, interval: Interval | None, ranks: Ran
 
 
 def interval_of(target: Stored) -> Interval | None:
-    """What this rank has of a tensor, and where."""
+    """Return the elements that this rank has of a tensor, and their place."""
     if isinstance(target, SlotTensor):
         return target.handle.layout.interval(target.slot, target.handle.comm.rank)
     return Interval(0, 0, target.shape.numel(), 0) if target.shape.numel() else None
 
 
 def _writes(target: Stored, ranks: Ranks) -> bool:
-    """Whether nobody else writes the same: the first replica of a shard, and of what all ranks have, the first rank."""
+    """Return whether this rank writes it: the first replica of a shard, and the first rank of what all ranks have."""
     if isinstance(target, SlotTensor) and _reach(target.handle) == size_of(ranks):
         return target.handle.replicas.rank == 0
     return number_among(ranks) == 0

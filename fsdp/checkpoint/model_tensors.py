@@ -14,12 +14,11 @@ from fsdp.checkpoint.formats.source import TensorReader
 from fsdp.distributed.dtensor import MeshPart, local_part
 from fsdp.engine.agreement import Ranks
 from fsdp.engine.flat_param import FlatParameter
-from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.module_overrides import Conversions
 from fsdp.engine.names import clean_name, plain_name
-from fsdp.engine.unit import Unit, own_modules, unit_of
+from fsdp.engine.unit import TrainingState, Unit, own_modules, unit_of
 from fsdp.state_dict.full import ensure_agreed
 
 
@@ -60,9 +59,9 @@ class SlotTensor:
         return self.handle.flat_param.parts[self.slot]
 
     def fill(self, files: TensorReader, key: str) -> None:
-        self.handle.home.check(self.handle.name)
+        self.handle.storage.check(self.handle.name)
         self.handle.fill(self.slot, lambda shard, start: _read_part(files, key, shard, start, self.part))
-        self.handle.home.release()
+        self.handle.storage.release()
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The safetensors format: what is in a file, and reading a range of it straight into a tensor's memory.
+"""The safetensors format: the tensors in files, reading ranges of them, and writing files by several ranks at once.
 
 A file is eight bytes with the length N of the header (little-endian), N bytes of JSON, and the data:
 ``{name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, "__metadata__": {...}}``, offsets counted from
@@ -6,7 +6,9 @@ the end of the header, values row-major and little-endian, without holes. Severa
 ``model.safetensors.index.json`` with ``{"weight_map": {name: file}}``. Source: https://huggingface.co/docs/safetensors
 and the reference implementation, whose limits are these.
 
-Nothing is mapped: pages of a mapping that were touched count as memory of the process.
+[Note: several writers] `plan` is arithmetic: from names, dtypes and shapes it makes headers and places, the same on
+every rank. Then each rank writes its ranges where they belong (`write_parts`), from the memory that they are in; values
+that are not on the CPU, or of another dtype, go through one block. Nothing is gathered.
 """
 
 from __future__ import annotations
@@ -14,21 +16,40 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdp.checkpoint.untrusted import beside, content_of, descriptor, opened, readable, reading, short
+from fsdp.checkpoint.checksums import (
+    BLOCK_BYTES,
+    Fragment,
+    HoleError,
+    block_count,
+    block_span,
+    blocks,
+    by_name,
+    fragment,
+    from_text,
+    of_block,
+    spans,
+)
+from fsdp.checkpoint.formats.source import FoundTensor, SeenFile, StridedTensor, TensorReader
+from fsdp.checkpoint.untrusted import beside, content_of, opened, readable, reading, short
 
-INDEX_SUFFIX = ".safetensors.index.json"
+SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 _ONE_FILE = "model.safetensors"
-MAX_HEADER = 100_000_000  # bytes, as in the reference implementation
-_CHUNK_BYTES = 4 << 20
+_MAX_HEADER = 100_000_000  # bytes, as in the reference implementation
 _MOST_ELEMENTS = (1 << 63) - 1  # that torch can count
+_LENGTH_BYTES = 8  # of the header's length, before it
+# Data begin at a multiple of these bytes in the file, as tensors do in memory, behind spaces, which are allowed. Where
+# the two lie differently in lines of the processor's cache, copying to and from the system's took twice the time.
+_LINE = 64
 
 _NAMES = {
     "F64": "float64",
@@ -52,32 +73,11 @@ _NAMES = {
     "BOOL": "bool",
 }
 DTYPES: dict[str, torch.dtype] = {key: getattr(torch, name) for key, name in _NAMES.items() if hasattr(torch, name)}
+KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """Where a tensor is: `begin` is the byte of `file` at which its first element is."""
-
-    name: str
-    file: str
-    dtype: torch.dtype
-    shape: torch.Size
-    begin: int
-
-    @property
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    def __str__(self) -> str:
-        return readable(f"{self.name} in {self.file}")
-
-
-class SafetensorsFiles:
-    """The tensors of one or several files, by name. As a context manager, it closes the files that it has opened.
+class SafetensorsFiles(TensorReader):
+    """The tensors of one or several files, by name.
 
     Args:
         path: a file, an index of several (``*.safetensors.index.json``), or a folder that has either.
@@ -93,18 +93,18 @@ class SafetensorsFiles:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = _resolve(path)
+        super().__init__(_resolve(path), {})
         self.metadata: dict[str, str] = {}
         with reading(self.path):
-            self.tensors = self._of_index() if self.path.endswith(".json") else self._of_file(self.path)
-        self._open: dict[str, int] = {}
+            self._stored = self._of_index() if self.path.endswith(".json") else self._of_file(self.path)
+        self.tensors = {name: FoundTensor(name, each.file.path, each) for name, each in self._stored.items()}
 
-    def _of_file(self, path: str) -> dict[str, StoredTensor]:
-        tensors, metadata = read_header(path)
+    def _of_file(self, path: str) -> dict[str, StridedTensor]:
+        tensors, metadata = _read_header(path)
         self.metadata |= metadata
         return tensors
 
-    def _of_index(self) -> dict[str, StoredTensor]:
+    def _of_index(self) -> dict[str, StridedTensor]:
         try:
             weight_map = json.loads(content_of(self.path))["weight_map"]
             pairs = [(str(name), str(file)) for name, file in weight_map.items()]
@@ -112,7 +112,7 @@ class SafetensorsFiles:
             raise ValueError(
                 f'{self.path} is no index of safetensors files, {{"weight_map": {{...}}}}: {error}'
             ) from None
-        files: dict[str, dict[str, StoredTensor]] = {}
+        files: dict[str, dict[str, StridedTensor]] = {}
         found = {}
         for name, file in pairs:
             if file not in files:
@@ -127,97 +127,37 @@ class SafetensorsFiles:
 
     @property
     def digest(self) -> str:
-        """Of names, dtypes, shapes and places, not of values: equal for equal headers, wherever the files lie."""
+        """Return a hash of the headers, wherever the files lie: of names, dtypes, shapes and places, not of values."""
         places = sorted(
-            (each.name, str(each.dtype), list(each.shape), os.path.basename(each.file), each.begin)
-            for each in self.tensors.values()
+            (name, str(each.dtype), list(each.shape), os.path.basename(each.file.path), each.begin)
+            for name, each in self._stored.items()
         )
         return hashlib.sha256(json.dumps(places).encode()).hexdigest()
 
-    def read(self, name: str, target: Tensor, start: int = 0) -> None:
-        """Read elements ``start : start + target.numel()`` of a tensor, in row-major order.
 
-        Straight into the memory of `target` if that is on the CPU and of the stored dtype; otherwise through a buffer
-        of 4 MiB, cast as by `Tensor.copy_`. Version counters do not see it.
-
-        Args:
-            name: which tensor.
-            target: contiguous, of any shape, dtype and device.
-            start: the first element.
-
-        Raises:
-            ValueError: if `target` is not contiguous, or the range not in the tensor; if the file has become too short.
-            OSError: if the file cannot be read.
-        """
-        stored = self.tensors[name]
-        if not target.is_contiguous() or not 0 <= start <= stored.numel - target.numel():
-            raise ValueError(
-                f"{stored}: cannot read elements {start} to {start + target.numel()} of {stored.numel} into a tensor "
-                f"of shape {list(target.shape)} and strides {list(target.stride())}"
-            )
-        flat = target.detach().as_strided((target.numel(),), (1,))  # one element may have any stride
-        begin = stored.begin + start * stored.dtype.itemsize
-        if flat.device.type == "cpu" and flat.dtype == stored.dtype:
-            self._fill(stored, flat, begin)
-            return
-        step = _CHUNK_BYTES // stored.dtype.itemsize
-        buffer = torch.empty(min(step, flat.numel()), dtype=stored.dtype, device="cpu")
-        for first in range(0, flat.numel(), step):
-            part = buffer[: flat.numel() - first]
-            self._fill(stored, part, begin + first * stored.dtype.itemsize)
-            flat[first : first + part.numel()].copy_(part)
-
-    def _fill(self, stored: StoredTensor, target: Tensor, begin: int) -> None:
-        if not target.numel():
-            return
-        memory = target.view(torch.uint8).numpy().data
-        fd = self._descriptor(stored.file)
-        done = 0
-        while done < len(memory):  # the system reads at most 2 GiB at once, and less when it is interrupted
-            count = os.preadv(fd, [memory[done:]], begin + done)
-            if count == 0:
-                raise ValueError(f"{stored}: the file has become too short, it ends before byte {begin + len(memory)}")
-            done += count
-
-    def _descriptor(self, file: str) -> int:
-        if file not in self._open:
-            self._open[file] = descriptor(file)
-        return self._open[file]
-
-    def __enter__(self) -> SafetensorsFiles:
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the files that were opened; reading opens them again."""
-        while self._open:
-            os.close(self._open.popitem()[1])
-
-
-def read_header(path: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """The tensors and the metadata of one file.
+def _read_header(path: str) -> tuple[dict[str, StridedTensor], dict[str, str]]:
+    """Return the tensors and the metadata of one file.
 
     Raises:
         FileNotFoundError: if it is missing.
         ValueError: if it is not a whole safetensors file.
     """
     with opened(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, MAX_HEADER):
+        seen = SeenFile.of(path, file.fileno())
+        size = seen.nbytes
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER):
             raise ValueError(
                 f"{path} is no whole safetensors file: its {size} bytes cannot hold a header of {length} bytes "
-                f"(at most {MAX_HEADER})"
+                f"(at most {_MAX_HEADER})"
             )
         header = _parsed(path, file.read(length))
     metadata = header.pop("__metadata__", {})
     if not _maps(metadata, str):
         raise ValueError(f"{path}: __metadata__ of a safetensors file must map strings to strings")
-    first = 8 + length
-    tensors = {name: _stored(path, name, entry, first, size) for name, entry in header.items()}
-    _check_places(path, tensors.values(), first, size)
+    first = _LENGTH_BYTES + length
+    tensors = {name: _stored(seen, name, entry, first) for name, entry in header.items()}
+    _check_places(path, tensors, first, size)
     return tensors, metadata
 
 
@@ -243,7 +183,8 @@ def _maps(value: Any, kind: type) -> bool:
     return isinstance(value, dict) and all(isinstance(each, kind) for each in value.values())
 
 
-def _stored(path: str, name: str, entry: Any, first: int, most: int) -> StoredTensor:
+def _stored(file: SeenFile, name: str, entry: Any, first: int) -> StridedTensor:
+    path, most = file.path, file.nbytes
     try:
         kind, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (KeyError, TypeError, ValueError):
@@ -263,25 +204,25 @@ def _stored(path: str, name: str, entry: Any, first: int, most: int) -> StoredTe
             f"{name} in {path} has {end - begin} bytes, and {short(shape)} of {kind} needs "
             f"{numel * DTYPES[kind].itemsize}{' or more' if numel > most else ''}"
         )
-    return StoredTensor(name, path, DTYPES[kind], torch.Size(shape), first + begin)
+    return StridedTensor.contiguous(file, first + begin, DTYPES[kind], torch.Size(shape))
 
 
-def _check_places(path: str, tensors: Iterable[StoredTensor], first: int, size: int) -> None:
+def _check_places(path: str, tensors: Mapping[str, StridedTensor], first: int, size: int) -> None:
     """Raise ValueError unless the tensors fill the rest of the file, one after the other."""
     reached, before = first, ""
-    for tensor in sorted(tensors, key=lambda each: (each.begin, each.nbytes)):
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].nbytes)):
         if tensor.begin != reached:
             what = "overlaps" if tensor.begin < reached else "does not follow"
-            raise ValueError(f"{tensor.name} in {path} {what} {before or 'the header'}: its offset is wrong")
-        reached, before = tensor.begin + tensor.nbytes, tensor.name
+            raise ValueError(f"{name} in {path} {what} {before or 'the header'}: its offset is wrong")
+        reached, before = tensor.begin + tensor.nbytes, name
         if reached > size:
-            raise ValueError(f"{path} is truncated: {tensor.name} ends at byte {reached}, and the file at {size}")
+            raise ValueError(f"{path} is truncated: {name} ends at byte {reached}, and the file at {size}")
     if reached != size:
         raise ValueError(f"{path} has {size - reached} bytes after {before or 'its header'} that belong to no tensor")
 
 
 def _resolve(path: str | os.PathLike[str]) -> str:
-    """The file or index that is meant by a path."""
+    """Return the file or index that is meant by a path."""
     place = os.fspath(path)
     if not os.path.isdir(place):
         return place
@@ -297,3 +238,284 @@ def _resolve(path: str | os.PathLike[str]) -> str:
         raise FileNotFoundError(f"{place} has no .safetensors file, and no {INDEX_SUFFIX[1:]} of several")
     shown = readable(", ".join(indices or whole), 500)
     raise ValueError(f"{place} has several safetensors files, {shown}: name the one that is meant")
+
+
+# --- files with checksums ---------------------------------------------------------------------------------------------
+
+
+class CheckedFiles(SafetensorsFiles):
+    """Files of which every byte that is read is compared with checksums; reading what is damaged raises ValueError.
+
+    Blocks that this rank reads as a whole are compared at once. Of those at the ends of its ranges it knows fragments,
+    which are put together with the other ranks' when all have read.
+
+    Args:
+        path: a file, or an index of several.
+        checksums: by a tensor's name, those of its blocks as text.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], checksums: Mapping[str, str]) -> None:
+        super().__init__(path)
+        self._expected = {name: from_text(text) for name, text in checksums.items()}
+        for name, tensor in self.tensors.items():
+            if len(self._expected.get(name, ())) != block_count(tensor.nbytes):
+                raise ValueError(f"{tensor} is of {tensor.nbytes} bytes, for which there are other checksums, or none")
+        missing = next((name for name in checksums if name not in self.tensors), None)
+        if missing is not None:
+            raise ValueError(f"{self.path} has no tensor {readable(missing)}, and there are checksums of it")
+        self.tensors = {name: self.tensors[name] for name in checksums}  # in their own order
+        self._fragments: list[Fragment] = []
+
+    def _fill(self, found: FoundTensor, into: Tensor, start: int) -> None:
+        read = self._read_fragment(found, into, start)
+        if (read.begin, read.end) == self._block(read):
+            self._compare(read.name, read.block, read.checksum)
+        else:
+            self._fragments.append(read)
+
+    def _read_fragment(self, found: FoundTensor, into: Tensor, start: int) -> Fragment:
+        super()._fill(found, into, start)
+        return fragment(found.name, start * found.dtype.itemsize, into.view(torch.uint8).numpy().data)
+
+    def _block(self, one: Fragment) -> tuple[int, int]:
+        """Return where the block of a fragment begins and ends."""
+        return block_span(one.block, self.tensors[one.name].nbytes)
+
+    def _compare(self, name: str, block: int, checksum: int) -> None:
+        if checksum != self._expected[name][block]:
+            begin, end = block_span(block, self.tensors[name].nbytes)
+            raise ValueError(
+                f"{self.tensors[name]} is damaged: bytes {begin} to {end} of it are not what was saved. Load another "
+                "checkpoint."
+            )
+
+    @property
+    def fragments(self) -> bytes:
+        """Return the fragments of blocks that this rank has read in part, pickled for the others."""
+        return pickle.dumps(self._fragments)
+
+    def compare_fragments(self, heard: Iterable[bytes]) -> None:
+        """Compare the blocks that this rank has read in part, with what all ranks have read of them.
+
+        Bytes that none of them has read (of `DTensor`s, of which they are not all the ranks) are read again.
+
+        Raises:
+            ValueError: for a damaged block.
+        """
+        others = by_name(each for payload in heard for each in pickle.loads(payload))
+        for name, by_block in by_name(self._fragments).items():
+            for number, mine in by_block.items():
+                self._compare(name, number, self._put_together(mine, others.get(name, {}).get(number, [])))
+        self._fragments = []
+
+    def _put_together(self, mine: list[Fragment], others: list[Fragment]) -> int:
+        own = {(each.begin, each.end) for each in mine}
+        known = [*mine, *(each for each in others if (each.begin, each.end) not in own)]
+        begin, end = self._block(mine[0])
+        try:
+            return of_block(known, begin, end)
+        except HoleError:
+            return self.block_checksum(mine[0].name, begin, end)
+
+    def block_checksum(self, name: str, begin: int, end: int) -> int:
+        """Read bytes ``begin:end`` of a tensor, and return their checksum."""
+        found = self.tensors[name]
+        size = found.dtype.itemsize
+        return self._read_fragment(found, torch.empty((end - begin) // size, dtype=found.dtype), begin // size).checksum
+
+    def damaged(self, advance: Callable[[int], None]) -> Iterable[str]:
+        """Yield what is wrong with the tensors, each read once, a block at a time.
+
+        Args:
+            advance: is told how many bytes were read.
+        """
+        for name, tensor in self.tensors.items():
+            for number, (begin, end) in enumerate(blocks(tensor.nbytes)):
+                advance(end - begin)
+                if self.block_checksum(name, begin, end) != self._expected[name][number]:
+                    yield f"{tensor} is damaged: bytes {begin} to {end} of it are not what was saved"
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Elements of a tensor, from number `start` on in row-major order; `values` is flat, of any dtype and device."""
+
+    start: int
+    values: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A tensor to be written, and what this rank writes of it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    parts: list[Part] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedFile:
+    """A file that is to be written.
+
+    Attributes:
+        name: in its folder.
+        head: all that is before the data.
+        begins: by a tensor's name, the byte of the file at which it begins.
+        nbytes: of the whole file.
+    """
+
+    name: str
+    head: bytes
+    begins: dict[str, int]
+    nbytes: int
+
+
+def plan(entries: Sequence[Entry], stem: str, max_file_bytes: int | None = None) -> list[PlannedFile]:
+    """Plan the files for some tensors: ``model.safetensors``, or ``model-00001-of-00003.safetensors`` and so on.
+
+    Args:
+        entries: the tensors, in their order.
+        stem: the first part of the files' names.
+        max_file_bytes: begin a new file before there are more bytes of tensors in one; one tensor may be larger.
+
+    Raises:
+        TypeError: for a dtype that the format has not.
+        ValueError: for two tensors of one name, or too many for a header.
+    """
+    names = [entry.name for entry in entries]
+    twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
+    if twice is not None:
+        raise ValueError(f"two tensors have the name {twice}: a file can hold one of them")
+    for entry in entries:
+        if entry.dtype not in KINDS:
+            raise TypeError(f"{entry.name} is of {entry.dtype}, which safetensors files cannot hold")
+    bundles: list[list[Entry]] = [[]]
+    room = max_file_bytes
+    for entry in entries:
+        if room is not None and max_file_bytes is not None:
+            if bundles[-1] and entry.nbytes > room:
+                bundles.append([])
+                room = max_file_bytes
+            room -= entry.nbytes
+        bundles[-1].append(entry)
+    count = len(bundles)
+    return [
+        _planned(f"{stem}{SUFFIX}" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}{SUFFIX}", bundle)
+        for number, bundle in enumerate(bundles, start=1)
+    ]
+
+
+def _planned(name: str, entries: Sequence[Entry]) -> PlannedFile:
+    header: dict[str, object] = {
+        "__metadata__": {"format": "pt"}  # older versions of transformers refuse files that do not say it
+    }
+    offset, offsets = 0, {}
+    # So that each is aligned: what fills whole lines, and then from the largest elements to the smallest.
+    for entry in sorted(entries, key=lambda each: (each.nbytes % _LINE > 0, -each.dtype.itemsize)):
+        offsets[entry.name] = offset
+        header[entry.name] = {
+            "dtype": KINDS[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [offset, offset + entry.nbytes],
+        }
+        offset += entry.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + _LENGTH_BYTES) % _LINE)
+    if len(text) > _MAX_HEADER:
+        raise ValueError(
+            f"the names of {len(entries)} tensors need {len(text)} bytes, and a safetensors file can have "
+            f"{_MAX_HEADER}: divide them among several files (max_file_bytes)"
+        )
+    head = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    begins = {key: len(head) + begin for key, begin in offsets.items()}
+    return PlannedFile(name, head, begins, len(head) + offset)
+
+
+def index_of(files: Sequence[PlannedFile], entries: Sequence[Entry]) -> bytes:
+    """Return the text of the index of several files (``model.safetensors.index.json``)."""
+    weight_map = {name: file.name for file in files for name in file.begins}
+    total = sum(entry.nbytes for entry in entries)
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1).encode()
+
+
+def index_name(stem: str) -> str:
+    """Return the name of the index."""
+    return f"{stem}{INDEX_SUFFIX}"
+
+
+def create(folder: str, file: PlannedFile) -> None:
+    """Make a file of its size, with what is before the data."""
+    path = os.path.join(folder, file.name)
+    with open(path, "xb") as made:
+        made.write(file.head)
+        made.truncate(file.nbytes)
+        made.flush()
+        os.fsync(made.fileno())  # of a file without elements nobody else does
+
+
+def write_parts(folder: str, files: Sequence[PlannedFile], entries: Sequence[Entry]) -> list[Fragment]:
+    """Write this rank's parts into files that are there, have the disk keep them, and return their checksums.
+
+    Raises:
+        OSError: if that fails; it names the file.
+    """
+    fragments: list[Fragment] = []
+    for file in files:
+        mine = [entry for entry in entries if entry.name in file.begins and entry.parts]
+        if not mine:
+            continue
+        with written(folder, file) as fd:
+            for entry in mine:
+                for begin, memory in chunks_of(entry):
+                    fragments.append(fragment(entry.name, begin, memory))
+                    write_at(fd, memory, file.begins[entry.name] + begin)
+    return fragments
+
+
+@contextmanager
+def written(folder: str, file: PlannedFile) -> Iterator[int]:
+    """Open a file that is there; in the end, the disk keeps it."""
+    path = os.path.join(folder, file.name)
+    fd = os.open(path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))
+    try:
+        yield fd
+        os.fsync(fd)
+    except OSError as error:
+        error.filename = error.filename or path  # which writes and syncs do not know
+        raise
+    finally:
+        os.close(fd)
+
+
+def chunks_of(entry: Entry) -> Iterator[tuple[int, memoryview]]:
+    """Yield what this rank has of a tensor, divided at the borders of blocks: the first byte's number, and the bytes.
+
+    The memory may be used again for the next chunk.
+    """
+    size = entry.dtype.itemsize
+    buffer: Tensor | None = None
+    for part in entry.parts:
+        values = part.values.detach()
+        is_ready = values.device.type == "cpu" and values.dtype == entry.dtype
+        for begin, end in spans(part.start * size, (part.start + values.numel()) * size):
+            chunk = values[begin // size - part.start : end // size - part.start]
+            if not is_ready:
+                if buffer is None:
+                    buffer = torch.empty(BLOCK_BYTES // size, dtype=entry.dtype, device="cpu")
+                chunk = buffer[: chunk.numel()].copy_(chunk)
+            yield begin, chunk.view(torch.uint8).numpy().data
+
+
+def write_at(fd: int, memory: memoryview, offset: int) -> None:
+    """Write all of it, in as many calls as the system wants."""
+    while memory:
+        count = os.pwrite(fd, memory, offset)
+        memory, offset = memory[count:], offset + count

@@ -1,4 +1,4 @@
-"""Files that others have written, or that were damaged since: what every reader of them does.
+"""Reading files that others have written, or that were damaged since: the rules for every reader.
 
 Only regular files are opened, since a pipe would wait for its writer for ever. Files that a file names lie beside it.
 What cannot be understood is one kind of error, a ValueError with the path in it, in a message that is short and that a
@@ -37,7 +37,7 @@ BROKEN = (
 
 
 def descriptor(path: str | os.PathLike[str]) -> int:
-    """A file that is opened to be read, which the caller closes.
+    """Open a file to read it; the caller closes it.
 
     Raises:
         ValueError: if it is no regular file.
@@ -55,18 +55,18 @@ def descriptor(path: str | os.PathLike[str]) -> int:
 
 
 def opened(path: str | os.PathLike[str]) -> IO[bytes]:
-    """A file that is opened to be read; raises what `descriptor` raises."""
+    """Open a file to read it; raises what `descriptor` raises."""
     return os.fdopen(descriptor(path), "rb")
 
 
 def content_of(path: str | os.PathLike[str]) -> bytes:
-    """All of a file; raises what `descriptor` raises."""
+    """Return all of a file; raises what `descriptor` raises."""
     with opened(path) as file:
         return file.read()
 
 
 def beside(path: str, name: str) -> str:
-    """The place of a file that the file at `path` names: in the same folder or below it.
+    """Return the place of a file that the file at `path` names: in the same folder or below it.
 
     A link is followed to where the file at `path` really lies as well, since whoever made one link made the other one.
     So look the cache of Hugging Face, and a folder of links to the files of another one.
@@ -89,7 +89,7 @@ def beside(path: str, name: str) -> str:
 
 
 def readable(text: str, most: int = _MOST_CHARACTERS) -> str:
-    """A text for people: its middle is left out if it is long, and what a terminal would obey is escaped."""
+    """Return a text for people: without its middle if it is long, and with escapes for what a terminal would obey."""
     if len(text) > most:
         head = most * 2 // 3
         text = f"{text[:head]}... ({len(text) - most} characters) ...{text[len(text) - most + head :]}"
@@ -103,14 +103,14 @@ def _escaped(character: str) -> str:
 
 
 def short(value: Any, width: int = 60) -> str:
-    """A value on one line, as `repr` shows it."""
+    """Return a value on one line, as `repr` shows it."""
     text = " ".join(readable(repr(value), 4 * width).split())
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
 @contextmanager
 def reading(path: str | os.PathLike[str]) -> Iterator[None]:
-    """What goes wrong within, because a file is not what it should be, is a ValueError that names `path`.
+    """Turn errors within, of a file that is not what it should be, into a ValueError that names `path`.
 
     Raises:
         ValueError: in the place of all of `BROKEN`.

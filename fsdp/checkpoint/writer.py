@@ -1,8 +1,11 @@
-"""Saving a checkpoint: what all ranks agree to write, and writing it.
+"""Saving a checkpoint: all ranks agree what to write, and write it.
 
 There are two steps. `prepare` looks at the model and finds what each rank is to write (`Plan`). `write` has the files
 written, and put in their place when all of them are on disk; it does not look at the model, only at the memory of what
 is to be written.
+
+Where ranks do not share a file system, those that do not see the folder send their ranges to the first rank, which
+writes them: one block at a time, from one rank after the other, so that nobody needs memory for more (`Senders`).
 """
 
 from __future__ import annotations
@@ -11,18 +14,20 @@ import hashlib
 import json
 import os
 import pickle
-from collections.abc import Sequence
+import random
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from fsdp.checkpoint.checksums import Fragment, HoleError, as_text, by_name, of_tensor
+from fsdp.checkpoint.checksums import BLOCK_BYTES, Fragment, HoleError, as_text, by_name, fragment, of_tensor, spans
 from fsdp.checkpoint.folder import Destination, numbered, rotate, write_synced
-from fsdp.checkpoint.generators import generator_states
 from fsdp.checkpoint.json_values import encoded
 from fsdp.checkpoint.manifest import Manifest, TensorFiles, files_of
 from fsdp.checkpoint.model import (
@@ -35,16 +40,28 @@ from fsdp.checkpoint.model import (
     stored_tensors,
 )
 from fsdp.checkpoint.model_tensors import extra_states, handles_of, outermost_units, prepared
-from fsdp.checkpoint.optim import Seen, kinds_of_all, kinds_on_rank, seen_by, state_entries
-from fsdp.checkpoint.safetensors_writer import Entry, PlannedFile, create, index_name, index_of, plan, write_parts
-from fsdp.checkpoint.several import as_one
-from fsdp.checkpoint.stream import Senders, sees_folder
+from fsdp.checkpoint.optim import Groups, as_one, params_in, pickled_kinds, shared_kinds, state_entries
+from fsdp.checkpoint.safetensors import (
+    Entry,
+    PlannedFile,
+    chunks_of,
+    create,
+    index_name,
+    index_of,
+    plan,
+    write_at,
+    write_parts,
+    written,
+)
 from fsdp.engine.agreement import Ranks, agree_on, done_by_all, from_everyone, number_among
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.unit import Unit
 from fsdp.state_dict.full import ensure_same_values
 
 _WHAT = "save a checkpoint"
+_SENT = "parts of a checkpoint"
+# By the name of a tensor, where the ranges of one rank begin and end, in bytes of the tensor.
+_Extents = dict[str, list[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
@@ -57,13 +74,13 @@ class TensorSet:
 
     @property
     def index(self) -> bytes:
-        """Of several files."""
+        """Return the text of the index of several files."""
         return index_of(self.files, self.entries)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be written. All ranks have the same but for the parts of entries, and the generators.
+    """The content of a checkpoint. All ranks have the same but for the parts of entries, and the generators.
 
     Attributes:
         sets: the model's tensors, and the optimizer's if there is one.
@@ -82,12 +99,12 @@ class Plan:
     cast: dict[str, torch.dtype]
 
     def with_set(self, stem: str, entries: list[Entry], max_file_bytes: int | None) -> Plan:
-        """The same with more tensors, in files of their own."""
+        """Return the same with more tensors, in files of their own."""
         return replace(self, sets=[*self.sets, TensorSet(stem, entries, plan(entries, stem, max_file_bytes))])
 
     @property
     def nbytes(self) -> int:
-        """Of all files with tensors."""
+        """Return the size of all files with tensors."""
         return sum(file.nbytes for each in self.sets for file in each.files)
 
 
@@ -108,7 +125,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a checkpoint is to be.
+    """The place of a checkpoint that is to be saved.
 
     Attributes:
         path: the folder; with a step, the one that has the folders of several steps.
@@ -136,16 +153,16 @@ class Place:
 
     @property
     def folder(self) -> str:
-        """The checkpoint's own."""
+        """Return the checkpoint's own folder."""
         return os.fspath(self.path) if self.step is None else numbered(self.path, self.step)
 
     def tidy(self) -> None:
-        """Remove what is not to be kept, now that the checkpoint is there."""
+        """Remove older checkpoints than are to be kept, now that this one is there."""
         if self.keep is not None and self.step is not None:
             rotate(self.path, self.keep, self.step)
 
 
-# What is to be written
+# --- what is to be written --------------------------------------------------------------------------------------------
 
 
 def prepare(
@@ -158,7 +175,7 @@ def prepare(
     max_file_bytes: int | None,
     generators: bool,
 ) -> tuple[Plan, Ranks, list[Unit]]:
-    """Collective. What is to be written, the ranks that write, and the units whose memory it is in.
+    """Collective. Return what is to be written, the ranks that write, and the units whose memory it is in.
 
     Raises:
         RuntimeError: on every rank, naming what the ranks were given, if that is not the same.
@@ -206,20 +223,33 @@ def prepare(
 def _with_optimizer(
     found: Plan, optimizer: Any, tensors: dict[str, Stored], ranks: Ranks, max_file_bytes: int | None
 ) -> Plan:
-    """Collective. The same with the state of an optimizer."""
+    """Collective. Return the same with the state of an optimizer."""
 
-    def look() -> tuple[list[list[Seen]], list[Any]]:
-        groups = seen_by(optimizer, tensors)
-        return groups, kinds_on_rank(optimizer, groups)
+    def look() -> tuple[Groups, bytes]:
+        groups = params_in(optimizer, tensors)
+        return groups, pickled_kinds(optimizer, groups)
 
-    groups, own = done_by_all([ranks], "prepare its optimizer's state", look)
-    kinds = kinds_of_all(own, ranks)
+    groups, pickled = done_by_all([ranks], "prepare its optimizer's state", look)
+    kinds = shared_kinds(ranks, pickled)
 
     def add() -> Plan:
-        entries, rest = state_entries(optimizer, groups, kinds, ranks)
+        entries, rest = state_entries(optimizer, groups, kinds, tensors, ranks)
         return replace(found.with_set("optimizer", entries, max_file_bytes), optimizer_rest=rest)
 
     return done_by_all([ranks], "prepare its optimizer's state", add)
+
+
+def generator_states() -> dict[str, Any]:
+    """Return the states of Python's, NumPy's and torch's generators in this process, as values that `encoded` takes."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": [str(kind), np.asarray(keys).tobytes(), int(position), int(has_gauss), float(gauss)],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
 
 
 def _require_number(name: str, value: Any) -> None:
@@ -228,12 +258,12 @@ def _require_number(name: str, value: Any) -> None:
 
 
 def release(units: Sequence[Unit]) -> None:
-    """Shards that were read are not wanted soon."""
+    """Tell storages that their shards, which were read, are not wanted soon."""
     for handle in handles_of(units):
-        handle.home.release()
+        handle.storage.release()
 
 
-# Writing
+# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 def write(place: Place, found: Plan, ranks: Ranks) -> Saved:
@@ -271,7 +301,7 @@ def _begin(destination: Destination, found: Plan) -> None:
 
 
 def _written(destination: Destination, found: Plan, ranks: Ranks) -> list[list[Fragment]]:
-    """Collective. Have all parts in the files, and the checksums of this rank's."""
+    """Collective. Have all ranges in the files, and return the checksums of this rank's."""
     is_seen = sees_folder(destination, ranks)
     senders = Senders(ranks, [] if is_seen else [entry for each in found.sets for entry in each.entries])
     senders.require_way(destination.folder)
@@ -313,3 +343,94 @@ def _summary(each: TensorSet, fragments: Sequence[Fragment]) -> TensorFiles:
         except HoleError as hole:
             raise RuntimeError(f"{hole} of {entry.name} were written by no rank") from None
     return files_of(each.stem, each.files, each.index if len(each.files) > 1 else b"", checksums)
+
+
+# --- ranks that do not see the folder ---------------------------------------------------------------------------------
+
+
+def sees_folder(destination: Destination, ranks: Ranks) -> bool:
+    """Collective. Return whether this rank sees the folder that the first one has made: it is tried, not assumed."""
+    token = destination.token
+    return from_everyone(ranks, token)[0] == token
+
+
+class Senders:
+    """The ranks that do not see the folder and have something to write. Made on all ranks together.
+
+    Args:
+        ranks: all.
+        entries: what this rank has to send.
+    """
+
+    def __init__(self, ranks: Ranks, entries: Sequence[Entry]) -> None:
+        self._comm = ranks[0].for_device(ranks[0].talk_device)
+        self._own = number_among(ranks)
+        heard = [pickle.loads(each) for each in from_everyone(ranks, pickle.dumps(_extents(entries)))]
+        self.ranks: dict[int, _Extents] = {rank: extents for rank, extents in enumerate(heard) if extents}
+
+    def require_way(self, folder: str) -> None:
+        """Raise RuntimeError, on every rank, if a sender cannot reach the first rank: it is in another replica."""
+        for rank in self.ranks:
+            if rank >= self._comm.world_size:
+                raise RuntimeError(
+                    f"rank {rank} does not see {folder}, which rank 0 has made, and cannot send its part there: "
+                    "save to a file system that all ranks share"
+                )
+
+    def send(self, destination: Destination, files: Sequence[PlannedFile], entries: Sequence[Entry]) -> list[Fragment]:
+        """Collective. Have the first rank write what all senders have.
+
+        Returns:
+            The checksums of what this rank has sent.
+        """
+        if self._own in self.ranks:
+            return [self._send_block(entry.name, *block) for entry in entries for block in chunks_of(entry)]
+        if self._own == 0:
+            self._receive(destination.folder, files)
+        return []
+
+    def _send_block(self, name: str, begin: int, memory: memoryview) -> Fragment:
+        chunk = torch.frombuffer(memory, dtype=torch.uint8).to(self._comm.talk_device)
+        self._comm.exchange({}, {0: [chunk]}, _SENT, "checkpoint").wait()
+        self._comm.settle()  # the memory is used for the next one
+        return fragment(name, begin, memory)
+
+    def _receive(self, folder: str, files: Sequence[PlannedFile]) -> None:
+        """Write what arrives, or drop it after the first error, since the others cannot know of that."""
+        problem: OSError | None = None
+        buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=self._comm.talk_device)
+        with ExitStack() as stack:
+            places = {name: (number, file.begins[name]) for number, file in enumerate(files) for name in file.begins}
+            fds = [stack.enter_context(written(folder, file)) for file in files]
+            for rank, name, begin, end in self._chunks(places.keys()):
+                chunk = buffer[: end - begin]
+                self._comm.exchange({rank: [chunk]}, {}, _SENT, "checkpoint").wait()
+                number, first = places[name]
+                if problem is None:
+                    try:
+                        write_at(fds[number], chunk.cpu().numpy().data, first + begin)
+                    except OSError as error:
+                        error.filename = error.filename or os.path.join(folder, files[number].name)
+                        problem = error
+            if problem is not None:
+                raise problem
+
+    def _chunks(self, names: Collection[str]) -> Iterator[tuple[int, str, int, int]]:
+        """Yield what arrives, in its order: the rank, the tensor, and which bytes of it."""
+        for rank, extents in self.ranks.items():
+            for name, parts in extents.items():
+                if name in names:
+                    for begin, end in parts:
+                        for start, stop in spans(begin, end):
+                            yield rank, name, start, stop
+
+
+def _extents(entries: Sequence[Entry]) -> _Extents:
+    return {
+        entry.name: [
+            (part.start * entry.dtype.itemsize, (part.start + part.values.numel()) * entry.dtype.itemsize)
+            for part in entry.parts
+        ]
+        for entry in entries
+        if entry.parts
+    }

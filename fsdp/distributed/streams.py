@@ -1,6 +1,6 @@
 """Copies between a device and the host that run beside what is computed.
 
-On CUDA a `Lane` is a stream of its own: a copy waits for what was queued on the compute stream before it, and the
+On CUDA a `CopyStream` is a stream of its own: a copy waits for what was queued on the compute stream before it, and the
 compute stream waits for the copy only where its result is used. On a CPU everything already happens in order, and the
 twin with the same interface does nothing.
 """
@@ -26,7 +26,7 @@ class Arrival:
         """Block until it has happened."""
 
 
-class Lane:
+class CopyStream:
     """Where everything happens in order: on a CPU, and on devices whose streams we do not know."""
 
     def fork(self) -> AbstractContextManager[None]:
@@ -58,7 +58,7 @@ class CudaArrival(Arrival):
         self._event.synchronize()
 
 
-class CudaLane(Lane):
+class CudaCopyStream(CopyStream):
     """A stream for each direction, beside the compute stream (the one that is current when a method is called)."""
 
     def __init__(self, device: torch.device) -> None:
@@ -104,21 +104,23 @@ class CudaLane(Lane):
             self._inward.synchronize()
 
 
-_CPU_LANE = Lane()
+_CPU_COPY_STREAM = CopyStream()
 
 
 @cache
-def _cuda_lane(device: torch.device) -> Lane:
-    return CudaLane(device)
+def _cuda_copy_stream(device: torch.device) -> CopyStream:
+    return CudaCopyStream(device)
 
 
-def lane_of(device: torch.device) -> Lane:
-    """The one lane of a device."""
+def copy_stream_of(device: torch.device) -> CopyStream:
+    """Return the one copy stream of a device."""
     if device.type != "cuda":
-        return _CPU_LANE
-    return _cuda_lane(torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index))
+        return _CPU_COPY_STREAM
+    return _cuda_copy_stream(
+        torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    )
 
 
-def new_lane(device: torch.device) -> Lane:
+def new_copy_stream(device: torch.device) -> CopyStream:
     """One besides, for copies that nothing else should wait for."""
-    return CudaLane(device) if device.type == "cuda" else _CPU_LANE
+    return CudaCopyStream(device) if device.type == "cuda" else _CPU_COPY_STREAM

@@ -93,7 +93,7 @@ class FlatParameter(CountedParameter):
     _is_managed: bool  # a handle runs it
     _has_unreduced: bool  # gradients were accumulated under `no_sync` and are not in `grad` yet
     valueless: set[int]  # the numbers of those that have no values yet: they came from the meta device
-    home: Any  # where a shard and its gradient live
+    shard_storage: Any  # where a shard and its gradient live
     attributes: tuple[Attributes, ...]  # what users had set on its parameters
     group: Hashable = None  # what `group_by` said of its parameters
     fingerprints: Fingerprints | None = None  # of what it was cut from, until a handle takes them over
@@ -131,7 +131,7 @@ class FlatParameter(CountedParameter):
         self._cut, self._align, self._dims = cut, 1, None
         self.valueless = set()
         self.attributes = tuple({} for _ in shapes)
-        self.home = None
+        self.shard_storage = None
         return self
 
     @classmethod
@@ -141,7 +141,7 @@ class FlatParameter(CountedParameter):
         names: Sequence[str],
         rank: int,
         world_size: int,
-        home: Any,
+        storage: Any,
         align: int = 1,
         replicas: int = 1,
         cut: type[Layout] = ContiguousLayout,
@@ -153,7 +153,7 @@ class FlatParameter(CountedParameter):
         Args:
             params, names: what it is made of; of `DTensor`s, their local parts. Zeros stand for what has no values.
             rank, world_size: which shard, of how many.
-            home: where it lives (a `Home`).
+            storage: where it lives (a `ShardStorage`).
             align: each parameter starts at a multiple of so many elements.
             replicas: how many ranks hold this shard.
             cut: how it is cut into shards.
@@ -163,47 +163,47 @@ class FlatParameter(CountedParameter):
         locals_ = [local_part(param) for param in params]
         shapes = tuple(local.shape for local in locals_)
         layout = cut.of(zip(names, shapes, strict=True), world_size, align, dims)
-        shard = home.allocate(layout.shard_numel, params[0].dtype)
+        shard = storage.allocate(layout.shard_numel, params[0].dtype)
         for slot, local in enumerate(locals_):
             if not local.is_meta:
                 layout.shard_of(slot, local, shard, rank)
         if keeps_shape and world_size == 1 and not is_dtensor(params[0]):
             shard = shard.view(shapes[0])
-        self = home.flat_parameter._build(shard, params[0].requires_grad, tuple(names), shapes, cut)
+        self = storage.flat_parameter._build(shard, params[0].requires_grad, tuple(names), shapes, cut)
         self._dims, self.parts = dims, tuple(MeshPart.of(param) for param in params)
         self._is_sharded, self._align = world_size > 1 and layout.numel > 0, align
         self.valueless = {slot for slot, local in enumerate(locals_) if local.is_meta and local.numel()}
         if world_size * replicas > 1 and layout.numel > 0:  # later nobody knows what the others have seen
             self.fingerprints = Fingerprints.of(locals_, layout.parts(self.vector, rank))
-        self.home = home
+        self.shard_storage = storage
         self.attributes = tuple(map(attributes_of, params))
         if len(params) == 1:
             give_attributes(self, self.attributes[0])
-        home.release()
+        storage.release()
         return self
 
     @classmethod
     def part_of_shard(cls, shard: FlatParameter, slots: Sequence[int], rank: int, world_size: int) -> FlatParameter:
-        """A shard of some of the parameters of another one, with a home of its own of the same kind.
+        """A shard of some of the parameters of another one, with a storage of its own of the same kind.
 
         Args:
             shard: this rank's.
             slots: the numbers of the parameters.
             rank, world_size: which shard, of how many.
         """
-        home = copy.deepcopy(shard.home)
+        storage = copy.deepcopy(shard.shard_storage)
         names, shapes = tuple(shard._names[slot] for slot in slots), tuple(shard._shapes[slot] for slot in slots)
         dims = None if shard._dims is None else tuple(shard._dims[slot] for slot in slots)
         layout = shard._cut.of(zip(names, shapes, strict=True), world_size, shard._align, dims)
-        data, old = home.allocate(layout.shard_numel, shard.dtype), shard.make_layout(world_size)
+        data, old = storage.allocate(layout.shard_numel, shard.dtype), shard.make_layout(world_size)
         values, places = old.parts(shard.detach(), rank), layout.parts(data, rank)
         for number, slot in enumerate(slots):
             places[number].copy_(values[slot])
-        self = home.flat_parameter._build(data, shard.requires_grad, names, shapes, shard._cut)
+        self = storage.flat_parameter._build(data, shard.requires_grad, names, shapes, shard._cut)
         self._dims, self.parts = dims, tuple(shard.parts[slot] for slot in slots)
         self._is_sharded, self._align = world_size > 1 and layout.numel > 0, shard._align
         self.valueless = {number for number, slot in enumerate(slots) if slot in shard.valueless}
-        self.group, self.home = shard.group, home
+        self.group, self.shard_storage = shard.group, storage
         self.attributes = tuple(shard.attributes[slot] for slot in slots)
         return self
 
@@ -293,16 +293,18 @@ class FlatParameter(CountedParameter):
 
     @torch.inference_mode(False)  # or the copy could not be trained
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
-        home = copy.deepcopy(self.home, memo)
-        data = self.detach().as_subclass(Tensor).clone() if home is None else home.allocate(self.numel(), self.dtype)
-        if home is not None:
+        storage = copy.deepcopy(self.shard_storage, memo)
+        data = (
+            self.detach().as_subclass(Tensor).clone() if storage is None else storage.allocate(self.numel(), self.dtype)
+        )
+        if storage is not None:
             data = data.view(self.shape).copy_(self.detach())
-            home.release()
+            storage.release()
         copied = memo[id(self)] = type(self)._build(data, self.requires_grad, self._names, self._shapes, self._cut)
         copied._is_sharded, copied._is_managed, copied.group = self._is_sharded, self._is_managed, self.group
         copied.parts, copied._align, copied._dims = self.parts, self._align, self._dims
         copied.valueless = set(self.valueless)
-        copied.home = home
+        copied.shard_storage = storage
         copied.attributes = self.attributes
         give_attributes(copied, attributes_of(self))
         return copied
@@ -355,8 +357,8 @@ class PieceParameter(CountedParameter):
         return self.owner._has_unreduced and self.grad is not None
 
     @property
-    def home(self) -> Any:
-        return self.owner.home
+    def shard_storage(self) -> Any:
+        return self.owner.shard_storage
 
     @classmethod
     def of(

@@ -8,34 +8,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable
-from enum import Enum, auto
 from functools import cache
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.compiler import disable
-from torch.utils.hooks import RemovableHandle
 
-from fsdp.engine.autograd import differentiable_tensors
+from fsdp.engine.autograd import differentiable_tensors, in_backward
 from fsdp.engine.precision import InputCast, cast_floats
+from fsdp.engine.schedule import ExecutionOrder
 from fsdp.engine.trees import map_tensors
-
-if TYPE_CHECKING:
-    from fsdp.engine.unit import Unit
-    from fsdp.uneven.regions import Visit
-
-
-class TrainingState(Enum):
-    """What a unit is doing, in FairScale's names."""
-
-    IDLE = auto()  # between its computations
-    FORWARD = auto()  # its module's forward is running
-    BACKWARD_PRE = auto()  # backward has reached its outputs; parameters are whole
-    BACKWARD_POST = auto()  # its gradients are complete; the backward of others goes on
-    SUMMON_FULL_PARAMS = auto()  # its modules hold whole parameters as ordinary ones
+from fsdp.engine.unit import TrainingState, Unit
 
 
 class Hook:
@@ -71,33 +57,35 @@ class ForwardHooks:
     def __init__(self, unit: Unit, clear_autocast_cache: bool) -> None:
         self._unit = unit
         self._clear_autocast_cache = clear_autocast_cache
-        self._nested = 0  # calls of the module inside of its own call: parts of it
+        self.depth = 0  # how many calls of the module are running; all but the first are parts of it
 
-    def register(self) -> list[RemovableHandle]:
-        """Put the hooks on the module. Returns what removes them."""
+    def register(self) -> None:
+        """Put the hooks on the module, for as long as the unit has it."""
         module = self._unit.module
         before, after = Hook(self.before), Hook(self.after)
-        return [
+        self._unit.forward = self
+        self._unit.hooks += [
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             module.register_forward_hook(after, always_call=True),
         ]
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The module is about to compute. Returns its arguments if they were cast."""
-        if self._unit.state is TrainingState.FORWARD and self._is_inside_its_call():
-            self._nested += 1
-        elif not self._unit.is_lent:  # else it has no part in this call
-            self._nested = 0
-            self._unit.ensure_runtime().before_forward(self._unit, (args, kwargs))
+        if self._unit.state is TrainingState.FORWARD and (in_backward() or self._is_inside_its_call()):
+            self.depth += 1
+        else:
+            self.depth = 1
+            if not self._unit.is_lent:  # else it has no part in this call
+                self._unit.ensure_runtime().before_forward(self._unit, (args, kwargs))
         return self._cast_inputs((args, kwargs))
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The module has computed, or raised. Returns its output, cast if that was asked for."""
         unit = self._unit
+        self.depth -= 1
         if unit.runtime is None:
             return None
-        if self._nested:
-            self._nested -= 1
+        if self.depth > 0:
             return cast_floats(output, unit.precision.output)
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
             return cast_floats(output, unit.precision.output)
@@ -112,17 +100,28 @@ class ForwardHooks:
 
     def around(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a method of the module as its forward is run."""
+        depth = self.depth
         cast = self.before(self._unit.module, args, kwargs)
         args, kwargs = (args, kwargs) if cast is None else cast
         try:
             output = method(*args, **kwargs)
         except BaseException:
-            self._unit.ensure_runtime().give_up_forward(self._unit)
+            self.give_up(depth)
             raise
         return self.after(self._unit.module, args, output)
 
+    def give_up(self, depth: int) -> None:
+        """An exception has ended the call before which so many were running; torch's hooks may not have seen it."""
+        if self.depth > depth:
+            self.depth = depth
+            if not depth and self._unit.runtime is not None:
+                self._unit.runtime.give_up_forward(self._unit)
+
     def _is_inside_its_call(self) -> bool:
-        """Whether the module runs further down the stack, and was not left there by an exception that nobody saw."""
+        """Whether the module runs further down the stack, and was not left there by an exception that nobody saw.
+
+        A backward may have a stack of its own, but what computes again in one, while a forward runs, is inside of that.
+        """
         frame: FrameType | None = sys._getframe(1)
         calls = 0
         while frame is not None and calls < 2:  # the first is the one that begins
@@ -149,7 +148,7 @@ class ForwardHooks:
         shows = tensor._is_view() or isinstance(tensor, nn.Parameter)
         for handle in self._unit.handles:
             # What comes of a DTensor doesn't show whether it is a view of its local part.
-            if (shows or any(handle.flat_param.parts)) and handle.whole.holds(tensor):
+            if (shows or any(handle.flat_param.parts)) and handle.unsharded.holds(tensor):
                 return tensor.clone()
         return tensor
 
@@ -163,8 +162,7 @@ class Call:
         self.shards: list[Hashable] = []  # the state of those that it computed with
         self.in_full_precision = False  # what it computed in
         self.will_pass = False  # whether backward goes on through its inputs
-        self.position = 0  # in the order of the forward; see `uneven.visits`
-        self.visit: Visit | None = None  # of a region that other ranks don't run
+        self.order: ExecutionOrder[Unit] | None = None  # in which all ranks run it; None if only some do
         self.backward: object = None  # the last one that has come to its outputs
 
     def watch_inputs(self, inputs: Any) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp.engine.forward_hooks import TrainingState
-from fsdp.engine.unit import Unit, unit_of
+from fsdp.engine.unit import TrainingState, Unit, unit_of, unit_of_wrapper
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -26,8 +25,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         ValueError: if `module` is not wrapped, or has no such method.
     """
-    unit = unit_of(module) or getattr(module, "_unit", None)
-    if not isinstance(unit, Unit):
+    unit = unit_of(module) or unit_of_wrapper(module)
+    if unit is None:
         raise ValueError(
             f"register_fsdp_forward_method: this {type(module).__name__} is not wrapped. Give it a "
             "FullyShardedDataParallel, or the module that one wraps."

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +18,8 @@ from fsdp.distributed.collectives import Communicator, communicator
 from fsdp.distributed.dtensor import MeshGroups, MeshPart, settled_gradient
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours, owner_of
+from fsdp.engine.runtime import Runtime
 from fsdp.engine.unit import Unit
-
-if TYPE_CHECKING:
-    from fsdp.engine.runtime import Runtime
-
 
 # Gradients (or other values) with the parameters that they are of, which know how they are spread over the ranks.
 Owned = Sequence[tuple[Tensor, nn.Parameter]]
@@ -32,16 +28,14 @@ Owned = Sequence[tuple[Tensor, nn.Parameter]]
 def clip_by_norm(runtime: Runtime, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """Collective. `clip_grad_norm` of all gradients of a model, between its passes."""
     runtime.ensure_idle("clip gradients", is_served=True)
-    if (joining := runtime.visits.joining) is not None:
-        joining.tell_clip_norm(max_norm, norm_type, error_if_nonfinite)
+    runtime.participation.announce_clip_norm(max_norm, norm_type, error_if_nonfinite)
     return clip_grad_norm(runtime.root, runtime.units, max_norm, norm_type, error_if_nonfinite)
 
 
 def clip_by_value(runtime: Runtime, clip_value: float) -> None:
     """`clip_grad_value` of all gradients of a model, between its passes."""
     runtime.ensure_idle("clip gradients", is_served=True)
-    if (joining := runtime.visits.joining) is not None:
-        joining.tell_clip_value(clip_value)
+    runtime.participation.announce_clip_value(clip_value)
     clip_grad_value(runtime.root, runtime.units, clip_value)
 
 
@@ -152,7 +146,7 @@ def require_reduced(handles: Iterable[FlatParamHandle]) -> None:
         RuntimeError: if gradients are not reduced yet.
     """
     for handle in handles:
-        handle.home.check(handle.name)
+        handle.storage.check(handle.name)
         if handle.pieces is not None:
             handle.pieces.collect_gradients()  # what users zeroed or replaced
         handle.flat_param.bring_gradient()

@@ -3,9 +3,10 @@
 The tensors of a handle, for W ranks (P is the layout's padded number of elements):
 
 - ``flat_param`` ``[P / W]``, in the parameters' own dtype: this rank's shard, the only thing that lives between steps
-  and all that the optimizer sees. Registered in modules, so `parameters()` finds it. Its ``home`` says where it lives.
-- ``whole.full`` ``[P]``, in the dtype of the computation and on its device: the gathered parameters, see
-  `WholeParameters`. What is gathered is a shard that was cast and moved just in time, and is freed after the gather.
+  and all that the optimizer sees. Registered in modules, so `parameters()` finds it. Its ``storage``
+  says where it lives.
+- ``unsharded.full`` ``[P]``, in the dtype of the computation and on its device: the gathered parameters, see
+  `UnshardedParameters`. What is gathered is a shard that was cast and moved just in time, and is freed afterwards.
   In the rows layout they are copied there from what was gathered, which is freed at once.
 - ``gradients`` ``[P]``, in the dtype of the reduction; the reduced gradient is of the shard's.
 
@@ -30,10 +31,10 @@ from fsdp.engine.handle_gradients import TakesGradients
 from fsdp.engine.handle_state import Phase
 from fsdp.engine.labels import label
 from fsdp.engine.orig_params import NewPieces
-from fsdp.engine.post_forward_shard import Nearby
+from fsdp.engine.post_forward_shard import PostForwardShard
 from fsdp.engine.precision import Precision
 from fsdp.engine.registration import Registry
-from fsdp.engine.unsharded_params import WholeParameters
+from fsdp.engine.unsharded_params import UnshardedParameters
 
 _LEGAL = {
     Phase.SHARDED: (Phase.UNSHARDING,),
@@ -55,7 +56,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         registered: the modules, with the name, that are to list `flat_param` among their parameters.
         precision: the dtypes of computation and reduction.
         on_gradient: called with the handle, a parameter's number and its leaf when autograd has finished that gradient.
-        nearby: the ranks to keep the whole among, where it is not given back altogether; see `Nearby`.
+        post_forward_comm: the ranks that keep it together between forward and backward; see `PostForwardShard`.
         new_pieces: makes this rank's pieces of the original parameters, which are listed in their places instead.
     """
 
@@ -70,11 +71,13 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         precision: Precision,
         on_gradient: Callable[[FlatParamHandle, int, Tensor], None],
         new_pieces: NewPieces | None = None,
-        nearby: Communicator | None = None,
+        post_forward_comm: Communicator | None = None,
     ) -> None:
         self.flat_param = flat_param
-        self.home = flat_param.home
-        self.nearby = None if nearby is None or nearby.world_size == 1 else Nearby(nearby)
+        self.storage = flat_param.shard_storage
+        self.post_forward_shard = None
+        if post_forward_comm is not None and post_forward_comm.world_size > 1:
+            self.post_forward_shard = PostForwardShard(post_forward_comm)
         self.fingerprints, flat_param.fingerprints = flat_param.fingerprints, None
         self.connect(comm, reduce_comm, replicas)
         self.layout = flat_param.make_layout(self.comm.world_size)
@@ -108,8 +111,8 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         """Have its only parameter seen and listed in more places, where nothing is now."""
         self.reshard()
         self.places[0] += places
-        for whole in self._wholes.values():
-            whole.use_at(0, places)
+        for unsharded in self._unsharded_by_dtype.values():
+            unsharded.use_at(0, places)
         self.registry.add(places, self.flat_param if self.pieces is None else self.pieces.params[0])
         self.fill_places()
 
@@ -132,19 +135,19 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         """Be known under this number, and take tags; all ranks that it talks to do so in the same order."""
         self.number, self.tag, self.replica_tag = number, self.comm.new_tag(), self.replicas.new_tag()
         self.reduce_tag = self.tag if self.reduce_comm is self.comm else self.reduce_comm.new_tag()
-        if self.nearby is not None:
-            self.nearby.tag = self.nearby.comm.new_tag()
+        if self.post_forward_shard is not None:
+            self.post_forward_shard.tag = self.post_forward_shard.comm.new_tag()
 
     def __getstate__(self) -> dict[str, Any]:
-        rebuilt = ("gradients", "whole", "_wholes", "_pending", "_built_for", "_on_gradient")
+        rebuilt = ("gradients", "unsharded", "_unsharded_by_dtype", "_pending", "_built_for", "_on_gradient")
         kept = {name: value for name, value in self.__dict__.items() if name not in rebuilt}
         return kept | {"phase": Phase.SHARDED, "_gathered": None}
 
     def wake(self) -> None:
         """After it was copied or unpickled, with the modules it is for: build what was left behind."""
         shard = self.flat_param
-        shard.home, shard._is_managed = self.home, True
-        self.home.adopt(shard)
+        shard.shard_storage, shard._is_managed = self.storage, True
+        self.storage.adopt(shard)
         if self.pieces is not None:
             self.pieces.alias()
         self.registry.wake(self)
@@ -154,48 +157,48 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
     def rename(self, name: str, unit: str) -> None:
         """Go by this name, as one of those of `unit`, in messages."""
         self.name, self._unit_name = name, unit
-        for whole in self._wholes.values():
-            whole.name_unit(unit)
+        for unsharded in self._unsharded_by_dtype.values():
+            unsharded.name_unit(unit)
 
     # --- buffers ------------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
         """Make everything beside the shard anew, for its present dtype and the present device."""
         shard = self.flat_param
-        self._built_for = (shard.dtype, self.requires_grad_each, shard.data_ptr(), self.home.device)
+        self._built_for = (shard.dtype, self.requires_grad_each, shard.data_ptr(), self.storage.device)
         self.has_frozen = not all(self.requires_grad_each)
-        if self.gradients.fits(self._precision.reduce_dtype(shard.dtype), shard.dtype, self.home.device):
+        if self.gradients.fits(self._precision.reduce_dtype(shard.dtype), shard.dtype, self.storage.device):
             self.gradients.expect(self.requires_grad_each)  # frozen or thawed in the middle of an accumulation
         else:
             self.gradients = self._new_gradients()
         if self._precision.keeps_low_gradients:
             for param in (shard, *self.registry.params):
                 param.grad_dtype = None  # any
-        self._wholes: dict[torch.dtype, WholeParameters] = {}
+        self._unsharded_by_dtype: dict[torch.dtype, UnshardedParameters] = {}
         self._gathered = None
-        self._choose_whole()
+        self._choose_unsharded()
 
     def _new_gradients(self) -> GradientBuffer:
         own = self.flat_param.dtype
         dtype, needs = self._precision.reduce_dtype(own), self.requires_grad_each
-        return GradientBuffer(self.layout, dtype, own, self.home.device, needs)
+        return GradientBuffer(self.layout, dtype, own, self.storage.device, needs)
 
-    def _choose_whole(self) -> None:
-        if self.dtype not in self._wholes:
-            self._wholes[self.dtype] = self._new_whole()
-            self._wholes[self.dtype].name_unit(self._unit_name)
-        self.whole = self._wholes[self.dtype]
-        self.whole.fill_places(is_whole=False)
+    def _choose_unsharded(self) -> None:
+        if self.dtype not in self._unsharded_by_dtype:
+            self._unsharded_by_dtype[self.dtype] = self._new_unsharded()
+            self._unsharded_by_dtype[self.dtype].name_unit(self._unit_name)
+        self.unsharded = self._unsharded_by_dtype[self.dtype]
+        self.unsharded.fill_places(is_unsharded=False)
 
     @torch.inference_mode(False)  # or what is first needed in inference could not be used in training
-    def _new_whole(self) -> WholeParameters:
+    def _new_unsharded(self) -> UnshardedParameters:
         shard = self.flat_param
-        is_shard = not self.is_sharded and self.dtype == shard.dtype and not self.home.is_elsewhere
-        return WholeParameters(
+        is_shard = not self.is_sharded and self.dtype == shard.dtype and not self.storage.is_elsewhere
+        return UnshardedParameters(
             self.layout,
             self.places,
             shard.parts,
-            shard.vector if is_shard else self._new_buffer(self.dtype, self._whole_numel),
+            shard.vector if is_shard else self._new_buffer(self.dtype, self._unsharded_numel),
             is_shard=is_shard,
             requires_grad=self.requires_grad_each,
             valueless=self.valueless,
@@ -207,12 +210,14 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
 
     def present(self, slot: int) -> Tensor:
         """What modules see of a parameter in this phase."""
-        return self.whole.front(slot, self.phase is Phase.UNSHARDED)
+        return self.unsharded.front(slot, self.phase is Phase.UNSHARDED)
 
     def is_own(self, slot: int, value: Any) -> bool:
         """Whether modules may have seen this of a parameter."""
-        wholes = self._wholes.values()
-        return any(value is whole.front(slot, is_whole) for whole in wholes for is_whole in (True, False))
+        kinds = self._unsharded_by_dtype.values()
+        return any(
+            value is unsharded.front(slot, is_unsharded) for unsharded in kinds for is_unsharded in (True, False)
+        )
 
     def lendable(self, slot: int, tensor: Tensor) -> Tensor:
         """What modules can compute with of a tensor that takes the place of a parameter for one call.
@@ -231,12 +236,12 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         return tensor.to(self.dtype) if self.is_cast and tensor.dtype == self.flat_param.dtype else tensor
 
     @property
-    def _whole_numel(self) -> int:
-        numel = self.layout.whole_numel
-        return numel if self.nearby is None else self.nearby.padded(numel)
+    def _unsharded_numel(self) -> int:
+        numel = self.layout.unsharded_numel
+        return numel if self.post_forward_shard is None else self.post_forward_shard.padded(numel)
 
     def _new_buffer(self, dtype: torch.dtype, numel: int) -> Tensor:
-        return torch.empty(numel, dtype=dtype, device=self.home.device)
+        return torch.empty(numel, dtype=dtype, device=self.storage.device)
 
     def compute_in_full(self, wanted: bool) -> None:
         """Whether to gather the parameters in the shard's own dtype from now on."""
@@ -245,7 +250,7 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         self.absorb()
         self.reshard()
         self._in_full_precision = wanted
-        self._choose_whole()
+        self._choose_unsharded()
 
     # --- unshard and reshard ------------------------------------------------------------------------------------
 
@@ -257,9 +262,9 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         self.phase = phase
 
     @property
-    def is_whole(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Whether the whole parameter is here, and as the shard is now."""
-        return self.whole.is_shard or (self.phase is Phase.UNSHARDED and self.shard_state == self._gathered)
+        return self.unsharded.is_shard or (self.phase is Phase.UNSHARDED and self.shard_state == self._gathered)
 
     def unshard(self) -> None:
         """Start to fetch the whole parameter; nothing happens if it is here or on its way."""
@@ -275,30 +280,28 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
             if self.shard_state == self._gathered:
                 return
             self.reshard()  # the shard was changed since: what is here is stale
-        if self.pieces is not None:
-            self.pieces.forget_zeroed()
         self.follow_shard()
-        self.home.check(self.name)
+        self.storage.check(self.name)
         self._gathered = self.shard_state
-        if self.whole.is_shard:
-            self.home.read_ahead()
-        elif self.nearby is not None and self.nearby.has(self._gathered):
-            self._pending = self.nearby.gather(self.whole.begin_gather(is_whole=True), self.name)
+        if self.unsharded.is_shard:
+            self.storage.read_ahead()
+        elif self.post_forward_shard is not None and self.post_forward_shard.has(self._gathered):
+            self._pending = self.post_forward_shard.gather(self.unsharded.begin_gather(directly=True), self.name)
         else:
-            self._pending = self._gather_into(self.whole.begin_gather())
+            self._pending = self._gather_into(self.unsharded.begin_gather())
         self._enter(Phase.UNSHARDING)  # if that did not raise
 
     def _gather_into(self, full: Tensor) -> Pending:
-        if not self.home.is_elsewhere:
+        if not self.storage.is_elsewhere:
             return self._exchange(full)
-        lane = self.home.lane
-        with lane.fork():
+        copy_stream = self.storage.copy_stream
+        with copy_stream.fork():
             pending = self._exchange(full)
-        return pending.after(lane.arrival())
+        return pending.after(copy_stream.arrival())
 
     def _exchange(self, full: Tensor) -> Pending:
         if self.is_sharded or full.dtype != self.flat_param.dtype:
-            shard = self.home.staged(self.flat_param, full.dtype)
+            shard = self.storage.staged(self.flat_param, full.dtype)
         else:
             shard = self.flat_param.vector  # copied to its place directly
         with label("all_gather", self._unit_name):
@@ -308,43 +311,43 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         """Whole and visible in the modules when this returns (on CUDA: for work on the current stream)."""
         self.unshard()
         if self.phase is Phase.UNSHARDING:
-            if not self.whole.is_shard:
+            if not self.unsharded.is_shard:
                 with label("all_gather_wait", self._unit_name):
                     self._pending.wait()
-                    self.whole.end_gather()
-                self.home.release()
+                    self.unsharded.end_gather()
+                self.storage.release()
             self.check_places()
-            self.whole.show()
+            self.unsharded.show()
             self._enter(Phase.UNSHARDED)
 
-    def reshard(self, *, keeps_nearby: bool = False) -> None:
+    def reshard(self, *, keeps_post_forward_shard: bool = False) -> None:
         """Give the memory of the whole parameter back.
 
         Args:
-            keeps_nearby: backward will need it: if there are ranks nearby to keep it among, do so.
+            keeps_post_forward_shard: backward will need it: if there are ranks to keep it among, do so.
         """
-        if self.nearby is not None:
-            if keeps_nearby and self.phase is Phase.UNSHARDED and not self.whole.is_shard:
-                self.nearby.keep(self.whole.full, self._gathered)
+        if self.post_forward_shard is not None:
+            if keeps_post_forward_shard and self.phase is Phase.UNSHARDED and not self.unsharded.is_shard:
+                self.post_forward_shard.keep(self.unsharded.full, self._gathered)
             else:
-                self.nearby.forget()
+                self.post_forward_shard.forget()
         if self.phase is Phase.SHARDED:
             return
         if self.phase is Phase.UNSHARDED:
-            self.whole.hide()
-        if self.whole.is_shard:
-            self.home.release()
+            self.unsharded.hide()
+        if self.unsharded.is_shard:
+            self.storage.release()
         elif self.phase is Phase.UNSHARDING:
             self._pending.wait()  # it is written to until that is done
-            self.whole.end_gather(is_wanted=False)
-        self.whole.free()
+            self.unsharded.end_gather(is_wanted=False)
+        self.unsharded.free()
         self._enter(Phase.SHARDED)
 
     def gathered(self) -> Tensor:
         """Collective. A buffer of its own with the whole parameter, in the shard's dtype."""
         full = self._new_buffer(self.flat_param.dtype, self.layout.padded_numel)
         self._gather_into(full).wait()
-        self.home.release()
+        self.storage.release()
         return full
 
     def serve_gather(self) -> None:
@@ -352,14 +355,14 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         if self.is_sharded:
             self.absorb()
             self.follow_shard()
-            self.home.check(self.name)
+            self.storage.check(self.name)
             self._gather_into(self._new_buffer(self.dtype, self.layout.padded_numel)).wait()
-            self.home.release()
+            self.storage.release()
 
     def settle(self) -> None:
         """Block until the shard may be written: what was sent and copied from it has arrived."""
         self.comm.settle()
-        self.home.lane.settle()
+        self.storage.copy_stream.settle()
 
     def _leaf_has_gradient(self, slot: int, leaf: Tensor) -> None:
         self._on_gradient(self, slot, leaf)

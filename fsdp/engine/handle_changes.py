@@ -18,7 +18,7 @@ class FollowsChanges(HandleState):
 
     def check_places(self) -> None:
         """Raise RuntimeError if a parameter's attribute is no longer what we put there."""
-        for slot in self.whole.disturbed():
+        for slot in self.unsharded.disturbed():
             raise RuntimeError(
                 f"{self.name}: {self.layout.slots[slot].name} was replaced while its unit was computing. Change "
                 "parameters between steps, or inside `with model.summon_full_params():`."
@@ -26,7 +26,7 @@ class FollowsChanges(HandleState):
 
     def fill_places(self) -> None:
         """Put where the modules look for their parameters what belongs there in this phase, whatever is there."""
-        self.whole.fill_places(self.phase is Phase.UNSHARDED)
+        self.unsharded.fill_places(self.phase is Phase.UNSHARDED)
 
     def absorb(self) -> None:
         """Write to the shard what users have put in the places of parameters, or assigned to ``.data`` of pieces.
@@ -38,9 +38,9 @@ class FollowsChanges(HandleState):
             return  # changes are kept, or not, when that ends
         if self.phase is Phase.UNSHARDING:
             return  # the shard is being sent; `check_places` will report what is new
-        disturbed, missing = self.whole.disturbed(), self.registry.missing()
+        disturbed, missing = self.unsharded.disturbed(), self.registry.missing()
         # Where the buffer is the shard, what is written to it is there already.
-        written = self.whole.moved() if self.whole.is_shard else self.whole.written()
+        written = self.unsharded.moved() if self.unsharded.is_shard else self.unsharded.written()
         if disturbed or missing or written:
             self._take_back(list(dict.fromkeys([*disturbed, *missing])), written)
         if self.pieces is not None:
@@ -60,7 +60,7 @@ class FollowsChanges(HandleState):
     def _take_back(self, replaced: list[int], written: list[int]) -> None:
         try:
             for slot in written:
-                self.keep(slot, self.whole.leaves[slot])
+                self.keep(slot, self.unsharded.leaves[slot])
             for slot in replaced:
                 self.keep(slot, self.registry.assigned(slot))
             self.note_written([*written, *replaced])
@@ -70,7 +70,7 @@ class FollowsChanges(HandleState):
                 "nn.Parameter of the parameter's shape, on every rank."
             ) from None
         if written:
-            self.whole.restore(written)
+            self.unsharded.restore(written)
         if replaced:
             self.registry.withdraw(replaced)
             self.fill_places()
@@ -78,7 +78,7 @@ class FollowsChanges(HandleState):
     @property
     def was_written(self) -> bool:
         """Whether modules or users have written to the whole parameters what their shards do not have."""
-        return not (self.whole.is_shard and not self.is_replicated) and bool(self.whole.written())
+        return not (self.unsharded.is_shard and not self.is_replicated) and bool(self.unsharded.written())
 
     def take_written(self) -> None:
         """Collective if the module's own forward has written to its weights, as an embedding with ``max_norm`` does.
@@ -91,11 +91,11 @@ class FollowsChanges(HandleState):
         """
         if not self.was_written:
             return
-        slots = self.whole.written()
-        made = {slot: local_part(self.whole.leaves[slot]).detach() for slot in slots}
+        slots = self.unsharded.written()
+        made = {slot: local_part(self.unsharded.leaves[slot]).detach() for slot in slots}
         parts = self.layout.parts(self._shard, self.comm.rank)
         own = [parts[slot].data for slot in slots]  # `.data`: it is not the user who changes it between two passes
-        before = None if self.whole.is_shard else [part.to(self.home.device, self.dtype) for part in own]
+        before = None if self.unsharded.is_shard else [part.to(self.storage.device, self.dtype) for part in own]
         merged = Merged(before, [self.layout.part_of(slot, made[slot], self.comm.rank) for slot in slots])
         what = f"values that the forward of {self._unit_name} wrote to its parameters"
         ranks = range(self.comm.world_size)
@@ -116,8 +116,8 @@ class FollowsChanges(HandleState):
             if before is not None:
                 part.copy_(torch.where(differs(value, was).to(part.device), value.to(part.device, part.dtype), part))
         self.note_written(slots)
-        self.home.release()
-        self.whole.rest()
+        self.storage.release()
+        self.unsharded.rest()
         if before is not None:
             self._gathered = None  # other ranks may have written other elements
 
@@ -152,7 +152,7 @@ class FollowsChanges(HandleState):
         """Raise ValueError if the shard could not be followed after `fn`."""
         shard = self.flat_param
         if any(shard.parts):
-            check_device(self.name, shard.parts, fn(torch.empty(0, device=self.home.device)).device)
+            check_device(self.name, shard.parts, fn(torch.empty(0, device=self.storage.device)).device)
         cast = fn(torch.empty(0, dtype=shard.dtype, device=shard.device))
         self._precision.check(f"after this cast {self.name}", cast.dtype, shard.requires_grad)
 
@@ -165,18 +165,18 @@ class FollowsChanges(HandleState):
                 f"{self.layout.shard_numel}: its .data was replaced by something else. Change parameters inside "
                 "`with model.summon_full_params():`."
             )
-        self.home.adopt(shard)
+        self.storage.adopt(shard)
         dtype, requires_grad, address, device = self._built_for
-        if self.home.device != device:
-            self.comm = self.comm.for_device(self.home.device)
-            self.reduce_comm = self.reduce_comm.for_device(self.home.device)
-            self.replicas = self.replicas.for_device(self.home.device)
-            if self.nearby is not None:
-                self.nearby.comm = self.nearby.comm.for_device(self.home.device)
-        is_another = (shard.dtype, self.requires_grad_each, self.home.device) != (dtype, requires_grad, device)
+        if self.storage.device != device:
+            self.comm = self.comm.for_device(self.storage.device)
+            self.reduce_comm = self.reduce_comm.for_device(self.storage.device)
+            self.replicas = self.replicas.for_device(self.storage.device)
+            if self.post_forward_shard is not None:
+                self.post_forward_shard.comm = self.post_forward_shard.comm.for_device(self.storage.device)
+        is_another = (shard.dtype, self.requires_grad_each, self.storage.device) != (dtype, requires_grad, device)
         if self.pieces is not None and (is_another or shard.data_ptr() != address):
             self.pieces.alias()
-        if is_another or (self.whole.is_shard and shard.data_ptr() != address):
+        if is_another or (self.unsharded.is_shard and shard.data_ptr() != address):
             self._precision.check(self.name, shard.dtype, shard.requires_grad)
             self._build()
 
@@ -217,7 +217,7 @@ class FollowsChanges(HandleState):
         self.note_written(slots)
         for each in slots:
             self.note_values(each)
-        self.home.release()
+        self.storage.release()
 
     def touch(self) -> None:
         """Count as changed."""
@@ -227,8 +227,8 @@ class FollowsChanges(HandleState):
         """The shard has this parameter's values now, if it had none."""
         if slot in self.valueless:
             self.valueless.discard(slot)
-            for whole in self._wholes.values():
-                whole.reveal(slot)
+            for unsharded in self._unsharded_by_dtype.values():
+                unsharded.reveal(slot)
 
     # --- what was seen at wrapping ------------------------------------------------------------------------------
 
@@ -241,13 +241,13 @@ class FollowsChanges(HandleState):
         """Forget those of parameters that were written in ways which nobody announced."""
         if self.fingerprints is not None and self.flat_param.numel() == self.layout.shard_numel:
             self.fingerprints.forget_written(self.layout.parts(self._shard, self.comm.rank))
-            self.home.release()
+            self.storage.release()
 
     def renew_fingerprints(self) -> None:
         """The shard was cast or moved since `settle_fingerprints`."""
         if self.fingerprints is not None:
             self.fingerprints.follow(self.layout.parts(self._shard, self.comm.rank))
-            self.home.release()
+            self.storage.release()
 
     @property
     def _shard(self) -> Tensor:

@@ -56,12 +56,12 @@ class TakesGradients(HandleState):
         self.flat_param._has_unreduced = False
         if not any(self.gradients.used) and any(self.gradients.missed) and not reduced.any():
             return  # no rank has anything of what all awaited
-        self.home.check(self.name)
+        self.storage.check(self.name)
         reduced = reduced.to(self.gradients.dtype) if self._precision.keeps_low_gradients else reduced
         if any(param._backward_hooks or param._post_accumulate_grad_hooks for param in self._hookable):
             self._reduced = reduced if self._reduced is None else self._reduced + reduced
         else:
-            self.home.accept(self.flat_param, reduced)
+            self.storage.accept(self.flat_param, reduced)
 
     @property
     def _hookable(self) -> Sequence[nn.Parameter]:
@@ -83,7 +83,7 @@ class TakesGradients(HandleState):
                     after = _after_hooks(params[slot], grad)
                     if after is not grad:
                         part.copy_(after if self.pieces is None else self.pieces.vector_of(slot, after))
-            self.home.accept(self.flat_param, reduced)
+            self.storage.accept(self.flat_param, reduced)
             self._delivered = [params[slot] for slot in slots]
         if self.pieces is not None:
             self.pieces.show_gradients(used, missed)
@@ -92,7 +92,7 @@ class TakesGradients(HandleState):
         """Call the hooks of `Tensor.register_post_accumulate_grad_hook`, of what this backward has brought."""
         delivered, self._delivered = self._delivered, []
         if any(param._post_accumulate_grad_hooks for param in delivered):
-            self.home.lane.settle()
+            self.storage.copy_stream.settle()
             self.flat_param.bring_gradient()
             for param in (each for each in delivered if each.grad is not None):
                 for hook in list((param._post_accumulate_grad_hooks or {}).values()):
@@ -110,9 +110,16 @@ class TakesGradients(HandleState):
     @property
     def has_unreduced(self) -> bool:
         """Whether gradients wait for their reduction, and were not zeroed."""
+        self.forget_zeroed()
+        return self.flat_param.has_unreduced
+
+    def forget_zeroed(self) -> None:
+        """Free the gradient of which users have zeroed all that modules list; not inside a backward.
+
+        There a gradient may be reduced that is not shown to the pieces yet, which looks the same.
+        """
         if self.pieces is not None:
             self.pieces.forget_zeroed()
-        return self.flat_param.has_unreduced
 
     def full_gradients(self) -> list[Tensor | None]:
         """Collective. The whole reduced gradients, with memory of their own; None for parameters without.
@@ -131,7 +138,7 @@ class TakesGradients(HandleState):
         grad = self.flat_param.grad
         if grad is None:
             return [None] * len(self.places)
-        shard = grad.detach().view(-1).to(self.home.device)
+        shard = grad.detach().view(-1).to(self.storage.device)
         full = shard.new_empty(self.layout.padded_numel)
         self.comm.all_gather(full, shard, f"all-gather of the gradient of {self.name}", ("gradient", self.tag)).wait()
         self.comm.settle()
@@ -148,15 +155,15 @@ class TakesGradients(HandleState):
         if all(gradient is None for gradient in gradients):
             return
         dtype = self.gradients.dtype if self._precision.keeps_low_gradients else self.flat_param.dtype
-        shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=self.home.device)
+        shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=self.storage.device)
         for slot, gradient in enumerate(gradients):
             if gradient is not None:
                 part = self.flat_param.parts[slot]
                 whole = gradient.detach() if part is None else part.cut(self.layout.slots[slot].name, gradient.detach())
                 self.layout.shard_of(slot, whole, shard, self.comm.rank)
-        self.home.accept(self.flat_param, shard)
+        self.storage.accept(self.flat_param, shard)
         if self.pieces is not None:
-            self.home.lane.settle()
+            self.storage.copy_stream.settle()
             self.pieces.show_gradients([gradient is not None for gradient in gradients])
 
     @property
@@ -189,8 +196,8 @@ class TakesGradients(HandleState):
             self.flat_param.grad = None
         if self.pieces is not None:
             self.pieces.show_gradients([False] * len(self.layout.slots))
-        for whole in self._wholes.values():
-            for leaf in whole.leaves:
+        for unsharded in self._unsharded_by_dtype.values():
+            for leaf in unsharded.leaves:
                 leaf.grad = None
 
 

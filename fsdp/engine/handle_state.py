@@ -16,12 +16,12 @@ from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.grad_buffer import GradientBuffer
 from fsdp.engine.layout import ContiguousLayout, Interval, Layout
 from fsdp.engine.managed_params import text_of_key
-from fsdp.engine.offload import Home
+from fsdp.engine.offload import ShardStorage
 from fsdp.engine.orig_params import Pieces
-from fsdp.engine.post_forward_shard import Nearby
+from fsdp.engine.post_forward_shard import PostForwardShard
 from fsdp.engine.precision import Precision
 from fsdp.engine.registration import Registry
-from fsdp.engine.unsharded_params import WholeParameters
+from fsdp.engine.unsharded_params import UnshardedParameters
 
 
 class Phase(Enum):
@@ -36,7 +36,7 @@ class HandleState:
     """The attributes of a `FlatParamHandle`, and what follows from them."""
 
     flat_param: FlatParameter
-    home: Home
+    storage: ShardStorage
     layout: Layout
     comm: Communicator
     reduce_comm: Communicator
@@ -52,9 +52,9 @@ class HandleState:
     tag: int
     reduce_tag: int
     replica_tag: int
-    nearby: Nearby | None
+    post_forward_shard: PostForwardShard | None
     phase: Phase
-    whole: WholeParameters
+    unsharded: UnshardedParameters
     gradients: GradientBuffer
     has_frozen: bool
     comm_hook: CommHook | None = None
@@ -66,7 +66,7 @@ class HandleState:
     _gathered: Hashable  # the state of the shard that the whole parameter is of; None of none
     _precision: Precision
     _in_full_precision: bool
-    _wholes: dict[torch.dtype, WholeParameters]
+    _unsharded_by_dtype: dict[torch.dtype, UnshardedParameters]
     _built_for: tuple[torch.dtype, list[bool], int, torch.device]
     _build: Callable[[], None]
     settle: Callable[[], None]
@@ -74,7 +74,7 @@ class HandleState:
     @property
     def comms(self) -> tuple[Communicator, ...]:
         """All ways by which its values go to other ranks."""
-        return self.comm, self.replicas, *([] if self.nearby is None else [self.nearby.comm])
+        return self.comm, self.replicas, *([] if self.post_forward_shard is None else [self.post_forward_shard.comm])
 
     @property
     def is_sharded(self) -> bool:
@@ -109,8 +109,8 @@ class HandleState:
 
     @property
     def accumulators(self) -> list[list[Any]]:
-        """See `WholeParameters.accumulators`; of each form in which the parameters were whole."""
-        return [whole.accumulators for whole in self._wholes.values()]
+        """See `UnshardedParameters.accumulators`; of each form in which the parameters were whole."""
+        return [unsharded.accumulators for unsharded in self._unsharded_by_dtype.values()]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -159,6 +159,6 @@ class HandleState:
             kind += " in rows"
         if self.is_replicated:
             ranks += f" and {self.replicas.world_size} replicas by {type(self.replicas).__name__}"
-        if self.nearby is not None:
-            ranks += f", kept among {self.nearby.comm.world_size} of them"
+        if self.post_forward_shard is not None:
+            ranks += f", kept among {self.post_forward_shard.comm.world_size} of them"
         return f"{kind} {ranks}: {slots}"

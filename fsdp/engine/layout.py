@@ -160,17 +160,17 @@ class Layout(ABC):
 
     @property
     @abstractmethod
-    def gathers_whole(self) -> bool:
+    def gathers_in_order(self) -> bool:
         """Whether parameters lie in a gathered buffer as they do in a whole one, so that it can be used as it is."""
 
     @property
-    def whole_numel(self) -> int:
+    def unsharded_numel(self) -> int:
         """Elements of a whole buffer, in which all parameters lie one after the other."""
-        return self.padded_numel if self.gathers_whole else self.numel
+        return self.padded_numel if self.gathers_in_order else self.numel
 
     def views(self, whole: Tensor) -> list[Tensor]:
-        """Every parameter in its shape, as views of a whole buffer ``[whole_numel]``."""
-        self._check(whole, self.whole_numel, "whole buffer")
+        """Every parameter in its shape, as views of a whole buffer ``[unsharded_numel]``."""
+        self._check(whole, self.unsharded_numel, "whole buffer")
         return [slot.shown(whole[slot.start : slot.stop].view(slot.kept_shape)) for slot in self.slots]
 
     @property
@@ -250,7 +250,7 @@ class ContiguousLayout(Layout):
                 full[slot.stop : slot.stop + gap].zero_()
 
     @property
-    def gathers_whole(self) -> bool:
+    def gathers_in_order(self) -> bool:
         return True
 
     def unpack(self, full: Tensor) -> list[Tensor]:
@@ -322,7 +322,7 @@ class RowsLayout(Layout):
         return self._chunks[-1].stop if self.slots else 0
 
     @property
-    def gathers_whole(self) -> bool:
+    def gathers_in_order(self) -> bool:
         return self.world_size == 1
 
     def rows(self, slot: int, rank: int) -> tuple[int, int]:
@@ -338,9 +338,9 @@ class RowsLayout(Layout):
         return Interval(slot, first * chunk.row_numel, last * chunk.row_numel, chunk.offset)
 
     def unpack(self, full: Tensor) -> list[Tensor]:
-        if self.gathers_whole:
+        if self.gathers_in_order:
             return self.views(full)
-        whole = full.new_empty(self.whole_numel)
+        whole = full.new_empty(self.unsharded_numel)
         for place, part in zip(*self.pairs(full, whole), strict=True):
             part.copy_(place)
         return self.views(whole)

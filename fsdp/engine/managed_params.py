@@ -3,19 +3,80 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import MeshPart, check_placements, is_dtensor, local_part
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
-from fsdp.engine.ignored import Ignored
 from fsdp.engine.names import clean_name
 
 Places = list[ParamInfo]
 GroupKey = Callable[[str, nn.Parameter], Hashable]  # of a parameter's name and the parameter
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """`ignored_modules`, with all that is inside of them, and `ignored_parameters`: what is not sharded.
+
+    A parameter that an ignored module uses is ignored wherever else it is used: so ties are kept.
+    """
+
+    modules: frozenset[nn.Module] = frozenset()
+    parameters: frozenset[Tensor] = frozenset()
+
+    @classmethod
+    def of(cls, modules: Iterable[nn.Module] | None, parameters: Iterable[nn.Parameter] | None) -> Ignored:
+        """Return what the arguments of a front door name.
+
+        Raises:
+            TypeError: if they are not modules, or not parameters.
+        """
+        roots = _checked("ignored_modules", modules, nn.Module)
+        inside = frozenset(inner for root in roots for inner in root.modules())
+        named = _checked("ignored_parameters", parameters, nn.Parameter)
+        return cls(
+            inside,
+            frozenset(named)
+            | {param for module in inside for param in module._parameters.values() if param is not None},
+        )
+
+    def __or__(self, other: Ignored) -> Ignored:
+        """Return what either of them leaves alone."""
+        return Ignored(self.modules | other.modules, self.parameters | other.parameters)
+
+    def check(self, sharded: Iterable[ParamInfo]) -> None:
+        """Raise ValueError if an inner unit has taken what is ignored now.
+
+        Args:
+            sharded: where inner units' parameters are used.
+        """
+        names = [name for name in map(taken_by, self.parameters) if name is not None]
+        names += [
+            f"{place.fqn} of a {type(place.module).__name__}" for place in sharded if place.module in self.modules
+        ]
+        if names:
+            raise ValueError(
+                f"{names[0]} is ignored, but an inner unit has sharded it already: ignore it there as well, or nowhere"
+            )
+
+    def has(self, module: nn.Module, param: Tensor) -> bool:
+        """Return whether a parameter of a module is to be left alone."""
+        return module in self.modules or param in self.parameters
+
+
+def _checked(argument: str, given: Any, kind: type[Any]) -> list[Any]:
+    if isinstance(given, Iterator):
+        raise TypeError(f"{argument} is an iterator, which one wrapper would use up: give a list, list(...)")
+    is_one = isinstance(given, kind) or not isinstance(given, Iterable)
+    found = [] if given is None else [given] if is_one else list(given)
+    for item in found:
+        if not isinstance(item, kind):
+            raise TypeError(f"{argument} must be an iterable of {kind.__name__}s, found a {type(item).__name__} in it")
+    return found
 
 
 class Taken(NamedTuple):
@@ -131,19 +192,19 @@ def _refuse_taken(fqn: str, param: nn.Parameter) -> None:
 _PLAIN = (nn.Parameter,)
 
 
-def taken_over(param: torch.Tensor) -> Taken | None:
+def taken_over(param: Tensor) -> Taken | None:
     """What became of this original parameter, None if no unit took it over."""
     taken = _taken.get(id(param))
     return taken if taken is not None and taken.param() is param else None
 
 
-def taken_by(param: torch.Tensor) -> str | None:
+def taken_by(param: Tensor) -> str | None:
     """The name under which a unit took over this original parameter, None if none did."""
     taken = taken_over(param)
     return None if taken is None else taken.description
 
 
-def lender_of(param: torch.Tensor) -> Any | None:
+def lender_of(param: Tensor) -> Any | None:
     """The unit that took over this original parameter alone, and can share it with others; None if none did."""
     taken = taken_over(param)
     return None if taken is None or taken.lender is None else taken.lender()
@@ -170,12 +231,12 @@ def follow_flat_param(old: FlatParameter, now: Mapping[int, tuple[FlatParameter,
             _taken[key] = taken._replace(flat_param=weakref.ref(flat_param), slot=slot)
 
 
-def is_ours(param: torch.Tensor) -> bool:
+def is_ours(param: Tensor) -> bool:
     """Whether what a module lists is a shard, or a piece of one."""
     return owner_of(param) is not None
 
 
-def owner_of(param: torch.Tensor) -> FlatParameter | None:
+def owner_of(param: Tensor) -> FlatParameter | None:
     """The shard that something listed is, or is a piece of; None for other parameters."""
     owner = getattr(param, "owner", None)  # and not by __dict__, which compilers of optimizers cannot trace
     return owner if isinstance(owner, FlatParameter) else None

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import is_dtensor
 from fsdp.engine.blanks import note_empty
-from fsdp.engine.forward_hooks import Hook, TrainingState
+from fsdp.engine.forward_hooks import Hook
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name
-from fsdp.engine.unit import Unit, own_modules, units_in
+from fsdp.engine.unit import TrainingState, Unit, own_modules, units_in
 
 Conversion = Callable[[Tensor], Tensor]
 
@@ -221,7 +221,7 @@ def _convert_tensor(unit: Unit, fn: Conversion, gives_memory: bool, tensor: Tens
         return tensor.to(fn(torch.empty(0, dtype=tensor.dtype, device=unit.device)).dtype)
     converted = fn(tensor)
     for handle in unit.seen:
-        if handle.home.keeps_shards:
+        if handle.storage.keeps_shards:
             for param in (handle.flat_param, *handle.registry.params):
                 if tensor is param or tensor is param.grad:
                     return converted.to(tensor.device)

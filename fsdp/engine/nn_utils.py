@@ -210,7 +210,7 @@ class Models:
             RuntimeError: inside a forward or backward, inside `fsdp.join`, or if gradients are not reduced yet.
         """
         for runtime in self._runtimes:
-            if runtime.visits.joining is not None:
+            if runtime.participation.is_joining:
                 raise RuntimeError(
                     f"{self._function} inside fsdp.join: ranks that have finished take part in clip_grad_norm_ and "
                     "clip_grad_value_ of all parameters of one model, and in nothing else of this kind."

@@ -1,4 +1,4 @@
-"""Where a unit's shards and their gradients live while they are not computed with: a `Home`.
+"""Where a unit's shards and their gradients live while they are not computed with: a `ShardStorage`.
 
 There are three: the compute device itself, host memory, and files on disk. Each flat parameter has one, which gives it
 memory, brings the shard to the compute device when it is gathered, and takes in the reduced gradients.
@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp.distributed.streams import Lane, lane_of
+from fsdp.distributed.streams import CopyStream, copy_stream_of
 from fsdp.engine.flat_param import FlatParameter, PieceParameter
 from fsdp.engine.mapped_files import MappedFiles, Region, files_under
 
 _HOST = torch.device("cpu")
 
 
-class Home:
+class ShardStorage:
     """The compute device: nothing is moved.
 
     Args:
@@ -50,9 +50,9 @@ class Home:
         return False
 
     @property
-    def lane(self) -> Lane:
+    def copy_stream(self) -> CopyStream:
         """Where copies to and from the compute device are queued."""
-        return lane_of(self.device)
+        return copy_stream_of(self.device)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros ``[numel]`` for a shard, where shards live."""
@@ -79,7 +79,7 @@ class Home:
         flat_param.hold_gradient(reduced)
 
 
-class HostHome(Home):
+class HostStorage(ShardStorage):
     """Host memory for shards, for gradients, or for both; pinned where there is an accelerator to copy to.
 
     Args:
@@ -112,7 +112,7 @@ class HostHome(Home):
 
     def accept(self, flat_param: FlatParameter, reduced: Tensor) -> None:
         if self._grads:
-            self.lane.to_host(reduced, flat_param.hold_gradient)
+            self.copy_stream.to_host(reduced, flat_param.hold_gradient)
         else:
             flat_param.hold_gradient(reduced)
 
@@ -120,19 +120,20 @@ class HostHome(Home):
 class _OnDisk:
     """A parameter in a mapped file. What optimizers make in its likeness, their state, is in mapped files as well."""
 
-    home: Any
+    shard_storage: Any
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         fill = _LIKENESSES.get(func)
         like = kwargs.get("input", args[0] if args else None)
-        home = like.home if isinstance(like, _OnDisk) else None  # one that was unpickled by itself is in memory
-        if fill is None or home is None or kwargs.get("device") not in (None, _HOST):
+        # One that was unpickled by itself is in memory.
+        storage = like.shard_storage if isinstance(like, _OnDisk) else None
+        if fill is None or storage is None or kwargs.get("device") not in (None, _HOST):
             with torch._C.DisableTorchFunctionSubclass():  # as Parameter's own, which leaves out this whole method
                 return func(*args, **kwargs)
         numel, dtype = like.numel(), kwargs.get("dtype") or like.dtype
-        made, _ = home.files.allocate(numel, dtype, "optimizer state")
+        made, _ = storage.files.allocate(numel, dtype, "optimizer state")
         return fill(made.view(like.shape), args, kwargs).requires_grad_(kwargs.get("requires_grad", False))
 
 
@@ -155,7 +156,7 @@ _LIKENESSES: dict[Any, Callable[[Tensor, Any, Any], Tensor]] = {
 }
 
 
-class DiskHome(Home):
+class DiskStorage(ShardStorage):
     """Files on disk for the shard, its gradient and optimizer state, mapped into memory.
 
     Args:
@@ -173,12 +174,12 @@ class DiskHome(Home):
         self._grad: tuple[Tensor, Region] | None = None
         self._shown: weakref.ref[Tensor] | None = None  # the gradient that lies there
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DiskHome:
-        copied = memo[id(self)] = DiskHome(self.device, self.files)
+    def __deepcopy__(self, memo: dict[int, Any]) -> DiskStorage:
+        copied = memo[id(self)] = DiskStorage(self.device, self.files)
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return DiskHome, (self.device, self.files)
+        return DiskStorage, (self.device, self.files)
 
     @property
     def is_elsewhere(self) -> bool:
@@ -276,14 +277,14 @@ class Offload:
             raise ValueError("offload='disk' needs offload_folder: a folder on a disk with room for the model's shards")
         return cls(params=True, grads=True, folder=os.fspath(offload_folder), keep_files=keep_offload_files)
 
-    def home_on(self, device: torch.device) -> Callable[[], Home]:
-        """Makes one home for each flat parameter that is computed with on `device`.
+    def storage_on(self, device: torch.device) -> Callable[[], ShardStorage]:
+        """Makes one storage for each flat parameter that is computed with on `device`.
 
         Raises:
             ValueError: if the folder cannot be used.
         """
         if self.folder is not None:
-            return partial(DiskHome, device, files_under(self.folder, self.keep_files))
+            return partial(DiskStorage, device, files_under(self.folder, self.keep_files))
         if self.params or self.grads:
-            return partial(HostHome, device, self.params, self.grads)
-        return partial(Home, device)
+            return partial(HostStorage, device, self.params, self.grads)
+        return partial(ShardStorage, device)

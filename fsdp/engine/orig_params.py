@@ -45,7 +45,7 @@ class Pieces:
     def _new(self, slot: int, layout: Layout, requires_grad: bool) -> nn.Parameter:
         interval, kept = self._intervals[slot], layout.slots[slot]
         offset, numel, start = (interval.offset, interval.numel, interval.start) if interval else (0, 0, 0)
-        kind = self._flat_param.home.piece_parameter
+        kind = self._flat_param.shard_storage.piece_parameter
         piece = kind.of(self._flat_param, offset, numel, requires_grad, kept.name, kept.shape, start)
         give_attributes(piece, self._flat_param.attributes[slot])
         return piece

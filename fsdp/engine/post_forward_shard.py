@@ -14,7 +14,7 @@ from torch import Tensor
 from fsdp.distributed.collectives import Communicator, Pending
 
 
-class Nearby:
+class PostForwardShard:
     """What one handle keeps on this rank.
 
     Args:

@@ -19,25 +19,27 @@ from __future__ import annotations
 
 import weakref
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp.engine.adoption import Contents, adopt, refuse_strangers
-from fsdp.engine.agreement import agree
+from fsdp.engine.agreement import agree, agree_on_values
 from fsdp.engine.autograd import BackwardPass, FollowedPass, in_backward
-from fsdp.engine.following import FollowsOthers
-from fsdp.engine.forward_hooks import Call, TrainingState
+from fsdp.engine.deferred_init import require_values_everywhere
+from fsdp.engine.forward_hooks import Call
 from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.managed_params import is_ours
 from fsdp.engine.memory import return_freed_memory
+from fsdp.engine.names import clean_name, join
+from fsdp.engine.participation import EvenRanks, Participation
 from fsdp.engine.reduction import Reductions
 from fsdp.engine.schedule import ExecutionOrder
 from fsdp.engine.shared_params import settle_shares
-from fsdp.engine.unit import Unit, units_in
+from fsdp.engine.unit import TrainingState, Unit, own_modules, units_in
 from fsdp.engine.usage import Usage
-from fsdp.uneven.regions import Region
-from fsdp.uneven.visits import Visits
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
     from fsdp.engine.flat_param import FlatParameter
 
 
-class Runtime(FollowsOthers):
+class Runtime:
     """Decides when the units of one tree gather, free and reduce.
 
     Collective at construction: the ranks compare what they have built; their values at the first forward.
@@ -65,11 +67,11 @@ class Runtime(FollowsOthers):
         named_units = units_in(root)
         self.units = [unit for _, unit in named_units]
         settle_shares(root, named_units, all_inside=True)
-        refuse_strangers(root)
+        self._refuse_strangers()
         agree(root.everyone, named_units, to_run=True)
-        adopt(self, named_units)
+        self._adopt(named_units)
         return_freed_memory()
-        root.wishes.keeps_as_root = keep_root
+        root.policy.keeps_as_root = keep_root
         self.sync_gradients = True
         self.has_run = False
         self._reductions = Reductions(bucket_bytes)
@@ -79,11 +81,61 @@ class Runtime(FollowsOthers):
         self._running: list[Call] = []  # forwards that are running, the innermost last
         self._backward: BackwardPass | FollowedPass | None = None  # the one that is running, or that raised
         self.handles = [handle for unit in self.units for handle in unit.handles]
-        self.visits = Visits(self)
+        self.participation: Participation = EvenRanks()
         self._contents = {unit: Contents(unit) for unit in self.units}
+        self._await_values = True  # some units, until it was looked at
+        self._has_compared_values = False  # not yet: a checkpoint may be loaded before anything is computed
         # Whether a gradient has ever come; None before the first forward that may bring one.
         self.has_trained: bool | None = None
         _all.add(self)
+
+    # --- whose units and parameters are whose ---------------------------------------------------------------------
+
+    def _refuse_strangers(self) -> None:
+        """Raise RuntimeError if a parameter was added after wrapping."""
+        ours = {(place.module, place.name) for unit in self.units for place in unit.places()}
+        # What was put into ignored modules since, is theirs too.
+        ignored = {inner for unit in self.units for module in unit.ignored.modules for inner in module.modules()}
+        for path, module in self.root.module.named_modules():
+            for attribute, param in module._parameters.items():
+                if param is None or is_ours(param) or module in ignored or (module, attribute) in ours:
+                    continue
+                if any(param in unit.ignored.parameters for unit in self.units):
+                    continue
+                raise RuntimeError(
+                    f"{clean_name(join(path, attribute))} became a parameter after wrapping: it is not sharded, and "
+                    "ranks would train it each for itself. Complete the module before wrapping, wrap what is put into "
+                    "it by itself, or leave it out of sharding with ignored_parameters or ignored_modules."
+                )
+
+    def _adopt(self, named_units: Sequence[tuple[str, Unit]]) -> None:
+        """Run all units inside of the root.
+
+        Raises:
+            RuntimeError: if one has become a root itself.
+        """
+        kind = type(self.root.module).__name__
+        for name, unit in named_units:
+            if unit is not self.root and unit.runtime is not None and unit.runtime.is_used_by(unit):
+                raise RuntimeError(
+                    f"a second root: unit '{name}' was called on its own before the {kind} around it, and became a "
+                    "root itself. Call the outermost unit first, or `_reset_lazy_init()` on the inner one before the "
+                    "outer one is used."
+                )
+        for name, unit in named_units:
+            if unit.runtime is not None:
+                unit.runtime.ensure_idle(f"become part of another {kind}")
+                unit.policy.keeps_as_root = False  # it may have been the outermost one
+            unit.runtime = self
+            unit.rename(name)
+            unit.is_inside_mixed = False
+        for _, unit in named_units:
+            for _, inner in units_in(unit) if unit.precision.is_mixed else ():
+                inner.is_inside_mixed |= inner is not unit
+
+    def is_used_by(self, unit: Unit) -> bool:
+        """Return whether a unit was called as the root."""
+        return self.root is unit and self.has_run
 
     # --- forward ------------------------------------------------------------------------------------------------
 
@@ -96,20 +148,21 @@ class Runtime(FollowsOthers):
             return
         call = Call(unit, recomputed=self.is_in_backward and in_backward())
         if not call.recomputed and torch.is_grad_enabled() and self._contents[unit].have_changed():
-            refuse_strangers(self.root)
+            self._refuse_strangers()
             self._contents[unit] = Contents(unit)
-        if not call.recomputed and (not self._running or unit is self.root):
+        is_outermost = not call.recomputed and (not self._running or unit is self.root)
+        if is_outermost:
             self._begin_forward(unit)
         self._running.append(call)
-        self.visits.enter(unit, call)
+        self.participation.enter(call, is_outermost=is_outermost)
         if call.recomputed:
             if unit.state is not TrainingState.BACKWARD_PRE:
                 unit.follow_mode()  # a re-entrant checkpoint left nothing else that tells what its forward was in
-            self._fetch_for_backward(unit, announced=self.visits.recomputes_alone(unit))
+            self._unshard_for_backward(unit, is_recomputed=True)
         else:
             unit.state = TrainingState.FORWARD
             unit.follow_mode()
-            self._fetch(unit, is_backward=False)
+            call.order = self._unshard(unit, is_backward=False)
         # A frozen parameter has no gradient whose arrival would tell that backward is done with it.
         if unit.has_frozen_handle and torch.is_grad_enabled():
             call.watch_inputs(inputs)
@@ -128,11 +181,20 @@ class Runtime(FollowsOthers):
                 )
         if DistributedDataParallel._active_ddp_module is not None:
             self._refuse_ddp(DistributedDataParallel._active_ddp_module)
-        if not self.visits.is_inside:
-            self.trust_values(unit)
-        self.visits.begin_root(unit)
-        if not self.visits.is_inside:
-            self._forward_order.begin()
+        for handle in self.handles:
+            handle.forget_zeroed()
+        self.trust_values(unit)
+        self._forward_order.begin()
+
+    def trust_values(self, unit: Unit) -> None:
+        """Collective the first time. Raise RuntimeError if parameters have no values, or other ones on other ranks."""
+        if self._await_values:
+            require_values_everywhere(unit, "compute")
+            self._await_values = any(one.awaits_values_somewhere for one in self.units)
+        if not self._has_compared_values:
+            agree_on_values([(one.name, one) for one in self.units])
+            self._has_compared_values = True
+            return_freed_memory()
 
     def _refuse_ddp(self, ddp: Any) -> None:
         """Raise RuntimeError if what runs this model takes its shards for copies of one another."""
@@ -140,34 +202,29 @@ class Runtime(FollowsOthers):
         if not ours.isdisjoint(map(id, ddp._module_parameters)):  # private, and without those that it is to ignore
             raise RuntimeError(ddp_message(self.root.name))
 
-    def _fetch(self, unit: Unit, is_backward: bool, announced: bool = False) -> None:
-        region = None if announced else self.visits.region_of(unit, is_backward)
-        gathered = 1  # of those ahead; the others are only read from disk
-        ahead: Sequence[Unit] = []  # ranks that don't run the unit cannot know what this one expects
-        if announced or self.visits.mixed_visit(unit, is_backward) is not None:
-            self.visits.gather(unit, is_backward, region)
-        else:
-            ahead = self._order(region, is_backward).enter(unit)
-            asked = unit.wishes.ahead(is_backward)
-            if is_backward and self.visits.is_uneven:
-                ahead = []
-                if unit is not self.root:
-                    unit.reshard()  # some ranks have it already, from a recomputation
-            elif asked is not None:
-                ahead, gathered = asked, len(asked)
+    def _unshard(
+        self, unit: Unit, *, is_backward: bool, is_recomputed: bool = False
+    ) -> ExecutionOrder[Unit] | None:
+        """Unshard a unit, and start what comes next; returns the order that says so, None if ranks have none alike."""
+        usual = self._backward_order if is_backward else self._forward_order
+        order = self.participation.order(unit, usual, is_backward=is_backward, is_recomputed=is_recomputed)
+        ahead: Sequence[Unit] = ()
+        started = 1  # of those ahead; the others are only read from disk
+        if order is not None:
+            ahead = order.enter(unit)
+            asked = unit.policy.ahead(is_backward)
+            if asked is not None:
+                ahead, started = asked, len(asked)
         unit.unshard()
         for number, following in enumerate(ahead):
-            if number < gathered:
+            if number < started:
                 if not is_backward:
                     following.follow_mode()
                 following.unshard()
             else:
                 following.read_ahead()
         unit.wait_for_unshard()
-
-    def _order(self, region: Region | None, is_backward: bool) -> ExecutionOrder[Unit]:
-        own = self._backward_order if is_backward else self._forward_order
-        return own if region is None else region.order(is_backward)
+        return order
 
     def after_forward(self, unit: Unit, output: Any, failed: bool) -> None:
         """Hook: `unit` has computed, or `failed` to."""
@@ -181,20 +238,19 @@ class Runtime(FollowsOthers):
                 self._end_failed_forward(unit)
             return
         if not call.recomputed:
-            self._take_written(unit, only_here=call.visit is not None)
+            self._take_written(unit, only_here=call.order is None)
         needs_backward = torch.is_grad_enabled() and call.watch_outputs(output)
-        if needs_backward:
-            self.visits.expect_backward(unit, call)
         if call.recomputed:
+            self.participation.leave(call, output, needs_backward=needs_backward)
             return
         unit.state = TrainingState.IDLE
-        needed_at_once = needs_backward and self._order(self.visits.region_of(unit, False), False).at_expected_end()
+        needed_at_once = needs_backward and call.order is not None and call.order.at_expected_end()
         # A loss may leave by another way than the output (an attribute, a generator, a closure). Backward then comes to
         # the unit unannounced: where the output shows nothing to differentiate, it finds the parameters in place.
         may_leave = torch.is_grad_enabled() and not needs_backward and any(one.requires_grad for one in unit.handles)
-        if call.visit is not None or (unit.wishes.frees_after_forward and not needed_at_once and not may_leave):
-            unit.reshard(keeps_nearby=needs_backward and call.visit is None)
-        self.visits.end_root(unit, output)
+        if call.order is None or (unit.policy.frees_after_forward and not needed_at_once and not may_leave):
+            unit.reshard(keeps_post_forward_shard=needs_backward and call.order is not None)
+        self.participation.leave(call, output, needs_backward=needs_backward)
         if not self._running:
             may_need_it = torch.is_grad_enabled() and any(one.requires_grad for one in self.handles)
             self._end_forward(keep=needs_backward or may_need_it)
@@ -225,7 +281,7 @@ class Runtime(FollowsOthers):
     def _end_failed_forward(self, unit: Unit) -> None:
         unit.state = TrainingState.IDLE
         unit.reshard()
-        self.visits.fail_root(unit)
+        self.participation.fail(unit)
         if not self._running:
             self._end_forward(keep=False)
 
@@ -264,9 +320,8 @@ class Runtime(FollowsOthers):
         self.ensure_backward()
         if call.backward is not self._backward:
             call.backward = self._backward
-            self.visits.reach(unit, call)
-            self.visits.wait(call)
-            if self.visits.is_uneven:
+            self.participation.reach(call)
+            if self.participation.is_uneven:
                 self._reductions.drain()
         if call.in_full_precision is not unit.in_full_precision:
             if unit.state in (TrainingState.BACKWARD_PRE, TrainingState.FORWARD):
@@ -279,7 +334,12 @@ class Runtime(FollowsOthers):
             unit.unpassed.add(call)
         if unit.state not in (TrainingState.BACKWARD_PRE, TrainingState.FORWARD):
             unit.state = TrainingState.BACKWARD_PRE
-            self._fetch_for_backward(unit)
+            self._unshard_for_backward(unit)
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward of this root is running."""
+        return self._backward is not None and self._backward.is_alive
 
     def ensure_backward(self) -> None:
         """A backward is running: the first to notice begins it."""
@@ -293,17 +353,17 @@ class Runtime(FollowsOthers):
     def _begin_backward(self) -> None:
         self.backward_mode = self.sync_gradients + 2 * all(handle.has_no_gradient for handle in self.handles)
         self._backward_order.begin()
-        self.visits.begin_backward()
+        self.participation.begin_backward()
         for unit in self.units:
             unit.begin_backward(is_summing=not self.sync_gradients)
         if self.sync_gradients:
             self._reductions.begin(handle for unit in reversed(self.units) for handle in unit.handles)
-            self._usage.begin(self.handles, ranks_begin_together=not self.visits.is_uneven)
+            self._usage.begin(self.handles, ranks_begin_together=not self.participation.is_uneven)
 
-    def _fetch_for_backward(self, unit: Unit, announced: bool = False) -> None:
+    def _unshard_for_backward(self, unit: Unit, *, is_recomputed: bool = False) -> None:
         if not unit.incomplete:
             unit.expect_gradients()  # a second round: a re-entrant checkpoint, or an output found late
-        self._fetch(unit, is_backward=True, announced=announced)
+        self._unshard(unit, is_backward=True, is_recomputed=is_recomputed)
 
     def gradient_complete(self, unit: Unit, handle: FlatParamHandle) -> None:
         """Hook: every parameter of `handle` has its gradient."""
@@ -318,11 +378,10 @@ class Runtime(FollowsOthers):
 
     def reduce(self, unit: Unit, handle: FlatParamHandle) -> None:
         """Have a handle's gradient reduced, unless it goes on to accumulate."""
-        if self.visits.is_touched(handle):
-            return  # until the end, when it is its turn on the ranks that have no gradient of it as well
-        self.visits.announce_gradient(unit, handle)
+        if not self.participation.announce_gradient(unit, handle):
+            return
         if self.sync_gradients and not self._usage.differs(handle):
-            self._reductions.submit(handle, unit.postdivide, keep=self.visits.is_uneven)
+            self._reductions.submit(handle, unit.postdivide, keep=self.participation.is_uneven)
 
     def passed(self, unit: Unit, call: Call) -> None:
         """Hook: backward has the gradients of the inputs of a call."""
@@ -335,31 +394,27 @@ class Runtime(FollowsOthers):
             return
         if unit.has_frozen_handle and unit.contains_units:
             return  # what is frozen may be on the way to the gradients of the units inside
-        if unit.wishes.frees_after_backward(self.sync_gradients):
+        if unit.policy.frees_after_backward(self.sync_gradients):
             unit.reshard()
             unit.state = TrainingState.BACKWARD_POST
 
     def _end_backward(self) -> None:
-        self.visits.end_backward()
+        self.participation.end_backward()
         self._finish_backward()
 
     def _finish_backward(self) -> None:
-        mixed = self.visits.take_mixed()
         self.has_trained = self.has_trained or any(not handle.gradients.is_empty for handle in self.handles)
-        touched = self.visits.take_touched()
         if self.sync_gradients:
             self._reduce_rest()
         else:
             for handle in self.handles:
-                if handle in touched and handle.requires_grad:
-                    handle.gradients.owe()
                 handle.mark_unreduced()
         for unit in self.units:
             unit.unpassed.clear()
             if unit.state is TrainingState.FORWARD:
                 continue  # this backward was inside of its forward, which goes on
             unit.state = TrainingState.IDLE
-            if unit.wishes.frees_after_backward(self.sync_gradients) or unit.is_gathering or unit in mixed:
+            if unit.policy.frees_after_backward(self.sync_gradients) or unit.is_gathering:
                 unit.reshard()
         self._settle()
         if self.sync_gradients:
@@ -381,6 +436,37 @@ class Runtime(FollowsOthers):
                     self._reductions.submit(handle, unit.postdivide)
             self._reductions.finish()
         self._reductions.finish()
+
+    # --- backwards of other ranks -------------------------------------------------------------------------------
+
+    def follow_backward(self, is_reduced: bool, is_fresh: bool) -> None:
+        """Other ranks run a backward: begin one here, if there is none of its own.
+
+        Args:
+            is_reduced: whether gradients are reduced in it, or accumulate.
+            is_fresh: whether the others had no gradients before it.
+        """
+        if self.is_in_backward:
+            return
+        if is_fresh:
+            for handle in self.handles:
+                handle.zero_grad()
+        self.sync_gradients = is_reduced
+        self._backward = FollowedPass()
+        self._begin_backward()
+
+    def end_followed_backward(self) -> None:
+        """The backward that `follow_backward` began has ended on the other ranks."""
+        self._finish_backward()
+        self.sync_gradients = True
+
+    def serve_reduction(self, handle: FlatParamHandle) -> None:
+        """Take part in the reduction of a handle of which others have a gradient."""
+        unit = next(unit for unit in self.units if handle in unit.handles)
+        handle.gradients.owe()
+        unit.incomplete.discard(handle)
+        if self.sync_gradients:
+            self._reductions.submit(handle, unit.postdivide, keep=True)
 
     # --- between steps ------------------------------------------------------------------------------------------
 
@@ -406,7 +492,7 @@ class Runtime(FollowsOthers):
         """
         if self.is_computing:
             raise RuntimeError(f"cannot {what} in the middle of a forward or backward of {self.root.name}")
-        if self.visits.joining is not None and not is_served:
+        if self.participation.is_joining and not is_served:
             raise RuntimeError(
                 f"cannot {what} inside fsdp.join: ranks that have finished don't. Do it after the context"
             )
@@ -419,7 +505,7 @@ class Runtime(FollowsOthers):
         self.release()
         for unit in self.units:
             unit.runtime = None
-        self.root.wishes.keeps_as_root = False
+        self.root.policy.keeps_as_root = False
 
     def release(self) -> None:
         """Free what is kept whole between passes (after `no_sync` without resharding, or without a backward)."""
@@ -437,7 +523,7 @@ class Runtime(FollowsOthers):
     def _abandon_backward(self) -> None:
         """Forget a backward that was given up, with its unreduced gradients. Units whose forward is running go on."""
         self._backward = None
-        self.visits.abandon()
+        self.participation.abandon()
         self._usage.abandon()
         self._reductions.abandon()
         for unit in self.units:
@@ -453,8 +539,29 @@ class Runtime(FollowsOthers):
         handles = [handle for unit in self.units for handle in unit.handles]
         for comm in {comm for handle in handles for comm in handle.comms}:
             comm.settle()
-        for lane in {handle.home.lane for handle in handles}:
-            lane.settle()
+        for copy_stream in {handle.storage.copy_stream for handle in handles}:
+            copy_stream.settle()
+
+
+class Contents:
+    """Which modules and parameters a unit's own modules hold.
+
+    Every forward in training asks whether these are others now, so the loops run in C. Modules may get other
+    dictionaries (`nn.Sequential` does when a part of it is deleted): they are looked up each time.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._modules = [module.__dict__ for module in own_modules(unit.module)]
+        self._held = self._look()
+
+    def _look(self) -> tuple[list[Any], list[str]]:
+        children = map(dict.values, filter(None, map(itemgetter("_modules"), self._modules)))
+        params = filter(None, map(itemgetter("_parameters"), self._modules))
+        return list(chain.from_iterable(children)), list(chain.from_iterable(params))
+
+    def have_changed(self) -> bool:
+        """Whether a module or a parameter was put into one of the modules since, or taken out."""
+        return self._look() != self._held
 
 
 def ddp_message(name: str) -> str:
@@ -470,8 +577,13 @@ _last: weakref.ref[Runtime] | None = None
 _all: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
+def runtime_of(unit: Unit) -> Runtime:
+    """Return the runtime of a unit, which becomes the root if none around it has run."""
+    return cast("Runtime", unit.ensure_runtime())
+
+
 def runtimes() -> list[Runtime]:
-    """Of all models that have been used."""
+    """Return those of all models that have been used."""
     return [runtime for runtime in _all if runtime.root.runtime is runtime]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator, communicator, during
-from fsdp.distributed.process_groups import Group, behind, default_group, number_of_groups
+from fsdp.distributed.process_groups import Group, behind, default_group, number_of_groups, reduce_group
 from fsdp.engine.agreement import agree_on
 
 _HOST = torch.device("cpu")
@@ -77,6 +78,35 @@ def reshards_after_forward(given: Any, asked: bool) -> bool:
             f"reshard_after_forward=False keeps them: leave one of the two out, or ask for {other}"
         )
     return asked
+
+
+class ProcessGroupName(str, Enum):
+    """Names that stand for process groups in the constructor."""
+
+    default = "default"
+    reduce_scatter = "reduce_scatter"
+
+
+def group_to_reduce_over(given: Any, group: Group, device: torch.device) -> Group:
+    """Return the group to sum gradients over that a user gave, or named, for parameters sharded over `group`.
+
+    Raises:
+        TypeError: if it is neither a group nor the name of one.
+    """
+    if given in (None, ProcessGroupName.reduce_scatter):
+        return reduce_group(group, device)
+    if given == ProcessGroupName.default:
+        return group
+    if not hasattr(given, "rank") or not hasattr(given, "size"):
+        raise TypeError(f"process_group_reduce_scatter must be a process group or a ProcessGroupName, got {given!r}")
+    if given.size() != group.size():
+        warnings.warn(
+            f"process_group_reduce_scatter has {given.size()} ranks and process_group {group.size()}: "
+            "gradients are reduced over process_group instead",
+            stacklevel=6,
+        )
+        return group
+    return given
 
 
 class LoneGroup:
@@ -203,7 +233,7 @@ def ranks_of(group: Any) -> Sequence[int]:
 # What was checked, or made, before: every unit of a model asks for the same. Groups live as long as the process.
 _checked: dict[tuple[Any, Any], frozenset[int]] = {}
 _made: dict[tuple[Any, int], tuple[Group, Group | None]] = {}
-_nearby: dict[tuple[Any, int], Group] = {}
+_post_forward_groups: dict[tuple[Any, int], Group] = {}
 
 
 @during("FullyShardedDataParallel() or fully_shard()")
@@ -274,7 +304,7 @@ def _split(group: Group, local: int, given: str) -> tuple[Group, Group | None]:
     return _new_group(group, rows), _new_group(group, columns)
 
 
-def nearby_in(group: Group, size: int) -> Group | None:
+def post_forward_group(group: Group, size: int) -> Group | None:
     """Collective the first time. Of this rank and the ones beside it in a group, so many together; None for one or all.
 
     Raises:
@@ -288,10 +318,10 @@ def nearby_in(group: Group, size: int) -> Group | None:
         )
     if size in (1, len(ranks)):
         return None
-    if (group, size) not in _nearby:
+    if (group, size) not in _post_forward_groups:
         rows = [ranks[start : start + size] for start in range(0, len(ranks), size)]
-        _nearby[group, size] = _new_group(group, rows)
-    return _nearby[group, size]
+        _post_forward_groups[group, size] = _new_group(group, rows)
+    return _post_forward_groups[group, size]
 
 
 def _new_group(group: Group, parts: Sequence[Sequence[int]]) -> Group:

@@ -10,67 +10,15 @@ backward.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import Places, lender_of, taken_over
 from fsdp.engine.names import clean_name
 from fsdp.engine.precision import Precision
-from fsdp.engine.unit import Unit, unit_of, units_in
-
-
-@dataclass(eq=False)
-class Wanted:
-    """A parameter of a unit's module that another unit has taken, and does not share yet."""
-
-    handle: FlatParamHandle
-    owner: Unit  # it took the parameter
-    places: Places  # in the module of the one that wants it
-
-
-@dataclass(eq=False)
-class Share:
-    """A handle whose parameter the modules of several units use."""
-
-    handle: FlatParamHandle
-    members: list[Unit]  # those that use it, first the one that took it
-    holder: Unit  # the one that runs the handle now
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"holder": self.members[0]}  # a copy may be of a part of the model only
-
-    def move_to(self, unit: Unit) -> None:
-        """Have another unit run it, while none of them computes.
-
-        Raises:
-            RuntimeError: if that one works with other ranks, or elsewhere.
-        """
-        before = self.holder
-        if unit is before:
-            return
-        owner, precision = self.members[0], self.handle.precision
-        for what, differ in (
-            ("process_group", unit.everyone != owner.everyone),
-            ("compute_device", unit.device != owner.device),
-            ("full_precision_in_eval", self.handle.is_cast and unit.precision.full_in_eval != precision.full_in_eval),
-        ):
-            if differ:
-                raise RuntimeError(
-                    f"{unit.name} is the lowest unit around all that share {_name(self.handle)} of {owner.name}, and "
-                    f"has to gather it, but it differs from them in {what}. Wrap it with the same."
-                )
-        self.handle.gradients.rescale(before.predivide / unit.predivide)
-        before.give_up(self.handle)
-        unit.adopt(self.handle)
-        if before not in self.members:
-            before.shares.remove(self)
-        if unit not in self.members:
-            unit.shares.append(self)
-        self.holder = unit
+from fsdp.engine.unit import Share, TrainingState, Unit, Wanted, unit_of, units_in
 
 
 def wanted(tied: Mapping[nn.Parameter, Places]) -> list[Wanted]:
@@ -173,7 +121,7 @@ def settle_shares(root: Unit, named_units: Sequence[tuple[str, Unit]], *, all_in
     for one in dict.fromkeys(one for unit in units for one in unit.shares):
         missing = [member.name for member in one.members if member not in names]
         if not missing:
-            one.move_to(_lowest_around(one.members, root, units))
+            _move(one, _lowest_around(one.members, root, units))
         elif all_inside:
             here = ", ".join(f"'{names[member]}'" for member in one.members if member in names)
             raise RuntimeError(
@@ -181,6 +129,36 @@ def settle_shares(root: Unit, named_units: Sequence[tuple[str, Unit]], *, all_in
                 f"not inside of {root.name}, the outermost unit in use. Wrap the module that contains them all, and "
                 "use that one."
             )
+
+
+def _move(one: Share, unit: Unit) -> None:
+    """Have another unit run a shared handle, while none of them computes.
+
+    Raises:
+        RuntimeError: if that one works with other ranks, or elsewhere.
+    """
+    before = one.holder
+    if unit is before:
+        return
+    owner, precision = one.members[0], one.handle.precision
+    for what, differ in (
+        ("process_group", unit.everyone != owner.everyone),
+        ("compute_device", unit.device != owner.device),
+        ("full_precision_in_eval", one.handle.is_cast and unit.precision.full_in_eval != precision.full_in_eval),
+    ):
+        if differ:
+            raise RuntimeError(
+                f"{unit.name} is the lowest unit around all that share {_name(one.handle)} of {owner.name}, and "
+                f"has to gather it, but it differs from them in {what}. Wrap it with the same."
+            )
+    one.handle.gradients.rescale(before.predivide / unit.predivide)
+    before.give_up(one.handle)
+    unit.adopt(one.handle)
+    if before not in one.members:
+        before.shares.remove(one)
+    if unit not in one.members:
+        unit.shares.append(one)
+    one.holder = unit
 
 
 def _refuse_wanted(named_units: Iterable[tuple[str, Unit]]) -> None:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from fsdp.distributed.collectives import Communicator, during
 from fsdp.distributed.dtensor import local_part
 from fsdp.engine.agreement import agree_on_plan, from_everyone, peers_answer
-from fsdp.engine.ignored import Ignored
-from fsdp.engine.managed_params import Places
+from fsdp.engine.managed_params import Ignored, Places
 from fsdp.engine.names import clean_name
 from fsdp.engine.unit import own_modules
 

@@ -6,7 +6,9 @@ A unit knows what belongs to it; when its parameters come and go is decided by t
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,23 +17,127 @@ from torch.nn.parameter import is_lazy
 from fsdp.distributed.collectives import LONE_RANK, Communicator
 from fsdp.distributed.comm_hook import CommHook
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
-from fsdp.engine.forward_hooks import Call, ForwardHooks, TrainingState
 from fsdp.engine.handle import FlatParamHandle, Phase
-from fsdp.engine.ignored import Ignored
+from fsdp.engine.managed_params import Ignored
 from fsdp.engine.names import clean_name, join
 from fsdp.engine.orig_params import NewPieces
 from fsdp.engine.precision import Buffers, Precision
 from fsdp.engine.precision_exclusions import compute_in_own_dtype, kept_modules
 from fsdp.engine.state_access import StateAccess
-from fsdp.engine.wishes import Wishes
 
 if TYPE_CHECKING:
-    from fsdp.engine.runtime import Runtime
-    from fsdp.engine.shared_params import Share, Wanted
-
+    from fsdp.engine.managed_params import Places
 
 # Where a module keeps its unit. On the module, so that both die together and are copied together.
 _ATTRIBUTE = "_fsdp_unit"
+
+
+class TrainingState(Enum):
+    """What a unit is doing, in FairScale's names."""
+
+    IDLE = auto()  # between its computations
+    FORWARD = auto()  # its module's forward is running
+    BACKWARD_PRE = auto()  # backward has reached its outputs; its parameters are unsharded
+    BACKWARD_POST = auto()  # its gradients are complete; the backward of others goes on
+    SUMMON_FULL_PARAMS = auto()  # its modules hold unsharded parameters as ordinary ones
+
+
+class UnitRuntime(Protocol):
+    """The part of a `Runtime` that its units and their hooks report to."""
+
+    @property
+    def root(self) -> Unit: ...
+
+    def is_used_by(self, unit: Unit) -> bool: ...
+
+    def before_forward(self, unit: Unit, inputs: Any) -> None: ...
+
+    def after_forward(self, unit: Unit, output: Any, failed: bool) -> None: ...
+
+    def give_up_forward(self, unit: Unit) -> None: ...
+
+    def before_backward(self, unit: Unit, call: Any) -> None: ...
+
+    def passed(self, unit: Unit, call: Any) -> None: ...
+
+    def ensure_backward(self) -> None: ...
+
+    def gradient_complete(self, unit: Unit, handle: FlatParamHandle) -> None: ...
+
+    def ensure_idle(self, what: str, *, is_served: bool = False) -> None: ...
+
+    def release(self) -> None: ...
+
+    def forget(self) -> None: ...
+
+
+class UnitForward(Protocol):
+    """The hooks around the forward of a unit's module."""
+
+    depth: int  # how many calls of the module are running
+
+    def give_up(self, depth: int) -> None: ...
+
+    def around(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
+
+
+@dataclass
+class Policy:
+    """The settings that users make for one unit: when it is resharded, and what is unsharded ahead of its turn.
+
+    Attributes:
+        reshard_after_forward, reshard_after_backward: whether whole parameters are given back then.
+        forward_prefetch, backward_prefetch: units to gather ahead; None for those that are expected to come next.
+        keeps_as_root: it is outermost, and has its parameters from forward to backward, which begins with it.
+    """
+
+    reshard_after_forward: bool
+    reshard_after_backward: bool = True
+    forward_prefetch: Sequence[Unit] | None = None
+    backward_prefetch: Sequence[Unit] | None = None
+    keeps_as_root: bool = False
+
+    @property
+    def frees_after_forward(self) -> bool:
+        """Whether whole parameters are given back after a forward."""
+        return self.reshard_after_forward and not self.keeps_as_root
+
+    def frees_after_backward(self, is_synchronised: bool) -> bool:
+        """Whether they are after a backward; what stays after forward also stays while gradients accumulate."""
+        return self.reshard_after_backward and (is_synchronised or self.frees_after_forward)
+
+    def set_reshard_after_forward(self, reshard: bool) -> None:
+        """As a user says, also of the outermost unit."""
+        self.reshard_after_forward, self.keeps_as_root = reshard, False
+
+    def ahead(self, is_backward: bool) -> Sequence[Unit] | None:
+        """What is to be gathered ahead; None if the user has not said."""
+        return self.backward_prefetch if is_backward else self.forward_prefetch
+
+    def of_copy(self) -> Policy:
+        """Those of a copied unit, which may become an inner one; other units may not be copied with it."""
+        return replace(self, forward_prefetch=None, backward_prefetch=None, keeps_as_root=False)
+
+
+@dataclass(eq=False)
+class Wanted:
+    """A parameter of a unit's module that another unit has taken, and does not share yet."""
+
+    handle: FlatParamHandle
+    owner: Unit  # it took the parameter
+    places: Places  # in the module of the one that wants it
+
+
+@dataclass(eq=False)
+class Share:
+    """A handle whose parameter the modules of several units use."""
+
+    handle: FlatParamHandle
+    members: list[Unit]  # those that use it, first the one that took it
+    holder: Unit  # the one that runs the handle now
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"holder": self.members[0]}  # a copy may be of a part of the model only
 
 
 class Unit:
@@ -45,9 +151,8 @@ class Unit:
         precision: the dtypes that it computes in.
         device: where it computes.
         ignored: what in its module it leaves alone.
-        wishes: when memory is given back, and what is gathered ahead.
+        policy: when it is resharded, and what is unsharded ahead of its turn.
         predivide, postdivide: factors by which gradients are divided before and after they are summed.
-        clear_autocast_cache: let go of autocast's copies of weights after each forward.
         settings: options by their names, of which it needs no more than that all ranks have the same.
         new_runtime: makes the runtime of a tree whose outermost unit is given.
     """
@@ -62,12 +167,11 @@ class Unit:
         device: torch.device,
         ignored: Ignored,
         *,
-        wishes: Wishes,
+        policy: Policy,
         predivide: float,
         postdivide: float,
-        clear_autocast_cache: bool,
         settings: Mapping[str, Any],
-        new_runtime: Callable[[Unit], Runtime],
+        new_runtime: Callable[[Unit], UnitRuntime],
     ) -> None:
         self.module = module
         self.comm, self.replicas, self.ranks = comm, replicas, ranks
@@ -89,24 +193,23 @@ class Unit:
         self.wanted: list[Wanted] = []  # parameters of its module that another unit took
         self.shares: list[Share] = []  # what it uses together with other units, or runs for them
         self._is_asleep = False  # its handles are copies and not complete
-        self.wishes = wishes
-        self._settings = dict(settings)
+        self.policy = policy
+        self.settings = dict(settings)
         self.predivide, self.postdivide = predivide, postdivide
         self.comm_hook: CommHook | None = None
         self.name = type(module).__name__
         self.state = TrainingState.IDLE
-        self.runtime: Runtime | None = None
+        self.runtime: UnitRuntime | None = None
         self.is_agreed = False  # the ranks have compared what they have
         # Something of it may have no values yet: set while it is wrapped, taken back when values are found to be there.
         self.awaits_values = _lists_meta(own_modules(module))
         self.awaits_values_somewhere = True  # on any rank; until all have told each other that nothing is missing
         self.incomplete: set[FlatParamHandle] = set()  # their gradients are not all there, in this backward
-        self.unpassed: set[Call] = set()  # backward has reached their outputs, and not yet left by their inputs
+        self.unpassed: set[object] = set()  # calls: backward has reached their outputs and not their inputs
         self.param_order = {m: list(m._parameters) for m in module.modules()}  # before any is taken over
         self._new_runtime = new_runtime
         module.__dict__[_ATTRIBUTE] = self
-        self.forward = ForwardHooks(self, clear_autocast_cache)
-        self.hooks += self.forward.register()
+        self.forward: UnitForward  # see `ForwardHooks`
 
     @property
     def handles(self) -> list[FlatParamHandle]:
@@ -137,7 +240,7 @@ class Unit:
             "is_agreed": False,
             "incomplete": set(),
             "unpassed": set(),
-            "wishes": self.wishes.of_copy(),
+            "policy": self.policy.of_copy(),
             "access": StateAccess(),
             # What moved to a unit around it is back: that may not be copied.
             "_handles": list(self.own),
@@ -156,11 +259,18 @@ class Unit:
                 handle.report_to(self.on_gradient)
                 handle.wake()
 
-    def ensure_runtime(self) -> Runtime:
+    def ensure_runtime(self) -> UnitRuntime:
         """The runtime; who has none yet and runs is the outermost unit: inner units' hooks run after outer ones'."""
         if self.runtime is None:
             self.runtime = self._new_runtime(self)
         return self.runtime
+
+    def require_idle(self, what: str) -> None:
+        """Raise RuntimeError inside a forward or backward; shard again what a load has left that was given up."""
+        if self.access.close_loading is not None:
+            self.access.close_loading()
+        if self.runtime is not None:
+            self.runtime.ensure_idle(what)
 
     @property
     def holds_nothing(self) -> bool:
@@ -198,7 +308,7 @@ class Unit:
         registered: Sequence[tuple[nn.Module, str]],
         reduce_comm: Communicator,
         new_pieces: NewPieces | None = None,
-        nearby: Communicator | None = None,
+        post_forward_comm: Communicator | None = None,
         whole: bool = False,
     ) -> None:
         """Run a flat parameter's shard, whose original parameters were used at `places`; see `FlatParamHandle`.
@@ -214,7 +324,7 @@ class Unit:
             precision,
             self.on_gradient,
             new_pieces,
-            nearby,
+            post_forward_comm,
         )
         self._handles.append(handle)
         self.own.append(handle)
@@ -263,7 +373,7 @@ class Unit:
         self.device = device
         self.comm, self.replicas = self.comm.for_device(device), self.replicas.for_device(device)
         for handle in self.handles:
-            handle.home.device = device
+            handle.storage.device = device
             handle.follow_shard()
             handle.renew_fingerprints()
 
@@ -271,9 +381,9 @@ class Unit:
         """All that the ranks must agree on, by what messages call it."""
         return {
             "parameters": [handle.describe() for handle in self.handles],
-            **self._settings,
-            "reshard_after_forward": self.wishes.reshard_after_forward,
-            "reshard_after_backward": self.wishes.reshard_after_backward,
+            **self.settings,
+            "reshard_after_forward": self.policy.reshard_after_forward,
+            "reshard_after_backward": self.policy.reshard_after_backward,
             "gradient_predivide_factor": self.predivide,
             "a divisor of summed gradients of": self.postdivide,
             **{f"mixed_precision.{name}": value for name, value in self.precision.describe().items()},
@@ -317,9 +427,9 @@ class Unit:
         return any(handle.phase is Phase.UNSHARDING for handle in self.handles)
 
     @property
-    def is_whole(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Whether its parameters are here, and as the shards are now."""
-        return all(handle.is_whole for handle in self.handles)
+        return all(handle.is_unsharded for handle in self.handles)
 
     def compute_in_full(self, wanted: bool) -> None:
         """Whether to compute in the shards' own precision from now on."""
@@ -354,14 +464,14 @@ class Unit:
         for handle in self.handles:
             handle.settle()
 
-    def reshard(self, *, keeps_nearby: bool = False) -> None:
+    def reshard(self, *, keeps_post_forward_shard: bool = False) -> None:
         for handle in self.handles:
-            handle.reshard(keeps_nearby=keeps_nearby)
+            handle.reshard(keeps_post_forward_shard=keeps_post_forward_shard)
 
     def read_ahead(self) -> None:
         """It will be gathered after the next one."""
         for handle in self.handles:
-            handle.home.read_ahead()
+            handle.storage.read_ahead()
 
     def begin_backward(self, is_summing: bool) -> None:
         self.expect_gradients()
@@ -398,7 +508,7 @@ class Unit:
     def changed_since(self, shards: Sequence[Hashable]) -> bool:
         """Whether a shard, or what is whole of it, was changed after a forward that saw it like this."""
         return shards != [handle.shard_state for handle in self.handles] or any(
-            handle.was_written and not handle.whole.is_shard for handle in self.handles
+            handle.was_written and not handle.unsharded.is_shard for handle in self.handles
         )
 
     def take_written(self) -> None:
@@ -410,12 +520,18 @@ class Unit:
         """What was written to its weights until now is not to be kept."""
         for handle in self.handles:
             if handle.phase is Phase.UNSHARDED:
-                handle.whole.rest()
+                handle.unsharded.rest()
 
 
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit that runs `module`, None if it is no unit's."""
     return module.__dict__.get(_ATTRIBUTE)
+
+
+def unit_of_wrapper(module: nn.Module) -> Unit | None:
+    """Return the unit of a `FullyShardedDataParallel`; None for any other module."""
+    unit = getattr(module, "__dict__", {}).get("_unit")
+    return unit if isinstance(unit, Unit) else None
 
 
 def own_modules(module: nn.Module) -> list[nn.Module]:

@@ -1,4 +1,4 @@
-"""`WholeParameters`: a flat parameter gathered in one buffer, and what modules see of it.
+"""`UnshardedParameters`: a flat parameter gathered in one buffer, and what modules see of it.
 
 The buffer is one tensor made once, whose *storage* is freed and allocated again. The leaves are one per parameter,
 views of it made once and never again; modules compute with them, and autograd accumulates into them. They are made from
@@ -37,19 +37,19 @@ class Copies(NamedTuple):
     def between(cls, layout: Layout, full: Tensor) -> Copies:
         """For a layout that does not gather parameters as they are shown."""
         gathered = full.new_empty(layout.padded_numel)
-        made = cls(gathered, gathered.nbytes, *layout.pairs(gathered, full.detach()[: layout.whole_numel]))
+        made = cls(gathered, gathered.nbytes, *layout.pairs(gathered, full.detach()[: layout.unsharded_numel]))
         gathered.untyped_storage().resize_(0)
         return made
 
 
-class WholeParameters:
+class UnshardedParameters:
     """The parameters of a layout in one buffer, and the places in modules where they are seen.
 
     Args:
         layout: how they lie in the buffer.
         places: for each, where it is used.
         parts: for each, what it is a part of if it is a `DTensor`.
-        full: ``[whole_numel]`` or more, the buffer. If it is the shard itself (`is_shard`) it is never freed.
+        full: ``[unsharded_numel]`` or more, the buffer. If it is the shard itself (`is_shard`) it is never freed.
         requires_grad: of each leaf.
         valueless: the numbers of those without values: where the buffer is the shard, they are not seen until `reveal`.
         attributes: for each, what users had set on it.
@@ -80,7 +80,7 @@ class WholeParameters:
         self.is_shard = is_shard
         self._hides = not is_shard or absent is not None
         self._nbytes = full.numel() * full.element_size()
-        views = [view.data for view in layout.views(full[: layout.whole_numel])]
+        views = [view.data for view in layout.views(full[: layout.unsharded_numel])]
         seen = [part.dtensor(view) if part else view for view, part in zip(views, parts, strict=True)]
         self.leaves = [nn.Parameter(tensor, needs) for tensor, needs in zip(seen, requires_grad, strict=True)]
         for number, leaf in enumerate(self.leaves):
@@ -114,7 +114,7 @@ class WholeParameters:
                 hidden = valueless_weight(slot.name, leaf)
             self._swaps += [(place.module.__dict__, place, leaf, hidden) for place in used]
         self._find_rnns()
-        self._copies = None if is_shard or layout.gathers_whole else Copies.between(layout, full)
+        self._copies = None if is_shard or layout.gathers_in_order else Copies.between(layout, full)
         self.free()
 
     def _find_rnns(self) -> None:
@@ -131,22 +131,22 @@ class WholeParameters:
 
     def use_at(self, slot: int, places: Sequence[ParamInfo]) -> None:
         """Have a parameter seen in more places."""
-        leaf, absent = self.leaves[slot], self.front(slot, is_whole=False)
+        leaf, absent = self.leaves[slot], self.front(slot, is_unsharded=False)
         self._swaps += [(place.module.__dict__, place, leaf, absent) for place in places]
         self._find_rnns()
 
-    def begin_gather(self, *, is_whole: bool = False) -> Tensor:
+    def begin_gather(self, *, directly: bool = False) -> Tensor:
         """Memory ``[padded_numel]`` to gather into: the buffer's own if parameters lie there as they are gathered.
 
         Args:
-            is_whole: it is the buffer itself, all of it, that will come.
+            directly: it is the buffer itself, all of it, that will come.
         """
-        self._is_copied = self._copies is not None and not is_whole
+        self._is_copied = self._copies is not None and not directly
         if self._copies is not None and self._is_copied:
             self._copies.gathered.untyped_storage().resize_(self._copies.nbytes)
             return self._copies.gathered
         self.full.untyped_storage().resize_(self._nbytes)
-        return self.full if is_whole else self.full[: self._layout.padded_numel]
+        return self.full if directly else self.full[: self._layout.padded_numel]
 
     def end_gather(self, *, is_wanted: bool = True) -> None:
         """What was gathered is there: have it in the buffer."""
@@ -175,11 +175,11 @@ class WholeParameters:
         for name, placeholder in self._absent.items():
             placeholder._message = sharded_message(name, unit)
 
-    def fill_places(self, is_whole: bool) -> None:
+    def fill_places(self, is_unsharded: bool) -> None:
         """Put leaves, or placeholders, where the modules look for their parameters, whatever is there but lent."""
         for attributes, place, leaf, absent in self._swaps:
             if (place.module, place.name) not in self._lent:
-                attributes[place.name] = leaf if is_whole else absent
+                attributes[place.name] = leaf if is_unsharded else absent
         self.refresh_rnns()
 
     def show(self) -> None:
@@ -205,10 +205,10 @@ class WholeParameters:
         if self._rnns:
             self.refresh_rnns()
 
-    def front(self, number: int, is_whole: bool) -> Tensor:
+    def front(self, number: int, is_unsharded: bool) -> Tensor:
         """What modules see of a parameter."""
         own = self.leaves[number]
-        return own if is_whole else next(absent for _, _, leaf, absent in self._swaps if leaf is own)
+        return own if is_unsharded else next(absent for _, _, leaf, absent in self._swaps if leaf is own)
 
     def reveal(self, number: int) -> None:
         """A parameter has values now: where the buffer is the shard, let modules see it from now on."""
@@ -251,7 +251,7 @@ class WholeParameters:
 
     def restore(self, numbers: Sequence[int]) -> None:
         """Have leaves that were `written` be views of the buffer again, with their new values."""
-        views = self._layout.views(self.full.detach()[: self._layout.whole_numel])
+        views = self._layout.views(self.full.detach()[: self._layout.unsharded_numel])
         for number in self.moved():
             if number in numbers:
                 views[number].copy_(local_part(self.leaves[number]).detach())

@@ -9,7 +9,7 @@ that it had; in original parameters each by itself.
 
 Two things are known only when backward has ended, and exchanged then. A re-entrant checkpoint runs autograd inside of
 autograd, and brings gradients that the outer run knows nothing of; so whatever trains, and no rank saw coming, is asked
-about again. And where ranks run different modules (`uneven.visits`), they don't begin a backward together.
+about again. And where ranks run different modules (`Participation.is_uneven`), they don't begin a backward together.
 """
 
 from __future__ import annotations

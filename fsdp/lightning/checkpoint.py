@@ -1,8 +1,12 @@
-"""The Trainer's checkpoints: one file with whole tensors, or a folder that every rank writes its part of.
+"""The Trainer's checkpoints: one file with unsharded tensors, or a folder to which every rank writes its shards.
 
 [Note: in the background] With Lightning's `AsyncCheckpointIO`, folders are written by a `Saver` while training goes on.
 Callbacks take a checkpoint for granted when `save` has returned, and remove the one that was there before. So removals
 wait until a checkpoint that was begun before them is there.
+
+[Note: numbers and names] In files, optimizers are unsharded, and numbered as that of the unsharded model, so that files
+go from this strategy to others and back. Names are stored beside the numbers, in torch's own ``param_names``, and count
+before them.
 """
 
 from __future__ import annotations
@@ -13,51 +17,51 @@ import sys
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins import AsyncCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 import fsdp.checkpoint
-from fsdp.lightning.state import load_numbered_state, numbered_state
-
-if TYPE_CHECKING:
-    from fsdp.lightning.strategy import FullyShardedStrategy
+from fsdp.optim_utils import full_optim_state_dict, load_full_optim_state_dict
 
 _Result = TypeVar("_Result")
 _FOLDER = "fsdp_folder"  # in what the Trainer is given: the tensors are there
 _TRAINER = "lightning"  # in the values of a folder: a torch.save of what the Trainer wants
+_NAMES = "param_names"
 
 
 class Checkpoints:
-    """A strategy's way with checkpoints.
+    """The checkpoints of a strategy.
 
     Args:
-        strategy: whose.
+        strategy: that has the optimizers, and talks to other ranks.
+        wrapper: returns the outermost wrapper.
         kind: "full" or "sharded", for what is saved.
     """
 
-    def __init__(self, strategy: FullyShardedStrategy, kind: str) -> None:
+    def __init__(self, strategy: DDPStrategy, wrapper: Callable[[], Any], kind: str) -> None:
         if kind not in ("full", "sharded"):
             raise ValueError(f"state_dict_type is 'full' or 'sharded', got {kind!r}")
-        self._strategy, self._is_full = strategy, kind == "full"
+        self._strategy, self._wrapper, self._is_full = strategy, wrapper, kind == "full"
         self._saver: fsdp.checkpoint.Saver | None = None
         self._removals: list[Callable[[], None]] = []  # that wait for what it writes
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
     def model_state(self) -> dict[str, Any]:
-        """Collective. The whole state on the first rank; empty elsewhere, and where it is saved in parts."""
+        """Collective. Return the full state on the first rank; an empty one elsewhere, and where shards are saved."""
         if not self._is_full:
             return {}
         state: dict[str, Any] = self._wrapper().state_dict(rank0_only=True)
         return state
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Collective. The same for an optimizer."""
-        return numbered_state(self._wrapper(), _plain(optimizer)) if self._is_full else {}
+        """Collective. Return the same for an optimizer."""
+        return _numbered_state(self._wrapper(), _plain(optimizer)) if self._is_full else {}
 
     def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any, write: Callable[..., None]) -> None:
         """Collective. Write what the Trainer has put together, with `write` if it is one file."""
@@ -112,7 +116,7 @@ class Checkpoints:
     def open(
         self, checkpoint_path: Any, weights_only: bool | None, read: Callable[..., dict[str, Any]]
     ) -> dict[str, Any]:
-        """Collective. What is in a checkpoint, with `read` if it is one file that must be read by a plugin."""
+        """Collective. Return the content of a checkpoint, by `read` if it is a file that a plugin must read."""
         path = self._strategy.broadcast(checkpoint_path)
         self._together("save the last checkpoint", self._finish)
 
@@ -147,19 +151,16 @@ class Checkpoints:
                 f"the checkpoint has {len(saved)} optimizers, and configure_optimizers returned {len(optimizers)}"
             )
         for optimizer, state in zip(optimizers, saved, strict=True):
-            load_numbered_state(self._wrapper(), _plain(optimizer), state)
+            _load_numbered_state(self._wrapper(), _plain(optimizer), state)
 
     # ----------------------------------------------------------------------------------------------------------------
 
-    def _wrapper(self) -> Any:
-        return self._strategy._required_wrapper()
-
     def _is_stock(self) -> bool:
-        """Whether files are written and read as Lightning itself does it."""
+        """Return whether files are written and read as Lightning itself does it."""
         return type(self._strategy.checkpoint_io) in (TorchCheckpointIO, AsyncCheckpointIO)
 
     def _is_running(self) -> bool:
-        """Whether the Trainer is at work, and will wait in its end for what is being written."""
+        """Return whether the Trainer is at work, and will wait in its end for what is being written."""
         module = self._strategy.lightning_module
         return module is not None and module.trainer.state.status == TrainerStatus.RUNNING
 
@@ -205,9 +206,68 @@ def _no_folder(path: Any) -> Path:
 
 
 def _plain(optimizer: Any) -> Any:
-    """An optimizer without the one that Lightning has around it."""
+    """Return an optimizer without the one that Lightning has around it."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _one(optimizers: list[Any]) -> Any:
     return optimizers[0] if len(optimizers) == 1 else optimizers or None
+
+
+# --- optimizers in files ----------------------------------------------------------------------------------------------
+
+
+def _numbered_state(model: fsdp.FullyShardedDataParallel, optimizer: Any) -> dict[str, Any]:
+    """Collective. Return an optimizer's full state, as of the unsharded model's; empty but on the first rank."""
+    named = full_optim_state_dict(model, optimizer, recipient_rank=0)
+    if named is None:
+        return {}
+    numbers: dict[str, int] = {}
+    groups = []
+    for group in named["param_groups"]:
+        names = list(group["params"])
+        numbers |= {name: number for number, name in enumerate(names, start=len(numbers))}
+        groups.append({**group, "params": [numbers[name] for name in names], _NAMES: names})
+    state = {numbers[name]: each for name, each in named["state"].items()}
+    return {**named, "state": state, "param_groups": groups}
+
+
+def _load_numbered_state(model: fsdp.FullyShardedDataParallel, optimizer: Any, saved: Mapping[str, Any]) -> None:
+    """Collective. Have each rank's optimizer go on with its shards of a full state, from this strategy or another.
+
+    Raises:
+        ValueError: for a state without names, if the optimizer has flat parameters, whose numbers are others; for a
+            state that does not fit the optimizer.
+        RuntimeError: if another rank could not load it.
+    """
+    if all(_NAMES in group for group in saved["param_groups"]):
+        names = [name for group in saved["param_groups"] for name in group[_NAMES]]
+    else:
+        names = _names_in(model, optimizer)
+    listed = [number for group in saved["param_groups"] for number in group["params"]]
+    if len(names) != len(listed):
+        raise ValueError(
+            f"the optimizer state in the checkpoint is of {len(listed)} parameters, and this "
+            f"{type(optimizer).__name__} has {len(names)}: make it of the same parameters, in the same groups"
+        )
+    by_number = dict(zip(listed, names, strict=True))
+    groups = [
+        {key: value for key, value in group.items() if key != _NAMES}
+        | {"params": [by_number[n] for n in group["params"]]}
+        for group in saved["param_groups"]
+    ]
+    state = {by_number[number]: each for number, each in saved["state"].items()}
+    load_full_optim_state_dict(model, optimizer, {**saved, "state": state, "param_groups": groups})
+
+
+def _names_in(model: fsdp.FullyShardedDataParallel, optimizer: Any) -> list[str]:
+    """Collective. Return the names of an optimizer's parameters, in its order."""
+    whole = full_optim_state_dict(model, optimizer, recipient_rank=None) or {}
+    names = [name for group in whole["param_groups"] for name in group["params"]]
+    if len(names) != sum(len(group["params"]) for group in optimizer.param_groups):
+        raise ValueError(
+            "the checkpoint's optimizer state goes by the numbers of an unsharded model's parameters, and this "
+            "optimizer has flat ones. Load it with FullyShardedStrategy(use_orig_params=True), the default, and save "
+            "it anew: then it goes by names."
+        )
+    return names

@@ -1,4 +1,4 @@
-"""Lightning's precision plugins, for sharded gradients: their norm is of all ranks', and so is a scaler's decision.
+"""Lightning's precision plugins for sharded gradients: all ranks share their norm, and a scaler's decision.
 
 The Trainer makes plugins of its own from its ``precision=``; the strategy puts these in their places, under the same
 names, so that checkpoints of other strategies find their scaler.
@@ -17,14 +17,14 @@ import fsdp
 
 
 class _Sharded(stock.Precision):
-    """What all of them have besides their namesakes."""
+    """A plugin that clips by the norm of all ranks' gradients."""
 
     _wrapper: fsdp.FullyShardedDataParallel | None = None
-    # In which units gather and compute, if not in the dtype of their parameters.
+    # The dtype in which units all-gather and compute, if that is not the dtype of their parameters.
     compute_dtype: torch.dtype | None = None
 
     def connect(self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
-        """Called by the strategy with the outermost wrapper."""
+        """Take the outermost wrapper from the strategy."""
         if not isinstance(model, fsdp.FullyShardedDataParallel):
             raise TypeError(
                 f"{type(self).__module__}.{type(self).__name__} clips gradients of a FullyShardedDataParallel, and got "
@@ -64,7 +64,7 @@ class DoublePrecision(_Sharded, stock.DoublePrecision):
 
 
 class MixedPrecision(_Sharded, stock.MixedPrecision):
-    """``precision="bf16-mixed"`` and ``"16-mixed"``: autocast, over parameters that are gathered in 16 bits already.
+    """``precision="bf16-mixed"`` and ``"16-mixed"``: autocast, over parameters that are all-gathered in 16 bits.
 
     Shards stay as they are (float32), and so do buffers and what a step is given. Gradients are summed in 16 bits
     unless the strategy has ``fp32_reduce_scatter=True``.
@@ -101,7 +101,7 @@ _MAKERS: dict[type[stock.Precision], Callable[[Any], _Sharded]] = {
 
 
 def sharded(plugin: stock.Precision | None) -> _Sharded:
-    """The plugin for sharded gradients that does what the given one does.
+    """Return the plugin for sharded gradients that does what the given one does.
 
     Raises:
         TypeError: if there is none.

@@ -15,14 +15,17 @@ Then that one must have no parameters of its own: each module that the step call
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -31,14 +34,6 @@ from torchmetrics import Metric
 
 import fsdp
 from fsdp.lightning.checkpoint import Checkpoints
-from fsdp.lightning.checks import (
-    Wrapped,
-    check_optimizers,
-    check_options,
-    check_trainer,
-    refuse_new_modules,
-    wrap_called,
-)
 from fsdp.lightning.precision import sharded
 
 AutoWrapPolicy = Callable[..., bool]
@@ -55,6 +50,15 @@ _NOT_MIXED_ON_CPU = (
 _DEFAULT_MIN_NUM_PARAMS = 100_000_000
 # Where a LightningModule keeps its wrapper, for the next stage and the next Trainer. Not a submodule of it.
 _WRAPPED = "_fsdp_wrapped"
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+# By an argument of the wrapper, what says it instead.
+_OURS = {
+    "module": "the LightningModule is wrapped",
+    "compute_device": "it is the Trainer's device",
+    "move_params_to_cpu": "say cpu_offload",
+    "state_dict_on_rank_0_only": "checkpoints are gathered on the first rank",
+    "no_broadcast_optim_state": "checkpoints hold all optimizer state",
+}
 
 
 class FullyShardedStrategy(DDPStrategy):
@@ -112,7 +116,7 @@ class FullyShardedStrategy(DDPStrategy):
         timeout: timedelta | None = default_pg_timeout,
         **options: Any,
     ) -> None:
-        check_options(options)
+        _check_options(options)
         self._policy = _policy(auto_wrap_policy, min_num_params)
         super().__init__(
             accelerator=accelerator,
@@ -135,14 +139,14 @@ class FullyShardedStrategy(DDPStrategy):
             "move_grads_to_cpu": move_grads_to_cpu,
             "bucket_cap_mb": bucket_cap_mb,
         }
-        self._checkpoints = Checkpoints(self, state_dict_type)
+        self._checkpoints = Checkpoints(self, self._required_wrapper, state_dict_type)
         self._for_setup: tuple[Mapping[str, Any], bool] | None = None
 
     # --- what Lightning asks a strategy -----------------------------------------------------------------------------
 
     @property
     def wrapper(self) -> fsdp.FullyShardedDataParallel | None:
-        """The outermost wrapper, as ``trainer.model``; None before the model is set up."""
+        """Return the outermost wrapper, as ``trainer.model``; None before the model is set up."""
         return self.model if isinstance(self.model, fsdp.FullyShardedDataParallel) else None
 
     @property
@@ -155,34 +159,34 @@ class FullyShardedStrategy(DDPStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether every rank gets its own part of the data."""
+        """Return True: every rank gets its own part of the data."""
         return True
 
     def connect(self, model: LightningModule) -> None:
-        """Called by the Trainer with the LightningModule, which may have been wrapped for an earlier stage."""
+        """Take the LightningModule from the Trainer, which may have been wrapped for an earlier stage."""
         super().connect(model)
         if _WRAPPED in model.__dict__:
             self.model = model.__dict__[_WRAPPED].wrapper
 
     def model_to_device(self) -> None:
-        """The wrappers do it, unit by unit."""
+        """Do nothing: the wrappers move the model, unit by unit."""
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """What is made in it is on the host, or without values (on the meta device) with ``empty_init=True``."""
+        """Have tensors made on the host, or without values (on the meta device) with ``empty_init=True``."""
         place: AbstractContextManager[Any] = torch.device("meta") if empty_init else nullcontext()
         with place, self.precision_plugin.tensor_init_context():
             yield
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """For `configure_model`: `fsdp.wrap` and `fsdp.auto_wrap` make units with this strategy's arguments."""
+        """Surround `configure_model`: `fsdp.wrap` and `fsdp.auto_wrap` make units with this strategy's arguments."""
         with self._wrapping():
             yield
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """For accumulation: gradients are not summed over the ranks in it."""
+        """Accumulate gradients without summing them over the ranks."""
         with self._required_wrapper().no_sync():
             yield
 
@@ -191,10 +195,10 @@ class FullyShardedStrategy(DDPStrategy):
         if self.accelerator is None or self.lightning_module is None:
             raise RuntimeError("FullyShardedStrategy.setup() is for the Trainer to call")
         self.accelerator.setup(trainer)
-        check_trainer(trainer, self.lightning_module)
+        _check_trainer(trainer, self.lightning_module)
         if self.wrapper is None:
             self._wrap(trainer, self.lightning_module)
-        refuse_new_modules(self.lightning_module, self.lightning_module.__dict__[_WRAPPED])
+        _refuse_new_modules(self.lightning_module, self.lightning_module.__dict__[_WRAPPED])
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -204,10 +208,10 @@ class FullyShardedStrategy(DDPStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the optimizers, of the wrapped model's parameters."""
-        check_optimizers(self._required_wrapper(), functools.partial(super().setup_optimizers, trainer), self)
+        _check_optimizers(self._required_wrapper(), functools.partial(super().setup_optimizers, trainer), self)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """See the note on manual optimization."""
+        """Run a step; see the note on manual optimization."""
         module = self.lightning_module
         if module is None or module.automatic_optimization:
             return super().training_step(*args, **kwargs)
@@ -227,15 +231,15 @@ class FullyShardedStrategy(DDPStrategy):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Collective. The whole state on the first rank, and an empty one elsewhere, or where it is not gathered."""
+        """Collective. Return the full state on the first rank; an empty one elsewhere, or where it is not gathered."""
         return self._checkpoints.model_state()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Collective. The same for an optimizer, numbered as that of the unsharded model."""
+        """Collective. Return the same for an optimizer, numbered as that of the unsharded model."""
         return self._checkpoints.optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Collective. All ranks raise an error if one cannot write."""
+        """Collective. Write a checkpoint. All ranks raise an error if one cannot write."""
         self._checkpoints.save(checkpoint, filepath, storage_options, super().save_checkpoint)
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -243,23 +247,23 @@ class FullyShardedStrategy(DDPStrategy):
         self._checkpoints.remove(functools.partial(super().remove_checkpoint, filepath))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Collective. What is in a checkpoint besides the model's tensors, which are read when they are wanted."""
+        """Collective. Return a checkpoint without the model's tensors, which are read when they are wanted."""
         return self._checkpoints.open(checkpoint_path, weights_only, super().load_checkpoint)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Collective, now or in `setup`. See the note on restoring."""
+        """Collective. Load the model, now or in `setup`: see the note on restoring."""
         if self.wrapper is None:
             self._for_setup = (checkpoint, strict)
         else:
             self._checkpoints.load_model(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Collective. Each rank's optimizers go on with their parts."""
+        """Collective. Have each rank's optimizers go on with their shards."""
         self._checkpoints.load_optimizers(checkpoint)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Called when `fsdp.lightning` is imported."""
+        """Register the strategy's name, when `fsdp.lightning` is imported."""
         strategy_registry.register(cls.strategy_name, cls, description="Fully sharded training with fsdp")
 
     # --- wrapping ---------------------------------------------------------------------------------------------------
@@ -273,7 +277,7 @@ class FullyShardedStrategy(DDPStrategy):
         return fsdp.enable_wrap(self._policy, wrapper_cls=fsdp.FullyShardedDataParallel, **self._arguments())
 
     def _arguments(self) -> dict[str, Any]:
-        """Of every wrapper."""
+        """Return the arguments of every wrapper."""
         arguments = {**self._options, "compute_device": self.root_device}
         dtype = self.precision_plugin.compute_dtype
         if dtype is None:
@@ -297,7 +301,7 @@ class FullyShardedStrategy(DDPStrategy):
             if module.automatic_optimization:
                 wrapped = fsdp.auto_wrap(module, keep_wrapped=True)
             else:
-                wrapped = wrap_called(module)
+                wrapped = _wrap_called(module)
         if not isinstance(wrapped, fsdp.FullyShardedDataParallel):
             wrapped = fsdp.FullyShardedDataParallel(module, **self._arguments())
         for metric in (each for each in module.modules() if isinstance(each, Metric)):
@@ -305,7 +309,7 @@ class FullyShardedStrategy(DDPStrategy):
         with wrapped.no_sync():  # it is the outermost from now on, also for units that are called before it
             pass
         self.model = wrapped
-        module.__dict__[_WRAPPED] = Wrapped(wrapped)
+        module.__dict__[_WRAPPED] = _Wrapped(wrapped)
 
 
 def _policy(given: Any, min_num_params: int | None) -> AutoWrapPolicy:
@@ -319,3 +323,136 @@ def _policy(given: Any, min_num_params: int | None) -> AutoWrapPolicy:
     if not callable(given):
         raise TypeError(f"auto_wrap_policy is a policy or a set of module classes, got {given!r}")
     return given
+
+
+# --- checks, so that nothing goes wrong in silence --------------------------------------------------------------------
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Make sure that the wrapper takes them.
+
+    Raises:
+        TypeError: for one that it has not.
+        ValueError: for one that the strategy sets.
+    """
+    known = inspect.signature(fsdp.FullyShardedDataParallel.__init__).parameters
+    for name in options:
+        if name in _OURS:
+            raise ValueError(f"FullyShardedStrategy sets {name} of the wrappers itself: {_OURS[name]}")
+        if name not in known or name == "self":
+            raise TypeError(
+                f"FullyShardedStrategy got {name!r}, which is neither an argument of its own nor one of "
+                "FullyShardedDataParallel"
+            )
+
+
+def _check_trainer(trainer: Any, module: LightningModule) -> None:
+    """Refuse what the Trainer would do to a sharded model.
+
+    Raises:
+        ValueError: naming the argument or callback, and what to do instead.
+    """
+    if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
+        raise ValueError(
+            "StochasticWeightAveraging copies the whole model, and this one is sharded: take the callback out, and "
+            "keep an average with fsdp.EMA(trainer.model) in a callback of your own"
+        )
+    if module._compiler_ctx is not None:
+        raise ValueError(
+            "a compiled LightningModule cannot be sharded: compile the blocks inside of it, in configure_model, each "
+            "before it is wrapped (block.compile())"
+        )
+    inside = (each for unit in fsdp.get_fsdp_instances(module) for each in unit.modules())
+    if trainer.strategy._layer_sync is not None and any(isinstance(each, _BATCH_NORMS) for each in inside):
+        raise ValueError(
+            "sync_batchnorm=True would change batch norms that configure_model has wrapped already: call "
+            "nn.SyncBatchNorm.convert_sync_batchnorm on a module before you wrap it"
+        )
+
+
+def _wrap_called(module: nn.Module, prefix: str = "") -> nn.Module:
+    """Wrap the modules that a step with manual optimization calls, each as a whole and in it what the policy picks.
+
+    Raises:
+        ValueError: for a parameter that would be the outermost wrapper's own.
+    """
+    for name, param in module.named_parameters(recurse=False):
+        raise ValueError(
+            f"with manual optimization, {prefix}{name} of shape {list(param.shape)} must lie in a module that "
+            "training_step calls: give it to a module with a forward, such as the one that uses it"
+        )
+    for name, child in module.named_children():
+        if isinstance(child, fsdp.FullyShardedDataParallel) or not any(True for _ in child.parameters()):
+            continue
+        if type(child).forward is nn.Module.forward or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            _wrap_called(child, f"{prefix}{name}.")
+        else:
+            inner = fsdp.auto_wrap(child, keep_wrapped=True)
+            is_wrapped = isinstance(inner, fsdp.FullyShardedDataParallel)
+            module._modules[name] = inner if is_wrapped else fsdp.wrap(inner)
+    return module
+
+
+class _Wrapped:
+    """The wrapper of a LightningModule, and the modules in it when it was wrapped."""
+
+    def __init__(self, wrapper: fsdp.FullyShardedDataParallel) -> None:
+        self.wrapper = wrapper
+        self.modules = WeakSet(wrapper.modules())
+
+
+def _refuse_new_modules(module: LightningModule, wrapped: _Wrapped) -> None:
+    """Refuse modules that came to a model after it was wrapped: a `configure_model` that does its work twice.
+
+    Raises:
+        RuntimeError: naming them.
+    """
+    for name, each in module.named_modules():
+        if each not in wrapped.modules and any(True for _ in each.parameters()):
+            raise RuntimeError(
+                f"{type(module).__name__} was wrapped for an earlier stage, and {name} is another module now, "
+                "without what was trained. configure_model is called before each stage: return at once if the modules "
+                "are there."
+            )
+
+
+def _check_optimizers(wrapper: fsdp.FullyShardedDataParallel, make: Callable[[], None], strategy: Any) -> None:
+    """Have `make` make the strategy's optimizers, and make sure that they step what will have gradients.
+
+    Raises:
+        ValueError: if they are not of the wrapped model's parameters, or of a part of them by mistake.
+    """
+    hint = (
+        "Make optimizers in configure_optimizers, which is called when the model is wrapped, of self.trainer.model."
+        "parameters(). With use_orig_params=True, the default, self.parameters() and that of its parts do as well."
+    )
+    try:
+        make()
+    except ValueError as error:
+        if "empty parameter list" not in str(error):
+            raise
+        raise ValueError(f"the optimizer got no parameters of the sharded model. {hint}") from error
+    known = {id(param): name for name, param in wrapper.named_parameters()}
+    stepped: set[int] = set()
+    for optimizer in strategy.optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for place, param in enumerate(group["params"]):
+                if id(param) not in known:
+                    raise ValueError(
+                        f"{type(optimizer).__name__}: parameter {place} of group {number}, of shape "
+                        f"{list(param.shape)}, is not of the sharded model: it was taken before the model was wrapped. "
+                        f"{hint}"
+                    )
+            stepped |= {id(param) for param in group["params"]}
+    if stepped:
+        _refuse_missing(wrapper, stepped, hint)
+
+
+def _refuse_missing(wrapper: fsdp.FullyShardedDataParallel, stepped: set[int], hint: str) -> None:
+    """Refuse an optimizer of a submodule (``self.net``), which does not list the outermost wrapper's flat parameter."""
+    listed = {id(param): name for name, param in wrapper.named_parameters() if param.requires_grad}
+    for param in wrapper.params if wrapper.flatten_parameters else ():
+        if id(param) in listed and id(param) not in stepped:
+            raise ValueError(
+                f"no optimizer steps {listed[id(param)]}, which has in it what lies outside of inner units. {hint}"
+            )

@@ -13,7 +13,7 @@ from fsdp.distributed.collectives import communicator, during
 from fsdp.distributed.dtensor import missing_ranks
 from fsdp.distributed.process_groups import Group, default_group
 from fsdp.engine.managed_params import is_ours
-from fsdp.uneven.join import refuse_in_join
+from fsdp.engine.runtime import runtimes
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -92,14 +92,14 @@ class ShardedGradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         # Private in torch, but the one place that both `unscale_` and the step of fused optimizers (which unscale by
         # themselves) pass through. The signature is the same from torch 1.6 on; tried with 2.11 and 2.13.
-        refuse_in_join("ShardedGradScaler")
+        _refuse_joining()
         grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             if is_ours(param):
                 _refuse_unreduced(param)
                 self._refuse_part_of(param)
-                if param.owner.home is not None:
-                    param.owner.home.check(f"unscaling of a flat parameter with {param.owner._names[0]}")
+                if param.owner.shard_storage is not None:
+                    param.owner.shard_storage.check(f"unscaling of a flat parameter with {param.owner._names[0]}")
                 param.owner.bring_gradient()
             if param.grad is not None:
                 if param.grad.is_sparse:  # of a parameter that is not ours
@@ -135,4 +135,13 @@ def _refuse_unreduced(param: Any) -> None:
         raise RuntimeError(
             "ShardedGradScaler: gradients that were accumulated under no_sync() are not reduced over the ranks yet. "
             "Run the last backward of the step outside no_sync()."
+        )
+
+
+def _refuse_joining() -> None:
+    if any(runtime.participation.is_joining for runtime in runtimes()):
+        raise NotImplementedError(
+            "ShardedGradScaler inside fsdp.join is not supported: all ranks would have to take part in it, and those "
+            "that have finished don't. Train in bfloat16, which needs no scaling, or give all ranks equally many "
+            "batches."
         )

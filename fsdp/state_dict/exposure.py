@@ -19,10 +19,9 @@ from fsdp.distributed.dtensor import local_part
 from fsdp.engine.blanks import is_marked, mark
 from fsdp.engine.fingerprints import fingerprint
 from fsdp.engine.flat_param import ParamInfo, give_attributes
-from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import note_stale
-from fsdp.engine.unit import Unit
+from fsdp.engine.unit import TrainingState, Unit
 from fsdp.state_dict.redistribute import assembled, deal
 
 
@@ -120,7 +119,7 @@ def install(handle: FlatParamHandle, params: list[nn.Parameter]) -> list[nn.Para
             place.module._parameters[place.name] = param
     handle.registry.leave()
     handle.is_exposed = True
-    handle.whole.refresh_rnns()
+    handle.unsharded.refresh_rnns()
     return params
 
 

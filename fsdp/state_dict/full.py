@@ -11,11 +11,10 @@ from torch import Tensor
 
 from fsdp.distributed.dtensor import is_dtensor, local_part, whole
 from fsdp.engine.agreement import agree, agree_on_values
-from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.shared_params import exported_around, keys_of, settle_shares
 from fsdp.engine.state_requests import Saving
-from fsdp.engine.unit import Unit, units_in
+from fsdp.engine.unit import TrainingState, Unit, units_in
 from fsdp.state_dict.exposure import shown
 
 

@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from fsdp.distributed.dtensor import is_dtensor, spread_loaded
 from fsdp.engine.agreement import agree_on_outcome, from_everyone, number_among, peers_answer
 from fsdp.engine.blanks import Blank, blanks_in
-from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import FLATTEN_PART, FSDP_PART, clean_name, clean_text, foreign_prefix, prefix_problem
 from fsdp.engine.state_requests import FirstRank, LoadPass, loading
-from fsdp.engine.unit import Unit, own_modules, units_in
+from fsdp.engine.unit import TrainingState, Unit, own_modules, units_in
 from fsdp.state_dict.awaiting import Awaiting
 from fsdp.state_dict.exposure import Exposure, close_all, deal_changes, install, listed_at
 from fsdp.state_dict.first_rank import received
@@ -204,7 +203,7 @@ class _Loaded(Exposure):
     def _values(self, handle: FlatParamHandle) -> list[Tensor]:
         if self._is_read:
             return super()._values(handle)
-        handle.home.check(handle.name)
+        handle.storage.check(handle.name)
         handle.absorb()
         if not any(handle.flat_param.parts):
             return shapes_of(handle)

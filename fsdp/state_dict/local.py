@@ -20,12 +20,11 @@ from torch.nn.parameter import is_lazy
 from fsdp.checkpoint.formats.consolidate import mark_shard, shard_mark
 from fsdp.distributed.dtensor import is_dtensor
 from fsdp.engine.blanks import blanks_in
-from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name, join
 from fsdp.engine.shared_params import settle_shares
-from fsdp.engine.unit import Unit, own_modules, units_in
+from fsdp.engine.unit import TrainingState, Unit, own_modules, units_in
 from fsdp.state_dict.load import is_customised, with_wrapped_metadata
 
 _NAMED = 5  # in messages
@@ -80,7 +79,7 @@ def local(root: Unit, what: str) -> Iterator[None]:
     for handle in _handles(units):
         handle.absorb()  # what users have put in the places of parameters belongs to the shards
         handle.refuse_lent("save or load its shards")
-        handle.home.check(handle.name)
+        handle.storage.check(handle.name)
     try:
         for unit in units:
             unit.access.is_local = True

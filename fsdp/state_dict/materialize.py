@@ -19,12 +19,11 @@ from torch import Tensor, nn
 
 from fsdp.distributed.collectives import during
 from fsdp.engine.blanks import mark
-from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.memory import return_freed_memory
 from fsdp.engine.module_overrides import Conversions
 from fsdp.engine.names import plain_name
-from fsdp.engine.unit import Unit, own_modules, unit_of
+from fsdp.engine.unit import TrainingState, Unit, own_modules, unit_of
 from fsdp.state_dict.exposure import Exposure
 from fsdp.state_dict.lacks import Lack, lacks_in, others_in, out_of_reach
 from fsdp.state_dict.redistribute import blanks

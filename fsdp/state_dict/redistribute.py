@@ -28,7 +28,7 @@ def assembled(handle: FlatParamHandle, at_first: bool = False) -> list[Tensor]:
         handle: whose parameters.
         at_first: only the first rank needs them; the others get tensors on the meta device.
     """
-    handle.home.check(handle.name)
+    handle.storage.check(handle.name)
     handle.absorb()
     handle.refuse_lent("put whole parameters together")
     if at_first and not is_first(handle):
@@ -36,7 +36,7 @@ def assembled(handle: FlatParamHandle, at_first: bool = False) -> list[Tensor]:
             _send_pieces(handle, [], [0])
         return _shown(handle, shapes_of(handle))
     if _is_at_hand(handle):
-        return [leaf.detach().clone() for leaf in handle.whole.leaves]
+        return [leaf.detach().clone() for leaf in handle.unsharded.leaves]
     if at_first or handle.comm.sends_pieces or not handle.is_sharded:
         copies = blanks(handle)
         _send_pieces(handle, copies, [] if at_first else range(handle.comm.world_size))
@@ -47,12 +47,12 @@ def assembled(handle: FlatParamHandle, at_first: bool = False) -> list[Tensor]:
 
 def _is_at_hand(handle: FlatParamHandle) -> bool:
     """Whether what is to be put together is here, on all ranks alike."""
-    return handle.dtype == handle.flat_param.dtype and handle.is_whole
+    return handle.dtype == handle.flat_param.dtype and handle.is_unsharded
 
 
 def blanks(handle: FlatParamHandle) -> list[Tensor]:
     """Memory for the parameters, of `DTensor`s for their local parts, in the shard's dtype."""
-    dtype, device = handle.flat_param.dtype, handle.home.device
+    dtype, device = handle.flat_param.dtype, handle.storage.device
     return [torch.empty(slot.shape, dtype=dtype, device=device) for slot in handle.layout.slots]
 
 
@@ -70,7 +70,7 @@ def _shown(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[Tensor]:
 def _send_pieces(handle: FlatParamHandle, copies: Sequence[Tensor], receivers: Sequence[int]) -> None:
     """Send this rank's shard to the receivers, and fill `copies`, if there are any, from everyone's."""
     layout, comm = handle.layout, handle.comm
-    shard = handle.home.staged(handle.flat_param, handle.flat_param.dtype)
+    shard = handle.storage.staged(handle.flat_param, handle.flat_param.dtype)
     flat = [copy.view(-1) for copy in copies]
 
     def places_of(rank: int) -> list[Tensor]:
@@ -86,7 +86,7 @@ def _send_pieces(handle: FlatParamHandle, copies: Sequence[Tensor], receivers: S
         for place, piece in zip(places_of(comm.rank), own, strict=True):
             place.copy_(piece)
     pending.wait()
-    handle.home.release()
+    handle.storage.release()
 
 
 def deal(handle: FlatParamHandle, slots: Sequence[int], wholes: Mapping[int, Tensor]) -> None:
@@ -99,7 +99,7 @@ def deal(handle: FlatParamHandle, slots: Sequence[int], wholes: Mapping[int, Ten
     """
     if handle.layout.numel == 0:
         return
-    comm, layout, device = handle.comm, handle.layout, handle.home.device
+    comm, layout, device = handle.comm, handle.layout, handle.storage.device
     shard = handle.flat_param.vector
     pieces = {slot: piece.to(device) for slot, piece in layout.pieces(shard, comm.rank).items() if slot in slots}
     incoming, outgoing = {}, {}
@@ -118,7 +118,7 @@ def deal(handle: FlatParamHandle, slots: Sequence[int], wholes: Mapping[int, Ten
         for slot in slots:
             handle.fill(slot, lambda part, _, slot=slot: _set(part, pieces[slot]))  # type: ignore[misc]
     handle.settle()
-    handle.home.release()
+    handle.storage.release()
 
 
 def _set(part: Tensor, piece: Tensor) -> None:

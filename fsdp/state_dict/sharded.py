@@ -68,7 +68,7 @@ class _Parts(Exposure):
         return (param for param in params if isinstance(param, TensorPart))
 
     def _values(self, handle: FlatParamHandle) -> list[Tensor]:
-        handle.home.check(handle.name)
+        handle.storage.check(handle.name)
         handle.absorb()
         handle.refuse_lent("save or load its shards")
         handle.follow_shard()
@@ -201,7 +201,7 @@ def load_sharded_state(root: Unit, units: Sequence[Unit], load: Callable[[], Any
 
 
 def _keep(handle: FlatParamHandle, slot: int, value: Tensor) -> None:
-    handle.home.check(handle.name)
+    handle.storage.check(handle.name)
     if isinstance(value, TensorPart) and value.is_lent_by(handle.flat_param):
         return  # nothing was loaded, on no rank, so values that ranks were wrapped with are still to be compared
     if isinstance(value, TensorPart):
@@ -209,7 +209,7 @@ def _keep(handle: FlatParamHandle, slot: int, value: Tensor) -> None:
     else:
         handle.store(slot, value)
         handle.note_written([slot])
-    handle.home.release()
+    handle.storage.release()
 
 
 def _copy(flat: Tensor, shard: Tensor, start: int) -> None:

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from fsdp.distributed.collectives import during
 from fsdp.engine.agreement import from_everyone, number_among
-from fsdp.engine.forward_hooks import TrainingState
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.state_requests import Summoning
-from fsdp.engine.unit import Unit
+from fsdp.engine.unit import TrainingState, Unit
 from fsdp.state_dict.exposure import Exposure, close_all, deal_changes, listed_at
 from fsdp.state_dict.redistribute import shapes_of
 
@@ -116,7 +115,7 @@ class Summoned(Exposure):
 
     def _sent(self, handle: FlatParamHandle, slot: int, value: Tensor | None) -> Tensor:
         """A whole tensor of the first rank's, on all; of a `DTensor` its local part, on the ranks of that."""
-        shape, device, part = handle.layout.slots[slot].shape, handle.home.device, handle.flat_param.parts[slot]
+        shape, device, part = handle.layout.slots[slot].shape, handle.storage.device, handle.flat_param.parts[slot]
         if value is None or not self._is_here:
             tensor = torch.empty(shape, dtype=handle.flat_param.dtype, device=device)
         else:
@@ -130,7 +129,7 @@ class Summoned(Exposure):
 
 def _require_plain(handles: Sequence[FlatParamHandle]) -> None:
     for handle in handles:
-        if any(handle.flat_param.parts) and handle.home.device.type != "cpu":
+        if any(handle.flat_param.parts) and handle.storage.device.type != "cpu":
             raise NotImplementedError(
                 f"summon_full_params(offload_to_cpu=True): {handle.name} has DTensors, which are on the device of "
                 "their mesh. Summon without it, and move what you need (full_tensor().cpu())."

@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 import torch
 from torch import UntypedStorage
 
-from fsdp.distributed.streams import Arrival, Lane, new_lane
+from fsdp.distributed.streams import Arrival, CopyStream, new_copy_stream
 from fsdp.state_dict_utils.host_memory import HostMemory, require_pinning
 from fsdp.state_dict_utils.tree_copy import TreeCopy
 
@@ -89,7 +89,7 @@ class StateDictStager:
         self.share_memory = share_memory
         self._memory = HostMemory(self.pin_memory, share_memory, max_bytes, wait_seconds)
         self._lock = threading.RLock()
-        self._lanes: dict[torch.device, Lane] = {}
+        self._copy_streams: dict[torch.device, CopyStream] = {}
         self._under_way: PendingCopy[Any] | None = None
         self._is_closed = False
 
@@ -174,14 +174,14 @@ class StateDictStager:
     def _transfer(self, pairs: list[tuple[UntypedStorage, UntypedStorage]]) -> list[Arrival]:
         arrivals = []
         for device in {original.device for original, _ in pairs}:
-            if device not in self._lanes:
-                self._lanes[device] = new_lane(device)
-            lane = self._lanes[device]
-            with lane.fork():
+            if device not in self._copy_streams:
+                self._copy_streams[device] = new_copy_stream(device)
+            copy_stream = self._copy_streams[device]
+            with copy_stream.fork():
                 for original, host in pairs:
                     if original.device == device:
                         host.copy_(original, non_blocking=device.type == "cuda")
-            arrivals.append(lane.arrival())
+            arrivals.append(copy_stream.arrival())
         return arrivals
 
 

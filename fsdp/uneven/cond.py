@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp.engine.runtime import Runtime, running
-from fsdp.engine.unit import unit_of
+from fsdp.engine.runtime import Runtime, running, runtime_of
+from fsdp.engine.unit import unit_of, unit_of_wrapper
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp.uneven.join import Joining
+from fsdp.uneven.regions import visits_of
 
 
 def cond(module: nn.Module, run_here: bool, /, *args: Any, **kwargs: Any) -> Any:
@@ -45,8 +46,9 @@ def cond(module: nn.Module, run_here: bool, /, *args: Any, **kwargs: Any) -> Any
             raised on one of them, or if it runs twice in one forward and not on all ranks each time.
     """
     runtime = _runtime_of(module)
-    own = module._unit.module if isinstance(module, FullyShardedDataParallel) else module
-    return runtime.visits.visit(own, bool(run_here), lambda: module(*args, **kwargs))
+    unit = unit_of_wrapper(module)
+    own = module if unit is None else unit.module
+    return visits_of(runtime).visit(own, bool(run_here), lambda: module(*args, **kwargs))
 
 
 @contextmanager
@@ -112,7 +114,7 @@ def _runtime_of(module: nn.Module) -> Runtime:
     for inner in module.modules():
         unit = unit_of(inner)
         if unit is not None:
-            return unit.ensure_runtime()
+            return runtime_of(unit)
     runtime = running()
     if runtime is not None:
         return runtime

@@ -6,31 +6,17 @@ import pickle
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp.engine.grad_clipping import clip_grad_norm, clip_grad_value
+from fsdp.engine.runtime import Runtime
 from fsdp.uneven.messages import Kind, Message
-from fsdp.uneven.serving import END
-
-if TYPE_CHECKING:
-    from fsdp.engine.runtime import Runtime
+from fsdp.uneven.regions import END, visits_of
 
 _MODEL = -1  # in the place of an optimizer's number
-
-
-_active: list[Joining] = []
-
-
-def refuse_in_join(what: str) -> None:
-    """Raise NotImplementedError inside of any `fsdp.join`."""
-    if _active:
-        raise NotImplementedError(
-            f"{what} inside fsdp.join is not supported: all ranks would have to take part in it, and those that have "
-            "finished don't. Train in bfloat16, which needs no scaling, or give all ranks equally many batches."
-        )
 
 
 class Joining:
@@ -54,6 +40,7 @@ class Joining:
         after_step: Callable[[torch.optim.Optimizer], None] | None,
     ) -> None:
         self._runtime, self._model, self._optimizers = runtime, model, list(optimizers)
+        self._visits = visits_of(runtime)
         self._after_step = after_step
         self.is_uneven = False  # whether a rank had finished when the last forward began
         self.running_ranks = 0  # that ran the last forward
@@ -63,8 +50,7 @@ class Joining:
     def begin(self) -> None:
         """Every rank has its first batch ahead."""
         self._runtime.trust_values(self._runtime.root)
-        self._runtime.visits.joining = self
-        _active.append(self)
+        self._visits.joining = self
         for number, optimizer in enumerate(self._optimizers):
             hook = optimizer.register_step_pre_hook(partial(self._before_step, number))
             self._undo.append(hook.remove)
@@ -73,14 +59,13 @@ class Joining:
 
     def end(self) -> None:
         """Behind the last batch of all ranks, or after an exception."""
-        _active.remove(self)
         for undo in self._undo:
             undo()
-        self._runtime.visits.end_join()
+        self._visits.end_join()
 
     def serve(self) -> None:
         """Collective with whatever the other ranks do. This rank has no more batches: take part until no rank has."""
-        visits = self._runtime.visits
+        visits = self._visits
         self._is_finished = True
         while True:
             rows, event = visits.round(Message(Kind.FINISHED))
@@ -90,8 +75,7 @@ class Joining:
             elif not waiting:
                 return
             elif all(row.subject == END for row in waiting):
-                visits.settle_owed(Kind.FINISHED)
-                self._runtime.end_followed_backward()
+                visits.end_followed_backward()
 
     # --- what ranks with batches tell ---------------------------------------------------------------------------
 
@@ -99,7 +83,7 @@ class Joining:
         """Have ranks that have finished do the same. False if there are none."""
         if self._is_finished or not self.is_uneven:
             return False
-        self._runtime.visits.announce(Message(kind, subject, argument, extra))
+        self._visits.announce(Message(kind, subject, argument, extra))
         return True
 
     def tell_clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
@@ -123,7 +107,7 @@ class Joining:
         original = owner.zero_grad
 
         def zero_grad(set_to_none: bool = True) -> None:
-            if self._runtime.visits.joining is self:
+            if self._visits.joining is self:
                 self.tell(Kind.ZERO_GRAD, number, int(set_to_none))
             original(set_to_none)
 
@@ -136,7 +120,7 @@ class Joining:
             self._undo.append(undo)
 
     def _share_options(self, payload: bytes) -> list[dict[str, Any]]:
-        given = [found for found in self._runtime.visits.talk.all_gather_bytes(payload) if found]
+        given = [found for found in self._visits.talk.all_gather_bytes(payload) if found]
         if any(other != given[0] for other in given[1:]):
             raise RuntimeError(
                 "fsdp.join: the ranks step with different options (learning rates, say), so ranks that have finished "

@@ -1,17 +1,42 @@
-"""Modules that not every rank runs, the calls of them, and what all ranks call them."""
+"""Modules that not every rank runs (`fsdp.cond`), and how those that don't still take part in their collectives.
+
+A *region* is such a module, a *visit* one call of it by all ranks, whether they run it or not. In the round in which
+they come to it they learn who does. If nobody does, nothing more happens; if all do, it runs as always, with an order
+of units of its own, so that what is expected next is alike on all ranks. Otherwise the visit is *mixed*: those that run
+it announce every all-gather and reduction before they begin it, and the others wait for announcements and join in.
+
+In forward the others wait until the visit is left. In backward they have no graph of the region, so they wait at
+*positions*: places in the order of the forward, which backward passes from the last to the first. A rank that comes to
+a unit in backward, while a mixed visit that came later in forward is still owed its backward, waits until all ranks are
+at this position or before it. The foremost ranks go on, the others serve. So ranks that run different regions serve
+each other in turn, without knowing the order of each other's graphs.
+
+`fsdp.join` is one such region, the root itself: ranks that have run out of batches do not run it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import reduce
+from operator import or_
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
+from fsdp.engine.autograd import differentiable_tensors, in_backward
 from fsdp.engine.forward_hooks import Call
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import clean_name
+from fsdp.engine.runtime import Runtime
 from fsdp.engine.schedule import ExecutionOrder
-from fsdp.engine.unit import Unit
-from fsdp.uneven.messages import Kind, Message
+from fsdp.engine.unit import TrainingState, Unit
+from fsdp.uneven.messages import Kind, Message, Talk
+
+END = -1  # the position behind everything that backward passes
 
 # A position is one number: places in the root's forward, in a visit, in a visit inside of that, and so on.
 LEVELS = 4
@@ -133,3 +158,509 @@ class Directory:
                 "told which it is. Give a module of the wrapped model."
             )
         return self._numbers[module]
+
+
+class Place(NamedTuple):
+    """The place of one call of a unit in the forward that all ranks share."""
+
+    position: int = 0
+    visit: Visit | None = None  # the mixed one that it is a part of
+
+
+class StepsOfOthers(Protocol):
+    """The part of `fsdp.join` that visits need: a rank that has finished does the same to its shards as the others."""
+
+    is_uneven: bool
+    running_ranks: int
+
+    def tell_clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None: ...
+
+    def tell_clip_value(self, clip_value: float) -> None: ...
+
+    def perform(self, event: Message) -> None: ...
+
+
+_FIRST = Place()
+_MANY = 100_000  # places in a forward, after which visits whose backward has not come are given up
+
+_BITS_TOLD = 60  # in one number of a message
+
+TOLD = "_fsdp_told"  # on an exception that all ranks raise, or that cannot be told to them
+
+
+def visits_of(runtime: Runtime) -> Visits:
+    """Return the visits of a root's regions; it has none, and asks nothing of other ranks, before the first call."""
+    if not isinstance(runtime.participation, Visits):
+        runtime.participation = Visits(runtime)
+    return runtime.participation
+
+
+class Visits:
+    """The regions of one root, and the visits that are not over: a `Participation` for ranks that do different things.
+
+    Args:
+        runtime: the root's. Calls that it has begun before have positions in front of all others.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._directory = Directory(runtime.root, runtime.units, runtime.handles)
+        self.talk = Talk(runtime.root.everyone, self._directory.describe)
+        self.joining: StepsOfOthers | None = None
+        self.is_uneven = False
+        self._open: list[Visit] = []  # that are running, the innermost last
+        self._owed: list[Visit] = []  # mixed ones whose backward may come
+        self._mixed: set[Unit] = set()  # units of mixed visits, which may be unsharded on some ranks only
+        self._touched: set[FlatParamHandle] = set()  # of units around regions that ran somewhere
+        self._visited: dict[Region, bool] = {}  # in this forward, and whether mixed
+        self._count = 0  # of places in this forward
+        self._places: WeakKeyDictionary[Call, Place] = WeakKeyDictionary()
+        self._positions: dict[Unit, int] = {}
+        self._within: dict[Unit, Region] = {}  # in which units ran last
+        self._without_graph: set[Unit] = set()  # whose last forward has none; others may have one
+        self._of_root: Visit | None = None
+
+    # --- forward, as the runtime reports it ---------------------------------------------------------------------
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether some ranks may have no more batches."""
+        return self.joining is not None
+
+    def enter(self, call: Call, *, is_outermost: bool) -> None:
+        """A unit computes next; in `fsdp.join`, the forward of the outermost one is a visit of all ranks."""
+        unit = call.unit
+        if is_outermost and not self._open:
+            self._begin_forward()
+            if self.joining is not None and unit is self._runtime.root:
+                self._of_root = self.open(unit.module, True)
+        position = self._positions.get(unit, 0)
+        if not call.recomputed:
+            self._positions[unit] = position = self._next_position()
+            self._without_graph.add(unit)
+        if self._open:
+            visit = self._open[-1]
+            self._within[unit] = visit.region
+            self._places[call] = Place(position, visit if visit.is_mixed else None)
+            visit.add(unit)
+            return
+        self._places[call] = Place(position)
+        if call.recomputed:
+            return
+        self._within.pop(unit, None)
+        if any(unit in owed.region.units for owed in self._owed if owed.region in self._visited):
+            raise RuntimeError(
+                f"{unit.name} is called without fsdp.cond, in the forward in which only some ranks ran it with "
+                "fsdp.cond. Use fsdp.cond for every call of it."
+            )
+
+    def leave(self, call: Call, output: Any, *, needs_backward: bool) -> None:
+        """A unit has computed."""
+        if needs_backward:
+            self._expect_backward(call)
+        if self._of_root is not None and call.unit is self._runtime.root and not call.recomputed:
+            visit, self._of_root = self._of_root, None
+            visit.is_differentiable = bool(differentiable_tensors(output))
+            self.close(visit)
+
+    def _expect_backward(self, call: Call) -> None:
+        if not call.recomputed:
+            self._without_graph.discard(call.unit)
+        visit = self._place(call).visit
+        if visit is not None and (not call.recomputed or visit.is_reentrant):
+            visit.calls.append(call)
+
+    def fail(self, unit: Unit) -> None:
+        """A unit's forward has raised."""
+        if self._of_root is not None and unit is self._runtime.root:
+            visit, self._of_root = self._of_root, None
+            error = sys.exc_info()[1]
+            self.give_up(visit, error if isinstance(error, Exception) else None)
+
+    def _begin_forward(self) -> None:
+        self._visited.clear()
+        if not self._owed or self._count > _MANY:
+            self._owed.clear()
+            self._count = 0
+
+    def _place(self, call: Call) -> Place:
+        return self._places.get(call, _FIRST)
+
+    def order(
+        self, unit: Unit, usual: ExecutionOrder[Unit], *, is_backward: bool, is_recomputed: bool
+    ) -> ExecutionOrder[Unit] | None:
+        """Return the order in which all ranks run a unit; None if they don't, and take part in its all-gather."""
+        if is_recomputed and self._recomputes_alone(unit):
+            self._unshard(unit, is_backward, None)
+            return None
+        region = self._region_of(unit, is_backward)
+        if self._mixed_visit(unit, is_backward) is not None:
+            self._unshard(unit, is_backward, region)
+            return None
+        order = usual if region is None else region.order(is_backward)
+        if not is_backward or not self.is_uneven:
+            return order
+        order.enter(unit)
+        if unit is not self._runtime.root:
+            unit.reshard()  # some ranks have it already, from a recomputation
+        return None
+
+    def _region_of(self, unit: Unit, is_backward: bool) -> Region | None:
+        """Return the region in whose order a unit runs; None for the root's."""
+        if is_backward:
+            return self._within.get(unit)
+        return self._open[-1].region if self._open else None
+
+    def _recomputes_alone(self, unit: Unit) -> bool:
+        """Return whether ranks may compute a unit again at different times, in this backward.
+
+        Checkpointing that keeps the graph begins with the first tensor that backward misses, of whatever part of what
+        is checkpointed; which part that is depends on what the rank ran. (A re-entrant one begins on all ranks alike.)
+        """
+        return self.is_uneven and unit not in self._without_graph
+
+    def _mixed_visit(self, unit: Unit, is_backward: bool) -> Visit | None:
+        """Return the visit in which a unit computes now, if that has to be announced to other ranks."""
+        if self._open:
+            return self._open[-1] if self._open[-1].is_mixed else None
+        owed = [visit for visit in self._owed if is_backward and unit in visit.units]
+        return max(owed, key=lambda visit: visit.position, default=None)
+
+    def _unshard(self, unit: Unit, is_backward: bool, region: Region | None) -> None:
+        """Unshard a unit with the other ranks, which do not know about it; all note it in the order of a region."""
+        missing = not unit.is_unsharded
+        if missing:
+            unit.reshard()  # a part of it may be unsharded, here and not elsewhere
+        number, kind = self._directory.units.index(unit), Kind.BACKWARD if is_backward else Kind.FORWARD
+        mode = self._runtime.backward_mode if is_backward else 0
+        noted = 0 if region is None else region.number + 1
+        message = Message(kind, number, missing, mode | noted << 2)
+        self.announce(message)
+        self._note(message)
+        unit.unshard()
+
+    def announce_clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
+        """Have ranks that have finished clip by the norm as well."""
+        if self.joining is not None:
+            self.joining.tell_clip_norm(max_norm, norm_type, error_if_nonfinite)
+
+    def announce_clip_value(self, clip_value: float) -> None:
+        """Have ranks that have finished clip by value as well."""
+        if self.joining is not None:
+            self.joining.tell_clip_value(clip_value)
+
+    def end_join(self) -> None:
+        """All ranks go on alike."""
+        self.joining = self._of_root = None
+        self.abandon()
+        self._count = 0
+
+    def abandon(self) -> None:
+        """Forget all visits: something was given up."""
+        for things in (self._open, self._owed, self._visited, self._touched):
+            things.clear()
+
+    # --- backward, as the runtime reports it --------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """A backward begins."""
+        for region in self._directory.regions:
+            region.backward_order.begin()
+        for visit in self._owed:
+            visit.reduced.clear()
+        self.is_uneven = bool(self._owed)
+
+    def reach(self, call: Call) -> None:
+        """Backward has reached a call: serve until no rank is further from the end than this one.
+
+        Raises:
+            RuntimeError: if other ranks no longer wait for that.
+        """
+        place = self._place(call)
+        if place.visit is not None:
+            if place.visit not in self._owed:
+                raise RuntimeError(
+                    f"{call.unit.name}: backward comes a second time, or after a later forward, through a module that "
+                    "only some ranks ran with fsdp.cond or in fsdp.join; the others no longer wait for it. Run one "
+                    "backward after each forward."
+                )
+            place.visit.reached.add(call)
+        if any(visit.position > place.position for visit in self._owed):
+            self._wait_at(place.position)
+
+    def announce_gradient(self, unit: Unit, handle: FlatParamHandle) -> bool:
+        """Announce a gradient that is about to be reduced (or left to accumulate).
+
+        Returns False for one that only some ranks have a part of: it is reduced when it is its turn on all.
+        """
+        if handle in self._touched:
+            return False
+        visit = next((visit for visit in self._owed if visit.runs_here and unit in visit.units), None)
+        if visit is not None:
+            visit.reduced.add(handle)
+            number = self._directory.handles.index(handle)
+            self.announce(Message(Kind.REDUCE, number, 0, self._runtime.backward_mode))
+        return True
+
+    def end_backward(self) -> None:
+        """Backward has ended here: serve until it has on all ranks."""
+        for visit in list(self._owed):
+            for unit in visit.units if visit.runs_here else ():
+                for handle in unit.handles:
+                    if handle not in visit.reduced and not handle.gradients.is_empty:
+                        self._runtime.reduce(unit, handle)
+        if self._owed:
+            self._wait_at(END)
+            self._settle_owed(Kind.WAIT)
+        self._close_backward()
+
+    def end_followed_backward(self) -> None:
+        """Collective. The backward has ended on the ranks that run it; this one has finished its batches."""
+        self._settle_owed(Kind.FINISHED)
+        self._close_backward()
+        self._runtime.end_followed_backward()
+
+    def _settle_owed(self, kind: Kind) -> None:
+        """Collective. Forget the visits that the backward which ends came to, on any rank."""
+        owed, self._owed = self._owed, []
+        for start in range(0, len(owed), _BITS_TOLD):
+            some = owed[start : start + _BITS_TOLD]
+            came = [bool(visit.reached) or (visit.runs_here and not visit.calls) for visit in some]
+            bits = sum(1 << number for number, has_come in enumerate(came) if has_come)
+            anywhere = reduce(or_, (row.extra for row in self.round(Message(kind, END, 0, bits))[0]))
+            self._owed += [visit for number, visit in enumerate(some) if not anywhere >> number & 1]
+
+    def _close_backward(self) -> None:
+        self.is_uneven = False
+        mixed, self._mixed = self._mixed, {unit for visit in self._owed for unit in visit.units}
+        for unit in mixed:
+            if unit.state is not TrainingState.FORWARD:
+                unit.reshard()  # it may be unsharded on some ranks only
+        touched, self._touched = self._touched, set()
+        for handle in () if self._runtime.sync_gradients else touched:
+            if handle.requires_grad:
+                handle.gradients.owe()  # all ranks must reduce it in the end
+
+    # --- rounds -------------------------------------------------------------------------------------------------
+
+    def announce(self, message: Message) -> list[Message]:
+        """Tell all ranks what this one is about to do, and take part in what comes first; the messages of all."""
+        while True:
+            rows, event = self.round(message)
+            if event is None or not message.is_event:
+                return rows
+            if event.topic != message.topic:
+                self.perform(event, rows)
+                continue
+            if event.argument and not message.argument and event.kind in (Kind.FORWARD, Kind.BACKWARD):
+                for handle in self._directory.units[event.subject].handles:
+                    handle.serve_gather()  # it is whole here already, and not there
+            return rows
+
+    def round(self, message: Message) -> tuple[list[Message], Message | None]:
+        """One round: the messages of all, and what of it is done first."""
+        try:
+            rows = self.talk.exchange(message)
+            return rows, self.talk.event_in(rows)
+        except RuntimeError as error:
+            setattr(error, TOLD, True)
+            raise
+
+    def serve_one(self, position: int) -> bool:
+        """One round of waiting, with what others announce in it. True if no rank is further than `position`."""
+        rows, event = self.round(Message(Kind.WAIT, position))
+        if event is not None:
+            self.perform(event, rows)
+            return False
+        return max(row.subject for row in rows if row.kind == Kind.WAIT) <= position
+
+    def _wait_at(self, position: int) -> None:
+        while not self.serve_one(position):
+            pass
+
+    # --- taking part --------------------------------------------------------------------------------------------
+
+    def perform(self, event: Message, rows: Sequence[Message]) -> None:
+        """Take part in what another rank does."""
+        if event.kind in (Kind.FORWARD, Kind.BACKWARD):
+            self._serve_gather(event)
+        elif event.kind == Kind.REDUCE:
+            self._follow_backward(event)
+            self._runtime.serve_reduction(self._directory.handles[event.subject])
+        elif event.kind == Kind.VISIT:
+            self._serve_visit(event, rows)
+        elif event.kind == Kind.LEAVE:
+            visit = self._directory.region_of_number(event.subject).last
+            if visit is not None:
+                self._leave(visit, rows)
+        elif self.joining is not None:
+            self.joining.perform(event)
+
+    def _serve_visit(self, event: Message, rows: Sequence[Message]) -> None:
+        if not self._open and not self._runtime.is_computing:
+            self._begin_forward()
+        visit = self._enter(self._directory.region_of_number(event.subject), rows, False, event.extra)
+        if visit is not None:
+            self.follow(visit)
+
+    def _serve_gather(self, event: Message) -> None:
+        unit = self._directory.units[event.subject]
+        is_backward = event.kind == Kind.BACKWARD
+        if is_backward:
+            self._follow_backward(event)
+        elif unit.state is TrainingState.IDLE:
+            unit.follow_mode()
+        self._note(event)
+        if event.argument:
+            for handle in unit.handles:
+                handle.serve_gather()
+
+    def _follow_backward(self, event: Message) -> None:
+        self._runtime.follow_backward(is_reduced=bool(event.extra & 1), is_fresh=bool(event.extra & 2))
+
+    def _note(self, message: Message) -> None:
+        # At the same time on all ranks, so that all expect the same the next time.
+        noted = message.extra >> 2
+        if noted:
+            region = self._directory.region_of_number(noted - 1)
+            region.order(message.kind == Kind.BACKWARD).enter(self._directory.units[message.subject])
+            if region.last is not None:
+                region.last.add(self._directory.units[message.subject])
+
+    # --- visits -------------------------------------------------------------------------------------------------
+
+    def visit(self, module: nn.Module, run_here: bool, compute: Callable[[], Any]) -> Any:
+        """Collective. Run `compute` where `run_here`, and take part in its collectives where not.
+
+        Returns None where it did not run, and if nobody ran it.
+        """
+        if self._runtime.is_in_backward and in_backward():
+            return self._recompute(self._directory.region(module), run_here, compute)
+        visit = self.open(module, run_here)
+        if visit is None:
+            return None
+        try:
+            output = compute() if run_here else None
+            if not run_here:
+                self.follow(visit)
+            visit.is_differentiable = run_here and bool(differentiable_tensors(output))
+        except BaseException as error:
+            self.give_up(visit, error if isinstance(error, Exception) else None)
+            raise
+        self.close(visit)
+        return output
+
+    def open(self, module: nn.Module, run_here: bool) -> Visit | None:
+        """Collective. Come to a region; None if no rank runs it."""
+        region = self._directory.region(module)
+        if not self._open and not self._runtime.is_computing:
+            self._runtime.trust_values(self._runtime.root)
+            self._begin_forward()
+        position = self._next_position()
+        rows = self.announce(Message(Kind.VISIT, region.number, run_here, position))
+        return self._enter(region, rows, run_here, position)
+
+    def _recompute(self, region: Region, run_here: bool, compute: Callable[[], Any]) -> Any:
+        # Checkpointing may stop before the end, at another place on each rank: so this must not wait for others. What
+        # there was to agree on is known from the forward, and what is gathered again is announced as in backward.
+        visit = region.last
+        if run_here is not (visit is not None and visit.runs_here):
+            raise RuntimeError(
+                f"fsdp.cond: activation checkpointing recomputes {self._directory.name(region.number)} with "
+                f"run_here={run_here}, unlike its forward. Decide outside of the checkpoint, or have it preserve the "
+                "random state (preserve_rng_state=True)."
+            )
+        if visit is None:
+            return None
+        if visit.is_mixed and not visit.was_owed:
+            return self._recompute_reentrant(visit, compute)
+        if not run_here:
+            return None
+        self._open.append(visit)
+        try:
+            return compute()
+        finally:
+            self._open.remove(visit)
+
+    def _recompute_reentrant(self, visit: Visit, compute: Callable[[], Any]) -> Any:
+        # The forward was without a graph. Now all ranks are here at the same time, so it is as in forward.
+        visit.is_reentrant = True
+        self._open.append(visit)
+        output = compute() if visit.runs_here else None
+        if not visit.runs_here:
+            self.follow(visit)
+        visit.is_differentiable = visit.runs_here and bool(differentiable_tensors(output))
+        self.close(visit)
+        return output
+
+    def follow(self, visit: Visit) -> None:
+        """Take part in a visit's forward that others run."""
+        while visit in self._open:
+            self.serve_one(visit.position)
+
+    def close(self, visit: Visit) -> None:
+        """The visit's forward has ended here."""
+        if not visit.is_mixed:
+            self._open.remove(visit)
+        elif visit.runs_here:
+            rows = self.announce(Message(Kind.LEAVE, visit.region.number, visit.is_differentiable))
+            self._leave(visit, rows)
+
+    def give_up(self, visit: Visit, error: Exception | None) -> None:
+        """The visit's forward was given up here; by an `error`, the ranks that take part in it are told to, as well."""
+        is_told = visit.is_mixed and visit.runs_here and visit in self._open
+        self.abandon()
+        if error is None or getattr(error, TOLD, False):
+            return
+        setattr(error, TOLD, True)
+        if is_told:
+            with suppress(RuntimeError):  # which all ranks raise now; what this one has raised says more
+                self.talk.exchange(Message(Kind.FAILED, visit.region.number))
+
+    def _enter(self, region: Region, rows: Sequence[Message], run_here: bool, position: int) -> Visit | None:
+        runs = [row.kind == Kind.VISIT and bool(row.argument) for row in rows]
+        region.last = None
+        if not any(runs):
+            return None
+        visit = Visit(region, position, len(self._open) + 1, run_here, is_mixed=not all(runs))
+        self._refuse_second(visit)
+        self._visited[region] = visit.is_mixed
+        self._owed = [owed for owed in self._owed if owed.region is not region]
+        region.last = visit
+        if visit.is_mixed:
+            self._mixed.update(visit.units)
+            if torch.is_grad_enabled():
+                self._touched.update(region.around)
+        if not self._open and self.joining is not None:
+            self.joining.is_uneven, self.joining.running_ranks = visit.is_mixed, sum(runs)
+        region.forward_order.begin()
+        self._open.append(visit)
+        return visit
+
+    def _refuse_second(self, visit: Visit) -> None:
+        before = self._visited.get(visit.region)
+        if before is not None and torch.is_grad_enabled() and (before or visit.is_mixed):
+            raise RuntimeError(
+                f"fsdp.cond: {self._directory.name(visit.region.number)} runs a second time in one forward, and not on "
+                "all ranks each time. Run it once with all of its inputs, or on all ranks or none."
+            )
+
+    def _leave(self, visit: Visit, rows: Sequence[Message]) -> None:
+        if visit in self._open:  # not if others recompute what is inside of something that this rank does not run
+            self._open.remove(visit)
+        self._mixed.update(visit.units)
+        for unit in visit.units:
+            unit.reshard()  # alike on all ranks from here on
+        is_owed = any(row.argument for row in rows if row.kind == Kind.LEAVE)
+        if is_owed:
+            visit.was_owed = True
+            self._owed.append(visit)
+            self.is_uneven = self._runtime.is_in_backward
+
+    def _next_position(self) -> int:
+        if not self._open:
+            self._count += 1
+            return position_at(self._count)
+        visit = self._open[-1]
+        visit.places += 1
+        return position_at(visit.places, visit.level, visit.position)

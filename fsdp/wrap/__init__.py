@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp.engine.ignored import Ignored
+from fsdp.engine.managed_params import Ignored
 from fsdp.wrap.plan import AutoWrapPolicy, ModuleGraph, log_ties, make_plan
 
 

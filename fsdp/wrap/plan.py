@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fsdp.engine.ignored import Ignored
+from fsdp.engine.managed_params import Ignored
 
 _log = logging.getLogger("fsdp.wrap")
 

@@ -34,7 +34,7 @@ def train(model: Any, optimizer: Any) -> None:
 
 def held_back(gate: threading.Event) -> Any:
     """Writing begins when the gate is opened."""
-    from fsdp.checkpoint.safetensors_writer import write_parts as do
+    from fsdp.checkpoint.safetensors import write_parts as do
 
     def write(*args: Any) -> Any:
         gate.wait()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp.checkpoint.safetensors_writer import Entry, PlannedFile, plan
+from fsdp.checkpoint.safetensors import Entry, PlannedFile, plan
 
 _ODD_AND_EVEN = [(3,), (16,), (5, 5), (64, 3), (), (1024,), (7, 16), (0,)]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp.distributed.streams import Lane, lane_of
+from fsdp.distributed.streams import CopyStream, copy_stream_of
 
 CPU = torch.device("cpu")
 
@@ -17,15 +17,15 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def lane() -> Lane:
-    return lane_of(CPU)
+def lane() -> CopyStream:
+    return copy_stream_of(CPU)
 
 
 def test_all_devices_without_streams_have_one_lane() -> None:
-    assert lane_of(CPU) is lane_of(torch.device("cpu", 0)) is lane_of(torch.device("meta"))
+    assert copy_stream_of(CPU) is copy_stream_of(torch.device("cpu", 0)) is copy_stream_of(torch.device("meta"))
 
 
-def test_a_fork_is_nothing_and_hides_nothing(lane: Lane) -> None:
+def test_a_fork_is_nothing_and_hides_nothing(lane: CopyStream) -> None:
     value = torch.zeros(3)
     with lane.fork() as entered:
         value += 1
@@ -36,13 +36,13 @@ def test_a_fork_is_nothing_and_hides_nothing(lane: Lane) -> None:
         raise ValueError("inside")
 
 
-def test_forks_may_lie_in_each_other(lane: Lane) -> None:
+def test_forks_may_lie_in_each_other(lane: CopyStream) -> None:
     with lane.fork(), lane.fork():
         lane.arrival().wait()
     lane.settle()
 
 
-def test_what_is_on_the_host_is_used_at_once_and_as_it_is(lane: Lane) -> None:
+def test_what_is_on_the_host_is_used_at_once_and_as_it_is(lane: CopyStream) -> None:
     sources, used = [torch.ones(3), torch.zeros(2)], list[Tensor]()
     for number, source in enumerate(sources):
         lane.to_host(source, used.append)
@@ -61,19 +61,19 @@ BUSY = 50_000_000  # clock cycles: some ten milliseconds, in which the host runs
 
 
 @pytest.fixture
-def cuda_lane() -> Lane:
+def cuda_lane() -> CopyStream:
     torch.cuda.synchronize()
-    return lane_of(CUDA)
+    return copy_stream_of(CUDA)
 
 
 @pytest.mark.gpu
 def test_a_device_has_one_lane() -> None:
-    assert lane_of(CUDA) is lane_of(torch.device("cuda", torch.cuda.current_device()))
-    assert lane_of(CUDA) is not lane_of(CPU)
+    assert copy_stream_of(CUDA) is copy_stream_of(torch.device("cuda", torch.cuda.current_device()))
+    assert copy_stream_of(CUDA) is not copy_stream_of(CPU)
 
 
 @pytest.mark.gpu
-def test_a_fork_runs_after_what_was_queued_before(cuda_lane: Lane) -> None:
+def test_a_fork_runs_after_what_was_queued_before(cuda_lane: CopyStream) -> None:
     value = torch.zeros(1 << 20, device=CUDA)
     torch.cuda._sleep(BUSY)
     value += 1
@@ -83,7 +83,7 @@ def test_a_fork_runs_after_what_was_queued_before(cuda_lane: Lane) -> None:
 
 
 @pytest.mark.gpu
-def test_what_waits_for_an_arrival_runs_after_the_fork(cuda_lane: Lane) -> None:
+def test_what_waits_for_an_arrival_runs_after_the_fork(cuda_lane: CopyStream) -> None:
     value = torch.zeros(1 << 20, device=CUDA)
     with cuda_lane.fork():
         torch.cuda._sleep(BUSY)
@@ -93,7 +93,7 @@ def test_what_waits_for_an_arrival_runs_after_the_fork(cuda_lane: Lane) -> None:
 
 
 @pytest.mark.gpu
-def test_a_fork_runs_beside_what_is_queued_next(cuda_lane: Lane) -> None:
+def test_a_fork_runs_beside_what_is_queued_next(cuda_lane: CopyStream) -> None:
     ended = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     with cuda_lane.fork():
         torch.cuda._sleep(4 * BUSY)
@@ -105,7 +105,7 @@ def test_a_fork_runs_beside_what_is_queued_next(cuda_lane: Lane) -> None:
 
 
 @pytest.mark.gpu
-def test_an_arrival_is_of_what_was_forked_until_then(cuda_lane: Lane) -> None:
+def test_an_arrival_is_of_what_was_forked_until_then(cuda_lane: CopyStream) -> None:
     ended = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     with cuda_lane.fork():
         value = torch.ones(3, device=CUDA)
@@ -122,7 +122,7 @@ def test_an_arrival_is_of_what_was_forked_until_then(cuda_lane: Lane) -> None:
 
 
 @pytest.mark.gpu
-def test_copies_to_the_host_do_not_wait_for_those_from_it(cuda_lane: Lane) -> None:
+def test_copies_to_the_host_do_not_wait_for_those_from_it(cuda_lane: CopyStream) -> None:
     forked = torch.cuda.Event()
     with cuda_lane.fork():
         torch.cuda._sleep(20 * BUSY)
@@ -134,7 +134,7 @@ def test_copies_to_the_host_do_not_wait_for_those_from_it(cuda_lane: Lane) -> No
 
 
 @pytest.mark.gpu
-def test_the_current_stream_is_the_caller_s_again_after_a_fork_that_raised(cuda_lane: Lane) -> None:
+def test_the_current_stream_is_the_caller_s_again_after_a_fork_that_raised(cuda_lane: CopyStream) -> None:
     streams = [torch.cuda.current_stream()]
 
     def fail() -> None:
@@ -150,7 +150,7 @@ def test_the_current_stream_is_the_caller_s_again_after_a_fork_that_raised(cuda_
 
 
 @pytest.mark.gpu
-def test_copies_are_used_in_order_when_the_lane_settles(cuda_lane: Lane) -> None:
+def test_copies_are_used_in_order_when_the_lane_settles(cuda_lane: CopyStream) -> None:
     used: list[tuple[int, Tensor]] = []
     for number in range(5):
         torch.cuda._sleep(BUSY // 10)
@@ -169,7 +169,7 @@ def _note(used: list[tuple[int, Tensor]], number: int, copied: Tensor) -> None:
 
 
 @pytest.mark.gpu
-def test_a_source_s_memory_is_not_written_before_it_was_copied(cuda_lane: Lane) -> None:
+def test_a_source_s_memory_is_not_written_before_it_was_copied(cuda_lane: CopyStream) -> None:
     used: list[tuple[int, Tensor]] = []
     for number in range(20):
         # Each takes the memory of one that was dropped, while copies (8 MiB, a third of a millisecond) are queued.
@@ -181,7 +181,7 @@ def test_a_source_s_memory_is_not_written_before_it_was_copied(cuda_lane: Lane) 
 
 
 @pytest.mark.gpu
-def test_at_most_two_sources_are_alive(cuda_lane: Lane) -> None:
+def test_at_most_two_sources_are_alive(cuda_lane: CopyStream) -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     for number in range(8):
@@ -194,7 +194,7 @@ def test_at_most_two_sources_are_alive(cuda_lane: Lane) -> None:
 
 
 @pytest.mark.gpu
-def test_settling_waits_for_forks(cuda_lane: Lane) -> None:
+def test_settling_waits_for_forks(cuda_lane: CopyStream) -> None:
     source = torch.ones(1 << 20).pin_memory()
     with cuda_lane.fork():
         torch.cuda._sleep(BUSY)

@@ -26,7 +26,7 @@ from fsdp.engine.errors import InternalError
 from fsdp.engine.handle import FlatParamHandle, Phase
 from fsdp.engine.layout import ContiguousLayout
 from fsdp.engine.managed_params import collect, names_of, take_over
-from fsdp.engine.offload import Home
+from fsdp.engine.offload import ShardStorage
 from fsdp.engine.placeholder import Placeholder
 from fsdp.engine.precision import Precision
 from fsdp.state_dict.redistribute import assembled
@@ -190,7 +190,7 @@ def handle_of(
     found = collect(module)
     params = list(found)
     flat = FlatParameter.shard_of(
-        params, names_of(params, found), comm.rank, comm.world_size, Home(torch.device("cpu"))
+        params, names_of(params, found), comm.rank, comm.world_size, ShardStorage(torch.device("cpu"))
     )
     take_over(found, [flat], type(module).__name__)
     module.register_parameter("flat_param_0", flat)
@@ -207,13 +207,13 @@ def seen(module: nn.Module) -> dict[str, Tensor]:
 
 def assert_sharded(handle: FlatParamHandle, module: nn.Module) -> None:
     assert handle.phase is Phase.SHARDED
-    assert handle.whole.full.untyped_storage().nbytes() == 0
+    assert handle.unsharded.full.untyped_storage().nbytes() == 0
     assert all(isinstance(value, Placeholder) for value in seen(module).values())
 
 
 def assert_whole(handle: FlatParamHandle, module: nn.Module, factor: float = 1.0) -> None:
     assert handle.phase is Phase.UNSHARDED
-    assert [seen(module)[name] is leaf for name, leaf in zip(NAMES, handle.whole.leaves, strict=True)] == [True] * 4
+    assert [seen(module)[name] is leaf for name, leaf in zip(NAMES, handle.unsharded.leaves, strict=True)] == [True] * 4
     for name, value in VALUES.items():
         assert torch.equal(seen(module)[name], factor * value), name
 
@@ -289,12 +289,12 @@ def _look_at_leaves() -> None:
     assert_whole(handle, module)
     assert module.tied is module.odd
     assert module.transposed.is_contiguous(), "row-major like all that is flattened"
-    for leaf in handle.whole.leaves:
+    for leaf in handle.unsharded.leaves:
         assert leaf.is_leaf
         assert leaf.requires_grad
         assert type(leaf) is nn.Parameter
     assert dict(module.named_parameters()) == {"flat_param_0": handle.flat_param}
-    assert handle.whole.full.untyped_storage().nbytes() == handle.layout.padded_numel * 4
+    assert handle.unsharded.full.untyped_storage().nbytes() == handle.layout.padded_numel * 4
 
 
 @two_or_three
@@ -334,13 +334,13 @@ def test_leaves_live_as_long_as_the_handle(ranks: RankPool, world_size: int) -> 
 def _compare_leaves_over_cycles() -> None:
     module = Odd()
     handle = handle_of(module)
-    leaves, placeholders = list(handle.whole.leaves), list(seen(module).values())
-    full, versions = handle.whole.full, [leaf._version for leaf in leaves]
+    leaves, placeholders = list(handle.unsharded.leaves), list(seen(module).values())
+    full, versions = handle.unsharded.full, [leaf._version for leaf in leaves]
     for _ in range(3):
         handle.wait_for_unshard()
         assert_whole(handle, module)
-        assert all(new is old for new, old in zip(handle.whole.leaves, leaves, strict=True))
-        assert handle.whole.full is full
+        assert all(new is old for new, old in zip(handle.unsharded.leaves, leaves, strict=True))
+        assert handle.unsharded.full is full
         begin = full.data_ptr()
         assert [leaf.data_ptr() for leaf in leaves if leaf.numel()] == [begin, begin + 4, begin + 64]
         assert [leaf._version for leaf in leaves] == versions, "gathering is no change of the weights"
@@ -559,7 +559,7 @@ def _cast_handle(dtype: torch.dtype) -> None:
     assert_sharded(handle, module)
     assert {value.dtype for value in seen(module).values()} == {dtype}
     assert handle.shard_state == handle._gathered
-    assert handle.whole.full.nbytes == handle.layout.padded_numel * dtype.itemsize
+    assert handle.unsharded.full.nbytes == handle.layout.padded_numel * dtype.itemsize
 
 
 @two_or_three
@@ -612,7 +612,7 @@ def _replace_attribute(state: str, removes: Any) -> None:
         module.odd = torch.zeros(7)
     removes(module, "odd", *([None] if removes is setattr else []))
     handle.reshard()  # memory is given back whatever was done to the modules
-    assert handle.whole.full.untyped_storage().nbytes() == 0
+    assert handle.unsharded.full.untyped_storage().nbytes() == 0
     with pytest.raises(RuntimeError, match=r"the unit: .* odd, tied was removed.*Assign an nn.Parameter"):
         handle.wait_for_unshard()
 
@@ -630,7 +630,7 @@ def _assign_parameter(state: str) -> None:
     module.transposed = nn.Parameter(torch.arange(15.0).view(5, 3))
     handle.wait_for_unshard()
     assert torch.equal(module.transposed, torch.arange(15.0).view(5, 3))
-    assert module.transposed is handle.whole.leaves[2]
+    assert module.transposed is handle.unsharded.leaves[2]
     assert [name for name, _ in module.named_parameters()] == ["flat_param_0"]
     handle.reshard()
     assert_sharded(handle, module)
@@ -686,7 +686,7 @@ def _reduce_gradients() -> None:
         handle.begin_backward()
         module(rank + 1.0).backward()
         assert arrived == [False, False, False, True] * number, "once per parameter, the shared one too"
-        assert all(leaf.grad is None for leaf in handle.whole.leaves)
+        assert all(leaf.grad is None for leaf in handle.unsharded.leaves)
         handle.reshard()
         handle.accept(handle.reduce().wait())
         assert handle.gradients.is_empty
@@ -766,7 +766,7 @@ def _freeze() -> None:
     handle = handle_of(module)
     assert not handle.requires_grad
     handle.wait_for_unshard()
-    assert not any(leaf.requires_grad for leaf in handle.whole.leaves)
+    assert not any(leaf.requires_grad for leaf in handle.unsharded.leaves)
     assert not module().requires_grad
     assert handle.gradients.is_empty
 
@@ -896,14 +896,14 @@ def test_alone_the_whole_is_the_shard_itself() -> None:
     module = Odd()
     handle = handle_of(module, LoneRank())
     assert not handle.is_sharded
-    assert handle.whole.full.data_ptr() == handle.flat_param.data_ptr()
+    assert handle.unsharded.full.data_ptr() == handle.flat_param.data_ptr()
     for _ in range(2):
-        for leaf, name in zip(handle.whole.leaves, NAMES, strict=True):
+        for leaf, name in zip(handle.unsharded.leaves, NAMES, strict=True):
             assert getattr(module, name) is leaf, "there is nothing that could be missing"
         handle.wait_for_unshard()
         assert_whole(handle, module)
         handle.reshard()
-        assert handle.whole.full.untyped_storage().nbytes() == 23 * 4
+        assert handle.unsharded.full.untyped_storage().nbytes() == 23 * 4
     with torch.no_grad():
         handle.flat_param.mul_(2)
     assert torch.equal(module.odd, 2 * VALUES["odd"])
@@ -917,7 +917,7 @@ def test_alone_a_cast_shard_is_followed() -> None:
     module.double()
     handle.wait_for_unshard()
     assert torch.equal(module.odd, VALUES["odd"].double())
-    assert handle.whole.full.data_ptr() == handle.flat_param.data_ptr()
+    assert handle.unsharded.full.data_ptr() == handle.flat_param.data_ptr()
 
 
 def test_alone_a_step_needs_no_gather(ranks: RankPool) -> None:

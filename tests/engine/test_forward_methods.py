@@ -123,9 +123,9 @@ def _fail_in_a_method() -> None:
     (handle,) = coder._unit.handles
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         coder.encode(torch.ones(1, 5))
-    assert handle.whole.full.untyped_storage().nbytes() == 0
+    assert handle.unsharded.full.untyped_storage().nbytes() == 0
     assert coder.nothing(torch.ones(1, 6)) is None
-    assert handle.whole.full.untyped_storage().nbytes() == 0
+    assert handle.unsharded.full.untyped_storage().nbytes() == 0
     assert coder.training_state is TrainingState.IDLE
 
 

@@ -106,5 +106,6 @@ def _measure_between_steps() -> None:
     before = torch.cuda.memory_allocated()
     model.zero_grad()
     assert before - torch.cuda.memory_allocated() == pytest.approx(shards, rel=0.05)
-    assert all(handle.whole.full.untyped_storage().nbytes() == 0 for layer in layers for handle in layer._unit.handles)
+    handles = [handle for layer in layers for handle in layer._unit.handles]
+    assert all(handle.unsharded.full.untyped_storage().nbytes() == 0 for handle in handles)
     assert torch.cuda.memory_allocated() - data.nbytes - shards < whole_unit / 2 + 64 * 2**20

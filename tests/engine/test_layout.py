@@ -177,14 +177,14 @@ def test_a_whole_buffer_shows_every_parameter_at_an_aligned_place(
     kind: type[Layout], shapes: Shapes, world_size: int, align: int
 ) -> None:
     layout = kind.of(((f"p{number}", shape) for number, shape in enumerate(shapes)), world_size, align)
-    whole = torch.zeros(layout.whole_numel)
+    whole = torch.zeros(layout.unsharded_numel)
     views = layout.views(whole)
     assert [view.shape for view in views] == [torch.Size(shape) for shape in shapes]
     assert all(view.storage_offset() % align == 0 for view in views if view.numel())
     for view in views:
         view.add_(1)
     assert int(whole.sum()) == sum(slot.numel for slot in layout.slots), "views do not overlap"
-    if layout.gathers_whole:
+    if layout.gathers_in_order:
         full = torch.arange(layout.padded_numel)
         assert all(map(torch.equal, layout.views(full), layout.unpack(full)))
 

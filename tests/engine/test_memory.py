@@ -179,7 +179,7 @@ class Watch:
 
     def look(self) -> None:
         handles = handles_of(self.model)
-        self.whole.append(sum(handle.whole.full.untyped_storage().nbytes() for handle in handles))
+        self.whole.append(sum(handle.unsharded.full.untyped_storage().nbytes() for handle in handles))
         self.gathering.append(sum(handle.phase is Phase.UNSHARDING for handle in handles))
 
     @contextmanager
@@ -241,7 +241,7 @@ def tower(wrap: Wrap, recompute: bool | None = None) -> nn.Module:
 
 def unit_bytes(model: FullyShardedDataParallel) -> tuple[int, list[int]]:
     """Of the whole parameters of the root, and of the units inside, in order."""
-    root, *units = [sum(handle.whole.full.nbytes for handle in w._unit.handles) for w in get_fsdp_instances(model)]
+    root, *units = [sum(handle.unsharded.full.nbytes for handle in w._unit.handles) for w in get_fsdp_instances(model)]
     return root, units
 
 

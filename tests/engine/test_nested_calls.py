@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -125,6 +126,50 @@ def _without_sync(model: Any) -> Any:
             model.set_requires_gradient_sync(True)
 
     return Restoring()
+
+
+class Trying(nn.Module):
+    """Which tries to call itself, through what it was wrapped in, and goes on with its own weights where that fails."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(5, 5), nn.Parameter(torch.full((5,), 0.7))
+        self.error = error
+        self.outer: tuple[Any, ...] = ()  # no module of it
+
+    def forward(self, inputs: Tensor, depth: int = 1) -> Tensor:
+        outputs: Tensor = torch.tanh(self.layer(inputs))
+        if not depth:
+            raise self.error("on purpose")
+        with pytest.raises(self.error, match="on purpose"):
+            self.outer[0](outputs, depth - 1)
+        return outputs * self.scale
+
+
+@pytest.mark.parametrize("caught", [KeyboardInterrupt, ValueError])
+def test_a_call_goes_on_after_a_nested_call_that_failed(ranks: RankPool, caught: type[BaseException]) -> None:
+    ranks(2).run(_go_on, caught)
+
+
+def _go_on(caught: type[BaseException]) -> None:
+    def trained(shard: Any) -> dict[str, Any]:
+        torch.manual_seed(0)
+        module = Trying(caught)
+        part = shard(module)
+        module.outer = (part,)
+        model = shard(nn.Sequential(nn.Linear(5, 5), part))
+        optimizer = adam(model.parameters())
+        for _ in range(2):
+            model(torch.ones(2, 5)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+    expected = trained(lambda module: module)
+    for how in HOWS[: 3 if caught is KeyboardInterrupt else 4]:  # which nobody sees but the wrapper
+        state = trained(partial(_sharded, how=how))
+        for name, value in expected.items():
+            torch.testing.assert_close(_whole(state[name]), value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("caught", [KeyboardInterrupt, ValueError])

@@ -357,7 +357,7 @@ def test_a_world_of_one_streams_its_units(tmp_path: Path, options: dict[str, Any
     with accelerated():
         layers = [alone(nn.Linear(5, 5), **with_folder(options, tmp_path)) for _ in range(6)]
         model = alone(nn.Sequential(*layers), **with_folder(options, tmp_path))
-        units = [handle.whole.full for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]
+        units = [handle.unsharded.full for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]
         whole: list[int] = []
         for layer in layers:
             layer.module.module.register_forward_hook(lambda *_: whole.append(sum(map(nbytes, units))))

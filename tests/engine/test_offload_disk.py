@@ -310,7 +310,7 @@ def _look_at_resident(folder: Path) -> None:
 
 def test_what_is_made_in_a_shard_s_likeness_is_in_a_file(tmp_path: Path) -> None:
     param: Any = alone(nn.Linear(5, 3), **on_disk(tmp_path)).params[0]
-    files: MappedFiles = param.home.files
+    files: MappedFiles = param.shard_storage.files
     made = {
         "zeros": torch.zeros_like(param),
         "named": torch.zeros_like(input=param),
@@ -348,7 +348,7 @@ def test_copies_of_shards_are_in_files_of_their_own(tmp_path: Path) -> None:
     param: Any = alone(nn.Linear(5, 3), **on_disk(tmp_path)).params[0]
     copied = copy.deepcopy(param)
     assert torch.equal(copied, param)
-    assert param.home.files.holds(copied)
+    assert param.shard_storage.files.holds(copied)
     copied.data.zero_()
     assert param.any()
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import ShardedGradScaler, get_fsdp_instances
-from fsdp.engine.offload import DiskHome
+from fsdp.engine.offload import DiskStorage
 from tests.helpers.models import Wrap, nested_mlp
 from tests.helpers.offload import alone, on
 from tests.helpers.parity import adamw, fully_sharded, sgd_with_momentum
@@ -59,16 +59,16 @@ def logged_tower(folder: Path) -> Iterator[tuple[nn.Module, list[str]]]:
     """Units that run one after the other, and a log of their calls and of what is read ahead."""
     log: list[str] = []
     units = [on_disk(folder)(nn.Linear(5, 5)) for _ in range(UNITS)]
-    numbers = {id(unit.params[0].home): number for number, unit in enumerate(units)}  # type: ignore[index, union-attr]
+    numbers = {id(unit.params[0].shard_storage): number for number, unit in enumerate(units)}  # type: ignore[index, union-attr]
     for number, unit in enumerate(units):
         unit.register_forward_pre_hook(lambda *_, number=number: log.append(f"call {number}"))
-    read_ahead = DiskHome.read_ahead
+    read_ahead = DiskStorage.read_ahead
 
-    def logged(home: DiskHome) -> None:
+    def logged(home: DiskStorage) -> None:
         log.append(f"read {numbers[id(home)]}")
         read_ahead(home)
 
-    with mock.patch.object(DiskHome, "read_ahead", logged):
+    with mock.patch.object(DiskStorage, "read_ahead", logged):
         yield on_disk(folder)(nn.Sequential(*units)), log
 
 
@@ -173,7 +173,7 @@ def test_steps_after_the_first_make_no_new_files(tmp_path: Path, make_optimizer:
         optimizer.zero_grad()
         backward(model)
         optimizer.step()
-        files = model.params[0].home.files
+        files = model.params[0].shard_storage.files
         made.append((files._count, files._shared_used, len(os.listdir("/proc/self/fd"))))
     assert len(set(made)) == 1
 

@@ -360,7 +360,9 @@ def _look_at_addresses() -> None:
         model: Any = fully_sharded(use_orig_params=True)(nn.Sequential(*copy.deepcopy(layers)).to(dtype))
         seen: list[int] = []
         model.module.module[2].register_forward_hook(
-            lambda *_, model=model, seen=seen: seen.extend(p.data_ptr() for p in model._unit.handles[0].whole.leaves)
+            lambda *_, model=model, seen=seen: seen.extend(
+                p.data_ptr() for p in model._unit.handles[0].unsharded.leaves
+            )
         )
         model(torch.ones(1, 3, dtype=dtype))
         assert len(seen) == 6

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tests.helpers.models import nested_mlp
 from tests.helpers.ranks import RankPool
+from tests.helpers.twins import toolbox
 from tests.training.test_orig_params import (
     Twins,
     one_sgd,
@@ -59,6 +60,24 @@ def _zero_all(params: dict[str, nn.Parameter]) -> None:
 
 def _zero_one(params: dict[str, nn.Parameter], name: str) -> None:
     params[name].grad = None
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_unit_that_backward_expects_again_keeps_its_gradient(ranks: RankPool, world_size: int) -> None:
+    """It is gathered ahead, in vain, when its gradient is reduced and its pieces do not show it yet."""
+    ranks(world_size).run(_run_a_unit_twice_and_then_once)
+
+
+def _run_a_unit_twice_and_then_once() -> None:
+    twins = Twins(partial(toolbox, recompute=False), one_sgd, bucket_cap_mb=0)
+    for number, order in enumerate(("bcab", "cab")):
+        twins.step(number, partial(_in_order, order))
+        twins.assert_same_gradients()
+    twins.assert_same_weights()
+
+
+def _in_order(order: str, model: nn.Module, inputs: Tensor, rank: int) -> Tensor:
+    return model(inputs, order)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

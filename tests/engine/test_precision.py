@@ -32,7 +32,7 @@ def layers(dtype: torch.dtype = SINGLE) -> nn.Sequential:
 def dtypes_of(model: FullyShardedDataParallel) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
     """Of the only unit's shard, its gathered parameters, and its gradient on the way."""
     (handle,) = model._unit.handles
-    return handle.flat_param.dtype, handle.whole.full.dtype, handle.gradients.dtype
+    return handle.flat_param.dtype, handle.unsharded.full.dtype, handle.gradients.dtype
 
 
 # The policy
@@ -233,7 +233,7 @@ def test_frozen_parameters_need_no_master(own: torch.dtype) -> None:
     adapted[0].to(own).requires_grad_(False)
     model = wrap_alone(adapted, mixed_precision=True, compute_dtype=BRAIN)
     assert {(param.dtype, param.requires_grad) for param in model.params} == {(own, False), (SINGLE, True)}
-    assert {handle.whole.full.dtype for handle in model._unit.handles} == {BRAIN}
+    assert {handle.unsharded.full.dtype for handle in model._unit.handles} == {BRAIN}
     model(torch.ones(2, 5)).sum().backward()
     assert [param.grad is None for param in model.params] == [not param.requires_grad for param in model.params]
 

@@ -252,7 +252,7 @@ def test_only_units_in_evaluation_are_in_full_precision() -> None:
     model = wrap_alone(nn.Sequential(*units), mixed_precision=FULL_IN_EVAL)
     units[1].eval()
     score(model(batch(0))).backward()
-    assert [handle.whole.full.dtype for unit in units for handle in unit._unit.handles] == [BRAIN, SINGLE, BRAIN]
+    assert [handle.unsharded.full.dtype for unit in units for handle in unit._unit.handles] == [BRAIN, SINGLE, BRAIN]
     assert all(gradient.dtype is SINGLE for gradient in gradients(model))
 
 
@@ -316,7 +316,8 @@ def _change_modes() -> None:
         loss = score(model(batch(0)))
         evaluate(model, batch(0))
         loss.backward()
-        buffers = [w.full for u in get_fsdp_instances(model) for h in u._unit.handles for w in h._wholes.values()]
+        handles = [handle for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]
+        buffers = [each.full for handle in handles for each in handle._unsharded_by_dtype.values()]
         assert {buffer.dtype for buffer in buffers} == {BRAIN, SINGLE}
         assert [buffer.untyped_storage().nbytes() for buffer in buffers] == [0] * len(buffers)
 

@@ -91,7 +91,7 @@ def test_kept_parameters_are_a_flat_parameter_of_their_own() -> None:
     model = wrap_alone(Model(), mixed_precision=keeping([Pair]))
     kept = {"pair.layers.0.weight", "pair.layers.0.bias", "pair.layers.2.weight", "pair.layers.2.bias"}
     others = {"entry.weight", "entry.bias", "exit.weight", "exit.bias"}
-    names = {handle.whole.full.dtype: set(handle.flat_param.metadata()[0]) for handle in model._unit.handles}
+    names = {handle.unsharded.full.dtype: set(handle.flat_param.metadata()[0]) for handle in model._unit.handles}
     assert names == {BRAIN: others, SINGLE: kept}
     assert [handle.gradients.dtype for handle in model._unit.handles] == [BRAIN, SINGLE]
 
@@ -110,13 +110,13 @@ def test_subclasses_are_kept_too_and_other_classes_are_not() -> None:
 def test_nothing_is_kept_unless_it_is_named(kinds: tuple[type[nn.Module], ...]) -> None:
     module = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.LayerNorm(3))
     model = wrap_alone(module, mixed_precision=keeping(kinds))
-    assert [handle.whole.full.dtype for handle in model._unit.handles] == [BRAIN]
+    assert [handle.unsharded.full.dtype for handle in model._unit.handles] == [BRAIN]
 
 
 def test_batch_norms_are_kept_by_default_and_layer_norms_are_not() -> None:
     module = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.LayerNorm(3))
     model = wrap_alone(module, mixed_precision=MixedPrecision(param_dtype=BRAIN))
-    names = {handle.whole.full.dtype: handle.flat_param.metadata()[0] for handle in model._unit.handles}
+    names = {handle.unsharded.full.dtype: handle.flat_param.metadata()[0] for handle in model._unit.handles}
     assert names == {BRAIN: ("0.weight", "0.bias", "2.weight", "2.bias"), SINGLE: ("1.weight", "1.bias")}
 
 
@@ -167,7 +167,7 @@ def test_the_wrapped_module_may_be_one_that_is_kept() -> None:
     assert backward(model, torch.ones(2, 3)).dtype is SINGLE
     assert pair.seen == [{SINGLE}, {SINGLE}]
     (handle,) = model._unit.handles
-    assert {handle.whole.full.dtype, handle.gradients.dtype} == {SINGLE}
+    assert {handle.unsharded.full.dtype, handle.gradients.dtype} == {SINGLE}
 
 
 def test_the_output_dtype_is_the_policys_where_it_has_one() -> None:

@@ -187,7 +187,7 @@ def _watch_gathered(options: dict[str, Any]) -> None:
     whole: list[int] = []
 
     def look(*_: Any) -> None:
-        whole.append(sum(handle.whole.full.untyped_storage().nbytes() for handle in handles))
+        whole.append(sum(handle.unsharded.full.untyped_storage().nbytes() for handle in handles))
 
     for layer in linears(model):
         layer.register_forward_hook(look)
@@ -232,7 +232,7 @@ def _count_casts_in_forward() -> None:
     alive: list[int] = []
 
     def look(*_: Any) -> None:
-        whole = sum(handle.whole.full.untyped_storage().nbytes() for handle in handles_of(model))
+        whole = sum(handle.unsharded.full.untyped_storage().nbytes() for handle in handles_of(model))
         alive.append((live_bytes(BRAIN) - before - whole) // shard)
 
     for layer in linears(model)[1:]:

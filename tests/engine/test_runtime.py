@@ -356,7 +356,7 @@ def _count_hooks() -> None:
             handle.remove()
     for wrapper in get_fsdp_instances(model):
         for handle in wrapper._unit.handles:
-            assert all(len(leaf._post_accumulate_grad_hooks) == 1 for leaf in handle.whole.leaves)
+            assert all(len(leaf._post_accumulate_grad_hooks) == 1 for leaf in handle.unsharded.leaves)
 
 
 def test_no_hook_without_a_backward_to_come(ranks: RankPool) -> None:

@@ -88,7 +88,7 @@ def _forward(strategy: ShardingStrategy) -> None:
     )
     loss = model(torch.ones(1, 5)).sum()
     core: Any = model.trunk
-    is_whole = core._unit.handles[0].whole.full.untyped_storage().size() > 0
+    is_whole = core._unit.handles[0].unsharded.full.untyped_storage().size() > 0
     assert is_whole is (strategy in (GRAD, HYBRID_2))
     loss.backward()
 
@@ -127,7 +127,7 @@ def _look_at_no_shard() -> None:
     assert (model.rank, model.world_size) == (0, 1)
     assert model.replicate_group is dist.group.WORLD
     handle = model._unit.handles[0]
-    assert handle.whole.is_shard, "what modules see is the parameter itself"
+    assert handle.unsharded.is_shard, "what modules see is the parameter itself"
 
 
 @pytest.mark.parametrize("policy", [{"param_dtype": torch.bfloat16}, {"reduce_dtype": torch.bfloat16}], ids=str)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fsdp import FullyShardedDataParallel, MixedPrecision, auto_wrap, enable_wrap, module_wrap_policy
 from fsdp.distributed.collectives import DirectExchange, LoneRank, communicator
 from fsdp.engine.flat_param import ParamInfo
-from fsdp.engine.ignored import Ignored
+from fsdp.engine.managed_params import Ignored
 from fsdp.engine.synchronize import take_states_of_first
 from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
 from tests.helpers.pairs import parametrize_pairs

@@ -284,11 +284,11 @@ def _watch_frozen_units(options: dict[str, Any]) -> None:
     torch.set_default_dtype(torch.float64)
     model = toolbox(fully_sharded(**options), tool=adapted_layers, recompute=False)
     handles = [handle for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]
-    root, tool = (sum(h.whole.full.nbytes for h in w._unit.handles) for w in (model, model.tools["a"]))
+    root, tool = (sum(h.unsharded.full.nbytes for h in w._unit.handles) for w in (model, model.tools["a"]))
     whole_tools: list[float] = []
 
     def count(_: Any) -> None:
-        live = sum(handle.whole.full.untyped_storage().nbytes() for handle in handles)
+        live = sum(handle.unsharded.full.untyped_storage().nbytes() for handle in handles)
         whole_tools.append((live - root) / tool)
 
     def watch(_: Any, __: Any, output: Tensor) -> None:

@@ -20,7 +20,7 @@ import fsdp
 from fsdp import FSDPModule, UnshardHandle
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.placeholder import Placeholder
-from fsdp.engine.post_forward_shard import Nearby
+from fsdp.engine.post_forward_shard import PostForwardShard
 from fsdp.engine.unit import unit_of
 from tests.helpers.dtensor_twins import (
     Uneven,
@@ -225,11 +225,11 @@ def _spy_on_neighbours() -> None:
     once(model, INPUTS)
     near: list[tuple[str, int]] = []
 
-    def gather(one: Nearby, full: Tensor, name: str, do: Callable[..., Any] = Nearby.gather) -> Any:
+    def gather(one: PostForwardShard, full: Tensor, name: str, do: Callable[..., Any] = PostForwardShard.gather) -> Any:
         near.append((name, one.comm.world_size))
         return do(one, full, name)
 
-    with gathers() as seen, mock.patch.object(Nearby, "gather", gather):
+    with gathers() as seen, mock.patch.object(PostForwardShard, "gather", gather):
         once(model, INPUTS)
     if dist.get_world_size() == 2:  # all are neighbours: there is nothing nearer
         assert (near, seen[-3:]) == ([], OUTER_FIRST)
@@ -434,7 +434,7 @@ def _unshard_inner_first() -> None:
     inner.unshard()  # type: ignore[operator]
     model(torch.ones(2, 4)).sum().backward()
     units = [unit_of(inner), unit_of(model)]
-    assert [unit is not None and unit.wishes.frees_after_forward for unit in units] == [True, False]
+    assert [unit is not None and unit.policy.frees_after_forward for unit in units] == [True, False]
 
 
 class WithNamesOfItsOwn(nn.Linear):

@@ -455,19 +455,13 @@ def _list_instances() -> None:
 PREDIVIDE_FACTORS = {1: 1.0, 2: 2.0, 3: 2.0, 4: 2.0, 5: 2.0, 6: 4.0, 7: 2.0, 8: 4.0, 16: 4.0, 64: 8.0, 96: 16.0}
 
 
-def options(**given: Any) -> Options:
-    parameters = inspect.signature(FullyShardedDataParallel).parameters
-    defaults = {name: parameter.default for name, parameter in parameters.items() if name != "module"}
-    return Options.resolve(**{**defaults, **given})
-
-
 @pytest.mark.parametrize(("world_size", "factor"), PREDIVIDE_FACTORS.items())
 def test_the_factor_before_the_sum(world_size: int, factor: float) -> None:
-    assert options().predivide_factor(world_size) == factor
+    assert Options().predivide_factor(world_size) == factor
 
 
 def test_a_factor_of_the_users() -> None:
-    assert options(gradient_predivide_factor=3).predivide_factor(8) == 3.0
+    assert Options(gradient_predivide_factor=3).predivide_factor(8) == 3.0
     model = wrap_alone(nn.Linear(5, 3), gradient_predivide_factor=4.0)
     assert (model.gradient_predivide_factor, model.gradient_postdivide_factor) == (4.0, 0.25)
 

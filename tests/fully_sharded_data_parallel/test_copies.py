@@ -106,7 +106,7 @@ def _copy_after_forward(options: dict[str, Any]) -> None:
     loss = score(first.sharded(batch(1, dist.get_rank())))
     second = first.copied()
     assert not any(
-        handle.whole.full.untyped_storage().nbytes() for handle in handles_of(second.sharded) if handle.is_sharded
+        handle.unsharded.full.untyped_storage().nbytes() for handle in handles_of(second.sharded) if handle.is_sharded
     )
     loss.backward()
     for rank in range(dist.get_world_size()):
@@ -397,6 +397,6 @@ def _copy_while_summoned(travel: Travel, options: dict[str, Any]) -> None:
     model = nested(fully_sharded(**options))
     inner = model.module.module.trunk
     for summoned, copied in ((model, model), (model, inner), (inner, model), (inner, nn.Sequential(model))):
-        with summoned.summon_full_params(), pytest.raises(RuntimeError, match="a copy would hold whole parameters"):
+        with summoned.summon_full_params(), pytest.raises(RuntimeError, match="a copy would hold unsharded parameters"):
             travel(copied)
     train(travel(model), sgd_with_momentum(model.parameters()), 0)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
 from torch.distributed.fsdp import MixedPrecision as TorchMixedPrecision
 
 from fsdp import FullyShardedDataParallel, MixedPrecision
-from fsdp.wrapper.fsdp1 import KEYWORDS, METHODS
+from fsdp.engine.foreign_names import KEYWORDS, METHODS
 from tests.helpers.parity import Alone
 
 

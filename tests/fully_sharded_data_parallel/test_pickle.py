@@ -165,13 +165,13 @@ def _come_back_into_files(folder: Path) -> None:
         copied, its_optimizer = through_pickle((model, optimizer))
         for handle, other in zip(handles_of(copied), handles_of(model), strict=True):
             assert isinstance(handle.flat_param, DiskFlatParameter)
-            assert handle.home.files is other.home.files
-            assert handle.home.files.holds(handle.flat_param)
+            assert handle.storage.files is other.storage.files
+            assert handle.storage.files.holds(handle.flat_param)
             assert handle.flat_param.data_ptr() != other.flat_param.data_ptr()
         train(copied, its_optimizer, 1)
         for param in copied.parameters():
             kept = its_optimizer.state[param]["exp_avg"]
-            assert param.home.files.holds(kept) or not kept.numel()
+            assert param.shard_storage.files.holds(kept) or not kept.numel()
         assert not torch.equal(state_of(copied)["scale"], state_of(model)["scale"])
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from fsdp.checkpoint.cli import inspect
+from fsdp.checkpoint.cli import described, lines
 from fsdp.checkpoint.formats.open_source import format_of, open_source
-from fsdp.checkpoint.generators import GeneratorStates
 from fsdp.checkpoint.json_values import decoded
+from fsdp.checkpoint.loader import GeneratorStates
 from fsdp.checkpoint.untrusted import reading
 from tests.helpers.convert_formats import bits, whole
 
@@ -49,8 +49,8 @@ def everything_in(path: Path, word: str | None = None) -> dict[str, Any]:
     with closing(open_source(path, word)) as source:
         readers = [source.model, *([] if source.optimizer is None else [source.optimizer])]
         tensors = {name: bits(whole(reader, name)) for reader in readers for name in reader.tensors}
-        list(inspect.lines(source))
-        text = json.dumps(inspect.described(source))
+        list(lines(source))
+        text = json.dumps(described(source))
         with reading(path):
             for states in source.generators or ():
                 GeneratorStates(decoded(states))

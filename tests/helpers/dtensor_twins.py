@@ -294,7 +294,7 @@ def is_whole(model: nn.Module) -> bool:
     """Whether any of its own parameters takes the memory of the whole."""
     unit = unit_of(model)
     assert unit is not None
-    return any(handle.whole.full.untyped_storage().nbytes() > 0 for handle in unit.handles if handle.is_sharded)
+    return any(handle.unsharded.full.untyped_storage().nbytes() > 0 for handle in unit.handles if handle.is_sharded)
 
 
 def assert_at_rest(model: nn.Module) -> None:

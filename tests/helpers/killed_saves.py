@@ -17,9 +17,9 @@ from unittest import mock
 
 # Code that is followed line by line: ours that writes, and the library's that it has do so.
 FOLLOWED = (
-    "/_checkpoint/folder.py",
-    "/_checkpoint/safetensors_writer.py",
-    "/_checkpoint/save.py",
+    "/checkpoint/folder.py",
+    "/checkpoint/safetensors_writer.py",
+    "/checkpoint/writer.py",
     "/shutil.py",
     "/pathlib.py",
     "os.py",

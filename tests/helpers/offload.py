@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp import FlatParameter, FullyShardedDataParallel
-from fsdp.distributed.streams import Lane
-from fsdp.engine.offload import DiskHome, HostHome
+from fsdp.distributed.streams import CopyStream
+from fsdp.engine.offload import DiskStorage, HostStorage
 from tests.helpers.parity import Alone
 
 BOTH: dict[str, Any] = {"offload": "cpu"}
@@ -63,7 +63,7 @@ class Far(Tensor):
         raise AssertionError(f"{func} across devices")
 
 
-class LateLane(Lane):
+class LateLane(CopyStream):
     """Copies to the host that have arrived when the lane settles and not before, as on CUDA."""
 
     def __init__(self, arrived: Callable[[Tensor], Tensor]) -> None:
@@ -83,16 +83,16 @@ class LateLane(Lane):
 def accelerated() -> Iterator[None]:
     """Whatever is offloaded inside is away from where it is computed with."""
     lanes = {True: LateLane(lambda source: source), False: LateLane(Far)}  # by whether shards are on the host as well
-    accept = HostHome.accept
+    accept = HostStorage.accept
 
-    def accept_from_device(home: HostHome, flat_param: FlatParameter, reduced: Tensor) -> None:
+    def accept_from_device(home: HostStorage, flat_param: FlatParameter, reduced: Tensor) -> None:
         accept(home, flat_param, reduced if home._grads or not home._params else Far(reduced))
 
     with (
-        mock.patch.object(HostHome, "is_elsewhere", property(lambda home: home._params)),
-        mock.patch.object(DiskHome, "is_elsewhere", property(lambda home: True)),
-        mock.patch.object(HostHome, "lane", property(lambda home: lanes[home._params])),
-        mock.patch.object(HostHome, "accept", accept_from_device),
+        mock.patch.object(HostStorage, "is_elsewhere", property(lambda home: home._params)),
+        mock.patch.object(DiskStorage, "is_elsewhere", property(lambda home: True)),
+        mock.patch.object(HostStorage, "copy_stream", property(lambda home: lanes[home._params])),
+        mock.patch.object(HostStorage, "accept", accept_from_device),
     ):
         yield
 

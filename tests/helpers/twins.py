@@ -102,7 +102,7 @@ def assert_at_rest(model: nn.Module) -> None:
     for wrapper in get_fsdp_instances(model):
         assert wrapper.training_state is TrainingState.IDLE
         for handle in wrapper._unit.handles:
-            whole = handle.whole.full.untyped_storage().nbytes() if handle.is_sharded else 0
+            whole = handle.unsharded.full.untyped_storage().nbytes() if handle.is_sharded else 0
             assert whole == 0, f"{handle.name} is whole between steps"
 
 

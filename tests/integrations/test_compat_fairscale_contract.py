@@ -23,7 +23,7 @@ from fsdp.compat.fairscale.parts import (
     unpack_kwargs,
     unpack_non_tensors,
 )
-from fsdp.wrapper.private import INSTEAD
+from fsdp.engine.foreign_names import PRIVATE
 from tests.helpers.parity import assert_parity, fully_sharded, nested_mlp, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 
@@ -82,12 +82,12 @@ def _free() -> None:
     model: Any = fully_sharded(reshard_after_forward=False, flatten_parameters=False)(nn.Sequential(nn.Linear(3, 2)))
     with model.no_sync():
         model(torch.ones(1, 3)).sum().backward()
-    is_whole = [handle.is_whole for handle in model._unit.handles]
+    is_whole = [handle.is_unsharded for handle in model._unit.handles]
     assert is_whole == [True, True]
     model._free_full_params([model.params[0]])
-    assert [handle.is_whole for handle in model._unit.handles] == [False, True]
+    assert [handle.is_unsharded for handle in model._unit.handles] == [False, True]
     model._free_full_params()
-    assert [handle.is_whole for handle in model._unit.handles] == [False, False]
+    assert [handle.is_unsharded for handle in model._unit.handles] == [False, False]
     model(torch.ones(1, 3)).sum().backward()
 
 
@@ -110,13 +110,13 @@ def test_lazy_init_settles_the_root_and_a_reset_forgets_it() -> None:
     assert model[0]._is_root is None
 
 
-@pytest.mark.parametrize("name", list(INSTEAD))
+@pytest.mark.parametrize("name", list(PRIVATE))
 def test_what_is_not_there_says_what_to_use_instead(name: str) -> None:
     model = linear()
     assert not hasattr(model, name)
     with pytest.raises(AttributeError, match=f"no {name}, which FairScale's has: ") as error:
         getattr(model, name)
-    assert INSTEAD[name] in str(error.value)
+    assert PRIVATE[name] in str(error.value)
 
 
 def test_a_name_of_the_users_module_comes_first() -> None:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from benchmarks.record_fairscale_optim import CASES, Scaled, make_optimizer, train
 from benchmarks.record_fairscale_shards import make_wrapped
-from fsdp import FullyShardedDataParallel, optim_utils
+from fsdp import FullyShardedDataParallel
+from fsdp.compat.fairscale import parts as fairscale
 from tests.helpers.optimizers import assert_close, assert_same, from_first
 from tests.helpers.paths import DATA
 from tests.helpers.ranks import RankPool
@@ -79,10 +80,10 @@ def _use_helpers(name: str) -> None:
     """What `gather_full_optim_state_dict` and `get_shard_from_optim_state_dict` do in FairScale."""
     model, full = ours(name), recorded(name)
     instances = [one for one in model.modules() if isinstance(one, FullyShardedDataParallel)]
-    optim_utils.check_param_counts_before_sharding(full, len(instances))
+    fairscale.check_param_counts_before_sharding(full, len(instances))
     with pytest.raises(ValueError, match=r"this model has 5 wrappers .* had 2: wrap the same modules"):
-        optim_utils.check_param_counts_before_sharding(full, 5)
-    optim_utils.check_param_counts_before_sharding({**full, "state": {}}, 5)
+        fairscale.check_param_counts_before_sharding(full, 5)
+    fairscale.check_param_counts_before_sharding({**full, "state": {}}, 5)
     uncollected = full["uncollected_local_ids"]
     shards = [recorded(name, f"rank{rank}") for rank in range(CASES[name].ranks)]
     state = {
@@ -97,9 +98,9 @@ def _use_helpers(name: str) -> None:
         for rank in range(len(shards))
     ]
     if dist.get_rank() == len(shards) - 1:  # which knows how much it is padded
-        built = optim_utils.build_unflat_state_dict(instances, pads, state, {}, alone, dict(shards[0]))
+        built = fairscale.build_unflat_state_dict(instances, pads, state, {}, alone, dict(shards[0]))
         assert_same(built, full)
-    flat = optim_utils.flatten_optim_state_dict(recorded(name))
+    flat = fairscale.flatten_optim_state_dict(recorded(name))
     assert flat.keys() == shards[0].keys()
     for number, entry in flat["state"].items():
         for key, value in entry.items():
@@ -109,6 +110,6 @@ def _use_helpers(name: str) -> None:
 
 
 def test_a_singleton_is_a_tensor_without_dimensions() -> None:
-    assert optim_utils.is_singleton_tensor(torch.tensor(1.0))
-    assert not optim_utils.is_singleton_tensor(torch.ones(1))
-    assert not optim_utils.is_singleton_tensor(1.0)
+    assert fairscale.is_singleton_tensor(torch.tensor(1.0))
+    assert not fairscale.is_singleton_tensor(torch.ones(1))
+    assert not fairscale.is_singleton_tensor(1.0)

@@ -57,16 +57,16 @@ def test_a_stream_holds_what_is_on_its_way(ranks: RankPool, world_size: int) -> 
 
 
 def _measure_a_stream() -> None:
-    from fsdp.optim_utils import stream
+    from fsdp.optim_utils import gather
 
     model, optimizer = _trained()
-    window, stream.WINDOW = stream.WINDOW, LAYER_BYTES
+    window, gather.WINDOW = gather.WINDOW, LAYER_BYTES
     try:
         with LiveBytes() as live:
             for _ in optim_utils.stream_optim_state(model, optimizer):
                 pass
     finally:
-        stream.WINDOW = window
+        gather.WINDOW = window
     allowed = 3 * LAYER_BYTES if dist.get_rank() == 0 else LAYER_BYTES // 4
     assert live.peak <= allowed, f"{live.peak / LAYER_BYTES} tensors"
 

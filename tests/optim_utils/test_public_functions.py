@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, auto_wrap_bn, optim_utils
+from fsdp.optim_utils.params import parameters_of
 from tests.helpers.hybrid import mesh_of as replica_mesh
 from tests.helpers.hybrid import neighbours
 from tests.helpers.models import nested_mlp
@@ -124,7 +125,7 @@ def _gather_where_some_hold_nothing() -> None:
 
 
 def _numbers(model: Any) -> dict[str, int]:
-    params = model._optim_parameters("test")
+    params = parameters_of(model, "test")
     return {original.name: number for number, (_, original) in params.by_number.items()}
 
 
@@ -309,7 +310,7 @@ def _gather_offloaded(options: dict[str, Any], rank0_only: bool) -> None:
     assert_same(_elements(fresh), _elements(optimizer))
     if options["offload"] == "disk":
         for param, state in fresh.state.items():
-            assert param.numel() == 0 or param.home.files.holds(state["exp_avg"]), "state is where the shard is"
+            assert param.numel() == 0 or param.shard_storage.files.holds(state["exp_avg"]), "state beside the shard"
     train(model, fresh, range(2, 3))
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, ShardedGradScaler, auto_wrap, enable_wrap, module_wrap_policy, wrap
-from fsdp.engine.offload import DiskHome
+from fsdp.engine.offload import DiskStorage
 from tests.helpers.models import Block, NestedMlp, keep, nested_mlp, tiny_transformer
 from tests.helpers.offload import alone, on
 from tests.helpers.pairs import parametrize_pairs
@@ -302,8 +302,8 @@ def test_state_of_shards_on_disk_is_there_at_once(tmp_path: Path, options: dict[
     tensors = [(p, state[key]) for p, state in optimizer.state.items() for key in ("exp_avg", "exp_avg_sq")]
     assert len(tensors) == 2 * len(wrapped.params)
     for param, value in tensors:
-        assert isinstance(param.home, DiskHome)
-        assert param.home.files.holds(value)
+        assert isinstance(param.shard_storage, DiskStorage)
+        assert param.shard_storage.files.holds(value)
 
 
 @every_kind

@@ -119,15 +119,21 @@ def later(model: nn.Sequential, change: Callable[[dict[str, Any]], Any]) -> torc
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        (lambda state: state["step"].add_(1), "its state 'step' of 0.weight is 1.0, and of 2.bias 2.0"),
-        (lambda state: state.clear(), "of 0.weight it has the state exp_avg, exp_avg_sq, step, and of 2.bias none"),
-        (lambda state: state.pop("exp_avg"), "and of 2.bias exp_avg_sq, step;"),
-        (lambda state: state.update(step=1.0), "its state 'step' of 0.weight is 1.0, and of 2.bias 1.0"),
-        (lambda state: state.update(exp_avg=None), "is a tensor of torch.float32, and of 2.bias None"),
-        (lambda state: state.update(exp_avg=torch.tensor(0.5)), "is a tensor of torch.float32, and of 2.bias 0.5"),
+        (
+            lambda state: state["step"].add_(1),
+            "has 'step' (1.0 of torch.float32), and that of 2.bias 'step' (2.0 of torch",
+        ),
+        (lambda state: state.clear(), "and that of 2.bias no 'exp_avg', no 'exp_avg_sq', no 'step';"),
+        (
+            lambda state: state.pop("exp_avg"),
+            "has 'exp_avg' (elements of torch.float32), and that of 2.bias no 'exp_avg';",
+        ),
+        (lambda state: state.update(step=1.0), "has 'step' (1.0 of torch.float32), and that of 2.bias 'step' (1.0);"),
+        (lambda state: state.update(exp_avg=None), "(elements of torch.float32), and that of 2.bias 'exp_avg' (None)"),
+        (lambda state: state.update(exp_avg=torch.tensor(0.5)), "and that of 2.bias 'exp_avg' (0.5 of torch.float32)"),
         (
             lambda state: state.update(exp_avg=state["exp_avg"].double()),
-            "'exp_avg' of 0.weight is a tensor of torch.float32, and of 2.bias a tensor of torch.float64",
+            "(elements of torch.float32), and that of 2.bias 'exp_avg' (elements of torch.float64)",
         ),
     ],
 )
@@ -150,7 +156,7 @@ def test_an_error_in_the_last_unit_leaves_the_first_alone() -> None:
     model = layers()
     optimizer = later(model, lambda state: state["step"].add_(1))
     wrapped = nest(model)
-    with refused(optimizer, "its state 'step' of 2.weight is 1.0, and of 2.bias 2.0"):
+    with refused(optimizer, "state of 2.weight has 'step' (1.0 of torch.float32), and that of 2.bias 'step' (2.0 of"):
         wrapped.reshard_optimizer(optimizer)
 
 
@@ -167,10 +173,10 @@ class Quantized(Tensor):
 @pytest.mark.parametrize(
     ("state", "found"),
     [
-        (torch.zeros(2, 1), "of shape (2, 1)"),
-        (torch.zeros(6), "of shape (6,)"),
-        ([torch.zeros(2, 3)], "a list"),
-        (torch.zeros(2, 3).as_subclass(Quantized), "a Quantized"),
+        (torch.zeros(2, 1), "has shape (2, 1), and the parameter (2, 3): what is neither"),
+        (torch.zeros(6), "has shape (6,), and the parameter (2, 3): what is neither"),
+        ([torch.zeros(2, 3)], "is a list: what is neither a plain tensor nor"),
+        (torch.zeros(2, 3).as_subclass(Quantized), "is a Quantized: what is neither a plain tensor nor"),
     ],
 )
 @every_kind
@@ -179,7 +185,7 @@ def test_state_of_another_shape_or_kind(options: dict[str, Any], state: Any, fou
     optimizer = stepped(model, adamw(model))
     optimizer.state[model[2].weight]["extra"] = state
     wrapped = nest(model, **options)
-    expected = f"its state 'extra' of 2.weight is {found}. What is neither of the parameter's shape, here (2, 3), nor"
+    expected = f"this AdamW cannot be handed over: the optimizer's state 'extra' of 2.weight {found}"
     with refused(optimizer, expected, ANEW):
         wrapped.reshard_optimizer(optimizer)
 
@@ -189,7 +195,8 @@ def test_factored_state(options: dict[str, Any]) -> None:
     model = layers()
     optimizer = stepped(model, torch.optim.Adafactor(model.parameters()))
     wrapped = alone(model, **options)
-    with refused(optimizer, "this Adafactor cannot be handed over: its state 'row_var' of 0.weight is of shape (3, 1)"):
+    found = "this Adafactor cannot be handed over: the optimizer's state 'row_var' of 0.weight has shape (3, 1)"
+    with refused(optimizer, found):
         wrapped.reshard_optimizer(optimizer)
 
 

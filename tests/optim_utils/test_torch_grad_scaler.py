@@ -72,7 +72,7 @@ def _step_with_torchs_scaler(optimizer: str, kind: type[torch.amp.GradScaler], i
                 scaler.step(stepping)
         else:
             assert step_changes(scaler, stepping)
-        scaler.update()
+            scaler.update()
 
 
 def _torchs_scaler(kind: type[torch.amp.GradScaler], **options: Any) -> torch.amp.GradScaler:

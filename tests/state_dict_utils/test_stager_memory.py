@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from fsdp import StateDictStager
-from fsdp.distributed.streams import Arrival, Lane
+from fsdp.distributed.streams import Arrival, CopyStream
 from tests.helpers.pairs import parametrize_pairs
 
 KIB = 256  # float32 values in a KiB
@@ -397,7 +397,7 @@ def test_no_room_for_shared_memory_says_what_to_do(monkeypatch: pytest.MonkeyPat
 # Without waiting
 
 
-class RecordingLane(Lane):
+class RecordingLane(CopyStream):
     """A stream that notes what is asked of it."""
 
     def __init__(self) -> None:
@@ -423,7 +423,7 @@ class RecordingLane(Lane):
 @pytest.fixture
 def lane(monkeypatch: pytest.MonkeyPatch) -> RecordingLane:
     lane = RecordingLane()
-    monkeypatch.setattr("fsdp.state_dict_utils.stager.new_lane", lambda device: lane)
+    monkeypatch.setattr("fsdp.state_dict_utils.stager.new_copy_stream", lambda device: lane)
     return lane
 
 

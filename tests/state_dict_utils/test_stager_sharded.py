@@ -113,7 +113,7 @@ def _stage_pieces() -> None:
     for one, mine in zip(originals, copied, strict=True):
         assert (mine.fqn, mine.whole_shape, mine.offset) == (one.fqn, one.whole_shape, one.offset)
         assert isinstance(mine.owner, FlatParameter)
-        assert mine.home is None  # memory of its own, and no tie to where the unit keeps its shards
+        assert mine.shard_storage is None  # memory of its own, and no tie to where the unit keeps its shards
         assert mine.untyped_storage().data_ptr() == mine.owner.untyped_storage().data_ptr()
     owners = [{id(each.owner) for each in params} for params in (originals, copied)]
     assert len(owners[0]) == len(owners[1])

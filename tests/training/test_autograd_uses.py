@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.dtensor_twins import ours
 from tests.helpers.models import Wrap
@@ -159,6 +160,44 @@ def _train_relaxing(trains_inside: bool) -> None:
     for options in EVERY_FORM[:2] if trains_inside else EVERY_FORM[::3]:
         steps = [once] if trains_inside else [eval_first, backward_twice]
         assert_trains_like_plain(partial(_relaxing, trains_inside=trains_inside), *steps, options=options)
+
+
+class Forces(nn.Module):
+    """The gradient of a unit inside by its inputs, as a value, and with weights of its own after that."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.energy = wrap(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)))
+        self.scale = nn.Parameter(torch.full((5,), 0.5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        point = inputs.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.energy(point).square().sum(), point)
+        return (self.energy(inputs) + 0.1 * force) * self.scale
+
+
+class Checkpointed(nn.Module):
+    """Computes that again in backward; what is differentiated inside is computed again there as well."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.entry, self.forces, self.exit = nn.Linear(5, 5), wrap(Forces(wrap)), wrap(nn.Linear(5, 5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.exit(checkpoint(self.forces, self.entry(inputs), use_reentrant=False).tanh())
+
+
+def _checkpointed(wrap: Wrap) -> nn.Module:
+    return wrap(seeded(partial(Checkpointed, wrap)))
+
+
+def test_a_backward_inside_of_a_checkpointed_unit_leaves_it_whole(ranks: RankPool) -> None:
+    ranks(2).run(_train_checkpointed)
+
+
+def _train_checkpointed() -> None:
+    for options in EVERY_FORM:
+        assert_trains_like_plain(_checkpointed, once, two_forwards_then_one_backward, options=options)
 
 
 # Results that leave a unit by another way than its output

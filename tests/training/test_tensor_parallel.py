@@ -202,7 +202,7 @@ def _return_weights() -> None:
     unit = over_data(mesh)(ReturnsItsWeight(distribute_tensor(whole, mesh["tp"], [Shard(0)])))
     model = over_data(mesh)(Around(unit, nn.Linear(2, 2)))  # a root would keep its parameters
     local, *returned = model()
-    assert unit._unit.handles[0].whole.full.untyped_storage().nbytes() == 0  # type: ignore[union-attr, operator, index]
+    assert unit._unit.handles[0].unsharded.full.untyped_storage().nbytes() == 0  # type: ignore[union-attr, operator, index]
     assert torch.equal(local, whole.chunk(2)[mesh["tp"].get_local_rank()])
     for tensor in returned:
         assert torch.equal(tensor.full_tensor(), whole)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import fsdp
 from fsdp import FullyShardedDataParallel
 from fsdp.distributed.collectives import DirectExchange
-from fsdp.uneven.visits import Visits
+from fsdp.uneven.regions import Visits
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import assert_at_rest

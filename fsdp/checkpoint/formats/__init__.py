@@ -1,1 +1,1 @@
-"""Checkpoints of any format: what each is read from, and what one is converted to."""
+"""Checkpoints of other libraries, and ours as one format among them."""

@@ -1,4 +1,4 @@
-"""Whole weights from all ranks' shards, offline: no process group, no wrapped model, one parameter at a time.
+"""Unsharded weights from all ranks' shards, offline: no process group, no wrapped model, one parameter at a time.
 
 A rank's shards come with metadata that say what they are made of (`local_metadata_dict`). What a parameter's ranks hold
 of it, without their padding, is its elements in rank order; so nothing here knows how shards are cut. The format is
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fsdp.checkpoint.formats.stitched import Elements, Stitched, cut, is_tensor, memory_of, stitched
+from fsdp.checkpoint.formats.source import Elements, Stitched, is_tensor, memory_of, split_vector, stitched
 from fsdp.engine.names import clean_name, join
 
 _ENTRY = ("fsdp_path", "params", "no_broadcast_optim_state", "shared_param_info")
@@ -27,7 +27,7 @@ def consolidate(
     with_module_buffers: bool,
     strict: bool,
 ) -> dict[str, Any]:
-    """The whole state; see `FullyShardedDataParallel.consolidate_shard_weights`."""
+    """Return the full state; see `FullyShardedDataParallel.consolidate_shard_weights`."""
     if len(shard_weights) != len(shard_metadata) or not shard_weights:
         raise ValueError(
             "consolidating takes the weights and the metadata of every rank, at least of one: got "
@@ -42,7 +42,7 @@ def consolidate(
 
 
 def put_together(shards: Sequence[Shard], with_module_buffers: bool, strict: bool) -> dict[str, Any]:
-    """What a model has of them: its tensors in the ranks' pieces, one of them under several names if it is tied.
+    """Return the model's tensors as the elements that ranks hold of them; a tied one has several names.
 
     Args:
         shards: of all ranks, in order.
@@ -73,7 +73,7 @@ def put_together(shards: Sequence[Shard], with_module_buffers: bool, strict: boo
 
 
 def backings_of(shards: Sequence[Shard], strict: bool) -> Iterator[Backing]:
-    """What is sharded, in the order of the metadata. Without `strict` only what the first shard has."""
+    """Yield what is sharded, in the order of the metadata. Without `strict` only what the first shard has."""
     for number, entry in enumerate(shards[0].entries):
         holders = shards[:1] if entry["no_broadcast_optim_state"] else shards
         for name in entry["params"]:
@@ -94,7 +94,7 @@ def shard_mark(weights: Any, path: str) -> tuple[int, int] | None:
 
 
 class Shard:
-    """What one rank has saved.
+    """The weights and metadata that one rank has saved.
 
     Args:
         title: what messages call it.
@@ -128,20 +128,20 @@ class Shard:
         return self.weights[self._keys[key]]
 
     def backings(self) -> Iterator[tuple[str, str, list[str]]]:
-        """Of each flat parameter its key, its unit's path, and the names in it."""
+        """Yield the key of each flat parameter, its unit's path, and the names in it."""
         for entry in self.entries:
             for backing, described in entry["params"].items():
                 yield join(entry["fsdp_path"], backing), entry["fsdp_path"], list(described["names"])
 
     def parameters(self) -> Iterator[tuple[str, torch.Size]]:
-        """Names and shapes of what is in the flat parameters, in order."""
+        """Yield names and shapes of what is in the flat parameters, in order."""
         for entry in self.entries:
             for described in entry["params"].values():
                 for name, shape in zip(described["names"], described["shapes"], strict=True):
                     yield join(entry["fsdp_path"], name), torch.Size(shape)
 
     def beside(self, known: Iterable[str]) -> list[str]:
-        """The keys that the metadata do not name."""
+        """Return the keys that the metadata do not name."""
         return [key for key in self._keys if key not in known]
 
     def check_alike(self, first: Shard) -> None:
@@ -199,7 +199,7 @@ class Backing:
         return Elements.of(value, numel - padding)
 
     def _check_order(self, shards: Sequence[Shard]) -> None:
-        """Only what comes last is padded; and some state dicts say which shard they have."""
+        """Check that only the last shard is padded, and that shards are in order where state dicts number them."""
         kinds = {piece.dtype for piece in self.pieces}
         if len(kinds) > 1:
             dtypes = ", ".join(str(piece.dtype) for piece in self.pieces)
@@ -240,16 +240,16 @@ class Backing:
         )
 
     def parameters(self) -> Iterator[Stitched]:
-        """The original parameters."""
+        """Yield the original parameters."""
         return self.cut(self.pieces)
 
     def cut(self, pieces: Sequence[Elements]) -> Iterator[Stitched]:
-        """Tensors that lie in a vector as the parameters lie in this one."""
-        return cut(pieces, self.names, self._described["shapes"])
+        """Yield tensors that lie in a vector as the parameters lie in this one."""
+        return split_vector(pieces, self.names, self._described["shapes"])
 
 
 def _checked(entry: Any) -> dict[str, Any]:
-    """A unit's entry in the metadata; KeyError or ValueError if it is none."""
+    """Return a unit's entry in the metadata; raise KeyError or ValueError if it is none."""
     found = {what: entry[what] for what in _ENTRY}
     for backing, described in found["params"].items():
         names, shapes, numels, _ = (described[what] for what in _BACKING)
@@ -262,7 +262,7 @@ def _checked(entry: Any) -> dict[str, Any]:
 
 
 def _add_unlisted(whole: dict[str, Any], first: Shard, with_module_buffers: bool, strict: bool) -> None:
-    """What no metadata name: FairScale's leave out second names, which are known by their memory, and extra state."""
+    """Add what FairScale's metadata leave out: second names, which are known by their memory, and extra state."""
     gives = {key: [join(path, name) for name in names] for key, path, names in first.backings()}
     gives |= {name: [name] for name in first.buffer_names}
     at = {memory_of(first.get(key)): key for key in gives if first.has(key)}
@@ -283,7 +283,7 @@ def _add_unlisted(whole: dict[str, Any], first: Shard, with_module_buffers: bool
 
 
 def _renamed(source: str, key: str, names: Sequence[str]) -> dict[str, str]:
-    """The names under which `key` has what `source` has: a parameter, or a unit's flat one."""
+    """Return the names under which `key` has what `source` has: a parameter, or a unit's flat one."""
     if list(names) == [source]:
         return {source: key}
     path, _, backing = source.rpartition(".")

@@ -1,24 +1,54 @@
-"""Convert checkpoints: what can be read (`formats.source.Source`) is written in another format, by pieces."""
+"""Converting checkpoints: a `Source` is written in another format, with memory for some blocks of 4 MiB.
+
+A file of `torch.save` is written by torch with room for the tensors (``torch.serialization.skip_data``); then each is
+read from the source and written to its place, a block at a time, and its checksum to the archive's lists.
+
+A converted checkpoint is written beside its place, and moved there when it is complete (`new_place`). Our own folders
+have a life of their own (`fsdp.checkpoint.folder`).
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import re
+import shutil
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdp.checkpoint.checksums import BLOCK_BYTES
-from fsdp.checkpoint.formats.source import Source, TensorReader
+from fsdp.checkpoint.checksums import BLOCK_BYTES, as_text, fragment, spans
+from fsdp.checkpoint.folder import Destination, sync, write_synced
+from fsdp.checkpoint.formats.source import Source, StridedTensor, TensorReader
+from fsdp.checkpoint.formats.torch_file import TorchArchive
 from fsdp.checkpoint.formats.trees import MODEL_KEYS, OPTIMIZER_KEYS, VALUES
 from fsdp.checkpoint.json_values import decoded
+from fsdp.checkpoint.manifest import Manifest, TensorFiles, files_of
 from fsdp.checkpoint.optim import ELEMENTS, NUMBER
-from fsdp.checkpoint.safetensors import DTYPES
+from fsdp.checkpoint.safetensors import (
+    DTYPES,
+    SUFFIX,
+    Entry,
+    create,
+    index_name,
+    index_of,
+    plan,
+    write_at,
+    written,
+)
 
 MODEL, OPTIMIZER = MODEL_KEYS[0], OPTIMIZER_KEYS[0]
 Advance = Callable[[int], None]
+_WRITING, _REPLACED = ".converting", ".replaced"
+# Names of files that a folder may have which is replaced.
+_SAFETENSORS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
+_NOTHING = re.compile("")
+_END, _END_64, _DESCRIPTOR = b"PK\5\6", b"PK\6\6", b"PK\7\x08"  # in archives
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +76,7 @@ class Item:
         return self.shape.numel() * self.dtype.itemsize
 
     def pieces(self) -> Iterator[Tensor]:
-        """Its elements in their order, in flat pieces of several MiB. The memory is used again for the next one."""
+        """Yield its elements in their order, in flat pieces of several MiB. The memory is used again for the next."""
         # Whole blocks of what is read, so that each is compared with its checksum at once.
         step = BLOCK_BYTES // min(self.dtype.itemsize, self.reader.tensors[self.key].dtype.itemsize)
         count = self.shape.numel()
@@ -59,7 +89,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Content:
-    """What is to be written.
+    """The tensors that are to be written, and their source.
 
     Attributes:
         source: what it comes from.
@@ -73,7 +103,7 @@ class Content:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Return the size of all tensors."""
         return sum(item.nbytes for item in (*(self.model or ()), *(self.optimizer or ())))
 
 
@@ -83,7 +113,7 @@ def content_of(
     only: str | None = None,
     tied: Mapping[str, str] | None = None,
 ) -> Content:
-    """What is to be written of a checkpoint.
+    """Return what is to be written of a checkpoint.
 
     Args:
         source: the checkpoint.
@@ -124,13 +154,13 @@ def require_apart(source: Source, target: str) -> None:
         raise ValueError(f"{target} is where the checkpoint is: convert to another place")
 
 
-# As a tree of dictionaries
+# --- as a tree of dictionaries ----------------------------------------------------------------------------------------
 
 
 def tree_of(
     content: Content, make: Callable[[Item], Tensor], *, by_number: bool = False, is_flat: bool = False
 ) -> dict[str, Any]:
-    """All of it as dictionaries: ``model``, ``optimizer``, and the values under their own names.
+    """Return all of it as dictionaries: ``model``, ``optimizer``, and the values under their own names.
 
     Args:
         content: it.
@@ -177,7 +207,7 @@ def _optimizer_tree(content: Content, make: Callable[[Item], Tensor]) -> dict[st
 
 
 def _numbered(full: Mapping[str, Any], order: list[str]) -> dict[str, Any]:
-    """The same by numbers. Within a group, parameters are in the model's order, as ``model.parameters()`` has them."""
+    """Return the same by numbers. Within a group, parameters are in the order of ``model.parameters()``."""
     place = {name: number for number, name in enumerate(order)}
     numbers: dict[str, int] = {}
     groups = []
@@ -194,3 +224,275 @@ def _flattened(full: Mapping[str, Any]) -> dict[str, Any]:
         options = {key: value for key, value in group.items() if key != "params"}
         found |= {f"param_groups.{name}.{key}": value for name in group["params"] for key, value in options.items()}
     return found
+
+
+# --- as safetensors files, ours and plain ones ------------------------------------------------------------------------
+
+
+def write_ours(path: str, content: Content, *, max_file_bytes: int | None, overwrite: bool, advance: Advance) -> None:
+    """Write a folder as `fsdp.save` does.
+
+    Raises:
+        ValueError: without a model; if the source is damaged.
+        OSError: if it cannot be written.
+    """
+    if content.model is None:
+        raise ValueError("a checkpoint of ours has a model: the optimizer alone can be written for torch or dcp")
+    require_free(path, overwrite)
+    source = content.source
+    destination = Destination(path)
+    try:
+        destination.begin()
+        model = _write_set(destination.folder, "model", content.model, max_file_bytes, advance)
+        optimizer = None
+        if content.optimizer is not None:
+            optimizer = _write_set(destination.folder, "optimizer", content.optimizer, max_file_bytes, advance)
+        rest = source.optimizer_rest if optimizer is not None else None
+        manifest = Manifest(
+            source.world_size or 1, model, optimizer, rest, dict(source.extra), source.generators, source.values
+        )
+        destination.commit(manifest.to_bytes())
+    except BaseException:
+        destination.abandon()
+        raise
+
+
+def write_safetensors(
+    path: str, content: Content, *, max_file_bytes: int | None, overwrite: bool, advance: Advance
+) -> None:
+    """Write a model as one file, if `path` ends with ``.safetensors``, or as a folder with one or several.
+
+    Raises:
+        ValueError: without a model; if the source is damaged.
+        OSError: if it cannot be written.
+    """
+    if content.model is None:
+        raise ValueError(
+            "safetensors files have no place for an optimizer's numbers and groups: convert to another format"
+        )
+    if path.endswith(SUFFIX):
+        if max_file_bytes is not None:
+            raise ValueError(f"--max-file-bytes makes several files, and {path} is one: name a folder")
+        stem = os.path.basename(path).removesuffix(SUFFIX)
+        with new_place(path, is_folder=False, overwrite=overwrite, own=_SAFETENSORS) as part:
+            folder, name = os.path.split(part)
+            _write_set(folder, stem, content.model, None, advance, one_file=name)
+    else:
+        with new_place(path, is_folder=True, overwrite=overwrite, own=_SAFETENSORS) as part:
+            _write_set(part, "model", content.model, max_file_bytes, advance)
+
+
+def _write_set(
+    folder: str, stem: str, items: Sequence[Item], max_file_bytes: int | None, advance: Advance, one_file: str = ""
+) -> TensorFiles:
+    """Write some tensors to files, and say what is in them."""
+    entries = [Entry(item.name, item.dtype, item.shape) for item in items]
+    files = plan(entries, stem, max_file_bytes)
+    if one_file:
+        files = [replace(files[0], name=one_file)]
+    by_name = {item.name: item for item in items}
+    checksums = {}
+    for file in files:
+        create(folder, file)
+        with written(folder, file) as fd:
+            for name, begin in file.begins.items():
+                checksums[name] = as_text(_write_item(fd, by_name[name], begin, advance))
+    index = index_of(files, entries) if len(files) > 1 else b""
+    if index:
+        write_synced(os.path.join(folder, index_name(stem)), index)
+    return files_of(stem, files, index, {item.name: checksums[item.name] for item in items})
+
+
+def _write_item(fd: int, item: Item, place: int, advance: Advance) -> list[int]:
+    """Write a tensor from a byte of a file on, and return the checksums of its blocks."""
+    checksums, done = [], 0
+    for piece in item.pieces():
+        memory = piece.view(torch.uint8).numpy().data
+        for begin, end in spans(done, done + len(memory)):
+            block = memory[begin - done : end - done]
+            checksums.append(fragment(item.name, begin, block).checksum)
+            write_at(fd, block, place + begin)
+            advance(len(block))
+        done += len(memory)
+    return checksums
+
+
+# --- as a file of torch.save ------------------------------------------------------------------------------------------
+
+
+def write_torch(path: str, content: Content, *, by_number: bool, overwrite: bool, advance: Advance) -> None:
+    """Write one file. An optimizer alone is its state, without a dictionary around it.
+
+    Raises:
+        ValueError: if the source is damaged.
+        OSError: if it cannot be written.
+    """
+    items: dict[int, Item] = {}
+    rooms: dict[tuple[int, str], Tensor] = {}  # tied tensors stay tied
+
+    def make(item: Item) -> Tensor:
+        place = (id(item.reader), item.key)
+        if place not in rooms:
+            rooms[place] = torch.empty(item.shape, dtype=item.dtype)  # which is never touched
+            items[id(rooms[place])] = item
+        return rooms[place]
+
+    tree = tree_of(content, make, by_number=by_number)
+    whole = tree[OPTIMIZER] if content.model is None else tree
+    with new_place(path, is_folder=False, overwrite=overwrite, own=_NOTHING) as part:
+        _save_in_pieces(part, whole, items, advance)
+
+
+def _save_in_pieces(path: str, tree: Any, items: Mapping[int, Item], advance: Advance) -> None:
+    """Write a tree as `torch.save` does; `items` has, by `id`, where tensors come from that are in no memory."""
+    with torch.serialization.skip_data():
+        torch.save(tree, path)
+    archive = TorchArchive(path)
+    checksums: dict[int, int] = {}
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        for tensor, place in zip(_tensors(tree), _tensors(archive.content), strict=True):
+            if place.begin in checksums:
+                continue
+            item = items.get(id(tensor))
+            pieces = iter([tensor.contiguous().view(-1)]) if item is None else item.pieces()
+            checksums[place.begin] = _write(fd, place.begin, pieces, None if item is None else advance)
+    finally:
+        os.close(fd)
+    _note_checksums(path, archive, checksums)
+
+
+def _write(fd: int, place: int, pieces: Iterator[Tensor], advance: Advance | None) -> int:
+    checksum = 0
+    for piece in pieces:
+        memory = piece.view(torch.uint8).numpy().data
+        write_at(fd, memory, place)
+        checksum, place = zlib.crc32(memory, checksum), place + len(memory)
+        if advance is not None:
+            advance(len(memory))
+    return checksum
+
+
+def _tensors(tree: Any) -> Iterator[Any]:
+    """Yield all tensors in it, in its order."""
+    if isinstance(tree, (Tensor, StridedTensor)):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _tensors(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _tensors(value)
+
+
+def _note_checksums(path: str, archive: TorchArchive, checksums: Mapping[int, int]) -> None:
+    """Write the checksums of records, by their first bytes, to where an archive has them: after each and at its end."""
+    records = {record.name: record for record in archive.records.values()}
+    with open(path, "r+b") as file:
+        for record in records.values():
+            if record.begin in checksums and record.nbytes:
+                file.seek(record.begin + record.nbytes)
+                if file.read(4) == _DESCRIPTOR:
+                    file.write(struct.pack("<I", checksums[record.begin]))
+        place, count = _directory(file)
+        for _ in range(count):
+            file.seek(place)
+            head = file.read(46)
+            name_bytes, extra, comment = struct.unpack_from("<HHH", head, 28)
+            record = records[file.read(name_bytes).decode()]
+            if record.begin in checksums and record.nbytes:
+                file.seek(place + 16)
+                file.write(struct.pack("<I", checksums[record.begin]))
+            place += 46 + name_bytes + extra + comment
+
+
+def _directory(file: Any) -> tuple[int, int]:
+    """Return where an archive's list of records begins, and how many there are."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(size - 22)  # there is no comment
+    end = file.read(22)
+    if end[:4] != _END:
+        raise ValueError("torch has written an archive whose end is not where it should be")
+    count, place = struct.unpack_from("<H", end, 10)[0], struct.unpack_from("<I", end, 16)[0]
+    if count == 0xFFFF or place == 0xFFFFFFFF:
+        file.seek(size - 22 - 20 + 8)
+        file.seek(struct.unpack("<Q", file.read(8))[0])
+        end = file.read(56)
+        if end[:4] != _END_64:
+            raise ValueError("torch has written an archive whose end is not where it should be")
+        count, place = struct.unpack_from("<Q", end, 32)[0], struct.unpack_from("<Q", end, 48)[0]
+    return place, count
+
+
+# --- the place of a converted checkpoint ------------------------------------------------------------------------------
+
+
+@contextmanager
+def new_place(path: str, *, is_folder: bool, overwrite: bool, own: re.Pattern[str]) -> Iterator[str]:
+    """Give a file or folder to write to, which is at `path` if the block succeeds, and nowhere if it fails.
+
+    Args:
+        path: where it is to be.
+        is_folder: it is one.
+        overwrite: replace what is there.
+        own: names of files that a folder may have which is replaced.
+
+    Raises:
+        FileExistsError: if something is there, and it must not be replaced.
+        OSError: if it cannot be written.
+    """
+    place = os.path.realpath(path)
+    part = place + _WRITING
+    require_free(path, overwrite)
+    if os.path.lexists(place):
+        _require_own(place, is_folder, own)
+    if os.path.lexists(part):
+        raise FileExistsError(f"{part} is in the way: another conversion is writing it, or was killed. Remove it.")
+    os.makedirs(part if is_folder else os.path.dirname(part), exist_ok=True)
+    try:
+        yield part
+        for name in (*_inside(part), part):
+            sync(name)
+        _replace(part, place)
+        sync(os.path.dirname(place))
+    except BaseException:
+        _remove(part)
+        raise
+
+
+def require_free(path: str, overwrite: bool) -> None:
+    """Raise FileExistsError if something is at a place, and must not be replaced."""
+    if os.path.lexists(path) and not overwrite and not (os.path.isdir(path) and not os.listdir(path)):
+        raise FileExistsError(f"{path} is there already: name another place, or replace it (--overwrite)")
+
+
+def _require_own(place: str, is_folder: bool, own: re.Pattern[str]) -> None:
+    if os.path.isdir(place) != is_folder:
+        raise FileExistsError(f"{place} is a {'file' if is_folder else 'folder'}: move it away first")
+    others = [name for name in os.listdir(place) if not own.fullmatch(name)] if is_folder else []
+    if others:
+        raise FileExistsError(f"{place} has other files in it ({', '.join(sorted(others)[:3])}): it is not replaced")
+
+
+def _inside(part: str) -> list[str]:
+    return [os.path.join(part, name) for name in os.listdir(part)] if os.path.isdir(part) else []
+
+
+def _replace(part: str, place: str) -> None:
+    if not os.path.isdir(part):
+        os.replace(part, place)
+        return
+    old = place + _REPLACED
+    if os.path.lexists(place):
+        os.rename(place, old)
+    os.rename(part, place)
+    _remove(old)
+
+
+def _remove(place: str) -> None:
+    """Remove a file, or a folder with all that is in it, as far as that can be done."""
+    if os.path.isdir(place):
+        shutil.rmtree(place, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            os.unlink(place)

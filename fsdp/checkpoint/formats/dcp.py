@@ -1,16 +1,18 @@
-"""Folders of `torch.distributed.checkpoint`, read without it: any range of any tensor, whoever has saved its chunks.
+"""Folders of `torch.distributed.checkpoint`: read without it, any range of any tensor, and written by it.
 
-``.metadata`` is a pickle of what there is: of each tensor the whole shape and the boxes (chunks) that ranks have
-written, and of each chunk its place in a ``.distcp`` file, where a small archive of `torch.save` has it. Its classes
-are not made when it is read, so that nothing in the folder is executed.
+``.metadata`` is a pickle: of each tensor it has the shape and the boxes (chunks) that ranks have written, and of each
+chunk its place in a ``.distcp`` file, where a small archive of `torch.save` has it. Its classes are not made when it is
+read, so that nothing in the folder is executed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import mmap
 import os
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,27 +20,27 @@ from operator import index
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fsdp.checkpoint.formats.lazy_tensors import ChunkedTensor, StridedTensor
-from fsdp.checkpoint.formats.source import Source
-from fsdp.checkpoint.formats.torch_archive import TorchArchive
-from fsdp.checkpoint.formats.torch_pickle import Foreign, unpickled
+from fsdp.checkpoint.formats.convert import Advance, Content, Item, new_place, tree_of
+from fsdp.checkpoint.formats.source import ChunkedTensor, Source, StridedTensor
+from fsdp.checkpoint.formats.torch_file import Foreign, TorchArchive, unpickled
 from fsdp.checkpoint.formats.trees import MODEL_KEYS, OPTIMIZER_KEYS, Choices, source_of_tree
 from fsdp.checkpoint.untrusted import beside, content_of, reading, short
 from fsdp.engine.boxes import Box, overlap
 
-METADATA = ".metadata"
-SUFFIX = ".distcp"
+_METADATA = ".metadata"
 _OF_RANK = re.compile(r"__(\d+)_")
+_OWN = re.compile(r"\.metadata|__\d+_\d+\.distcp")
 
 
 def is_dcp(path: str) -> bool:
-    """Whether there is such a folder."""
-    return os.path.isfile(os.path.join(path, METADATA))
+    """Return whether there is such a folder."""
+    return os.path.isfile(os.path.join(path, _METADATA))
 
 
 def read_dcp(path: str, choices: Choices) -> Source:
-    """A folder that `torch.distributed.checkpoint` has written.
+    """Open a folder that `torch.distributed.checkpoint` has written.
 
     Raises:
         ValueError: if it is damaged, or its model or optimizer cannot be made out.
@@ -54,8 +56,8 @@ def read_dcp(path: str, choices: Choices) -> Source:
 
 
 @dataclass(frozen=True)
-class _Item:
-    """Where something is: an archive within a file."""
+class _Saved:
+    """A tensor or another value in a folder: an archive within a file."""
 
     name: str
     path: str
@@ -71,7 +73,7 @@ class _Item:
 class _Chunk:
     """A box of a tensor, which is looked up when it is first read."""
 
-    item: _Item
+    item: _Saved
     dtype: torch.dtype
     box: Box
 
@@ -79,17 +81,17 @@ class _Chunk:
     def tensor(self) -> StridedTensor:
         found = self.item.archive.content
         if not isinstance(found, StridedTensor):
-            raise ValueError(f"{self.item.name} in {self.item.path} is no tensor, and {METADATA} says that it is one")
+            raise ValueError(f"{self.item.name} in {self.item.path} is no tensor, and {_METADATA} says that it is one")
         if (tuple(found.shape), found.dtype) != (self.box.sizes, self.dtype):
             raise ValueError(
-                f"{self.item.name} in {self.item.path} has shape {list(found.shape)} and {found.dtype}, and {METADATA} "
-                f"says {list(self.box.sizes)} and {self.dtype}"
+                f"{self.item.name} in {self.item.path} has shape {list(found.shape)} and {found.dtype}, and "
+                f"{_METADATA} says {list(self.box.sizes)} and {self.dtype}"
             )
         return found
 
 
 class DcpFolder:
-    """What is in a folder.
+    """The content of a folder.
 
     Args:
         path: of the folder.
@@ -101,7 +103,7 @@ class DcpFolder:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._place = os.path.join(path, METADATA)
+        self._place = os.path.join(path, _METADATA)
         with reading(self._place):
             content = content_of(self._place)
             self.identity = hashlib.sha256(content).hexdigest()  # the same for the same files
@@ -110,7 +112,7 @@ class DcpFolder:
     def _read(self, metadata: Mapping[str, Any]) -> None:
         self._described: dict[str, Foreign] = dict(metadata["state_dict_metadata"])
         self._paths: Mapping[str, Any] = metadata.get("planner_data") or {}
-        self._items: dict[tuple[str, tuple[int, ...] | None], _Item] = {}
+        self._items: dict[tuple[str, tuple[int, ...] | None], _Saved] = {}
         places: dict[str, str] = {}
         for key, place in metadata["storage_data"].items():
             name, offsets, file = key.state["fqn"], key.state.get("offset"), place.state["relative_path"]
@@ -121,7 +123,7 @@ class DcpFolder:
             begin, nbytes = index(place.state["offset"]), index(place.state["length"])
             if min(begin, nbytes) < 0:
                 raise ValueError(f"{name} is {short(nbytes)} bytes from byte {short(begin)} of {file} on")
-            item = _Item(name, places[file], begin, nbytes)
+            item = _Saved(name, places[file], begin, nbytes)
             self._items[name, None if offsets is None else tuple(offsets)] = item
         self._tensors = {
             name: self._tensor(name, described.state)
@@ -144,12 +146,12 @@ class DcpFolder:
 
     @property
     def world_size(self) -> int | None:
-        """Of the ranks that have files in it."""
+        """Return the number of ranks that have files in it."""
         matches = (_OF_RANK.match(os.path.basename(item.path)) for item in self._items.values())
         return len({match[1] for match in matches if match is not None}) or None
 
     def tree(self) -> Any:
-        """What was saved, with lazy tensors."""
+        """Return what was saved, with lazy tensors."""
         root: dict[Any, Any] = {}
         for name in self._described:
             path = self._path(name)
@@ -162,11 +164,11 @@ class DcpFolder:
     def _value(self, name: str) -> Any:
         item = self._items.get((name, None))
         if item is None:
-            raise ValueError(f"{os.path.join(self.path, METADATA)} is damaged: it does not say where {name} is")
+            raise ValueError(f"{os.path.join(self.path, _METADATA)} is damaged: it does not say where {name} is")
         return item.archive.content
 
     def _path(self, name: str) -> tuple[Any, ...]:
-        """The keys that lead to it. Folders of planners that did not note them are split at the first dot."""
+        """Return the keys that lead to it. Folders of planners that did not note them are split at the first dot."""
         if name in self._paths:
             return tuple(self._paths[name])
         known = (*MODEL_KEYS, *OPTIMIZER_KEYS)
@@ -176,7 +178,7 @@ class DcpFolder:
         return (name,)
 
     def misplaced(self) -> Iterator[str]:
-        """Which files are missing or too short."""
+        """Yield which files are missing or too short."""
         ends: dict[str, int] = {}
         sizes: dict[str, int] = {}
         for item in self._items.values():
@@ -192,11 +194,11 @@ class DcpFolder:
 
     @property
     def nbytes(self) -> int:
-        """Of all that is in files."""
+        """Return the size of all that is in files."""
         return sum(item.nbytes for item in self._items.values())
 
     def damaged(self, advance: Callable[[int], None]) -> Iterator[str]:
-        """What is wrong, each archive read once, 4 MiB at a time, and compared with the checksums that it has.
+        """Yield what is wrong, each archive read once, 4 MiB at a time, and compared with the checksums that it has.
 
         Args:
             advance: is told how many bytes were read.
@@ -211,12 +213,12 @@ class DcpFolder:
 
     @cached_property
     def has_checksums(self) -> bool:
-        """Whether whoever has written it left torch's checksums in."""
+        """Return whether torch's checksums are in all of its archives."""
         return all(item.archive.has_checksums for item in self._items.values())
 
 
 def _fill(shape: torch.Size, boxes: Collection[Box]) -> bool:
-    """Whether boxes fill a tensor: they lie in it, not over each other, and have as many elements."""
+    """Return whether boxes fill a tensor: they lie in it, not over each other, and have as many elements."""
     if any(size < 0 for size in shape) or sum(box.numel for box in boxes) != math.prod(shape):
         return False
     inside = Box((0,) * len(shape), tuple(shape))
@@ -232,10 +234,62 @@ def _fill(shape: torch.Size, boxes: Collection[Box]) -> bool:
 
 
 def _with_lists(tree: Any) -> Any:
-    """The same with lists where all keys are numbers."""
+    """Return the same with lists where all keys are numbers."""
     if not isinstance(tree, dict):
         return tree
     made = {key: _with_lists(value) for key, value in tree.items()}
     if made and all(isinstance(key, int) for key in made):
         return [made[key] for key in sorted(made)]
     return made
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def write_dcp(path: str, content: Content, *, is_flat: bool, overwrite: bool, advance: Advance) -> None:
+    """Write a folder with ``model.<name>``, ``optimizer.state.<name>.<key>``, and the values, a tensor at a time.
+
+    Raises:
+        ValueError: if the source is damaged.
+        OSError: if it cannot be written.
+    """
+    import torch.distributed.checkpoint as dcp  # which takes long
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    items: dict[int, Item] = {}  # by the id of what stands for a tensor in the state
+
+    def make(item: Item) -> Tensor:
+        stand_in = torch.empty(item.shape, dtype=item.dtype, device="meta")
+        items[id(stand_in)] = item
+        return stand_in
+
+    class Planner(dcp.DefaultSavePlanner):
+        """A planner that has the values of a tensor when they are asked for."""
+
+        last: mmap.mmap | None = None
+
+        def resolve_data(self, write_item: Any) -> Any:
+            item = items.get(id(self.state_dict[write_item.index.fqn]))
+            if item is None:
+                return super().resolve_data(write_item)
+            if self.last is not None:
+                # It is written. The writer keeps all tensors of a file to its end, so their pages are given back.
+                self.last.madvise(mmap.MADV_DONTNEED)
+                self.last = None
+            if not item.nbytes:
+                return torch.empty(item.shape, dtype=item.dtype)
+            self.last = mmap.mmap(-1, item.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            tensor = torch.frombuffer(self.last, dtype=item.dtype).view(item.shape)
+            item.reader.read(item.key, tensor)
+            advance(item.nbytes)
+            return tensor
+
+    state = tree_of(content, make, is_flat=is_flat)
+    with new_place(path, is_folder=True, overwrite=overwrite, own=_OWN) as part, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        # Without copying ahead, tensors are asked for one after the other.
+        writer = dcp.FileSystemWriter(part, per_thread_copy_ahead=0)
+        try:
+            dcp.save(state, storage_writer=writer, planner=Planner(), no_dist=True)
+        except CheckpointException as error:
+            raise next(iter(error.failures.values()))[0] from None

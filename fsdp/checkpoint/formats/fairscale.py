@@ -1,4 +1,4 @@
-"""FairScale's files, and ours of `local_state_dict`: one for each rank, read as one checkpoint of whole tensors.
+"""FairScale's files, and ours of `local_state_dict`: one for each rank, read as one checkpoint.
 
 Each file has the rank's weights and metadata, under any keys: fairseq's are ``model`` and ``fsdp_metadata``, metaseq's
 ``model`` and ``shard_metadata``. They are known by what is in them. The state of an optimizer is either each rank's
@@ -15,12 +15,10 @@ from typing import Any
 
 from fsdp.checkpoint.formats.consolidate import Shard, put_together
 from fsdp.checkpoint.formats.fairscale_optim import is_full, state_of
-from fsdp.checkpoint.formats.named_state import SavedOptimizer, left_out, optimizers_in
-from fsdp.checkpoint.formats.rank_files import Paths, likely_files, rank_files, title_of
-from fsdp.checkpoint.formats.rank_source import source_of_ranks
-from fsdp.checkpoint.formats.source import Source
-from fsdp.checkpoint.formats.stitched import Stitched, is_tensor, memory_of, stitched
-from fsdp.checkpoint.formats.torch_archive import TorchArchive
+from fsdp.checkpoint.formats.optim import SavedOptimizer, left_out, optimizers_in
+from fsdp.checkpoint.formats.rank_files import Paths, likely_files, rank_files, source_of_ranks, title_of
+from fsdp.checkpoint.formats.source import Source, Stitched, is_tensor, memory_of, stitched
+from fsdp.checkpoint.formats.torch_file import TorchArchive
 from fsdp.checkpoint.formats.trees import Choices
 from fsdp.checkpoint.formats.values import shown, values_of
 from fsdp.engine.names import clean_name, join
@@ -30,7 +28,7 @@ FORMAT = "fairscale"
 
 @dataclass(frozen=True)
 class RankFile:
-    """What is in one rank's file.
+    """The content of one rank's file.
 
     Attributes:
         file: it.
@@ -47,7 +45,7 @@ class RankFile:
 
 
 def is_fairscale(path: str | os.PathLike[str]) -> bool:
-    """Whether there are files of ranks at a path, with weights and metadata as FairScale's users save them."""
+    """Return whether there are files of ranks at a path, with weights and metadata as FairScale's users save them."""
     for file in likely_files(path):
         with suppress(OSError, ValueError):
             content = TorchArchive(file).content
@@ -64,7 +62,7 @@ def open_fairscale(
     strict: bool = True,
     with_optimizer: bool = True,
 ) -> Source:
-    """A checkpoint of ranks' files. Close it when it is read.
+    """Open a checkpoint of ranks' files. Close it when it is read.
 
     Args:
         path: a folder of them, one of them, or all in rank order (`fsdp.checkpoint.formats.rank_files.rank_files`).
@@ -94,7 +92,7 @@ def open_fairscale(
 
 
 def read_fairscale(path: str, choices: Choices) -> Source:
-    """As `open_fairscale`, with what the user has said.
+    """Open a checkpoint as `open_fairscale`, with what the user has said.
 
     Raises:
         ValueError: also for choices that are none here.
@@ -109,7 +107,7 @@ def read_fairscale(path: str, choices: Choices) -> Source:
 
 
 def read_rank_file(path: str | os.PathLike[str]) -> RankFile:
-    """What is in a file.
+    """Read a rank's file.
 
     Raises:
         FileNotFoundError: if it is missing.
@@ -142,7 +140,7 @@ def _is_metadata(value: Any) -> bool:
 
 
 def _fits(value: Any, metadata: Mapping[str, Any]) -> bool:
-    """Whether it has any of the tensors that metadata name, sharded or whole."""
+    """Return whether it has any of the tensors that metadata name, sharded or not."""
     if not isinstance(value, Mapping):
         return False
     keys = {clean_name(key) for key in value if isinstance(key, str)}
@@ -155,7 +153,7 @@ def _fits(value: Any, metadata: Mapping[str, Any]) -> bool:
 
 
 def _whole(shard: Shard) -> Iterator[tuple[str, Any]]:
-    """Weights that were not sharded when they were saved, as fairseq does by default; tied ones as one."""
+    """Yield weights that were not sharded when they were saved, as fairseq does by default; tied ones as one."""
     known: dict[Any, Stitched] = {}
     for key, value in shard.weights.items():
         name = clean_name(key)
@@ -166,7 +164,7 @@ def _whole(shard: Shard) -> Iterator[tuple[str, Any]]:
 
 
 def _in_order(found: Mapping[str, Any], shard: Shard) -> tuple[dict[str, Any], bool]:
-    """The same in the order of the modules, and whether that is known.
+    """Return the same in the order of the modules, and whether that is known.
 
     State dicts have it. Of flat parameters they say only where the units are, so that parameters of a unit that come
     after another one in it cannot be told from those before.
@@ -179,7 +177,7 @@ def _in_order(found: Mapping[str, Any], shard: Shard) -> tuple[dict[str, Any], b
 
 
 def _optimizers(files: Sequence[RankFile], given: Paths | None) -> tuple[list[SavedOptimizer], list[str]]:
-    """The dictionaries of all ranks, or the full one; and what is to be told."""
+    """Return the dictionaries of all ranks, or the full one, and what is to be told."""
     if given is not None:
         return [_optimizer_in(TorchArchive(path)) for path in rank_files(given)], []
     keys = list(files[0].optimizers)

@@ -1,26 +1,25 @@
-"""What torch's FullyShardedDataParallel (FSDP1) saves with `torch.save`, read as one checkpoint of whole tensors.
+"""Files that torch's FullyShardedDataParallel (FSDP1) has saved with `torch.save`, read as one checkpoint.
 
 - One file with a full state dict and a full optimizer state (``FSDP.full_optim_state_dict``, or ``optim_state_dict``
   under ``FULL_STATE_DICT``), which goes by names; or either of the two.
-- A file for each rank, with sharded state dicts (``SHARDED_STATE_DICT``, ``FSDP.sharded_optim_state_dict``): parts in
-  `ShardedTensor`s or `DTensor`s that say where they belong.
-- A file for each rank, with local state dicts (``LOCAL_STATE_DICT``) and the optimizer's own: parts of flat parameters,
-  which nothing in the files says what they are made of. A state dict of the plain model does
-  (`fsdp.checkpoint.formats.fsdp1_flat`).
+- A file for each rank, with sharded state dicts (``SHARDED_STATE_DICT``, ``FSDP.sharded_optim_state_dict``): shards in
+  `ShardedTensor`s or `DTensor`s that say where they belong, read without a process group.
+
+Local state dicts (``LOCAL_STATE_DICT``) are refused: they have shards of flat parameters, and nothing in the files says
+which parameters these are made of.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from fsdp.checkpoint.formats.fairscale_optim import state_of
-from fsdp.checkpoint.formats.fsdp1_flat import is_flat, with_metadata
-from fsdp.checkpoint.formats.named_state import (
+from fsdp.checkpoint.formats.optim import (
     FoundState,
     NamedState,
     SavedOptimizer,
@@ -29,27 +28,25 @@ from fsdp.checkpoint.formats.named_state import (
     left_out,
     optimizers_in,
 )
-from fsdp.checkpoint.formats.rank_files import Paths, likely_files, rank_files, title_of
-from fsdp.checkpoint.formats.rank_source import source_of_ranks
-from fsdp.checkpoint.formats.saved_shards import is_sharded, merged
-from fsdp.checkpoint.formats.source import Source
-from fsdp.checkpoint.formats.stitched import Stitched, is_tensor, memory_of
-from fsdp.checkpoint.formats.torch_archive import TorchArchive
+from fsdp.checkpoint.formats.rank_files import Paths, likely_files, rank_files, source_of_ranks, title_of
+from fsdp.checkpoint.formats.source import Elements, LazyTensor, Source, Stitched, is_tensor, memory_of, stitched
+from fsdp.checkpoint.formats.torch_file import Foreign, TorchArchive
 from fsdp.checkpoint.formats.trees import Choices
 from fsdp.checkpoint.formats.values import shown, values_of
 from fsdp.engine.names import plain_name
 
 FORMAT = "fsdp1"
+_FLAT = "_flat_param"
 _MODELS = ("model", "state_dict", "model_state_dict", "module")
 
 
 def is_fsdp1(path: str | os.PathLike[str]) -> bool:
-    """Whether there are files at a path as users of FSDP1 save them: shards, or an optimizer's state by names."""
+    """Return whether users of FSDP1 have saved files at a path: shards, or an optimizer's state by names."""
     return any(_goes_by_names(each) if is_optimizer_state(each) else _has_shards(each) for each in _dicts_at(path))
 
 
 def has_fsdp1_shards(path: str | os.PathLike[str]) -> bool:
-    """Whether there are files of ranks at a path with sharded or local state dicts."""
+    """Return whether there are files of ranks at a path with sharded or local state dicts."""
     return any(not is_optimizer_state(each) and _has_shards(each) for each in _dicts_at(path))
 
 
@@ -63,7 +60,12 @@ def _dicts_at(path: str | os.PathLike[str]) -> Iterator[Mapping[Any, Any]]:
 
 
 def _has_shards(state_dict: Mapping[Any, Any]) -> bool:
-    return is_flat(state_dict) or any(map(is_sharded, state_dict.values()))
+    return _is_local(state_dict) or any(map(_is_sharded, state_dict.values()))
+
+
+def _is_local(state_dict: Mapping[Any, Any]) -> bool:
+    """Return whether flat parameters are in it, as LOCAL_STATE_DICT has them."""
+    return any(str(key).rpartition(".")[2] == _FLAT for key in state_dict)
 
 
 def _goes_by_names(optimizer: Mapping[str, Any]) -> bool:
@@ -74,18 +76,15 @@ def open_fsdp1(
     path: Paths,
     *,
     optimizer: Paths | None = None,
-    like: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     optimizer_params: Sequence[str] | None = None,
     with_optimizer: bool = True,
 ) -> Source:
-    """A checkpoint of FSDP1. Close it when it is read.
+    """Open a checkpoint of FSDP1. Close it when it is read.
 
     Args:
         path: a file; or files of ranks: a folder of them, one of them, or all in rank order
             (`fsdp.checkpoint.formats.rank_files.rank_files`).
         optimizer: files with the optimizer's state, if they are others.
-        like: for local state dicts: a state dict of the plain model, of which names and shapes count, also on the meta
-            device; or the file of one.
         optimizer_params: for an optimizer's state by numbers: the parameters' names in their order.
         with_optimizer: look for the state of one.
 
@@ -100,14 +99,13 @@ def open_fsdp1(
     key = _model_key(files[0])
     saved, notes = _optimizers(files, optimizer) if with_optimizer else ([], [])
     models = [] if key is None and not _is_state_dict(files[0].content) else [_model(file, key) for file in files]
-    state: FoundState | None
-    if models and is_flat(models[0]):
-        shards = with_metadata(models, [file.path for file in files], like)
-        found = shards.put_together()
-        state = state_of(saved, shards.shards, optimizer_params) if saved else None
-    else:
-        found = _whole(models, files)
-        state = _state(saved, optimizer_params, found) if saved else None
+    if models and _is_local(models[0]):
+        raise ValueError(
+            f"{files[0]} has flat parameters of LOCAL_STATE_DICT in it, and nothing in it says which parameters they "
+            "are made of. Load it with FSDP1 on as many ranks, and save SHARDED_STATE_DICT or FULL_STATE_DICT."
+        )
+    found = _whole(models, files)
+    state = _state(saved, optimizer_params, found) if saved else None
     keys = {key, *(each.key for each in saved), *found} if isinstance(files[0].content, Mapping) else ()
     is_alone = is_optimizer_state(files[0].content)
     values = {} if is_alone or key is None else values_of(files[0].content, keys, notes)
@@ -118,7 +116,7 @@ def open_fsdp1(
 
 
 def read_fsdp1(path: str, choices: Choices) -> Source:
-    """As `open_fsdp1`, with what the user has said.
+    """Open a checkpoint as `open_fsdp1`, with what the user has said.
 
     Raises:
         ValueError: also for choices that are none here.
@@ -127,7 +125,6 @@ def read_fsdp1(path: str, choices: Choices) -> Source:
     return open_fsdp1(
         path,
         optimizer=choices.optimizer_files,
-        like=choices.like,
         optimizer_params=choices.param_order,
         with_optimizer=choices.only != "model",
     )
@@ -140,13 +137,13 @@ def _is_state_dict(value: Any) -> bool:
     return (
         isinstance(value, Mapping)
         and not is_optimizer_state(value)
-        and any(is_tensor(each) or is_sharded(each) for each in value.values())
+        and any(is_tensor(each) or _is_sharded(each) for each in value.values())
         and all(isinstance(key, str) for key in value)
     )
 
 
 def _model_key(file: TorchArchive) -> str | None:
-    """Under which key the model is; None if it is not under one.
+    """Return the key under which the model is; None if it is not under one.
 
     Raises:
         ValueError: if there are several.
@@ -170,7 +167,7 @@ def _model(file: TorchArchive, key: str | None) -> Mapping[str, Any]:
 
 
 def _optimizers(files: Sequence[TorchArchive], given: Paths | None) -> tuple[list[SavedOptimizer], list[str]]:
-    """Of each file the dictionary of an optimizer; and what is to be told."""
+    """Return the dictionary of an optimizer in each file, and what is to be told."""
     sources = files if given is None else [TorchArchive(each) for each in rank_files(given)]
     found: list[SavedOptimizer] = []
     for file in sources:
@@ -185,28 +182,28 @@ def _optimizers(files: Sequence[TorchArchive], given: Paths | None) -> tuple[lis
     return found, []
 
 
-# --- whole tensors --------------------------------------------------------------------------------------------------
+# --- unsharded tensors ------------------------------------------------------------------------------------------------
 
 
 def _whole(models: Sequence[Mapping[str, Any]], files: Sequence[TorchArchive]) -> dict[str, Any]:
-    """By name the tensors; those that lie in the same memory are one."""
+    """Return the tensors by name; those that lie in the same memory are one."""
     found: dict[str, Any] = {}
     known: dict[Any, Stitched] = {}
     for name, value in models[0].items() if models else ():
         missing = [file for model, file in zip(models, files, strict=True) if name not in model]
         if missing:
             raise ValueError(f"{missing[0]} has no {name}, and {files[0]} has: they are of different models")
-        if not (is_tensor(value) or is_sharded(value)):
+        if not (is_tensor(value) or _is_sharded(value)):
             found[name] = value
             continue
-        each = merged(name, [model[name] for model in models], [file.path for file in files])
-        places = tuple(memory_of(piece.tensor) for piece in each.pieces) if is_sharded(value) else memory_of(value)
+        each = _merged(name, [model[name] for model in models], [file.path for file in files])
+        places = tuple(memory_of(piece.tensor) for piece in each.pieces) if _is_sharded(value) else memory_of(value)
         found[name] = known.setdefault(places, each)
     return found
 
 
 def _state(saved: Sequence[SavedOptimizer], order: Sequence[str] | None, model: Mapping[str, Any]) -> FoundState:
-    """An optimizer's state that goes by names."""
+    """Return an optimizer's state that goes by names."""
     first = saved[0]
     names = _names_by_key(first, order)
     state = NamedState(str(first))
@@ -218,22 +215,19 @@ def _state(saved: Sequence[SavedOptimizer], order: Sequence[str] | None, model: 
             if missing:
                 raise ValueError(f"{missing[0]} has no '{key}' of {name}, and {first} has")
             values = [entry[key] for entry in entries]
-            if not is_sharded(value) and is_single(key, value, shape):
+            if not _is_sharded(value) and is_single(key, value, shape):
                 state.add_single([name], key, values)
             else:
-                each = merged(f"{name}/{key}", values, [each.file.path for each in saved])
+                each = _merged(f"{name}/{key}", values, [each.file.path for each in saved])
                 if name in model and each.shape != shape:
-                    raise ValueError(
-                        f"{state.where(name, key)} has shape {list(each.shape)}, and the parameter {list(shape)}: what "
-                        "is neither of the parameter's shape nor a number cannot be given to other ranks"
-                    )
+                    raise ValueError(state.odd_shape(name, key, each.shape, shape))
                 state.add_elements(name, key, each)
     groups = [(group, [names[number] for number in group["params"]]) for group in first.content["param_groups"]]
     return state.found(first, groups)
 
 
 def _names_by_key(saved: SavedOptimizer, order: Sequence[str] | None) -> dict[Any, str]:
-    """The names of the parameters, by what the dictionary calls them.
+    """Return the names of the parameters, by what the dictionary calls them.
 
     Raises:
         ValueError: if it calls them by numbers, and nothing says what these stand for.
@@ -248,9 +242,147 @@ def _names_by_key(saved: SavedOptimizer, order: Sequence[str] | None) -> dict[An
         raise ValueError(
             f"{saved} calls {len(keys)} parameters by their numbers, and nothing says what these stand for. Save "
             "FSDP.full_optim_state_dict(model, optimizer) instead of optimizer.state_dict(); of a state by numbers, "
-            "name a file with the names in their order (--param-order); of ranks' flat parameters, save the weights of "
-            "LOCAL_STATE_DICT with it."
+            "name a file with the names in their order (--param-order)."
         )
     if len(names) != len(keys):
         raise ValueError(f"{saved} has {len(keys)} parameters, and there are {len(names)} names for them")
     return dict(zip(keys, map(plain_name, names), strict=True))
+
+
+# --- shards of tensors ------------------------------------------------------------------------------------------------
+
+
+class _Shard(NamedTuple):
+    """The shard of a tensor in one file: the number of its first element, its values, and the file."""
+
+    start: int
+    values: LazyTensor
+    file: str
+
+
+def _is_sharded(value: Any) -> bool:
+    """Return whether it is one rank's shard of a tensor."""
+    return _is_sharded_tensor(value) or _is_of_torch(value, "DTensor")
+
+
+def _is_sharded_tensor(value: Any) -> bool:
+    return _is_of_torch(value, "ShardedTensor")
+
+
+def _is_of_torch(value: Any, name: str) -> bool:
+    if not isinstance(value, Foreign):
+        return False
+    module, _, last = value.origin.rpartition(".")
+    return last == name and f"{module}.".startswith("torch.distributed.")
+
+
+def _merged(name: str, values: Sequence[Any], files: Sequence[str]) -> Stitched:
+    """Return a tensor of which each file has a shard, or all files all of it.
+
+    Args:
+        name: its.
+        values: of each file.
+        files: their names.
+
+    Raises:
+        ValueError: if shards are missing or do not fit; names a file.
+    """
+    first = values[0]
+    if not _is_sharded(first):
+        return stitched(name, first)
+    shape, found = _shards_of(name, first, files[0])
+    for value, file in list(zip(values, files, strict=True))[1:]:
+        other, more = _shards_of(name, value, file) if _is_sharded(value) else (None, [])
+        if other != shape:
+            raise ValueError(
+                f"{name} in {file} is another tensor than in {files[0]}, which has shards of {list(shape)}"
+            )
+        found += more
+    shards = sorted({shard.start: shard for shard in reversed(found) if shard.values.shape.numel()}.values())
+    reached = 0
+    for shard in shards:
+        _check_follows(name, shard.start, reached, shard.file, len(files))
+        reached += shard.values.shape.numel()
+    _check_follows(name, shape.numel(), reached, files[-1], len(files))
+    pieces = tuple(Elements.of(shard.values) for shard in shards)
+    dtype = pieces[0].dtype if pieces else _dtype_of(first)
+    return Stitched(name, shape, dtype, pieces or (Elements.of(torch.empty(0, dtype=dtype)),))
+
+
+def _check_follows(name: str, start: int, reached: int, file: str, count: int) -> None:
+    if start != reached:
+        raise ValueError(
+            f"{name}: up to {file}, the {count} files given have its elements to {reached}, and the next ones begin at "
+            f"{start}. A rank's file is missing, or one is of another number of ranks."
+        )
+
+
+def _shards_of(name: str, value: Any, file: str) -> tuple[torch.Size, list[_Shard]]:
+    """Return the shape of an unsharded tensor, and its shards in a file.
+
+    Raises:
+        ValueError: for what FSDP1 does not save.
+    """
+    try:
+        if _is_sharded_tensor(value):
+            shape = torch.Size(value.state[1].fields["size"])
+            return shape, list(_shards(name, value, shape, file))
+        shape = torch.Size(value.args[2])
+        return shape, list(_rows(name, value, shape, file))
+    except (AttributeError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(
+            f"{name} in {file} is a {value.origin} of a form that is not known here ({error!r}): load it with the "
+            "version of torch that has written it, and save FULL_STATE_DICT"
+        ) from None
+
+
+def _dtype_of(value: Any) -> torch.dtype:
+    if not _is_sharded_tensor(value):
+        return value.args[1]
+    properties = value.state[1].fields["tensor_properties"]
+    return properties.state[0] if isinstance(properties.state, tuple) else properties.state["dtype"]
+
+
+def _shards(name: str, value: Any, shape: torch.Size, file: str) -> Iterator[_Shard]:
+    """Yield the shards in a `ShardedTensor`."""
+    for shard in (each.fields for each in value.state[0]):
+        where = shard["metadata"].fields
+        offsets, sizes = list(where["shard_offsets"]), list(where["shard_sizes"])
+        if any(offsets[1:]) or sizes[1:] != list(shape[1:]):
+            raise ValueError(_not_of_fsdp1(name, file, f"shards at {offsets} of sizes {sizes}"))
+        yield _Shard(offsets[0] * shape[1:].numel() if offsets else 0, shard["tensor"], file)
+
+
+def _rows(name: str, value: Any, shape: torch.Size, file: str) -> Iterator[_Shard]:
+    """Yield the shard in a `DTensor`."""
+    local, spec = value.fields["_local_tensor"], value.fields["_spec"].fields
+    kinds = [each.origin.rpartition(".")[2] for each in spec["placements"]]
+    cut = [dim for dim, kind in enumerate(kinds) if kind != "Replicate"]
+    if not cut:
+        yield _Shard(0, local, file)
+        return
+    if len(cut) > 1 or kinds[cut[0]] != "Shard" or spec["placements"][cut[0]].fields["dim"] != 0:
+        dims = [each.fields.get("dim", "") for each in spec["placements"]]
+        shown = ", ".join(f"{kind}({dim})" for kind, dim in zip(kinds, dims, strict=True))
+        raise ValueError(_not_of_fsdp1(name, file, f"placements {shown}"))
+    ranks, number = _place_in_mesh(spec["mesh"].fields, cut[0])
+    rows = -(-shape[0] // ranks)  # as `torch.chunk`
+    yield _Shard(min(number * rows, shape[0]) * shape[1:].numel(), local, file)
+
+
+def _place_in_mesh(mesh: Mapping[str, Any], dim: int) -> tuple[int, int]:
+    """Return the size of a dimension of a mesh, and this rank's place in it. Its form changes with torch's version."""
+    if "mesh" in mesh:
+        sizes = mesh["mesh"].shape
+    else:
+        layout = mesh["_layout"].fields
+        sizes = [each.fields["shape"] for each in layout["axes"]] if "axes" in layout else layout["shape"]
+    size = sizes[dim]
+    return size if isinstance(size, int) else math.prod(size), mesh["_coordinate_on_dim"][dim]
+
+
+def _not_of_fsdp1(name: str, file: str, what: str) -> str:
+    return (
+        f"{name} in {file} has {what}, and FSDP1 cuts the first dimension over one group of ranks: save such a model "
+        "with torch.distributed.checkpoint"
+    )

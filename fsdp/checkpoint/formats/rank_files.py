@@ -1,4 +1,4 @@
-"""Which files of a folder are those of the ranks of one checkpoint, by their names."""
+"""Checkpoints with a file for each rank: finding the files of one by their names, and making one source of all."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from typing import Any
 
-from fsdp.checkpoint.formats.torch_archive import is_torch_file
+from fsdp.checkpoint.formats.optim import FoundState
+from fsdp.checkpoint.formats.source import Source, Stitched, TensorReader, reader_of
+from fsdp.checkpoint.formats.torch_file import is_torch_file
+from fsdp.checkpoint.formats.values import materialised, shown
+from fsdp.checkpoint.json_values import MAX_TENSOR_BYTES, encoded
 
 # What is before a number, the number, and what is after it: the last one, but for a total (``rank3-of-8``).
 _NUMBER = re.compile(r"^(.*?)(\d+)((?:[-_.]?of[-_.]?\d+)?\D*)$", re.DOTALL)
@@ -16,6 +21,7 @@ _TOTAL = re.compile(r"^[-_.]?of[-_.]?(\d+)")
 _RANK = re.compile(r"(?:^|(?:shards?|rank|gpu|worker|proc|process)[-_.]?)$", re.IGNORECASE)
 
 _MOST_NAMED = 16  # of the ranks whose files are missing
+_EXTRA = "_extra_state"
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 # By what is before and after their numbers, files by number.
@@ -23,7 +29,7 @@ _Groups = dict[tuple[str, str], dict[int, str]]
 
 
 def rank_files(path: Paths) -> list[str]:
-    """The files of all ranks, in order.
+    """Return the files of all ranks, in order.
 
     Args:
         path: a folder with one file for each rank, whose last number is the rank's; one of these files; the name that
@@ -56,12 +62,12 @@ def rank_files(path: Paths) -> list[str]:
 
 
 def title_of(path: Paths) -> str:
-    """What messages call the files of all ranks."""
+    """Return the name that messages have for the files of all ranks."""
     return os.fspath(path if isinstance(path, (str, os.PathLike)) else path[0])
 
 
 def likely_files(path: str | os.PathLike[str]) -> list[str]:
-    """Files from which can be seen what a path is, whether or not others are missing: two of each checkpoint there."""
+    """Return two files of each checkpoint at a path, which show its format whether or not others are missing."""
     place = os.fspath(path)
     if os.path.isfile(place):
         return [place]
@@ -111,3 +117,65 @@ def _in_order(place: str, after: str, group: Mapping[int, str]) -> list[str]:
             f"{', '.join(map(str, missing[:_MOST_NAMED]))}{more}. All ranks' are needed."
         )
     return [group[number] for number in sorted(group)]
+
+
+# --- one checkpoint of all files --------------------------------------------------------------------------------------
+
+
+def source_of_ranks(
+    word: str,
+    title: str,
+    found: Mapping[str, Any],
+    state: FoundState | None,
+    values: Mapping[Any, Any],
+    notes: Sequence[str],
+    world_size: int | None,
+    *,
+    is_in_order: bool = True,
+) -> Source:
+    """Return one checkpoint, made of all that was found in the ranks' files.
+
+    Args:
+        word: for its format.
+        title: what messages call it.
+        found: the model by plain names: `Stitched` tensors, some under several names, and others.
+        state: of the optimizer, if there is one.
+        values: what else the user has saved.
+        notes, world_size, is_in_order: see `Source`.
+
+    Raises:
+        ValueError: for what is no tensor and no extra state in the model.
+        TypeError: for extra state that no checkpoint holds.
+    """
+    tensors, aliases, extra = _sorted_out(found, title)
+    others = {} if state is None or not state.others else {state.key: state.others}
+    kept = {**values, **others}
+    return Source(
+        format=word,
+        path=title,
+        model=reader_of(title, tensors),
+        optimizer=None if state is None else TensorReader(title, state.tensors),
+        optimizer_rest=None if state is None else state.rest,
+        extra=extra,
+        values=encoded(kept, "values") if kept else None,
+        world_size=world_size,
+        notes=tuple(notes),
+        aliases=aliases,
+        is_in_order=is_in_order,
+    )
+
+
+def _sorted_out(found: Mapping[str, Any], title: str) -> tuple[list[Stitched], dict[str, str], dict[str, Any]]:
+    """Return tensors, second names of some, and modules' extra state, encoded."""
+    tensors, aliases, extra = [], {}, {}
+    for name, value in found.items():
+        if name.rpartition(".")[2] == _EXTRA:
+            is_small = isinstance(value, Stitched) and value.shape.numel() * value.dtype.itemsize <= MAX_TENSOR_BYTES
+            extra[name] = encoded(value.whole() if is_small else materialised(value), f"{title}: {name}")
+        elif not isinstance(value, Stitched):
+            raise ValueError(f"{title}: {name} is a {shown(value)}, not a tensor")
+        elif value.name == name:
+            tensors.append(value)
+        else:
+            aliases[name] = value.name
+    return tensors, aliases, extra

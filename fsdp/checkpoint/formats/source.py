@@ -1,47 +1,32 @@
 """A checkpoint of any format as one thing to read from: named tensors, read by ranges, and all that is no tensor.
 
 Whatever reads a format makes a `Source` of it; loading, inspecting and converting know nothing else of formats.
+
+[Note: tensors in files] A tensor lies in a file with strides, as safetensors files and `torch.save` keep them
+(`StridedTensor`), or divided into boxes (`ChunkedTensor`), or as the elements that ranks hold of it one after the other
+(`Stitched`). A range of it in row-major order is a few boxes (`engine.boxes`), and a box is read by one read if its
+bytes follow each other, as all do of a contiguous tensor. Nothing is mapped: pages of a mapping that were touched count
+as memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from fsdp.checkpoint.checksums import BLOCK_BYTES, spans
+from fsdp.checkpoint.untrusted import descriptor, readable
+from fsdp.engine.boxes import Box, boxes_of, overlap
 
-class FoundTensor(Protocol):
-    """A tensor that can be read."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def shape(self) -> torch.Size: ...
-    @property
-    def nbytes(self) -> int: ...
-
-
-class TensorReader(Protocol):
-    """Tensors by name. Nothing of them is in memory before it is read, and nothing after.
-
-    Attributes:
-        path: what messages call it.
-    """
-
-    path: str
-
-    @property
-    def tensors(self) -> Mapping[str, FoundTensor]: ...
-
-    def read(self, name: str, target: Tensor, start: int = 0) -> None:
-        """Read elements ``start : start + target.numel()`` in row-major order into `target`, cast to its dtype."""
-
-    def close(self) -> None: ...
+_MOST_OPEN = 64  # of files at once: thousands of ranks may have written one each
+_Reader = TypeVar("_Reader", bound="TensorReader")
 
 
 @dataclass(frozen=True)
@@ -84,3 +69,415 @@ class Source:
         self.model.close()
         if self.optimizer is not None:
             self.optimizer.close()
+
+
+@dataclass(frozen=True)
+class FoundTensor:
+    """A tensor that can be read, with the names that messages have for it and its file."""
+
+    name: str
+    file: str
+    tensor: LazyTensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return readable(f"{self.name} in {self.file}")
+
+
+class TensorReader:
+    """Tensors by name, of which nothing is in memory before it is read, and nothing after.
+
+    As a context manager, it closes the files that it has opened.
+
+    Args:
+        path: what messages call it.
+        tensors: by name, where each is.
+    """
+
+    def __init__(self, path: str, tensors: Mapping[str, LazyTensor]) -> None:
+        self.path = path
+        self.tensors = {name: FoundTensor(name, path, tensor) for name, tensor in tensors.items()}
+        self._files = OpenFiles()
+
+    def read(self, name: str, target: Tensor, start: int = 0) -> None:
+        """Read elements ``start : start + target.numel()`` of a tensor, in row-major order.
+
+        They are read straight into the memory of `target` if that is on the CPU and of the stored dtype; otherwise
+        through a buffer of 4 MiB, cast as by `Tensor.copy_`. Version counters do not see it.
+
+        Args:
+            name: which tensor.
+            target: contiguous, of any shape, dtype and device.
+            start: the first element.
+
+        Raises:
+            ValueError: if `target` is not contiguous, or the range not in the tensor; if a file is damaged, or was
+                changed since it was looked at.
+            OSError: if the file cannot be read.
+        """
+        found = self.tensors[name]
+        if not target.is_contiguous() or not 0 <= start <= found.shape.numel() - target.numel():
+            raise ValueError(
+                f"{found}: cannot read elements {start} to {start + target.numel()} of {found.shape.numel()} into a "
+                f"tensor of shape {list(target.shape)} and strides {list(target.stride())}"
+            )
+        flat = target.detach().as_strided((target.numel(),), (1,))  # one element may have any stride
+        size = found.dtype.itemsize
+        is_ready = flat.device.type == "cpu" and flat.dtype == found.dtype
+        buffer = torch.empty(0 if is_ready else min(BLOCK_BYTES // size, flat.numel()), dtype=found.dtype, device="cpu")
+        for begin, end in spans(start * size, (start + flat.numel()) * size):
+            into = flat[begin // size - start : end // size - start]
+            read = into if is_ready else buffer[: into.numel()]
+            self._fill(found, read, begin // size)
+            if not is_ready:
+                into.copy_(read)
+
+    def _fill(self, found: FoundTensor, into: Tensor, start: int) -> None:
+        """Read elements of one block; `into` is flat, of the stored dtype, on the CPU."""
+        found.tensor.fill(self._files, into, start)
+
+    def __enter__(self: _Reader) -> _Reader:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files that were opened; reading opens them again."""
+        self._files.close()
+
+
+class SeenFile(NamedTuple):
+    """A file as it was when it was looked at, to tell it from another one that takes its place."""
+
+    path: str
+    nbytes: int
+    changed: int  # when, in nanoseconds
+
+    @classmethod
+    def of(cls, path: str, fd: int) -> SeenFile:
+        """Return a file that is open."""
+        status = os.fstat(fd)
+        return cls(path, status.st_size, status.st_mtime_ns)
+
+
+class OpenFiles:
+    """Files that are opened when they are first read."""
+
+    def __init__(self) -> None:
+        self._open: dict[SeenFile, int] = {}
+        self._last: tuple[StridedTensor, Tensor] | None = None
+
+    def read(self, file: SeenFile, memory: memoryview, begin: int) -> None:
+        """Fill some memory with what a file has from byte `begin` on.
+
+        Raises:
+            ValueError: if the file has changed since, or ends before.
+            OSError: if it cannot be read.
+        """
+        if file not in self._open:
+            if len(self._open) >= _MOST_OPEN:
+                os.close(self._open.pop(next(iter(self._open))))
+            self._open[file] = _opened(file)
+        done = 0
+        while done < len(memory):  # the system may read less, as when it is interrupted
+            count = os.preadv(self._open[file], [memory[done:]], begin + done)
+            if count == 0:
+                raise ValueError(f"{file.path} is truncated: it ends before byte {begin + len(memory)}")
+            done += count
+
+    def whole(self, tensor: StridedTensor) -> Tensor:
+        """Return all elements of one that is not contiguous, as they lie in the file; the last one is kept."""
+        if self._last is None or self._last[0] is not tensor:
+            self._last = None  # before there is memory for another one
+            self._last = (tensor, tensor.span(self, 0, tensor.extent))
+        return self._last[1]
+
+    def close(self) -> None:
+        """Close what was opened; reading opens it again."""
+        self._last = None
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
+def _opened(file: SeenFile) -> int:
+    fd = descriptor(file.path)
+    if SeenFile.of(file.path, fd) != file:
+        os.close(fd)
+        raise ValueError(
+            f"{file.path} was changed, or another file was put in its place, after it was looked at: begin anew, when "
+            "nobody writes it"
+        )
+    return fd
+
+
+# --- tensors in files -----------------------------------------------------------------------------------------------
+
+
+class LazyTensor(Protocol):
+    """A tensor that is read by ranges."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def fill(self, files: OpenFiles, into: Tensor, start: int) -> None:
+        """Read elements from `start` on in row-major order; `into` is flat, of the same dtype, on the CPU."""
+
+
+@dataclass(frozen=True, eq=False)
+class StridedTensor:
+    """A tensor whose first element is at byte `begin` of `file`, and the others at strides from there, in elements."""
+
+    file: SeenFile
+    begin: int
+    dtype: torch.dtype
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+    @classmethod
+    def contiguous(cls, file: SeenFile, begin: int, dtype: torch.dtype, shape: torch.Size) -> StridedTensor:
+        """Return a tensor whose elements follow each other in row-major order."""
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        return cls(file, begin, dtype, shape, tuple(strides))
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def extent(self) -> int:
+        """Return the number of elements from the first to the last one in the file."""
+        return 1 + _place(self.strides, [size - 1 for size in self.shape]) if self.shape.numel() else 0
+
+    @cached_property
+    def is_contiguous(self) -> bool:
+        """Return whether elements follow each other in row-major order."""
+        return _is_dense(self.shape, self.strides)
+
+    def span(self, files: OpenFiles, first: int, count: int) -> Tensor:
+        """Return elements as they lie in the file."""
+        flat = torch.empty(count, dtype=self.dtype)
+        files.read(self.file, _bytes_of(flat), self.begin + first * self.dtype.itemsize)
+        return flat
+
+    def fill(self, files: OpenFiles, into: Tensor, start: int) -> None:
+        if self.is_contiguous and into.numel():
+            files.read(self.file, _bytes_of(into), self.begin + start * self.dtype.itemsize)
+            return
+        for box, values in _boxes(self.shape, into, start):
+            self.fill_box(files, values, box)
+
+    def fill_box(self, files: OpenFiles, into: Tensor, box: Box) -> None:
+        """Read a box; `into` has its sizes, and any strides."""
+        first, count = _place(self.strides, box.offsets), 1 + _place(self.strides, [size - 1 for size in box.sizes])
+        if _is_dense(box.sizes, self.strides) and into.is_contiguous():
+            files.read(self.file, _bytes_of(into.view(-1)), self.begin + first * self.dtype.itemsize)
+        elif self.is_contiguous:
+            into.copy_(self.span(files, first, count).as_strided(box.sizes, self.strides))
+        else:  # a small box may be spread over all of it
+            into.copy_(files.whole(self).as_strided(box.sizes, self.strides, first))
+
+
+class Chunk(Protocol):
+    """A box of a tensor, in a file."""
+
+    @property
+    def box(self) -> Box: ...
+    @property
+    def tensor(self) -> StridedTensor: ...
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkedTensor:
+    """A tensor that is divided into boxes, each somewhere in a file."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    chunks: Sequence[Chunk]
+
+    def fill(self, files: OpenFiles, into: Tensor, start: int) -> None:
+        for box, values in _boxes(self.shape, into, start):
+            for chunk in self.chunks:
+                common = overlap(box, chunk.box)
+                if common is not None:
+                    inside = common.moved([-begin for begin in box.offsets])
+                    slices = [
+                        slice(begin, begin + size) for begin, size in zip(inside.offsets, inside.sizes, strict=True)
+                    ]
+                    target = values[tuple(slices)]
+                    chunk.tensor.fill_box(files, target, common.moved([-begin for begin in chunk.box.offsets]))
+
+
+def is_lazy(value: Any) -> bool:
+    """Return whether it is a tensor in a file."""
+    return isinstance(value, (StridedTensor, ChunkedTensor))
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether it is a tensor, in memory or in a file."""
+    return isinstance(value, Tensor) or is_lazy(value)
+
+
+def memory_of(value: Any) -> Any:
+    """Return where a tensor lies; for what has no memory, a value that is equal to no other."""
+    if not is_tensor(value) or value.shape.numel() == 0:
+        return object()
+    if isinstance(value, Tensor):
+        return value.data_ptr(), value.shape, value.stride(), value.dtype
+    if isinstance(value, StridedTensor):
+        return value.file, value.begin, value.shape, value.strides, value.dtype
+    return value
+
+
+def whole(tensor: LazyTensor, device: torch.device | str = "cpu") -> Tensor:
+    """Return all of a tensor, in memory of its own; a tensor in a file comes to the CPU."""
+    made, files = torch.empty(tensor.shape, dtype=tensor.dtype, device=device), OpenFiles()
+    try:
+        tensor.fill(files, made.view(-1), 0)
+    finally:
+        files.close()
+    return made
+
+
+def _boxes(shape: torch.Size, flat: Tensor, start: int) -> Iterator[tuple[Box, Tensor]]:
+    """Yield the boxes that make a range of a tensor, each with its elements of `flat`, which has those of the range."""
+    done = 0
+    for box in boxes_of(shape, start, start + flat.numel()):
+        yield box, flat[done : done + box.numel].view(box.sizes)
+        done += box.numel
+
+
+def _place(strides: Sequence[int], indices: Sequence[int]) -> int:
+    return sum(map(math.prod, zip(strides, indices, strict=True)))
+
+
+def _is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Return whether elements of a box follow each other in row-major order."""
+    expected = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _bytes_of(flat: Tensor) -> memoryview:
+    return flat.view(torch.uint8).numpy().data
+
+
+# --- tensors of which ranks hold elements ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Elements:
+    """Some elements of a tensor, one after the other in row-major order.
+
+    Attributes:
+        tensor: it, in memory or in a file.
+        start: the first element.
+        numel: how many they are.
+    """
+
+    tensor: Tensor | LazyTensor
+    start: int
+    numel: int
+
+    @classmethod
+    def of(cls, tensor: Tensor | LazyTensor, numel: int | None = None) -> Elements:
+        """Return the first ones of a tensor, or all."""
+        flat = tensor.detach().reshape(-1) if isinstance(tensor, Tensor) else tensor
+        return cls(flat, 0, tensor.shape.numel() if numel is None else numel)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device if isinstance(self.tensor, Tensor) else torch.device("cpu")
+
+    def part(self, first: int, numel: int) -> Elements:
+        """Return some of them."""
+        return Elements(self.tensor, self.start + first, numel)
+
+    def fill(self, files: OpenFiles, into: Tensor) -> None:
+        """Read all; `into` is flat, of as many elements and the same dtype."""
+        if isinstance(self.tensor, Tensor):
+            into.copy_(self.tensor[self.start : self.start + self.numel])
+        else:
+            self.tensor.fill(files, into, self.start)
+
+
+@dataclass(frozen=True, eq=False)
+class Stitched:
+    """A tensor as the elements that ranks hold of it (a `LazyTensor`): nothing is put together before it is read.
+
+    Attributes:
+        name: by which it is read.
+        shape, dtype: of the tensor.
+        pieces: its elements in row-major order, one after the other.
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    pieces: tuple[Elements, ...]
+
+    def whole(self) -> Tensor:
+        """Return it in memory of its own, on the device of the elements."""
+        return whole(self, self.pieces[0].device if self.pieces else "cpu")
+
+    def fill(self, files: OpenFiles, into: Tensor, start: int) -> None:
+        done, skipped = 0, 0
+        for piece in self.pieces:
+            first = max(start + done - skipped, 0)
+            count = min(piece.numel - first, into.numel() - done)
+            if count > 0:
+                piece.part(first, count).fill(files, into[done : done + count])
+                done += count
+            skipped += piece.numel
+
+
+def stitched(name: str, tensor: Tensor | LazyTensor) -> Stitched:
+    """Return a tensor whose elements are all in another one."""
+    return Stitched(name, tensor.shape, tensor.dtype, (Elements.of(tensor),))
+
+
+def split_vector(
+    pieces: Iterable[Elements], names: Sequence[str], shapes: Sequence[Sequence[int]]
+) -> Iterator[Stitched]:
+    """Yield the tensors that lie one after the other in a vector, of which ranks hold these elements.
+
+    Args:
+        pieces: in rank order, without padding, of one dtype; at least one, with as many elements as there are.
+        names, shapes: of the tensors.
+    """
+    held = list(pieces)
+    dtype, ahead = held[0].dtype, iter([piece for piece in held if piece.numel])
+    rest = held[0].part(0, 0)
+    for name, shape in zip(names, map(torch.Size, shapes), strict=True):
+        parts, missing = [], shape.numel()
+        while missing:
+            rest = rest if rest.numel else next(ahead)
+            parts.append(rest.part(0, min(missing, rest.numel)))
+            missing -= parts[-1].numel
+            rest = rest.part(parts[-1].numel, rest.numel - parts[-1].numel)
+        yield Stitched(name, shape, dtype, tuple(parts or [rest.part(0, 0)]))
+
+
+def reader_of(path: str, tensors: Iterable[Stitched]) -> TensorReader:
+    """Return what reads tensors by their names; `path` is what messages call it."""
+    return TensorReader(path, {each.name: each for each in tensors})

@@ -24,7 +24,7 @@ from torch.serialization import add_safe_globals
 
 from fsdp.compat.fairscale.names import INSTEAD, PROVIDED, VERSION
 from fsdp.engine.flat_param import FlatParameter
-from fsdp.engine.forward_hooks import TrainingState
+from fsdp.engine.unit import TrainingState
 
 _ROOT = "fairscale"
 

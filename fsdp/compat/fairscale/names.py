@@ -8,14 +8,8 @@ from fsdp.compat.fairscale import parts
 from fsdp.compat.fairscale.bucketer import ReduceScatterBucketer
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper
-from fsdp.engine.forward_hooks import TrainingState
+from fsdp.engine.unit import TrainingState
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel, ProcessGroupName, get_fsdp_instances
-from fsdp.optim_utils import (
-    build_unflat_state_dict,
-    check_param_counts_before_sharding,
-    flatten_optim_state_dict,
-    is_singleton_tensor,
-)
 from fsdp.optim_utils.grad_scaler import ShardedGradScaler
 from fsdp.state_dict.load import no_pre_load_state_dict_hook
 from fsdp.wrap import (
@@ -98,10 +92,10 @@ PROVIDED: dict[str, dict[str, Any]] = {
         **_PARALLEL,
     },
     "fairscale.nn.data_parallel.fsdp_optim_utils": {
-        "flatten_optim_state_dict": flatten_optim_state_dict,
-        "build_unflat_state_dict": build_unflat_state_dict,
-        "check_param_counts_before_sharding": check_param_counts_before_sharding,
-        "is_singleton_tensor": is_singleton_tensor,
+        "flatten_optim_state_dict": parts.flatten_optim_state_dict,
+        "build_unflat_state_dict": parts.build_unflat_state_dict,
+        "check_param_counts_before_sharding": parts.check_param_counts_before_sharding,
+        "is_singleton_tensor": parts.is_singleton_tensor,
     },
     "fairscale.nn.data_parallel.sharded_ddp": {"ShardedDataParallel": parts.ShardedDataParallel},
     "fairscale.nn.wrap": _WRAP,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -112,3 +113,107 @@ class OSS(_Refused):
     """Stands in for FairScale's optimizer, which shards its state by whole parameters."""
 
     instead = "wrap with FullyShardedDataParallel, after which any optimizer of its parameters() is sharded"
+
+
+# Of `fsdp_optim_utils`: functions of state dictionaries
+
+
+def is_singleton_tensor(x: Any) -> bool:
+    """Return whether it is a tensor without dimensions."""
+    return isinstance(x, Tensor) and x.dim() == 0
+
+
+def check_param_counts_before_sharding(full_optim_state_dict: Mapping[str, Any], n_instances: int) -> None:
+    """Make sure that a state of FairScale's format is of a model with as many wrappers; one without state always is.
+
+    Raises:
+        ValueError: if not.
+    """
+    found = len(set(full_optim_state_dict["param_id_map"].values()))
+    if full_optim_state_dict["state"] and found != n_instances:
+        raise ValueError(
+            f"this model has {n_instances} wrappers with parameters, itself included, and the model that the optimizer "
+            f"state was saved of had {found}: wrap the same modules as then"
+        )
+
+
+def flatten_optim_state_dict(sd: dict[str, Any]) -> dict[str, Any]:
+    """Change a state of FairScale's format to one unsharded vector for each flat parameter, and return it.
+
+    Tensors of what has one number in ``param_id_map`` follow one another; 0-d tensors, lists and values are those of
+    the last one. The two keys that FairScale adds are dropped.
+    """
+    id_map: dict[int, int | None] = sd["param_id_map"]
+    flat: dict[int | None, dict[str, Any]] = {}
+    for number, state in sd["state"].items():
+        local = id_map[number]
+        for key, value in state.items():
+            entry = flat.setdefault(local, {})
+            if isinstance(value, Tensor) and not is_singleton_tensor(value):
+                entry.setdefault(key, []).append(value.reshape(-1))
+            else:
+                entry[key] = value
+    vectors = {
+        local: {key: torch.cat(value) if _are_vectors(value) else value for key, value in entry.items()}
+        for local, entry in flat.items()
+    }
+    seen = [local for local, _ in groupby(id_map.values())]
+    groups = [{**group, "params": list(range(len(seen)))} for group in sd["param_groups"]]
+    sd |= {"state": vectors, "param_groups": groups}
+    del sd["uncollected_local_ids"], sd["param_id_map"]
+    return sd
+
+
+def _are_vectors(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(v, Tensor) and v.dim() == 1 for v in value)
+
+
+def build_unflat_state_dict(
+    instance_list: Sequence[Any],
+    world_pad_info: Sequence[Sequence[Sequence[int]]],
+    state: dict[int, dict[str, list[Any]]],
+    singleton_state: dict[int, dict[str, list[Tensor]]],
+    uncollected_opt_state: Mapping[int, Mapping[str, Any]],
+    original_sd: dict[str, Any],
+) -> dict[str, Any]:
+    """Make FairScale's full state of all ranks' shards of flat parameters, in `original_sd`, and return it.
+
+    Args:
+        instance_list: the wrappers with parameters, in the order of ``modules()``, each with one flat parameter.
+        world_pad_info: by rank and wrapper, how many elements at the end of its flat parameter's part are padding, in a
+            list of one.
+        state: by wrapper and key, each rank's vector; a list of one for what is no tensor.
+        singleton_state: the same for 0-d tensors.
+        uncollected_opt_state: by wrapper and key, what one rank has all of.
+        original_sd: the optimizer's own dictionary, with its groups and other keys.
+    """
+    alone = {local: {key: [value] for key, value in entry.items()} for local, entry in uncollected_opt_state.items()}
+    whole: dict[int, dict[str, Any]] = {}
+    id_map: dict[int, int | None] = {}
+    for local, instance in enumerate(instance_list):
+        (shard,) = instance.non_shared_params()
+        layout = shard.make_layout()
+        entry = {**state.get(local, {}), **singleton_state.get(local, {}), **alone.get(local, {})}
+        numbers = range(len(id_map), len(id_map) + len(layout.slots))
+        id_map |= dict.fromkeys(numbers, local if entry else None)
+        for key, parts in entry.items():
+            is_whole = local in alone or not _are_vectors(parts)
+            padding = [0 if is_whole else pads[local][0] for pads in world_pad_info]
+            cut = (
+                [part[: len(part) - pad] for part, pad in zip(parts, padding, strict=False)]
+                if _are_vectors(parts)
+                else []
+            )
+            values = layout.unpack(torch.cat(cut)) if cut else [_single(parts)] * len(numbers)
+            for number, value in zip(numbers, values, strict=True):
+                whole.setdefault(number, {})[key] = value
+    groups = [dict(group) for group in original_sd["param_groups"]]
+    groups[0]["params"] = list(id_map)
+    added = {"param_id_map": id_map, "uncollected_local_ids": list(uncollected_opt_state)}
+    original_sd |= {"state": whole, "param_groups": groups, **added}
+    return original_sd
+
+
+def _single(parts: list[Any]) -> Any:
+    """Return the one value, but 0-d tensors as one for each rank."""
+    return parts if is_singleton_tensor(parts[0]) else parts[0]

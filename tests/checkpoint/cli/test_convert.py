@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from fsdp.checkpoint.cli.show import Progress
+from fsdp.checkpoint.cli import Progress
 from fsdp.checkpoint.safetensors import SafetensorsFiles
 from tests.helpers.checkpoint_models import content, flip
 from tests.helpers.convert_formats import assert_same_checkpoint, command, converted, saved
@@ -99,7 +99,7 @@ def test_a_damaged_source_leaves_what_was_there(tmp_path: Path, capsys: Captured
     source = saved(tmp_path / "origin")
     converted(source, tmp_path / "there", "--to", word)
     tensor = SafetensorsFiles(source).tensors["wide.weight"]
-    flip(Path(tensor.file), tensor.begin)
+    flip(Path(tensor.file), tensor.tensor.begin)
     before = everything_in(tmp_path)
     said = command(capsys, "convert", source, tmp_path / "there", "--to", word, "--overwrite")
     assert said.code == 1

@@ -17,11 +17,10 @@ from benchmarks.record_fairscale_checkpoint import CASES
 from benchmarks.record_fairscale_shards import make_model
 from fsdp import FullyShardedDataParallel
 from fsdp.checkpoint.cli import FINE, MISUSED, WRONG, main
-from fsdp.checkpoint.formats.fairscale import open_fairscale
 from fsdp.optim_utils import full_optim_state_dict
 from tests.checkpoint.formats.test_fairscale import NAMES, NAMES_INSIDE, RECORDED, every_case
 from tests.checkpoint.formats.test_fsdp1 import Model, folders, save, truth
-from tests.helpers.legacy_sources import assert_same_state, weights_of
+from tests.helpers.legacy_sources import assert_same_state
 from tests.helpers.ranks import RankPool
 
 
@@ -64,15 +63,12 @@ def test_fairscale_s_checkpoints_are_loaded_at_any_number_of_ranks(
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("kind", ["sharded", "local"])
 def test_fsdp1_s_checkpoints_are_loaded_at_any_number_of_ranks(
-    ranks: RankPool, tmp_path: Path, world_size: int, kind: str
+    ranks: RankPool, tmp_path: Path, world_size: int
 ) -> None:
     theirs, ours = folders(tmp_path)
-    ranks(3).run(save, theirs, kind, {})
-    torch.save(Model().state_dict(), theirs / "names.pt")
-    options = ["--like", str(theirs / "names.pt")] if kind == "local" else []
-    assert main(["convert", str(theirs), str(ours), *options]) == FINE
+    ranks(3).run(save, theirs, "sharded", {})
+    assert main(["convert", str(theirs), str(ours)]) == FINE
     whole = truth(theirs)
     whole["optimizer"] = whole["optimizer"]["state"]
     ranks(world_size).run(loaded, ours, make_fsdp1_model, whole, {"step": 2})
@@ -84,19 +80,6 @@ def test_a_plain_model_loads_what_was_converted_to_torch(tmp_path: Path) -> None
     model = make_model(lambda module: module)
     model.load_state_dict(found)  # with all names of tied parameters
     assert found["first.weight"].data_ptr() == found["last.weight"].data_ptr()
-
-
-def test_shards_are_written_for_other_numbers_of_ranks_with_a_template(tmp_path: Path) -> None:
-    template = ["--to", "fairscale", "--template", str(RECORDED / "metaseq-mixed-2")]
-    assert main(["convert", str(RECORDED / "fairseq-flat-3"), str(tmp_path / "ours")]) == FINE
-    assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "theirs"), *template]) == FINE
-    found, expected = (weights_of(open_fairscale(each)) for each in (tmp_path / "theirs", RECORDED / "fairseq-flat-3"))
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-def test_shards_are_not_written_without_a_template(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["convert", str(RECORDED / "flat-2"), str(tmp_path / "new"), "--to", "fairscale"]) == MISUSED
-    assert "--template" in capsys.readouterr().err
 
 
 def test_the_optimizer_s_state_may_be_in_files_of_its_own(tmp_path: Path) -> None:
@@ -111,13 +94,27 @@ def test_the_optimizer_s_state_may_be_in_files_of_its_own(tmp_path: Path) -> Non
     assert_same_state(found, dict(zip((*NAMES, *NAMES_INSIDE), whole.values(), strict=True)))
 
 
-@pytest.mark.parametrize(("option", "words"), [("--like", "fsdp1"), ("--optimizer-files", "fairscale and fsdp1")])
-def test_options_of_other_formats_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, words: str
-) -> None:
+def test_options_of_other_formats_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"model": nn.Linear(2, 2).state_dict()}, tmp_path / "plain.pt")
-    assert main(["inspect", str(tmp_path / "plain.pt"), option, "anything"]) == WRONG
-    assert f"is of the format torch, and {option} is for {words}" in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path / "plain.pt"), "--optimizer-files", "anything"]) == WRONG
+    assert "is of the format torch, and --optimizer-files is for fairscale and fsdp1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--like", "names.pt"], "--like: local state dicts of FSDP1 are not read: load them with FSDP1"),
+        (["--template", "old"], "--template: FairScale's shards are read and not written: convert to torch"),
+        (["--to", "fairscale"], "--to: FairScale's shards are read and not written: convert to torch"),
+    ],
+)
+def test_options_that_were_removed_say_what_to_do(
+    capsys: pytest.CaptureFixture[str], options: list[str], says: str
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["convert", str(RECORDED / "flat-2"), "new", *options])
+    assert left.value.code == MISUSED
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "code"), [("fairseq-flat-3", MISUSED), ("fairseq-unflattened-3", FINE)])

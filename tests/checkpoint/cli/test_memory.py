@@ -25,8 +25,7 @@ def growths(script: str) -> list[float]:
     common = f"""
         import re, torch, fsdp
         from torch import nn
-        from fsdp.checkpoint.cli import show
-        from fsdp.checkpoint.cli import main
+        from fsdp.checkpoint.cli import Progress, main
 
         def anonymous():
             return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
@@ -48,7 +47,7 @@ def growths(script: str) -> list[float]:
             global highest
             highest = max(highest, anonymous())
 
-        show.Progress.__call__ = look
+        Progress.__call__ = look
 
         def growth(*arguments):
             global highest

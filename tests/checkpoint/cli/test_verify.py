@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fsdp.checkpoint.formats.dcp import DcpFolder
-from fsdp.checkpoint.formats.torch_archive import TorchArchive
+from fsdp.checkpoint.formats.torch_file import TorchArchive
 from fsdp.checkpoint.safetensors import SafetensorsFiles
 from tests.helpers.checkpoint_models import flip
 from tests.helpers.convert_formats import command, converted, saved
@@ -51,7 +51,7 @@ def place_of(path: Path, word: str) -> tuple[Path, int, str]:
         (chunk,) = DcpFolder(str(path)).tree()["model"]["wide.weight"].chunks
         return Path(chunk.tensor.file.path), chunk.tensor.begin, "model.wide.weight"
     stored = SafetensorsFiles(path).tensors["wide.weight"]
-    return Path(stored.file), stored.begin, "wide.weight"
+    return Path(stored.file), stored.tensor.begin, "wide.weight"
 
 
 @pytest.mark.parametrize("word", ["fsdp", "torch", "dcp"])
@@ -82,10 +82,10 @@ def test_truncated_files_are_named(tmp_path: Path, capsys: Captured, word: str) 
 def test_all_damage_is_named(tmp_path: Path, capsys: Captured) -> None:
     path = saved(tmp_path / "origin", max_file_bytes=200)
     files = SafetensorsFiles(path).tensors
-    flip(Path(files["wide.weight"].file), files["wide.weight"].begin)
+    flip(Path(files["wide.weight"].file), files["wide.weight"].tensor.begin)
     optimizer = SafetensorsFiles(path / "optimizer.safetensors.index.json").tensors
     for name in ("fine/exp_avg", "wide.weight/exp_avg_sq"):
-        flip(Path(optimizer[name].file), optimizer[name].begin)
+        flip(Path(optimizer[name].file), optimizer[name].tensor.begin)
     said = command(capsys, "verify", path)
     assert said.code == 1
     for name in ("wide.weight in", "fine/exp_avg in", "wide.weight/exp_avg_sq in"):

@@ -233,7 +233,7 @@ def test_chunks_along_any_dimension_are_put_together(ranks: RankPool, tmp_path: 
 def test_few_files_are_open_at_once(ranks: RankPool, tmp_path: Path) -> None:
     ranks(3).run(_save_cut, tmp_path / "saved")
     with (
-        mock.patch("fsdp.checkpoint.formats.lazy_tensors._MOST_OPEN", 1),
+        mock.patch("fsdp.checkpoint.formats.source._MOST_OPEN", 1),
         closing(open_source(tmp_path / "saved")) as source,
     ):
         before = len(os.listdir("/proc/self/fd"))

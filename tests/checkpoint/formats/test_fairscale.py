@@ -146,17 +146,6 @@ def test_a_folder_is_known_by_its_metadata(tmp_path: Path) -> None:
     assert not is_fairscale(tmp_path / "nothing.pt")
 
 
-def test_files_of_torch_before_1_6_are_read_with_what_a_program_has_saved_in_them(tmp_path: Path) -> None:
-    for rank in range(3):
-        name = f"checkpoint_last-shard{rank}.pt"
-        saved = torch.load(RECORDED / "fairseq-flat-3" / name, weights_only=False)
-        torch.save(saved, tmp_path / name, _use_new_zipfile_serialization=False)
-    source, expected = open_fairscale(tmp_path), open_fairscale(RECORDED / "fairseq-flat-3")
-    assert_same_weights(weights_of(source), weights_of(expected))
-    assert_same_state(state_of(source), state_of(expected))
-    assert (decoded(source.values), source.notes) == (decoded(expected.values), ())
-
-
 class RanError(Exception):
     """A class in a file was run."""
 

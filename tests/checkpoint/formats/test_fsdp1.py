@@ -171,21 +171,6 @@ def test_groups_keep_their_settings(ranks: RankPool, tmp_path: Path) -> None:
     assert [options["lr"] for options, _ in groups_of(source)] == [0.01, 0.5]
 
 
-@every_world
-def test_local_state_is_whole_with_a_state_dict_of_the_plain_model(
-    ranks: RankPool, tmp_path: Path, world_size: int
-) -> None:
-    ranks(world_size).run(save, tmp_path, "local", {})
-    plain = Model().state_dict()
-    torch.save(plain, tmp_path / "names.pt")
-    with torch.device("meta"):
-        without_values = Model().state_dict()
-    for like in (plain, without_values, tmp_path / "names.pt"):
-        source = open_fsdp1(tmp_path / "rank0.pt", like=like)
-        assert_is(source, truth(tmp_path))
-        assert source.world_size == world_size
-
-
 def test_weights_and_state_may_be_in_different_files(ranks: RankPool, tmp_path: Path) -> None:
     ranks(2).run(save, tmp_path, "sharded", {})
     (tmp_path / "state").mkdir()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp.checkpoint.formats.fsdp1 import open_fsdp1
-from tests.checkpoint.formats.test_fsdp1 import Model, folders, save
+from tests.checkpoint.formats.test_fsdp1 import folders, save
 from tests.helpers.ranks import RankPool
 
 
@@ -79,26 +79,9 @@ def test_a_file_that_is_no_dict(tmp_path: Path) -> None:
     fails(tmp_path / "ones.pt", tmp_path / "ones.pt", "has a Tensor in it")
 
 
-def test_local_state_without_names_says_what_to_give(ranks: RankPool, tmp_path: Path) -> None:
+def test_local_state_says_what_to_save_instead(ranks: RankPool, tmp_path: Path) -> None:
     path = saved(ranks, tmp_path, "local", 2)
-    fails(path, path / "rank0.pt", "LOCAL_STATE_DICT", "--like", "FULL_STATE_DICT")
-
-
-def test_local_state_with_names_of_another_model(ranks: RankPool, tmp_path: Path) -> None:
-    path, plain = saved(ranks, tmp_path, "local", 2), Model().state_dict()
-    larger = {**plain, "first.weight": torch.ones(6, 6)}
-    fails(path, path / "rank0.pt", "_flat_param", "30 elements", "have 66", "use_orig_params=True", like=larger)
-
-
-def test_local_state_with_use_orig_params_has_gaps(ranks: RankPool, tmp_path: Path) -> None:
-    path = saved(ranks, tmp_path, "local", 2, use_orig_params=True)
-    fails(path, path / "rank0.pt", "use_orig_params=True", "save FULL_STATE_DICT", like=Model().state_dict())
-
-
-def test_local_state_of_a_missing_rank(ranks: RankPool, tmp_path: Path) -> None:
-    path = saved(ranks, tmp_path, "local", 3)
-    (path / "rank2.pt").unlink()
-    fails(path, "_flat_param", path / "rank1.pt", "A rank's shard is missing", like=Model().state_dict())
+    fails(path, path / "rank0.pt", "LOCAL_STATE_DICT", "Load it with FSDP1 on as many ranks", "FULL_STATE_DICT")
 
 
 def test_flat_state_beside_weights_that_are_whole(ranks: RankPool, tmp_path: Path) -> None:
@@ -109,7 +92,7 @@ def test_flat_state_beside_weights_that_are_whole(ranks: RankPool, tmp_path: Pat
     numbered = {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
     for rank in range(2):
         torch.save(numbered, whole / f"rank{rank}.pt")
-    says = (whole / "rank0.pt", "by their numbers", "FSDP.full_optim_state_dict", "LOCAL_STATE_DICT")
+    says = (whole / "rank0.pt", "by their numbers", "FSDP.full_optim_state_dict")
     fails(whole / "model.pt", *says, optimizer=whole / "rank0.pt")
 
 
@@ -120,7 +103,7 @@ def test_state_of_another_shape_than_its_parameter(folder: Path) -> None:
     content = torch.load(folder / "whole.pt", weights_only=True)
     flatten(content)
     torch.save(content, folder / "odd.pt")
-    fails(folder / "odd.pt", folder / "odd.pt", "'exp_avg' of first.weight", "[25]", "[5, 5]")
+    fails(folder / "odd.pt", folder / "odd.pt", "'exp_avg' of first.weight", "(25,)", "(5, 5)")
 
 
 def test_state_of_ranks_at_different_steps(folder: Path, tmp_path: Path) -> None:

@@ -24,8 +24,7 @@ import fsdp
 from fsdp import checkpoint
 from fsdp.checkpoint.cli import main
 from fsdp.checkpoint.formats.open_source import open_source
-from fsdp.checkpoint.formats.torch_archive import TorchArchive
-from fsdp.checkpoint.formats.torch_pickle import unpickled
+from fsdp.checkpoint.formats.torch_file import TorchArchive, unpickled
 from fsdp.checkpoint.safetensors import SafetensorsFiles
 from tests.checkpoint.formats.test_fairscale import RECORDED
 from tests.checkpoint.formats.test_fsdp1 import save as save_fsdp1
@@ -64,13 +63,11 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def others(ours: Path, ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints of all formats, each by itself in a folder."""
     folder = tmp_path_factory.mktemp("others")
-    for word in ("safetensors", "dcp", "torch", "old", "fairscale", "fsdp1"):
+    for word in ("safetensors", "dcp", "torch", "fairscale", "fsdp1"):
         (folder / word).mkdir()
     converted(ours, folder / "safetensors" / "run", "--to", "safetensors", "--max-file-bytes", "300")
     converted(ours, folder / "dcp" / "run", "--to", "dcp")
     converted(ours, folder / "torch" / "run.pt", "--to", "torch")
-    tree = torch.load(folder / "torch" / "run.pt")
-    torch.save(tree, folder / "old" / "run.pt", _use_new_zipfile_serialization=False)
     shutil.copytree(RECORDED / "optim-flat-2", folder / "fairscale" / "run")
     (folder / "fsdp1" / "run").mkdir()
     ranks(2).run(save_fsdp1, folder / "fsdp1" / "run", "sharded", {})
@@ -94,7 +91,7 @@ def test_a_damaged_checkpoint_of_ours_gives_what_was_saved_or_an_error(
 
 @FEW
 @given(data=st.data())
-@pytest.mark.parametrize("word", ["safetensors", "dcp", "torch", "old", "fairscale", "fsdp1"])
+@pytest.mark.parametrize("word", ["safetensors", "dcp", "torch", "fairscale", "fsdp1"])
 def test_damaged_files_of_others_are_read_or_refused(
     others: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, word: str, data: st.DataObject
 ) -> None:
@@ -103,7 +100,7 @@ def test_damaged_files_of_others_are_read_or_refused(
     files = sorted(each for each in folder.rglob("*") if each.is_file())
     path = data.draw(st.sampled_from(files))
     path.write_bytes(edited(path.read_bytes(), data.draw(edits())))
-    assert_read_or_refused(next(folder.iterdir()), lambda _: True, "torch" if word == "old" else word)
+    assert_read_or_refused(next(folder.iterdir()), lambda _: True, word)
 
 
 @FEW
@@ -280,17 +277,12 @@ BOMBS: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("case", BOMBS)
-@pytest.mark.parametrize("kind", ["zip", "old", "dcp"])
+@pytest.mark.parametrize("kind", ["zip", "dcp"])
 def test_a_small_pickle_gets_little_time_and_memory(tmp_path: Path, case: str, kind: str) -> None:
     path = tmp_path / "x.pt"
     if kind == "zip":
         torch.save({}, path)
         zipped_with(path, "data.pkl", BOMBS[case])
-    elif kind == "old":
-        torch.save({}, path, _use_new_zipfile_serialization=False)
-        text = path.read_bytes()
-        path.write_bytes(text.replace(pickle.dumps({}, 2), BOMBS[case]))
-        assert path.read_bytes() != text
     else:
         path = tmp_path / "x"
         path.mkdir()

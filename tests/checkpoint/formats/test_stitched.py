@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp.checkpoint.formats.lazy_tensors import LazyReader
-from fsdp.checkpoint.formats.stitched import Elements, Stitched, cut, reader_of, stitched
-from fsdp.checkpoint.formats.torch_archive import TorchArchive
+from fsdp.checkpoint.formats.source import Elements, Stitched, TensorReader, reader_of, split_vector, stitched
+from fsdp.checkpoint.formats.torch_file import TorchArchive
 from tests.helpers.safetensors_files import counted_reads
 
 VALUES = torch.arange(24.0)
@@ -21,7 +20,7 @@ def in_file(path: Path, values: torch.Tensor) -> Elements:
     return Elements.of(TorchArchive(str(path)).content)
 
 
-def assert_every_range_is_read(reader: LazyReader, name: str, expected: torch.Tensor) -> None:
+def assert_every_range_is_read(reader: TensorReader, name: str, expected: torch.Tensor) -> None:
     flat = expected.reshape(-1)
     for start in range(flat.numel()):
         for stop in range(start + 1, flat.numel() + 1):
@@ -46,7 +45,7 @@ def test_every_range_of_pieces_in_files_and_in_memory_is_read(tmp_path: Path) ->
 def test_a_vector_in_pieces_is_cut_into_tensors(tmp_path: Path) -> None:
     pieces = [in_file(tmp_path / "0.pt", VALUES[:7]), Elements.of(VALUES[:0]), Elements.of(VALUES[7:])]
     shapes = [(3, 3), (), (0, 2), (14,)]
-    reader = reader_of("vector", cut(pieces, list("abcd"), shapes))
+    reader = reader_of("vector", split_vector(pieces, list("abcd"), shapes))
     assert [tuple(each.shape) for each in reader.tensors.values()] == shapes
     assert_every_range_is_read(reader, "a", VALUES[:9])
     assert_every_range_is_read(reader, "b", VALUES[9])

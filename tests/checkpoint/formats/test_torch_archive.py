@@ -6,7 +6,6 @@ import argparse
 import enum
 import os
 import pickle
-import struct
 from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp.checkpoint.formats.lazy_tensors import LazyReader, StridedTensor
-from fsdp.checkpoint.formats.torch_archive import TorchArchive, is_torch_file
-from fsdp.checkpoint.formats.torch_pickle import Foreign
+from fsdp.checkpoint.formats.source import StridedTensor, TensorReader
+from fsdp.checkpoint.formats.torch_file import Foreign, TorchArchive, is_torch_file
 from tests.helpers.checkpoint_models import flip
 from tests.helpers.convert_formats import assert_same_bits
 from tests.helpers.safetensors_files import counted_reads
@@ -48,16 +46,16 @@ TENSORS: dict[str, Tensor] = {
 }
 
 
-@pytest.fixture(scope="module", params=["now", "before torch 1.6"])
-def archive(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> TorchArchive:
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> TorchArchive:
     path = tmp_path_factory.mktemp("torch") / "all.pt"
-    torch.save(TENSORS, path, _use_new_zipfile_serialization=request.param == "now")
+    torch.save(TENSORS, path)
     return TorchArchive(str(path))
 
 
 @pytest.mark.parametrize("name", list(TENSORS))
 def test_every_kind_of_tensor_is_read(archive: TorchArchive, name: str) -> None:
-    reader, expected = LazyReader("file", archive.content), TENSORS[name].detach()
+    reader, expected = TensorReader("file", archive.content), TENSORS[name].detach()
     found = torch.empty(expected.shape, dtype=expected.dtype)
     reader.read(name, found)
     assert_same_bits(found, expected, name)
@@ -65,7 +63,7 @@ def test_every_kind_of_tensor_is_read(archive: TorchArchive, name: str) -> None:
 
 @pytest.mark.parametrize("name", list(TENSORS))
 def test_every_range_is_read(archive: TorchArchive, name: str) -> None:
-    reader, flat = LazyReader("file", archive.content), TENSORS[name].detach().reshape(-1)
+    reader, flat = TensorReader("file", archive.content), TENSORS[name].detach().reshape(-1)
     for start in range(flat.numel()):
         for stop in range(start + 1, flat.numel() + 1):
             part = torch.empty(stop - start, dtype=flat.dtype)
@@ -75,18 +73,18 @@ def test_every_range_is_read(archive: TorchArchive, name: str) -> None:
 
 def test_values_are_cast_to_the_dtype_of_the_target(archive: TorchArchive) -> None:
     part = torch.empty(2, 3, dtype=torch.float64)
-    LazyReader("file", archive.content).read("contiguous", part, 4)
+    TensorReader("file", archive.content).read("contiguous", part, 4)
     assert torch.equal(part, torch.arange(4.0, 10.0, dtype=torch.float64).view(2, 3))
 
 
 @pytest.mark.parametrize(("start", "count"), [(-1, 2), (11, 2), (0, 13)])
 def test_a_range_outside_is_an_error(archive: TorchArchive, start: int, count: int) -> None:
     with pytest.raises(ValueError, match=f"contiguous in file: cannot read elements {start} to {start + count} of 12"):
-        LazyReader("file", archive.content).read("contiguous", torch.empty(count), start)
+        TensorReader("file", archive.content).read("contiguous", torch.empty(count), start)
 
 
 def test_a_range_costs_as_many_bytes_as_it_has(archive: TorchArchive) -> None:
-    reader = LazyReader("file", archive.content)
+    reader = TensorReader("file", archive.content)
     with counted_reads() as sizes:
         reader.read("contiguous", torch.empty(5), 3)
         reader.read("columns", torch.empty(2), 2)  # a row
@@ -213,11 +211,10 @@ def test_files_without_checksums_say_so(tmp_path: Path) -> None:
     assert archive.content["x"].shape == (9,)
 
 
-@pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.parametrize("size", [0, 10, 200, -1])
-def test_truncated_files_are_errors(tmp_path: Path, size: int, is_old: bool) -> None:
+def test_truncated_files_are_errors(tmp_path: Path, size: int) -> None:
     path = tmp_path / "all.pt"
-    torch.save({"x": torch.arange(9.0)}, path, _use_new_zipfile_serialization=not is_old)
+    torch.save({"x": torch.arange(9.0)}, path)
     os.truncate(path, size % path.stat().st_size)
     with pytest.raises(ValueError, match=r"all\.pt is no file of torch.save, or is cut short or damaged"):
         TorchArchive(str(path))
@@ -232,36 +229,11 @@ def test_a_pickle_that_was_changed_is_an_error(tmp_path: Path) -> None:
         TorchArchive(str(path))
 
 
-# Files from before torch 1.6
-
-
-class PartOfStorage:
-    """Two of four numbers: torch once had storages that were parts of others."""
-
-
-class OfPart:
-    def __reduce__(self) -> Any:
-        return torch._utils._rebuild_tensor_v2, (PartOfStorage(), 0, (2,), (1,), False, OrderedDict())
-
-
-class OldPickler(pickle.Pickler):
-    def persistent_id(self, obj: Any) -> Any:
-        of_other = ("7-of-8", 2, 2)
-        return ("storage", torch.FloatStorage, "7", "cpu", 4, of_other) if isinstance(obj, PartOfStorage) else None
-
-
-def test_a_storage_that_was_a_part_of_another_is_read_at_its_place(tmp_path: Path) -> None:
-    path, machine = tmp_path / "all.pt", {"protocol_version": 1001, "little_endian": True, "type_sizes": {}}
-    with open(path, "wb") as file:
-        for head in (torch.serialization.MAGIC_NUMBER, 1001, machine):
-            pickle.dump(head, file, 2)
-        OldPickler(file, 2).dump({"x": OfPart()})
-        pickle.dump(["7"], file, 2)
-        file.write(struct.pack("<q4f", 4, 0.0, 1.0, 2.0, 3.0))
-    found = torch.empty(2)
-    LazyReader("file", TorchArchive(str(path)).content).read("x", found)
-    assert torch.equal(found, torch.load(path, weights_only=True)["x"])
-    assert found.tolist() == [2.0, 3.0]
+def test_a_file_from_before_torch_1_6_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "all.pt"
+    torch.save({"x": torch.arange(9.0)}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(ValueError, match=r"all\.pt has the format of torch before 1\.6, .* save it again"):
+        TorchArchive(str(path))
 
 
 # Which files are such

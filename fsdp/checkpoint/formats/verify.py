@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from fsdp.checkpoint.checksums import BLOCK_BYTES, blocks
 from fsdp.checkpoint.formats.dcp import DcpFolder
 from fsdp.checkpoint.formats.rank_files import rank_files
-from fsdp.checkpoint.formats.torch_archive import TorchArchive
+from fsdp.checkpoint.formats.torch_file import TorchArchive
 from fsdp.checkpoint.manifest import Manifest, complete
 from fsdp.checkpoint.safetensors import SafetensorsFiles
 
 Advance = Callable[[int], None]
 Start = Callable[[int], Advance]  # is given the number of bytes that will be read
-_READ_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class Examined:
-    """What was found.
+    """The result of reading a checkpoint from end to end.
 
     Attributes:
         problems: all that is wrong.
@@ -35,7 +35,7 @@ class Examined:
 
 
 def examine_ours(path: str, start: Start) -> Examined:
-    """A folder of `fsdp.save`: every byte has a checksum.
+    """Read a folder of `fsdp.save`: every byte has a checksum.
 
     Raises:
         FileNotFoundError: if there is no complete one.
@@ -63,40 +63,41 @@ def examine_ours(path: str, start: Start) -> Examined:
 
 
 def examine_safetensors(path: str, start: Start) -> Examined:
-    """Safetensors files: their headers describe them, and they can be read. They have no checksums."""
+    """Read safetensors files: their headers describe them, and they can be read. They have no checksums."""
     try:
         files = SafetensorsFiles(path)
     except (ValueError, FileNotFoundError) as error:
         return Examined([str(error)], 0, "")
     total = sum(tensor.nbytes for tensor in files.tensors.values())
     advance, problems = start(total), []
-    buffer = torch.empty(_READ_BYTES, dtype=torch.uint8)
+    buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
     with files:
         for name, tensor in files.tensors.items():
-            step = _READ_BYTES // tensor.dtype.itemsize
             try:
-                for first in range(0, tensor.numel, step):
-                    count = min(step, tensor.numel - first)
-                    files.read(name, buffer[: count * tensor.dtype.itemsize].view(tensor.dtype), first)
-                    advance(count * tensor.dtype.itemsize)
+                for begin, end in blocks(tensor.nbytes):
+                    files.read(name, buffer[: end - begin].view(tensor.dtype), begin // tensor.dtype.itemsize)
+                    advance(end - begin)
             except (ValueError, OSError) as error:
                 problems.append(str(error))
     return Examined(problems, total, "headers and sizes agree, and all can be read; the format has no checksums")
 
 
 def examine_torch(path: str, start: Start) -> Examined:
-    """A file of `torch.save`: the archive's own checksums, if whoever wrote it did not leave them out."""
+    """Read a file of `torch.save`: the archive's own checksums, if whoever wrote it did not leave them out."""
     try:
         archive = TorchArchive(path)
     except ValueError as error:
         return Examined([str(error)], 0, "")
     total = os.path.getsize(path)
-    problems = list(_unpickled(archive)) or list(archive.damaged(start(total)))
-    return Examined(problems, total, _how(archive.has_checksums))
+    try:
+        archive.content  # noqa: B018 (which is read now)
+    except ValueError as error:
+        return Examined([str(error)], total, "")
+    return Examined(list(archive.damaged(start(total))), total, _how(archive.has_checksums))
 
 
 def examine_ranks(path: str, start: Start) -> Examined:
-    """A file of `torch.save` for each rank: none is missing, and their archives' checksums."""
+    """Read a file of `torch.save` for each rank: none is missing, and their archives' checksums."""
     try:
         files = rank_files(path)
     except (ValueError, FileNotFoundError) as error:
@@ -108,15 +109,8 @@ def examine_ranks(path: str, start: Start) -> Examined:
     return Examined(problems, sum(each.nbytes for each in found), f"in {len(files)} files, {', '.join(hows)}")
 
 
-def _unpickled(archive: TorchArchive) -> Iterator[str]:
-    try:
-        archive.content  # noqa: B018 (which is read now)
-    except ValueError as error:
-        yield str(error)
-
-
 def examine_dcp(path: str, start: Start) -> Examined:
-    """A folder of `torch.distributed.checkpoint`: every chunk is there, and is what its archive's checksums say."""
+    """Read a folder of `torch.distributed.checkpoint`: every chunk is there, and is what its checksums say."""
     try:
         folder = DcpFolder(path)
     except ValueError as error:

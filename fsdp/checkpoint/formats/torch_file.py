@@ -1,0 +1,591 @@
+"""Files of `torch.save`, looked at without loading them: their objects, and the place of each tensor's bytes.
+
+Such a file is a zip archive without compression: ``data.pkl`` has the objects, in which storages are mentioned by
+number, and ``data/<number>`` has the bytes of each.
+
+[Note: nothing is called] The objects are read by an unpickler that makes containers, numbers, and what it is told to
+make of tensors (`StridedTensor`). Everything else in a pickle becomes a `Foreign`, which says what it would have been,
+and of what. So files from elsewhere cannot run code, and one strange object does not keep anybody from the rest.
+
+[Note: bounds] The unpickler of the standard library believes what a pickle says: it allocates as many bytes as a string
+claims to have, and a memo of twice the number under which something is remembered. And it hashes keys, which takes as
+long as there are paths through a tuple of tuples that are the same ones: exponentially many. So the operations are gone
+through first, with numbers on the stack in the place of objects (`_check_bounds`).
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import pickletools
+import struct
+import zipfile
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from operator import index
+from typing import IO, Any, NamedTuple
+
+import torch
+
+from fsdp.checkpoint.checksums import BLOCK_BYTES
+from fsdp.checkpoint.formats.source import SeenFile, StridedTensor, is_lazy
+from fsdp.checkpoint.untrusted import BROKEN, opened, readable, short
+
+_ZIP = b"PK\3\4"
+_LOCAL_HEADER = 30  # bytes, and then the name and extra fields, whose lengths are at 26
+# Files of torch before 1.6 begin with a pickle of their magic number.
+_OLD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+    "UntypedStorage": torch.uint8,
+}
+_PLAIN_TYPES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
+_PATHS_PER_BYTE = 100  # of a pickle: objects that are mentioned several times count as often
+_FREE_PATHS = 1 << 20  # in small ones
+# What operations do, but for those that are told apart by their names.
+_REMEMBER, _RECALL, _MARK, _REPEAT, _DROP, _STOP, _FRAME, _COMBINE, _LEAF = range(9)
+_SPECIAL = {
+    "PUT": _REMEMBER,
+    "BINPUT": _REMEMBER,
+    "LONG_BINPUT": _REMEMBER,
+    "MEMOIZE": _REMEMBER,
+    "GET": _RECALL,
+    "BINGET": _RECALL,
+    "LONG_BINGET": _RECALL,
+    "MARK": _MARK,
+    "DUP": _REPEAT,
+    "POP": _DROP,
+    "STOP": _STOP,
+    "FRAME": _FRAME,
+}
+_LENGTHS = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}
+
+
+# --- archives ---------------------------------------------------------------------------------------------------
+
+
+def is_torch_file(path: str | os.PathLike[str]) -> bool:
+    """Return whether a file is one of `torch.save`, or was before it was damaged. A few bytes of it are read."""
+    try:
+        with opened(path) as file:
+            head = file.read(len(_OLD))
+            if not head.startswith(_ZIP):
+                return head == _OLD
+            try:
+                with zipfile.ZipFile(_Window(file, 0, os.fstat(file.fileno()).st_size)) as archive:
+                    return any(name.endswith("/data.pkl") for name in archive.namelist())
+            except BROKEN:
+                return True
+    except (OSError, ValueError):
+        return False
+
+
+class Record(NamedTuple):
+    """One file in an archive: its first byte in the file that the archive is in, and what the archive says of it."""
+
+    name: str
+    begin: int
+    nbytes: int
+    checksum: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.nbytes
+
+    @property
+    def has_checksum(self) -> bool:
+        """Return whether the archive has one; what torch writes without has zero."""
+        return self.checksum != 0 or self.nbytes == 0
+
+
+class _Window(io.RawIOBase):
+    """Some bytes of a file, as a file."""
+
+    def __init__(self, file: IO[bytes], begin: int, nbytes: int) -> None:
+        super().__init__()
+        self._file, self._begin, self._nbytes, self._place = file, begin, nbytes, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._place = offset + (0, self._place, self._nbytes)[whence]
+        if self._place < 0:
+            raise ValueError("it is too short")
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(self._nbytes - self._place, 0)  # more would be allocated, and not found
+        found = _bytes_of(self._file, self._begin + self._place, left if size < 0 else min(size, left))
+        self._place += len(found)
+        return found
+
+
+class TorchArchive:
+    """An archive that `torch.save` has written, as a file or within one.
+
+    Args:
+        path: the file.
+        begin: of the archive in it.
+        nbytes: of the archive; None for the rest of the file.
+        what: what messages call it.
+
+    Raises:
+        ValueError: if it is none, or damaged.
+        OSError: if it cannot be read.
+    """
+
+    def __init__(self, path: str, begin: int = 0, nbytes: int | None = None, what: str = "") -> None:
+        self.path, self.what = path, what or path
+        with opened(path) as file:
+            self._file = SeenFile.of(path, file.fileno())
+            size = self._file.nbytes
+            nbytes = size - begin if nbytes is None else nbytes
+            if min(begin, nbytes) < 0 or begin + nbytes > size:
+                raise ValueError(f"{self.what} is truncated: {path} has {size} bytes, and it ends at {begin + nbytes}")
+            if _bytes_of(file, begin, len(_OLD)) == _OLD:
+                raise ValueError(
+                    f"{self.what} has the format of torch before 1.6, which is not read here: load it with torch.load, "
+                    "and save it again with torch.save"
+                )
+            try:
+                self._read(file, begin, nbytes)
+            except BROKEN as error:
+                raise ValueError(self._broken(error)) from None
+
+    def __str__(self) -> str:
+        return self.what
+
+    def _broken(self, error: Exception) -> str:
+        return readable(
+            f"{self.what} is no file of torch.save, or is cut short or damaged ({type(error).__name__}: "
+            f"{readable(str(error), 500)}): take another copy of it, or another checkpoint"
+        )
+
+    def _read(self, file: IO[bytes], begin: int, nbytes: int) -> None:
+        with zipfile.ZipFile(_Window(file, begin, nbytes)) as archive:
+            infos = archive.infolist()
+            self.records = {info.filename: _record(file, begin, info) for info in infos}
+            if sum(record.nbytes for record in self.records.values()) > nbytes or any(
+                record.end > begin + nbytes for record in self.records.values()
+            ):
+                raise ValueError("what is in it lies outside of it, or over each other")
+            self._root = infos[0].filename.rpartition("/")[0]
+        if self._content_of(file, "byteorder", b"little") != b"little":
+            raise ValueError("its numbers are big-endian")
+        self._pickle = self._content_of(file, "data.pkl")
+
+    def _content_of(self, file: IO[bytes], name: str, default: bytes | None = None) -> bytes:
+        record = self.records.get(f"{self._root}/{name}")
+        if record is None and default is not None:
+            return default
+        record = self.records[f"{self._root}/{name}"]
+        found = _bytes_of(file, record.begin, record.nbytes)
+        if record.has_checksum and zlib.crc32(found) != record.checksum:
+            raise ValueError(f"{record.name} in it is not what was saved")
+        return found
+
+    @cached_property
+    def content(self) -> Any:
+        """Read the objects that were saved, with `StridedTensor`s in the place of tensors.
+
+        Raises:
+            ValueError: if it cannot be read.
+        """
+        try:
+            return Unpickler(self._pickle, self._tensor).load()
+        except BROKEN as error:
+            raise ValueError(self._broken(error)) from None
+
+    def _tensor(
+        self, storage: Storage, offset: int, shape: Any, strides: Any, dtype: torch.dtype | None = None
+    ) -> StridedTensor:
+        record = self.records[f"{self._root}/data/{storage.number}"]
+        kind = storage.dtype if dtype is None else dtype
+        begin = record.begin + offset * kind.itemsize
+        sizes, steps = tuple(map(index, shape)), tuple(map(index, strides))
+        if len(sizes) != len(steps) or min((0, *sizes, *steps)) < 0 or math.prod(filter(None, sizes)) >= 1 << 63:
+            raise ValueError(f"a tensor has shape {short(sizes)} and strides {short(steps)}")
+        found = StridedTensor(self._file, begin, kind, torch.Size(sizes), steps)
+        if begin < record.begin or found.begin + found.extent * kind.itemsize > record.end:
+            raise ValueError(f"a tensor of shape {list(found.shape)} and {kind} is not in storage {storage.number}")
+        return found
+
+    def damaged(self, advance: Callable[[int], None]) -> Iterator[str]:
+        """Yield what is wrong with its records, each read once, 4 MiB at a time.
+
+        Args:
+            advance: is told how many bytes were read.
+        """
+        with opened(self.path) as file:
+            for record in self.records.values():
+                file.seek(record.begin)
+                left, checksum = record.nbytes, 0
+                while left:
+                    piece = file.read(min(left, BLOCK_BYTES))
+                    if not piece:
+                        break
+                    checksum, left = zlib.crc32(piece, checksum), left - len(piece)
+                    advance(len(piece))
+                if checksum != record.checksum and record.has_checksum:
+                    yield f"{self.what} is damaged: {record.name} in it is not what was saved"
+
+    @property
+    def has_checksums(self) -> bool:
+        """Return whether it has its records' checksums; torch can leave them out."""
+        return all(record.has_checksum for record in self.records.values())
+
+
+def _bytes_of(file: IO[bytes], begin: int, nbytes: int) -> bytes:
+    if begin < 0:
+        raise ValueError(f"it says that something begins {-begin} bytes before it")
+    file.seek(begin)
+    return file.read(nbytes)
+
+
+def _record(file: IO[bytes], begin: int, info: zipfile.ZipInfo) -> Record:
+    header = _bytes_of(file, begin + info.header_offset, _LOCAL_HEADER)
+    if header[:4] != b"PK\3\4":
+        raise ValueError(f"the header of {info.filename} is not where it should be")
+    name, extra = struct.unpack_from("<HH", header, 26)
+    place = begin + info.header_offset + _LOCAL_HEADER + name + extra
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"{info.filename} in it is compressed, as torch.save never does")
+    return Record(info.filename, place, info.file_size, info.CRC)
+
+
+# --- pickles ----------------------------------------------------------------------------------------------------
+
+
+class Foreign:
+    """An object of a class that is not made when a file is read.
+
+    Attributes:
+        origin: the class or function that would have made it.
+        args: what that would have been given.
+        state: what would have been its attributes.
+    """
+
+    origin = ""
+
+    def __new__(cls, *args: Any, **options: Any) -> Foreign:
+        made = super().__new__(cls)
+        made.args, made.state = args, {}
+        return made
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.args: tuple[Any, ...]
+        self.state: Any
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def _take(self, *_: Any) -> None:
+        """Ignore items of what is a container to others."""
+
+    append = extend = add = __setitem__ = _take
+
+    def __repr__(self) -> str:
+        return readable(f"<{self.origin}>", 200)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Return its attributes by name, whether or not they were in slots."""
+        parts = self.state if isinstance(self.state, tuple) else (self.state,)
+        return {key: value for part in parts if isinstance(part, dict) for key, value in part.items()}
+
+
+class Storage(NamedTuple):
+    """The memory of tensors, as a pickle mentions it.
+
+    Attributes:
+        number: by which a file knows it.
+        dtype: of its elements.
+    """
+
+    number: str
+    dtype: torch.dtype
+
+
+class Unpickler(pickle.Unpickler):
+    """An unpickler that makes containers, numbers and tensors, and calls nothing that a file names.
+
+    Args:
+        content: the pickle, and nothing behind it.
+        make: a tensor of a storage, an offset, a shape, strides, and perhaps a dtype. Without it tensors are foreign.
+
+    Raises:
+        Exception: one of `fsdp.checkpoint.untrusted.BROKEN`, if it is none, or asks for more memory or time than its
+            size allows.
+    """
+
+    def __init__(self, content: bytes, make: Callable[..., Any] | None = None) -> None:
+        _check_bounds(content)
+        super().__init__(io.BytesIO(content))
+        self._nbytes, self._make = len(content), make
+
+    def load(self) -> Any:
+        found = super().load()
+        _require_small(found, self._nbytes)
+        return found
+
+    def find_class(self, module: str, name: str) -> Any:
+        origin = f"{module}.{name}"
+        if origin in _HARMLESS:
+            return _HARMLESS[origin]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module in ("torch", "torch.storage") and name in _STORAGES:
+            return _STORAGES[name]
+        own = {
+            "torch._utils._rebuild_tensor": self._tensor,
+            "torch._utils._rebuild_tensor_v2": self._tensor,
+            "torch._utils._rebuild_tensor_v3": self._tensor_of_dtype,
+            "torch._tensor._rebuild_from_type_v2": self._of_type,
+        }
+        return own.get(origin) or _foreign_class(module, name)
+
+    def persistent_load(self, pid: Any) -> Storage:
+        if pid[0] != "storage" or not isinstance(pid[1], torch.dtype):
+            raise pickle.UnpicklingError(f"a {short(pid[0])} of the kind {short(pid[1])}")
+        return Storage(str(pid[2]), pid[1])
+
+    def _tensor(
+        self, storage: Any, offset: int, shape: Any, strides: Any, grad: Any = None, hooks: Any = None, bits: Any = None
+    ) -> Any:
+        return self._made(storage, offset, shape, strides, None, bits)
+
+    def _tensor_of_dtype(
+        self, storage: Any, offset: int, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, bits: Any = None
+    ) -> Any:
+        return self._made(storage, offset, shape, strides, dtype, bits)
+
+    def _made(self, storage: Any, offset: int, shape: Any, strides: Any, dtype: Any, bits: Any) -> Any:
+        if self._make is None or bits:  # conjugated, or negated, when it is looked at
+            return _foreign_class("torch", "Tensor")()
+        return self._make(storage, offset, shape, strides, dtype)
+
+    def _of_type(self, rebuild: Callable[..., Any], kind: Any, args: Any, state: Any) -> Any:
+        """Make a tensor of a class, or one that was given attributes."""
+        origin = getattr(kind, "origin", "")
+        if origin in _PLAIN_TYPES and rebuild in (self._tensor, self._tensor_of_dtype, _data_of):
+            return rebuild(*args)
+        made = _foreign_class(*_split(origin))()
+        made.args, made.state = args, state
+        return made
+
+
+def unpickled(content: bytes) -> Any:
+    """Return the containers and numbers of a pickle, with `Foreign`s for the rest. Nothing that it names is called.
+
+    Raises:
+        pickle.UnpicklingError: if it cannot be read.
+    """
+    try:
+        return Unpickler(content).load()
+    except BROKEN as error:
+        raise pickle.UnpicklingError(f"the pickle cannot be read: {type(error).__name__}: {error}") from None
+
+
+def _foreign_class(module: str, name: str) -> type[Foreign]:
+    return type(name, (Foreign,), {"origin": f"{module}.{name}", "__module__": module})
+
+
+def _split(origin: str) -> tuple[str, str]:
+    module, _, name = origin.rpartition(".")
+    return module, name
+
+
+def _inside(owner: Any, name: str) -> type[Foreign]:
+    """Stand in for `getattr`, by which pickles get at a class inside of another one, with a class of that name."""
+    return _foreign_class(getattr(owner, "origin", ""), name)
+
+
+def _data_of(data: Any, *_: Any) -> Any:
+    """Return the values of a parameter."""
+    return data
+
+
+def _bytes(text: str, encoding: str = "latin1") -> bytes:
+    """Return bytes, which old pickles have as text."""
+    return text.encode("latin1")
+
+
+def _default_dict(*_: Any) -> dict[Any, Any]:
+    return {}
+
+
+def _bytearray(*args: Any) -> bytearray:
+    """Make one of bytes; not of a number, for which there would be as many."""
+    if args and not isinstance(args[0], (bytes, str)):
+        raise TypeError(f"a bytearray of a {type(args[0]).__name__}")
+    return bytearray(*args)
+
+
+_BUILTINS = {"set": set, "frozenset": frozenset, "complex": complex, "bytearray": _bytearray}
+_HARMLESS: dict[str, Any] = {
+    "collections.OrderedDict": OrderedDict,
+    "collections.defaultdict": _default_dict,
+    "_codecs.encode": _bytes,
+    "torch.Size": torch.Size,
+    "torch._utils._rebuild_parameter": _data_of,
+    "torch._utils._rebuild_parameter_with_state": _data_of,
+    **{
+        f"{module}.{name}": made
+        for module in ("builtins", "__builtin__")
+        for name, made in [("getattr", _inside), *_BUILTINS.items()]
+    },
+}
+
+
+# --- bounds of pickles ------------------------------------------------------------------------------------------
+
+
+class _Operation(NamedTuple):
+    """The effect of one operation of a pickle.
+
+    Attributes:
+        kind: one of the above.
+        fixed: how many bytes its argument has.
+        is_length: whether these say how many more there are.
+        lines: how many lines of text are its argument instead.
+        pops: how many objects it takes from the stack, below a mark if it has one.
+        to_mark: whether it takes all down to the mark.
+        pushes: whether it leaves an object.
+    """
+
+    kind: int
+    fixed: int
+    is_length: bool
+    lines: int
+    pops: int
+    to_mark: bool
+    pushes: bool
+
+
+def _operation(code: pickletools.OpcodeInfo) -> _Operation:
+    before, pushes = [each.name for each in code.stack_before], bool(code.stack_after)
+    size = code.arg.n if code.arg is not None else 0
+    lines = 0 if size != pickletools.UP_TO_NEWLINE else 2 if code.name in ("GLOBAL", "INST") else 1
+    kind = _SPECIAL.get(code.name, _COMBINE if before or not pushes else _LEAF)
+    pops = before.index("mark") if "mark" in before else len(before)
+    return _Operation(kind, _LENGTHS.get(size, max(size, 0)), size in _LENGTHS, lines, pops, "mark" in before, pushes)
+
+
+_OPERATIONS = {ord(code.code): _operation(code) for code in pickletools.opcodes}
+
+
+def _check_bounds(data: bytes) -> None:
+    """Look at the operations of a pickle.
+
+    Raises:
+        EOFError: if it is cut short.
+        LookupError, ValueError: if it is none, or asks for more than its size allows.
+    """
+    most = _FREE_PATHS + _PATHS_PER_BYTE * len(data)
+    stack: list[int] = []  # for each object how many there are in it; 0 for a mark
+    memo: dict[int, int] = {}
+    place, end = 0, len(data)
+    while place < end:
+        kind, fixed, is_length, lines, pops, to_mark, pushes = _OPERATIONS[data[place]]
+        first = place + 1
+        place = first + fixed
+        if is_length:
+            place += int.from_bytes(data[first:place], "little")
+        elif lines:
+            for _ in range(lines):
+                place = data.find(b"\n", place) + 1 or end + 1
+        if place > end:
+            break
+        if kind == _LEAF:
+            stack.append(1)
+        elif kind == _REMEMBER:
+            number = _number(data[first:place], lines) if place > first else len(memo)
+            if not 0 <= number <= place:  # the unpickler allocates as many places
+                raise ValueError(f"an object is remembered under number {number}, after {place} bytes")
+            memo[number] = stack[-1]
+        elif kind == _RECALL:
+            stack.append(memo[_number(data[first:place], lines)])
+        elif kind == _MARK:
+            stack.append(0)
+        elif kind == _COMBINE:
+            count = 1
+            if to_mark:
+                while found := stack.pop():
+                    count += found
+            for _ in range(pops):
+                count += stack.pop()
+            if count > most:
+                raise ValueError("objects that are mentioned several times make it many times larger than the file")
+            if pushes:
+                stack.append(count)
+        elif kind == _STOP:
+            return
+        elif kind == _REPEAT:
+            stack.append(stack[-1])
+        elif kind == _DROP:
+            stack.pop()
+        elif _number(data[first:place], 0) > end - place:  # of a frame
+            break
+    raise EOFError("the pickle is cut short")
+
+
+def _number(argument: bytes, is_text: int) -> int:
+    return int(argument) if is_text else int.from_bytes(argument, "little")
+
+
+def _require_small(tree: Any, nbytes: int) -> None:
+    """Raise ValueError if a walk through a tree of containers would take much longer than the tree's pickle is.
+
+    Where containers are mentioned several times, a walk comes to what is in them as often. Cycles are left to whoever
+    walks, who finds no end in them at the first try.
+    """
+    most = _FREE_PATHS + _PATHS_PER_BYTE * nbytes
+    counts: dict[int, int] = {}
+    stack = [(tree, False)]
+    while stack:
+        value, is_done = stack.pop()
+        inside = _objects_in(value)
+        if is_done:
+            counts[id(value)] = 1 + sum(counts.get(id(each), 1) for each in inside)
+            if counts[id(value)] > most:
+                raise ValueError("what is mentioned several times in it makes it many times larger than the file")
+        elif inside and id(value) not in counts:
+            counts[id(value)] = 1
+            stack.append((value, True))
+            stack.extend((each, False) for each in inside)
+
+
+def _objects_in(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, (list, tuple, set, frozenset)) and not is_lazy(value):
+        return list(value)
+    state = getattr(value, "state", None)  # of an object that was not made
+    return [state, getattr(value, "args", ())] if state is not None else []

@@ -1,0 +1,112 @@
+"""The seam between the runtime and ranks that do different things.
+
+The runtime assumes that all ranks run all units, in one order, and begin a backward together: then each collective that
+it issues is issued by the others as well, and nothing is to be told. `EvenRanks` says just that. Where ranks run
+different modules, or run out of batches, somebody else takes its place, and is asked at the points where it matters.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from fsdp.engine.forward_hooks import Call
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.schedule import ExecutionOrder
+from fsdp.engine.unit import Unit
+
+
+class Participation(Protocol):
+    """The questions that the runtime asks about other ranks, and the events that it reports for them."""
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether ranks run, and recompute, different things in the backward that runs."""
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether some ranks may have no more batches, and take part in the others' steps and in nothing else."""
+
+    def enter(self, call: Call, *, is_outermost: bool) -> None:
+        """Collective. The forward of a unit begins, or (if it `is_outermost`) the forward of all."""
+
+    def leave(self, call: Call, output: Any, *, needs_backward: bool) -> None:
+        """Collective. The forward of a unit has ended."""
+
+    def fail(self, unit: Unit) -> None:
+        """The forward of a unit has raised."""
+
+    def order(
+        self, unit: Unit, usual: ExecutionOrder[Unit], *, is_backward: bool, is_recomputed: bool
+    ) -> ExecutionOrder[Unit] | None:
+        """Return the order by which all ranks know which units come next; a unit is about to be unsharded.
+
+        Returns None if other ranks don't know: then they have been told to take part in the all-gather, or all ranks
+        come to it together, and nothing may be prefetched.
+        """
+
+    def begin_backward(self) -> None:
+        """A backward begins."""
+
+    def reach(self, call: Call) -> None:
+        """Collective. Backward has reached the outputs of a call for the first time.
+
+        Raises:
+            RuntimeError: if other ranks no longer wait for that.
+        """
+
+    def announce_gradient(self, unit: Unit, handle: FlatParamHandle) -> bool:
+        """Collective. A gradient is complete. Returns False if it is to be reduced at the end of backward only."""
+
+    def end_backward(self) -> None:
+        """Collective. Backward has ended on this rank."""
+
+    def abandon(self) -> None:
+        """A forward or backward was given up."""
+
+    def announce_clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
+        """Collective. Gradients are about to be clipped by their norm."""
+
+    def announce_clip_value(self, clip_value: float) -> None:
+        """Collective. Gradients are about to be clipped by value."""
+
+
+class EvenRanks:
+    """All ranks do the same, so that nothing has to be said."""
+
+    is_uneven = False
+    is_joining = False
+
+    def enter(self, call: Call, *, is_outermost: bool) -> None:
+        pass
+
+    def leave(self, call: Call, output: Any, *, needs_backward: bool) -> None:
+        pass
+
+    def fail(self, unit: Unit) -> None:
+        pass
+
+    def order(
+        self, unit: Unit, usual: ExecutionOrder[Unit], *, is_backward: bool, is_recomputed: bool
+    ) -> ExecutionOrder[Unit]:
+        return usual
+
+    def begin_backward(self) -> None:
+        pass
+
+    def reach(self, call: Call) -> None:
+        pass
+
+    def announce_gradient(self, unit: Unit, handle: FlatParamHandle) -> bool:
+        return True
+
+    def end_backward(self) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
+
+    def announce_clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
+        pass
+
+    def announce_clip_value(self, clip_value: float) -> None:
+        pass
