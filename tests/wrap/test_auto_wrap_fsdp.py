@@ -17,7 +17,7 @@ from parameterized import parameterized
 from torch import Tensor, nn
 
 import fsdp
-from benchmarks.gpt import GPT, SIZES, Block, next_byte_loss
+from examples.gpt.model import GPT, SIZES, Block, next_byte_loss
 from fsdp import (
     ConfigAutoWrap,
     FlatParameter,
