@@ -254,7 +254,7 @@ class FullyShardedDataParallel(nn.Module):
         return [param for handle in self._unit.owned_handles for param in handle.registry.params]
 
     def append_shared_param(self, p: nn.Parameter) -> None:
-        """Share a parameter that another wrapper has taken and that this one's module uses too (docs/parameters.md).
+        """Share a parameter that another wrapper has taken and that this one's module uses too (docs/wrapping.md).
 
         For modules that were tied and then wrapped one by one, each with ``flatten_parameters=False``. Call it on every
         wrapper but the first, before the first use, with the parameter as the first one's module or `params` show it.
@@ -698,7 +698,7 @@ class FullyShardedDataParallel(nn.Module):
 
         Raises:
             RuntimeError: inside a forward or backward.
-            TypeError, ValueError: if it cannot go on as it was; it is not changed then. See docs/optimizer_state.md.
+            TypeError, ValueError: if it cannot go on as it was; it is not changed then. See docs/parameters.md.
         """
         self._unit.require_idle("hand over an optimizer")
         reshard_optimizer(self._unit, optimizer, {param: name for name, param in self.named_parameters()})
