@@ -129,7 +129,7 @@ class Layout(ABC):
     def interval(self, slot: int, rank: int) -> Interval | None:
         """Return what `rank` keeps of parameter number `slot`; None if it keeps nothing of it."""
 
-    @property
+    @cached_property
     def padded_numel(self) -> int:
         """Elements of the gathered buffer: every rank's shard, padding included."""
         return self.shard_numel * self.world_size
