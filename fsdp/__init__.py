@@ -12,8 +12,8 @@ from fsdp.distributed.collectives import use_torch_collectives as use_torch_coll
 from fsdp.distributed.comm_hooks import bf16_compress_hook as bf16_compress_hook
 from fsdp.engine.flat_param import FlatParameter as FlatParameter
 from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper as FlattenParamsWrapper
-from fsdp.engine.forward_methods import register_fsdp_forward_method as register_fsdp_forward_method
 from fsdp.engine.handle import FlatParamHandle as FlatParamHandle
+from fsdp.engine.module_overrides import register_fsdp_forward_method as register_fsdp_forward_method
 from fsdp.engine.precision import MixedPrecision as MixedPrecision
 from fsdp.engine.sharding_strategy import ProcessGroupName as ProcessGroupName
 from fsdp.engine.sharding_strategy import ShardingStrategy as ShardingStrategy

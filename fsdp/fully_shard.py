@@ -171,7 +171,7 @@ class DTensorForm:
         self._placement_of, self._post_forward = placement_of, post_forward
         self._dims: dict[str, int] = {}  # along which each parameter is sharded, by its name
 
-    def check(self, found: Found, tied: Found, module: nn.Module) -> None:
+    def prepare(self, found: Found, tied: Found, module: nn.Module) -> None:
         for param, places in found.items():
             name = places[0].fqn
             if param.dim() == 0 and self._replicas > 1:
@@ -253,8 +253,8 @@ def _check_module(module: Any, ignored: Ignored) -> None:
     kind = type(module).__name__
     if type(module).forward is nn.Module.forward or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         raise ValueError(
-            f"{kind} has no forward, so nothing would gather its parameters: call fully_shard on the modules in it, or "
-            "on the module around it"
+            f"{kind} has no forward, so nothing would unshard its parameters: call fully_shard on the modules in it, "
+            "or on the module around it"
         )
     if isinstance(module, FSDPModule) or unit_of(module) is not None:
         raise ValueError(f"this {kind} is sharded already: call fully_shard once, and on the modules around it")

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -199,9 +199,9 @@ class FlatParamHandle:
         return self.flat_param.valueless
 
     @property
-    def accumulators(self) -> list[list[Any]]:
-        """Autograd's nodes for the leaves (`UnshardedParameters.accumulators`), for each dtype of computation."""
-        return [unsharded.accumulators for unsharded in self._unsharded_by_dtype.values()]
+    def forms(self) -> Collection[UnshardedParameters]:
+        """The unsharded parameters for each dtype of computation."""
+        return self._unsharded_by_dtype.values()
 
     @property
     def dtype(self) -> torch.dtype:

@@ -97,7 +97,7 @@ class Options:
     bucket_cap_mb: float = 25
     compute_device: torch.device | str | None = None
     no_broadcast_optim_state: bool | None = False
-    state_dict_device: torch.device | str | None = None
+    state_dict_device: torch.device | None = None
     clear_autocast_cache: bool = False
     force_input_to_fp32: bool = False
     verbose: bool = False

@@ -602,7 +602,6 @@ def refuse_missing_gradients(optimizer: str, shards: Collection[FlatParameter]) 
         if runtime.has_trained is False and any(one.flat_param in shards for one in runtime.handles):
             raise RuntimeError(
                 f"{optimizer}.step(): nothing in {runtime.root.name} has got a gradient since it was first used. What "
-                "it lists are shards, which backward(inputs=...) and torch.autograd.grad() don't find in the graph. "
-                "Call backward() without inputs, and requires_grad_(False) before the forward on what is to get no "
-                "gradient."
+                "it lists are shards, which torch.autograd.grad() doesn't find in the graph. Call backward(), which "
+                "takes them as its inputs as well."
             )

@@ -125,8 +125,9 @@ class Usage:
 
 def _forecast(handle: FlatParamHandle) -> Iterable[int]:
     """For each parameter two numbers: what this rank has of its gradient, and whether none comes though it trains."""
-    coming = [[node is not None and will_run(node) for node in nodes] for nodes in handle.accumulators]
-    trains, *_ = handle.accumulators
+    every = [one.accumulators for one in handle.forms]
+    coming = [[node is not None and will_run(node) for node in nodes] for nodes in every]
+    trains = every[0]
     handle.gradients.awaited = [any(each) for each in zip(*coming, strict=True)]
     for node, comes, held in zip(trains, handle.gradients.awaited, handle.gradients.arrived, strict=True):
         yield _COMING if comes else _HELD * held
