@@ -144,7 +144,7 @@ class FlatParamHandle:
             self.post_forward_shard = PostForwardShard(post_forward_comm)
         self.shard_gradient = ShardGradient(flat_param, self.pieces)
         self.on_gradient = on_gradient
-        self._in_full_precision = False
+        self._in_full_precision = False  # computes in the shard's own dtype, as in `eval()` if that was asked for
         self._gathered: Hashable = None  # the state of the shard that the unsharded parameters are of
         flat_param._is_managed = True
         self.gradients = self._new_gradients()
@@ -319,7 +319,7 @@ class FlatParamHandle:
         if self.precision.keeps_low_gradients:
             for param in (shard, *self.registry.params):
                 param.grad_dtype = None  # any
-        self._unsharded_by_dtype: dict[torch.dtype, UnshardedParameters] = {}
+        self._unsharded_by_dtype: dict[torch.dtype, UnshardedParameters] = {}  # made when first needed
         self._gathered = None
         self._choose_unsharded()
 
