@@ -34,7 +34,7 @@ help:
 	@echo "make clean   remove the output of training and the tools' caches; keeps $(VENV)"
 
 train: $(VENV)/.fsdp-train
-	$(py) -m benchmarks.launch $(if $(DATA),--data "$(DATA)") $(ARGS)
+	$(py) -m examples.gpt.launch $(if $(DATA),--data "$(DATA)") $(ARGS)
 
 test: $(VENV)/.fsdp-test $(clients) $(VENV)/.fsdp-lightning-1.9
 	$(py) -m pytest --sessions $(SESSIONS) $(ARGS)

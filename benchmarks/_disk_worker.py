@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks._disk import moved_bytes
-from benchmarks.gpt import GPT, SIZES, GPTConfig, init_weights, next_byte_loss
+from examples.gpt.model import GPT, SIZES, GPTConfig, init_weights, next_byte_loss
 from fsdp import FlatParameter, FullyShardedDataParallel, enable_wrap, wrap
 from fsdp.engine.names import clean_name
 

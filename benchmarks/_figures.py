@@ -11,8 +11,8 @@ from benchmarks._contestants import CONTESTANTS, FLOOR, SHARDED_FLOOR, Kind
 from benchmarks._machines import Machine
 from benchmarks._measure import NOTHING_KEPT, Spread, count_collectives
 from benchmarks._ranks import run_ranks
-from benchmarks._report import HeldBytes
 from benchmarks._training import Memory, Rounds, Setup, train_alone
+from examples.gpt.report import HeldBytes
 
 _MEMORY_STEPS = 3
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks._contestants import CONTESTANTS, Kind
 from benchmarks._training import Setup
-from benchmarks.gpt import GPT, GPTConfig
+from examples.gpt.model import GPT, GPTConfig
 
 
 class Adapter(nn.Module):

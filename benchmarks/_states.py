@@ -16,7 +16,7 @@ from torch import nn
 from benchmarks import _fairscale
 from benchmarks._contestants import CONTESTANTS, OURS, Policy
 from benchmarks._measure import bytes_sent, forget_peak, peak_resident_bytes, ratio, resident_bytes, settle, table
-from benchmarks.gpt import GPT, GPTConfig
+from examples.gpt.model import GPT, GPTConfig
 
 SLACK = 32e6  # bytes that Python and the backend take at the first large exchange
 _WIDTH = 1024

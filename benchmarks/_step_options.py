@@ -12,7 +12,7 @@ import torch
 
 from benchmarks._figures import Figures
 from benchmarks._training import Rounds, Setup
-from benchmarks.gpt import SIZES
+from examples.gpt.model import SIZES
 
 _COUNTS = ("ranks", "batch", "context", "rounds", "steps")
 

@@ -22,9 +22,9 @@ from benchmarks._measure import (
     synchronize,
 )
 from benchmarks._ranks import this_device
-from benchmarks._report import HeldBytes, measure_held_bytes
 from benchmarks._skipping import Skip, skipping
-from benchmarks.gpt import GPT, SIZES, GPTConfig, next_byte_loss
+from examples.gpt.model import GPT, SIZES, GPTConfig, next_byte_loss
+from examples.gpt.report import HeldBytes, measure_held_bytes
 
 _SGD_STEPS, _ADAMW_STEPS = 3, 3
 

@@ -35,7 +35,7 @@ from benchmarks._contestants import OURS
 from benchmarks._measure import NOTHING_KEPT, ratio, table, warn_if_busy
 from benchmarks._ranks import run_ranks
 from benchmarks._states import TINY, config_of, growth, interleaved, parser_of, print_times, seconds, sizes_of, stepped
-from benchmarks.gpt import GPT, GPTConfig
+from examples.gpt.model import GPT, GPTConfig
 
 _JOBS = ("save", "go on", "load")
 

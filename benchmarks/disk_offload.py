@@ -38,7 +38,7 @@ from benchmarks._disk import Bandwidth, file_system, is_in_memory, measure_bandw
 from benchmarks._disk_worker import Job
 from benchmarks._limits import Limit, Limiter
 from benchmarks._measure import table, warn_if_busy
-from benchmarks.gpt import GPT, SIZES
+from examples.gpt.model import GPT, SIZES
 
 _ROOT = Path(__file__).resolve().parent.parent
 _BYTES = 4  # of a float32 parameter

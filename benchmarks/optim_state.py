@@ -53,7 +53,7 @@ from benchmarks._states import (
     stepped,
     time_all,
 )
-from benchmarks.gpt import GPTConfig
+from examples.gpt.model import GPTConfig
 from fsdp import optim_utils
 
 

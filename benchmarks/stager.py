@@ -26,7 +26,7 @@ if not __package__:  # run as a file: the folder above has `benchmarks` and `fsd
 
 from benchmarks._measure import Spread, ratio, resident_bytes, settle, synchronize, table, warn_if_busy
 from benchmarks._stager_properties import PROPERTIES, Copy, tried
-from benchmarks.gpt import GPT, SIZES
+from examples.gpt.model import GPT, SIZES
 from fsdp import StateDictStager
 
 OURS, TORCH, DEEPCOPY = "ours", "torch's", "deepcopy"

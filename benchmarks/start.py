@@ -38,7 +38,7 @@ from benchmarks._measure import (
     warn_if_busy,
 )
 from benchmarks._ranks import run_ranks
-from benchmarks.gpt import GPT, GPTConfig
+from examples.gpt.model import GPT, GPTConfig
 from fsdp import FullyShardedDataParallel, load_safetensors, materialize
 
 OURS, FILES, TORCH = "ours", "files", "fsdp2"

@@ -42,7 +42,7 @@ from benchmarks._states import (
     time_all,
     wrapped,
 )
-from benchmarks.gpt import GPTConfig
+from examples.gpt.model import GPTConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,12 +1,10 @@
-"""Two machines on one, in network namespaces: training survives the death of one, and how fast it is on a slow link.
+"""Two machines on one, in network namespaces: how fast training is on a slow link.
 
     python -m benchmarks.two_machines
-    python -m benchmarks.two_machines --part speed --rates 200 --rounds 4 --only ours fsdp2-prefetch
-    python -m benchmarks.two_machines --part recovery
+    python -m benchmarks.two_machines --rates 200 --rounds 4 --only ours fsdp2-prefetch
 
 Needs Linux, root and iproute2; elsewhere it says what is missing and exits with 0. docs/benchmarks.md says what the
-columns mean. Exits with 1 when training does not go on as it would have without the death, or when contestants do not
-compute the same losses.
+columns mean. Exits with 1 when contestants do not compute the same losses.
 """
 
 from __future__ import annotations
@@ -36,8 +34,6 @@ from benchmarks._figures import Figures, best_peers, join, with_memory
 from benchmarks._machines import Machine, NotAllowedError, raw_bandwidth, two_machines
 from benchmarks._measure import Spread, warn_if_busy
 from benchmarks._ranks import run_ranks
-from benchmarks._recovery import RecoveryError, recover_in
-from benchmarks._recovery_worker import Job
 from benchmarks._report_bound import least_bytes, of_the_bound, report_bounds
 from benchmarks._report_losses import report_losses
 from benchmarks._report_steps import report_memory, report_times
@@ -59,11 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with two_machines() as machines:
             good = True
-            if options.part in ("both", "recovery"):
-                good &= _recovery(machines)
-            if options.part in ("both", "speed"):
-                for mbits in options.rates:
-                    good &= _speed(machines, mbits, options)
+            for mbits in options.rates:
+                good &= _speed(machines, mbits, options)
     except NotAllowedError as reason:
         print(f"skipped, this system makes no two machines: {reason}")
         return 0
@@ -73,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.two_machines",
-        description="Two machines on one: recovery from a death, and steps on a slow link.",
+        description="Two machines on one: steps on a slow link.",
     )
     add_options(parser, AMONG, _ALWAYS, rounds=6)
     # So many tokens that computing takes about as long as the wire at 1 Gbit/s: then both have to be overlapped.
@@ -81,7 +74,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rates", nargs="+", type=float, default=[1000, 200], metavar="MBIT", help="of the link (1000 200)"
     )
-    parser.add_argument("--part", choices=("both", "recovery", "speed"), default="both", help="(%(default)s)")
     options = parser.parse_args(arguments)
     check_counts(parser, options)
     if options.ranks != _WORLD_SIZE or options.device != "cpu":
@@ -89,19 +81,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if min(options.rates) < 1:
         parser.error("--rates must be at least 1 Mbit/s")
     return options
-
-
-# --- a death
-
-
-def _recovery(machines: tuple[Machine, Machine]) -> bool:
-    print("Training under torchrun on two machines, of which one dies:", flush=True)
-    try:
-        print(recover_in(machines, Job(folder="")), flush=True)
-    except RecoveryError as error:
-        print(f"FAILED: {error}", file=sys.stderr)
-        return False
-    return True
 
 
 # --- a slow link

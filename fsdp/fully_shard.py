@@ -134,7 +134,9 @@ def fully_shard(
     unit, _ = shard_module(module, options, groups, None, ignored, form)
     for one in list(unit.wanted):
         share(unit, one.handle.flat_param)
-    for inner in dict.fromkeys(place.module for handle in unit.seen for used in handle.places for place in used):
+    for inner in dict.fromkeys(
+        place.module for handle in unit.visible_handles for used in handle.places for place in used
+    ):
         inner.register_load_state_dict_pre_hook(spread_loaded)
     module.register_load_state_dict_post_hook(Hook(partial(_take_in, unit)))
     module.__class__ = _fsdp_class(type(module))  # type: ignore[assignment, arg-type]  # a subclass of its own

@@ -36,18 +36,17 @@ from fsdp.engine.runtime import ddp_message, runtime_of
 from fsdp.engine.shard_module import WrapperForm, refuse_unwrappable, runtime_of_root, shard_module
 from fsdp.engine.sharding_strategy import Groups, ProcessGroupName, ShardingStrategy, reshards_after_forward
 from fsdp.engine.shared_params import share
-from fsdp.engine.state_requests import Saving, Summoning
+from fsdp.engine.state_requests import LocalState, Saving, Summoning
 from fsdp.engine.unit import TrainingState, Unit, units_in
 from fsdp.fully_shard import FSDPModule
 from fsdp.optim_utils.gather import fairscale_dictionary, optim_stream
 from fsdp.optim_utils.params import is_uncollected, require_shards
 from fsdp.optim_utils.reshard_optimizer import reshard_optimizer
 from fsdp.optim_utils.scatter import become_shard
-from fsdp.state_dict.full import Loading, ensure_agreed, ensure_same_values, load_whole, with_wrapped_metadata
+from fsdp.state_dict.full import Loading, ensure_agreed, ensure_same_values, load_full, save_full, with_wrapped_metadata
 from fsdp.state_dict.load_targets import TensorPart
 from fsdp.state_dict.local import LocalLoad, local, local_metadata, local_state, members_in
 from fsdp.state_dict.materialize import ParamInit, materialize_unit
-from fsdp.state_dict.save import save_whole
 from fsdp.state_dict.sharded import load_sharded_state, sharded_state
 from fsdp.state_dict.summon import params_shown, shapes_summoned, summoned
 
@@ -248,11 +247,11 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def _listed_handles(self) -> list[FlatParamHandle]:
-        return [*self._unit.own, *self._unit.borrowed]
+        return [*self._unit.owned_handles, *self._unit.borrowed_handles]
 
     def non_shared_params(self) -> list[nn.Parameter]:
         """Return the own parameters without those of `append_shared_param`."""
-        return [param for handle in self._unit.own for param in handle.registry.params]
+        return [param for handle in self._unit.owned_handles for param in handle.registry.params]
 
     def append_shared_param(self, p: nn.Parameter) -> None:
         """Share a parameter that another wrapper has taken and that this one's module uses too (docs/parameters.md).
@@ -553,11 +552,11 @@ class FullyShardedDataParallel(nn.Module):
             check_dtype("dtype", dtype)
             if keep_vars:
                 raise ValueError("state_dict(keep_vars=True) gives the tensors themselves, which have their own dtype")
-        if self._unit.access.is_local:  # of a wrapper around this one, whose local state is taken
+        if self._unit.request(LocalState):  # of a wrapper around this one, whose local state is taken
             return self.local_state_dict(destination, prefix, keep_vars)
         first_only = self._options.state_dict_on_rank_0_only if rank0_only is None else rank0_only
         asked = Saving(self._unit.everyone, dtype, self._options.state_dict_device, first_only)
-        return save_whole(self, self._unit, asked, destination, prefix, keep_vars)
+        return save_full(self, self._unit, asked, destination, prefix, keep_vars)
 
     @during("load_state_dict()")
     def load_state_dict(
@@ -578,7 +577,7 @@ class FullyShardedDataParallel(nn.Module):
             raise NotImplementedError("load_state_dict(assign=True): shards are copied into; leave assign at False")
         self._unit.require_idle("load a state dict")
         ensure_agreed(self._unit)
-        return load_whole(self, self._unit, super().load_state_dict, state_dict, strict, rank0_only)
+        return load_full(self, self._unit, super().load_state_dict, state_dict, strict, rank0_only)
 
     def local_state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return this rank's shards, and buffers, under FairScale's names (docs/local_state.md). Not collective.
@@ -588,7 +587,7 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: inside a forward, backward or `summon_full_params`, or without values.
         """
-        if not self._unit.access.is_local:
+        if self._unit.request(LocalState) is None:
             self._unit.require_idle("take a local state dict")
             require_values(self._unit.module, "take a local state dict")
         with local(self._unit, "take a local state dict"):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp.checkpoint.model_tensors import SlotTensor, WholeTensor, paths_in, tensors_in
+from fsdp.checkpoint.model_tensors import SlotTensor, UnshardedTensor, paths_in, tensors_in
 from fsdp.checkpoint.safetensors import Entry, Part
 from fsdp.distributed.collectives import LONE_RANK, communicator
 from fsdp.distributed.communicator import default_group
@@ -21,7 +21,7 @@ from fsdp.engine.names import plain_name
 from fsdp.engine.precision import BATCH_NORMS
 from fsdp.engine.unit import Unit
 
-Stored = SlotTensor | WholeTensor
+Stored = SlotTensor | UnshardedTensor
 
 
 def all_ranks(everyone: Sequence[Ranks]) -> Ranks:

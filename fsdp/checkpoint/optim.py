@@ -43,7 +43,6 @@ from fsdp.optim_utils.state import (
     release,
 )
 
-ELEMENTS, NUMBER, VALUE = "elements", "number", "value"
 Groups = list[list[OptimParam]]
 
 
@@ -145,11 +144,11 @@ def kind_to_json(kind: Kind, where: str) -> list[Any]:
         TypeError: for a value that no checkpoint can hold.
     """
     if isinstance(kind, Value):
-        return [VALUE, encoded(kind.value, where)]
+        return ["value", encoded(kind.value, where)]
     if kind.dtype not in KINDS:
         raise ValueError(f"{where} is of {kind.dtype}, which safetensors files cannot hold")
     word = KINDS[kind.dtype]
-    return [ELEMENTS, word] if isinstance(kind, Elements) else [NUMBER, word, encoded(kind.value, where)]
+    return ["elements", word] if isinstance(kind, Elements) else ["number", word, encoded(kind.value, where)]
 
 
 def kinds_to_json(kinds: Kinds, name: str) -> dict[str, list[Any]]:

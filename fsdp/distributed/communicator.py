@@ -37,6 +37,7 @@ class Pending:
         self._works = works
         self._result: Callable[[], Tensor] | None = result
         self._arrived: Tensor
+        self._failure: str | None = None
 
     def after(self, work: Any) -> Pending:
         """The same, which besides waits for `work`."""
@@ -44,13 +45,19 @@ class Pending:
         return self
 
     def wait(self) -> Tensor:
+        if self._failure is not None:
+            raise RuntimeError(self._failure)  # what is there is not all of it
         if self._result is not None:
             works, self._works = self._works, ()  # gloo would wait for another message the second time
-            for work in works:
-                finish(work, self._what)
-            # What was sent is held by this until now, and not a moment longer.
-            result, self._result = self._result, None
-            self._arrived = result()
+            try:
+                for work in works:
+                    finish(work, self._what)
+                # What was sent is held by this until now, and not a moment longer.
+                result, self._result = self._result, None
+                self._arrived = result()
+            except RuntimeError as error:
+                self._failure = str(error)
+                raise
         return self._arrived
 
 

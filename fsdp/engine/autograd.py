@@ -20,12 +20,12 @@ from torch.autograd.graph import increment_version
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward on this thread now: a forward that starts here computes again."""
+    """Return whether autograd runs a backward on this thread now: a forward that starts here recomputes."""
     return torch._C._current_graph_task_id() != -1
 
 
 def will_run(node: Any) -> bool:
-    """Whether the run of autograd that this is called in will come to a node."""
+    """Return whether the run of autograd that this is called in will come to a node."""
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:
@@ -69,7 +69,7 @@ class FreedLeaves:
         self._versions: tuple[int, ...] | None = None  # while they are sealed: those that autograd knows
 
     def seal(self) -> None:
-        """Their memory is given back, and a graph may have saved them."""
+        """The leaves lose their memory, and a graph may have saved them."""
         if self._versions is None:
             self._versions = tuple([leaf._version for leaf in self._leaves])
             increment_version(self._leaves)

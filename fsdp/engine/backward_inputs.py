@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.managed_params import is_ours, owner_of
+from fsdp.engine.managed_params import owner_of
 from fsdp.engine.runtime import runtimes
 
 
@@ -41,17 +41,18 @@ def _with_leaves(torchs: Callable[..., None]) -> Callable[..., None]:
 
 
 def _leaves_of_all(inputs: Any) -> Any:
+    listed: list[Any]
     if isinstance(inputs, (Tensor, GradientEdge)):  # the latter is a tuple
         listed = [inputs]
     else:
         listed = list(inputs.values() if isinstance(inputs, Mapping) else inputs)
-    if not any(isinstance(one, Tensor) and is_ours(one) for one in listed):
+    owners = [owner_of(one) if isinstance(one, Tensor) else None for one in listed]
+    if not any(owner is not None for owner in owners):
         return inputs
-    handles = {handle.flat_param: handle for runtime in runtimes() for handle in runtime.handles}
+    handles: dict[Any, FlatParamHandle] = {one.flat_param: one for runtime in runtimes() for one in runtime.handles}
     found: list[Any] = []
-    for one in listed:
-        handle = handles.get(owner_of(one)) if isinstance(one, Tensor) else None  # type: ignore[arg-type]
-        found += [one] if handle is None else _leaves_of(one, handle)
+    for one, owner in zip(listed, owners, strict=True):
+        found += _leaves_of(one, handles[owner]) if owner in handles else [one]
     return found
 
 

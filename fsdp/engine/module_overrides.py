@@ -21,7 +21,8 @@ from fsdp.engine.forward_hooks import Hook
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name
-from fsdp.engine.unit import TrainingState, Unit, own_modules, unit_of, unit_of_wrapper, units_in
+from fsdp.engine.state_requests import Converting, Filling, LocalState
+from fsdp.engine.unit import TrainingState, Unit, own_modules, serving, unit_of, unit_of_wrapper, units_in
 
 Conversion = Callable[[Tensor], Tensor]
 
@@ -72,7 +73,7 @@ def _named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _refuse_partial_state(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    if unit.state is not TrainingState.SUMMON_FULL_PARAMS and not unit.access.is_local:
+    if unit.state is not TrainingState.SUMMON_FULL_PARAMS and unit.request(LocalState) is None:
         raise RuntimeError(
             f"{unit.name}: state_dict() of a {type(module).__name__} inside a FullyShardedDataParallel would hold "
             "this rank's shards, or nothing. Call state_dict() of the wrapper, or be inside summon_full_params()."
@@ -86,9 +87,9 @@ class Conversions:
         self.unit, self._module, self._gives_memory = unit, module, gives_memory
 
     def __call__(self, fn: Conversion, recurse: bool = True) -> nn.Module:
-        if self.unit.access.is_filling:
+        if self.unit.request(Filling) is not None:
             return self._convert(fn, recurse)  # `to_empty` in an initialisation, of tensors that are nobody's yet
-        if not self.unit.access.is_converting:
+        if self.unit.request(Converting) is None:
             self._check(fn)
             if self._module is self.unit.module:
                 return self._convert_unit(fn, recurse)
@@ -120,7 +121,7 @@ class Conversions:
             unit.runtime.ensure_idle("move or cast the module")
         is_whole = self._module is unit.module
         for _, each in units_in(unit) if is_whole else [("", unit)]:
-            changed = [handle for handle in each.seen if _changes(handle, fn)]
+            changed = [handle for handle in each.visible_handles if _changes(handle, fn)]
             is_summoned = each.state is TrainingState.SUMMON_FULL_PARAMS
             if any(is_summoned or handle.is_exposed for handle in changed):
                 raise RuntimeError(
@@ -135,7 +136,7 @@ class Conversions:
                     )
                 _check_cast(handle, fn)
         if not is_whole:
-            self._refuse_part([handle for handle in unit.seen if _changes(handle, fn)], fn)
+            self._refuse_part([handle for handle in unit.visible_handles if _changes(handle, fn)], fn)
 
     def _refuse_part(self, handles: Sequence[FlatParamHandle], fn: Conversion) -> None:
         inside = set(self._module.modules())
@@ -156,20 +157,17 @@ class Conversions:
         unit = self.unit
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
             return self._convert(fn, recurse)  # nothing of the shards changes, or it was refused
-        for handle in unit.seen:
+        for handle in unit.visible_handles:
             handle.absorb()
             handle.settle_fingerprints()
         if unit.runtime is not None:
             unit.runtime.release()
         device = fn(torch.empty(0, device=unit.device)).device
         convert = partial(_convert_tensor, unit, fn, self._gives_memory and unit.awaits_values and _makes_memory(fn))
-        unit.access.is_converting = True
-        try:
+        with serving([unit], Converting()):
             self._convert(convert, recurse)
             for handle in unit.handles:
                 _apply_to_hidden(handle, convert)
-        finally:
-            unit.access.is_converting = False
         unit.follow(device)
         return self._module
 
@@ -222,7 +220,7 @@ def _convert_tensor(unit: Unit, fn: Conversion, gives_memory: bool, tensor: Tens
     if tensor.is_meta:
         return tensor.to(fn(torch.empty(0, dtype=tensor.dtype, device=unit.device)).dtype)
     converted = fn(tensor)
-    for handle in unit.seen:
+    for handle in unit.visible_handles:
         if handle.storage.keeps_shards:
             for param in (handle.flat_param, *handle.registry.params):
                 if tensor is param or tensor is param.grad:

@@ -187,7 +187,11 @@ def _shard_params(
 
 def _device_of(found: Iterable[nn.Parameter], module: nn.Module, over: Group) -> torch.device:
     """Return where a module is: its own parameters, or what units inside of it compute on."""
-    inner = (unit for unit in map(unit_of, module.modules()) if unit is not None and (unit.own or unit.borrowed))
+    inner = (
+        unit
+        for unit in map(unit_of, module.modules())
+        if unit is not None and (unit.owned_handles or unit.borrowed_handles)
+    )
     if not found and (first := next(inner, None)) is not None:
         return first.device
     return device_of(found) or served_device(over)

@@ -20,6 +20,7 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import Places, follow_flat_param, lender_of, taken_over
 from fsdp.engine.names import clean_name
 from fsdp.engine.precision import Precision
+from fsdp.engine.state_requests import Exporting
 from fsdp.engine.unit import Share, TrainingState, Unit, Wanted, unit_of, units_in
 
 
@@ -30,7 +31,7 @@ def wanted(tied: Mapping[nn.Parameter, Places]) -> list[Wanted]:
         owner, taken = lender_of(param), taken_over(param)
         if owner is not None and taken is not None and taken.flat_param is not None:
             shard = taken.flat_param()
-            found += [Wanted(handle, owner, places) for handle in owner.own if handle.flat_param is shard]
+            found += [Wanted(handle, owner, places) for handle in owner.owned_handles if handle.flat_param is shard]
     return found
 
 
@@ -49,7 +50,7 @@ def share(unit: Unit, param: Any) -> None:
         )
     asked = next((one for one in unit.wanted if _is_of(one.handle, param)), None)
     if asked is None:
-        if any(_is_of(handle, param) for handle in unit.borrowed):
+        if any(_is_of(handle, param) for handle in unit.borrowed_handles):
             return
         open_ones = ", ".join(one.places[0].fqn for one in unit.wanted) or "none"
         raise ValueError(
@@ -106,7 +107,7 @@ def split_off(param: nn.Parameter, owner: Unit | None) -> None:
     """
     taken = taken_over(param)
     shard = None if taken is None or taken.flat_param is None else taken.flat_param()
-    handle = next((one for one in owner.own if one.flat_param is shard), None) if owner is not None else None
+    handle = next((one for one in owner.owned_handles if one.flat_param is shard), None) if owner is not None else None
     if taken is None or owner is None or handle is None or len(handle.places) == 1:
         return
     if owner.runtime is not None:
@@ -118,7 +119,7 @@ def split_off(param: nn.Parameter, owner: Unit | None) -> None:
     rest = [slot for slot in range(len(handle.places)) if slot != taken.slot]
     parts = [_split_out(owner, handle, slots) for slots in ([taken.slot], rest)]
     handle.registry.leave()
-    for kept in (owner.own, owner.handles):
+    for kept in (owner.owned_handles, owner.handles):
         at = kept.index(handle)
         kept[at : at + 1] = parts
     for part in parts:
@@ -252,7 +253,7 @@ def _reaches(root: Unit, modules: set[nn.Module], without: Unit) -> bool:
 
 def exported_around(unit: Unit) -> set[int]:
     """Return addresses of shared parameters in the state dict of a unit around this one, which is being taken."""
-    around = [one for _, inner in units_in(unit) for one in inner.shares if one.holder.access.is_exporting]
+    around = [one for _, inner in units_in(unit) for one in inner.shares if one.holder.request(Exporting)]
     places = [one.handle.places[0][0] for one in around if one.handle.is_exposed]
     values = [place.module._parameters[place.name] for place in places]
     return {value.data_ptr() for value in values if value is not None}

@@ -41,7 +41,7 @@ def become_shard(model: nn.Module, full: dict[str, Any]) -> dict[str, Any]:
     params = parameters_of(model, "shard an optimizer state")
     read = given(params, full)
     plans, groups = plans_for(params, read), groups_as_saved(read)
-    states = cut_states(plans, read, is_consumed=True)
+    states = shard_states(plans, read, is_consumed=True)
     full |= dictionary_of(groups, states, lambda one: state_of(one.param))
     for key in ADDED:
         full.pop(key, None)
@@ -53,7 +53,7 @@ def shard_for(model: nn.Module, full: Mapping[str, Any], optim: Any) -> dict[str
     params = parameters_of(model, "shard an optimizer state")
     read = given(params, full)
     plans, groups = plans_for(params, read), groups_as_now(params, read, optim)
-    states = cut_states(plans, read)
+    states = shard_states(plans, read)
     return {**read.beside, **dictionary_of(groups, states, partial(_live, optim))}
 
 
@@ -119,7 +119,7 @@ def _plan(one: OptimParam, states: Mapping[Place, Mapping[str, Any]], has_elemen
 
 
 @torch.no_grad()
-def cut_states(plans: Plans, full: Given, is_consumed: bool = False) -> dict[OptimParam, dict[str, Any]]:
+def shard_states(plans: Plans, full: Given, is_consumed: bool = False) -> dict[OptimParam, dict[str, Any]]:
     """Return this rank's shard of everything, in tensors of its own on the host, or on disk.
 
     Args:

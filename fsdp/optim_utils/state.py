@@ -273,18 +273,6 @@ def is_number(
     return not found and (len(shape) > 0 or not (has_elements or {}).get(key, key not in _NUMBERS))
 
 
-def kind_of(key: str, value: Any, shape: torch.Size, has_elements: Mapping[str, bool] | None = None) -> Kind | None:
-    """Return the kind of an optimizer's state; None for a tensor that is neither of the parameter's shape nor a number.
-
-    The arguments are those of `is_number`; `value` is the state.
-    """
-    if not isinstance(value, Tensor):
-        return Value(value)
-    if is_number(key, value.shape, shape, has_elements):
-        return Number(value.item(), value.dtype)
-    return Elements(value.dtype) if value.shape == shape else None
-
-
 def keys_with_elements(states: Iterable[tuple[torch.Size, Mapping[str, Any]]]) -> dict[str, bool]:
     """Return by key whether parameters with these shapes and states, of those not 0-d, have values for each element."""
     found: dict[str, bool] = {}
@@ -302,7 +290,7 @@ ELEMENTWISE = (
 
 
 def odd_shape(key: str, name: str, found: Sequence[int], wanted: str, remedy: str) -> str:
-    """Return what to say of a tensor that has no kind."""
+    """Return what to say of a tensor that is of no kind."""
     return (
         f"the optimizer's state '{key}' of {name} has shape {tuple(found)}, and {wanted}: what is neither of the "
         f"parameter's shape nor a number cannot be sharded or put together. {remedy}"
@@ -317,20 +305,32 @@ def kinds_of(
     has_elements: Mapping[str, bool] | None = None,
     remedy: str = ELEMENTWISE,
 ) -> Kinds:
-    """Return the kinds of a parameter's state, as `kind_of` does.
+    """Return the kinds of a parameter's state.
+
+    Args:
+        name: of the parameter.
+        state: of it, or of a shard of it.
+        shape: of that.
+        whose: what messages call that.
+        has_elements: as for `is_number`.
+        remedy: for a tensor that is neither of that shape nor a number.
 
     Raises:
         TypeError: for state that is no mapping.
-        ValueError: for a tensor that has no kind; it says that `whose` shape is another one.
+        ValueError: for such a tensor.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"the optimizer's state of {name} is a {type(state).__name__} and no mapping")
     kinds: Kinds = {}
     for key, value in state.items():
-        kind = kind_of(key, value, shape, has_elements)
-        if kind is None:
+        if not isinstance(value, Tensor):
+            kinds[key] = Value(value)
+        elif is_number(key, value.shape, shape, has_elements):
+            kinds[key] = Number(value.item(), value.dtype)
+        elif value.shape == shape:
+            kinds[key] = Elements(value.dtype)
+        else:
             raise ValueError(odd_shape(key, name, value.shape, f"{whose} {tuple(shape)}", remedy))
-        kinds[key] = kind
     return kinds
 
 

@@ -23,13 +23,23 @@ from torch import Tensor, nn
 
 from fsdp.distributed.consensus import agree_on_outcome, done_by_all, from_everyone, peers_answer
 from fsdp.distributed.dtensor import is_dtensor, local_part, spread_loaded, whole
-from fsdp.engine.deferred_init import blanks_in
+from fsdp.engine.deferred_init import memory_to_load_into, require_values_everywhere
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import FLATTEN_PART, FSDP_PART, clean_name, clean_text, foreign_prefix, prefix_problem
 from fsdp.engine.shared_params import exported_around, keys_of, settle_shares
-from fsdp.engine.state_requests import FirstRank, LoadPass, Saving, loading
-from fsdp.engine.unit import TrainingState, Unit, own_modules, units_in
+from fsdp.engine.state_requests import (
+    Exporting,
+    FirstRank,
+    LoadPass,
+    LocalState,
+    Saving,
+    ShardedState,
+    Summoning,
+    loading,
+    saving,
+)
+from fsdp.engine.unit import TrainingState, Unit, own_modules, serving, units_in
 from fsdp.engine.verify import agree, agree_on_values
 from fsdp.state_dict.first_rank import received
 from fsdp.state_dict.load_targets import LoadTarget, TensorPart, recorded, recording, store
@@ -47,13 +57,61 @@ def ensure_agreed(root: Unit) -> None:
 
 
 def ensure_same_values(root: Unit) -> None:
-    """Collective the first time. As `ensure_agreed`, of what the shards were cut from; for who is about to read it."""
+    """Collective the first time. The ranks compare the values that they were wrapped with, before these are read."""
     if root.state is not TrainingState.SUMMON_FULL_PARAMS:
         agree_on_values(units_in(root))
 
 
-def whole_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool, form: Saving) -> Any:
-    """Collective. The `state_dict` of the unit's module with its parameters whole, in tensors of its own.
+def save_full(wrapper: nn.Module, unit: Unit, asked: Saving, destination: Any, prefix: str, keep_vars: bool) -> Any:
+    """Collective. Return the unsharded state of a wrapper, or of one inside of the wrapper whose state is taken.
+
+    Args:
+        wrapper: whose hooks are called.
+        unit: its own.
+        asked: counts if it is the outermost one.
+        destination, prefix, keep_vars: as for `nn.Module.state_dict`.
+    """
+    if unit.request(ShardedState):  # nothing is to be gathered
+        _run_pre_hooks(wrapper, prefix, keep_vars)
+        state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        return _run_hooks(wrapper, state, prefix)
+    unit.require_idle("take a state dict")
+    summoning = unit.request(Summoning)
+    if summoning is not None and summoning.rank0_only:
+        raise RuntimeError(
+            "state_dict(): inside summon_full_params(rank0_only=True) the other ranks' modules are sharded. Take "
+            "it outside, with state_dict(rank0_only=True)."
+        )
+    is_outermost = unit.request(Saving) is None
+    with saving(unit, asked) as form:
+        _run_pre_hooks(wrapper, prefix, keep_vars)
+        ensure_agreed(unit)
+        require_values_everywhere(unit, "take a state dict")
+        ensure_same_values(unit)
+        state = _run_hooks(wrapper, _full_state(unit, destination, prefix, keep_vars, form), prefix)
+    if is_outermost:
+        for _, each in units_in(unit):
+            each.settle()
+        if not form.is_here:
+            for key in [key for key in state if key.startswith(prefix)]:
+                del state[key]
+    return state
+
+
+def _run_pre_hooks(wrapper: nn.Module, prefix: str, keep_vars: bool) -> None:
+    for before in wrapper._state_dict_pre_hooks.values():
+        before(wrapper, prefix, keep_vars)
+
+
+def _run_hooks(wrapper: nn.Module, state: Any, prefix: str) -> Any:
+    for after in wrapper._state_dict_hooks.values():
+        changed = after(wrapper, state, prefix, state._metadata.get(prefix[:-1], {}))
+        state = state if changed is None else changed
+    return state
+
+
+def _full_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool, form: Saving) -> Any:
+    """Collective. Return the `state_dict` of the unit's module with its parameters unsharded, in tensors of its own.
 
     Args:
         unit: whose state.
@@ -64,13 +122,13 @@ def whole_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool, form
     # Exposed parameters belong to nobody else; buffers do, and so do parameters that are ignored or were summoned.
     others = [param for param in unit.module.parameters() if not is_ours(param)]
     with nullcontext() if summoned else closing(Exposure(unit, unsharded(unit, form.is_at_first(unit)))):
-        with _exporting(unit):
+        with serving([unit], Exporting()):
             state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if not form.is_here:
             _forget(state, prefix)
         elif not keep_vars:
             live = {local_part(tensor).data_ptr() for tensor in (*others, *unit.module.buffers())}
-            _make_whole(state, unit, prefix)
+            _gather_dtensors(state, unit, prefix)
             params = {prefix + key for key in keys_of(unit)}
             left = exported_around(unit)
             moved: dict[Any, Tensor] = {}  # tied tensors stay tied
@@ -91,8 +149,8 @@ def _forget(state: dict[str, Any], prefix: str) -> None:
             state[key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
-def _make_whole(state: dict[str, Any], unit: Unit, prefix: str) -> None:
-    """Collective over their meshes. Whole tensors in the place of `DTensor`s, tied ones once."""
+def _gather_dtensors(state: dict[str, Any], unit: Unit, prefix: str) -> None:
+    """Collective over their meshes. Put plain tensors in the place of `DTensor`s, tied ones once."""
     for handle in unit.handles:
         for places in handle.places:
             names = [prefix + place.fqn for place in places if is_dtensor(state.get(prefix + place.fqn))]
@@ -103,15 +161,6 @@ def _make_whole(state: dict[str, Any], unit: Unit, prefix: str) -> None:
             state[key] = whole(value)
 
 
-@contextmanager
-def _exporting(unit: Unit) -> Iterator[None]:
-    unit.access.is_exporting = True
-    try:
-        yield
-    finally:
-        unit.access.is_exporting = False
-
-
 def _own(value: Tensor, live: set[int], device: torch.device | None, dtype: torch.dtype | None) -> Tensor:
     moved = value.to(device=device, dtype=dtype) if device or dtype else value
     return moved.clone() if moved.data_ptr() in live else moved
@@ -120,7 +169,7 @@ def _own(value: Tensor, live: set[int], device: torch.device | None, dtype: torc
 # --- loading --------------------------------------------------------------------------------------------------------
 
 
-def load_whole(
+def load_full(
     wrapper: nn.Module, unit: Unit, walk: Walk, state_dict: Mapping[str, Any], strict: bool, rank0_only: bool
 ) -> Any:
     """Collective. Load an unsharded state dict into a wrapper.
@@ -155,8 +204,7 @@ def load_whole(
             return _done(unit, source, load)
         finally:
             for _, each in units_in(unit):
-                if each.access.close_loading is not None:
-                    each.access.close_loading()
+                each.end_load()
 
 
 def _record_and_commit(wrapper: nn.Module, unit: Unit, form: LoadPass, load: Callable[[], Any]) -> Any:
@@ -217,7 +265,7 @@ def _agree_to_read(unit: Unit, root: nn.Module) -> frozenset[Unit] | None:
 
 
 def is_customised(module: nn.Module) -> bool:
-    """Whether a module's load is more than copying: hooks or a method that are neither ours nor torch's own."""
+    """Return True if a module's load is more than copying: hooks or a method that are neither ours nor torch's own."""
     hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
     return any(_is_users(getattr(one, "hook", one)) for one in (*hooks, module._load_from_state_dict))
 
@@ -262,7 +310,7 @@ def _refuse_meta(value: Tensor) -> None:
 
 
 class _Rest(NamedTuple):
-    """What is recorded of a load beside sharded parameters."""
+    """A record of what a load would write beside sharded parameters."""
 
     tensors: list[tuple[dict[str, Any], str, LoadTarget]]  # where modules list each, by dictionary and name
     extra: list[tuple[nn.Module, Any]]
@@ -303,17 +351,12 @@ def _note(extra: list[tuple[nn.Module, Any]], module: nn.Module, state: Any) -> 
 @contextmanager
 def stored_buffers(units: Sequence[Unit]) -> Iterator[None]:
     """Buffers are in the dtype in which they are saved, and what has no values has memory to load them into."""
-    blanks = []
-    for unit in units:
-        for blank in blanks_in(own_modules(unit.module)) if unit.awaits_values else ():
-            blank.give_memory(unit.device)
-            blanks.append(blank)
-        unit.buffers.widen()
     try:
-        yield
+        with memory_to_load_into(units):
+            for unit in units:
+                unit.buffers.widen()
+            yield
     finally:
-        for blank in blanks:
-            blank.keep_if_filled()
         for unit in units:
             if not unit.in_full_precision:
                 unit.buffers.narrow()
@@ -381,7 +424,7 @@ def _keep_written(exposure: Exposure, is_here: bool, source: FirstRank | None) -
 
 
 def with_wrapped_metadata(state_dict: Any, root: nn.Module) -> Any:
-    """A shallow copy whose version metadata is found under wrapped names too, where torch will look for it."""
+    """Return a shallow copy whose version metadata is found under wrapped names too, where torch will look for it."""
     copied = OrderedDict(state_dict)
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
@@ -458,15 +501,15 @@ class Loading:
 
     def _enter(self, module: nn.Module, *rest: Any) -> None:
         unit = self._unit
-        if unit.access.is_local or unit.state is TrainingState.SUMMON_FULL_PARAMS:
+        if unit.request(LocalState) or unit.state is TrainingState.SUMMON_FULL_PARAMS:
             return  # the shards are loaded already, or what is to be written is listed
         if unit.runtime is not None:
             unit.runtime.ensure_idle("load a state dict")
-        self._entered, unit.access.close_loading = module, self.close
-        if unit.access.loading is None:  # it is loaded through a module around it, or inside of it
+        self._entered, unit.unfinished_load = module, self.close
+        if unit.request(LoadPass) is None:  # it is loaded through a module around it, or inside of it
             ensure_agreed(unit)
             self._exit.enter_context(loading(unit, LoadPass(read=_agree_to_read(unit, unit.module))))
-        self._exit.enter_context(_loadable(unit, unit.access.loading or LoadPass()))
+        self._exit.enter_context(_loadable(unit, unit.request(LoadPass) or LoadPass()))
 
     def _leave(self, module: nn.Module, incompatible: object) -> None:
         if self._entered is module:
@@ -474,5 +517,5 @@ class Loading:
 
     def close(self) -> None:
         """Shard what is still exposed, after an exception too."""
-        self._unit.access.close_loading = self._entered = None
+        self._unit.unfinished_load = self._entered = None
         self._exit.close()

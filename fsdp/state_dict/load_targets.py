@@ -31,19 +31,18 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Part:
-    """Which elements of a tensor a rank holds: a range of a row-major *block*, which is the whole, but of a `DTensor`.
+    """A range of a row-major *block*, which is the whole tensor, but of a `DTensor`: the elements that a rank holds.
 
     Attributes:
-        shape: of the whole.
-        block_shape, block_offsets: of the block, and where it begins in the whole.
+        shape: of the whole tensor.
+        block: where in it the elements lie.
         start, stop: the range.
         name, rank: of the tensor, and the rank's number, for messages.
         is_alone: no other rank holds anything of it.
     """
 
     shape: torch.Size
-    block_shape: torch.Size
-    block_offsets: tuple[int, ...]
+    block: Box
     start: int
     stop: int
     name: str = field(compare=False)
@@ -52,23 +51,23 @@ class Part:
 
     @classmethod
     def of_whole(cls, shape: torch.Size, name: str, rank: int) -> Part:
-        """All of a tensor, which is on every rank."""
-        return cls(shape, shape, (0,) * len(shape), 0, shape.numel(), name, rank, is_alone=True)
+        """Return the part that is all of a tensor, which is on every rank."""
+        return cls(shape, Box((0,) * len(shape), tuple(shape)), 0, shape.numel(), name, rank, is_alone=True)
 
     @cached_property
     def boxes(self) -> tuple[tuple[Box, int], ...]:
-        """Where the elements are in the whole, each box with the place of its first element among them."""
+        """The elements' places in the whole tensor, each box with the place of its first element among them."""
         if self.shape.numel() == 0:
             return ((Box((0,) * len(self.shape), tuple(self.shape)), 0),)  # or checkpoints would not have it at all
         found, done = [], 0
-        for box in boxes_of(self.block_shape, self.start, self.stop):
-            found.append((box.moved(self.block_offsets), done))
+        for box in boxes_of(self.block.sizes, self.start, self.stop):
+            found.append((box.moved(self.block.offsets), done))
             done += box.numel
         return tuple(found)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """The elements ``[stop - start]`` of a whole value; a view where possible."""
-        for dim, (begin, size) in enumerate(zip(self.block_offsets, self.block_shape, strict=True)):
+        """Return the elements ``[stop - start]`` of an unsharded value; a view where possible."""
+        for dim, (begin, size) in enumerate(zip(self.block.offsets, self.block.sizes, strict=True)):
             whole = whole.narrow(dim, begin, size)
         return whole.detach().reshape(-1)[self.start : self.stop]
 
@@ -94,8 +93,8 @@ class Part:
 
     def __str__(self) -> str:
         block = ""
-        if self.block_shape != self.shape:
-            block = f"the block {list(self.block_shape)} at {list(self.block_offsets)} of "
+        if self.block.sizes != tuple(self.shape):
+            block = f"the block {list(self.block.sizes)} at {list(self.block.offsets)} of "
         return f"elements {self.start}:{self.stop} of {block}{list(self.shape)}"
 
 
@@ -119,7 +118,7 @@ class Held:
     apart: set[str] = field(default_factory=set)
 
     def copied(self, change: Callable[[Tensor], Tensor]) -> Held:
-        """With what `change` makes of the elements, in memory of its own."""
+        """Return a copy with what `change` makes of the elements, in memory of its own."""
         return Held(change(self.flat), 0, self.is_blank, self.unfit, set(self.apart))
 
 
@@ -142,7 +141,7 @@ class TensorPart(Tensor):
 
     @classmethod
     def around(cls, part: Part, held: Held) -> Any:
-        """One that holds `held`, without copying it."""
+        """Return a tensor that holds `held`, without copying it."""
         flat = held.flat
         made = Tensor._make_wrapper_subclass(cls, part.shape, dtype=flat.dtype, device=flat.device)
         made.part, made._held = part, held
@@ -155,15 +154,15 @@ class TensorPart(Tensor):
 
     @property
     def is_blank(self) -> bool:
-        """Whether it stands for a tensor without values, and nothing was loaded."""
+        """It stands for a tensor without values, and nothing was loaded."""
         return self._held.is_blank
 
     def is_alias_of(self, other: TensorPart) -> bool:
-        """Whether both are the same, under different names."""
+        """Return True if both are the same, under different names."""
         return self._held is other._held
 
     def is_lent_by(self, tensor: Tensor) -> bool:
-        """Whether it lies in the memory of `tensor` still, since nothing was loaded."""
+        """Return True if it lies in the memory of `tensor` still, since nothing was loaded."""
         return self._held.lent_by == id(tensor)
 
     def refuse_key(self, key: str) -> None:
@@ -182,8 +181,8 @@ class TensorPart(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         part, held = self.part, self._held
-        range_ = (part.shape, part.block_shape, part.block_offsets, part.start, part.stop)
-        facts = (*range_, part.name, part.rank, part.is_alone)
+        range_ = (part.block.offsets, part.block.sizes, part.start, part.stop)
+        facts = (part.shape, *range_, part.name, part.rank, part.is_alone)
         return _rebuild, (facts, held.flat, held.is_blank, held.unfit, sorted(held.apart))
 
     @classmethod
@@ -200,7 +199,7 @@ class TensorPart(Tensor):
     # --- what torch.distributed.checkpoint asks -----------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, obj: object) -> list[Any]:
-        """What is to be written: one item for each box, none on a rank that holds nothing.
+        """Return what is to be written: one item for each box, none on a rank that holds nothing.
 
         Raises:
             RuntimeError: for what must not be saved.
@@ -218,7 +217,7 @@ class TensorPart(Tensor):
         return items
 
     def __create_chunk_list__(self) -> list[Any]:
-        """What is to be loaded, into memory that is its own from now on."""
+        """Return what is to be loaded, into memory that is its own from now on."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         held = self._held
@@ -228,7 +227,7 @@ class TensorPart(Tensor):
         return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in self.part.boxes]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """The elements of one box, in its shape; a view."""
+        """Return the elements of one box, in its shape; a view."""
         for box, begin in self.part.boxes:
             if index.offset is not None and tuple(index.offset) == box.offsets:
                 return self.local[begin : begin + box.numel].view(box.sizes)
@@ -253,11 +252,12 @@ def part_of(handle: FlatParamHandle, slot: int, rank: int) -> Part:
     shape = kept.shape if mesh is None else mesh.shape
     offsets = (0,) * len(shape) if mesh is None else mesh.offsets
     is_alone = not handle.is_sharded and (mesh is None or not mesh.sharded_dims)
-    return Part(shape, kept.shape, offsets, start, stop, kept.name, rank, is_alone)
+    return Part(shape, Box(offsets, tuple(kept.shape)), start, stop, kept.name, rank, is_alone)
 
 
 def _rebuild(facts: tuple[Any, ...], flat: Tensor, is_blank: bool, unfit: str, apart: list[str]) -> TensorPart:
-    return TensorPart.around(Part(*facts), Held(flat, 0, is_blank, unfit, set(apart)))
+    shape, offsets, sizes, *rest = facts
+    return TensorPart.around(Part(shape, Box(offsets, sizes), *rest), Held(flat, 0, is_blank, unfit, set(apart)))
 
 
 # So that `torch.load` with its default, `weights_only=True`, reads a sharded state dict back.

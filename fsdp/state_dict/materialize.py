@@ -1,7 +1,7 @@
-"""First values for what has none: `materialize`, unit by unit and module by module.
+"""`materialize` gives first values to what has none, unit by unit and module by module.
 
 A unit's parameters are shown to its modules as ordinary tensors in fresh memory, with nothing gathered; each module
-initialises what is directly in it; then each rank cuts its shard, and the memory is given back before the next unit.
+initialises what is directly in it; then each rank cuts its shard, and the memory is released before the next unit.
 
 Modules come children first, as in constructors: a module that changes what its children have drawn (the attention of
 torch zeroes the bias of its projection) has the last word. A tied parameter is initialised once, by the first of its
@@ -18,19 +18,21 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import during
-from fsdp.engine.deferred_init import Blank, blanks_in, is_marked, mark
-from fsdp.engine.flat_param import ParamInfo
+from fsdp.engine.deferred_init import Uninitialized, mark, uninitialized_in
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.memory import return_freed_memory
 from fsdp.engine.module_overrides import Conversions
 from fsdp.engine.names import plain_name
 from fsdp.engine.placeholder import Placeholder
-from fsdp.engine.unit import TrainingState, Unit, own_modules, unit_of
+from fsdp.engine.state_requests import Filling
+from fsdp.engine.unit import TrainingState, Unit, own_modules, serving, unit_of
 from fsdp.state_dict.redistribute import blanks
 from fsdp.state_dict.summon import Exposure, hidden_handles
 
 ParamInit = Callable[[nn.Module], object]
+Lacks = list[Uninitialized]
+Entry = tuple[dict[str, Tensor | None], str, Tensor]  # what a module lists, and under which name
 
 # The second is what torch's own attention has, and models that follow it.
 _RESETS = ("reset_parameters", "_reset_parameters")
@@ -42,9 +44,9 @@ def materialize(model: nn.Module, *, param_init_fn: ParamInit | None = None, see
     """Give values to everything in a model that has none: what was built on the meta device and not loaded since.
 
     To be called on every rank, with the same arguments, before the first use; no rank needs another for it. One unit is
-    whole at a time, on the unit's compute device. Works on any tree of modules, with units in it or without; what is
-    not in a unit is put on the device of the units, or the default device. Parameters and buffers with values, loaded
-    from a file for example, keep them.
+    unsharded at a time, on the unit's compute device. Works on any tree of modules, with units in it or without; what
+    is not in a unit is put on the device of the units, or the default device. Parameters and buffers with values,
+    loaded from a file for example, keep them.
 
     Each module that has parameters or buffers without values *directly* in it is initialised once, children before
     parents, by ``param_init_fn(module)``, or else by its own ``reset_parameters()`` (or ``_reset_parameters()``, as
@@ -78,7 +80,7 @@ def materialize(model: nn.Module, *, param_init_fn: ParamInit | None = None, see
 
 @torch.inference_mode(False)
 def materialize_unit(unit: Unit, param_init_fn: ParamInit) -> None:
-    """`materialize` for a unit's own modules, without those in units inside of it."""
+    """Run `materialize` for a unit's own modules, without those in units inside of it."""
     _Materializing(unit.module, param_init_fn, None).fill_unit(unit)
 
 
@@ -95,11 +97,11 @@ class _Materializing:
         for unit in self._units:
             _require_idle(unit)
         self._device = _device_beside(model, self._units)
-        self._filled: dict[nn.Module, list[Lack]] = {}  # what was filled and modules see, by the module that did it
+        self._filled: dict[nn.Module, Lacks] = {}  # what was filled and modules see, by the module that did it
         self._scratch: set[int] = set()  # by id, parameters that stand for those that have values
-        self._lacks: dict[nn.Module, list[Lack]] = {}  # by the module that is to initialise them
+        self._lacks: dict[nn.Module, Lacks] = {}  # by the module that is to initialise them
         numbers = self._numbers = {module: number for number, module in enumerate(self._order)}
-        for lack in lacks_in(self._order, self._units):
+        for lack in _lacks_in(self._order, self._units):
             inside = [place for place in lack.places if place[0] in numbers]
             if inside:
                 first = min(inside, key=lambda place: numbers[place[0]])
@@ -134,7 +136,7 @@ class _Materializing:
         unit.awaits_values = True  # until it is looked at
         return_freed_memory()
 
-    def _fill_module(self, module: nn.Module, lacks: Sequence[Lack], device: torch.device) -> None:
+    def _fill_module(self, module: nn.Module, lacks: Lacks, device: torch.device) -> None:
         if not lacks:
             return
         name = self._names[module] or "the root"
@@ -144,25 +146,26 @@ class _Materializing:
             lack.give_memory(device)
         inside = [inner for inner in module.modules() if inner is not module]
         below = [lack for inner in inside for lack in self._filled.get(inner, ())]
-        others = others_in(module, lacks, below, self._scratch)
-        before = [lack.address for lack in below]
+        others = _others_in(module, lacks, below, self._scratch)
+        before = [_address(lack) for lack in below]
         try:
-            with out_of_reach(others), _drawing_from(self._seed, self._names[module], device), torch.no_grad():
+            with _out_of_reach(others), _drawing_from(self._seed, self._names[module], device), torch.no_grad():
                 init(module)
             for lack in lacks:
-                lack.check(text)
+                _require_filled(lack, text)
             _refuse_moved(below, before, text)
         except BaseException:
             for lack in lacks:
                 lack.take_back()
             raise
         for lack in lacks:
-            lack.settle()
+            if lack.value is not None:
+                lack.put(lack.value)
         self._filled[module] = list(lacks)
 
 
 def _children_first(model: nn.Module) -> list[nn.Module]:
-    """All modules, each once, in the order in which constructors finish."""
+    """Return all modules, each once, in the order in which constructors finish."""
     found: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
@@ -176,30 +179,67 @@ def _children_first(model: nn.Module) -> list[nn.Module]:
 
 
 def _require_idle(unit: Unit) -> None:
-    if unit.access.close_loading is not None:
-        unit.access.close_loading()
-    if unit.runtime is not None:
-        unit.runtime.ensure_idle("materialize")
+    unit.require_idle("materialize")
     if unit.state is TrainingState.SUMMON_FULL_PARAMS:
         raise RuntimeError(f"{unit.name}: materialize() cannot be called inside summon_full_params(). Leave it first.")
 
 
 def _device_beside(model: nn.Module, units: Sequence[Unit]) -> torch.device:
-    """Where what is in no unit goes: beside the units, or other values, or where tensors are made."""
+    """Return the device of what is in no unit: that of the units, or of other values, or where tensors are made."""
     devices = [unit.device for unit in units]
     devices += [tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
     devices += [device for device in (torch.get_default_device(),) if device.type != "meta"]
     return devices[0] if devices else torch.device("cpu")
 
 
-def _own_init(module: nn.Module, text: str, lacks: Sequence[Lack]) -> ParamInit:
+def _own_init(module: nn.Module, text: str, lacks: Lacks) -> ParamInit:
     for name in _RESETS:
         if callable(getattr(module, name, None)):
             return lambda each: getattr(each, name)()
     raise RuntimeError(
-        f"{text} has {', '.join(lack.name for lack in lacks)} without values, and no reset_parameters() to draw them. "
+        f"{text} has {', '.join(map(_name, lacks))} without values, and no reset_parameters() to draw them. "
         "Give materialize, or the wrapper, a param_init_fn that initialises such modules, or load the values first."
     )
+
+
+def _lacks_in(modules: Sequence[nn.Module], units: Sequence[Unit]) -> Iterator[Uninitialized]:
+    """Yield all that has no values: of what the units took, and of what the modules list."""
+    for unit in units:
+        for handle in unit.owned_handles:
+            handle.absorb()  # what users have assigned has values
+            for slot in sorted(handle.valueless):
+                places = [(place.module, place.name) for place in handle.places[slot]]
+                yield Uninitialized(places, None, handle, slot)
+    yield from uninitialized_in(modules)
+
+
+def _name(lack: Uninitialized) -> str:
+    """Return its name in the module that is to initialise it."""
+    return lack.places[0][1]
+
+
+def _address(lack: Uninitialized) -> int | None:
+    value = lack.value
+    is_here = value is not None and not is_ours(value) and not isinstance(value, Placeholder)
+    return value.data_ptr() if value is not None and is_here else None
+
+
+def _require_filled(lack: Uninitialized, module: str) -> None:
+    """Raise unless there are values now; `module` was to bring them."""
+    value, name = lack.value, _name(lack)
+    if value is None:
+        raise RuntimeError(f"{module}: its initialisation removed {name}")
+    if value.shape != lack.shape:
+        raise ValueError(
+            f"{module}: its initialisation gave {name} the shape {tuple(value.shape)}; it is "
+            f"{tuple(lack.shape)} in the model that was wrapped"
+        )
+    if value.numel() and not lack.is_filled:
+        where = "on the meta device" if value.is_meta else "without values"
+        raise RuntimeError(
+            f"{module}: its initialisation left {name} {where}. Give a param_init_fn that initialises every "
+            "parameter and buffer that is directly in the module that it is called with."
+        )
 
 
 # --- what modules see -------------------------------------------------------------------------------------------
@@ -211,7 +251,7 @@ def _shown_by(unit: Unit) -> list[FlatParamHandle]:
 
 
 @contextmanager
-def _filling(unit: Unit, wanted: Sequence[Lack]) -> Iterator[set[int]]:
+def _filling(unit: Unit, wanted: Lacks) -> Iterator[set[int]]:
     """Show a unit's modules memory in the place of all parameters, and keep the values that come into those wanted.
 
     Yields:
@@ -229,19 +269,18 @@ def _filling(unit: Unit, wanted: Sequence[Lack]) -> Iterator[set[int]]:
             handle.store(slot, handle.registry.replacement(slot))
 
     exposure = Exposure(unit, memory)
-    unit.access.is_filling = True
     is_filled = False
-    try:
-        yield {id(param) for key, param in exposure.numbered() if key not in slots}
-        is_filled = True
-    finally:
-        exposure.close(keep if is_filled else None)
-        unit.access.is_filling = False
+    with serving([unit], Filling()):
+        try:
+            yield {id(param) for key, param in exposure.numbered() if key not in slots}
+            is_filled = True
+        finally:
+            exposure.close(keep if is_filled else None)
 
 
-def _refuse_moved(below: Sequence[Lack], before: Sequence[int | None], module: str) -> None:
+def _refuse_moved(below: Lacks, before: Sequence[int | None], module: str) -> None:
     """Raise if what children were given is elsewhere now: without values, most likely."""
-    moved = [lack.name for lack, address in zip(below, before, strict=True) if lack.address != address]
+    moved = [_name(lack) for lack, address in zip(below, before, strict=True) if _address(lack) != address]
     if moved:
         raise RuntimeError(
             f"{module}: its initialisation gave other memory to parameters or buffers of modules inside of it, which "
@@ -252,7 +291,7 @@ def _refuse_moved(below: Sequence[Lack], before: Sequence[int | None], module: s
 
 @contextmanager
 def _drawing_from(seed: int | None, name: str, device: torch.device) -> Iterator[None]:
-    """torch's generators start from a number that `seed` and a module's name make, and are put back afterwards."""
+    """Start torch's generators from a number made of `seed` and a module's name, and put them back afterwards."""
     if seed is None:
         yield
         return
@@ -270,103 +309,8 @@ def _drawing_from(seed: int | None, name: str, device: torch.device) -> Iterator
             generator.set_state(state)
 
 
-Entry = tuple[dict[str, Tensor | None], str, Tensor]  # what a module lists, and under which name
-
-
-class Lack:
-    """A parameter or buffer without values, while it is given some.
-
-    Args:
-        places: all modules that have it, with the name there; the first is to initialise it.
-        handle, slot: what holds it, for a unit's parameter.
-        blank: for what modules list themselves.
-    """
-
-    def __init__(
-        self,
-        places: list[tuple[nn.Module, str]],
-        handle: FlatParamHandle | None = None,
-        slot: int = 0,
-        blank: Blank | None = None,
-    ) -> None:
-        self.places = places
-        self.handle, self.slot = handle, slot
-        self._blank = blank
-        self._shape = torch.Size()
-
-    @property
-    def name(self) -> str:
-        """In the module that is to initialise it."""
-        return self.places[0][1]
-
-    @property
-    def value(self) -> Tensor | None:
-        module, name = self.places[0]
-        return module._parameters.get(name, module._buffers.get(name))
-
-    @property
-    def address(self) -> int | None:
-        value = self.value
-        is_here = value is not None and not is_ours(value) and not isinstance(value, Placeholder)
-        return value.data_ptr() if value is not None and is_here else None
-
-    def give_memory(self, device: torch.device) -> None:
-        """A unit's parameters have it already."""
-        if self._blank is not None:
-            self._blank.places = self.places
-            self._blank.give_memory(device)
-        value = self.value
-        self._shape = value.shape if value is not None else torch.Size()
-
-    def check(self, module: str) -> None:
-        """Raise unless there are values now; `module` was to bring them."""
-        value = self.value
-        if value is None:
-            raise RuntimeError(f"{module}: its initialisation removed {self.name}")
-        if value.shape != self._shape:
-            raise ValueError(
-                f"{module}: its initialisation gave {self.name} the shape {tuple(value.shape)}; it is "
-                f"{tuple(self._shape)} in the model that was wrapped"
-            )
-        is_left = value.is_meta or (is_marked(value) if self._blank is None else not self._blank.is_filled)
-        if is_left and value.numel():
-            where = "on the meta device" if value.is_meta else "without values"
-            raise RuntimeError(
-                f"{module}: its initialisation left {self.name} {where}. Give a param_init_fn that initialises every "
-                "parameter and buffer that is directly in the module that it is called with."
-            )
-
-    def settle(self) -> None:
-        """Have what was assigned in the first place in the others, too."""
-        value = self.value
-        for module, name in self.places[1:]:
-            entries = module._parameters if name in module._parameters else module._buffers
-            if value is not None and entries.get(name) is not value:
-                setattr(module, name, value)
-
-    def take_back(self) -> None:
-        """Undo `give_memory`."""
-        if self._blank is not None:
-            self._blank.take_back()
-
-
-def lacks_in(modules: Sequence[nn.Module], units: Sequence[Unit]) -> Iterator[Lack]:
-    """All that has no values: of what the units took, and of what the modules list."""
-    for unit in units:
-        for handle in unit.own:
-            handle.absorb()  # what users have assigned has values
-            for slot in sorted(handle.valueless):
-                yield Lack([_at(place) for place in handle.places[slot]], handle, slot)
-    for blank in blanks_in(modules):
-        yield Lack(list(blank.places), blank=blank)
-
-
-def _at(place: ParamInfo) -> tuple[nn.Module, str]:
-    return place.module, place.name
-
-
-def others_in(module: nn.Module, lacks: Sequence[Lack], below: Sequence[Lack], scratch: Collection[int]) -> list[Entry]:
-    """Where an initialisation of `module` may find values that are not its to change: in itself and below.
+def _others_in(module: nn.Module, lacks: Lacks, below: Lacks, scratch: Collection[int]) -> list[Entry]:
+    """Return where an initialisation of `module` may find values that are not its to change: in itself and below.
 
     What children were given just now it may change, but not what it has in common with another module.
 
@@ -390,8 +334,8 @@ def others_in(module: nn.Module, lacks: Sequence[Lack], below: Sequence[Lack], s
 
 
 @contextmanager
-def out_of_reach(places: Sequence[Entry]) -> Iterator[None]:
-    """Copies in the place of tensors."""
+def _out_of_reach(places: Sequence[Entry]) -> Iterator[None]:
+    """Put copies in the place of tensors, for as long as it lasts."""
     for entries, name, tensor in places:
         copy = tensor.detach().clone()
         entries[name] = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy

@@ -1,6 +1,6 @@
-"""Sharded state dicts: the state of a model with this rank's parts in the place of whole parameters.
+"""Sharded state dicts: the state of a model with this rank's parts in the place of parameters.
 
-As for whole parameters (`state_dict.exposure`), the parts are registered in the modules for as long as the state is
+As unsharded parameters are (`state_dict.summon`), the parts are registered in the modules for as long as the state is
 taken or loaded, so that names, order and hooks are those of `nn.Module`. Nothing is gathered, and no memory is used.
 """
 
@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from fsdp.distributed.consensus import agree_on, agree_on_outcome, number_among
 from fsdp.distributed.dtensor import is_dtensor, local_part
-from fsdp.engine.deferred_init import Blank, blanks_in
+from fsdp.engine.deferred_init import Uninitialized, memory_to_load_into, uninitialized_in
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.precision import BATCH_NORMS
-from fsdp.engine.unit import Unit, own_modules
+from fsdp.engine.state_requests import ShardedState
+from fsdp.engine.unit import Unit, own_modules, serving
 from fsdp.state_dict.full import ensure_agreed, ensure_same_values
 from fsdp.state_dict.load_targets import Held, LoadTarget, Part, TensorPart, part_of, recorded, recording, store
 from fsdp.state_dict.summon import Exposure, for_each, hidden_handles
@@ -44,11 +45,10 @@ def _parts(unit: Unit, rank: int, unfit: str) -> Iterator[list[TensorPart]]:
     parts = {handle: _parts_of(handle, rank, unfit) for handle in hidden_handles(unit)}
     with closing(Exposure(unit, parts)):
         blanks = _show_blanks(unit, rank) if unit.awaits_values else []
-        unit.access.shows_parts = True
         try:
-            yield [part for each in parts.values() for part in each]
+            with serving([unit], ShardedState()):
+                yield [part for each in parts.values() for part in each]
         finally:
-            unit.access.shows_parts = False
             for blank in blanks:
                 blank.take_back()
 
@@ -64,10 +64,10 @@ def _parts_of(handle: FlatParamHandle, rank: int, unfit: str) -> list[TensorPart
     return found
 
 
-def _show_blanks(unit: Unit, rank: int) -> list[Blank]:
+def _show_blanks(unit: Unit, rank: int) -> list[Uninitialized]:
     """Give buffers and ignored parameters without values memory that can be loaded, and cannot be saved."""
     found = []
-    for blank in blanks_in(own_modules(unit.module)):
+    for blank in uninitialized_in(own_modules(unit.module)):
         if is_dtensor(blank.value):
             continue  # of which DCP takes care
         blank.give_memory(unit.device)
@@ -91,7 +91,7 @@ def _require_shards(handle: FlatParamHandle) -> None:
 
 
 def sharded_state(root: Unit, units: Sequence[Unit], take: Callable[[], Any]) -> Any:
-    """Collective the first time. The state that `take` finds in modules which show this rank's parts.
+    """Collective the first time. Return the state that `take` finds in modules which show this rank's parts.
 
     Tensors that are not sharded are copied, since a load writes to what it is given.
     """
@@ -117,7 +117,7 @@ def sharded_state(root: Unit, units: Sequence[Unit], take: Callable[[], Any]) ->
 
 
 def _is_apart(unit: Unit, root: Unit) -> bool:
-    """Whether other ranks of the root have other parameters under the names of this unit's."""
+    """Return True if other ranks of the root have other parameters under the names of this unit's."""
     ours, everyones = (math.prod(comm.world_size for comm in each.everyone) for each in (unit, root))
     # Batch norms that each rank trains for itself are saved as buffers are: those of some rank.
     is_own_norm = isinstance(unit.module, BATCH_NORMS) and unit.comm.world_size == 1
@@ -134,7 +134,7 @@ def _note_apart(state: Any, parts: Sequence[TensorPart]) -> None:
 
 
 def load_sharded_state(root: Unit, units: Sequence[Unit], load: Callable[[], Any]) -> Any:
-    """Collective. What `load` loads into modules as if they had whole parameters is kept, if all ranks could load it.
+    """Collective. Keep what `load` loads into modules as if they were not sharded, if all ranks could load it.
 
     Otherwise parameters, and whatever else the modules of the units list, are as they were before.
 
@@ -143,7 +143,7 @@ def load_sharded_state(root: Unit, units: Sequence[Unit], load: Callable[[], Any
     """
     ensure_agreed(root)
     everyone, rank = root.everyone, number_among(root.everyone)
-    for handle in dict.fromkeys(handle for unit in units for handle in unit.seen):
+    for handle in dict.fromkeys(handle for unit in units for handle in unit.visible_handles):
         _require_shards(handle)
 
     def check(handle: FlatParamHandle, slot: int, value: Tensor) -> None:
@@ -172,23 +172,19 @@ def _kept_if_it_fails(units: Sequence[Unit]) -> Iterator[None]:
     What has no values gets memory, which it keeps if values come.
     """
     modules = [module for unit in units for module in own_modules(unit.module)]
-    blanks = [(blank, unit) for unit in units if unit.awaits_values for blank in blanks_in(own_modules(unit.module))]
     listed = (tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values()))
     live = [tensor for tensor in listed if tensor is not None and not tensor.is_meta and not _is_shown(tensor)]
     before = [(tensor, tensor.detach().clone()) for tensor in dict.fromkeys(live)]
-    for blank, unit in blanks:
-        blank.give_memory(unit.device)
-    try:
-        yield
-    except BaseException:
-        with torch.no_grad():
-            for tensor, value in before:
-                tensor.copy_(value)
-        for blank, _ in blanks:
-            blank.take_back()
-        raise
-    for blank, _ in blanks:
-        blank.keep_if_filled()
+    with memory_to_load_into(units) as given:
+        try:
+            yield
+        except BaseException:
+            with torch.no_grad():
+                for tensor, value in before:
+                    tensor.copy_(value)
+            for each in given:
+                each.take_back()
+            raise
 
 
 def _is_shown(tensor: Tensor) -> bool:

@@ -25,7 +25,7 @@ from fsdp.engine.flat_param import ParamInfo, give_attributes
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours, note_stale
 from fsdp.engine.state_requests import Summoning
-from fsdp.engine.unit import TrainingState, Unit
+from fsdp.engine.unit import TrainingState, Unit, serving
 from fsdp.state_dict.redistribute import assembled, deal, shapes_of
 
 Values = Mapping[tuple[FlatParamHandle, int], Tensor]  # by the handle, and the parameter's number in it
@@ -144,7 +144,7 @@ class _Look(NamedTuple):
 
 def hidden_handles(unit: Unit) -> list[FlatParamHandle]:
     """Return the handles that a unit's modules see, without those that a unit around it shows already."""
-    return [handle for handle in unit.seen if not handle.is_exposed]
+    return [handle for handle in unit.visible_handles if not handle.is_exposed]
 
 
 def unsharded(
@@ -216,7 +216,7 @@ def summoned(units: Sequence[Unit], form: Summoning) -> Iterator[None]:
     closed = []
     for unit in units:
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
-            form.require_shown_by(unit.access.summoned, unit)
+            form.require_shown_by(unit.request(Summoning), unit)
         else:
             closed.append(unit)
     with for_each(closed, lambda unit: _summoned(unit, form)):
@@ -256,12 +256,12 @@ class _Summoned:
         for handle, each in grads.items():
             for param, grad in zip(self._exposure.params[handle], each, strict=True):
                 param.grad = grad
-        unit.access.summoned = form
+        unit.requests[Summoning] = form
 
     def close(self) -> None:
         """Shard the values again; see `Exposure.close`. With ``rank0_only``, all raise what the first rank does."""
         form, exposure = self._form, self._exposure
-        self._unit.access.summoned = None
+        self._unit.requests.pop(Summoning, None)
         changed = set(exposure.changed()) if form.keeps_changes else set()
         params: dict[FlatParamHandle, list[Any]] = {
             handle: [listed_at(places[0]) for places in handle.places] for handle in exposure.handles
@@ -339,17 +339,14 @@ def _shapes(unit: Unit) -> Iterator[None]:
         handle.absorb()
         pairs = zip(shapes_of(handle), handle.flat_param.parts, strict=True)
         shapes[handle] = [part.dtensor(shape) if part else shape for shape, part in pairs]
-    with closing(Exposure(unit, shapes)):
-        # As on ranks that have none: nothing that needs values works inside.
-        unit.access.summoned = Summoning(keeps_changes=False, with_grads=False, rank0_only=True, on_host=False)
-        try:
-            yield
-        finally:
-            unit.access.summoned = None
+    # As on ranks that have none: nothing that needs values works inside.
+    form = Summoning(keeps_changes=False, with_grads=False, rank0_only=True, on_host=False)
+    with closing(Exposure(unit, shapes)), serving([unit], form):
+        yield
 
 
 def params_shown(unit: Unit, prefix: str) -> dict[str, nn.Parameter]:
     """Return the parameters that a summoned unit shows on this rank, by their names with a prefix, tied ones once."""
-    places = [places[0] for handle in unit.seen if handle.is_exposed for places in handle.places]
+    places = [places[0] for handle in unit.visible_handles if handle.is_exposed for places in handle.places]
     listed = {prefix + place.fqn: listed_at(place) for place in places}
     return {name: param for name, param in listed.items() if param is not None and not is_ours(param)}

@@ -82,7 +82,7 @@ def gather_state_dict(
     ranks_only: Collection[int] = (),
     type_check: bool = True,
 ) -> Any:
-    """Collective. A tree in which every `DTensor` has become a whole, plain tensor.
+    """Collective. Return a tree in which every `DTensor` has become an unsharded, plain tensor.
 
     All ranks of the tensors' meshes call it, with the same `DTensor`s in the same order; `Partial` ones are reduced.
     They tell each other first whether their trees can be gathered: if one cannot, every rank raises.
@@ -163,7 +163,7 @@ def _check_values(tree: Any) -> None:
 
 @torch.no_grad()
 def offload_state_dict_to_cpu(state_dict: Any, *, ranks_only: Collection[int] = (), type_check: bool = True) -> Any:
-    """A tree with all tensors on CPU; a `DTensor` stays one, around a local part on CPU.
+    """Return a tree with all tensors on CPU; a `DTensor` stays one, around a local part on CPU.
 
     Copies from a device are queued, into pinned memory on CUDA, and awaited once at the end. Tensors that are on CPU
     already are **not** copied: they share memory with the result. For a tree of its own memory, see
@@ -237,7 +237,7 @@ def copy_state_dict(source: Any, into: Any, *, non_blocking: bool = False, type_
 def create_cpu_state_dict(
     state_dict: Any, *, pin_memory: bool = False, share_memory: bool = False, type_check: bool = True
 ) -> Any:
-    """A tree of the same structure with new, contiguous tensors on CPU, to be filled by `copy_state_dict`.
+    """Return a tree of the same structure with new, contiguous CPU tensors, to be filled by `copy_state_dict`.
 
     The tensors' values are undefined. A `DTensor` becomes one around a local part on CPU. Other leaves are copied.
 
@@ -272,7 +272,7 @@ def create_cpu_state_dict(
 def check_state_dict_similarity(
     state_dict: Any, compared_state_dict: Any, *, raise_error: bool = False, type_check: bool = True
 ) -> bool:
-    """Whether two trees have the same structure, and tensors of the same shapes and dtypes; no communication.
+    """Return True if two trees have the same structure, and tensors of the same shapes and dtypes; no communication.
 
     The order of keys, devices and values do not matter; nor which kind of mapping it is, of list, or of tuple.
     `DTensor`s must be on equal meshes with equal placements, and other leaves of one type.
@@ -309,7 +309,7 @@ def broadcast_state_dict(
     max_coalesced_bytes: int = 0,
     type_check: bool = True,
 ) -> Any:
-    """Collective over `pg`. The values of rank 0's tree into the trees of all ranks.
+    """Collective over `pg`. Write the values of rank 0's tree into the trees of all ranks.
 
     Tensors of `local` keep their memory, device and dtype, and take the values; a `DTensor` takes this rank's part of
     them. A plain tensor of the same dtype on `device` is received in place. Tensors on the meta device, keys that
@@ -379,7 +379,7 @@ def distribute_state_dict(
     cpu_offload: bool = False,
     type_check: bool = True,
 ) -> Any:
-    """The values of a tree that every rank has whole into this rank's tree; no data is communicated.
+    """Write the values of an unsharded tree, which every rank has, into this rank's tree; no data is communicated.
 
     As `broadcast_state_dict`, but each rank takes from its own `full`: slices are copied straight into the local parts
     of `DTensor`s, also from host to device, and nothing else is allocated than what `local` lacks.

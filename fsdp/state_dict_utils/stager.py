@@ -67,7 +67,7 @@ class PendingCopy(Generic[Tree]):
         return self._tree
 
     def protect(self) -> None:
-        """What is queued from now on, on the current streams, runs after the copies, and may change the originals.
+        """Let what is queued from now on, on the current streams, run after the copies: it may change the originals.
 
         It does not block. Call it before ``optimizer.step()``, say.
         """
@@ -76,7 +76,7 @@ class PendingCopy(Generic[Tree]):
 
 
 class StateDictStager:
-    """Copies trees of tensors to host memory that is used again.
+    """A copier of trees of tensors to host memory that is used again.
 
     A copy is what ``torch.load(map_location="cpu")`` gives of what ``torch.save`` has written: storages that were
     shared are shared, views are views, classes survive, gradients and graphs stay behind. Whatever is no tensor is
@@ -216,7 +216,7 @@ class StateDictStager:
 
 
 def origins(copied: Any) -> list[str]:
-    """The devices that a copy came from, to be saved with it: one for each of its storages, in the order of the tree.
+    """Return the devices that a copy came from, to be saved with it: one for each storage, in the order of the tree.
 
     A list of strings passes through any file, where what a copy knows about its devices is lost.
 
@@ -227,7 +227,7 @@ def origins(copied: Any) -> list[str]:
 
 
 def restore(copied: Tree, devices: Iterable[str | torch.device] | None = None) -> Tree:
-    """A copy of a staged tree with its tensors on the devices that they came from.
+    """Return a copy of a staged tree with its tensors on the devices that they came from.
 
     As `stage` it keeps sharing, views and classes. What belongs on the CPU is not copied once more.
 
@@ -272,7 +272,7 @@ def _bytes_in(tree: Any) -> int:
 
 
 def _storages_of(tree: Any) -> list[UntypedStorage]:
-    """As a copy meets them."""
+    """Return the storages of a tree, in the order in which a copy meets them."""
     found: list[UntypedStorage] = []
 
     def note(storage: UntypedStorage) -> UntypedStorage:
@@ -307,7 +307,7 @@ class TreeCopy:
         self._copiers: dict[type, Callable[[TreeCopy, Any], Any]] = dict(_COPIERS)  # and of classes that were met
 
     def copy(self, original: Any) -> Any:
-        """The copy of a part of the nest.
+        """Return the copy of a part of the nest.
 
         Raises:
             TypeError: for what cannot be copied; says where it is.
@@ -465,7 +465,7 @@ class TreeCopy:
         return copied
 
     def _view(self, original: Tensor) -> Tensor:
-        """A tensor of no special class that looks at its storage as the original does."""
+        """Return a tensor of no special class that looks at its storage as the original does."""
         if original.layout != torch.strided:
             return self._sparse(original)
         try:
@@ -534,7 +534,7 @@ def _copier_of(kind: type) -> Callable[[TreeCopy, Any], Any]:
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor | UntypedStorage]:
-    """Tensors and storages in containers and in the attributes of objects, each once; those of tensors are left out."""
+    """Yield tensors and storages in containers and attributes of objects, each once; not those inside of tensors."""
     seen: dict[int, Any] = {}
     pending = [tree]
     while pending:
@@ -558,7 +558,7 @@ def _slots(kind: type) -> list[str]:
 
 
 def _give_state(copied: Any, state: Any, set_state: Callable[[Any, Any], None] | None) -> None:
-    """Pickle's rules, with the state in the form in which `__reduce_ex__` gave it."""
+    """Give a copy its state by pickle's rules, in the form in which `__reduce_ex__` gave it."""
     if set_state is not None:
         set_state(copied, state)
     elif hasattr(copied, "__setstate__"):

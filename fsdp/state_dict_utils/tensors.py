@@ -26,7 +26,7 @@ PLAIN_LEAVES = (int, float, complex, str, bytes, io.BytesIO, type(None))
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a rank must know of a tensor that will arrive."""
+    """The shape and dtype of a tensor that will arrive."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -37,12 +37,12 @@ class TensorInfo:
 
 
 def is_tensor(leaf: Any) -> bool:
-    """Whether a leaf is a tensor, or stands for one, whose elements can be cut, sent and written."""
+    """Return True if a leaf is a tensor, or stands for one, whose elements can be sharded, sent and written."""
     return isinstance(leaf, TensorInfo) or (isinstance(leaf, Tensor) and _special(leaf) is None)
 
 
 def why_unknown(leaf: Any) -> str | None:
-    """Why a leaf is only carried along; None for a tensor and a plain value."""
+    """Return why a leaf is only carried along; None for a tensor and a plain value."""
     if isinstance(leaf, Tensor):
         if (special := _special(leaf)) is None:
             return None
@@ -59,7 +59,7 @@ def why_unknown(leaf: Any) -> str | None:
 
 
 def _special(tensor: Tensor) -> tuple[str, str] | None:
-    """What is special about a tensor whose elements do not lie in memory one by one, and what to do about it."""
+    """Return what makes a tensor special whose elements do not lie in memory one by one, and what to do about it."""
     local = arrived(local_part(tensor))
     if local.is_nested:
         return "that is nested", "Take it apart with unbind()"
@@ -76,7 +76,7 @@ def _special(tensor: Tensor) -> tuple[str, str] | None:
 
 @cache
 def casts(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether values of one dtype can be stored in another one without losing their kind."""
+    """Return True if values of one dtype can be stored in another one without losing their kind."""
     if not torch.can_cast(source, target):
         return False
     try:
@@ -87,7 +87,7 @@ def casts(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def described(value: Any) -> str:
-    """A node as messages have it. Leaves that are only carried along are alike if this is."""
+    """Describe a node for messages. Leaves that are only carried along are alike if this is."""
     if not isinstance(value, (Tensor, TensorInfo)):
         return "None" if value is None else type(value).__name__
     kind = "DTensor" if is_dtensor(value) else "tensor"
@@ -138,7 +138,7 @@ def class_name(kind: type) -> str:
 
 
 def without_values(tensor: Tensor) -> str | None:
-    """Why a tensor cannot be read; None if it can."""
+    """Return why a tensor cannot be read; None if it can."""
     if tensor.is_meta:
         return "on the meta device, where there are no values"
     missing = missing_memory(arrived(local_part(tensor))) if is_tensor(tensor) else None
@@ -146,7 +146,7 @@ def without_values(tensor: Tensor) -> str | None:
 
 
 def not_writable(tensor: Tensor) -> str | None:
-    """Why nothing can be written into a tensor that is not on the meta device; None if it can."""
+    """Return why nothing can be written into a tensor that is not on the meta device; None if it can."""
     local = local_part(tensor)
     if local.numel() and any(step == 0 and size > 1 for size, step in zip(local.shape, local.stride(), strict=True)):
         return "several elements of the target lie in one place (it was expanded): clone() it"
@@ -154,7 +154,7 @@ def not_writable(tensor: Tensor) -> str | None:
 
 
 def own_copy(leaf: Any) -> Any:
-    """Of a leaf that is no tensor; what cannot change is its own copy.
+    """Return a copy of a leaf that is no tensor; a value that cannot change is its own copy.
 
     Raises:
         TypeError: if it cannot be copied.
@@ -172,13 +172,13 @@ def own_copy(leaf: Any) -> Any:
 
 
 def cannot(leaf: Any, what: str, error: Exception) -> str:
-    """What to say of a leaf that is only carried along, and cannot be."""
+    """Return a message about a leaf that is only carried along, and cannot be."""
     reason = next(iter(str(error).splitlines()), type(error).__name__)  # torch's go on with a list of all kernels
     return f"a {described(leaf)} cannot {what}: {reason}. Take it out of the tree."
 
 
 def has_part(tensor: Tensor) -> bool:
-    """Whether this rank holds something of a tensor: not of a `DTensor` on other ranks' mesh."""
+    """Return True if this rank holds something of a tensor: not of a `DTensor` on other ranks' mesh."""
     part = MeshPart.of(tensor)
     return part is None or part.mesh.get_coordinate() is not None
 
@@ -187,7 +187,7 @@ def has_part(tensor: Tensor) -> bool:
 
 
 def own_part(value: Tensor, target: Tensor) -> Tensor:
-    """Of a whole value, what this rank holds in `target`. Without communication; shares memory where it can."""
+    """Return what this rank holds of an unsharded value in `target`. No communication; shares memory where it can."""
     part = MeshPart.of(target)
     if part is None:
         return value
@@ -236,7 +236,7 @@ def placed(value: Tensor, target: Tensor | None, home: torch.device, is_ours: bo
 
 
 def differ_as_values(full: Any, local: Any) -> str | None:
-    """Why a whole value cannot be stored in a leaf; None if it can."""
+    """Return why an unsharded value cannot be stored in a leaf; None if it can."""
     difference = _differ_in_kind(full, local, casting=True)
     if difference is not None or not is_tensor(local):
         return difference
@@ -249,7 +249,7 @@ def differ_as_values(full: Any, local: Any) -> str | None:
 
 
 def differ_as_parts(source: Any, into: Any) -> str | None:
-    """Why a leaf cannot be copied into another one, each rank its part; None if it can."""
+    """Return why a leaf cannot be copied into another one, each rank its part; None if it can."""
     difference = _differ_in_kind(source, into, casting=True) or _differ_in_spread(source, into)
     if difference is not None or not is_tensor(source):
         return difference
@@ -260,14 +260,14 @@ def differ_as_parts(source: Any, into: Any) -> str | None:
 
 
 def differ_in_form(first: Any, second: Any) -> str | None:
-    """What two leaves differ in beside their values; None if in nothing."""
+    """Return what two leaves differ in beside their values; None if in nothing."""
     if not isinstance(first, Tensor) and not isinstance(second, Tensor):
         return None if type(first) is type(second) else f"{described(first)} and {described(second)}"
     return _differ_in_kind(first, second, casting=False) or _differ_in_spread(first, second)
 
 
 def _differ_in_kind(first: Any, second: Any, casting: bool) -> str | None:
-    """Where one of them is a tensor of any kind."""
+    """Return the difference in kind where one of them is a tensor of any kind; None if there is none."""
     if not is_tensor(first) or not is_tensor(second):
         special = isinstance(first, Tensor) or isinstance(second, Tensor) or is_tensor(first)
         names = described(first), described(second)

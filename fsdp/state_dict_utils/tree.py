@@ -19,12 +19,12 @@ _SHOWN = 5  # keys in one message
 
 
 def spelled(path: Path) -> str:
-    """A path as messages have it."""
+    """Spell a path for messages."""
     return ".".join(map(str, path)) if path else "the whole tree"
 
 
 class CompanionMismatch(ValueError):  # noqa: N818  # a name that torch has
-    """Two trees that must match do not.
+    """Two trees do not match that must.
 
     Attributes:
         path: the keys and indices that lead to the place; empty for the whole tree.
@@ -44,7 +44,7 @@ class CompanionMismatch(ValueError):  # noqa: N818  # a name that torch has
 
 
 def children(node: Any) -> dict[Any, Any] | None:
-    """What is in a container, by key or index; None for a leaf."""
+    """Return what is in a container, by key or index; None for a leaf."""
     if isinstance(node, Mapping):
         return dict(node.items())
     if isinstance(node, (list, tuple)):
@@ -53,7 +53,7 @@ def children(node: Any) -> dict[Any, Any] | None:
 
 
 def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every leaf with its path, in order."""
+    """Yield every leaf with its path, in order."""
     inside = children(tree)
     if inside is None:
         yield path, tree
@@ -63,7 +63,7 @@ def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def mapped(function: Callable[[Path, Any], Any], tree: Any, path: Path = ()) -> Any:
-    """A new tree of the same containers, with `function` of path and leaf in the place of each leaf."""
+    """Return a new tree of the same containers, with `function` of path and leaf in the place of each leaf."""
     inside = children(tree)
     if inside is None:
         return function(path, tree)
@@ -71,7 +71,7 @@ def mapped(function: Callable[[Path, Any], Any], tree: Any, path: Path = ()) -> 
 
 
 def rebuilt(like: Any, values: dict[Any, Any]) -> Any:
-    """A new container of the type of `like` with these children; of a plain type where its own cannot be built."""
+    """Return a new container of the type of `like` with these children; a plain one where its own cannot be built."""
     if isinstance(like, Mapping):
         return _rebuilt_mapping(like, values)
     plain: type = list if isinstance(like, list) else tuple
@@ -100,7 +100,7 @@ def _rebuilt_mapping(like: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping
 
 
 def emptied(tree: Any) -> Any:
-    """What ranks get that do not want a result: the outermost container without its contents; None for a leaf."""
+    """Return the outermost container without its contents, for ranks that want no result; None for a leaf."""
     if isinstance(tree, Mapping):
         return rebuilt(tree, {})
     return [] if isinstance(tree, list) else () if isinstance(tree, tuple) else None
@@ -114,7 +114,7 @@ def check_types(tree: Any, type_check: bool = True) -> None:
 
 
 def with_own_leaves(tree: Any) -> Any:
-    """The tree with a copy of each leaf that is no tensor.
+    """Return the tree with a copy of each leaf that is no tensor.
 
     Raises:
         TypeError: for a leaf that cannot be copied.
@@ -134,7 +134,7 @@ def with_own_leaves(tree: Any) -> Any:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two trees must have in common.
+    """The rules by which two trees must match.
 
     Attributes:
         names: what messages call them.
@@ -185,7 +185,7 @@ def _kind(node: Any) -> type:
 
 
 def written(source: Any, target: Any, put: Callable[[Path, Any, Any], Any], path: Path = ()) -> Any:
-    """`target` with what `put` makes of each leaf of `source` and the leaf in its place (None where there is none).
+    """Return `target` with what `put` makes of each leaf of `source` and the leaf in its place (or None).
 
     Mutable mappings and lists of `target` are changed in place and stay the same objects; a tuple in which something
     is replaced is made anew.
@@ -205,7 +205,7 @@ def written(source: Any, target: Any, put: Callable[[Path, Any, Any], Any], path
 
 
 class FlatMapping(dict[str, Path]):
-    """For each key of a flattened tree the path that it stands for, and what containers are on the way.
+    """The paths that the keys of a flattened tree stand for, and the containers on the way.
 
     A path is a tuple of the keys and indices that lead to the value. It is a dict of paths, compares as one, and can be
     pickled.
@@ -222,7 +222,7 @@ class FlatMapping(dict[str, Path]):
 
 
 def flatten_state_dict(tree: Any, *, type_check: bool = True) -> tuple[dict[str, Any], FlatMapping]:
-    """The leaves of a nested tree by dotted keys, ``"state.0.exp_avg"``, in order; no communication.
+    """Return the leaves of a nested tree by dotted keys, ``"state.0.exp_avg"``, in order; no communication.
 
     The flat dict holds the leaves themselves, not copies. A container that is empty has a key of its own, with an empty
     container as its value, so that it comes back.
@@ -255,7 +255,7 @@ def flatten_state_dict(tree: Any, *, type_check: bool = True) -> tuple[dict[str,
 
 
 def _ends(node: Any, path: Path, containers: dict[Path, Any]) -> Iterator[tuple[Path, Any]]:
-    """Leaves and empty containers below the root; notes all containers on the way."""
+    """Yield leaves and empty containers below the root, and note all containers on the way."""
     inside = children(node)
     if inside is not None:
         containers[path] = _without_contents(node)
@@ -272,7 +272,7 @@ def _without_contents(node: Any) -> Any:
 
 
 def unflatten_state_dict(flat: Mapping[str, Any], mapping: FlatMapping) -> Any:
-    """The nested tree that `flatten_state_dict` took apart, with the values of `flat`; no communication.
+    """Return the nested tree that `flatten_state_dict` took apart, with the values of `flat`; no communication.
 
     Args:
         flat: a value for each key of the mapping; not changed. Values may have been replaced since.

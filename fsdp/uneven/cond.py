@@ -24,9 +24,9 @@ def cond(module: nn.Module, run_here: bool, /, *args: Any, **kwargs: Any) -> Any
     the outermost wrapper call it, at the same place and for the same module, inside of that one's forward. They tell
     each other with one small message whether they run it:
 
-    - if no rank does, nothing else happens, and no parameter of it is gathered;
+    - if no rank does, nothing else happens, and no parameter of it is all-gathered;
     - if all do, it runs as if it was called directly;
-    - otherwise, those that run it compute, and the others gather with them, in forward and in backward, and contribute
+    - otherwise, those that run it compute, and the others join their all-gathers, in forward and in backward, and add
       zeros to its gradients: these are the sum over the ranks that ran it, divided by the number of all ranks.
 
     Calls may be inside of each other, and in modules under activation checkpointing. Backward has to come before the
@@ -69,7 +69,7 @@ def join(
                 optimizer.step()
                 optimizer.zero_grad()
 
-    A rank whose loop has ended waits at the end of the context. Until all have, it gathers with the others, contributes
+    A rank whose loop has ended waits at the end of the context. Until all have, it joins their all-gathers, contributes
     zeros to gradients, clips, steps and zeroes its own shards whenever the others do, with their learning rates.
 
     Gradients stay sums over ranks divided by the number of *all* ranks, so a batch has the same weight whether other

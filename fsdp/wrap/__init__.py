@@ -311,7 +311,7 @@ def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
     """
     wrapper_cls = ConfigAutoWrap.wrapper_cls
     if not ConfigAutoWrap.in_autowrap_context or wrapper_cls is None:
-        _warn_outside("wrap", module)
+        _warn_unwrapped("wrap() outside of enable_wrap", module, _ENTER)
         return module
     own_config = getattr(module, "wrapper_config", {})
     if not isinstance(own_config, Mapping):
@@ -367,21 +367,26 @@ def auto_wrap(
         RuntimeError: as `wrap` raises.
     """
     if not ConfigAutoWrap.in_autowrap_context:
-        _warn_outside("auto_wrap", module)
+        _warn_unwrapped("auto_wrap() outside of enable_wrap", module, _ENTER)
         return module
-    wrapped, _ = ConfigAutoWrap.recursive_wrap(
+    wrapped, numel = ConfigAutoWrap.recursive_wrap(
         module, auto_wrap_policy, module_is_root=True, keep_wrapped=keep_wrapped, **kwargs
     )
+    if not numel and not keep_wrapped and any(True for _ in module.parameters()):
+        _warn_unwrapped("auto_wrap() with a policy that picks nothing in it", module, _PICK)
     return wrapped
 
 
-def _warn_outside(function: str, module: nn.Module) -> None:
+_ENTER = "Call it inside of `with enable_wrap(wrapper_cls=FullyShardedDataParallel):`."
+_PICK = "Give a policy that picks parts of it: fsdp.module_wrap_policy({Block}), or a smaller min_num_params."
+
+
+def _warn_unwrapped(what: str, module: nn.Module, remedy: str) -> None:
     """Warn if several ranks run and nothing has been wrapped, so that each would train its own model."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         warnings.warn(
-            f"{function}() outside of enable_wrap leaves this {type(module).__name__} as it is: unless it is wrapped "
-            f"otherwise, each of the {dist.get_world_size()} ranks trains its own. Call it inside of "
-            "`with enable_wrap(wrapper_cls=FullyShardedDataParallel):`.",
+            f"{what} leaves this {type(module).__name__} as it is: unless it is wrapped otherwise, each of the "
+            f"{dist.get_world_size()} ranks trains its own. {remedy}",
             stacklevel=3,
         )
 

@@ -171,7 +171,7 @@ class TestInstalling:
 
 @pytest.mark.usefixtures("installed")
 class TestPickles:
-    """`tests/data/fairscale/pickles.pt` was written by FairScale (`benchmarks/fairscale_clients.py`)."""
+    """`tests/data/fairscale/pickles.pt` was written by FairScale (`tests/tools/run_fairscale_clients.py`)."""
 
     @pytest.mark.parametrize("weights_only", [True, False])
     def test_classes_of_theirs_are_ours(self, weights_only: bool) -> None:

@@ -1,6 +1,6 @@
 """Scripts written for FairScale, as its clients wrote them, run as they are: `tests/data/clients`.
 
-`benchmarks/fairscale_clients.py` runs them with FairScale itself.
+`tests/tools/run_fairscale_clients.py` runs them with FairScale itself.
 """
 
 from __future__ import annotations

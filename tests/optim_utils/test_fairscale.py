@@ -1,4 +1,4 @@
-"""Full optimizer states that FairScale 0.4.13 made itself: `benchmarks/record_fairscale_optim.py`."""
+"""Full optimizer states that FairScale 0.4.13 made itself: `tests/tools/record_fairscale_optim.py`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.record_fairscale_optim import CASES, Scaled, make_optimizer, train
-from benchmarks.record_fairscale_shards import make_wrapped
 from fsdp import FullyShardedDataParallel
 from fsdp.compat.fairscale import parts as fairscale
 from tests.helpers.optimizers import assert_close, assert_same, from_first
 from tests.helpers.paths import DATA
 from tests.helpers.ranks import RankPool
+from tests.tools.record_fairscale_optim import CASES, Scaled, make_optimizer, train
+from tests.tools.record_fairscale_shards import make_wrapped
 
 RECORDED = DATA / "fairscale"
 every_case = pytest.mark.parametrize("name", CASES)

@@ -1,7 +1,7 @@
 """Unsharded weights from all ranks' shards, offline: no process group, no wrapped model, one parameter at a time.
 
 A rank's shards come with metadata that say what they are made of (`local_metadata_dict`). What a parameter's ranks hold
-of it, without their padding, is its elements in rank order; so nothing here knows how shards are cut. The format is
+of it, without their padding, is its elements in rank order; so nothing here knows the layout of shards. The format is
 FairScale's, whose shards are read as well.
 """
 
@@ -77,19 +77,19 @@ def put_together(shards: Sequence[Shard], with_module_buffers: bool, strict: boo
     first = shards[0]
     for other in shards[1:]:
         other.check_alike(first)
-    whole: dict[str, Any] = {}
+    full: dict[str, Any] = {}
     for backing in backings_of(shards, strict):
-        whole |= {each.name: each for each in backing.parameters()}
+        full |= {each.name: each for each in backing.cut(backing.pieces)}
     for entry in first.entries:
         for source, copy in entry["shared_param_info"]:
-            if join(entry["fsdp_path"], source) in whole:
-                whole[join(entry["fsdp_path"], copy)] = whole[join(entry["fsdp_path"], source)]
+            if join(entry["fsdp_path"], source) in full:
+                full[join(entry["fsdp_path"], copy)] = full[join(entry["fsdp_path"], source)]
     for name in first.buffer_names if with_module_buffers else ():
         if first.has(name) or strict:
             value = first.get(name)
-            whole[name] = stitched(name, value) if is_tensor(value) else value
-    _add_unlisted(whole, first, with_module_buffers, strict)
-    return whole
+            full[name] = stitched(name, value) if is_tensor(value) else value
+    _add_unlisted(full, first, with_module_buffers, strict)
+    return full
 
 
 def backings_of(shards: Sequence[Shard], strict: bool) -> Iterator[Backing]:
@@ -247,10 +247,6 @@ class Backing:
             )
         )
 
-    def parameters(self) -> Iterator[Stitched]:
-        """Yield the original parameters."""
-        return self.cut(self.pieces)
-
     def cut(self, pieces: Sequence[Elements]) -> Iterator[Stitched]:
         """Yield tensors that lie in a vector as the parameters lie in this one."""
         return split_vector(pieces, self.names, self._described["shapes"])
@@ -269,7 +265,7 @@ def _checked(entry: Any) -> dict[str, Any]:
     return found
 
 
-def _add_unlisted(whole: dict[str, Any], first: Shard, with_module_buffers: bool, strict: bool) -> None:
+def _add_unlisted(full: dict[str, Any], first: Shard, with_module_buffers: bool, strict: bool) -> None:
     """Add what FairScale's metadata leave out: second names, which are known by their memory, and extra state."""
     gives = {key: [join(path, name) for name in names] for key, path, names in first.backings()}
     gives |= {name: [name] for name in first.buffer_names}
@@ -278,11 +274,11 @@ def _add_unlisted(whole: dict[str, Any], first: Shard, with_module_buffers: bool
         value = first.get(key)
         source = at.get(memory_of(value))
         if source is not None:
-            whole |= {new: whole[old] for old, new in _renamed(source, key, gives[source]).items() if old in whole}
-        elif key in whole or any(_renamed(one, key, names).values() & whole.keys() for one, names in gives.items()):
+            full |= {new: full[old] for old, new in _renamed(source, key, gives[source]).items() if old in full}
+        elif key in full or any(_renamed(one, key, names).values() & full.keys() for one, names in gives.items()):
             continue  # a second name that the metadata do name, of a shard that was copied since
         elif key.rpartition(".")[2] == "_extra_state":
-            whole |= {key: value} if with_module_buffers else {}
+            full |= {key: value} if with_module_buffers else {}
         elif strict:
             raise ValueError(
                 f"{first.title}: {key!r} is in its weights, and its metadata do not name it: they are of another "

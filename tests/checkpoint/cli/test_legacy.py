@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp
-from benchmarks.record_fairscale_checkpoint import CASES
-from benchmarks.record_fairscale_shards import make_model
 from fsdp import FullyShardedDataParallel
 from fsdp.checkpoint.cli import FINE, MISUSED, WRONG, main
 from fsdp.optim_utils import full_optim_state_dict
@@ -22,6 +20,8 @@ from tests.checkpoint.formats.test_fairscale import NAMES, NAMES_INSIDE, RECORDE
 from tests.checkpoint.formats.test_fsdp1 import Model, folders, save, truth
 from tests.helpers.legacy_sources import assert_same_state
 from tests.helpers.ranks import RankPool
+from tests.tools.record_fairscale_checkpoint import CASES
+from tests.tools.record_fairscale_shards import make_model
 
 
 def loaded(path: Path, make: Callable[[Callable[[nn.Module], nn.Module]], nn.Module], whole: Any, values: Any) -> None:

@@ -1,4 +1,4 @@
-"""Shards that FairScale 0.4.13 wrote itself, after a step of training: `benchmarks/record_fairscale_shards.py`."""
+"""Shards that FairScale 0.4.13 wrote itself, after a step of training: `tests/tools/record_fairscale_shards.py`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.record_fairscale_shards import CASES, make_model, make_wrapped
 from fsdp import FullyShardedDataParallel
 from tests.helpers.local_shards import Shards, assert_same_state, consolidated
 from tests.helpers.models import keep
 from tests.helpers.paths import DATA
 from tests.helpers.ranks import RankPool
+from tests.tools.record_fairscale_shards import CASES, make_model, make_wrapped
 
 RECORDED = DATA / "fairscale"
 every_case = pytest.mark.parametrize("name", CASES)

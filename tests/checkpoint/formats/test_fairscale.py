@@ -1,4 +1,4 @@
-"""Checkpoints of FairScale 0.4.13 as one, to the bit: `benchmarks/record_fairscale_checkpoint.py` has recorded them."""
+"""Checkpoints of FairScale 0.4.13 as one, to the bit: recorded by `tests.tools.record_fairscale_checkpoint`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.record_fairscale_checkpoint import CASES, SETTINGS
-from benchmarks.record_fairscale_optim import CASES as FULL_CASES
-from benchmarks.record_fairscale_shards import CASES as SHARD_CASES
 from fsdp.checkpoint.formats.fairscale import is_fairscale, open_fairscale
 from fsdp.checkpoint.json_values import decoded
 from tests.helpers.legacy_sources import assert_same_state, groups_of, state_of, weights_of
 from tests.helpers.local_shards import assert_same_state as assert_same_weights
 from tests.helpers.paths import DATA
+from tests.tools.record_fairscale_checkpoint import CASES, SETTINGS
+from tests.tools.record_fairscale_optim import CASES as FULL_CASES
+from tests.tools.record_fairscale_shards import CASES as SHARD_CASES
 
 RECORDED = DATA / "fairscale"
 every_case = pytest.mark.parametrize("name", CASES)

@@ -1,7 +1,7 @@
 """Records shards that FairScale itself makes, as test data, and has FairScale put together ours.
 
     pip install wheel && pip install --no-deps --no-build-isolation fairscale==0.4.13    # in an environment with torch
-    python benchmarks/record_fairscale_shards.py
+    python -m tests.tools.record_fairscale_shards
 
 For each case FairScale trains a small model on a few CPU ranks for a step and saves each rank's local state and
 metadata, and the whole state as the truth, to ``tests/data/fairscale/<case>/``. FairScale wants CUDA streams for that;
@@ -13,7 +13,6 @@ the whole weights of our shards, and FairScale must load them. Exits with an err
 from __future__ import annotations
 
 import argparse
-import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -24,14 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-if not __package__:  # run as a file: the folder above has `benchmarks` and `fsdp`
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from benchmarks._fairscale import fairscale_class, options_on_cpu
 from benchmarks._ranks import run_ranks
 from fsdp import FullyShardedDataParallel, MixedPrecision
+from tests.helpers.paths import DATA
 
-_OUT = Path(__file__).resolve().parent.parent / "tests" / "data" / "fairscale"
+_OUT = DATA / "fairscale"
 
 
 class Case(NamedTuple):

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks._contestants import CONTESTANTS, OURS
-from benchmarks._report import write_whole
 from benchmarks._training import Setup, build, train_step
+from examples.gpt.report import write_whole
 
 _CPU = torch.device("cpu")
 
@@ -54,7 +54,7 @@ class Job:
 
     @classmethod
     def parse(cls, arguments: Sequence[str] | None = None) -> Job:
-        parser = argparse.ArgumentParser(prog="python -m benchmarks._recovery_worker", description=__doc__)
+        parser = argparse.ArgumentParser(prog="python -m tests.tools.kill_machine_worker", description=__doc__)
         parser.add_argument("--folder", required=True)
         for name in ("size", "batch", "steps", "every", "timeout"):
             default = getattr(cls, name)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from benchmarks.gpt import SIZES
+from examples.gpt.model import SIZES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,8 @@ def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
 
 def parse_options(arguments: Sequence[str] | None = None) -> Options:
     """Read the command line; an error is one line on stderr and ends the process with status 2."""
-    parser = _Parser(prog="benchmarks.launch", description="Train a small byte-level GPT, sharded, and check it.")
+    description = "Train a small byte-level GPT, sharded, and check it."
+    parser = _Parser(prog="python -m examples.gpt.launch", description=description)
     count, amount = _positive(int), _positive(float)
     add = parser.add_argument
     add("--data", help="a file or a folder of text; default: the source of Python's standard library")

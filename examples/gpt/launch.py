@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks._options import Options, parse_options, to_arguments
-from benchmarks._text import TextError, load_corpus
-from benchmarks.gpt import SIZES
+from examples.gpt.model import SIZES
+from examples.gpt.options import Options, parse_options, to_arguments
+from examples.gpt.text import TextError, load_corpus
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CPU_RANKS = 2
 
 
@@ -87,11 +87,11 @@ def main() -> int:
     for name in ("model.pt", "report.json"):
         (options.out / name).unlink(missing_ok=True)
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
-    status = run_module([*torchrun, "-m", "benchmarks.train", *to_arguments(options)])
+    status = run_module([*torchrun, "-m", "examples.gpt.train", *to_arguments(options)])
     if status:
         print(f"error: training ended with status {status}; the messages above say why.", file=sys.stderr)
         return status
-    status = run_module(["benchmarks.verify", str(options.out)])
+    status = run_module(["examples.gpt.verify", str(options.out)])
     print(f"{'done' if status == 0 else 'FAILED'} after {time.perf_counter() - start:.0f} s")
     return status
 

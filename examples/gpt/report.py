@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor, nn, optim
 
-from benchmarks.gpt import GPTConfig
+from examples.gpt.model import GPTConfig
 
 
 @dataclass(frozen=True)

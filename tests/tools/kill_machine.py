@@ -1,4 +1,11 @@
-"""Training under torchrun on two machines, one of which is switched off in the middle and comes back."""
+"""Kills one of two machines in the middle of a training, brings it back, and compares with an undisturbed training.
+
+    python -m tests.tools.kill_machine
+
+The machines are network namespaces, which need Linux, root and iproute2; elsewhere it says what is missing and exits
+with 0. Torchrun on the surviving machine waits for the other one, and both go on from the newest checkpoint. Exits with
+1 unless all losses are, to the bit, those of the undisturbed training.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +13,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,10 +23,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from benchmarks._machines import Machine, on_cable
-from benchmarks._recovery_worker import Job
-
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks._machines import Machine, NotAllowedError, on_cable, two_machines
+from tests.helpers.paths import ROOT
+from tests.tools.kill_machine_worker import Job
 
 _PORT = 29400  # of the rendezvous; the first machine's own, so nobody else's
 _PATIENCE = 180.0  # seconds for each thing that is waited for
@@ -106,7 +113,7 @@ def _start(machines: tuple[Machine, Machine], index: int, job: Job) -> subproces
     places = ["--rdzv-endpoint", f"{first.address}:{_PORT}", "--local-addr", machine.address]
     elastic = ["--rdzv-backend", "c10d", "--rdzv-conf", f"is_host={int(index == 0)},{_KEEP_ALIVE}", "--max-restarts=3"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", *places, *elastic]
-    worker = ["-m", "benchmarks._recovery_worker", *job.to_arguments()]
+    worker = ["-m", "tests.tools.kill_machine_worker", *job.to_arguments()]
     environment = {**os.environ, **on_cable(), **_ELASTIC, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with _output(job, index).open("ab") as output:
         return _popen(machine.command([*torchrun, *worker]), environment, output)
@@ -182,7 +189,18 @@ def _survivors_error(job: Job) -> str:
     return found.group(1) if found else ""
 
 
-def recover_in(machines: tuple[Machine, Machine], job: Job) -> Recovery:
-    """`recover` in a folder that is made for it and removed afterwards."""
-    with tempfile.TemporaryDirectory(prefix="fsdp-recovery-") as folder:
-        return recover(machines, replace(job, folder=folder))
+def main() -> int:
+    try:
+        with two_machines() as machines, tempfile.TemporaryDirectory(prefix="fsdp-recovery-") as folder:
+            print(recover(machines, Job(folder=folder)))
+    except NotAllowedError as reason:
+        print(f"skipped, this system makes no two machines: {reason}")
+    except RecoveryError as error:
+        print(f"FAILED: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    sys.exit(main())

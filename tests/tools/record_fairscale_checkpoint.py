@@ -1,7 +1,7 @@
 """Records checkpoints as fairseq and metaseq write them, with FairScale's shards and optimizers, as test data.
 
     pip install wheel && pip install --no-deps --no-build-isolation fairscale==0.4.13    # in an environment with torch
-    python -m benchmarks.record_fairscale_checkpoint
+    python -m tests.tools.record_fairscale_checkpoint
 
 For each case FairScale trains a small model on a few CPU ranks. Each rank saves its weights, metadata and the state of
 its own optimizer to ``tests/data/fairscale/<case>/``, in the files and under the keys of the program; the whole
@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from benchmarks._fairscale import copying, from_first
 from benchmarks._ranks import run_ranks
-from benchmarks.record_fairscale_optim import train
-from benchmarks.record_fairscale_shards import _OUT, Case, _theirs
+from tests.tools.record_fairscale_optim import train
+from tests.tools.record_fairscale_shards import _OUT, Case, _theirs
 
 
 class Program(NamedTuple):

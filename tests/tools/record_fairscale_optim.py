@@ -1,7 +1,7 @@
 """Records full optimizer states that FairScale itself makes, as test data, and has FairScale take ours.
 
     pip install wheel && pip install --no-deps --no-build-isolation fairscale==0.4.13    # in an environment with torch
-    python -m benchmarks.record_fairscale_optim
+    python -m tests.tools.record_fairscale_optim
 
 For each case FairScale trains a small model on a few CPU ranks, and saves its full optimizer state and what each rank
 would load of it, to ``tests/data/fairscale/<case>/``. Then the same model is trained by this package, and FairScale
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-if not __package__:  # run as a file: the folder above has `benchmarks` and `fsdp`
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from benchmarks._fairscale import copying, from_first
 from benchmarks._ranks import run_ranks
-from benchmarks.record_fairscale_shards import _OUT, Case, _theirs, make_wrapped
 from fsdp import FullyShardedDataParallel
+from tests.tools.record_fairscale_shards import _OUT, Case, _theirs, make_wrapped
 
 CASES = {
     "optim-flat-2": Case(2, {}, {}),

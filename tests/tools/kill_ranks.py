@@ -1,6 +1,6 @@
 """Kills ranks of a training at random moments while it saves, and goes on from what is there, again and again.
 
-    python -m benchmarks.kills --kills 40 --ranks 4
+    python -m tests.tools.kill_ranks --kills 40 --ranks 4
 
 It is one training. Each time it is started with a random number of ranks, loads the newest checkpoint, compares it bit
 for bit with what was noted when it was saved, trains and saves in one of four ways, and one rank or all are killed.

@@ -1,6 +1,6 @@
 """Checks a finished training run from outside: one process, a plain GPT, and no `fsdp` anywhere.
 
-`python -m benchmarks.verify OUT` reads `OUT/model.pt` and `OUT/report.json`, compares, prints what it found,
+`python -m examples.gpt.verify OUT` reads `OUT/model.pt` and `OUT/report.json`, compares, prints what it found,
 and exits with status 1 when anything disagrees.
 """
 
@@ -13,9 +13,9 @@ from pickle import UnpicklingError
 import torch
 from torch import Tensor
 
-from benchmarks._report import HeldBytes, Report, measure_held_bytes
-from benchmarks._text import load_corpus, validation_batches
-from benchmarks.gpt import GPT, next_byte_loss
+from examples.gpt.model import GPT, next_byte_loss
+from examples.gpt.report import HeldBytes, Report, measure_held_bytes
+from examples.gpt.text import load_corpus, validation_batches
 
 # The same float32 operations on the same batches: on a CPU the difference is 0 or a rounding of the mean;
 # a GPU may choose another kernel for the same product.
@@ -152,5 +152,5 @@ def main(folder: Path) -> int:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("usage: python -m benchmarks.verify OUT")
+        sys.exit("usage: python -m examples.gpt.verify OUT")
     sys.exit(main(Path(sys.argv[1])))

@@ -1,7 +1,7 @@
 """One rank of the training job: sharded training of the byte-level GPT on real text.
 
-`benchmarks.launch` (that is, `make train`) starts it once per rank through torchrun, and afterwards has
-`benchmarks.verify` compare what it leaves behind with a plain, unsharded model:
+`examples.gpt.launch` (that is, `make train`) starts it once per rank through torchrun, and afterwards has
+`examples.gpt.verify` compare what it leaves behind with a plain, unsharded model:
 
     OUT/model.pt     the consolidated weights under the plain model's names
     OUT/report.json  what was trained and measured (`Report`)
@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from benchmarks._options import Options, parse_options
-from benchmarks._report import HeldBytes, Report, measure_held_bytes, write_whole
-from benchmarks._text import Corpus, load_corpus, training_batches, validation_batches
-from benchmarks.gpt import GPT, SIZES, Block, next_byte_loss
+from examples.gpt.model import GPT, SIZES, Block, next_byte_loss
+from examples.gpt.options import Options, parse_options
+from examples.gpt.report import HeldBytes, Report, measure_held_bytes, write_whole
+from examples.gpt.text import Corpus, load_corpus, training_batches, validation_batches
 from fsdp import FullyShardedDataParallel, auto_wrap, enable_wrap, module_wrap_policy, wrap
 
 WARMUP_STEPS = 20
@@ -67,7 +67,7 @@ class Place:
 def join_group(options: Options) -> Place:
     """Collective. Set up the process group that torchrun described in the environment."""
     if "LOCAL_RANK" not in os.environ:
-        raise SystemExit("error: this is one rank of many. Start it with: python -m benchmarks.launch")
+        raise SystemExit("error: this is one rank of many. Start it with: python -m examples.gpt.launch")
     if options.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)

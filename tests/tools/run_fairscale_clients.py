@@ -1,7 +1,7 @@
 """Runs the scripts in `tests/data/clients` with FairScale itself: what they call must be what it had.
 
-    python benchmarks/fairscale_clients.py            # in the environment of `record_fairscale_shards.py`
-    python benchmarks/fairscale_clients.py pickles    # writes what FairScale pickles, as test data
+    python -m tests.tools.run_fairscale_clients            # in the environment of `record_fairscale_shards`
+    python -m tests.tools.run_fairscale_clients pickles    # writes what FairScale pickles, as test data
 
 On two CPU ranks, with that module's stand-ins for CUDA. Prints how far each script is from training unsharded, and
 exits with an error if one fails.
@@ -12,20 +12,16 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-if not __package__:  # run as a file: the folder above has `benchmarks`, `tests` and `fsdp`
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from benchmarks._fairscale import fairscale_class
 from benchmarks._ranks import run_ranks
+from tests.helpers.paths import DATA
 
-_DATA = Path(__file__).resolve().parent.parent / "tests" / "data"
-_CLIENTS = _DATA / "clients"
+_CLIENTS = DATA / "clients"
 
 
 class _Dummy:
@@ -65,7 +61,7 @@ def record_pickles() -> None:
     from fairscale.nn.misc.flatten_params_wrapper import FlatParameter  # type: ignore[import-not-found]
 
     params = [torch.nn.Parameter(torch.arange(4.0).view(2, 2)), torch.nn.Parameter(torch.arange(4.0, 7.0))]
-    torch.save({"flat": FlatParameter(params), "state": TrainingState.BACKWARD_PRE}, _DATA / "fairscale" / "pickles.pt")
+    torch.save({"flat": FlatParameter(params), "state": TrainingState.BACKWARD_PRE}, DATA / "fairscale" / "pickles.pt")
 
 
 def main() -> None:
