@@ -199,7 +199,7 @@ class DTensorForm:
             # What has no dimensions is unsharded on every rank, as if all were replicas.
             is_replicated = params[0].dim() == 0
             ranks = {"rank": 0, "world_size": 1, "replicas": unit.comm.world_size} if is_replicated else {}
-            flat_param = make(params, align=ALIGNED, cut=RowsLayout, dims=dims, **ranks)
+            flat_param = make(params, align=ALIGNED, layout_type=RowsLayout, dims=dims, **ranks)
             places = [found[param] for param in params]
             shards.append(Shard(flat_param, places, (), new_pieces, self._post_forward, is_replicated))
         ordered = {param: found[param] for params in groups for param in params}

@@ -133,7 +133,7 @@ def reduce_scatter(tensor: Tensor, group: Group | None = None, dtype: torch.dtyp
     Raises:
         RuntimeError: outside of a hook, or if another rank did not answer.
         TypeError: for a `group` that is no process group that this rank is in.
-        ValueError: for a tensor that cannot be cut into equal parts.
+        ValueError: for a tensor that cannot be divided into equal shards.
     """
     call = _running.get()
     if call is None:

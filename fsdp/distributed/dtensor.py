@@ -1,4 +1,4 @@
-"""Parameters that are `DTensor`s already: what of them this rank holds, and how to make them whole again.
+"""Parameters that are `DTensor`s already: their local parts on this rank, and how to make `DTensor`s of these again.
 
 Tensor parallelism cuts parameters over a device mesh of its own. We shard what each rank has of them, its local part,
 over the data-parallel ranks, and modules see `DTensor`s around the gathered local parts. Everything that must be known
@@ -97,7 +97,7 @@ class MeshPart:
     Attributes:
         mesh: the ranks that it is spread over.
         placements: how, for each dimension of the mesh.
-        shape: of the whole.
+        shape: of the unsharded tensor.
     """
 
     mesh: DeviceMesh
@@ -195,7 +195,7 @@ class MeshPart:
         """The only dimension along which it is cut; None if every rank of the mesh has all of it.
 
         Raises:
-            NotImplementedError: if it is cut along several, or is neither cut nor copied.
+            NotImplementedError: if it is sharded along several, or is neither sharded nor replicated.
         """
         if not all(placement.is_shard() or placement.is_replicate() for placement in self.placements):
             raise NotImplementedError(
@@ -212,7 +212,7 @@ class MeshPart:
     def ranges(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Return where elements ``start:stop`` of the row-major local part are in the row-major unsharded tensor.
 
-        One range if it is cut along dimension 0, otherwise one for each row of what is before the dimension.
+        One range if it is sharded along dimension 0, otherwise one for each row of what is before the dimension.
         """
         dim = self.cut_dim(name)
         if dim is None:

@@ -1,4 +1,4 @@
-"""Parameters as `DTensor`s that are cut into rows: what modules list, and optimizers see, under `fully_shard`.
+"""Parameters as `DTensor`s that are sharded by rows: modules list them, and optimizers see them, under `fully_shard`.
 
 Each is made around this rank's rows, which lie in the shard, with a version counter of its own; so a step on the
 `DTensor`s is a step on the shard, as it is with other pieces (`fsdp.engine.orig_params`).

@@ -1,7 +1,7 @@
-"""Fingerprints of whole parameters, taken when they are cut: afterwards no rank could tell what others saw.
+"""Fingerprints of unsharded parameters, taken when they are sharded: later no rank could tell what others saw.
 
 A rank that was seeded otherwise cuts its shards out of another model, and what is gathered from all ranks is a model
-that nobody built. So each rank keeps 64 bits of each whole parameter until the first use, when the ranks compare them.
+that nobody built. So each rank keeps 64 bits of each unsharded parameter until the ranks compare them, at first use.
 What has been written since (loaded, summoned and changed, assigned, written to the shard) may have been different
 before: it is left out. That the own part was not written shows by a fingerprint of its own.
 """
@@ -71,48 +71,48 @@ class Fingerprints:
     """Fingerprints of the parameters of one flat parameter, as this rank has seen them.
 
     Args:
-        wholes: of each, when it was whole; None if it had no values, or others than were seen.
-        parts: of what this rank keeps of each.
+        unsharded: that of each parameter before it was sharded; None if it had no values, or other ones since.
+        shards: those of this rank's shard of each.
     """
 
-    def __init__(self, wholes: Iterable[int | None], parts: Iterable[int]) -> None:
-        self.wholes, self._parts = list(wholes), list(parts)
+    def __init__(self, unsharded: Iterable[int | None], shards: Iterable[int]) -> None:
+        self.unsharded, self._shards = list(unsharded), list(shards)
 
     @classmethod
-    def of(cls, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> Fingerprints:
+    def of(cls, unsharded: Sequence[Tensor], shards: Sequence[Tensor]) -> Fingerprints:
         """Take them of unsharded parameters (of `DTensor`s, local parts), and of this rank's shard of each."""
-        seen = [not whole.is_meta for whole in wholes]
+        seen = [not each.is_meta for each in unsharded]
         return cls(
-            (fingerprint(whole) if is_seen else None for whole, is_seen in zip(wholes, seen, strict=True)),
-            (fingerprint(part) if is_seen else 0 for part, is_seen in zip(parts, seen, strict=True)),
+            (fingerprint(each) if is_seen else None for each, is_seen in zip(unsharded, seen, strict=True)),
+            (fingerprint(shard) if is_seen else 0 for shard, is_seen in zip(shards, seen, strict=True)),
         )
 
     def only(self, slots: Iterable[int]) -> Fingerprints:
-        """Those of some of the parameters."""
+        """Return those of some of the parameters."""
         kept = list(slots)
-        return Fingerprints((self.wholes[slot] for slot in kept), (self._parts[slot] for slot in kept))
+        return Fingerprints((self.unsharded[slot] for slot in kept), (self._shards[slot] for slot in kept))
 
     def forget(self, slots: Iterable[int]) -> None:
-        """These parameters got other values."""
+        """Forget those of parameters that got other values."""
         for slot in slots:
-            self.wholes[slot] = None
+            self.unsharded[slot] = None
 
-    def forget_written(self, parts: Sequence[Tensor]) -> None:
-        """Forget the parameters whose parts have been written."""
-        for slot, (part, before) in enumerate(zip(parts, self._parts, strict=True)):
-            if self.wholes[slot] is not None and fingerprint(part) != before:
-                self.wholes[slot] = None
+    def forget_written(self, shards: Sequence[Tensor]) -> None:
+        """Forget the parameters whose shards have been written."""
+        for slot, (shard, before) in enumerate(zip(shards, self._shards, strict=True)):
+            if self.unsharded[slot] is not None and fingerprint(shard) != before:
+                self.unsharded[slot] = None
 
-    def follow(self, parts: Sequence[Tensor]) -> None:
-        """The parts were cast or moved, on all ranks alike."""
-        self._parts = [
-            before if whole is None else fingerprint(part)
-            for whole, before, part in zip(self.wholes, self._parts, parts, strict=True)
+    def follow(self, shards: Sequence[Tensor]) -> None:
+        """Take those of shards again that were cast or moved, on all ranks alike."""
+        self._shards = [
+            before if known is None else fingerprint(shard)
+            for known, before, shard in zip(self.unsharded, self._shards, shards, strict=True)
         ]
 
 
 def first_difference(by_rank: Sequence[Sequence[int | None]]) -> tuple[int, int, int] | None:
-    """The first rank that has seen another value than rank 0, the number of the first such one, and how many there are.
+    """Return the first rank that saw another value than rank 0, the number of the first such, and how many there are.
 
     Args:
         by_rank: each rank's fingerprints of the same parameters. What any rank does not know counts for none.

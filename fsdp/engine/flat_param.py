@@ -73,7 +73,7 @@ class CountedParameter(nn.Parameter):
 class FlatParameter(CountedParameter):
     """Several parameters, in row-major order one after the other, as one 1-D parameter.
 
-    One that is by itself, and whole on this rank, may keep its shape.
+    One that is by itself, and not sharded, may keep its shape.
 
     Args:
         params: a non-empty list or tuple of parameters of one dtype and device, none of them flat.
@@ -87,8 +87,8 @@ class FlatParameter(CountedParameter):
     _names: tuple[str, ...]
     _shapes: tuple[torch.Size, ...]  # of `DTensor`s, those of their local parts
     parts: tuple[MeshPart | None, ...]  # what those of them that are `DTensor`s are parts of
-    _cut: type[Layout]  # how it is cut into shards
-    _dims: tuple[int, ...] | None  # along which each is cut; None: the first
+    _layout_type: type[Layout]  # how it is divided into shards
+    _dims: tuple[int, ...] | None  # along which each is sharded; None: the first
     _align: int  # at a multiple of so many elements each parameter starts
     _is_sharded: bool  # it holds one rank's shard
     _is_managed: bool  # a handle runs it
@@ -97,7 +97,7 @@ class FlatParameter(CountedParameter):
     shard_storage: Any  # where a shard and its gradient live
     attributes: tuple[Attributes, ...]  # what users had set on its parameters
     group: Hashable = None  # what `group_by` said of its parameters
-    fingerprints: Fingerprints | None = None  # of what it was cut from, until a handle takes them over
+    fingerprints: Fingerprints | None = None  # of what it was made from, until a handle takes them over
     _vector: Tensor | None = None  # the last one that was asked for
 
     def __new__(
@@ -125,12 +125,12 @@ class FlatParameter(CountedParameter):
         requires_grad: bool,
         names: tuple[str, ...],
         shapes: tuple[torch.Size, ...],
-        cut: type[Layout] = ContiguousLayout,
+        layout_type: type[Layout] = ContiguousLayout,
     ) -> FlatParameter:
         self = Tensor._make_subclass(cls, data, requires_grad)
         self._names, self._shapes, self.parts = names, shapes, (None,) * len(shapes)
         self._is_sharded = self._is_managed = self._has_unreduced = False
-        self._cut, self._align, self._dims = cut, 1, None
+        self._layout_type, self._align, self._dims = layout_type, 1, None
         self.valueless = set()
         self.attributes = tuple({} for _ in shapes)
         self.shard_storage = None
@@ -146,11 +146,11 @@ class FlatParameter(CountedParameter):
         storage: Any,
         align: int = 1,
         replicas: int = 1,
-        cut: type[Layout] = ContiguousLayout,
+        layout_type: type[Layout] = ContiguousLayout,
         dims: tuple[int, ...] | None = None,
         keeps_shape: bool = False,
     ) -> FlatParameter:
-        """One rank's shard of the flat parameter, cut straight from the parameters: there is never a whole copy.
+        """Make one rank's shard of the flat parameter straight from the parameters: there is no unsharded copy.
 
         Args:
             params, names: what it is made of; of `DTensor`s, their local parts. Zeros stand for what has no values.
@@ -158,20 +158,20 @@ class FlatParameter(CountedParameter):
             storage: where it lives (a `ShardStorage`).
             align: each parameter starts at a multiple of so many elements.
             replicas: how many ranks hold this shard.
-            cut: how it is cut into shards.
-            dims: the dimension along which each parameter is cut; None is the first.
+            layout_type: how it is divided into shards.
+            dims: the dimension along which each parameter is sharded; None is the first.
             keeps_shape: if it is one parameter that no other rank has a part of, it has that one's shape.
         """
         locals_ = [local_part(param) for param in params]
         shapes = tuple(local.shape for local in locals_)
-        layout = cut.of(zip(names, shapes, strict=True), world_size, align, dims)
+        layout = layout_type.of(zip(names, shapes, strict=True), world_size, align, dims)
         shard = storage.allocate(layout.shard_numel, params[0].dtype)
         for slot, local in enumerate(locals_):
             if not local.is_meta:
                 layout.shard_of(slot, local, shard, rank)
         if keeps_shape and world_size == 1 and not is_dtensor(params[0]):
             shard = shard.view(shapes[0])
-        self = storage.flat_parameter._build(shard, params[0].requires_grad, tuple(names), shapes, cut)
+        self = storage.flat_parameter._build(shard, params[0].requires_grad, tuple(names), shapes, layout_type)
         self._dims, self.parts = dims, tuple(MeshPart.of(param) for param in params)
         self._is_sharded, self._align = world_size > 1 and layout.numel > 0, align
         self.valueless = {slot for slot, local in enumerate(locals_) if local.is_meta and local.numel()}
@@ -196,12 +196,12 @@ class FlatParameter(CountedParameter):
         storage = copy.deepcopy(shard.shard_storage)
         names, shapes = tuple(shard._names[slot] for slot in slots), tuple(shard._shapes[slot] for slot in slots)
         dims = None if shard._dims is None else tuple(shard._dims[slot] for slot in slots)
-        layout = shard._cut.of(zip(names, shapes, strict=True), world_size, shard._align, dims)
+        layout = shard._layout_type.of(zip(names, shapes, strict=True), world_size, shard._align, dims)
         data, old = storage.allocate(layout.shard_numel, shard.dtype), shard.make_layout(world_size)
         values, places = old.parts(shard.detach(), rank), layout.parts(data, rank)
         for number, slot in enumerate(slots):
             places[number].copy_(values[slot])
-        self = storage.flat_parameter._build(data, shard.requires_grad, names, shapes, shard._cut)
+        self = storage.flat_parameter._build(data, shard.requires_grad, names, shapes, shard._layout_type)
         self._dims, self.parts = dims, tuple(shard.parts[slot] for slot in slots)
         self._is_sharded, self._align = world_size > 1 and layout.numel > 0, shard._align
         self.valueless = {number for number, slot in enumerate(slots) if slot in shard.valueless}
@@ -214,7 +214,7 @@ class FlatParameter(CountedParameter):
 
     def make_layout(self, world_size: int = 1) -> Layout:
         """Return the layout of the parameters in the vector when `world_size` ranks share it."""
-        return self._cut.of(zip(self._names, self._shapes, strict=True), world_size, self._align, self._dims)
+        return self._layout_type.of(zip(self._names, self._shapes, strict=True), world_size, self._align, self._dims)
 
     @property
     def vector(self) -> Tensor:
@@ -276,7 +276,7 @@ class FlatParameter(CountedParameter):
                 f"the {len(self._shapes)} parameters of this FlatParameter have {layout.numel} elements, the data has "
                 f"{data.numel()}" + (" (it holds one rank's shard)" if self._is_sharded else "")
             )
-        # One split: of as many slices, each would have a gradient of the whole size.
+        # One split: of as many slices, each would have a gradient of the full size.
         sizes = [size for slot, gap in zip(layout.slots, layout.gaps, strict=True) for size in (slot.numel, gap)]
         pieces = data.view(-1).split(sizes)[::2]
         views = [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
@@ -306,7 +306,9 @@ class FlatParameter(CountedParameter):
         if storage is not None:
             data = data.view(self.shape).copy_(self.detach())
             storage.release()
-        copied = memo[id(self)] = type(self)._build(data, self.requires_grad, self._names, self._shapes, self._cut)
+        copied = memo[id(self)] = type(self)._build(
+            data, self.requires_grad, self._names, self._shapes, self._layout_type
+        )
         copied._is_sharded, copied._is_managed, copied.group = self._is_sharded, self._is_managed, self.group
         copied.parts, copied._align, copied._dims = self.parts, self._align, self._dims
         copied.valueless = set(self.valueless)
@@ -327,7 +329,7 @@ class FlatParameter(CountedParameter):
             self.group,
             type(self),
             tuple(self.valueless),
-            self._cut,
+            self._layout_type,
             self.attributes,
             attributes_of(self),
         )
@@ -400,11 +402,11 @@ def _rebuild_flat_parameter(
     group: Hashable = None,
     kind: type[FlatParameter] = FlatParameter,
     valueless: tuple[int, ...] = (),
-    cut: type[Layout] = ContiguousLayout,
+    layout_type: type[Layout] = ContiguousLayout,
     attributes: tuple[Attributes, ...] | None = None,
     own_attributes: Attributes | None = None,
 ) -> FlatParameter:
-    flat = kind._build(data, requires_grad, names, shapes, cut)
+    flat = kind._build(data, requires_grad, names, shapes, layout_type)
     flat._is_sharded, flat._align, flat.group = sharded, align, group
     flat.valueless = set(valueless)
     flat.attributes = flat.attributes if attributes is None else attributes

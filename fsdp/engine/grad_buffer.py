@@ -168,7 +168,7 @@ class ShardGradient:
     """The reduced gradient of one flat parameter, on its way to where optimizers look for it.
 
     It is added to ``flat_param.grad`` as soon as it is reduced. Where users have registered hooks on what the optimizer
-    lists, it waits until backward has ended, because a hook is to see the whole gradient of this backward, once.
+    lists, it waits until backward has ended, because a hook is to see all of this backward's gradient, once.
 
     Args:
         flat_param: this rank's shard.

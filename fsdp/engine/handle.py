@@ -62,16 +62,17 @@ class InternalError(RuntimeError):
 class Phase(Enum):
     """Each member says what is true of a handle's unsharded buffer."""
 
+    following: tuple[Phase, ...]  # the phases that may follow
+
     SHARDED = auto()  # it has no memory; modules see placeholders
     UNSHARDING = auto()  # allocated, the all-gather is in flight; nobody may read it
     UNSHARDED = auto()  # complete and valid; modules see the leaves
 
 
-_LEGAL = {
-    Phase.SHARDED: (Phase.UNSHARDING,),
-    Phase.UNSHARDING: (Phase.UNSHARDED, Phase.SHARDED),
-    Phase.UNSHARDED: (Phase.SHARDED,),
-}
+# On the members, because a dictionary of them would be slow: members have a hash of Python's.
+Phase.SHARDED.following = (Phase.UNSHARDING,)
+Phase.UNSHARDING.following = (Phase.UNSHARDED, Phase.SHARDED)
+Phase.UNSHARDED.following = (Phase.SHARDED,)
 
 
 class FlatParamHandle:
@@ -143,7 +144,7 @@ class FlatParamHandle:
             self.post_forward_shard = PostForwardShard(post_forward_comm)
         self.shard_gradient = ShardGradient(flat_param, self.pieces)
         self.on_gradient = on_gradient
-        self._in_full_precision = False
+        self._in_full_precision = False  # computes in the shard's own dtype, as in `eval()` if that was asked for
         self._gathered: Hashable = None  # the state of the shard that the unsharded parameters are of
         flat_param._is_managed = True
         self.gradients = self._new_gradients()
@@ -318,7 +319,7 @@ class FlatParamHandle:
         if self.precision.keeps_low_gradients:
             for param in (shard, *self.registry.params):
                 param.grad_dtype = None  # any
-        self._unsharded_by_dtype: dict[torch.dtype, UnshardedParameters] = {}
+        self._unsharded_by_dtype: dict[torch.dtype, UnshardedParameters] = {}  # made when first needed
         self._gathered = None
         self._choose_unsharded()
 
@@ -371,7 +372,7 @@ class FlatParamHandle:
     # --- unshard and reshard ------------------------------------------------------------------------------------
 
     def _enter(self, phase: Phase) -> None:
-        if phase not in _LEGAL[self.phase]:
+        if phase not in self.phase.following:
             raise InternalError(
                 f"rank {self.comm.rank}, {self.name}: {self.phase.name} -> {phase.name} is not a legal step"
             )

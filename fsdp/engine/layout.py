@@ -129,7 +129,7 @@ class Layout(ABC):
     def interval(self, slot: int, rank: int) -> Interval | None:
         """Return what `rank` keeps of parameter number `slot`; None if it keeps nothing of it."""
 
-    @property
+    @cached_property
     def padded_numel(self) -> int:
         """Elements of the gathered buffer: every rank's shard, padding included."""
         return self.shard_numel * self.world_size
@@ -174,12 +174,13 @@ class Layout(ABC):
         """Elements of an unsharded buffer, in which all parameters lie one after the other."""
         return self.padded_numel if self.gathers_in_order else self.numel
 
-    def views(self, whole: Tensor) -> list[Tensor]:
+    def views(self, unsharded: Tensor) -> list[Tensor]:
         """Every parameter in its shape, as views of an unsharded buffer ``[unsharded_numel]``."""
-        self._check(whole, self.unsharded_numel, "unsharded buffer")
-        first = int(whole.storage_offset())
+        self._check(unsharded, self.unsharded_numel, "unsharded buffer")
+        first = int(unsharded.storage_offset())
         return [
-            slot.shown(whole.as_strided(slot.kept_shape, slot.kept_stride, first + slot.start)) for slot in self.slots
+            slot.shown(unsharded.as_strided(slot.kept_shape, slot.kept_stride, first + slot.start))
+            for slot in self.slots
         ]
 
     @property
@@ -195,10 +196,10 @@ class Layout(ABC):
     def divided(self, slot: int, value: Tensor) -> list[Tensor]:
         """Views of a parameter in its shape, or of anything of that shape, which belong to its `places`."""
 
-    def pairs(self, full: Tensor, whole: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def pairs(self, full: Tensor, unsharded: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Views of a gathered buffer ``[padded_numel]``, and for each what it is to be copied to of a whole one."""
         places = [place for places in self.places(full) for place in places]
-        views = self.views(whole)
+        views = self.views(unsharded)
         return places, [part for slot, view in enumerate(views) for part in self.divided(slot, view)]
 
     @abstractmethod
@@ -352,10 +353,10 @@ class RowsLayout(Layout):
     def unpack(self, full: Tensor) -> list[Tensor]:
         if self.gathers_in_order:
             return self.views(full)
-        whole = full.new_empty(self.unsharded_numel)
-        for place, part in zip(*self.pairs(full, whole), strict=True):
+        unsharded = full.new_empty(self.unsharded_numel)
+        for place, part in zip(*self.pairs(full, unsharded), strict=True):
             part.copy_(place)
-        return self.views(whole)
+        return self.views(unsharded)
 
     def places(self, full: Tensor) -> list[list[Tensor]]:
         self._check(full, self.padded_numel, "gathered buffer")

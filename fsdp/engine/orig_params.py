@@ -56,7 +56,7 @@ class Pieces:
 
     # What another kind of pieces does in another way: a part of a vector, as a piece shows it, and the other way round.
 
-    absent: list[Tensor] | None = None  # what modules see of parameters that are not whole; None: placeholders
+    absent: list[Tensor] | None = None  # what modules see of parameters that are sharded; None: placeholders
 
     def _show(self, slot: int, part: Tensor) -> Tensor:
         """Something in the form of a piece that lies at `part` of a vector."""

@@ -130,7 +130,7 @@ def agree_on_values(units: Sequence[tuple[str, Compared]]) -> None:
 def _difference_of_values(ranks: Ranks, handles: Sequence[tuple[str, FlatParamHandle]]) -> str:
     """Collective. Return what is wrong if ranks were wrapped with different values; empty if nothing is."""
     seen = [(unit, handle, slot) for unit, handle in handles for slot in range(len(handle.layout.slots))]
-    found = [handle.fingerprints.wholes[slot] for _, handle, slot in seen if handle.fingerprints is not None]
+    found = [handle.fingerprints.unsharded[slot] for _, handle, slot in seen if handle.fingerprints is not None]
     known = bytes(one is not None for one in found)
     payload = known + struct.pack(f"<{len(found)}Q", *(one or 0 for one in found))
     by_rank = []
