@@ -159,7 +159,7 @@ class Accelerator(accelerate.Accelerator):
     # --- saving -------------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Collective. Return the state as `accelerate` does; of a sharded model, only on the first rank."""
+        """Collective. Return the state as `accelerate` does; a sharded model's on the first rank only."""
         if self._is_saving:
             return {}
         sharded = outermost(model)

@@ -1,142 +1,102 @@
-"""`FullyShardedDataParallel`, the wrapper: its arguments, its methods, and the names under which things are found."""
+"""`FullyShardedDataParallel`, the wrapper: its arguments, its methods, and the names under which things are found.
+
+The wrapper computes nothing and communicates nothing. Its constructor makes the module a unit (`engine.shard_module`),
+whose hooks on the module unshard, compute and reduce (`engine.forward_hooks`, `engine.runtime`). Its methods hand the
+unit to the packages below: `state_dict` for parameters and buffers, `optim_utils` for the state of optimizers.
+"""
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from fsdp.checkpoint.formats.consolidate import consolidate
 from fsdp.distributed.collectives import during
-from fsdp.distributed.process_groups import Group, reduce_group, served_device
-from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper
+from fsdp.distributed.comm_hooks import CommHook
+from fsdp.distributed.consensus import agree_on
+from fsdp.engine import copying
+from fsdp.engine.deferred_init import require_values, require_values_everywhere
+from fsdp.engine.flatten_params_wrapper import ShardedParamsWrapper
+from fsdp.engine.foreign_names import METHODS, ForeignMethod, refuse_data_parallel, refuse_foreign, refuses_keywords
 from fsdp.engine.grad_clipping import clip_by_norm, clip_by_value
-from fsdp.engine.ignored import Ignored
-from fsdp.engine.managed_params import GroupKey, Places, collect, device_of, taken_by
-from fsdp.engine.module_overrides import guard, move_values, refuse_shared_modules
-from fsdp.engine.nn_utils import teach_torch
-from fsdp.engine.optimizer_hooks import watch_optimizers
-from fsdp.engine.options import Options
-from fsdp.engine.precision import MixedPrecision
-from fsdp.engine.runtime import Runtime, runtime_of
-from fsdp.engine.sharding_strategy import Groups, ShardingStrategy, reshards_after_forward
-from fsdp.engine.shared_params import claimed_in, refuse_nothing_own, wanted
-from fsdp.engine.synchronize import take_states_of_first
-from fsdp.engine.unit import Unit, unit_of
-from fsdp.fsdp_module import FSDPModule
-from fsdp.state_dict.load import Loading
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.managed_params import GroupKey, Ignored
+from fsdp.engine.names import FSDP_PART, clean_name, module_name
+from fsdp.engine.options import PUBLIC, Options
+from fsdp.engine.placeholder import under_way
+from fsdp.engine.precision import MixedPrecision, check_dtype
+from fsdp.engine.registration import Forwarding
+from fsdp.engine.runtime import ddp_message, runtime_of
+from fsdp.engine.shard_module import WrapperForm, refuse_unwrappable, runtime_of_root, shard_module
+from fsdp.engine.sharding_strategy import Groups, ProcessGroupName, ShardingStrategy, reshards_after_forward
+from fsdp.engine.shared_params import share
+from fsdp.engine.state_requests import Saving, Summoning
+from fsdp.engine.unit import TrainingState, Unit, units_in
+from fsdp.fully_shard import FSDPModule
+from fsdp.optim_utils.gather import fairscale_dictionary, optim_stream
+from fsdp.optim_utils.params import is_uncollected, require_shards
+from fsdp.optim_utils.reshard_optimizer import reshard_optimizer
+from fsdp.optim_utils.scatter import become_shard
+from fsdp.state_dict.full import Loading, ensure_agreed, ensure_same_values, load_whole, with_wrapped_metadata
+from fsdp.state_dict.load_targets import TensorPart
+from fsdp.state_dict.local import LocalLoad, local, local_metadata, local_state, members_in
 from fsdp.state_dict.materialize import ParamInit, materialize_unit
-from fsdp.wrapper.fsdp1 import METHODS, Instead, refuses_keywords
-from fsdp.wrapper.shards import WrapperShards
+from fsdp.state_dict.save import save_whole
+from fsdp.state_dict.sharded import load_sharded_state, sharded_state
+from fsdp.state_dict.summon import params_shown, shapes_summoned, summoned
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# What modules list may be the wrapped module's; not there before the constructor of `nn.Module`.
+_ENTRIES = ("_parameters", "_buffers")
 
 
-class ProcessGroupName(str, Enum):
-    """Names that stand for process groups in the constructor."""
-
-    default = "default"
-    reduce_scatter = "reduce_scatter"
-
-
-class FullyShardedDataParallel(WrapperShards):
-    """Train a module whose parameters, gradients and optimizer state are spread over the ranks.
+class FullyShardedDataParallel(nn.Module):
+    """Train a module whose parameters, gradients and optimizer state are sharded over the ranks.
 
     The parameters of `module` that no inner wrapper took become one flat parameter (one for each combination of
-    dtype and `requires_grad`), of which every rank keeps an equal part. They are gathered when the module runs, and
-    freed afterwards; in backward, gradients are summed over the ranks, averaged, and each rank keeps its part. Wrap
-    inner modules first (see `fsdp.auto_wrap`): only one wrapper's parameters, and the next one's, are whole at a time.
-    Make the optimizer afterwards, from ``parameters()`` of the outermost wrapper.
+    dtype and `requires_grad`), of which every rank keeps an equal shard. They are all-gathered when the module runs,
+    and resharded afterwards; in backward, gradients are averaged over the ranks, and each rank keeps its shard. Wrap
+    inner modules first (see `fsdp.auto_wrap`): only one wrapper's parameters, and the next one's, are unsharded at a
+    time. Make the optimizer afterwards, from ``parameters()`` of the outermost wrapper.
 
     A wrapper may be wrapped in turn, used or not. A module of which inner wrappers took all parameters may be wrapped
-    again, for another session say: the new wrapper takes the place of the old one, which is not to be used any more.
-
-    Every rank must wrap the same modules with the same values in the same order; nothing is broadcast but for
-    `sync_module_states`, and ranks compare their values at the first use. The
-    arguments are FairScale's, in its order, and after them our own, by keyword only.
+    again: the new wrapper takes the place of the old one, which is not to be used any more. Every rank must wrap the
+    same modules with the same values in the same order; ranks compare them at the first use. The arguments are
+    FairScale's, in its order, and after them our own, by keyword only.
 
     Args:
         module: the module to wrap; its parameters are taken over in place.
-        process_group: ranks to shard over; None means all. A pair of groups, ``(shard_group, replicate_group)``, or a
-            2-D `DeviceMesh`, whose dim 0 replicates and dim 1 shards, is hybrid sharding: gathers stay within the
-            first, gradients are summed over both. A 1-D mesh stands for its group. Parameters may be `DTensor`s on a
-            mesh of other ranks, for tensor parallelism: give the group (or mesh) of the data-parallel dimension then.
-            An object with ``rank()`` and ``size()`` is enough for a world of one, without `torch.distributed`.
-        process_group_reduce_scatter: ranks to sum gradients over, of the same size (otherwise `process_group` is used,
-            with a warning). By default a second NCCL communicator, so that reductions and gathers overlap; on other
-            backends, or with a `process_group` of your own, the same group.
-        reshard_after_forward: free whole parameters after forward and gather them again for backward: least memory.
-            False keeps them until backward is done: a third less communication.
-        disable_reshard_on_root: the outermost wrapper keeps its own parameters (only) between forward and backward,
-            which need them at once.
-        flatten_parameters: False makes every parameter a flat parameter of its own, under its own name, and in a world
-            of one of its own shape.
-        bucket_cap_mb: gradients of small units (below 1 MiB, where latency counts) are collected up to this many MiB
-            and reduced by one collective; 0 or less reduces each by itself. Larger gradients always leave at once.
-        mixed_precision: a `MixedPrecision` says in which dtypes to compute and communicate. True is FairScale's way of
-            saying it: compute in `compute_dtype`, with float32 shards, buffers in `buffer_dtype`, and floating-point
-            inputs of the outermost such wrapper cast. False computes in the parameters' own dtype, which may be any.
-        fp32_reduce_scatter: with ``mixed_precision=True``, sum gradients over the ranks in float32.
-        move_params_to_cpu: shards live in host memory (pinned, if there is an accelerator), and the optimizer steps
-            there; each is copied to `compute_device` for its gather. Without an accelerator everything is in host
-            memory anyway, and nothing is copied.
-        compute_dtype: with ``mixed_precision=True``, what to compute in; None means float16. Without, the dtype that
-            parameters must have.
-        buffer_dtype: dtype of floating-point buffers; None means `compute_dtype` if that or ``mixed_precision=True`` is
-            given, and otherwise leaves them as they are. State dicts hold them in their own.
-        move_grads_to_cpu: reduced gradients live in host memory; None means as `move_params_to_cpu`. If only one of the
-            two is moved, clipping, unscaling or the optimizer's step bring gradients to their parameters.
-        compute_device: where to compute; None means where the parameters are, or, if those are offloaded and on the
-            host, the current CUDA device if there is one; so also if all are on the meta device and the group serves
-            CUDA.
-        state_dict_device: where the tensors of `state_dict` are put, unit by unit; None means `compute_device`.
-        clear_autocast_cache: clear autocast's cache of cast weights after each forward of the module, which otherwise
-            holds whole weights until the autocast context ends.
-        force_input_to_fp32: in a wrapper of full precision, cast 16-bit inputs to float32.
-        cpu_offload: old name of `move_params_to_cpu`.
-        gradient_predivide_factor: divide gradients by it before they are summed, and by the number of ranks (replicas
-            included) over it afterwards, to keep 16-bit sums in range. None: the smallest power of two whose square is
-            at least that number, or that does not divide it.
-        verbose: print more in ``repr``.
-        allow_reset_parameters: let `reset_parameters` reach the module, instead of raising.
-        offload: "cpu" is both `move_params_to_cpu` and `move_grads_to_cpu`. "disk" keeps shards, gradients and
-            optimizer state in files that are mapped into memory, so that a model larger than memory trains; the next
-            unit's shard is read ahead. None offloads what the two flags say.
-        offload_folder: with "disk", below which folder the files are made; it should be on a fast local disk.
-        keep_offload_files: with "disk", leave the files when the process ends. Otherwise they are gone with the
-            process, however it ends.
-        use_orig_params: optimizers see the original parameters under their own names, each as this rank's piece of it
-            (1-D, empty where the rank has nothing of it), instead of flat ones: for groups, learning rates and missing
-            gradients per parameter. A little slower, because optimizers then work on many small tensors.
+        process_group: the ranks to shard over; None means all. A pair ``(shard_group, replicate_group)``, or a 2-D
+            `DeviceMesh`, whose dim 0 replicates and dim 1 shards, is hybrid sharding. A 1-D mesh stands for its group.
+            For parameters that are `DTensor`s (tensor parallelism) it is the group of the data-parallel dimension. An
+            object with ``rank()`` and ``size()`` is enough for a world of one, without `torch.distributed`.
+        process_group_reduce_scatter: the ranks to sum gradients over, of the same size (otherwise `process_group` is
+            used, with a warning). By default a second NCCL communicator, so that reductions and all-gathers overlap; on
+            other backends, or with a `process_group` of your own, the same group.
         group_by: called with each parameter's name (from `module`) and the parameter; those for which it returns the
-            same value share a flat parameter, which shows that value as ``flat_param.group``. So optimizers can treat
-            kinds of parameters differently (no weight decay on biases) and still step few, large tensors.
+            same value share a flat parameter, which shows that value as ``flat_param.group``.
         ignored_modules: modules inside of `module` that are left as they are, with all that is inside of them: not
             sharded, not cast, their gradients not summed over the ranks. What they share with others is ignored too.
         ignored_parameters: the same for single parameters.
-        sharding_strategy: a `ShardingStrategy`, or torch's of the same name; see there. None means what
-            `process_group` and `reshard_after_forward` say. With HYBRID_SHARD and one group, or None, shards are within
-            a machine (of ``LOCAL_WORLD_SIZE`` ranks, which torchrun sets) and replicas across. NO_SHARD keeps whole
-            parameters on every rank of `process_group`. Making groups is collective over `process_group`.
-        sync_module_states: collective; take parameters and buffers from the group's rank 0 (with replicas, the first of
-            all) before they are cut, without those of inner wrappers, which have an argument of their own, and of what
-            is ignored. Other ranks may have theirs on the meta device; what no rank has values of waits for them.
+        sharding_strategy: a `ShardingStrategy`, or torch's of the same name. None means what `process_group` and
+            `reshard_after_forward` say. Making groups is collective over `process_group`.
         param_init_fn: called with each module of this unit that has parameters or buffers without values (meta device),
             to initialise them, when it is wrapped; see `fsdp.materialize`. Without it they wait for values.
-        state_dict_on_rank_0_only: `state_dict` is empty on other ranks than the first.
-        no_broadcast_optim_state: leave this wrapper's optimizer state out of the gathered one
-            (`gather_full_optim_state_dict`). A wrapper of one rank inside of a sharded one does so by itself, and then
-            the gathered state has that of the rank that gets it.
+        others: the options of the unit, see `__init__`.
 
     Raises:
         RuntimeError: without a process group, or if the disk is too small.
-        TypeError: for integer parameters, or `DTensor`s without values (meta device) or of other placements than
-            `Shard` and `Replicate`.
+        TypeError: for parameters that are integers, or `DTensor`s without values or of unknown placements.
         ValueError: for a module whose own parameters a wrapper has already, that has no parameters, or that shares one
-            with an inner wrapper; for `DTensor`s on ranks of `process_group`, or on a mesh of another kind of device;
-            for dtypes that cannot be trained as asked, and for options that contradict each other.
+            with an inner wrapper; for ranks, devices, dtypes and options that do not fit together.
     """
 
     @refuses_keywords
@@ -177,66 +137,217 @@ class FullyShardedDataParallel(WrapperShards):
         sync_module_states: bool = False,
         param_init_fn: ParamInit | None = None,
     ) -> None:
-        reshard_after_forward = reshards_after_forward(sharding_strategy, reshard_after_forward)
-        options = Options.resolve(**{name: value for name, value in locals().items() if name != "__class__"})
+        options = Options(
+            reshard_after_forward=reshards_after_forward(sharding_strategy, reshard_after_forward),
+            disable_reshard_on_root=disable_reshard_on_root,
+            mixed_precision=mixed_precision,
+            fp32_reduce_scatter=fp32_reduce_scatter,
+            flatten_parameters=flatten_parameters,
+            move_params_to_cpu=move_params_to_cpu,
+            compute_dtype=compute_dtype,
+            buffer_dtype=buffer_dtype,
+            move_grads_to_cpu=move_grads_to_cpu,
+            bucket_cap_mb=bucket_cap_mb,
+            compute_device=compute_device,
+            no_broadcast_optim_state=no_broadcast_optim_state,
+            state_dict_device=state_dict_device,
+            clear_autocast_cache=clear_autocast_cache,
+            force_input_to_fp32=force_input_to_fp32,
+            verbose=verbose,
+            cpu_offload=cpu_offload,
+            state_dict_on_rank_0_only=state_dict_on_rank_0_only,
+            gradient_predivide_factor=gradient_predivide_factor,
+            allow_reset_parameters=allow_reset_parameters,
+            offload=offload,
+            offload_folder=offload_folder,
+            keep_offload_files=keep_offload_files,
+            use_orig_params=use_orig_params,
+            sync_module_states=sync_module_states,
+        )
         super().__init__()
         ignored = Ignored.of(ignored_modules, ignored_parameters)
-        _check_module(module, ignored)
-        refuse_shared_modules(module)
-        inner = [unit for unit in map(unit_of, module.modules()) if unit is not None]
-        ignored.check(taken_by, [place for unit in inner for place in unit.places()])
-        watch_optimizers()
-        teach_torch()
+        refuse_unwrappable(module, ignored, FSDPModule)
+        groups = Groups.resolve(process_group, sharding_strategy, options.reshard_after_forward)
         self._options = options
-        groups = Groups.resolve(process_group, sharding_strategy, reshard_after_forward)
         self.process_group, self.replicate_group = groups.shard, groups.replicate
         self.sharding_strategy = groups.strategy
-        self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
-        self.flatten_parameters, self.verbose = flatten_parameters, verbose
-        _take_over(module, inner)
-        self._wrap(module, ignored, group_by, process_group_reduce_scatter, groups)
-        if param_init_fn is not None:
-            materialize_unit(self._unit, param_init_fn)
-
-    # --- construction -------------------------------------------------------------------------------------------
-
-    def _wrap(
-        self, module: nn.Module, ignored: Ignored, key: GroupKey | None, reduce_over: Any, groups: Groups
-    ) -> None:
-        tied: dict[nn.Parameter, Places] = {}
-        tied_ones = None if self.flatten_parameters else tied
-        found = collect(module, ignored, tied_ones, claimed_in(module), with_values=False)
-        refuse_nothing_own(found, tied, type(module).__name__)
-        params_are_on = _device_of(found, module, self.process_group)
-        device = self._options.device_for(params_are_on)
-        self.process_group_reduce_scatter = self._reduce_group(reduce_over, device)
-        if self._options.sync_module_states:
-            found = take_states_of_first(module, found, ignored, groups.communicators(device), device)
-        self._unit = self._make_unit(module, device, ignored, groups)
-        try:
-            alone = self._cut(module, found, key)
-        except BaseException:
-            self._unit.withdraw()
-            raise
-        if device != params_are_on or self._options.compute_device is not None or self._unit.awaits_values:
-            move_values(module, device)  # buffers; the parameters that are ours have left
-        self._shard_flattened(found) if self.flatten_parameters else self._shard_one_by_one(found, alone)
-        self._unit.rename(type(module).__name__)
-        self._unit.wanted = wanted(tied)
-        self._unit.restore_order()
-        guard(self._unit, names_shards=not self.flatten_parameters)
+        self._fsdp_wrapped_module = ShardedParamsWrapper(module)
+        form = WrapperForm(self._fsdp_wrapped_module, options, group_by)
+        reduce_over = process_group_reduce_scatter
+        unit, self.process_group_reduce_scatter = shard_module(module, options, groups, reduce_over, ignored, form)
+        self._unit = unit
         self._forward_entries()
-        self._loading = Loading(self, self._unit)
+        self._loading = Loading(self, unit)
+        if param_init_fn is not None:
+            materialize_unit(unit, param_init_fn)
 
-    def _reduce_group(self, wanted: Any, device: torch.device) -> Group:
-        if wanted in (None, ProcessGroupName.reduce_scatter):
-            return reduce_group(self.process_group, device)
-        return self._options.checked_reduce_group(wanted, self.process_group, ProcessGroupName.default)
+    # --- attributes -------------------------------------------------------------------------------------------------
 
-    # --- training -----------------------------------------------------------------------------------------------
+    module = property(lambda self: self._fsdp_wrapped_module, doc="The `FlattenParamsWrapper` around the module.")
+    rank = property(lambda self: self._unit.comm.rank, doc="The number of this rank in `process_group`.")
+    world_size = property(lambda self: self._unit.comm.world_size, doc="The number of ranks that share the parameters.")
+    training_state = property(lambda self: self._unit.state, doc="The `TrainingState` that the wrapper is in.")
+    compute_device = property(lambda self: self._unit.device, doc="The device that the module computes on.")
+    gradient_predivide_factor = property(
+        lambda self: self._unit.predivide, doc="The factor that gradients are divided by before they are summed."
+    )
+    gradient_postdivide_factor = property(
+        lambda self: self._unit.postdivide, doc="The factor that gradients are divided by after they were summed."
+    )
+    reshard_after_forward = property(
+        lambda self: self._unit.policy.frees_after_forward,
+        doc="True if parameters are resharded after forward; the root's becomes False at its first use.",
+    )
+    state_dict_device = property(
+        lambda self: self._options.state_dict_device or self.compute_device, doc="The device of `state_dict`'s tensors."
+    )
+    children_share_process_group = property(
+        lambda self: all(unit.everyone == self._unit.everyone for unit in self._units()),
+        doc="True if all inner wrappers shard, and replicate, over the same ranks as this one.",
+    )
+    uncollected_opt_state = property(lambda self: {}, doc="Empty; FairScale sets aside here what it does not gather.")
+    is_connected = property(
+        lambda self: copying.is_connected(self._unit),
+        doc="False after unpickling, until `process_group` is assigned.",
+    )
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """This wrapper's own parameters, as optimizers see them: flat ones, or local shards of original ones."""
+        return [param for handle in self._listed_handles for param in handle.registry.params]
+
+    @property
+    def params_with_grad(self) -> list[nn.Parameter]:
+        """The parameters, inner wrappers' included, that have a gradient."""
+        return [param for param in self.parameters() if param.grad is not None]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype that the module computes in: its first parameter's, unless the precision says another."""
+        own = self.params[0].dtype if self.params else torch.float32
+        return self._options.precision.compute_dtype(own)
+
+    @property
+    def buffer_dtype(self) -> torch.dtype | None:
+        """The dtype that floating-point buffers are computed with in; None if a policy leaves them as they are."""
+        is_policy = isinstance(self._options.mixed_precision, MixedPrecision)
+        return self._options.precision.buffers or (None if is_policy else self.compute_dtype)
+
+    @property
+    def numel_padded_per_param(self) -> list[int]:
+        """The number of elements that are padding, for each of `params`."""
+        if self._options.use_orig_params:
+            return [0] * len(self.params)
+        return [handle.layout.padding(handle.comm.rank) for handle in self._listed_handles]
+
+    @property
+    def no_broadcast_optim_state(self) -> bool:
+        """True if its optimizer state is left out of the gathered one: so asked, or known whole to the first rank."""
+        runtime = self._unit.runtime
+        return is_uncollected(self._unit, self._unit if runtime is None else runtime.root)
+
+    @property
+    def _listed_handles(self) -> list[FlatParamHandle]:
+        return [*self._unit.own, *self._unit.borrowed]
+
+    def non_shared_params(self) -> list[nn.Parameter]:
+        """Return the own parameters without those of `append_shared_param`."""
+        return [param for handle in self._unit.own for param in handle.registry.params]
+
+    def append_shared_param(self, p: nn.Parameter) -> None:
+        """Share a parameter that another wrapper has taken and that this one's module uses too (docs/parameters.md).
+
+        For modules that were tied and then wrapped one by one, each with ``flatten_parameters=False``. Call it on every
+        wrapper but the first, before the first use, with the parameter as the first one's module or `params` show it.
+
+        Raises:
+            ValueError: if this wrapper flattens its parameters, if `p` is not tied to a parameter of its module or was
+                not taken by another such wrapper, or if the two differ in ranks, device or precision.
+            RuntimeError: after the first use of either, and inside `summon_full_params`.
+        """
+        if self._options.flatten_parameters:
+            raise ValueError(
+                f"append_shared_param: {self._unit.name} has flatten_parameters=True, so its parameters lie in one "
+                "vector and cannot be shared one by one. Wrap all that share it with flatten_parameters=False."
+            )
+        share(self._unit, p)
+
+    def assert_state(self, state: TrainingState | Sequence[TrainingState]) -> None:
+        """Raise ValueError unless `training_state` is `state`, or one of several."""
+        expected = [state] if isinstance(state, TrainingState) else list(state)
+        if self.training_state not in expected:
+            names = " or ".join(one.name for one in expected)
+            raise ValueError(f"{self._unit.name}: expected to be {names}, but it is {self.training_state.name}")
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in PUBLIC and "_options" in self.__dict__:
+                return getattr(self._options, name)  # FairScale's are attributes
+            if "_fsdp_wrapped_module" not in self.__dict__.get("_modules", {}):
+                raise  # a subclass's constructor is before ours
+        try:
+            return getattr(self.module, name)
+        except AttributeError:
+            refuse_foreign(type(self), name)
+            raise
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        holder = self.__dict__.get("_modules", {}).get("_fsdp_wrapped_module")
+        if name in copying.ASSIGNED and "_unit" in self.__dict__ and not copying.is_missing(value):
+            self.__dict__.update(copying.assign_group(self.__dict__, self._unit, name, value))
+        elif name == "_is_root" and value is None:
+            self._reset_lazy_init()
+        elif any(isinstance(one, Forwarding) and one.forwards(name) for one in map(self.__dict__.get, _ENTRIES)):
+            setattr(self._unit.module, name, value)
+        elif isinstance(value, nn.Module) and holder is not None and name in holder.module._modules:
+            setattr(holder.module, name, value)  # where it is read from
+        else:
+            super().__setattr__(name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module.__getitem__(key)
+
+    def _forward_entries(self) -> None:
+        """Have what is put in the wrapped module's parameters and buffers through this wrapper arrive there."""
+        for kind in _ENTRIES:
+            self.__dict__[kind] = Forwarding(self.__dict__[kind], lambda: self._unit.module, kind)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield modules; seen from a plain module around wrappers, by the names in state dicts, as `peft` expects."""
+        found = super().named_modules(memo, prefix, remove_duplicate)
+        if not prefix or FSDP_PART in prefix.split("."):
+            return found
+        return ((module_name(name), module) for name, module in found)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield as `nn.Module.named_parameters`, with plain names in `summon_full_params` and where there are any."""
+        has_own_names = not self._options.flatten_parameters or self._options.use_orig_params
+        plain = has_own_names or self.training_state is TrainingState.SUMMON_FULL_PARAMS
+        for name, param in super().named_parameters(*args, **kwargs):
+            yield clean_name(name) if plain else name, param
+
+    def extra_repr(self) -> str:
+        options = self._options
+        text = f"world_size={self.world_size}, flatten_parameters={options.flatten_parameters}, "
+        text += f"mixed_precision={bool(options.mixed_precision)}"
+        if self.replicate_group is not None:
+            text += f", sharding_strategy={self.sharding_strategy.name}, replicas={self._unit.replicas.world_size}"
+        if options.verbose:
+            text += (
+                f", rank={self.rank}, reshard_after_forward={self.reshard_after_forward}, "
+                f"compute_dtype={self.compute_dtype}, compute_device={self.compute_device}, "
+                f"bucket_cap_mb={options.bucket_cap_mb}, gradient_predivide_factor={self.gradient_predivide_factor}"
+            )
+        return text
+
+    # --- training ---------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward. Collective over its ranks, as is the backward through its outputs."""
+        """Run the module. Collective over its ranks, as is the backward through its outputs."""
         self._register_post_backward_hooks()
         hooks = self._unit.forward
         depth = hooks.depth
@@ -250,113 +361,430 @@ class FullyShardedDataParallel(WrapperShards):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without summing them over the ranks; the next backward outside does it for all.
-
-        For the outermost wrapper. Each rank holds whole gradients meanwhile.
-
-        Raises:
-            RuntimeError: on an inner wrapper.
-        """
-        with self._runtime_as_root("no_sync").no_sync():
+        """Accumulate unsharded gradients; the next backward outside reduces all. For the outermost wrapper."""
+        with runtime_of_root(self._unit, "no_sync").no_sync():
             yield
 
     @during("clip_grad_norm_()")
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Collective. Scale all gradients so that their norm, over all ranks, is at most `max_norm`.
 
-        Args:
-            max_norm: the largest norm to leave.
-            norm_type: p of the p-norm; ``inf`` for the largest absolute value.
-            error_if_nonfinite: raise, on every rank and before any gradient is changed, if the norm is infinite or NaN.
-
-        Returns:
-            The norm before clipping, a scalar of at least float32, the same on every rank.
-
-        Raises:
-            RuntimeError: on an inner wrapper, inside a forward or backward, if gradients are not reduced yet, or if the
-                norm is not finite and that was to be an error.
-            ValueError: if `norm_type` is not positive, or an inner wrapper spans ranks that this one does not.
-            NotImplementedError: if meshes of `DTensor`s overlap in part.
-        """
-        runtime = self._runtime_as_root("clip_grad_norm_")
-        return clip_by_norm(runtime, float(max_norm), float(norm_type), error_if_nonfinite)
-
-    def clip_grad_value_(self, clip_value: float) -> None:
-        """Clamp every element of all gradients to at most `clip_value` in absolute value. No rank needs another for it.
+        It is the p-norm for `norm_type` p, and the largest absolute value for ``inf``. Returned is the norm before, a
+        scalar of at least float32. With `error_if_nonfinite`, one that is infinite or NaN changes nothing and raises.
 
         Raises:
             RuntimeError: on an inner wrapper, inside a forward or backward, or if gradients are not reduced yet.
-            ValueError: if `clip_value` is negative.
+            ValueError: if `norm_type` is not positive, or an inner wrapper spans ranks that this one does not.
+            NotImplementedError: if meshes of `DTensor`s overlap in part.
         """
-        clip_by_value(self._runtime_as_root("clip_grad_value_"), float(clip_value))
+        runtime = runtime_of_root(self._unit, "clip_grad_norm_")
+        return clip_by_norm(runtime, float(max_norm), float(norm_type), error_if_nonfinite)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamp every element of all gradients to at most `clip_value` in absolute value. Not collective.
+
+        Raises:
+            RuntimeError: on an inner wrapper, inside a forward or backward, or if gradients are not reduced yet.
+        """
+        clip_by_value(runtime_of_root(self._unit, "clip_grad_value_"), float(clip_value))
 
     def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool = False) -> None:
         """Divide gradients by `pre` before and by `post` after they are summed, whatever the world size.
 
         Raises:
             RuntimeError: inside a forward or backward.
-            ValueError: for factors that are not positive.
         """
         if pre <= 0 or post <= 0:
             raise ValueError(f"gradients are divided by these: they must be positive, got pre={pre}, post={post}")
-        self._require_idle("set gradient factors")
+        self._unit.require_idle("set gradient factors")
         for unit in self._units() if recursive else [self._unit]:
             unit.set_divide_factors(pre, post)
 
-    def _runtime_as_root(self, method: str) -> Runtime:
-        runtime = runtime_of(self._unit)
-        if runtime.root is not self._unit:
+    @during("register_comm_hook()")
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Tensor, Tensor], None]) -> None:
+        """Collective. Have `hook` average gradients over the ranks, in the place of the reduce-scatter.
+
+        For the outermost wrapper, between steps, once; it then serves all units. It is called in backward, once for
+        each flat parameter that is trained, as ``hook(state, gradient, shard)``, and must write the average over ranks
+        to ``shard`` ``[n]``: of elements ``rank * n`` to ``(rank + 1) * n`` of ``gradient`` ``[world_size * n]``, which
+        it may overwrite. Hooks of torch's FSDP1 for sharded strategies work. See docs/comm_hooks.md.
+
+        Raises:
+            TypeError: if `hook` cannot be called.
+            RuntimeError: on an inner wrapper, inside a forward or backward, if one is registered already, or if the
+                ranks register different ones.
+            ValueError: if other factors to divide gradients by were asked for, or if shards have replicas.
+        """
+        if not callable(hook):
+            raise TypeError(f"register_comm_hook needs a function hook(state, gradient, shard), got {hook!r}")
+        runtime = runtime_of_root(self._unit, "register_comm_hook")
+        self._unit.require_idle("register a communication hook")
+        for wrapper in get_fsdp_instances(self):
+            wrapper._options.require_no_other_division(wrapper._unit, wrapper.sharding_strategy.name)
+        comm_hook = CommHook(hook, state)
+        agree_on(self._unit.everyone, "communication hooks", comm_hook.name)
+        for unit in runtime.units:
+            unit.use_comm_hook(comm_hook)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the wrapped module as `nn.Module.compile` does; collectives stay around what is compiled."""
+        self.module.module.compile(*args, **kwargs)
+
+    def _units(self) -> list[Unit]:
+        return [unit for _, unit in units_in(self._unit)]
+
+    # --- unsharded parameters ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def summon_full_params(
+        self,
+        recurse: bool = True,
+        volatile: bool = False,
+        *,
+        rank0_only: bool = False,
+        with_grads: bool = False,
+        offload_to_cpu: bool = False,
+    ) -> Iterator[None]:
+        """Collective. Show unsharded parameters as ordinary parameters of the modules, under their plain names.
+
+        Each rank holds all of them at once (`summon_units` shows one unit after the other). What is changed inside (in
+        place, or by assigning a new parameter of the same shape) is kept on leaving: make the same changes on every
+        rank. Forward works inside without gradients. What is summoned already may be summoned again in the same form.
+
+        Args:
+            recurse: inner wrappers' parameters as well.
+            volatile: forget changes.
+            rank0_only: only the first rank (of the process group, and of the first replica) holds them; it sends what
+                it has changed.
+            with_grads: show the reduced gradients as well, unsharded, in ``grad``; changes of them are kept.
+            offload_to_cpu: in host memory, moved there unit by unit.
+
+        Raises:
+            RuntimeError: inside a forward or backward, when nested in another form, while there are parameters without
+                values, for changes that cannot be kept, or with `with_grads` while gradients are not reduced.
+        """
+        form = Summoning(not volatile, with_grads, rank0_only, offload_to_cpu)
+        units = self._units() if recurse else [self._unit]
+        self._prepare_to_summon(form, recurse)
+        with summoned(units, form):
+            yield
+
+    def summon_units(
+        self,
+        volatile: bool = False,
+        *,
+        rank0_only: bool = False,
+        with_grads: bool = False,
+        offload_to_cpu: bool = False,
+    ) -> Iterator[tuple[nn.Module, dict[str, nn.Parameter]]]:
+        """Collective. Show unsharded parameters of one unit after the other, as `summon_full_params` does of all.
+
+        Yields:
+            For each wrapper in the tree, outer before inner, the module that it wraps, and its unsharded parameters
+            under their plain names from here, tied ones once. With `rank0_only` there are none on other ranks. Go
+            through all of them on every rank, and do nothing collective with the model meanwhile.
+        """
+        form = Summoning(not volatile, with_grads, rank0_only, offload_to_cpu)
+        self._prepare_to_summon(form, recurse=True)
+        for name, unit in units_in(self._unit):
+            with summoned([unit], form):
+                yield unit.module, params_shown(unit, "" if unit is self._unit else f"{name}.")
+
+    @contextmanager
+    def summon_shapes(self) -> Iterator[None]:
+        """Show unsharded parameters without values, on the meta device, for what counts and prints. Not collective."""
+        self._unit.require_idle("summon shapes")
+        with shapes_summoned(self._units()):
+            yield
+
+    @during("summon_full_params()")
+    def _prepare_to_summon(self, form: Summoning, recurse: bool) -> None:
+        self._unit.require_idle("summon full parameters")
+        ensure_agreed(self._unit)
+        require_values_everywhere(self._unit, "summon full parameters", recurse)
+        if not form.keeps_changes:
+            ensure_same_values(self._unit)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Collective. Call `nn.Module.apply` with unsharded parameters visible; changes are kept."""
+        if self.training_state is TrainingState.SUMMON_FULL_PARAMS:
+            return super().apply(fn)
+        with self.summon_full_params():
+            return super().apply(fn)
+
+    def reset_parameters(self) -> None:
+        """Collective. Run the module's own ``reset_parameters()``; every rank must have the same random state."""
+        if not self._options.allow_reset_parameters:
             raise RuntimeError(
-                f"{method} is for the outermost FullyShardedDataParallel; this one ('{self._unit.name}') lies inside "
-                f"{runtime.root.name}. Call it there."
+                "reset_parameters() on sharded parameters is refused, because ranks with different random states would "
+                "mix different values. Pass allow_reset_parameters=True if all ranks are seeded alike."
             )
-        return runtime
+        with self.summon_full_params():
+            self.module.module.reset_parameters()
+
+    # --- state dicts ------------------------------------------------------------------------------------------------
+
+    @during("state_dict()")
+    def state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+        rank0_only: bool | None = None,
+    ) -> Any:
+        """Collective. Return the unsharded state under the module's plain names, in tensors of its own.
+
+        Units are put together one after the other: a rank that gets the state needs memory for it and one unit
+        besides, and other ranks need none. Parameters are in the dtype that the optimizer steps, buffers in the one
+        they had before wrapping; `DTensor`s become plain tensors.
+
+        Args:
+            destination, prefix, keep_vars: as for `nn.Module.state_dict`.
+            dtype: cast floating-point parameters (not buffers) to this one.
+            rank0_only: the result is empty on other ranks than the first (of the process group, and of the first
+                replica). None: as the option ``state_dict_on_rank_0_only`` of the outermost wrapper says.
+
+        Raises:
+            RuntimeError: inside a forward or backward, or while there are parameters without values.
+        """
+        if dtype is not None:
+            check_dtype("dtype", dtype)
+            if keep_vars:
+                raise ValueError("state_dict(keep_vars=True) gives the tensors themselves, which have their own dtype")
+        if self._unit.access.is_local:  # of a wrapper around this one, whose local state is taken
+            return self.local_state_dict(destination, prefix, keep_vars)
+        first_only = self._options.state_dict_on_rank_0_only if rank0_only is None else rank0_only
+        asked = Saving(self._unit.everyone, dtype, self._options.state_dict_device, first_only)
+        return save_whole(self, self._unit, asked, destination, prefix, keep_vars)
+
+    @during("load_state_dict()")
+    def load_state_dict(
+        self, state_dict: Any, strict: bool = True, assign: bool = False, *, rank0_only: bool = False
+    ) -> Any:
+        """Collective. Load an unsharded state with plain names, each rank keeping its shard, unit by unit.
+
+        With `rank0_only` it is the first rank's (of the process group, and of the first replica); others pass anything.
+        A state that does not fit changes nothing, unless modules have load hooks or methods of their own; then what
+        fits is loaded, as torch does. The result is torch's, with plain names.
+
+        Raises:
+            RuntimeError: inside a forward or backward, or for keys and shapes that do not fit; on every rank, naming
+                the first one that could not load.
+            NotImplementedError: for ``assign=True``: a shard cannot become the given tensors.
+        """
+        if assign:
+            raise NotImplementedError("load_state_dict(assign=True): shards are copied into; leave assign at False")
+        self._unit.require_idle("load a state dict")
+        ensure_agreed(self._unit)
+        return load_whole(self, self._unit, super().load_state_dict, state_dict, strict, rank0_only)
+
+    def local_state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """Return this rank's shards, and buffers, under FairScale's names (docs/local_state.md). Not collective.
+
+        The tensors are the model's own, detached: save or copy them before the next step.
+
+        Raises:
+            RuntimeError: inside a forward, backward or `summon_full_params`, or without values.
+        """
+        if not self._unit.access.is_local:
+            self._unit.require_idle("take a local state dict")
+            require_values(self._unit.module, "take a local state dict")
+        with local(self._unit, "take a local state dict"):
+            return local_state(self._unit, destination, prefix, keep_vars)
+
+    def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """Load what `local_state_dict`, or FairScale's, gave on the same rank of as many ranks. Not collective.
+
+        Call it on every rank before the model is used again. It is checked before anything is changed. Other ranks are
+        not asked: if one of them raises, none should go on. The result is torch's, with plain names.
+
+        Raises:
+            RuntimeError: inside a forward, backward or `summon_full_params`; or for keys and sizes that do not fit, or
+                shards that say that they are another rank's, with the unit, the rank, and both sizes.
+        """
+        self._unit.require_idle("load a local state dict")
+        with local(self._unit, "load a local state dict"):
+            return LocalLoad(self, members_in(self), state_dict, strict).run()
+
+    def local_metadata_dict(self) -> dict[str, Any]:
+        """Return what `consolidate_shard_weights` needs to know of this rank's shards (docs/local_state.md).
+
+        Raises:
+            RuntimeError: inside a forward, backward or `summon_full_params`.
+        """
+        self._unit.require_idle("take local metadata")
+        with local(self._unit, "take local metadata"):
+            return local_metadata(self, members_in(self))
+
+    consolidate_shard_weights = staticmethod(consolidate)
+
+    @during("sharded_state_dict()")
+    def sharded_state_dict(self, *, prefix: str = "") -> Any:
+        """Collective the first time. Return the state with local shards, for `torch.distributed.checkpoint` (DCP).
+
+        Keys, and their order, are those of `state_dict`. Nothing is gathered, and parameters are not copied: save them
+        before they change. Parameters are `TensorPart`s; ``dcp.load`` into the result writes to memory of its own,
+        which `load_sharded_state_dict` takes over. See docs/sharded_state.md.
+
+        Raises:
+            RuntimeError: inside a forward or backward, or inside `summon_full_params`.
+        """
+        self._unit.require_idle("take a sharded state dict")
+        require_shards(self._unit, "take a sharded state dict")
+        return sharded_state(self._unit, self._units(), lambda: self.state_dict(prefix=prefix))
+
+    @during("load_sharded_state_dict()")
+    def load_sharded_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
+        """Collective. Load what `sharded_state_dict` returned, when DCP has loaded values into it.
+
+        Unsharded, plain tensors are taken as well. What nothing was loaded into counts as missing. The result is
+        torch's, with plain names.
+
+        Raises:
+            RuntimeError: inside a forward or backward, or inside `summon_full_params`; for keys, shapes, parts and
+                kinds of tensors that do not fit. If one rank cannot load, all raise, and nothing has changed.
+        """
+        self._unit.require_idle("load a sharded state dict")
+        require_shards(self._unit, "load a sharded state dict")
+        given = with_wrapped_metadata(state_dict, self)
+        for key, value in state_dict.items():
+            if isinstance(value, TensorPart) and value.is_blank:
+                del given[key]
+        return load_sharded_state(
+            self._unit, self._units(), lambda: nn.Module.load_state_dict(self, given, strict=strict)
+        )
+
+    # --- state of optimizers ----------------------------------------------------------------------------------------
+
+    @during("gather_full_optim_state_dict()")
+    def gather_full_optim_state_dict(
+        self, optim: Any, recipient_rank: int | None = 0, **ignored: Any
+    ) -> dict[str, Any] | None:
+        """Collective. Return an optimizer's unsharded state in FairScale's format; None on ranks that do not get it.
+
+        For the outermost wrapper that all parameters of the optimizer are in. Tensors are on the host, in the shapes of
+        original parameters, which go by numbers; see docs/optimizer_state.md.
+
+        Args:
+            optim: an optimizer, or anything with a ``state_dict()`` like one. It is left alone.
+            recipient_rank: the number of the rank that gets the result; None for all of them.
+            ignored: taken for FairScale's sake.
+
+        Raises:
+            RuntimeError: inside a forward, backward or `summon_full_params`; if another rank could not take part.
+            TypeError, ValueError: for what is no optimizer of the model; for state that cannot be gathered.
+        """
+        return fairscale_dictionary(optim_stream(self, optim, recipient_rank))
+
+    def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's part of a full optimizer state, for ``optim.load_state_dict``. Not collective.
+
+        The dictionary, FairScale's too, **becomes** the result, and its memory is released as it is sharded. World
+        size, process groups and flattening may have changed; which modules are wrapped may not, unless the state goes
+        by names (`fsdp.optim_utils.rekey_optim_state_dict`).
+
+        Raises:
+            RuntimeError: inside a forward, backward or `summon_full_params`.
+            TypeError, ValueError: for another model's; for state that cannot be sharded. Nothing is changed then.
+        """
+        return become_shard(self, full_optim_state_dict)
+
+    def reshard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hand over an optimizer that was made before wrapping: it goes on where it was, on this rank's shards.
+
+        For the outermost wrapper that its parameters are in. In place: original parameters are replaced by what stands
+        for them now, and their state is sharded. Not collective, but call it on every rank, with the same state.
+
+        Raises:
+            RuntimeError: inside a forward or backward.
+            TypeError, ValueError: if it cannot go on as it was; it is not changed then. See docs/optimizer_state.md.
+        """
+        self._unit.require_idle("hand over an optimizer")
+        reshard_optimizer(self._unit, optimizer, {param: name for name, param in self.named_parameters()})
+
+    # --- copies -----------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        return copying.state_to_pickle(self._unit, self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state.pop(copying.END, None)
+        if "_unit" not in state:
+            raise RuntimeError(
+                "this FullyShardedDataParallel was pickled by FairScale, whose wrappers have other parts. Load it "
+                "there and save its state_dict(), or local_state_dict() with local_metadata_dict(), which load here."
+            )
+        super().__setstate__(state)
+        self._forward_entries()
+        self._unit.wake()
+
+    def __copy__(self) -> Self:
+        copied = type(self).__new__(type(self))  # as torch copies modules shallowly: all is shared, ranks included
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copying.prepare_to_copy(self._unit)
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        for name in copying.GROUPS:
+            memo[id(self.__dict__[name])] = self.__dict__[name]  # the ranks are the same ones
+        with under_way():
+            copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied._forward_entries()
+        copied._unit.wake()
+        return copied
+
+    # --- private names that FairScale's clients use, and torch's own ------------------------------------------------
+
+    def _lazy_init(self) -> None:
+        """Collective. Settle now that this wrapper is the outermost one, which its first use would do."""
+        runtime_of(self._unit)
+
+    def _free_full_params(self, params: Collection[nn.Parameter] | None = None) -> None:
+        """Reshard parameters that were kept unsharded, under `no_sync` for instance: those of `params`, or all."""
+        self._unit.require_idle("free full parameters")
+        wanted = None if params is None else {id(param) for param in params}
+        for handle in self._unit.handles:
+            if wanted is None or not wanted.isdisjoint(map(id, handle.registry.params)):
+                handle.reshard()
+
+    def _register_post_backward_hooks(self) -> None:
+        """Do nothing: an override is called before each forward of the module."""
+
+    def _register_pre_backward_hooks(self, outputs: Any) -> Any:
+        """Return the outputs of each forward of the module, which an override may replace; None leaves them."""
+        return outputs
+
+    @property
+    def _is_root(self) -> bool | None:
+        """True for the outermost wrapper; None while that is not known. Setting None forgets it."""
+        runtime = self._unit.runtime
+        return None if runtime is None else runtime.root is self._unit
+
+    def _reset_lazy_init(self) -> None:
+        """Forget which wrapper is outermost; the next use finds out again."""
+        for unit in self._units():
+            if unit.runtime is not None:
+                unit.runtime.forget()
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """Refuse `DistributedDataParallel`, which asks for this first."""
+        raise RuntimeError(ddp_message(self._unit.name))
+
+    def _replicate_for_data_parallel(self) -> Any:
+        refuse_data_parallel(self._unit.name, "the FullyShardedDataParallel itself")
 
 
+FullyShardedDataParallel.__init__.__doc__ = Options.__doc__
 for _name in METHODS:
-    setattr(FullyShardedDataParallel, _name, Instead(_name))
-
-
-def _device_of(found: dict[nn.Parameter, Places], module: nn.Module, over: Group) -> torch.device:
-    """Where a module is: its own parameters, or what its inner units compute on."""
-    if found:
-        return device_of(found) or served_device(over)
-    return get_fsdp_instances(module, skip_empty=True)[0].compute_device
-
-
-def _take_over(module: nn.Module, units: Iterable[Unit]) -> None:
-    """Have those that were outermost until now, or the module's own from an earlier wrapper, make way for a new one."""
-    for unit in units:
-        if unit.module is module:
-            unit.withdraw()
-        elif unit.runtime is not None and unit.runtime.root is unit:
-            unit.runtime.forget()
-
-
-def _check_module(module: Any, ignored: Ignored) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"FullyShardedDataParallel wraps an nn.Module, got a {type(module).__name__}")
-    managed = isinstance(module, FlattenParamsWrapper) and module._is_managed
-    if managed or ((unit := unit_of(module)) is not None and not unit.holds_nothing):
-        raise ValueError(
-            f"this {type(module).__name__} is wrapped already, and its wrapper has parameters of its own: wrap that "
-            "wrapper, or the modules around it"
-        )
-    if any(isinstance(inner, FSDPModule) for inner in module.modules()):
-        raise ValueError(
-            f"{type(module).__name__} is, or has inside, what fully_shard has sharded: use it for all modules of a "
-            "model, or the wrapper"
-        )
-    if all(ignored.has(inner, param) for inner in module.modules() for param in inner.parameters(recurse=False)):
-        raise ValueError(
-            f"{type(module).__name__} has no parameters to shard"
-            + (" that are not ignored" if ignored.parameters else "")
-            + ": leave it unwrapped, or wrap the module around it"
-        )
+    setattr(FullyShardedDataParallel, _name, ForeignMethod(_name))
 
 
 def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullyShardedDataParallel]:
-    """The wrappers in a module tree, in the order of ``modules()``.
+    """Return the wrappers in a module tree, in the order of ``modules()``.
 
     Args:
         mod: the outermost module to look at.

@@ -17,18 +17,18 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 import pytest
 import torch
 
-pytest.register_assert_rewrite("tests.support")
+pytest.register_assert_rewrite("tests.helpers.parity")
 
-from tests import _sessions  # noqa: E402
-from tests._ranks import RankPool, Ranks  # noqa: E402
-from tests._sessions import pytest_runtestloop  # noqa: E402, F401 - a hook
+from tests.helpers import sessions  # noqa: E402
+from tests.helpers.ranks import RankPool, Ranks  # noqa: E402
+from tests.helpers.sessions import pytest_runtestloop  # noqa: E402, F401 - a hook
 
 LitRanks = Callable[[int], Ranks]
 POOL = pytest.StashKey[RankPool]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    _sessions.pytest_addoption(parser)
+    sessions.pytest_addoption(parser)
     parser.addoption("--fuzz-cases", type=int, default=40, metavar="N", help="random cases of tests/test_fuzz.py")
     parser.addoption("--fuzz-seed", type=int, default=0, metavar="S", help="the first of their seeds")
 

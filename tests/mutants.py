@@ -20,43 +20,44 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# For patterns of modules, the tests that concern them, by the names of files without `test_`; random cases concern all.
+# For patterns of modules, the tests that concern them: folders of tests, or files without `test_`. Random cases concern
+# all of them.
 CONCERNS = {
-    "_layout _boxes": "layout boxes flat_param fully_shard_training clip",
-    "_flat_param _pieces _rows _whole _registry _gradients": (
-        "flat_param orig_params* fully_shard_training fully_shard_uses dtensor_training units no_sync changed_* copies"
+    "engine/layout engine/boxes": "engine/layout engine/boxes engine/flat_param fully_shard/training engine/clip",
+    "engine/flat_param engine/orig_params engine/dtensor_params engine/unsharded_params engine/registration "
+    "engine/grad_buffer": (
+        "engine/flat_param engine/orig_params* training/orig_params fully_shard/training fully_shard/uses "
+        "training/tensor_parallel engine/units engine/no_sync engine/changed_* fully_sharded_data_parallel/copies"
     ),
-    "_handle*": (
-        "units runtime changed_* no_sync training orig_params* precision_training summon_full_params offload "
-        "different_values"
+    "engine/handle*": (
+        "engine/units engine/runtime engine/changed_* engine/no_sync training/training engine/orig_params* "
+        "training/orig_params training/precision state_dict/summon_full_params engine/offload engine/different_values"
     ),
-    "_unit _runtime _schedule _forward _usage _adoption _autograd": (
-        "runtime schedule units training nested_calls errors option_grid kinds_* precision_eval fully_shard_uses "
-        "no_sync"
+    "engine/unit engine/runtime engine/schedule engine/forward_hooks engine/usage engine/adoption engine/autograd": (
+        "engine/runtime engine/schedule engine/units training/training engine/nested_calls engine/errors "
+        "training/option_grid training/kinds_* engine/precision_eval fully_shard/uses engine/no_sync"
     ),
-    "_reductions _clip _comm _communicator": (
-        "comm reductions runtime clip kinds_clip hybrid* dtensor_clip option_grid training comm_hook*"
+    "engine/reduction engine/grad_clipping distributed/*": (
+        "distributed/collectives engine/runtime engine/clip training/kinds_clip engine/hybrid distributed/hybrid_bytes "
+        "tensor_parallel/clip training/option_grid training/training distributed/comm_hook* training/comm_hooks"
     ),
-    "_collect _sharing _splitting _ignored": (
-        "kinds_* append_shared_param* ignored* group_by fully_shard_uses wrap units"
+    "engine/managed_params engine/shared_params engine/shard_module": (
+        "training/kinds_* engine/append_shared_param engine/ignored* engine/group_by fully_shard/uses wrap/wrap "
+        "engine/units"
     ),
-    "_agreement _synchronise _fingerprints": "errors different_values sync_module_states hybrid* starts_together",
-    "_exposure _summon _state_dict _load_state_dict _assembling _first_rank": (
-        "summon_* state_dict state_dict_on_first state_forms changed_by_loading hybrid_state dtensor_state "
-        "fully_shard_state"
+    "engine/agreement engine/fingerprints": (
+        "engine/errors engine/different_values engine/sync_module_states engine/hybrid distributed/starts_together"
     ),
-    "_local_state _consolidate _sharded_state _tensor_part": (
-        "local_state* consolidate* sharded_state* tensor_part convert_fairscale"
-    ),
-    "_optim.* optim_utils _handover": "optim_utils* reshard_optimizer* checkpoint_optimizer",
-    "_checkpoint.* _safetensors _plain_values checkpoint": "checkpoint_* safetensors*",
-    "_state_* _tree_copy stager _host_memory": "state_dict_utils* stager*",
+    "state_dict/*": "state_dict tensor_parallel/state fully_shard/state checkpoint/formats/consolidate*",
+    "optim_utils/*": "optim_utils checkpoint/optimizer",
+    "checkpoint/*": "checkpoint",
+    "state_dict_utils/*": "state_dict_utils",
 }
 
 
@@ -153,8 +154,28 @@ def _between(path: Path, left: ast.expr, right: ast.expr, old: str, new: str) ->
 
 
 def modules_of(patterns: str) -> list[Path]:
-    found = [path for each in patterns.split() for path in (ROOT / "fsdp").glob(each.replace(".", "/") + ".py")]
+    """The modules of one row of the table, without those that only say what a package has."""
+    found: set[Path] = set()
+    for pattern in patterns.split():
+        paths = list((ROOT / "fsdp").glob(f"{pattern}.py"))
+        if not paths:
+            raise ValueError(f"no module is fsdp/{pattern}.py: say in CONCERNS of tests/mutants.py where it is now")
+        found.update(paths)
     return [path.relative_to(ROOT) for path in sorted(found) if path.name != "__init__.py"]
+
+
+def files_of(patterns: str, copy: Path) -> list[str]:
+    """The files of tests of one row of the table, in a copy of the repository."""
+    found: set[Path] = set()
+    for pattern in patterns.split():
+        room, _, name = pattern.rpartition("/")
+        paths = list((copy / "tests" / pattern).glob("test_*.py")) or list(
+            (copy / "tests" / room).glob(f"test_{name}.py")
+        )
+        if not paths:
+            raise ValueError(f"no test is tests/{pattern}: say in CONCERNS of tests/mutants.py where it is now")
+        found.update(paths)
+    return sorted(str(path.relative_to(copy)) for path in found)
 
 
 def drawn(count: int, seed: int) -> list[tuple[Mutant, str]]:
@@ -176,14 +197,14 @@ def is_found(mutant: Mutant, tests: str, copy: Path, limit: float) -> str:
     original = (ROOT / mutant.path).read_text(encoding="utf-8")
     (copy / mutant.path).write_text(mutant.applied(original), encoding="utf-8")
     try:
-        return first_failure(["fuzz"], copy, limit) or first_failure(tests.split(), copy, limit)
+        return first_failure("fuzz", copy, limit) or first_failure(tests, copy, limit)
     finally:
         (copy / mutant.path).write_text(original, encoding="utf-8")
 
 
-def first_failure(tests: Sequence[str], copy: Path, limit: float) -> str:
+def first_failure(tests: str, copy: Path, limit: float) -> str:
     """Run the tests in a copy of the repository until one fails; which one, or nothing."""
-    names = sorted({str(path.relative_to(copy)) for each in tests for path in (copy / "tests").glob(f"test_{each}.py")})
+    names = files_of(tests, copy)
     own = {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     process = subprocess.Popen(
         [*PYTEST, "-k", "not planted", *names],

@@ -9,8 +9,8 @@ import re
 
 import pytest
 
-from tests._ranks import RankError, RankPool
 from tests.fuzzing import MISTAKES, Case, run_seeds, run_seeds_with
+from tests.helpers.ranks import RankError, RankPool
 
 CHUNK = 20  # cases in one run of ranks
 

@@ -69,7 +69,7 @@ def test_the_source_distribution_has_all_that_belongs_to_the_checkout(built: Dis
     found = files(built.unpacked)
     ours = {name for name in files(checkout) if "egg-info" not in name}
     assert ours <= found, f"add to MANIFEST.in: {sorted(ours - found)}"
-    for name in ("CHANGELOG.md", "tests/support.py", "docs/usage.md", "benchmarks/step.py", "fsdp/py.typed", ".ci/run"):
+    for name in ("CHANGELOG.md", "tests/helpers/parity.py", "docs/usage.md", "benchmarks/step.py", "fsdp/py.typed"):
         assert name in found
 
 

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 import torch
 
-from fsdp._version import __version__
+from fsdp import __version__
 from fsdp.checkpoint.formats.convert import (
     Content,
     content_of,

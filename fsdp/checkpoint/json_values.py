@@ -1,4 +1,4 @@
-"""Values that are no part of a tensor file, as JSON: numbers, texts, containers and small tensors, and nothing else.
+"""Values beside the tensors of a checkpoint are JSON: numbers, texts, containers and small tensors, nothing else.
 
 What JSON cannot tell apart is written as an object with one key that begins with ``~``. Nothing is executed when it is
 read, unlike a pickle.
@@ -22,7 +22,7 @@ MAX_TENSOR_BYTES = 1 << 20
 
 
 def encoded(value: Any, where: str) -> Any:
-    """A value as `json.dumps` can write it.
+    """Return a value as `json.dumps` can write it.
 
     Args:
         value: None, a bool, an integer, a float, a string, bytes, a list, tuple or dict of such, or a tensor of at most
@@ -80,7 +80,7 @@ def _encoded_tensor(value: Tensor, where: str) -> list[Any]:
 
 
 def decoded(value: Any) -> Any:
-    """What `encoded` was given.
+    """Return what `encoded` was given.
 
     Raises:
         ValueError: for what it never returns.
@@ -92,7 +92,7 @@ def decoded(value: Any) -> Any:
 
 
 def problem_of(value: Any) -> str | None:
-    """Why it is nothing that `encoded` has returned; None if it is."""
+    """Return why it is nothing that `encoded` has returned; None if it is."""
     try:
         decoded(value)
     except ValueError as error:

@@ -16,7 +16,7 @@ from fsdp.checkpoint.model_tensors import Target, WholeTensor, prepared, tensors
 from fsdp.checkpoint.safetensors import SafetensorsFiles
 from fsdp.checkpoint.untrusted import readable
 from fsdp.distributed.collectives import during
-from fsdp.engine.agreement import Ranks, agree_on, agree_on_outcome
+from fsdp.distributed.consensus import Ranks, agree_on, agree_on_outcome
 from fsdp.engine.names import foreign_prefix, prefix_problem
 from fsdp.engine.unit import Unit
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from fsdp.checkpoint.formats.source import TensorReader
+from fsdp.distributed.consensus import Ranks
 from fsdp.distributed.dtensor import MeshPart, local_part
-from fsdp.engine.agreement import Ranks
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours

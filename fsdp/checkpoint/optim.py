@@ -1,16 +1,16 @@
-"""The state of an optimizer in a checkpoint: tensors of the parameters' shapes, under ``<name>/<key>``, and the rest.
+"""A checkpoint has an optimizer's state as tensors of the parameters' shapes, under ``<name>/<key>``, and a rest.
 
-What has a value for each element of a parameter lies in an optimizer as the parameter's elements lie in the shard, or
-in this rank's piece. So it is written and read by the same ranges. Numbers (``step``) and other values are in the
-manifest, by the parameter's name, as are the parameter groups.
+Elements lie in an optimizer as the parameter's elements lie in the shard, so they are written and read by the same
+ranges. Numbers (``step``) and other values are in the manifest, by the parameter's name, as are the parameter groups.
+Several optimizers are saved as one.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Container, Iterator, Mapping, Sequence
+import pickle
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,206 +19,258 @@ from fsdp.checkpoint.formats.source import TensorReader
 from fsdp.checkpoint.json_values import decoded, encoded, problem_of
 from fsdp.checkpoint.model import Stored, parts_of
 from fsdp.checkpoint.model_tensors import SlotTensor
-from fsdp.checkpoint.safetensors import DTYPES, KINDS, Entry, Part
-from fsdp.checkpoint.several import kind_of
+from fsdp.checkpoint.safetensors import DTYPES, KINDS, Entry
 from fsdp.checkpoint.untrusted import short
+from fsdp.distributed.consensus import Ranks
 from fsdp.distributed.dtensor import local_part
-from fsdp.engine.agreement import Ranks, from_everyone
-from fsdp.engine.layout import Interval
-from fsdp.engine.managed_params import owner_of
-from fsdp.engine.offload import DiskStorage
-from fsdp.engine.optimizer_hooks import unsigned_options
-from fsdp.optim_utils.stream import is_number
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.optim_utils.state import (
+    Elements,
+    Kind,
+    Kinds,
+    Number,
+    OptimParam,
+    Original,
+    SharedKinds,
+    Value,
+    common_kinds,
+    gather_kinds,
+    grouped,
+    is_same,
+    match_groups,
+    options_of,
+    own_kinds,
+    release,
+)
 
 ELEMENTS, NUMBER, VALUE = "elements", "number", "value"
-_NAMES = "param_names"  # torch's own, if the optimizer was given names
-# By the key of the state: one of the three words, and the dtype or the value.
-Kinds = dict[str, list[Any]]
+Groups = list[list[OptimParam]]
 
 
-class Member(NamedTuple):
-    """An original parameter: its name in the checkpoint, and where its elements are in what the optimizer sees."""
+class Optimizers:
+    """The `Optimizers` of one model, each with parameters of its own, are as the one that a checkpoint holds.
 
-    name: str
-    target: Stored
-    interval: Interval | None
-
-
-@dataclass(frozen=True, eq=False)
-class Seen:
-    """What an optimizer sees: a shard, a piece of one, or a parameter that is not sharded; and what is in it."""
-
-    param: nn.Parameter
-    members: list[Member]
-
-    @property
-    def has_part(self) -> bool:
-        """Whether this rank has elements of it."""
-        return any(member.interval is not None for member in self.members)
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        more = f" (in one flat parameter with {len(self.members) - 1} more)" if len(self.members) > 1 else ""
-        return self.members[0].name + more
-
-
-def seen_by(optimizer: Any, tensors: Mapping[str, Stored]) -> list[list[Seen]]:
-    """What is in each parameter group of an optimizer.
+    Args:
+        given: an optimizer, or a list or tuple of several.
 
     Raises:
         TypeError: for what is no optimizer.
+        ValueError: if there are none, or two step the same parameter.
+    """
+
+    def __init__(self, given: Any) -> None:
+        is_list = isinstance(given, (list, tuple))
+        self._all: Sequence[Any] = given if is_list else [given]
+        if not self._all:
+            raise ValueError("an empty list of optimizers: give None to leave out what there is of one")
+        self._by_param: dict[nn.Parameter, Any] = {}
+        for number, optimizer in enumerate(self._all):
+            if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "load_state_dict")):
+                needed = "an optimizer with param_groups, state and load_state_dict is needed, got"
+                raise TypeError(
+                    f"{f'number {number} in the list of optimizers is none:' if is_list else needed} {optimizer!r}"
+                )
+            for param in (param for group in optimizer.param_groups for param in group["params"]):
+                if self._by_param.setdefault(param, optimizer) is not optimizer:
+                    raise ValueError(
+                        f"a parameter of shape {list(param.shape)} is in two of the optimizers, the second one number "
+                        f"{number}: a checkpoint holds one state for each"
+                    )
+
+    @property
+    def name(self) -> str:
+        """Return the names of their classes."""
+        return ", ".join(type(optimizer).__name__ for optimizer in self._all)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return all groups, one after the other."""
+        return [group for optimizer in self._all for group in optimizer.param_groups]
+
+    def state_of(self, param: nn.Parameter) -> dict[str, Any]:
+        """Return the state of a parameter; empty if there is none."""
+        return self._by_param[param].state.get(param) or {}  # asking for it by its key would make one
+
+    def load(self, states: Mapping[nn.Parameter, dict[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
+        """Give each its states, and the options of its groups."""
+        ahead = iter(options)
+        for optimizer in self._all:
+            held = [group["params"] for group in optimizer.param_groups]
+            numbers = {param: number for number, param in enumerate(param for params in held for param in params)}
+            groups = [{**next(ahead), "params": [numbers[param] for param in params]} for params in held]
+            own = {number: dict(states[param]) for param, number in numbers.items() if param in states}
+            optimizer.load_state_dict({"state": own, "param_groups": groups})
+            for param in numbers.keys() & states.keys():
+                for key, value in states[param].items():
+                    if isinstance(value, Tensor) and value.shape == param.shape and value.dim() > 0:
+                        optimizer.state[param][key] = value  # torch casts it to the parameter's dtype
+
+
+def params_in(optimizers: Optimizers, tensors: Mapping[str, Stored]) -> Groups:
+    """Return what is in each parameter group of optimizers of a model with these tensors.
+
+    Raises:
         ValueError: for parameters that are not the model's.
     """
-    if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "load_state_dict")):
-        raise TypeError(f"an optimizer with param_groups, state and load_state_dict is needed, got {optimizer!r}")
-    known: dict[int, Seen] = {}
+    found: dict[int, tuple[nn.Parameter, FlatParamHandle | None, list[Original]]] = {}
     for name, target in tensors.items():
-        param, interval = _place(target)
+        param, handle, slot = _place(target)
         if isinstance(param, nn.Parameter):
-            known.setdefault(id(param), Seen(param, [])).members.append(Member(name, target, interval))
-    for number, group in enumerate(optimizer.param_groups):
-        for place, param in enumerate(group["params"]):
-            if id(param) not in known:
-                raise ValueError(
-                    f"{kind_of(optimizer)}: parameter {place} of group {number}, of shape {list(param.shape)}, "
-                    "is not of this model as it is wrapped now. Make the optimizer from model.parameters(), or hand "
-                    "over one that was made before wrapping (reshard_optimizer)."
-                )
-    return [[known[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+            original = Original(name, target.shape, slot, target.part, (*target.names, *target.aliases))
+            found.setdefault(id(param), (param, handle, []))[2].append(original)
+    known = {key: OptimParam(param, handle, tuple(originals)) for key, (param, handle, originals) in found.items()}
+    return grouped(optimizers, optimizers.name, lambda param: known.get(id(param)))
 
 
-def _place(target: Stored) -> tuple[Tensor, Interval | None]:
-    """What an optimizer sees of a tensor, and where this rank's elements are in it."""
+def _place(target: Stored) -> tuple[Tensor, FlatParamHandle | None, int]:
+    """Return what an optimizer sees of a tensor, and where it is in a flat parameter."""
     if not isinstance(target, SlotTensor):
-        count = target.shape.numel()
-        return target.tensor, Interval(0, 0, count, 0) if count else None
-    handle = target.handle
-    interval = handle.layout.interval(target.slot, handle.comm.rank)
-    if handle.pieces is None:
-        return handle.flat_param, interval
-    own = None if interval is None else Interval(target.slot, interval.start, interval.stop, 0)
-    return handle.pieces.params[target.slot], own
+        return target.tensor, None, 0
+    pieces = target.handle.pieces
+    return target.handle.flat_param if pieces is None else pieces.params[target.slot], target.handle, target.slot
 
 
-# Saving
+def _each(groups: Groups) -> Iterator[OptimParam]:
+    return (one for group in groups for one in group)
 
 
-def kinds_on_rank(optimizer: Any, groups: Sequence[Sequence[Seen]]) -> list[Any]:
-    """What this rank has of the state of each parameter, for the other ranks.
+# --- kinds in the manifest ------------------------------------------------------------------------------------------
+
+
+def kind_to_json(kind: Kind, where: str) -> list[Any]:
+    """Return a kind as it is in the manifest: a word, and the dtype or the value; `where` is what messages call it.
+
+    Raises:
+        ValueError: for a dtype that safetensors files cannot hold.
+        TypeError: for a value that no checkpoint can hold.
+    """
+    if isinstance(kind, Value):
+        return [VALUE, encoded(kind.value, where)]
+    if kind.dtype not in KINDS:
+        raise ValueError(f"{where} is of {kind.dtype}, which safetensors files cannot hold")
+    word = KINDS[kind.dtype]
+    return [ELEMENTS, word] if isinstance(kind, Elements) else [NUMBER, word, encoded(kind.value, where)]
+
+
+def kinds_to_json(kinds: Kinds, name: str) -> dict[str, list[Any]]:
+    """Return the state of a parameter as it is in the manifest, as `kind_to_json` does."""
+    return {key: kind_to_json(kind, f"the optimizer's state '{key}' of {name}") for key, kind in kinds.items()}
+
+
+def kinds_from_json(saved: Any) -> Kinds:
+    """Return the state of a parameter that `kinds_to_json` was given.
+
+    Raises:
+        ValueError: for what it never returns.
+    """
+    if not isinstance(saved, dict):
+        raise ValueError(f"it is {short(saved)}")
+    return {key: _kind_from_json(key, kind) for key, kind in saved.items()}
+
+
+def _kind_from_json(key: str, saved: Any) -> Kind:
+    try:
+        match saved:
+            case ["elements", str(dtype)]:
+                return Elements(DTYPES[dtype])
+            case ["number", str(dtype), value]:
+                number = Number(decoded(value), DTYPES[dtype])
+                if number.held.dim() == 0:
+                    return number
+            case ["value", value]:
+                return Value(decoded(value))
+    except (ValueError, TypeError, KeyError, RuntimeError, OverflowError):
+        pass
+    raise ValueError(f"under {short(key)} it is {short(saved)}")
+
+
+# --- saving ---------------------------------------------------------------------------------------------------------
+
+
+def pickled_kinds(optimizers: Optimizers, groups: Groups) -> bytes:
+    """Return what this rank has of the state of each parameter, for `shared_kinds`.
 
     Raises:
         ValueError: for a tensor that is neither of the parameter's shape nor a number.
         TypeError: for values that no checkpoint can hold.
     """
-    found = []
-    for seen in (seen for group in groups for seen in group):
-        state = optimizer.state.get(seen.param) or {}
-        owner = owner_of(seen.param)
-        if owner is not None:
-            owner.shard_storage.check(f"saving the optimizer's state of {seen.name}", state.values())
-        kinds = {key: _kind(seen, key, value) for key, value in state.items()}
-        found.append([[member.name for member in seen.members], seen.has_part, kinds])
-    return found
+    params = list(_each(groups))
+    own = own_kinds(params, {one: optimizers.state_of(one.param) for one in params}, "saving")
+    for each in own:
+        kinds_to_json(each.kinds, each.name)
+    return pickle.dumps(own)
 
 
-def _kind(seen: Seen, key: str, value: Any) -> list[Any]:
-    where = f"the optimizer's state '{key}' of {seen.name}"
-    if not isinstance(value, Tensor):
-        return [VALUE, encoded(value, where)]
-    if value.dtype not in KINDS:
-        raise ValueError(f"{where} is of {value.dtype}, which safetensors files cannot hold")
-    if value.dim() == 0 and (seen.param.dim() > 0 or is_number(key)):
-        return [NUMBER, KINDS[value.dtype], encoded(value.item(), where)]
-    if value.shape == seen.param.shape:
-        return [ELEMENTS, KINDS[value.dtype]]
-    raise ValueError(
-        f"{where} has shape {list(value.shape)}, and this rank's part of it {list(seen.param.shape)}: what is neither "
-        "of the parameter's shape nor a number cannot be saved for other numbers of ranks. Use an optimizer that works "
-        "element by element (Adam, AdamW, SGD, ...), or leave these parameters whole with ignored_parameters."
-    )
-
-
-def kinds_of_all(found: list[Any], ranks: Ranks) -> list[Kinds]:
-    """Collective. What there is of the state of each parameter on the ranks that hold something of it.
+def shared_kinds(ranks: Ranks, pickled: bytes) -> list[Kinds]:
+    """Collective. Return what there is of the state of each parameter, on the ranks that have elements of it.
 
     Raises:
         ValueError: on every rank, if they have different states.
     """
-    heard = [json.loads(each) for each in from_everyone(ranks, json.dumps(found).encode())]
-    for rank, other in enumerate(heard):
-        if [names for names, _, _ in other] != [names for names, _, _ in heard[0]]:
-            raise ValueError(
-                f"the optimizer of rank {rank} has other parameters than that of rank 0, or in another order: make the "
-                "same optimizer on every rank"
-            )
-    merged: list[Kinds] = []
-    for number, (names, _, _) in enumerate(heard[0]):
-        holders = [rank for rank, other in enumerate(heard) if other[number][1]]
-        kinds = [heard[rank][number][2] for rank in holders]
-        for rank, other in zip(holders, kinds, strict=True):
-            if other != kinds[0]:
-                raise ValueError(
-                    f"the optimizer's state of {names[0]} is {_shown(kinds[0])} on rank {holders[0]} and "
-                    f"{_shown(other)} on rank {rank}. Every rank must have stepped the same parameters with "
-                    "the same optimizer."
-                )
-        merged.append(kinds[0] if kinds else next((other[number][2] for other in heard if other[number][2]), {}))
-    return merged
-
-
-def _shown(kinds: Kinds) -> str:
-    return ", ".join(f"{key} ({' '.join(map(str, kind))})" for key, kind in sorted(kinds.items())) or "nothing"
+    shared: list[SharedKinds] = gather_kinds(ranks, pickled)
+    problem = next((problem for each in shared for problem in each.problems(is_same)), None)
+    if problem is not None:
+        raise ValueError(problem)
+    return [each.kinds for each in shared]
 
 
 def state_entries(
-    optimizer: Any, groups: Sequence[Sequence[Seen]], kinds: Sequence[Kinds], ranks: Ranks
+    optimizers: Optimizers, groups: Groups, kinds: Sequence[Kinds], tensors: Mapping[str, Stored], ranks: Ranks
 ) -> tuple[list[Entry], Any]:
-    """The tensors of an optimizer's state, with this rank's parts, and the rest of it for the manifest."""
+    """Return the tensors of optimizers' states, with this rank's shards, and the rest of it for the manifest."""
     entries, states = [], {}
-    every = [seen for group in groups for seen in group]
-    for seen, known in zip(every, kinds, strict=True):
-        own = optimizer.state.get(seen.param) or {}
-        for member in seen.members:
-            states[member.name] = known
+    for one, known in zip(_each(groups), kinds, strict=True):
+        own = {
+            key: state for key, state in optimizers.state_of(one.param).items() if isinstance(known.get(key), Elements)
+        }
+        vectors = {key: local_part(state).detach().reshape(-1) for key, state in own.items()}
+        encoded_kinds = kinds_to_json(known, one.name)
+        for original in one.originals:
+            states[original.name] = encoded_kinds
+            target, interval = tensors[original.name], one.interval(original, one.comm.rank)
             for key, kind in known.items():
-                if kind[0] == ELEMENTS:
-                    parts = _parts(member, own.get(key), ranks)
-                    entries.append(Entry(f"{member.name}/{key}", DTYPES[kind[1]], member.target.shape, parts))
-    options = [_options(group) for group in optimizer.param_groups]
-    rest = {
-        "optimizer": kind_of(optimizer),
+                if isinstance(kind, Elements):
+                    parts = parts_of(target, vectors[key], interval, ranks) if key in vectors else []
+                    entries.append(Entry(f"{original.name}/{key}", kind.dtype, original.shape, parts))
+    named = [[original.name for one in group for original in one.originals] for group in groups]
+    return entries, rest_of(optimizers.name, zip(optimizers.param_groups, named, strict=True), states)
+
+
+def rest_of(
+    optimizer: str,
+    groups: Iterable[tuple[Mapping[str, Any], Iterable[str]]],
+    states: Mapping[str, Any],
+    title: str = "",
+) -> dict[str, Any]:
+    """Return what is in the manifest of an optimizer's state.
+
+    Args:
+        optimizer: the name of its class; empty if nobody knows.
+        groups: each parameter group, with the names of its parameters.
+        states: of parameters, by name (`kinds_to_json`).
+        title: what messages call it.
+
+    Raises:
+        TypeError: for options that no checkpoint can hold.
+    """
+    return {
+        "optimizer": optimizer,
         "groups": [
-            {"options": encoded(each, f"param_groups[{number}]"), "params": _names(group)}
-            for number, (each, group) in enumerate(zip(options, groups, strict=True))
+            {"options": encoded(options_of(group), f"{title}param_groups[{number}]"), "params": list(names)}
+            for number, (group, names) in enumerate(groups)
         ],
-        "state": states,
+        "state": dict(states),
     }
-    return entries, rest
 
 
-def _parts(member: Member, value: Tensor | None, ranks: Ranks) -> list[Part]:
-    if value is None:
-        return []
-    return parts_of(member.target, local_part(value).detach().reshape(-1), member.interval, ranks)
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in unsigned_options(group).items() if key not in ("params", _NAMES)}
-
-
-def _names(group: Sequence[Seen]) -> list[str]:
-    return [member.name for seen in group for member in seen.members]
-
-
-# Loading
+# --- loading --------------------------------------------------------------------------------------------------------
 
 
 def state_problems(rest: Any, tensors: Container[str]) -> Iterator[str]:
-    """What is not as `state_entries` makes it in the rest of a state.
+    """Yield what is not as `rest_of` makes it in the rest of a state.
 
     Args:
-        rest: it.
+        rest: the rest of the state.
         tensors: the names of those that there are.
     """
     groups, states = (rest.get("groups"), rest.get("state")) if isinstance(rest, dict) else (None, None)
@@ -233,192 +285,126 @@ def state_problems(rest: Any, tensors: Container[str]) -> Iterator[str]:
             yield f"there is no state of {short(next(name for name in names if name not in states))}"
         if problem_of(options) is not None or not isinstance(decoded(options), dict):
             yield f"group {number} of the optimizer has the options {short(options)}"
-    for name, kinds in states.items():
-        for key, kind in kinds.items() if isinstance(kinds, dict) else [("", kinds)]:
-            if not _is_kind(kind):
-                yield f"the optimizer's state {short(key)} of {short(name)} is {short(kind)}"
-            elif kind[0] == ELEMENTS and f"{name}/{key}" not in tensors:
+    for name, saved in states.items():
+        try:
+            kinds = kinds_from_json(saved)
+        except ValueError as error:
+            yield f"of the optimizer's state of {short(name)}, {error}"
+            continue
+        for key, kind in kinds.items():
+            if isinstance(kind, Elements) and f"{name}/{key}" not in tensors:
                 yield f"there is no tensor for the optimizer's state {short(key)} of {short(name)}"
-
-
-def _is_kind(kind: Any) -> bool:
-    """Whether it is what `_kind` makes."""
-    if not (isinstance(kind, list) and kind):
-        return False
-    what, *rest = kind
-    if what == VALUE:
-        return len(rest) == 1 and problem_of(rest[0]) is None
-    if what not in (ELEMENTS, NUMBER) or not rest or not isinstance(rest[0], str) or rest[0] not in DTYPES:
-        return False
-    return len(rest) == 1 if what == ELEMENTS else len(rest) == 2 and _is_number(rest[1], DTYPES[rest[0]])
-
-
-def _is_number(value: Any, dtype: torch.dtype) -> bool:
-    try:
-        torch.tensor(decoded(value), dtype=dtype).item()
-    except (ValueError, TypeError, RuntimeError, OverflowError):
-        return False
-    return True
 
 
 @dataclass(frozen=True, eq=False)
 class StatePlan:
-    """What an optimizer is to get.
+    """A `StatePlan` is what optimizers are to get of a checkpoint.
 
     Attributes:
-        states: for each parameter that it sees and has state for, the names that its members have in the checkpoint,
-            and what there is of them.
+        optimizers: that are to get it.
+        states: for each parameter that they see, the names of the originals in the checkpoint, and their state.
         options: for each group those that were saved, encoded; None for a group without parameters.
         groups: what is in each.
-        problems: why it cannot get it.
+        problems: the reasons why they cannot get it.
     """
 
-    states: list[tuple[Seen, list[str], Kinds]]
+    optimizers: Optimizers
+    states: list[tuple[OptimParam, dict[Original, str], Kinds]]
     options: list[Any]
-    groups: list[list[Seen]]
+    groups: Groups
     problems: list[str]
 
 
-def plan_state(optimizer: Any, tensors: Mapping[str, Stored], files: TensorReader, rest: Any) -> StatePlan:
-    """What an optimizer is to get of a checkpoint, and what does not fit.
+def plan_state(given: Any, tensors: Mapping[str, Stored], files: TensorReader, rest: Any) -> StatePlan:
+    """Return what an optimizer, or several, are to get of a checkpoint, and what does not fit.
 
     Raises:
-        TypeError, ValueError: as `seen_by`.
+        TypeError, ValueError: as `Optimizers` and `params_in`.
     """
+    optimizers = Optimizers(given)
+    groups = params_in(optimizers, tensors)
     saved_in = {name: number for number, group in enumerate(rest["groups"]) for name in group["params"]}
-    plan = StatePlan([], [], seen_by(optimizer, tensors), [])
-    used = set()
-    for number, group in enumerate(plan.groups):
-        named = [(seen, [_saved_name(member, saved_in) for member in seen.members]) for seen in group]
-        numbers: dict[int, str] = {}
-        for seen, names in named:
-            for member, name in zip(seen.members, names, strict=True):
-                if name is None:
-                    plan.problems.append(f"the optimizer has {member.name}, and that of the checkpoint has not")
-                else:
-                    numbers.setdefault(saved_in[name], name)
-                    used.add(name)
-            known = [name for name in names if name is not None]
-            if len(known) == len(names):
-                plan.problems.extend(_state_problems(seen, known, files, rest))
-                plan.states.append((seen, known, rest["state"][known[0]]))
-        if len(numbers) > 1:
-            (first, one), (second, other), *_ = numbers.items()
-            plan.problems.append(
-                f"the optimizer has {one} and {other} in one parameter group ({number}), and that of the checkpoint "
-                f"has them in groups {first} and {second}: make it with the same groups"
-            )
-        plan.options.append(rest["groups"][next(iter(numbers))]["options"] if numbers else None)
-    plan.problems.extend(_kind_problems(optimizer, rest))
+    names = {
+        original: next((name for name in (original.name, *original.aliases) if name in saved_in), "")
+        for one in _each(groups)
+        for original in one.originals
+    }
+    numbers, problems = match_groups(groups, lambda each: saved_in.get(names[each]), "that of the checkpoint")
+    options = [None if number is None else rest["groups"][number]["options"] for number in numbers]
+    plan = StatePlan(optimizers, [], options, groups, problems)
+    for one in _each(groups):
+        saved = {original: names[original] for original in one.originals if names[original]}
+        if len(saved) == len(one.originals):
+            kinds = {original: kinds_from_json(rest["state"][name]) for original, name in saved.items()}
+            plan.problems.extend(_misfits(saved, kinds, files))
+            plan.states.append((one, saved, kinds[one.originals[0]]))
+    plan.problems.extend(_other_settings(optimizers, rest))
+    used = set(names.values())
     left = [name for name in saved_in if name not in used]
     if left:
         plan.problems.append(f"the optimizer of the checkpoint has {', '.join(left)}, and this one has not")
     return plan
 
 
-def _kind_problems(optimizer: Any, rest: Any) -> list[str]:
-    """Another optimizer's settings in the groups would be missed at the next step, in words that nobody understands.
+def _other_settings(optimizers: Optimizers, rest: Any) -> list[str]:
+    """Return a problem if the state is another optimizer's, which the next step would miss in words that say nothing.
 
-    By the settings, since subclasses may share them, and with torch's versions the same class may get more.
+    Settings tell, since subclasses may share them, and with torch's versions the same class may get more.
     """
-    kind, saved = kind_of(optimizer), rest.get("optimizer")
-    wanted, given = ({key for group in groups for key in group} for groups in _settings(optimizer, rest))
-    if not saved or kind == saved or wanted == given:
+    own, saved = optimizers.name, rest.get("optimizer")
+    wanted = {key for group in optimizers.param_groups for key in options_of(group)}
+    given = {key for group in rest["groups"] for key in decoded(group["options"])}
+    if not saved or own == saved or wanted == given:
         return []
     return [
-        f"the optimizer is {kind}, with settings {', '.join(sorted(wanted - given)) or 'of its own'}, and that of the "
+        f"the optimizer is {own}, with settings {', '.join(sorted(wanted - given)) or 'of its own'}, and that of the "
         f"checkpoint is {saved}, with {', '.join(sorted(given - wanted)) or 'fewer'}"
     ]
 
 
-def _settings(optimizer: Any, rest: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    own = [_options(group) for group in optimizer.param_groups]
-    return own, [decoded(group["options"]) for group in rest["groups"]]
-
-
-def _saved_name(member: Member, saved_in: Mapping[str, int]) -> str | None:
-    names = (member.name, *member.target.names, *member.target.aliases)
-    return next((name for name in names if name in saved_in), None)
-
-
-def _state_problems(seen: Seen, names: Sequence[str], files: TensorReader, rest: Any) -> Iterator[str]:
-    kinds = rest["state"][names[0]]
-    for member, name in zip(seen.members, names, strict=True):
-        other = rest["state"][name]
-        if other != kinds:
-            yield (
-                f"the optimizer's state of {names[0]} is {_shown(kinds)}, and that of {name} {_shown(other)}: the two "
-                "are in one flat parameter. Wrap with use_orig_params=True, with which each has a state of its own"
-            )
-            continue
-        for key, kind in other.items():
-            stored = files.tensors.get(f"{name}/{key}") if kind[0] == ELEMENTS else None
-            if stored is None and kind[0] == ELEMENTS:
-                yield f"{files.path} has no {name}/{key}"
-            elif stored is not None and stored.shape != member.target.shape:
-                yield f"{stored} has shape {list(stored.shape)}, and the model's {list(member.target.shape)}"
+def _misfits(names: Mapping[Original, str], kinds: Mapping[Original, Kinds], files: TensorReader) -> Iterator[str]:
+    try:
+        common_kinds(kinds)
+    except ValueError as error:
+        yield str(error)
+        return
+    for original, name in names.items():
+        for key, kind in kinds[original].items():
+            if isinstance(kind, Elements):
+                stored = files.tensors.get(f"{name}/{key}")
+                if stored is None:
+                    yield f"{files.path} has no {name}/{key}"
+                elif stored.shape != original.shape:
+                    yield f"{stored} has shape {list(stored.shape)}, and the model's {list(original.shape)}"
 
 
 @torch.no_grad()
-def read_state(optimizer: Any, plan: StatePlan, files: TensorReader) -> dict[nn.Parameter, dict[str, Any]]:
-    """This rank's part of the state, by parameter. What the optimizer has of the same kind already is written over.
+def read_state(plan: StatePlan, files: TensorReader) -> dict[nn.Parameter, dict[str, Any]]:
+    """Return this rank's shard of the state, by parameter. It is read into what there is of the same kind.
 
     Raises:
         ValueError, OSError: if it cannot be read.
     """
     found: dict[nn.Parameter, dict[str, Any]] = {}
-    for seen, names, kinds in plan.states:
-        state: dict[str, Any] = {}
+    for one, names, kinds in plan.states:
+        held, state = plan.optimizers.state_of(one.param), {}
         for key, kind in kinds.items():
-            if kind[0] == ELEMENTS:
-                state[key] = _memory(optimizer, seen.param, key, DTYPES[kind[1]])
-                _read_elements(seen, names, key, state[key], files)
-            elif kind[0] == NUMBER:
-                state[key] = torch.tensor(decoded(kind[2]), dtype=DTYPES[kind[1]])
+            if isinstance(kind, Elements):
+                state[key] = one.memory(held.get(key), kind.dtype)
+                flat = local_part(state[key]).view(-1)
+                for original, name in names.items():
+                    place = one.interval(original, one.comm.rank)
+                    if place is not None:
+                        files.read(f"{name}/{key}", flat[place.offset : place.offset + place.numel], place.start)
             else:
-                state[key] = decoded(kind[1])
+                state[key] = kind.held
         if state:
-            found[seen.param] = state
+            found[one.param] = state
     return found
 
 
-def _memory(optimizer: Any, param: nn.Parameter, key: str, dtype: torch.dtype) -> Tensor:
-    held = (optimizer.state.get(param) or {}).get(key)
-    is_like = isinstance(held, Tensor) and (held.shape, held.dtype, held.device) == (param.shape, dtype, param.device)
-    # In the likeness of the parameter: what is of one on disk lies there as well.
-    return held if is_like and isinstance(held, Tensor) else torch.zeros_like(param, dtype=dtype)
-
-
-def _read_elements(seen: Seen, names: Sequence[str], key: str, into: Tensor, files: TensorReader) -> None:
-    into = local_part(into)
-    flat = into.view(-1) if into.is_contiguous() else into.new_empty(into.numel())
-    for member, name in zip(seen.members, names, strict=True):
-        if member.interval is not None:
-            place = member.interval
-            files.read(f"{name}/{key}", flat[place.offset : place.offset + place.numel], place.start)
-    if not into.is_contiguous():
-        into.copy_(flat.view(into.shape))
-
-
-def give_state(optimizer: Any, plan: StatePlan, found: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-    """Have the optimizer go on with what was read."""
-    numbers = {seen.param: number for number, seen in enumerate(seen for group in plan.groups for seen in group)}
-    groups = []
-    for options, own, group in zip(plan.options, optimizer.param_groups, plan.groups, strict=True):
-        saved = _options(own) if options is None else decoded(options)
-        groups.append({**saved, "params": [numbers[seen.param] for seen in group]})
-    optimizer.load_state_dict(
-        {"state": {numbers[param]: dict(state) for param, state in found.items()}, "param_groups": groups}
-    )
-    for param, state in found.items():
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.shape == param.shape and value.dim() > 0:
-                optimizer.state[param][key] = value  # torch casts it to the parameter's dtype
-
-
-def release_state(groups: Sequence[Sequence[Seen]]) -> None:
-    """What was read of state on disk is not wanted soon."""
-    owners = (owner_of(seen.param) for group in groups for seen in group)
-    homes = (owner.shard_storage for owner in owners if owner is not None)
-    for files in {home.files for home in homes if isinstance(home, DiskStorage)}:
-        files.release()
+def give_state(plan: StatePlan, found: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+    """Have the optimizers go on with what was read."""
+    saved = zip(plan.options, plan.optimizers.param_groups, strict=True)
+    plan.optimizers.load(found, [options_of(own) if options is None else decoded(options) for options, own in saved])
+    release(_each(plan.groups))

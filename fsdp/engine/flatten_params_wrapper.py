@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from fsdp.engine.flat_param import FlatParameter, ParamInfo, attributes_of, give_attributes
 from fsdp.engine.managed_params import collect, names_of, take_over
 from fsdp.engine.names import FLATTEN_PART, clean_name, clean_text
-from fsdp.engine.offload import ShardStorage
 
 # The wrapped module keeps the views besides, as FairScale's does.
 _VIEWS = "_unflattened_param_views"
@@ -49,7 +47,7 @@ class FlattenParamsWrapper(nn.Module):
     ) -> None:
         super().__init__()
         self._fpw_module = module
-        found = self._find(module) if param_list is None or len(param_list) else {}
+        found = collect(module) if param_list is None or len(param_list) else {}
         groups = _as_groups(list(found) if param_list is None else param_list)
         self._check_groups(groups, found, type(module).__name__)
         suffixes = [str(number) for number in range(len(groups))] if flat_param_names is None else flat_param_names
@@ -58,14 +56,10 @@ class FlattenParamsWrapper(nn.Module):
                 f"flat_param_names must be unique and one per group of parameters: got {list(suffixes)} for "
                 f"{len(groups)} groups"
             )
-        self.flat_param_names = [f"flat_param_{suffix}" for suffix in suffixes]
-        self.param_infos: list[list[list[ParamInfo]]] = [[found[param] for param in group] for group in groups]
-        self.num_params_managed = sum(map(len, groups))
-        self.flat_params = [self._flatten(group, names_of(group, found)) for group in groups]
+        flat_params = [FlatParameter(group, group[0].requires_grad, names_of(group, found)) for group in groups]
         taken = {param: found[param] for group in groups for param in group}
-        take_over(taken, self.flat_params, type(module).__name__)
-        for name, flat_param in zip(self.flat_param_names, self.flat_params, strict=True):
-            self.register_parameter(name, flat_param)
+        take_over(taken, flat_params, type(module).__name__)
+        self.hold(flat_params, [[found[param] for param in group] for group in groups], suffixes)
         self._unflattened: list[nn.Parameter] = []
         self._flatten_after_load = False
         self._load_errors: list[str] = []
@@ -74,8 +68,20 @@ class FlattenParamsWrapper(nn.Module):
         self.register_load_state_dict_pre_hook(self._before_load)
         self.register_load_state_dict_post_hook(self._after_load)
 
-    def _find(self, module: nn.Module) -> dict[nn.Parameter, list[ParamInfo]]:
-        return collect(module)
+    def hold(
+        self,
+        flat_params: list[FlatParameter],
+        places: list[list[list[ParamInfo]]],
+        suffixes: Sequence[str],
+        *,
+        is_listed: bool = True,
+    ) -> None:
+        """Take in flat parameters, with the places of what is in them, and list them as parameters if asked to."""
+        self.flat_params, self.param_infos = flat_params, places
+        self.flat_param_names = [f"flat_param_{suffix}" for suffix in suffixes]
+        for name, flat_param in zip(self.flat_param_names, flat_params, strict=True):
+            if is_listed:
+                self.register_parameter(name, flat_param)
 
     @staticmethod
     def _check_groups(
@@ -119,16 +125,21 @@ class FlattenParamsWrapper(nn.Module):
         return self.flat_params[0]
 
     @property
+    def num_params_managed(self) -> int:
+        """The number of original parameters in the flat ones."""
+        return sum(map(len, self.param_infos))
+
+    @property
     def is_flattened(self) -> bool:
-        """Whether parameters are stored flat now; False without any, and inside `unflatten_params`."""
+        """Return whether parameters are stored flat now; False without any, and inside `unflatten_params`."""
         return bool(self.flat_params) and not self._unflattened
 
     def metadata(self, index: int = 0) -> tuple[tuple[str, ...], tuple[torch.Size, ...], tuple[int, ...]]:
-        """Names, shapes and numbers of elements in flat parameter `index`."""
+        """Return names, shapes and numbers of elements in flat parameter `index`."""
         return self.flat_params[index].metadata()
 
     def get_param_views(self, external_data_list: Sequence[Tensor | None] | None = None) -> Iterator[Tensor]:
-        """Views of all original parameters in the flat ones, or in external data of the same sizes.
+        """Yield views of all original parameters in the flat ones, or in external data of the same sizes.
 
         Raises:
             ValueError: if the data does not fit the flat parameters.
@@ -151,9 +162,6 @@ class FlattenParamsWrapper(nn.Module):
         return self._fpw_module.__getitem__(key)  # type: ignore[operator]
 
     # --- views and parameters -----------------------------------------------------------------------------------
-
-    def _flatten(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> FlatParameter:
-        return FlatParameter(params, params[0].requires_grad, names)
 
     def _places(self) -> Iterator[list[ParamInfo]]:
         for infos in self.param_infos:
@@ -210,7 +218,7 @@ class FlattenParamsWrapper(nn.Module):
 
     @contextmanager
     def unflatten_params(self, flat_params: Sequence[Tensor] | None = None) -> Iterator[None]:
-        """The module's parameters are ordinary ones inside; changes are kept, unless `flat_params` gave the values."""
+        """Have the module list ordinary parameters inside; changes are kept, unless `flat_params` gave the values."""
         self._refuse_managed("unflatten_params")
         if self._unflattened or not self.flat_params:
             yield
@@ -230,13 +238,13 @@ class FlattenParamsWrapper(nn.Module):
     # --- nn.Module ----------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's forward, with its parameters as views of the flat ones."""
+        """Run the wrapped module's forward, with its parameters as views of the flat ones."""
         if not self._is_managed and self.is_flattened:
             self._show_views()
         return self._fpw_module(*args, **kwargs)
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """The wrapped module's state under its plain names."""
+        """Return the wrapped module's state under its plain names."""
         self._refuse_managed("state_dict")
         if not self.is_flattened:
             return self._fpw_module.state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
@@ -247,7 +255,7 @@ class FlattenParamsWrapper(nn.Module):
             self._flatten_again(keep_changes=False)
 
     def flat_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The state with flat parameters under their own names."""
+        """Return the state with flat parameters under their own names."""
         self._refuse_managed("flat_state_dict")
         state = super().state_dict(*args, **kwargs)
         for key in list(state):
@@ -307,51 +315,19 @@ class FlattenParamsWrapper(nn.Module):
 
 
 def _as_groups(param_list: Sequence[Any]) -> list[list[nn.Parameter]]:
-    """Groups of parameters, from a list of parameters or of lists of them; empty groups are left out."""
+    """Return groups of parameters, from a list of parameters or of lists of them; empty groups are left out."""
     if all(isinstance(item, Tensor) for item in param_list):
         param_list = [param_list]
     return [list(dict.fromkeys(group)) for group in param_list if len(group)]
 
 
 class ShardedParamsWrapper(FlattenParamsWrapper):
-    """What `FullyShardedDataParallel` holds its module in: of the flat parameters, each rank has its shard only.
-
-    Args:
-        module, param_list: as for `FlattenParamsWrapper`.
-        found: what may be flattened, with the places where it is used.
-        rank, world_size: which shard, of how many.
-        new_storage: makes the place where one flat parameter's shard lives (a `ShardStorage`).
-        align: each parameter starts at a multiple of so many elements of its flat parameter.
-        replicas: how many ranks hold the same shards.
-    """
+    """The wrapper in which `FullyShardedDataParallel` holds its module; it only lists this rank's shards."""
 
     _is_managed = True
 
-    def __init__(
-        self,
-        module: nn.Module,
-        param_list: Sequence[Any],
-        found: dict[nn.Parameter, list[ParamInfo]],
-        rank: int,
-        world_size: int,
-        new_storage: Callable[[], ShardStorage],
-        align: int = 1,
-        replicas: int = 1,
-    ) -> None:
-        self._found, self._new_storage = found, new_storage
-        self._cut = partial(FlatParameter.shard_of, rank=rank, world_size=world_size, align=align, replicas=replicas)
-        super().__init__(module, param_list)
-        del self._found
-
-    def _find(self, module: nn.Module) -> dict[nn.Parameter, list[ParamInfo]]:
-        return self._found
-
-    def _flatten(self, params: Sequence[nn.Parameter], names: Sequence[str]) -> FlatParameter:
-        return self._cut(params, names, storage=self._new_storage())
-
-    def cut_alone(self, param: nn.Parameter, name: str) -> FlatParameter:
-        """This rank's shard of a parameter that is not flattened with others."""
-        return self._cut([param], [name], storage=self._new_storage(), keeps_shape=True)
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, [])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedParamsWrapper:
         self._fpw_module._apply(fn, recurse)  # which sees to the flat parameters, with its unit

@@ -1,25 +1,86 @@
-"""Which parameters a unit takes, in which groups, and how they leave the modules that they belonged to."""
+"""The parameters that a unit takes: found, grouped, and taken out of the modules that they belonged to."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import MeshPart, check_placements, is_dtensor, local_part
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
-from fsdp.engine.ignored import Ignored
 from fsdp.engine.names import clean_name
 
 Places = list[ParamInfo]
 GroupKey = Callable[[str, nn.Parameter], Hashable]  # of a parameter's name and the parameter
 
 
+@dataclass(frozen=True)
+class Ignored:
+    """`ignored_modules`, with all that is inside of them, and `ignored_parameters`: what is not sharded.
+
+    A parameter that an ignored module uses is ignored wherever else it is used: so ties are kept.
+    """
+
+    modules: frozenset[nn.Module] = frozenset()
+    parameters: frozenset[Tensor] = frozenset()
+
+    @classmethod
+    def of(cls, modules: Iterable[nn.Module] | None, parameters: Iterable[nn.Parameter] | None) -> Ignored:
+        """Return what the arguments of a front door name.
+
+        Raises:
+            TypeError: if they are not modules, or not parameters.
+        """
+        roots = _checked("ignored_modules", modules, nn.Module)
+        inside = frozenset(inner for root in roots for inner in root.modules())
+        named = _checked("ignored_parameters", parameters, nn.Parameter)
+        return cls(
+            inside,
+            frozenset(named)
+            | {param for module in inside for param in module._parameters.values() if param is not None},
+        )
+
+    def __or__(self, other: Ignored) -> Ignored:
+        """Return what either of them leaves alone."""
+        return Ignored(self.modules | other.modules, self.parameters | other.parameters)
+
+    def check(self, sharded: Iterable[ParamInfo]) -> None:
+        """Raise ValueError if an inner unit has taken what is ignored now.
+
+        Args:
+            sharded: where inner units' parameters are used.
+        """
+        names = [name for name in map(taken_by, self.parameters) if name is not None]
+        names += [
+            f"{place.fqn} of a {type(place.module).__name__}" for place in sharded if place.module in self.modules
+        ]
+        if names:
+            raise ValueError(
+                f"{names[0]} is ignored, but an inner unit has sharded it already: ignore it there as well, or nowhere"
+            )
+
+    def has(self, module: nn.Module, param: Tensor) -> bool:
+        """Return whether a parameter of a module is to be left alone."""
+        return module in self.modules or param in self.parameters
+
+
+def _checked(argument: str, given: Any, kind: type[Any]) -> list[Any]:
+    if isinstance(given, Iterator):
+        raise TypeError(f"{argument} is an iterator, which one wrapper would use up: give a list, list(...)")
+    is_one = isinstance(given, kind) or not isinstance(given, Iterable)
+    found = [] if given is None else [given] if is_one else list(given)
+    for item in found:
+        if not isinstance(item, kind):
+            raise TypeError(f"{argument} must be an iterable of {kind.__name__}s, found a {type(item).__name__} in it")
+    return found
+
+
 class Taken(NamedTuple):
-    """What became of a parameter. All is held weakly: knowing of it keeps nobody's memory."""
+    """A record of what a parameter has become. It holds all weakly, and so keeps nobody's memory."""
 
     param: weakref.ref[nn.Parameter]
     description: str
@@ -41,7 +102,7 @@ def collect(
     *,
     with_values: bool = True,
 ) -> dict[nn.Parameter, Places]:
-    """The parameters below `module` that no inner unit took, each with every place where it is used.
+    """Return the parameters below `module` that no inner unit took, each with every place where it is used.
 
     Args:
         module: the root to look below.
@@ -131,20 +192,20 @@ def _refuse_taken(fqn: str, param: nn.Parameter) -> None:
 _PLAIN = (nn.Parameter,)
 
 
-def taken_over(param: torch.Tensor) -> Taken | None:
-    """What became of this original parameter, None if no unit took it over."""
+def taken_over(param: Tensor) -> Taken | None:
+    """Return what this original parameter has become, None if no unit took it over."""
     taken = _taken.get(id(param))
     return taken if taken is not None and taken.param() is param else None
 
 
-def taken_by(param: torch.Tensor) -> str | None:
-    """The name under which a unit took over this original parameter, None if none did."""
+def taken_by(param: Tensor) -> str | None:
+    """Return the name under which a unit took over this original parameter, None if none did."""
     taken = taken_over(param)
     return None if taken is None else taken.description
 
 
-def lender_of(param: torch.Tensor) -> Any | None:
-    """The unit that took over this original parameter alone, and can share it with others; None if none did."""
+def lender_of(param: Tensor) -> Any | None:
+    """Return the unit that took over this original parameter alone, and can share it with others; None if none did."""
     taken = taken_over(param)
     return None if taken is None or taken.lender is None else taken.lender()
 
@@ -163,20 +224,20 @@ def note_stale(
 
 
 def follow_flat_param(old: FlatParameter, now: Mapping[int, tuple[FlatParameter, int]]) -> None:
-    """What was in a flat parameter is in others now: for each number, in which one and under which number."""
+    """Note that what was in a flat parameter is in others now: for each number in which, and under which number."""
     for key, taken in _taken.items():
         if taken.flat_param is not None and taken.flat_param() is old:
             flat_param, slot = now[taken.slot]
             _taken[key] = taken._replace(flat_param=weakref.ref(flat_param), slot=slot)
 
 
-def is_ours(param: torch.Tensor) -> bool:
-    """Whether what a module lists is a shard, or a piece of one."""
+def is_ours(param: Tensor) -> bool:
+    """Return whether what a module lists is a shard, or the local shard of an original parameter."""
     return owner_of(param) is not None
 
 
-def owner_of(param: torch.Tensor) -> FlatParameter | None:
-    """The shard that something listed is, or is a piece of; None for other parameters."""
+def owner_of(param: Tensor) -> FlatParameter | None:
+    """Return the shard that something listed is, or is a view of; None for other parameters."""
     owner = getattr(param, "owner", None)  # and not by __dict__, which compilers of optimizers cannot trace
     return owner if isinstance(owner, FlatParameter) else None
 
@@ -184,9 +245,9 @@ def owner_of(param: torch.Tensor) -> FlatParameter | None:
 def group(
     params: dict[nn.Parameter, Places], kind: Callable[[Places], Hashable], key: GroupKey | None
 ) -> list[tuple[Hashable, list[nn.Parameter]]]:
-    """Parameters that can share one flat parameter: of one dtype, device, `requires_grad` and key, and used alike.
+    """Group parameters that can share a flat parameter: of one dtype, device, `requires_grad` and key, and used alike.
 
-    `DTensor`s only with others that are spread over the same ranks.
+    `DTensor`s share one only with others that are spread over the same ranks.
 
     Args:
         params: with the places where each is used.
@@ -215,12 +276,12 @@ def group(
 
 
 def device_of(params: Iterable[nn.Parameter]) -> torch.device | None:
-    """Where the first of the parameters is that has values; None if none has."""
+    """Return the device of the first of the parameters that has values; None if none has."""
     return next((param.device for param in params if not param.is_meta), None)
 
 
 def key_of(param: nn.Parameter, places: Places, key: GroupKey | None) -> Hashable:
-    """What the user's `group_by` says of a parameter."""
+    """Return what the user's `group_by` says of a parameter."""
     found = None if key is None else key(places[0].fqn, param)
     try:
         hash(found)
@@ -233,7 +294,7 @@ def key_of(param: nn.Parameter, places: Places, key: GroupKey | None) -> Hashabl
 
 
 def text_of_key(key: Hashable) -> str:
-    """A key as ranks can compare it: texts of other objects than plain values may differ though the keys are equal."""
+    """Return a key as ranks can compare it: texts of other objects than plain values may differ for equal keys."""
     if isinstance(key, tuple):
         return f"({', '.join(map(text_of_key, key))})"
     return repr(key) if isinstance(key, (str, int, float)) else type(key).__name__
@@ -259,5 +320,5 @@ def take_over(
 
 
 def names_of(params: Sequence[nn.Parameter], places: dict[nn.Parameter, Places]) -> list[str]:
-    """The names of parameters at their first places."""
+    """Return the names of parameters at their first places."""
     return [places[param][0].fqn for param in params]

@@ -1,4 +1,4 @@
-"""What users do to modules inside of a unit, past its wrapper: cast, move and freeze them, and take their state.
+"""Overrides of modules inside of a unit, for what users do past its wrapper: cast, move, freeze, call and save them.
 
 `.to()`, `.half()` and `.cuda()` all come down to `nn.Module._apply`, which changes the parameters that a module lists.
 A unit's are packed into vectors that follow as a whole, so its modules get an ``_apply`` of our own; and a
@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fsdp.distributed.dtensor import is_dtensor
-from fsdp.engine.blanks import note_empty
+from fsdp.distributed.dtensor import check_device, is_dtensor
+from fsdp.engine.deferred_init import note_empty
 from fsdp.engine.forward_hooks import Hook
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name
-from fsdp.engine.unit import TrainingState, Unit, own_modules, units_in
+from fsdp.engine.unit import TrainingState, Unit, own_modules, unit_of, unit_of_wrapper, units_in
 
 Conversion = Callable[[Tensor], Tensor]
 
@@ -46,7 +48,7 @@ def guard(unit: Unit, *, lists_parts: bool = False, names_shards: bool = False) 
 
 
 def move_values(module: nn.Module, device: torch.device) -> None:
-    """As ``module.to(device)``, but what has no values stays on the meta device."""
+    """Move a module as ``module.to(device)`` does, but leave what has no values on the meta device."""
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
@@ -60,7 +62,7 @@ def refuse_shared_modules(module: nn.Module) -> None:
             there = [clean_name(name) for name, found in _named_modules(owner.module) if found is submodule]
             raise ValueError(
                 f"{' = '.join(here)} is the same {kind} as {there[0]} of {owner.name}, a unit that has taken over its "
-                "parameters and would not gather them here. Wrap the shared module itself first, once, and put the "
+                "parameters and would not unshard them here. Wrap the shared module itself first, once, and put the "
                 "wrapper in every place; or leave the modules that share it unwrapped (auto_wrap does so by itself)."
             )
 
@@ -78,7 +80,7 @@ def _refuse_partial_state(unit: Unit, module: nn.Module, prefix: str, keep_vars:
 
 
 class Conversions:
-    """What a unit's module has as ``_apply``."""
+    """The ``_apply`` of a unit's module."""
 
     def __init__(self, unit: Unit, module: nn.Module, *, gives_memory: bool = False) -> None:
         self.unit, self._module, self._gives_memory = unit, module, gives_memory
@@ -110,7 +112,7 @@ class Conversions:
         """Raise before anything is changed by what cannot be followed.
 
         Raises:
-            RuntimeError: for a part of a unit, for whole parameters, and in the middle of a forward or backward.
+            RuntimeError: for a part of a unit, for summoned parameters, and in the middle of a forward or backward.
             ValueError: for a dtype in which a unit cannot compute as it was asked to.
         """
         unit = self.unit
@@ -131,7 +133,7 @@ class Conversions:
                         f"{handle.name}: cannot move or cast gradients that were accumulated under no_sync() and not "
                         "reduced over the ranks yet. Do it after the last backward of the step, or after zero_grad()."
                     )
-                handle.check_cast(fn)
+                _check_cast(handle, fn)
         if not is_whole:
             self._refuse_part([handle for handle in unit.seen if _changes(handle, fn)], fn)
 
@@ -165,7 +167,7 @@ class Conversions:
         try:
             self._convert(convert, recurse)
             for handle in unit.handles:
-                handle.apply_to_hidden(convert)
+                _apply_to_hidden(handle, convert)
         finally:
             unit.access.is_converting = False
         unit.follow(device)
@@ -173,7 +175,7 @@ class Conversions:
 
 
 class Freezing:
-    """What a module in a unit has as ``requires_grad_``."""
+    """The ``requires_grad_`` of a module in a unit."""
 
     def __init__(self, unit: Unit, module: nn.Module) -> None:
         self.unit, self._module = unit, module
@@ -203,7 +205,7 @@ def _changes(handle: FlatParamHandle, fn: Conversion) -> bool:
 
 
 def _makes_memory(fn: Conversion) -> bool:
-    """Whether it is that of `to_empty`, and not one that copies."""
+    """Return whether it is that of `to_empty`, and not one that copies."""
     try:
         return not fn(torch.empty(0, device="meta")).is_meta
     except RuntimeError:  # what is on the meta device cannot be copied
@@ -211,7 +213,7 @@ def _makes_memory(fn: Conversion) -> bool:
 
 
 def _convert_tensor(unit: Unit, fn: Conversion, gives_memory: bool, tensor: Tensor) -> Tensor:
-    """`fn`, which only casts what is offloaded (shards, gradients) or has no values: that stays where it is.
+    """Apply `fn`; what is offloaded (shards, gradients) or has no values is cast, and stays where it is.
 
     But `to_empty` gives memory to what has no values, where the modules themselves list what has.
     """
@@ -226,3 +228,65 @@ def _convert_tensor(unit: Unit, fn: Conversion, gives_memory: bool, tensor: Tens
                 if tensor is param or tensor is param.grad:
                     return converted.to(tensor.device)
     return converted
+
+
+def _check_cast(handle: FlatParamHandle, fn: Conversion) -> None:
+    """Raise ValueError if the handle could not follow its shard after `fn`."""
+    shard = handle.flat_param
+    if any(shard.parts):
+        check_device(handle.name, shard.parts, fn(torch.empty(0, device=handle.storage.device)).device)
+    cast = fn(torch.empty(0, dtype=shard.dtype, device=shard.device))
+    handle.precision.check(f"after this cast {handle.name}", cast.dtype, shard.requires_grad)
+
+
+def _apply_to_hidden(handle: FlatParamHandle, fn: Conversion) -> None:
+    """Do what `nn.Module._apply` did to registered parameters to a shard that is not registered itself."""
+    if handle.pieces is not None:
+        shard = handle.flat_param
+        with torch.no_grad():
+            grad = None if shard.grad is None else fn(shard.grad)  # which may ask whose gradient it is
+            shard.grad = None
+            shard.data = fn(shard)
+            shard.grad = grad
+        handle.pieces.alias()
+        handle.pieces.show_gradients([0] * len(handle.places))
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let another method of a wrapped module do what calling the module does: unshard, compute, reshard, and train.
+
+    For ``model.encode(x)`` or ``model.decode(z)`` of modules that compute outside of `forward`. A ``generate()`` that
+    only calls the module needs nothing. Called from the module's own forward it is an ordinary method. The name and the
+    idea are those of torch's function for `fully_shard`. Not collective, but call it on every rank; the method itself
+    is collective, as forward is.
+
+    Args:
+        module: a `FullyShardedDataParallel`, or the module that it wraps.
+        method_name: of one of the wrapped module's methods.
+
+    Raises:
+        ValueError: if `module` is not wrapped, or has no such method.
+    """
+    unit = unit_of(module) or unit_of_wrapper(module)
+    if unit is None:
+        raise ValueError(
+            f"register_fsdp_forward_method: this {type(module).__name__} is not wrapped. Give it a "
+            "FullyShardedDataParallel, or the module that one wraps."
+        )
+    if not callable(getattr(type(unit.module), method_name, None)):
+        raise ValueError(f"{type(unit.module).__name__} has no method {method_name!r} to register")
+    unit.module.__dict__[method_name] = ForwardMethod(unit, method_name)
+
+
+class ForwardMethod:
+    """A method of a unit's module that unshards, computes and reshards as calling the module does."""
+
+    def __init__(self, unit: Unit, name: str) -> None:
+        self._unit, self._name = unit, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unit = self._unit
+        method = MethodType(getattr(type(unit.module), self._name), unit.module)
+        if unit.state is TrainingState.FORWARD:
+            return method(*args, **kwargs)
+        return unit.forward.around(method, args, kwargs)

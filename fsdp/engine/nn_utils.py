@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad, convert_parameters, parametrize, prune
 
 from fsdp.distributed.dtensor import MeshPart, is_dtensor, local_part, memory_of, settled_gradient, whole
+from fsdp.engine.backward_inputs import let_backward_find_leaves
 from fsdp.engine.grad_clipping import (
     Owned,
     clip_by_norm,
@@ -52,6 +53,7 @@ def teach_torch() -> None:
         _check_before(owner, name)
     # Called with each parameter by both functions that make vectors of parameters and the other way round.
     convert_parameters._check_param_device = _refuse_shards(convert_parameters._check_param_device)
+    let_backward_find_leaves()
 
 
 def _surround(function: Callable[..., Any], ours: Callable[..., Any]) -> None:

@@ -1,17 +1,17 @@
-"""What has to happen around an optimizer's step, and mistakes that would otherwise pass in silence.
+"""Every optimizer's step and load goes through hooks here, so that mistakes that would pass in silence are errors.
 
 torch calls hooks before and after every step of its optimizers. Before a step, gradients join their parameters, and
-what cannot be stepped is refused; after it, what an optimizer made for shards on disk goes there too. Around a load
-torch has hooks of single optimizers only, so `load_state_dict` of all is another function from the first wrapping on.
+what cannot be stepped is refused; after it, what an optimizer made for shards on disk goes there too. For loads torch
+has hooks of single optimizers only, and for scalers none. So `Optimizer.load_state_dict` and `GradScaler.step` are
+other functions from the first wrapping on.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from itertools import chain
 from typing import Any
@@ -21,7 +21,6 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp.distributed.dtensor import is_dtensor, is_on_many_ranks
-from fsdp.engine.flat_param import PieceParameter
 from fsdp.engine.managed_params import is_ours, taken_by
 from fsdp.engine.offload import DiskStorage
 from fsdp.engine.runtime import refuse_missing_gradients, runtimes
@@ -33,11 +32,15 @@ def watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
     torch.optim.Optimizer.load_state_dict = _loading(torch.optim.Optimizer.load_state_dict)  # type: ignore[method-assign]
+    torch.amp.GradScaler.step = _scaling(torch.amp.GradScaler.step)  # type: ignore[method-assign]
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """A closure makes the gradients in the middle of the step: then is the time to look at them."""
-    _refuse_loaded(optimizer)
+    """Prepare a step: at once, or when its closure has made the gradients."""
+    for group in optimizer.param_groups:
+        if SHARDS_OF in group:
+            _without_signature(optimizer, group, group)
+            del group[SHARDS_OF]
     closure = kwargs.get("closure") or next((each for each in args[1:2] if callable(each)), None)
     if closure is None:
         _prepare(optimizer)
@@ -62,17 +65,18 @@ def _prepare(optimizer: torch.optim.Optimizer) -> None:
                 f"{type(optimizer).__name__}.step(): gradients that were accumulated under no_sync() are not reduced "
                 "over the ranks yet and would be left out. Run the last backward of the step outside no_sync()."
             )
-    if any(_is_spread(param) for param in ours):
-        _refuse_lonely_scaler(optimizer)
-        _refuse_products(optimizer)
+    if isinstance(optimizer, torch.optim.LBFGS) and any(_is_spread(param) for param in ours):
+        raise RuntimeError(  # ranks would search along other lines each, and call the model another number of times
+            "LBFGS goes by products over all parameters, and would take them over this rank's shards. Use an optimizer "
+            "that works element by element (Adam, AdamW, SGD, ...)."
+        )
     _refuse_original_parameters(optimizer, params)
     if optimizer not in _seen:
         _seen.add(optimizer)
-        _warn_of_whole_parameters(optimizer, ours)
+        _warn_of_unsharded_parameters(optimizer, ours)
         _warn_of_groups(optimizer)
         _warn_of_parameters_apart(optimizer, params, ours)
         optimizer.register_state_dict_post_hook(_sign_state)
-        optimizer.register_load_state_dict_pre_hook(_check_signed)
     _refuse_mixed_dtypes(optimizer, ours)
     if all(param.grad is None for param in ours):
         trained = {param.owner for param in ours if param.requires_grad}
@@ -84,7 +88,7 @@ def _prepare(optimizer: torch.optim.Optimizer) -> None:
 
 
 def state_of(param: torch.Tensor) -> dict[str, Any]:
-    """What the optimizer that has stepped a shard, or a piece of one, has of it; empty if none has."""
+    """Return what the optimizer that has stepped a shard has of it; empty if none has."""
     return next((optimizer.state[param] for optimizer in _stepping if param in optimizer.state), {})
 
 
@@ -106,12 +110,12 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def _ours(params: Iterable[Any]) -> list[Any]:
-    """Those that are shards, or pieces of shards."""
+    """Return those that are shards."""
     return [p for p in params if is_ours(p) and p.owner._is_managed]
 
 
 def _is_spread(param: Any) -> bool:
-    """Whether other ranks have other parts of a parameter, and torch does not know."""
+    """Return whether other ranks have other shards of a parameter, and torch does not know."""
     return not is_dtensor(param) and (param.owner._is_sharded or is_on_many_ranks(param.owner.parts))
 
 
@@ -127,74 +131,17 @@ def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[A
         )
 
 
-# --- whose shards a state is of -------------------------------------------------------------------------------------
-
-# Under which the groups of an optimizer's state dict say so. torch takes options that it does not know over into the
-# groups of the optimizer that loads it, so that its first step finds it where nobody looked before.
-_SHARDS_OF = "fsdp_shards_of"
-
-
-def without_signature(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state dict that does not say whose shards it is of."""
-    return {**state_dict, "param_groups": [unsigned_options(group) for group in state_dict["param_groups"]]}
-
-
-def unsigned_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options, without what we have written there."""
-    return {key: value for key, value in group.items() if key != _SHARDS_OF}
-
-
-def _sign_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-        own = _shards_in(group)
-        if any(world_size > 1 for _, world_size in own):
-            saved[_SHARDS_OF] = own
-
-
-def _check_signed(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
-        _refuse_other_shards(optimizer, _shards_in(group), saved.get(_SHARDS_OF))
-    return without_signature(state_dict)
-
-
-def _refuse_loaded(optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        if _SHARDS_OF in group:
-            _refuse_other_shards(optimizer, _shards_in(group), group[_SHARDS_OF])
-            del group[_SHARDS_OF]
-
-
-def _refuse_other_shards(optimizer: torch.optim.Optimizer, own: list[list[int]], saved: Any) -> None:
-    """Raise RuntimeError for the state of other shards than this rank's."""
-    if own and saved and own != saved:
-        theirs, ours = (" and ".join(f"{rank} of {size}" for rank, size in each) for each in (saved, own))
-        raise RuntimeError(
-            f"the state loaded into this {type(optimizer).__name__} is of the shards of rank {theirs}, and this "
-            f"rank has those of rank {ours}: optimizer.state_dict() has this rank's part only. Have every rank load "
-            "what it has saved itself; or save the whole state, with fsdp.save or "
-            "fsdp.optim_utils.full_optim_state_dict, and load it with fsdp.load or load_full_optim_state_dict."
-        )
-
-
-def _shards_in(group: dict[str, Any]) -> list[list[int]]:
-    """Which ranks' shards, of how many, a group has; nothing while that is not known, or torch knows."""
-    ours = {id(param.owner) for param in _ours(group["params"]) if not is_dtensor(param)}
-    handles = (handle for runtime in runtimes() for unit in runtime.units for handle in unit.handles) if ours else ()
-    comms = (handle.comm for handle in handles if id(handle.flat_param) in ours)
-    return sorted([list(each) for each in {(comm.rank, comm.world_size) for comm in comms}])
-
-
 # --- mistakes -------------------------------------------------------------------------------------------------------
 
 # Optimizers that look at a parameter's rows and columns, or at its norm, by their classes' names.
-_OF_WHOLE_PARAMETERS = re.compile("adafactor|muon|shampoo|lamb(?!da)|lars", re.IGNORECASE)
+_OF_UNSHARDED_PARAMETERS = re.compile("adafactor|muon|shampoo|lamb(?!da)|lars", re.IGNORECASE)
 _seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that have stepped
 
 
-def _warn_of_whole_parameters(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
-    """Warn of an optimizer that cannot do on flat shards what it does on whole parameters."""
-    ours = [param for param in ours if (param.shape,) != param.owner._shapes]  # others are whole, and as they were
-    if ours and _OF_WHOLE_PARAMETERS.search(type(optimizer).__name__):
+def _warn_of_unsharded_parameters(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
+    """Warn of an optimizer that cannot do on flat shards what it does on unsharded parameters."""
+    ours = [param for param in ours if (param.shape,) != param.owner._shapes]  # others are as they were
+    if ours and _OF_UNSHARDED_PARAMETERS.search(type(optimizer).__name__):
         warnings.warn(
             f"{type(optimizer).__name__} goes by the rows, columns or norms of whole parameters, and gets flat shards, "
             f"as that with {ours[0].owner._names[0]}: it does not train as without sharding, and its state may not be "
@@ -253,21 +200,12 @@ def _options(group: dict[str, Any]) -> str:
 
 
 def _shapes_in(param: Any) -> tuple[torch.Size, ...]:
-    """Of the original parameters that a shard, or piece of one, is made of."""
+    """Return the shapes of the original parameters that a shard is made of."""
     return param._shapes if param is param.owner else (param.whole_shape,)
 
 
 def _names_in(param: Any) -> tuple[str, ...]:
     return param._names if param is param.owner else (param.fqn,)
-
-
-def _refuse_products(optimizer: torch.optim.Optimizer) -> None:
-    """Raise RuntimeError if ranks would search along other lines each, and call the model another number of times."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise RuntimeError(
-            "LBFGS goes by products over all parameters, and would take them over this rank's shards. Use an optimizer "
-            "that works element by element (Adam, AdamW, SGD, ...)."
-        )
 
 
 def _refuse_mixed_dtypes(optimizer: torch.optim.Optimizer, ours: list[Any]) -> None:
@@ -291,26 +229,72 @@ def _refuse_mixed_dtypes(optimizer: torch.optim.Optimizer, ours: list[Any]) -> N
 
 
 def _name_of(param: Any) -> str:
-    """The name of a parameter of ours, or of the first of those in a flat one."""
+    """Return the name of a parameter of ours, or of the first of those in a flat one."""
     return str(getattr(param, "fqn", None) or f"the flat parameter with {param.owner._names[0]}")
 
 
-# Loading
+# --- loading --------------------------------------------------------------------------------------------------------
+
+# The groups of an optimizer's state dict say under this key which ranks' shards the state is of. torch takes options
+# that it does not know over into the groups of the optimizer that loads it, where its first step finds them: until the
+# first forward nobody knows which ranks' shards this one has.
+SHARDS_OF = "fsdp_shards_of"
 
 
 def _loading(load: Callable[..., None]) -> Callable[..., None]:
-    """An optimizer's `load_state_dict` that refuses the state of the unsharded model's."""
+    """Return a `load_state_dict` of optimizers that refuses the state of the unsharded model and of other ranks."""
 
     @wraps(load)
     def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        _refuse_whole_state(self, state_dict)
+        _refuse_unsharded_state(self, state_dict)
+        saved = state_dict.get("param_groups", ())
+        if any(SHARDS_OF in group for group in saved) and len(saved) == len(self.param_groups):
+            groups = [_without_signature(self, *pair) for pair in zip(self.param_groups, saved, strict=True)]
+            state_dict = {**state_dict, "param_groups": groups}
         load(self, state_dict)
 
     return load_state_dict
 
 
-def _refuse_whole_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Raise ValueError for state of whole parameters, which torch would give to shards, or refuse without a remedy."""
+def _sign_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+        own = _shards_in(group)
+        if any(world_size > 1 for _, world_size in own):
+            saved[SHARDS_OF] = own
+
+
+def _without_signature(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], saved: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a saved group without what says whose shards it is of, which is right; as it is while that is not known.
+
+    Raises:
+        RuntimeError: if it is of other shards than this rank's.
+    """
+    signature, own = saved.get(SHARDS_OF), _shards_in(group) if SHARDS_OF in saved else []
+    if not own:
+        return saved
+    if signature and own != signature:
+        theirs, ours = (" and ".join(f"{rank} of {size}" for rank, size in each) for each in (signature, own))
+        raise RuntimeError(
+            f"the state loaded into this {type(optimizer).__name__} is of the shards of rank {theirs}, and this "
+            f"rank has those of rank {ours}: optimizer.state_dict() has this rank's shards only. Have every rank load "
+            "what it has saved itself; or save the whole state, with fsdp.save or "
+            "fsdp.optim_utils.full_optim_state_dict, and load it with fsdp.load or load_full_optim_state_dict."
+        )
+    return {key: value for key, value in saved.items() if key != SHARDS_OF}
+
+
+def _shards_in(group: dict[str, Any]) -> list[list[int]]:
+    """Return the ranks' shards, of how many, in a group; nothing while that is not known, or torch knows."""
+    ours = {id(param.owner) for param in _ours(group["params"]) if not is_dtensor(param)}
+    handles = (handle for runtime in runtimes() for unit in runtime.units for handle in unit.handles) if ours else ()
+    comms = (handle.comm for handle in handles if id(handle.flat_param) in ours)
+    return sorted([list(each) for each in {(comm.rank, comm.world_size) for comm in comms}])
+
+
+def _refuse_unsharded_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Raise ValueError for state of unsharded parameters, which torch would give to shards or refuse without remedy."""
     own = [group["params"] for group in optimizer.param_groups]
     spread = [param for param in _ours(chain.from_iterable(own)) if param.owner._is_sharded]
     if not spread:
@@ -321,7 +305,7 @@ def _refuse_whole_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, 
         problem = f"it has {sum(map(len, saved))} parameters, and the optimizer {sum(map(len, own))}"
     for number, param in zip(chain.from_iterable(saved), chain.from_iterable(own), strict=False):
         for key, value in {} if problem else state_dict["state"].get(number, {}).items():
-            if _is_of_whole(value, param):
+            if _is_of_unsharded(value, param):
                 problem = f"its {key!r} of {_name_of(param)} has the shape of the whole parameter, {tuple(value.shape)}"
     if problem:
         remedy = (
@@ -337,39 +321,33 @@ def _refuse_whole_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, 
         )
 
 
-def _is_of_whole(value: Any, param: Any) -> bool:
-    """Whether something in a state is of a whole parameter, of which this rank has a part."""
+def _is_of_unsharded(value: Any, param: Any) -> bool:
+    """Return whether something in a state is of an unsharded parameter, of which this rank has a shard."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or not is_ours(param) or not param.owner._is_sharded:
         return False
     if is_dtensor(param):
         return not is_dtensor(value) and value.shape == param.shape
-    whole = [param.whole_shape] if isinstance(param, PieceParameter) else param.owner._shapes
-    return value.shape != param.shape and value.shape in whole
+    return value.shape != param.shape and value.shape in _shapes_in(param)
 
 
-# How many calls may lie between a scaler's step and our hook: torch's own have four.
-_CALLS_TO_A_SCALER = 12
+# --- scalers --------------------------------------------------------------------------------------------------------
 
 
-def _refuse_lonely_scaler(optimizer: torch.optim.Optimizer) -> None:
-    """Raise RuntimeError if the step is called by a scaler that decides on this rank alone whether to skip it.
+def _scaling(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `step` of torch's gradient scaler that refuses sharded parameters.
 
-    A scaler leaves no trace on an optimizer, and on a rank that skips there is no step at all; so this looks at who
-    calls. A rank that skipped alone would train on with other weights than the rest, silently.
+    A rank that decides alone to skip a step would train on with other weights than the rest, silently.
     """
-    frame = sys._getframe(1)
-    for _ in range(_CALLS_TO_A_SCALER):
-        if frame.f_back is None:
-            return
-        frame = frame.f_back
-        if frame.f_code is torch.amp.GradScaler.step.__code__:
-            scaler = frame.f_locals["self"]
-            if scaler.is_enabled() and not getattr(scaler, "agrees_over_ranks", False):
-                for left in ("grad_scale", "found_inf"):  # on a fused optimizer, which would use them in its next step
-                    optimizer.__dict__.pop(left, None)
-                raise RuntimeError(
-                    f"{type(scaler).__module__}.{type(scaler).__name__} looks for infinities in this rank's shards "
-                    "only: ranks would skip different steps. Use fsdp.ShardedGradScaler, which takes the same "
-                    "arguments."
-                )
-            return
+
+    @wraps(step)
+    def scaled_step(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        params = (param for group in optimizer.param_groups for param in _ours(group["params"]))
+        decides_alone = self.is_enabled() and not getattr(self, "agrees_over_ranks", False)
+        if decides_alone and any(map(_is_spread, params)):
+            raise RuntimeError(
+                f"{type(self).__module__}.{type(self).__name__} looks for infinities in this rank's shards only: ranks "
+                "would skip different steps. Use fsdp.ShardedGradScaler, which takes the same arguments."
+            )
+        return step(self, optimizer, *args, **kwargs)
+
+    return scaled_step

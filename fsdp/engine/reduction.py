@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fsdp.distributed.collectives import Communicator, Pending, Tag
+from fsdp.distributed.communicator import label
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.labels import label
 
 # A reduction above this is limited by bandwidth, not by latency: it gains nothing from waiting for company.
 _SMALL_BYTES = 1 << 20
@@ -126,7 +126,7 @@ class Reductions:
         self._companions.clear()
         filling: dict[tuple[Any, ...], tuple[list[FlatParamHandle], int]] = {}
         for handle in handles:
-            nbytes = handle.reduced_nbytes
+            nbytes = handle.layout.padded_numel * handle.gradients.dtype.itemsize
             if nbytes > min(_SMALL_BYTES, self._bucket_bytes) or handle.is_local or not handle.requires_grad:
                 continue
             ranks = (handle.reduce_comm, handle.replicas)

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp.engine.agreement import agree, agree_on_values
 from fsdp.engine.autograd import BackwardPass, FollowedPass, in_backward
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.forward_hooks import Call
@@ -40,6 +39,7 @@ from fsdp.engine.schedule import ExecutionOrder
 from fsdp.engine.shared_params import settle_shares
 from fsdp.engine.unit import TrainingState, Unit, own_modules, units_in
 from fsdp.engine.usage import Usage
+from fsdp.engine.verify import agree, agree_on_values
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -181,8 +181,10 @@ class Runtime:
                 )
         if DistributedDataParallel._active_ddp_module is not None:
             self._refuse_ddp(DistributedDataParallel._active_ddp_module)
+        # Not inside of a backward, where a gradient that was reduced and is not shown to the pieces yet looks the same.
         for handle in self.handles:
-            handle.forget_zeroed()
+            if handle.pieces is not None:
+                handle.pieces.forget_zeroed()
         self.trust_values(unit)
         self._forward_order.begin()
 
@@ -202,9 +204,7 @@ class Runtime:
         if not ours.isdisjoint(map(id, ddp._module_parameters)):  # private, and without those that it is to ignore
             raise RuntimeError(ddp_message(self.root.name))
 
-    def _unshard(
-        self, unit: Unit, *, is_backward: bool, is_recomputed: bool = False
-    ) -> ExecutionOrder[Unit] | None:
+    def _unshard(self, unit: Unit, *, is_backward: bool, is_recomputed: bool = False) -> ExecutionOrder[Unit] | None:
         """Unshard a unit, and start what comes next; returns the order that says so, None if ranks have none alike."""
         usual = self._backward_order if is_backward else self._forward_order
         order = self.participation.order(unit, usual, is_backward=is_backward, is_recomputed=is_recomputed)
@@ -424,7 +424,7 @@ class Runtime:
         with torch.no_grad():
             for unit in reversed(self.units):
                 for handle in unit.handles:
-                    handle.call_hooks()
+                    handle.shard_gradient.call_hooks()
 
     def _reduce_rest(self) -> None:
         """Reduce what did not complete on every rank, and finish all reductions."""
@@ -602,7 +602,6 @@ def refuse_missing_gradients(optimizer: str, shards: Collection[FlatParameter]) 
         if runtime.has_trained is False and any(one.flat_param in shards for one in runtime.handles):
             raise RuntimeError(
                 f"{optimizer}.step(): nothing in {runtime.root.name} has got a gradient since it was first used. What "
-                "it lists are shards, which backward(inputs=...) and torch.autograd.grad() don't find in the graph. "
-                "Call backward() without inputs, and requires_grad_(False) before the forward on what is to get no "
-                "gradient."
+                "it lists are shards, which torch.autograd.grad() doesn't find in the graph. Call backward(), which "
+                "takes them as its inputs as well."
             )

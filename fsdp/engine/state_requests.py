@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp.engine.agreement import Ranks, from_everyone, number_among
+from fsdp.distributed.consensus import Ranks, from_everyone, number_among
 from fsdp.engine.unit import Unit, units_in
 
 
@@ -44,13 +44,11 @@ class LoadPass:
     """A state dict is being loaded.
 
     Args:
-        is_trial: it is only to be found out whether it fits; there are shapes, and no values.
-        read: units whose values may be read by it.
+        read: units whose values may be read by it; None if it only copies.
         source: the first rank, if only that one has the values.
     """
 
-    is_trial: bool = False
-    read: frozenset[Unit] = frozenset()
+    read: frozenset[Unit] | None = None
     source: FirstRank | None = None
 
     def source_of(self, unit: Unit) -> FirstRank | None:

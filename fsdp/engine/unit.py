@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator
-from fsdp.distributed.comm_hook import CommHook
+from fsdp.distributed.comm_hooks import CommHook
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.handle import FlatParamHandle, Phase
-from fsdp.engine.ignored import Ignored
+from fsdp.engine.managed_params import Ignored
+from fsdp.engine.merged_writes import merge_written
 from fsdp.engine.names import clean_name, join
 from fsdp.engine.orig_params import NewPieces
-from fsdp.engine.precision import Buffers, Precision
-from fsdp.engine.precision_exclusions import compute_in_own_dtype, kept_modules
+from fsdp.engine.precision import Buffers, Precision, compute_in_own_dtype, kept_modules
 from fsdp.engine.state_access import StateAccess
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class Unit:
         self.shares: list[Share] = []  # what it uses together with other units, or runs for them
         self._is_asleep = False  # its handles are copies and not complete
         self.policy = policy
-        self._settings = dict(settings)
+        self.settings = dict(settings)
         self.predivide, self.postdivide = predivide, postdivide
         self.comm_hook: CommHook | None = None
         self.name = type(module).__name__
@@ -256,14 +256,20 @@ class Unit:
         if self._is_asleep and all("_parameters" in place.module.__dict__ for place in places):
             self._is_asleep = False
             for handle in self._handles:
-                handle.report_to(self.on_gradient)
-                handle.wake()
+                handle.wake(self.on_gradient)
 
     def ensure_runtime(self) -> UnitRuntime:
         """The runtime; who has none yet and runs is the outermost unit: inner units' hooks run after outer ones'."""
         if self.runtime is None:
             self.runtime = self._new_runtime(self)
         return self.runtime
+
+    def require_idle(self, what: str) -> None:
+        """Raise RuntimeError inside a forward or backward; shard again what a load has left that was given up."""
+        if self.access.close_loading is not None:
+            self.access.close_loading()
+        if self.runtime is not None:
+            self.runtime.ensure_idle(what)
 
     @property
     def holds_nothing(self) -> bool:
@@ -326,7 +332,7 @@ class Unit:
     def adopt(self, handle: FlatParamHandle) -> None:
         """Run a handle that another unit ran."""
         handle.compute_in_full(self.in_full_precision)
-        handle.report_to(self.on_gradient)
+        handle.on_gradient = self.on_gradient
         handle.comm_hook = self.comm_hook
         self._handles.append(handle)
 
@@ -374,7 +380,7 @@ class Unit:
         """All that the ranks must agree on, by what messages call it."""
         return {
             "parameters": [handle.describe() for handle in self.handles],
-            **self._settings,
+            **self.settings,
             "reshard_after_forward": self.policy.reshard_after_forward,
             "reshard_after_backward": self.policy.reshard_after_backward,
             "gradient_predivide_factor": self.predivide,
@@ -507,7 +513,7 @@ class Unit:
     def take_written(self) -> None:
         """Collective if a forward has written to its weights: keep that."""
         for handle in self.handles:
-            handle.take_written()
+            merge_written(handle)
 
     def forget_written(self) -> None:
         """What was written to its weights until now is not to be kept."""
@@ -519,6 +525,12 @@ class Unit:
 def unit_of(module: nn.Module) -> Unit | None:
     """The unit that runs `module`, None if it is no unit's."""
     return module.__dict__.get(_ATTRIBUTE)
+
+
+def unit_of_wrapper(module: nn.Module) -> Unit | None:
+    """Return the unit of a `FullyShardedDataParallel`; None for any other module."""
+    unit = getattr(module, "__dict__", {}).get("_unit")
+    return unit if isinstance(unit, Unit) else None
 
 
 def own_modules(module: nn.Module) -> list[nn.Module]:

@@ -120,13 +120,14 @@ class Usage:
         """After all reductions: have handles show their gradients, those of original parameters that any rank used."""
         for handle in self._handles:
             missed = [slot for slot, is_missed in enumerate(handle.gradients.missed) if is_missed]
-            handle.deliver(self._used.get(handle, handle.gradients.used), missed)
+            handle.shard_gradient.deliver(self._used.get(handle, handle.gradients.used), missed)
 
 
 def _forecast(handle: FlatParamHandle) -> Iterable[int]:
     """For each parameter two numbers: what this rank has of its gradient, and whether none comes though it trains."""
-    coming = [[node is not None and will_run(node) for node in nodes] for nodes in handle.accumulators]
-    trains, *_ = handle.accumulators
+    every = [one.accumulators for one in handle.forms]
+    coming = [[node is not None and will_run(node) for node in nodes] for nodes in every]
+    trains = every[0]
     handle.gradients.awaited = [any(each) for each in zip(*coming, strict=True)]
     for node, comes, held in zip(trains, handle.gradients.awaited, handle.gradients.arrived, strict=True):
         yield _COMING if comes else _HELD * held

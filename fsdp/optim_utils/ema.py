@@ -1,4 +1,4 @@
-"""`EMA`: the exponential moving average of a model's weights, which every rank keeps of its shards only."""
+"""`EMA` is the exponential moving average of a model's weights, which every rank keeps of its shards only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp.engine.deferred_init import require_values
 
 
 class EMA(AveragedModel):
-    """A copy of a model whose weights follow the model's: ``average = decay * average + (1 - decay) * weight``.
+    """An `EMA` is a copy of a model that follows it: ``average = decay * average + (1 - decay) * weight``.
 
     It is torch's `torch.optim.swa_utils.AveragedModel` over a copy of the wrapped model, so nothing is gathered to
     update it, and it takes one more shard per rank. ``ema.module`` is a wrapped model like the first: call it to
@@ -40,7 +40,7 @@ class EMA(AveragedModel):
         self.module.requires_grad_(False)
 
     def update_parameters(self, model: nn.Module) -> None:
-        """Move the average towards the model's weights, after each optimizer step. Every rank for itself.
+        """Move the average towards the model's weights, after each optimizer step. Every rank acts for itself.
 
         Raises:
             ValueError: if `model` has other parameters than the one that was copied, or was cast since.
@@ -57,7 +57,7 @@ class EMA(AveragedModel):
 
     @contextmanager
     def applied_to(self, model: nn.Module) -> Iterator[None]:
-        """The model's own weights are the average inside, and its own again afterwards. Every rank for itself.
+        """Have the model's own weights be the average inside, and not afterwards. Every rank acts for itself.
 
         For code that holds the model itself. Not between a forward and its backward, and don't step inside.
 

@@ -1,91 +1,35 @@
-"""Whole optimizer states as dictionaries: FairScale's, which goes by numbers, and ours, which goes by names."""
+"""Full optimizer states are dictionaries that go by FairScale's numbers or by names; they are read and rekeyed here."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from fsdp.engine.names import plain_name
-from fsdp.optim_utils.params import Listed, Original, Parameters
-from fsdp.optim_utils.stream import Elements, Number, OptimStream, Value
+from fsdp.optim_utils.params import Parameters, Place
+from fsdp.optim_utils.state import options_of
 
 # What FairScale adds to an optimizer's dictionary.
 ADDED = ("param_id_map", "uncollected_local_ids")
 _OWN = ("state", "param_groups", *ADDED)
 
 
-def fairscale_dictionary(stream: OptimStream) -> dict[str, Any] | None:
-    """Collective. FairScale's full dictionary on ranks that want it, None on others."""
-    found = _filled(stream, lambda original: original.number, _as_fairscale)
-    if found is None:
-        return None
-    ids, numbered = stream.own.ids, stream.params.numbered
-    param_id_map = {original.number: ids.get(one) if one in stream.shared else None for one, original in numbered}
-    uncollected = [number for one, number in ids.items() if one.is_uncollected]
-    return found | {"param_id_map": param_id_map, "uncollected_local_ids": uncollected}
-
-
-def named_dictionary(stream: OptimStream) -> dict[str, Any] | None:
-    """Collective. The same with names for numbers, and numbers as the optimizer has them."""
-    return _filled(stream, lambda original: original.name, _as_it_is)
-
-
-def _filled(stream: OptimStream, key_of: Callable[[Original], Any], kept: Callable[..., Any]) -> dict[str, Any] | None:
-    state: dict[Any, dict[str, Any]] = {}
-    for one, original in stream.params.numbered:
-        if one in stream.shared and stream.is_wanted:
-            shared = stream.shared[one]
-            # Also for what comes from other ranks, so that keys have the optimizer's order.
-            state[key_of(original)] = {
-                key: kept(key, kind, shared.numbers.get(key)) for key, kind in shared.kinds.items()
-            }
-    for original, name, tensor in stream.tensors():
-        if stream.is_wanted:
-            state[key_of(original)][name] = tensor
-    if not stream.is_wanted:
-        return None
-    groups = [
-        _options(group) | {"params": [key_of(original) for one in members for original in one.originals]}
-        for group, members in zip(stream.own.dictionary["param_groups"], stream.own.groups, strict=True)
-    ]
-    return {**stream.own.dictionary, "state": state, "param_groups": groups}
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: copy.deepcopy(value) for name, value in group.items() if name not in ("params", "param_names")}
-
-
-def _as_fairscale(key: str, kind: Any, numbers: Sequence[Number] | None) -> Any:
-    """FairScale counts steps by a plain number, and has other 0-d tensors of each rank."""
-    if isinstance(kind, Elements):
-        return None
-    if isinstance(kind, Value):
-        return copy.deepcopy(kind.value)
-    return kind.value if key == "step" else [number.tensor() for number in numbers or ()]
-
-
-def _as_it_is(key: str, kind: Any, numbers: Sequence[Number] | None) -> Any:
-    if isinstance(kind, Number) and all(number == kind for number in numbers or ()):
-        return kind.tensor()
-    return _as_fairscale("", kind, numbers)
-
-
-# --- reading them ---------------------------------------------------------------------------------------------------
-
-Place = tuple[Listed, Original]
+def copied_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the options of a parameter group."""
+    return copy.deepcopy(options_of(group))
 
 
 @dataclass(frozen=True)
 class Given:
-    """A full dictionary, read for a model.
+    """A `Given` is a full dictionary, read for a model.
 
     Attributes:
-        states: the state of each parameter that has any.
-        groups: of each parameter group the options and the parameters.
+        states: the state of each original parameter that has any.
+        groups: the options of each parameter group, and the parameters in it.
         beside: the dictionary's other keys.
     """
 
@@ -105,7 +49,7 @@ def given(params: Parameters, full: Any) -> Given:
     place_of = _place_finder(params, full)
     states = {place_of(key): state for key, state in full["state"].items()}
     groups = [
-        (_options(group), list(dict.fromkeys(place_of(key) for key in group["params"])))
+        (copied_options(group), list(dict.fromkeys(place_of(key) for key in group["params"])))
         for group in full["param_groups"]
     ]
     return Given(states, groups, {key: value for key, value in full.items() if key not in _OWN})
@@ -119,14 +63,14 @@ def check_form(full: Any) -> None:
 
 
 def keys_in(full: Mapping[str, Any]) -> Iterator[Any]:
-    """All that stands for parameters in it."""
+    """Yield all that stands for parameters in it."""
     yield from full["state"]
     for group in full["param_groups"]:
         yield from group["params"]
 
 
 def goes_by_names(full: Mapping[str, Any]) -> bool:
-    """Whether parameters go by names in it; by numbers otherwise.
+    """Return whether parameters go by names in it; by numbers otherwise.
 
     Raises:
         TypeError: for anything else, or a mixture.
@@ -176,7 +120,7 @@ def rekeyed(
     order: Mapping[Any, Any] | None,
     param_id_map: Mapping[int, Any] | None,
 ) -> dict[str, Any]:
-    """A full dictionary with other keys for its parameters. Tensors are shared with `full`, which stays as it is.
+    """Return a full dictionary with other keys for its parameters. Tensors are shared with `full`, left as it is.
 
     Args:
         full: to be read.
@@ -194,7 +138,9 @@ def rekeyed(
         )
     kept = {key: value for key, value in full.items() if key not in _OWN}
     state = {to[key]: dict(entry) for key, entry in full["state"].items()}
-    groups = [_options(group) | {"params": [to[key] for key in group["params"]]} for group in full["param_groups"]]
+    groups = [
+        copied_options(group) | {"params": [to[key] for key in group["params"]]} for group in full["param_groups"]
+    ]
     if order is not None:
         for group in groups:
             group["params"].sort(key=order.__getitem__)
@@ -206,7 +152,7 @@ def rekeyed(
 
 
 def numbers_of_module(module: nn.Module, optim: Any) -> dict[str, int]:
-    """Name and number of each parameter of a module that is not wrapped, as torch's optimizers count them.
+    """Return the number of each parameter of a module that is not wrapped, by name, as torch's optimizers count them.
 
     Args:
         module: the model.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.engine.agreement import agree_on_outcome, from_everyone
+from fsdp.distributed.consensus import agree_on_outcome, from_everyone
 from fsdp.engine.names import clean_name
 from fsdp.engine.shared_params import keys_of
 from fsdp.engine.state_requests import FirstRank

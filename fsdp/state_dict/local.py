@@ -17,18 +17,18 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fsdp.checkpoint.formats.consolidate import mark_shard, shard_mark
 from fsdp.distributed.dtensor import is_dtensor
-from fsdp.engine.blanks import blanks_in
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name, join
+from fsdp.engine.sharding_strategy import ranks_of
 from fsdp.engine.shared_params import settle_shares
-from fsdp.engine.unit import TrainingState, Unit, own_modules, units_in
-from fsdp.state_dict.load import is_customised, with_wrapped_metadata
+from fsdp.engine.unit import TrainingState, Unit, unit_of_wrapper, units_in
+from fsdp.state_dict.full import is_customised, stored_buffers, with_wrapped_metadata
 
 _NAMED = 5  # in messages
 _EXTRA = "_extra_state"
+_MARK = "fsdp_shard"  # in a state dict's own metadata of a unit's module: which shard of how many it has
 _REMEDY = (
     "A shard fits the same rank of as many ranks, in a model that is wrapped alike. For others, consolidate the shards "
     "of all ranks (FullyShardedDataParallel.consolidate_shard_weights) and use load_state_dict."
@@ -56,6 +56,21 @@ class Member:
     @property
     def title(self) -> str:
         return f"'{self.path}'" if self.path else f"{self.unit.name}, the outermost"
+
+
+def members_in(wrapper: nn.Module) -> list[Member]:
+    """Return the wrappers in this one, itself first."""
+    found: list[Member] = []
+    for path, module in wrapper.named_modules():
+        unit = unit_of_wrapper(module)
+        if unit is not None:
+            root = found[0].unit if found else unit
+            first = min(root.ranks, default=None)
+            ranks = ranks_of(module.process_group)
+            is_counted = first is None or not ranks or first in ranks
+            is_alone = unit.comm.world_size == 1 < root.comm.world_size
+            found.append(Member(clean_name(path), unit, unit.settings["flatten_parameters"], is_counted, is_alone))
+    return found
 
 
 @contextmanager
@@ -91,12 +106,19 @@ def local(root: Unit, what: str) -> Iterator[None]:
 
 def local_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool) -> Any:
     """Inside `local`: the `state_dict` of a unit's module, with shards under the names that modules list them by."""
-    with _stored_buffers([unit]):
+    with stored_buffers([unit]):
         state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
-        mark_shard(metadata.setdefault(prefix[:-1], {}), unit.comm.rank, unit.comm.world_size)
+        metadata.setdefault(prefix[:-1], {})[_MARK] = (unit.comm.rank, unit.comm.world_size)
     return state
+
+
+def shard_mark(state_dict: Any, path: str) -> tuple[int, int] | None:
+    """Return which shard of how many the unit at `path` (a plain name) has in a local state dict; None if unknown."""
+    metadata = getattr(state_dict, "_metadata", None) or {}
+    found = metadata.get(path, {}).get(_MARK)
+    return None if found is None else tuple(found)
 
 
 # --- metadata -------------------------------------------------------------------------------------------------------
@@ -298,7 +320,7 @@ class LocalLoad:
         rest = OrderedDict((key, value) for key, value in self._values.items() if key not in self._shards)
         if hasattr(self._given, "_metadata"):
             rest._metadata = self._given._metadata  # type: ignore[attr-defined]
-        with _stored_buffers([member.unit for member in self._members]):
+        with stored_buffers([member.unit for member in self._members]):
             result = nn.Module.load_state_dict(self._root, with_wrapped_metadata(rest, self._root), strict=False)
         missing = [key for key in self._shards if key not in self._values]
         result.missing_keys[:] = [*missing, *(key for key in result.missing_keys if key not in self._shards)]
@@ -327,22 +349,3 @@ def _loading_alone(root: nn.Module) -> list[str]:
 def _handles(units: Sequence[Unit]) -> list[FlatParamHandle]:
     """All that a tree's modules list, whoever runs them."""
     return list(dict.fromkeys(handle for unit in units for handle in (*unit.own, *unit.borrowed, *unit.handles)))
-
-
-@contextmanager
-def _stored_buffers(units: Sequence[Unit]) -> Iterator[None]:
-    """Buffers are in the dtype in which they are saved, and those that had no values have memory to load them into."""
-    blanks = []
-    for unit in units:
-        for blank in blanks_in(own_modules(unit.module)) if unit.awaits_values else ():
-            blank.give_memory(unit.device)
-            blanks.append(blank)
-        unit.buffers.widen()
-    try:
-        yield
-    finally:
-        for blank in blanks:
-            blank.keep_if_filled()
-        for unit in units:
-            if not unit.in_full_precision:
-                unit.buffers.narrow()

@@ -11,22 +11,24 @@ modules. Values that are there already are out of reach meanwhile: in their plac
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import during
-from fsdp.engine.blanks import mark
+from fsdp.engine.deferred_init import Blank, blanks_in, is_marked, mark
+from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.managed_params import is_ours
 from fsdp.engine.memory import return_freed_memory
 from fsdp.engine.module_overrides import Conversions
 from fsdp.engine.names import plain_name
+from fsdp.engine.placeholder import Placeholder
 from fsdp.engine.unit import TrainingState, Unit, own_modules, unit_of
-from fsdp.state_dict.exposure import Exposure
-from fsdp.state_dict.lacks import Lack, lacks_in, others_in, out_of_reach
 from fsdp.state_dict.redistribute import blanks
+from fsdp.state_dict.summon import Exposure, hidden_handles
 
 ParamInit = Callable[[nn.Module], object]
 
@@ -124,8 +126,7 @@ class _Materializing:
         }
         if not any(found.values()):
             return
-        with _filling(unit, [lack for lacks in found.values() for lack in lacks]) as filling:
-            self._scratch = filling.scratch
+        with _filling(unit, [lack for lacks in found.values() for lack in lacks]) as self._scratch:
             for module in sorted(found, key=self._numbers.__getitem__):
                 self._fill_module(module, found[module], unit.device)
         for module, lacks in found.items():
@@ -205,55 +206,36 @@ def _own_init(module: nn.Module, text: str, lacks: Sequence[Lack]) -> ParamInit:
 
 
 def _shown_by(unit: Unit) -> list[FlatParamHandle]:
-    """The handles that a `_Filling` of a unit shows. `DTensor`s always have values, and nothing stands for them."""
-    return [handle for handle in unit.seen if not handle.is_exposed and not any(handle.flat_param.parts)]
-
-
-class _Filling(Exposure):
-    """A unit's modules with memory in the place of all parameters. Closing it keeps first values, and only those."""
-
-    def __init__(self, unit: Unit, wanted: Sequence[Lack]) -> None:
-        self._wanted = {(lack.handle, lack.slot) for lack in wanted}
-        super().__init__(unit, keep_changes=True)
-        self.scratch = {
-            id(places[0].module._parameters[places[0].name])
-            for handle in self._handles
-            for slot, places in enumerate(handle.places)
-            if (handle, slot) not in self._wanted
-        }
-
-    def _shown(self, unit: Unit) -> list[FlatParamHandle]:
-        return _shown_by(unit)
-
-    def _values(self, handle: FlatParamHandle) -> list[Tensor]:
-        tensors = blanks(handle)
-        for slot, tensor in enumerate(tensors):
-            if (handle, slot) in self._wanted:
-                mark(tensor)
-        return tensors
-
-    def _keep(self, handle: FlatParamHandle, slot: int) -> None:
-        if (handle, slot) in self._wanted:
-            handle.store(slot, handle.registry.replacement(slot))
-
-    def forget(self) -> None:
-        """Close it and keep nothing."""
-        self._wanted.clear()
-        self.close()
+    """Return the handles that are shown for filling. `DTensor`s always have values, and nothing stands for them."""
+    return [handle for handle in hidden_handles(unit) if not any(handle.flat_param.parts)]
 
 
 @contextmanager
-def _filling(unit: Unit, wanted: Sequence[Lack]) -> Iterator[_Filling]:
-    filling = _Filling(unit, wanted)
+def _filling(unit: Unit, wanted: Sequence[Lack]) -> Iterator[set[int]]:
+    """Show a unit's modules memory in the place of all parameters, and keep the values that come into those wanted.
+
+    Yields:
+        The ids of the other parameters, which stand for those that have values and are forgotten.
+    """
+    slots = {(lack.handle, lack.slot) for lack in wanted}
+    memory = {handle: blanks(handle) for handle in _shown_by(unit)}
+    for handle, tensors in memory.items():
+        for slot, tensor in enumerate(tensors):
+            if (handle, slot) in slots:
+                mark(tensor)
+
+    def keep(handle: FlatParamHandle, slot: int) -> None:
+        if (handle, slot) in slots:
+            handle.store(slot, handle.registry.replacement(slot))
+
+    exposure = Exposure(unit, memory)
     unit.access.is_filling = True
+    is_filled = False
     try:
-        yield filling
-    except BaseException:
-        filling.forget()
-        raise
-    else:
-        filling.close()
+        yield {id(param) for key, param in exposure.numbered() if key not in slots}
+        is_filled = True
     finally:
+        exposure.close(keep if is_filled else None)
         unit.access.is_filling = False
 
 
@@ -286,3 +268,135 @@ def _drawing_from(seed: int | None, name: str, device: torch.device) -> Iterator
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+
+
+Entry = tuple[dict[str, Tensor | None], str, Tensor]  # what a module lists, and under which name
+
+
+class Lack:
+    """A parameter or buffer without values, while it is given some.
+
+    Args:
+        places: all modules that have it, with the name there; the first is to initialise it.
+        handle, slot: what holds it, for a unit's parameter.
+        blank: for what modules list themselves.
+    """
+
+    def __init__(
+        self,
+        places: list[tuple[nn.Module, str]],
+        handle: FlatParamHandle | None = None,
+        slot: int = 0,
+        blank: Blank | None = None,
+    ) -> None:
+        self.places = places
+        self.handle, self.slot = handle, slot
+        self._blank = blank
+        self._shape = torch.Size()
+
+    @property
+    def name(self) -> str:
+        """In the module that is to initialise it."""
+        return self.places[0][1]
+
+    @property
+    def value(self) -> Tensor | None:
+        module, name = self.places[0]
+        return module._parameters.get(name, module._buffers.get(name))
+
+    @property
+    def address(self) -> int | None:
+        value = self.value
+        is_here = value is not None and not is_ours(value) and not isinstance(value, Placeholder)
+        return value.data_ptr() if value is not None and is_here else None
+
+    def give_memory(self, device: torch.device) -> None:
+        """A unit's parameters have it already."""
+        if self._blank is not None:
+            self._blank.places = self.places
+            self._blank.give_memory(device)
+        value = self.value
+        self._shape = value.shape if value is not None else torch.Size()
+
+    def check(self, module: str) -> None:
+        """Raise unless there are values now; `module` was to bring them."""
+        value = self.value
+        if value is None:
+            raise RuntimeError(f"{module}: its initialisation removed {self.name}")
+        if value.shape != self._shape:
+            raise ValueError(
+                f"{module}: its initialisation gave {self.name} the shape {tuple(value.shape)}; it is "
+                f"{tuple(self._shape)} in the model that was wrapped"
+            )
+        is_left = value.is_meta or (is_marked(value) if self._blank is None else not self._blank.is_filled)
+        if is_left and value.numel():
+            where = "on the meta device" if value.is_meta else "without values"
+            raise RuntimeError(
+                f"{module}: its initialisation left {self.name} {where}. Give a param_init_fn that initialises every "
+                "parameter and buffer that is directly in the module that it is called with."
+            )
+
+    def settle(self) -> None:
+        """Have what was assigned in the first place in the others, too."""
+        value = self.value
+        for module, name in self.places[1:]:
+            entries = module._parameters if name in module._parameters else module._buffers
+            if value is not None and entries.get(name) is not value:
+                setattr(module, name, value)
+
+    def take_back(self) -> None:
+        """Undo `give_memory`."""
+        if self._blank is not None:
+            self._blank.take_back()
+
+
+def lacks_in(modules: Sequence[nn.Module], units: Sequence[Unit]) -> Iterator[Lack]:
+    """All that has no values: of what the units took, and of what the modules list."""
+    for unit in units:
+        for handle in unit.own:
+            handle.absorb()  # what users have assigned has values
+            for slot in sorted(handle.valueless):
+                yield Lack([_at(place) for place in handle.places[slot]], handle, slot)
+    for blank in blanks_in(modules):
+        yield Lack(list(blank.places), blank=blank)
+
+
+def _at(place: ParamInfo) -> tuple[nn.Module, str]:
+    return place.module, place.name
+
+
+def others_in(module: nn.Module, lacks: Sequence[Lack], below: Sequence[Lack], scratch: Collection[int]) -> list[Entry]:
+    """Where an initialisation of `module` may find values that are not its to change: in itself and below.
+
+    What children were given just now it may change, but not what it has in common with another module.
+
+    Args:
+        module: is to initialise `lacks`.
+        lacks, below: what it gives values to, and what modules inside of it were given before.
+        scratch: ids of parameters that will be forgotten anyway.
+    """
+    own = {id(lack.value) for lack in lacks} | set(scratch)
+    drawn = {id(lack.value) for lack in below} | own
+    found = []
+    for inner in module.modules():
+        entries: dict[str, Tensor | None]
+        for entries in (inner._parameters, inner._buffers):  # type: ignore[assignment]
+            for name, tensor in entries.items():
+                if tensor is None or tensor.is_meta or is_ours(tensor):
+                    continue
+                if id(tensor) not in (own if inner is module else drawn):
+                    found.append((entries, name, tensor))
+    return found
+
+
+@contextmanager
+def out_of_reach(places: Sequence[Entry]) -> Iterator[None]:
+    """Copies in the place of tensors."""
+    for entries, name, tensor in places:
+        copy = tensor.detach().clone()
+        entries[name] = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+    try:
+        yield
+    finally:
+        for entries, name, tensor in places:
+            entries[name] = tensor

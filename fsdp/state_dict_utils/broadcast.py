@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator, communicator
+from fsdp.distributed.communicator import Group, backend_names
 from fsdp.distributed.dtensor import arrived, is_dtensor
-from fsdp.distributed.process_groups import Group, backend_names
-from fsdp.state_dict_utils.kinds import TensorInfo, cannot, is_tensor, without_values
+from fsdp.state_dict_utils.gather import as_bytes
+from fsdp.state_dict_utils.tensors import TensorInfo, cannot, is_tensor, without_values
 from fsdp.state_dict_utils.tree import CompanionMismatch, Path, check_types, leaves, mapped, spelled
 
 Result = TypeVar("Result")
@@ -216,7 +217,7 @@ class Arrivals:
         else:
             tensor = torch.empty(info.shape, dtype=info.dtype, device=self._device)
         if info.nbytes:
-            self._comm.broadcast(_as_bytes(tensor)).wait()
+            self._comm.broadcast(as_bytes(tensor)).wait()
         return tensor, self._sources is None
 
     def _can_receive(self, info: TensorInfo, target: Tensor) -> bool:
@@ -256,7 +257,3 @@ def _messages(infos: list[TensorInfo], budget: int) -> list[list[TensorInfo]]:
 
 def _padded(info: TensorInfo) -> int:
     return -(-info.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp.distributed.collectives import Communicator, communicator
+from fsdp.distributed.communicator import Group
 from fsdp.distributed.dtensor import MeshPart, arrived, local_part, whole
-from fsdp.distributed.process_groups import Group
 
 _WHAT = "the gather of a state dict"
 
@@ -113,8 +113,8 @@ def has_only_usual_placements(part: MeshPart) -> bool:
 
 
 def usual_part(value: Tensor, part: MeshPart) -> Tensor:
-    """Of a whole value, this rank's plain piece; shares memory."""
-    for cut in cuts(part):
+    """Return this rank's shard of an unsharded value that is sharded plainly; shares memory."""
+    for cut in cuts(part):  # by coordinates, which `MeshPart.cut` does not need: meshes may number ranks in any order
         value = value.narrow(cut.dim, *cut.range(cut.place))
     return value
 
@@ -184,7 +184,7 @@ def _joined_by_messages(
     comm: Communicator, cut: Cut, piece: Tensor, places: list[int], wants: list[bool]
 ) -> Tensor | None:
     """Each part straight to those who want it, and into its place where that is one range of memory."""
-    outgoing = {rank: [_as_bytes(piece)] for rank, wanted in enumerate(wants) if wanted and rank != comm.rank}
+    outgoing = {rank: [as_bytes(piece)] for rank, wanted in enumerate(wants) if wanted and rank != comm.rank}
     incoming: dict[int, list[Tensor]] = {}
     beside: list[tuple[Tensor, Tensor]] = []
     full: Tensor | None = None
@@ -197,7 +197,7 @@ def _joined_by_messages(
             elif target.numel():
                 # Not empty_like, which would keep the strides.
                 received = target if target.is_contiguous() else target.new_empty(target.shape)
-                incoming[rank] = [_as_bytes(received)]
+                incoming[rank] = [as_bytes(received)]
                 beside.append((target, received))
     # As bytes: no backend has all dtypes, and nothing is computed.
     comm.exchange(incoming, outgoing if piece.numel() else {}, _WHAT, "state dict").wait()
@@ -215,7 +215,7 @@ def _joined_by_all_gather(
         piece = _padded(piece, cut.dim, cut.each)
     pieces = piece.new_empty([comm.world_size, *piece.shape])
     if piece.numel():
-        comm.all_gather(_as_bytes(pieces), _as_bytes(piece), _WHAT, "state dict").wait()
+        comm.all_gather(as_bytes(pieces), as_bytes(piece), _WHAT, "state dict").wait()
     if cut.dim == 0 and cut.total == comm.world_size * cut.each and places == sorted(places):
         return pieces.flatten(0, 1)
     full = _blank(cut, piece)
@@ -244,7 +244,8 @@ def _padded(piece: Tensor, dim: int, size: int) -> Tensor:
     return padded
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor as a vector of bytes, which any backend sends; shares memory."""
     return tensor.view(-1).view(torch.uint8)
 
 

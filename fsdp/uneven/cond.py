@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from fsdp.engine.runtime import Runtime, running, runtime_of
-from fsdp.engine.unit import unit_of
+from fsdp.engine.shard_module import runtime_of_root
+from fsdp.engine.unit import unit_of, unit_of_wrapper
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp.uneven.join import Joining
 from fsdp.uneven.regions import visits_of
@@ -46,7 +47,8 @@ def cond(module: nn.Module, run_here: bool, /, *args: Any, **kwargs: Any) -> Any
             raised on one of them, or if it runs twice in one forward and not on all ranks each time.
     """
     runtime = _runtime_of(module)
-    own = module._unit.module if isinstance(module, FullyShardedDataParallel) else module
+    unit = unit_of_wrapper(module)
+    own = module if unit is None else unit.module
     return visits_of(runtime).visit(own, bool(run_here), lambda: module(*args, **kwargs))
 
 
@@ -96,7 +98,7 @@ def join(
         raise TypeError(f"fsdp.join needs the outermost FullyShardedDataParallel, got a {type(model).__name__}")
     if not optimizers:
         raise ValueError("fsdp.join: give it the optimizer, which ranks that have finished step as well")
-    runtime = model._runtime_as_root("join")
+    runtime = runtime_of_root(model._unit, "join")
     runtime.ensure_idle("begin fsdp.join")
     joining = Joining(runtime, model, optimizers, after_step)
     joining.begin()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from fsdp.distributed.collectives import Communicator
-from fsdp.engine.agreement import from_everyone
+from fsdp.distributed.consensus import from_everyone
 
 
 class Kind(IntEnum):

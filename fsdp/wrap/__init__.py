@@ -1,4 +1,4 @@
-"""Which modules become units: one by one with `wrap`, or by a policy with `auto_wrap`.
+"""`wrap` makes one module a unit, and `auto_wrap` those that a policy picks.
 
 Nothing here knows what a wrapper does: its class comes by argument, from `enable_wrap`. `auto_wrap` first
 settles what becomes a unit (`wrap.plan`), then makes the wrappers, inner ones first, and puts each in every
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp.engine.ignored import Ignored
+from fsdp.engine.managed_params import Ignored
 from fsdp.wrap.plan import AutoWrapPolicy, ModuleGraph, log_ties, make_plan
 
 
@@ -87,7 +87,7 @@ def config_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: 
 
 
 def module_wrap_policy(classes: Iterable[type[nn.Module]], exclude: Iterable[type[nn.Module]] = ()) -> AutoWrapPolicy:
-    """A policy that wraps the instances of the given classes, such as a model's transformer block.
+    """Return a policy that wraps the instances of the given classes, such as a model's transformer block.
 
     The returned policy goes wherever a policy goes. It never wraps a container (a module without a `forward`
     of its own, such as nn.ModuleList), since a unit works only when its module is called, and it wraps
@@ -134,7 +134,7 @@ def _module_classes(argument: str, classes: Iterable[type[nn.Module]]) -> tuple[
 
 
 def lambda_wrap_policy(predicate: Callable[[nn.Module], bool]) -> AutoWrapPolicy:
-    """A policy that wraps the modules for which `predicate(module)` is true.
+    """Return a policy that wraps the modules for which `predicate(module)` is true.
 
     The returned policy goes wherever a policy goes. As with `module_wrap_policy`, containers are looked into
     and never wrapped (the predicate is not asked), and a module of
@@ -245,7 +245,7 @@ class ConfigAutoWrap:
         keep_wrapped: bool = False,
         **kwargs: Any,
     ) -> tuple[nn.Module, int]:
-        """What `auto_wrap` does, returning also the number of parameters that are in a unit now.
+        """Do what `auto_wrap` does, and return also the number of parameters that are in a unit now.
 
         Raises RuntimeError outside of a context, otherwise as `auto_wrap` does.
         """
@@ -270,7 +270,7 @@ class ConfigAutoWrap:
 
 @contextmanager
 def enable_wrap(auto_wrap_policy: AutoWrapPolicy | None = None, **kwargs: Any) -> Iterator[None]:
-    """Context in which `wrap` and `auto_wrap` wrap; outside of it they return their module unchanged.
+    """Have `wrap` and `auto_wrap` wrap inside of the context; outside of it they return their module unchanged.
 
     A model whose constructor calls `wrap(layer)` can so be built plain or sharded, and layer by layer, so
     that never more than one layer exists unsharded. The settings are those of the whole process, also for

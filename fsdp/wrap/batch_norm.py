@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp.distributed.process_groups import Group
+from fsdp.distributed.communicator import Group
 from fsdp.engine.precision import BATCH_NORMS
 from fsdp.engine.sharding_strategy import LoneGroup
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel

@@ -15,19 +15,39 @@ import torch
 
 from fsdp.checkpoint.formats.source import Elements, Stitched, is_tensor, memory_of, split_vector, stitched
 from fsdp.engine.names import clean_name, join
+from fsdp.state_dict.local import shard_mark
 
 _ENTRY = ("fsdp_path", "params", "no_broadcast_optim_state", "shared_param_info")
 _BACKING = ("names", "shapes", "numels", "padding")
-_MARK = "fsdp_shard"  # where a state dict's own metadata say which shard of how many each unit's is
 
 
 def consolidate(
     shard_weights: Sequence[Mapping[str, Any]],
     shard_metadata: Sequence[Mapping[str, Any]],
-    with_module_buffers: bool,
-    strict: bool,
+    with_module_buffers: bool = True,
+    strict: bool = True,
 ) -> dict[str, Any]:
-    """Return the full state; see `FullyShardedDataParallel.consolidate_shard_weights`."""
+    """Return unsharded weights under plain names from all ranks' shards, FairScale's too. No process group is needed.
+
+    Tensors are new, on the device of the first rank's, and made one parameter at a time: beyond what is given and
+    the result, nothing is held. Tied parameters are one tensor under all their names. Nothing given is changed.
+
+    Args:
+        shard_weights: each rank's `local_state_dict`, in rank order; with hybrid sharding of all ranks or of the
+            first replica.
+        shard_metadata: the same ranks' `local_metadata_dict`.
+        with_module_buffers: whether to add the first rank's buffers, and whatever else is not sharded.
+        strict: False leaves out parameters and buffers that the first rank's weights lack, and keys that no
+            metadata name.
+
+    Returns:
+        What `state_dict` would give on the first rank: of a unit with fewer ranks than the outermost, those values
+        that the first rank's group has.
+
+    Raises:
+        ValueError: for lists that are empty or not of one length; for missing, cut, reordered or superfluous
+            shards, and those of different models: with the rank and the key.
+    """
     if len(shard_weights) != len(shard_metadata) or not shard_weights:
         raise ValueError(
             "consolidating takes the weights and the metadata of every rank, at least of one: got "
@@ -79,18 +99,6 @@ def backings_of(shards: Sequence[Shard], strict: bool) -> Iterator[Backing]:
         for name in entry["params"]:
             if strict or shards[0].has(join(entry["fsdp_path"], name)):
                 yield Backing(number, name, holders)
-
-
-def mark_shard(metadata: dict[str, Any], rank: int, world_size: int) -> None:
-    """Note in a state dict's own metadata of a module which shard of how many it has."""
-    metadata[_MARK] = (rank, world_size)
-
-
-def shard_mark(weights: Any, path: str) -> tuple[int, int] | None:
-    """Which shard of how many the unit at `path` (a plain name) has here; None if nobody noted that."""
-    metadata = getattr(weights, "_metadata", None) or {}
-    found = metadata.get(path, {}).get(_MARK)
-    return None if found is None else tuple(found)
 
 
 class Shard:

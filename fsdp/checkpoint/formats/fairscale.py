@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdp.checkpoint.formats.consolidate import Shard, put_together
 from fsdp.checkpoint.formats.fairscale_optim import is_full, state_of
-from fsdp.checkpoint.formats.named_state import SavedOptimizer, left_out, optimizers_in
+from fsdp.checkpoint.formats.optim import SavedOptimizer, left_out, optimizers_in
 from fsdp.checkpoint.formats.rank_files import Paths, likely_files, rank_files, source_of_ranks, title_of
 from fsdp.checkpoint.formats.source import Source, Stitched, is_tensor, memory_of, stitched
 from fsdp.checkpoint.formats.torch_file import TorchArchive

@@ -1,4 +1,4 @@
-"""The state of an optimizer beside FairScale's shards, by parameters' names.
+"""The state of an optimizer beside FairScale's shards is found here by parameters' names.
 
 Of a flat parameter an optimizer has flat state, which lies as the parameter's elements lie; so the metadata of the
 weights say what is in it. FairScale's full dictionaries have tensors in the parameters' shapes, under numbers, which
@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fsdp.checkpoint.formats.consolidate import Backing, Shard, backings_of
-from fsdp.checkpoint.formats.named_state import FoundState, NamedState, SavedOptimizer, is_single
-from fsdp.checkpoint.formats.source import Elements, is_tensor, stitched
+from fsdp.checkpoint.formats.optim import FoundState, NamedState, SavedOptimizer, is_single
+from fsdp.checkpoint.formats.source import Elements, is_tensor
 from fsdp.engine.names import clean_name
 
 _ADDED = ("param_id_map", "uncollected_local_ids")
@@ -20,12 +20,12 @@ _NAMES = "param_names"
 
 
 def is_full(saved: SavedOptimizer) -> bool:
-    """Whether it is FairScale's full dictionary."""
+    """Return whether it is FairScale's full dictionary."""
     return all(key in saved.content for key in _ADDED)
 
 
 def state_of(saved: Sequence[SavedOptimizer], shards: Sequence[Shard], order: Sequence[str] | None) -> FoundState:
-    """The state by names.
+    """Return the state by names.
 
     Args:
         saved: the full dictionary, or all ranks'.
@@ -59,23 +59,12 @@ def _add_full(state: NamedState, saved: SavedOptimizer, shard: Shard) -> Iterato
         )
     for number, (name, shape) in enumerate(described):
         for key, value in saved.content["state"].get(number, {}).items():
-            if is_tensor(value) and value.shape == shape and not is_single(key, value, shape):
-                state.add_elements(name, key, stitched(name, value))
-            elif isinstance(value, list) and value and all(is_single(key, each, shape) for each in value):
+            if isinstance(value, list) and value and all(is_single(key, each, shape) for each in value):
                 state.add_single([name], key, value)  # 0-d tensors, one of each rank
-            elif is_single(key, value, shape):
-                state.add_single([name], key, [value])
             else:
-                raise ValueError(_odd_shape(state, name, key, value.shape, f"the parameter {list(shape)}"))
+                state.add(name, key, value, shape)
     for group in saved.content["param_groups"]:
         yield group, [described[number][0] for number in group["params"]]
-
-
-def _odd_shape(state: NamedState, name: str, key: str, shape: Sequence[int], wanted: str) -> str:
-    return (
-        f"{state.where(name, key)} has shape {list(shape)}, and {wanted}: what is neither of the parameter's shape nor "
-        "a number cannot be given to other ranks"
-    )
 
 
 # --- each rank's own ------------------------------------------------------------------------------------------------
@@ -103,7 +92,7 @@ def _add_local(
 def keys_by_number(
     saved: Sequence[SavedOptimizer], shard: Shard, backings: Mapping[str, Backing], order: Sequence[str] | None
 ) -> dict[Any, str]:
-    """By the optimizer's number, the key of a shard."""
+    """Return the key of a shard by the optimizer's number."""
     groups = [list(group["params"]) for group in saved[0].content["param_groups"]]
     for other in saved[1:]:
         if [list(group["params"]) for group in other.content["param_groups"]] != groups:
@@ -131,7 +120,7 @@ def _add_backing(
     number: Any,
     holders: Sequence[tuple[SavedOptimizer, Shard]],
 ) -> None:
-    """State of one flat parameter."""
+    """Add the state of one flat parameter."""
     entries = [saved.content["state"].get(number) or {} for saved, _ in holders]
     parts = [rank for rank, piece in enumerate(backing.pieces) if piece.numel] or [0]
     wanted = list(entries[parts[0]])
@@ -157,7 +146,7 @@ def _add_backing(
 def _piece(
     backing: Backing, key: str, rank: int, value: Any, holders: Sequence[tuple[SavedOptimizer, Shard]]
 ) -> Elements:
-    """What a rank has of the state, without padding; weights may be without, and those of the first rank have none."""
+    """Return a rank's shard of the state, without padding; weights may be without, and the first rank's have none."""
     saved, shard = holders[rank]
     sizes = [each.get(backing.key).shape.numel() for each in (shard, holders[0][1])]
     if not is_tensor(value) or value.shape.numel() not in sizes:

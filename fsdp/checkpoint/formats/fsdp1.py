@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp.checkpoint.formats.named_state import (
+from fsdp.checkpoint.formats.optim import (
     FoundState,
     NamedState,
     SavedOptimizer,
@@ -220,10 +220,7 @@ def _state(saved: Sequence[SavedOptimizer], order: Sequence[str] | None, model: 
             else:
                 each = _merged(f"{name}/{key}", values, [each.file.path for each in saved])
                 if name in model and each.shape != shape:
-                    raise ValueError(
-                        f"{state.where(name, key)} has shape {list(each.shape)}, and the parameter {list(shape)}: what "
-                        "is neither of the parameter's shape nor a number cannot be given to other ranks"
-                    )
+                    raise ValueError(state.odd_shape(name, key, each.shape, shape))
                 state.add_elements(name, key, each)
     groups = [(group, [names[number] for number in group["params"]]) for group in first.content["param_groups"]]
     return state.found(first, groups)

@@ -1,4 +1,4 @@
-"""Optimizers' states in checkpoints of other formats, in the form of ours (`fsdp.checkpoint.optim.state_entries`).
+"""Optimizers' states in checkpoints of other formats are brought into the form of ours (`fsdp.checkpoint.optim`).
 
 There are three forms: that of torch's optimizers, in which parameters go by numbers; the same by names, as of
 `get_optimizer_state_dict` and FSDP1; and flat ones, with keys like ``state.<name>.exp_avg``.
@@ -7,28 +7,194 @@ There are three forms: that of torch's optimizers, in which parameters go by num
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fsdp.checkpoint.formats.source import LazyTensor, is_lazy, whole
+from fsdp.checkpoint.formats.source import LazyTensor, is_tensor, whole
+from fsdp.checkpoint.formats.torch_file import TorchArchive
+from fsdp.checkpoint.formats.values import materialised, values_of
 from fsdp.checkpoint.json_values import encoded
-from fsdp.checkpoint.optim import ELEMENTS, NUMBER, VALUE
-from fsdp.checkpoint.safetensors import KINDS
-from fsdp.optim_utils.stream import is_number
+from fsdp.checkpoint.optim import kind_to_json, rest_of
+from fsdp.optim_utils.state import Elements, Kind, Number, Value, is_number, odd_shape, options_of
 
 _STATE, _GROUPS = "state", "param_groups"
 
 
 @dataclass(frozen=True)
-class Names:
-    """A model's tensors, by plain names.
+class SavedOptimizer:
+    """A `SavedOptimizer` is a dictionary of an optimizer in a file.
 
     Attributes:
-        tensors: them.
-        cleaned: the plain name for one that is found.
+        key: the key in the file.
+        file: the file.
+        content: the dictionary.
+    """
+
+    key: str
+    file: TorchArchive
+    content: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.file} ({self.key})"
+
+
+@dataclass(frozen=True)
+class FoundState:
+    """A `FoundState` is the state of an optimizer.
+
+    Attributes:
+        key: the key of its dictionary.
+        tensors: under ``<name>/<key>``.
+        rest: all but the tensors.
+        others: the rest of its dictionary (``loss_scale``).
+    """
+
+    key: str
+    tensors: Mapping[str, LazyTensor]
+    rest: Any
+    others: dict[Any, Any]
+
+
+def optimizers_in(file: TorchArchive) -> list[SavedOptimizer]:
+    """Return the dictionaries of optimizers in a file: all of it, or what is under its keys."""
+    content = file.content
+    inside = {"optimizer": content} if is_optimizer_state(content) else content if isinstance(content, Mapping) else {}
+    return [SavedOptimizer(key, file, value) for key, value in inside.items() if is_optimizer_state(value)]
+
+
+def left_out(saved: Iterable[SavedOptimizer]) -> str:
+    """Return what is told of several optimizers in one file."""
+    return f"{', '.join(each.key for each in saved)} are left out: a checkpoint has the state of one optimizer"
+
+
+def is_optimizer_state(value: Any) -> bool:
+    """Return whether it is a dictionary of an optimizer."""
+    return isinstance(value, Mapping) and isinstance(value.get(_STATE), Mapping) and _GROUPS in value
+
+
+def is_single(key: str, value: Any, shape: torch.Size) -> bool:
+    """Return whether a value of the state is about a parameter of that shape as such."""
+    return not is_tensor(value) or is_number(key, value.shape, shape)
+
+
+class NamedState:
+    """A `NamedState` collects a state by parameters' names, as it is found.
+
+    Args:
+        title: what messages call the optimizer's dictionary: its file.
+
+    Attributes:
+        tensors: under ``<name>/<key>``.
+    """
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self.tensors: dict[str, LazyTensor] = {}
+        self._state: dict[str, dict[str, Any]] = {}
+
+    def add_parameter(self, name: str) -> None:
+        """Note that it is among the optimizer's, with or without state."""
+        self._state.setdefault(name, {})
+
+    def add_elements(self, name: str, key: str, value: LazyTensor) -> None:
+        """Add state with a value for each element.
+
+        Raises:
+            ValueError: for dtypes that no checkpoint holds.
+        """
+        self.tensors[f"{name}/{key}"] = value
+        self._add([name], key, Elements(value.dtype))
+
+    def add_single(self, names: Sequence[str], key: str, values: Sequence[Any]) -> None:
+        """Add state about these parameters as such, one value that all ranks have alike.
+
+        Raises:
+            ValueError: if they have not.
+            TypeError: for values that no checkpoint holds.
+        """
+        first, *others = (
+            Number(whole(value).item(), value.dtype) if is_tensor(value) else Value(materialised(value))
+            for value in values
+        )
+        self._add(names, key, first)
+        for rank, kind in enumerate(others, start=1):
+            if self._json(names[0], key, kind) != self._state[names[0]][key]:
+                raise ValueError(
+                    f"{self.where(names[0], key)} is {first.value} on the first rank and {kind.value} on rank {rank}: "
+                    "it is of different steps"
+                )
+
+    def add(self, name: str, key: str, value: Any, shape: torch.Size) -> None:
+        """Add state of a parameter of that shape.
+
+        Raises:
+            ValueError: for a tensor that is neither of that shape nor a number, or of a dtype that no checkpoint holds.
+            TypeError: for values that no checkpoint holds.
+        """
+        if is_single(key, value, shape):
+            self.add_single([name], key, [value])
+        elif value.shape == shape:
+            self.add_elements(name, key, value)
+        else:
+            raise ValueError(self.odd_shape(name, key, value.shape, shape))
+
+    def _add(self, names: Sequence[str], key: str, kind: Kind) -> None:
+        for name in names:
+            self._state.setdefault(name, {})[key] = self._json(name, key, kind)
+
+    def _json(self, name: str, key: str, kind: Kind) -> list[Any]:
+        return kind_to_json(kind, self.where(name, key))
+
+    def where(self, name: str, key: str) -> str:
+        """Return what messages call a state."""
+        return f"{self._title}: the optimizer's state '{key}' of {name}"
+
+    def odd_shape(self, name: str, key: str, found: Sequence[int], shape: Sequence[int]) -> str:
+        """Return what to say of a tensor that is neither of a parameter's shape nor a number."""
+        remedy = "Convert without it (--only model)."
+        return f"{self._title}: {odd_shape(key, name, found, f'the parameter {tuple(shape)}', remedy)}"
+
+    def rest(self, groups: Iterable[tuple[Mapping[str, Any], Iterable[str]]]) -> dict[str, Any]:
+        """Return what is no tensor, with these parameter groups and the names of the parameters in each.
+
+        Raises:
+            TypeError: for settings that no checkpoint holds.
+        """
+        named = [(materialised(options_of(group)), list(dict.fromkeys(names))) for group, names in groups]
+        for name in (name for _, names in named for name in names):
+            self.add_parameter(name)
+        return rest_of("", named, self._state, f"{self._title}: ")
+
+    def found(
+        self,
+        saved: SavedOptimizer,
+        groups: Iterable[tuple[Mapping[str, Any], Iterable[str]]],
+        known: Sequence[str] = (),
+    ) -> FoundState:
+        """Return all of it.
+
+        Args:
+            saved: the first rank's dictionary.
+            groups: as for `rest`.
+            known: what else is no value of a user's in the dictionary.
+
+        Raises:
+            TypeError: for settings that no checkpoint holds.
+        """
+        others = values_of(saved.content, (_STATE, _GROUPS, *known), [])
+        return FoundState(saved.key, self.tensors, self.rest(groups), others)
+
+
+@dataclass(frozen=True)
+class Names:
+    """`Names` are a model's tensors, by plain names.
+
+    Attributes:
+        tensors: the tensors.
+        cleaned: makes a plain name of one that is found.
     """
 
     tensors: Mapping[str, LazyTensor]
@@ -37,8 +203,8 @@ class Names:
 
 def optimizer_state(
     path: str, found: Mapping[str, Any], model: Names, param_order: Sequence[str] | None, notes: list[str]
-) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
-    """The tensors of an optimizer's state under ``<name>/<key>``, and the rest of it.
+) -> tuple[Mapping[str, LazyTensor], dict[str, Any]]:
+    """Return the tensors of an optimizer's state under ``<name>/<key>``, and the rest of it.
 
     Args:
         path: of the checkpoint, for messages.
@@ -49,7 +215,7 @@ def optimizer_state(
 
     Raises:
         ValueError: if it goes by numbers, and nobody says which parameters are meant; if it is of other parameters; for
-            state that is neither of the parameter's shape nor a number.
+            state that is neither of the parameter's shape nor a number, or that no checkpoint holds.
     """
     if _GROUPS not in found:
         found = _unflattened(found, model)
@@ -57,70 +223,33 @@ def optimizer_state(
     groups = list(found[_GROUPS])
     names = _names(path, found, groups, model, param_order)
     states = {names[key]: state for key, state in _keyed(found.get(_STATE, {}), names)}
-    tensors: dict[str, LazyTensor] = {}
-    kinds: dict[str, dict[str, list[Any]]] = {}
-    for group in groups:
-        for key in group["params"]:
-            name = names[key]
-            if name not in model.tensors:
-                raise ValueError(
-                    f"{path}: the optimizer has {name}, and the model has not. Convert without it (--only model)."
-                )
-            shape = model.tensors[name].shape
-            kinds[name] = {}
-            for state_key, value in states.get(name, {}).items():
-                kind = _kind(path, name, state_key, value, shape)
-                kinds[name][state_key] = kind
-                if kind[0] == ELEMENTS:
-                    tensors[f"{name}/{state_key}"] = value
-    strangers = [name for name in states if name not in kinds]
+    held = list(dict.fromkeys(names[key] for group in groups for key in group["params"]))
+    unknown = [name for name in held if name not in model.tensors]
+    if unknown:
+        raise ValueError(
+            f"{path}: the optimizer has {unknown[0]}, and the model has not. Convert without it (--only model)."
+        )
+    strangers = [name for name in states if name not in held]
     if strangers:
         raise ValueError(
             f"{path}: the optimizer has state of {', '.join(strangers[:5])}, which are in none of its groups"
         )
-    rest = {
-        "optimizer": "",
-        "groups": [
-            {
-                "options": encoded(_options(group), f"{_GROUPS}[{number}]"),
-                "params": list(dict.fromkeys(names[key] for key in group["params"])),
-            }
-            for number, group in enumerate(groups)
-        ],
-        "state": kinds,
-    }
-    return tensors, rest
+    state = NamedState(path)
+    try:
+        for name in held:
+            state.add_parameter(name)
+            for key, value in states.get(name, {}).items():
+                state.add(name, key, value, model.tensors[name].shape)
+        return state.tensors, state.rest((group, [names[key] for key in group["params"]]) for group in groups)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _kind(path: str, name: str, key: str, value: Any, shape: torch.Size) -> list[Any]:
-    where = f"the optimizer's state '{key}' of {name}"
-    if not is_lazy(value):
-        try:
-            return [VALUE, encoded(value, where)]
-        except TypeError as error:
-            raise ValueError(f"{path}: {error}") from None
-    if value.dtype not in KINDS:
-        raise ValueError(f"{path}: {where} is of {value.dtype}, which safetensors files cannot hold")
-    if not value.shape and (len(shape) > 0 or is_number(key)):
-        return [NUMBER, KINDS[value.dtype], encoded(whole(value).item(), where)]
-    if value.shape == shape:
-        return [ELEMENTS, KINDS[value.dtype]]
-    raise ValueError(
-        f"{path}: {where} has shape {list(value.shape)}, and the parameter {list(shape)}: what is neither of the "
-        "parameter's shape nor a number has no place in a checkpoint for any number of ranks. Convert without it "
-        "(--only model)."
-    )
-
-
-# By name
+# --- trees, by numbers, by names, or flat ---------------------------------------------------------------------------
 
 
 def _keyed(states: Mapping[Any, Any], names: Mapping[Any, str]) -> list[tuple[Any, Any]]:
-    """States by what stands for parameters in the groups; numbers may have become texts."""
+    """Return states by what stands for parameters in the groups; numbers may have become texts."""
     texts = {str(key): key for key in names}
     return [(key if key in names else texts.get(str(key), key), state) for key, state in states.items()]
 
@@ -128,7 +257,7 @@ def _keyed(states: Mapping[Any, Any], names: Mapping[Any, str]) -> list[tuple[An
 def _names(
     path: str, found: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], model: Names, order: Sequence[str] | None
 ) -> dict[Any, str]:
-    """By what stands for parameters, their plain names."""
+    """Return the plain names of parameters, by what stands for them."""
     keys = [key for group in groups for key in group["params"]]
     if all(isinstance(key, str) for key in keys):
         return {key: model.cleaned(key) for key in [*keys, *found.get(_STATE, {})]}
@@ -154,7 +283,7 @@ def _names(
 
 
 def _unflattened(found: Mapping[str, Any], model: Names) -> dict[str, Any]:
-    """The same with states by names, and parameters with equal settings in a group."""
+    """Return the same with states by names, and parameters with equal settings in a group."""
     states: dict[str, dict[str, Any]] = {}
     settings: dict[str, dict[str, Any]] = {}
     for key, value in found.items():
@@ -172,7 +301,7 @@ def _unflattened(found: Mapping[str, Any], model: Names) -> dict[str, Any]:
 
 
 def _split(text: str, model: Names) -> tuple[str, str]:
-    """The name of a parameter, and what follows it, which may both have dots."""
+    """Return the name of a parameter, and what follows it, which may both have dots."""
     parts = text.split(".")
     for count in range(len(parts) - 1, 0, -1):
         name = model.cleaned(".".join(parts[:count]))

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from fsdp.checkpoint.formats.named_state import FoundState
-from fsdp.checkpoint.formats.source import Source, Stitched, reader_of
+from fsdp.checkpoint.formats.optim import FoundState
+from fsdp.checkpoint.formats.source import Source, Stitched, TensorReader, reader_of
 from fsdp.checkpoint.formats.torch_file import is_torch_file
 from fsdp.checkpoint.formats.values import materialised, shown
 from fsdp.checkpoint.json_values import MAX_TENSOR_BYTES, encoded
@@ -154,7 +154,7 @@ def source_of_ranks(
         format=word,
         path=title,
         model=reader_of(title, tensors),
-        optimizer=None if state is None else reader_of(title, state.tensors),
+        optimizer=None if state is None else TensorReader(title, state.tensors),
         optimizer_rest=None if state is None else state.rest,
         extra=extra,
         values=encoded(kept, "values") if kept else None,

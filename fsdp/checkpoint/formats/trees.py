@@ -1,4 +1,4 @@
-"""Checkpoints that are a tree of dictionaries: which part of it is the model, which the optimizer, and what is left.
+"""A checkpoint may be a tree of dictionaries, in which the model, the optimizer and all else are found here.
 
 `torch.save` and `torch.distributed.checkpoint` keep whatever they are given. Most people give them a dictionary with
 ``model`` and ``optimizer``, or the model's state alone; here are the rules by which these are found, and the choices
@@ -7,7 +7,7 @@ for everybody else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,10 +36,10 @@ Path = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Choices:
-    """What a user may say of a checkpoint where the rules do not find it.
+    """`Choices` are what a user may say of a checkpoint where the rules do not find it.
 
     Attributes:
-        model_key, optimizer_key: where in the tree they are, with dots between the keys; None to find them.
+        model_key, optimizer_key: their places in the tree, with dots between the keys; None to find them.
         param_order: the names of the parameters in the order of ``model.named_parameters()``, for optimizers that go by
             numbers; None if nobody said.
         only: "model" or "optimizer", if the other one is not wanted.
@@ -59,7 +59,7 @@ class Choices:
 
 
 def source_of_tree(word: str, path: str, tree: Any, choices: Choices) -> Source:
-    """A checkpoint that is a tree of mappings and lists with lazy tensors.
+    """Return the source for a tree of mappings and lists with lazy tensors.
 
     Raises:
         ValueError: if the model is not found, or the optimizer's state cannot be understood; it says what to do.
@@ -78,11 +78,11 @@ def source_of_tree(word: str, path: str, tree: Any, choices: Choices) -> Source:
     return Source(word, path, reader, optimizer, optimizer_rest, extra, values, notes=tuple(notes))
 
 
-# Which part is which
+# Places
 
 
 def _places(path: str, tree: Any, choices: Choices, notes: list[str]) -> tuple[Path | None, Path | None]:
-    """Where the model and the optimizer are: None for a model whose tensors are not in a mapping of their own."""
+    """Return the places of model and optimizer: None for a model whose tensors are not in a mapping of their own."""
     if not isinstance(tree, Mapping):
         raise ValueError(f"{path} holds a {shown(tree)}, and a checkpoint is a dictionary")
     model_path = _model_place(path, tree, choices, notes)
@@ -119,7 +119,7 @@ def _optimizer_place(path: str, tree: Any, choices: Choices, base: Path) -> Path
 
 
 def _base(tree: Mapping[Any, Any]) -> Path:
-    """The mapping in which model and optimizer are: the outermost one, or the only one within it (``app``)."""
+    """Return the mapping in which model and optimizer are: the outermost one, or the only one within it (``app``)."""
     if any(is_lazy(value) for value in tree.values()) or any(key in tree for key in MODEL_KEYS):
         return ()
     inner = [
@@ -139,7 +139,7 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _chosen(path: str, tree: Any, key: str, option: str) -> Path:
-    """The place that a user has named, in which keys may have dots of their own."""
+    """Return the place that a user has named, in which keys may have dots of their own."""
     for own, inner in tree.items():
         if key == str(own):
             return (own,)
@@ -163,7 +163,7 @@ def _model_and_rest(tree: Any, model_path: Path | None, optimizer_path: Path | N
 
 
 def _without(tree: Any, paths: Sequence[Path | None]) -> Any:
-    """The same without what is at some places, and without what is empty then."""
+    """Return the same without what is at some places, and without what is empty then."""
     gone = [path for path in paths if path]
     if not gone or not isinstance(tree, Mapping):
         return tree
@@ -193,7 +193,7 @@ def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def _model(path: str, tree: Any, notes: list[str]) -> tuple[Names, dict[str, Any]]:
-    """Its tensors by plain names, and its extra state."""
+    """Return the model's tensors by plain names, and its extra state."""
     leaves = {".".join(map(str, place)): value for place, value in _leaves(tree)}
     cleaned = _cleaner(leaves, notes)
     tensors: dict[str, LazyTensor] = {}
@@ -216,19 +216,13 @@ def _model(path: str, tree: Any, notes: list[str]) -> tuple[Names, dict[str, Any
     return Names(tensors, cleaned), extra
 
 
-class _Cleaned:
-    """Names without what wrappers put before and into them."""
+def _cleaner(names: Mapping[str, Any], notes: list[str]) -> Callable[[str], str]:
+    """Return what takes out of a name what wrappers put before and into it."""
+    prefix = _DDP if all(name.startswith(_DDP) for name in names) else ""
 
-    def __init__(self, is_ddp: bool) -> None:
-        self._is_ddp = is_ddp
+    def cleaned(name: str) -> str:
+        return plain_name(name.removeprefix(prefix))
 
-    def __call__(self, name: str) -> str:
-        return plain_name(name.removeprefix(_DDP) if self._is_ddp else name)
-
-
-def _cleaner(names: Mapping[str, Any], notes: list[str]) -> _Cleaned:
-    is_ddp = bool(names) and all(name.startswith(_DDP) for name in names)
-    cleaned = _Cleaned(is_ddp)
     changed = [name for name in names if cleaned(name) != name]
     if changed:
         notes.append(f"what wrappers add to names was left out ({changed[0]} is {cleaned(changed[0])})")
@@ -241,7 +235,7 @@ def _cleaner(names: Mapping[str, Any], notes: list[str]) -> _Cleaned:
 
 
 def _values(rest: Any, notes: list[str]) -> Any:
-    """What else was saved, encoded, as far as that can be done."""
+    """Return what else was saved, encoded, as far as that can be done."""
     found = values_of(rest, (), notes) if rest else {}
     if not found:
         return None

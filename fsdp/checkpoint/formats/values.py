@@ -1,4 +1,4 @@
-"""What checkpoints have besides tensors to read by ranges: small tensors, and whatever else users have saved."""
+"""Values are what checkpoints have besides tensors to read by ranges: small tensors, and whatever else was saved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NAMESPACE = "argparse.Namespace"
 
 
 def materialised(value: Any, *, keep_state: bool = False) -> Any:
-    """The same tree with small tensors read, and with dictionaries for ``argparse.Namespace``s.
+    """Return the same tree with small tensors read, and with dictionaries for ``argparse.Namespace``s.
 
     Args:
         value: a tree with lazy tensors.
@@ -36,7 +36,7 @@ def materialised(value: Any, *, keep_state: bool = False) -> Any:
 
 
 def values_of(content: Mapping[Any, Any], leave: Iterable[Any], notes: list[str]) -> dict[Any, Any]:
-    """What else a user has saved, as far as a checkpoint of ours can hold it (`fsdp.checkpoint.json_values`).
+    """Return what else a user has saved, as far as a checkpoint of ours can hold it (`fsdp.checkpoint.json_values`).
 
     Args:
         content: of the checkpoint, by keys.
@@ -59,7 +59,7 @@ def values_of(content: Mapping[Any, Any], leave: Iterable[Any], notes: list[str]
 
 
 def shown(value: Any) -> str:
-    """What messages call a value of its kind."""
+    """Return what messages call a value of its kind."""
     if isinstance(value, Foreign):
         return value.origin
     return "Tensor" if is_lazy(value) else type(value).__name__

@@ -1,0 +1,107 @@
+"""Names of torch's FSDP1 and of FairScale that `FullyShardedDataParallel` does not have, and what to use instead."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn, ParamSpec
+
+_Arguments = ParamSpec("_Arguments")
+
+# Arguments of FSDP1's constructor.
+KEYWORDS = {
+    "auto_wrap_policy": "wrap inner modules first, with fsdp.auto_wrap(module, policy) inside of "
+    "fsdp.enable_wrap(...); fsdp.wrap.module_wrap_policy is ModuleWrapPolicy",
+    "device_id": "pass compute_device, or move the module before it is wrapped",
+    "device_mesh": "pass it as process_group",
+    "ignored_states": "pass ignored_modules or ignored_parameters",
+    "backward_prefetch": "leave it out: the next unit is gathered ahead, in the order that was learned",
+    "forward_prefetch": "leave it out: the next unit is gathered ahead, in the order that was learned",
+    "limit_all_gathers": "leave it out: at most one unit is gathered ahead",
+}
+
+_FULL = "state_dict() is full, state_dict(rank0_only=True) on the first rank; sharded_state_dict() and fsdp.save shard"
+_OPTIM = "use fsdp.optim_utils.full_optim_state_dict(model, optimizer), or fsdp.save"
+_LOAD_OPTIM = "use fsdp.optim_utils.load_full_optim_state_dict(model, optimizer, state), or fsdp.load"
+
+# Methods of FSDP1, which are called on the class.
+METHODS = {
+    "state_dict_type": _FULL,
+    "set_state_dict_type": _FULL,
+    "get_state_dict_type": _FULL,
+    "optim_state_dict": _OPTIM,
+    "full_optim_state_dict": _OPTIM,
+    "sharded_optim_state_dict": _OPTIM,
+    "optim_state_dict_to_load": _LOAD_OPTIM,
+    "scatter_full_optim_state_dict": _LOAD_OPTIM,
+    "shard_full_optim_state_dict": _LOAD_OPTIM,
+    "flatten_sharded_optim_state_dict": _LOAD_OPTIM,
+    "rekey_optim_state_dict": "use fsdp.optim_utils.rekey_optim_state_dict",
+    "fsdp_modules": "use fsdp.get_fsdp_instances(model)",
+    "check_is_root": "the outermost wrapper is whichever is used first",
+}
+
+# Private names of FairScale that its clients call or override all the same.
+PRIVATE = {
+    "_rebuild_full_params": "use summon_full_params(), or run the module, which gathers by itself",
+    "_use_full_params": "use summon_full_params()",
+    "_use_fp32_param_shard": "shards are what params hold between steps",
+    "_cast_fp32_param_shards_to_fp16": "this is part of each gather",
+    "_free_fp16_param_shard": "this is part of each gather",
+    "_prep_grads_for_backward": "gradients of several backwards are added without it",
+    "_post_backward_hook": "to change gradients on their way to the reduction, use register_comm_hook()",
+    "_post_reduction_hook": "hook params with register_post_accumulate_grad_hook, or use register_comm_hook()",
+    "_wait_for_post_backward": "when backward() returns, gradients are reduced",
+    "_queue_wait_for_post_backward": "when backward() returns, gradients are reduced",
+    "_wait_for_previous_optim_step": "gathers wait for the optimizer by themselves",
+    "_set_is_root": "the first use of the outermost wrapper settles it; _lazy_init() does so at once",
+    "_setup_streams": "there are none to be set up",
+    "_streams": "there are none of its own",
+    "_reducer": "bucket_cap_mb says how gradients are collected",
+    "_shard_parameters_": "parameters are sharded when they are wrapped",
+    "_get_shard": "fsdp.optim_utils and load_state_dict() shard unsharded values",
+    "_gather_optim_state": "use gather_full_optim_state_dict()",
+    "_cast_buffers": "the precision's buffers are cast by themselves, see buffer_dtype",
+    "_no_return_full_state_dict": "local_state_dict() does not recurse into state_dict()",
+    "_load_state_dict": "use load_state_dict(), or load_local_state_dict()",
+    "_num_flatten_params": "len(wrapper.params)",
+    "_param_name_groups": "wrapper.module.metadata(i) has the names",
+}
+
+
+def refuse_foreign(owner: type, name: str) -> None:
+    """Raise AttributeError for a name of FSDP1 or FairScale that a class does not have."""
+    for others, table in (("torch's", METHODS), ("FairScale's", PRIVATE)):
+        if name in table:
+            raise AttributeError(f"{owner.__name__} has no {name}, which {others} has: {table[name]}")
+
+
+def refuse_data_parallel(name: str, instead: str) -> NoReturn:
+    """Raise RuntimeError where `nn.DataParallel` asks a module for a replica."""
+    raise RuntimeError(
+        f"DataParallel has been given {name}, which is sharded over processes and cannot be copied to several devices "
+        f"of one. Call {instead}, in one process for each device."
+    )
+
+
+class ForeignMethod:
+    """A descriptor that stands on the class for a method of FSDP1 and refuses it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        refuse_foreign(owner, self._name)
+
+
+def refuses_keywords(init: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+    """Have a constructor raise TypeError for arguments that only FSDP1 has; it shows its own signature."""
+
+    @functools.wraps(init)
+    def checked(*args: _Arguments.args, **given: _Arguments.kwargs) -> None:
+        for name in given:
+            if name in KEYWORDS:
+                raise TypeError(f"FullyShardedDataParallel has no argument {name}, which torch's has: {KEYWORDS[name]}")
+        init(*args, **given)
+
+    return checked

@@ -1,0 +1,264 @@
+"""An optimizer's state is gathered as a stream of unsharded tensors, one at a time, which fills full dictionaries.
+
+First ranks tell each other what kinds of state they have, and all that is small. Then each tensor's shards go straight
+into their places in the unsharded one, on the ranks that want it. Others need no memory for that.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.distributed.collectives import Communicator
+from fsdp.distributed.consensus import agree_on_outcome, done_by_all, number_among
+from fsdp.distributed.dtensor import whole
+from fsdp.optim_utils.full import copied_options
+from fsdp.optim_utils.params import OwnState, Parameters, own_state, parameters_of, root_of
+from fsdp.optim_utils.state import (
+    Elements,
+    Kind,
+    Number,
+    OptimParam,
+    Original,
+    SharedKinds,
+    Value,
+    gather_kinds,
+    is_alike,
+    own_kinds,
+    release,
+)
+from fsdp.state_dict.full import ensure_agreed
+
+# Bytes of unsharded tensors that may be on their way at once; one tensor may, however large.
+WINDOW = 2**25
+
+
+class Window:
+    """A `Window` is a queue of tensors on their way, of at most `WINDOW` bytes together."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+        self._ahead: deque[tuple[Callable[[], Any], int]] = deque()
+
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether something may be sent before the first one has arrived."""
+        return not self._ahead or self._bytes + nbytes <= WINDOW
+
+    def add(self, finish: Callable[[], Any], nbytes: int) -> None:
+        self._ahead.append((finish, nbytes))
+        self._bytes += nbytes
+
+    def first(self) -> Any:
+        """Wait for the first one."""
+        finish, nbytes = self._ahead.popleft()
+        self._bytes -= nbytes
+        return finish()
+
+    def __bool__(self) -> bool:
+        return bool(self._ahead)
+
+
+class OptimStream:
+    """An `OptimStream` fetches an optimizer's state from all ranks, once. Making it is a collective.
+
+    Args:
+        params: of the model.
+        own: what this rank has.
+        recipient: the number of the rank that wants it, among those of the root; None for all of them.
+
+    Attributes:
+        is_wanted: on this rank.
+        shared: what the ranks have of each parameter that has state.
+
+    Raises:
+        ValueError: on a rank whose state cannot be put together, or if ranks have different states; RuntimeError on the
+            other ranks.
+    """
+
+    def __init__(self, params: Parameters, own: OwnState, recipient: int | None) -> None:
+        self.params, self.own = params, own
+        self._everyone = params.root.everyone
+        self.is_wanted = recipient is None or number_among(self._everyone) == recipient
+        members: dict[Communicator, list[OptimParam]] = {}
+        for one in params.listed:
+            members.setdefault(one.comm, []).append(one)
+        pickled = done_by_all(
+            [self._everyone],
+            _WHAT,
+            lambda: {comm: pickle.dumps(own_kinds(held, own.states, "gathering")) for comm, held in members.items()},
+        )
+        gathered = {comm: zip(held, gather_kinds([comm], pickled[comm]), strict=True) for comm, held in members.items()}
+        found = [
+            (one, shared)
+            for comm, each in gathered.items()
+            for one, shared in each
+            if shared.kinds and not (one.is_uncollected and comm.world_size > 1)
+        ]
+        self.shared: dict[OptimParam, SharedKinds] = dict(found)
+        problems = [problem for _, shared in found for problem in shared.problems(is_alike)]
+        agree_on_outcome([self._everyone], _WHAT, ValueError(problems[0]) if problems else None)
+        self._receivers = {
+            comm: [rank for rank, said in enumerate(comm.all_gather_bytes(bytes([self.is_wanted]))) if said[0]]
+            for comm in members
+        }
+
+    @property
+    def sizes(self) -> Iterator[tuple[OptimParam, Original, str, Elements]]:
+        """Yield all tensors of the stream, in its order."""
+        for one, original in self.params.by_number.values():
+            if one in self.shared:
+                for key, kind in self.shared[one].kinds.items():
+                    if isinstance(kind, Elements):
+                        yield one, original, key, kind
+
+    def tensors(self) -> Iterator[tuple[Original, str, Tensor]]:
+        """Collective. Go through it on every rank; if it is left early, the rest is received and dropped.
+
+        Yields:
+            Parameter, key, and the tensor in the parameter's shape: on the host, in memory of its own, on ranks that
+            want it; elsewhere on the meta device.
+        """
+        window, left = Window(), deque(self.sizes)
+
+        def next_one() -> tuple[Original, str, Tensor]:
+            while left and window.has_room(_nbytes(left[0])):
+                window.add(self._post(*left[0]), _nbytes(left[0]))
+                left.popleft()
+            return window.first()
+
+        try:
+            while left or window:
+                yield next_one()
+        except GeneratorExit:  # the other ranks wait for what this one has or wants
+            while left or window:
+                next_one()
+            raise
+        finally:
+            self._settle()
+
+    def _post(self, one: OptimParam, original: Original, key: str, kind: Elements) -> Callable[[], Any]:
+        """Begin to send and receive the shards of one tensor."""
+        comm, mine = one.comm, one.interval(original, one.comm.rank)
+        incoming: dict[int, list[Tensor]] = {}
+        outgoing: dict[int, list[Tensor]] = {}
+        if self.is_wanted:
+            made = torch.empty(one.local_shape(original), dtype=kind.dtype, device=one.device)
+            there = {rank: one.interval(original, rank) for rank in range(comm.world_size) if rank != comm.rank}
+            incoming = {
+                rank: [made.view(-1)[kept.start : kept.stop]] for rank, kept in there.items() if kept is not None
+            }
+        else:
+            made = torch.empty(original.shape, dtype=kind.dtype, device="meta")
+        if mine is not None and self._receivers[comm]:
+            value = self.own.states[one][key].detach().reshape(-1)
+            part = value[mine.offset : mine.offset + mine.numel].to(one.device).contiguous()
+            outgoing = {rank: [part] for rank in self._receivers[comm] if rank != comm.rank}
+        pending = None
+        if one.handle is not None and (incoming or outgoing):
+            what = f"gather of the optimizer state of {one.name}"
+            pending = comm.exchange(incoming, outgoing, what, ("optimizer", one.handle.tag))
+        if self.is_wanted and mine is not None:  # while the others are on their way
+            made.view(-1)[mine.start : mine.stop].copy_(part)
+
+        def finish() -> tuple[Original, str, Tensor]:
+            if pending is not None:
+                pending.wait()
+                if not self.is_wanted and one.device.type != "cpu":
+                    comm.settle()  # what was copied only to be sent can go
+            if not self.is_wanted:
+                return original, key, made
+            tensor = made if original.part is None else whole(original.part.dtensor(made))
+            return original, key, tensor.cpu()
+
+        return finish
+
+    def _settle(self) -> None:
+        """Block until the state may be changed: all that was sent of it has arrived."""
+        for comm in self._receivers:
+            comm.settle()
+        release(self.params.listed)
+
+
+_WHAT = "gather its optimizer state"
+
+
+def _nbytes(entry: tuple[OptimParam, Original, str, Elements]) -> int:
+    return entry[1].shape.numel() * entry[3].dtype.itemsize
+
+
+def optim_stream(model: nn.Module, optim: Any, recipient: int | None) -> OptimStream:
+    """Collective. Return the unsharded state of an optimizer, tensor by tensor."""
+    root, what = root_of(model), "gather an optimizer state"
+    root.require_idle(what)
+    ensure_agreed(root)
+    ranks = root.everyone
+    size = ranks[0].world_size * ranks[1].world_size
+    if recipient is not None and not 0 <= recipient < size:
+        raise ValueError(f"recipient_rank must be None or one of the {size} ranks, got {recipient}")
+
+    def job() -> tuple[Parameters, OwnState]:
+        params = parameters_of(model, what)
+        return params, own_state(params, optim)
+
+    params, own = done_by_all([ranks], "gather its optimizer state", job)
+    return OptimStream(params, own, recipient)
+
+
+# --- dictionaries ---------------------------------------------------------------------------------------------------
+
+
+def fairscale_dictionary(stream: OptimStream) -> dict[str, Any] | None:
+    """Collective. Return FairScale's full dictionary on ranks that want it, None on others."""
+    params, ids = stream.params, stream.own.ids
+    found = _filled(stream, params.numbers.__getitem__, _as_fairscale)
+    if found is None:
+        return None
+    id_map = {number: ids.get(one) if one in stream.shared else None for number, (one, _) in params.by_number.items()}
+    uncollected = [number for one, number in ids.items() if one.is_uncollected]
+    return found | {"param_id_map": id_map, "uncollected_local_ids": uncollected}
+
+
+def named_dictionary(stream: OptimStream) -> dict[str, Any] | None:
+    """Collective. Return the same with names for numbers, and 0-d tensors as the optimizer has them."""
+    return _filled(stream, lambda original: original.name, _as_it_is)
+
+
+def _filled(
+    stream: OptimStream, key_of: Callable[[Original], Any], kept: Callable[[str, Kind, SharedKinds], Any]
+) -> dict[str, Any] | None:
+    state: dict[Any, dict[str, Any]] = {}
+    for one, original in stream.params.by_number.values():
+        if one in stream.shared and stream.is_wanted:
+            shared = stream.shared[one]
+            # Also for what comes from other ranks, so that keys have the optimizer's order.
+            state[key_of(original)] = {key: kept(key, kind, shared) for key, kind in shared.kinds.items()}
+    for original, name, tensor in stream.tensors():
+        if stream.is_wanted:
+            state[key_of(original)][name] = tensor
+    if not stream.is_wanted:
+        return None
+    groups = [
+        copied_options(group) | {"params": [key_of(original) for one in members for original in one.originals]}
+        for group, members in zip(stream.own.dictionary["param_groups"], stream.own.groups, strict=True)
+    ]
+    return {**stream.own.dictionary, "state": state, "param_groups": groups}
+
+
+def _as_fairscale(key: str, kind: Kind, shared: SharedKinds) -> Any:
+    """Return a plain number for ``step``, as FairScale counts steps, and other 0-d tensors of each rank."""
+    if isinstance(kind, Number):
+        return kind.value if key == "step" else [number.held for number in shared.numbers(key)]
+    return copy.deepcopy(kind.value) if isinstance(kind, Value) else None
+
+
+def _as_it_is(key: str, kind: Kind, shared: SharedKinds) -> Any:
+    if isinstance(kind, Number):
+        numbers = shared.numbers(key)
+        return kind.held if all(number == kind for number in numbers) else [each.held for each in numbers]
+    return _as_fairscale(key, kind, shared)

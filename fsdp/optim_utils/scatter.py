@@ -1,0 +1,360 @@
+"""Full optimizer states are sharded here for a rank: from a dictionary that it has, or from the first rank."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.distributed.consensus import done_by_all, from_everyone
+from fsdp.engine.optimizer_hooks import state_of
+from fsdp.engine.state_requests import FirstRank
+from fsdp.optim_utils.full import ADDED, Given, given
+from fsdp.optim_utils.gather import Window
+from fsdp.optim_utils.params import Parameters, Place, held_by, parameters_of, root_of
+from fsdp.optim_utils.state import (
+    APART,
+    Elements,
+    Kinds,
+    Number,
+    OptimParam,
+    Original,
+    Value,
+    common_kinds,
+    keys_with_elements,
+    kinds_of,
+    match_groups,
+    release,
+)
+from fsdp.state_dict.full import ensure_agreed
+
+_LOAD = "load its optimizer state"
+Plans = dict[OptimParam, Kinds]  # the state that an optimizer is to have of each parameter that it sees
+
+
+def become_shard(model: nn.Module, full: dict[str, Any]) -> dict[str, Any]:
+    """Turn a full optimizer state into this rank's shard of it, in place."""
+    params = parameters_of(model, "shard an optimizer state")
+    read = given(params, full)
+    plans, groups = plans_for(params, read), groups_as_saved(read)
+    states = cut_states(plans, read, is_consumed=True)
+    full |= dictionary_of(groups, states, lambda one: state_of(one.param))
+    for key in ADDED:
+        full.pop(key, None)
+    return full
+
+
+def shard_for(model: nn.Module, full: Mapping[str, Any], optim: Any) -> dict[str, Any]:
+    """Return this rank's shard of a full optimizer state as this optimizer has it; `full` is left alone."""
+    params = parameters_of(model, "shard an optimizer state")
+    read = given(params, full)
+    plans, groups = plans_for(params, read), groups_as_now(params, read, optim)
+    states = cut_states(plans, read)
+    return {**read.beside, **dictionary_of(groups, states, partial(_live, optim))}
+
+
+def load_full(model: nn.Module, optim: Any, full: Any, rank0_only: bool) -> None:
+    """Collective. Load a full optimizer state, which only the first rank has with `rank0_only`."""
+    root = root_of(model)
+    root.require_idle("load an optimizer state")
+    ensure_agreed(root)
+    ranks = root.everyone
+    if rank0_only:
+        params = done_by_all([ranks], _LOAD, lambda: parameters_of(model, "load an optimizer state"))
+        shard = _from_first(params, optim, full, FirstRank(ranks))
+    else:
+        shard = done_by_all([ranks], _LOAD, lambda: shard_for(model, full, optim))
+    optim.load_state_dict(shard)
+
+
+def _from_first(params: Parameters, optim: Any, full: Any, source: FirstRank) -> dict[str, Any]:
+    def read() -> tuple[Plans, Given]:
+        found = given(params, full)
+        return plans_for(params, found), found
+
+    plans, found = described_by_first(params, source, read)
+    groups = done_by_all([source.ranks], _LOAD, lambda: groups_as_now(params, found, optim))
+    states = deal_states(params, plans, found, source, lambda one, key: _live(optim, one).get(key))
+    return {**found.beside, **dictionary_of(groups, states, partial(_live, optim))}
+
+
+def _live(optim: Any, one: OptimParam) -> Mapping[str, Any]:
+    """Return what an optimizer has of a parameter now."""
+    return optim.state.get(one.param, {}) if isinstance(optim, torch.optim.Optimizer) else {}
+
+
+# --- kinds -----------------------------------------------------------------------------------------------------------
+
+
+def plans_for(params: Parameters, full: Given) -> Plans:
+    """Return the state that is to be had of each parameter.
+
+    Raises:
+        ValueError: for state that cannot be sharded, or that parameters in one flat parameter do not have alike.
+    """
+    with_state = {one for one, _ in full.states}
+    has_elements = keys_with_elements((original.shape, state) for (_, original), state in full.states.items())
+    return {one: _plan(one, full.states, has_elements) for one in params.listed if one in with_state}
+
+
+def _plan(one: OptimParam, states: Mapping[Place, Mapping[str, Any]], has_elements: Mapping[str, bool]) -> Kinds:
+    kinds: dict[Original, Kinds] = {}
+    for original in one.originals:
+        if (one, original) not in states:
+            there = next(other for other in one.originals if (one, other) in states)
+            raise ValueError(
+                f"the optimizer state has something of {there.name} and nothing of {original.name}; the two are in one "
+                f"flat parameter. {APART}"
+            )
+        state = states[one, original]
+        kinds[original] = kinds_of(original.name, state, original.shape, has_elements=has_elements)
+    return common_kinds(kinds)
+
+
+# --- sharding -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def cut_states(plans: Plans, full: Given, is_consumed: bool = False) -> dict[OptimParam, dict[str, Any]]:
+    """Return this rank's shard of everything, in tensors of its own on the host, or on disk.
+
+    Args:
+        plans: what is wanted.
+        full: the unsharded values.
+        is_consumed: take from `full` what has been sharded, so that memory is given back as it goes.
+    """
+    found = {}
+    for one, kinds in plans.items():
+        shards = {}
+        for key, kind in kinds.items():
+            if isinstance(kind, Elements):
+                shards[key] = one.zeros(kind.dtype, torch.device("cpu"))
+                for original in one.originals:
+                    state = full.states[one, original]
+                    one.shard(original, one.local_vector(original, state[key]), shards[key])
+                    if is_consumed:
+                        del state[key]
+        found[one] = _state(one, kinds, shards)
+        if is_consumed:
+            for original in one.originals:
+                full.states[one, original].clear()
+    return found
+
+
+def _state(one: OptimParam, kinds: Kinds, shards: Mapping[str, Tensor]) -> dict[str, Any]:
+    rank = one.comm.rank
+    return {key: shards[key] if isinstance(kind, Elements) else _own(kind, rank) for key, kind in kinds.items()}
+
+
+def _own(kind: Number | Value, rank: int) -> Any:
+    """Return what this rank has of a value that may be one of each rank; ranks that came later have the first one's."""
+    value = kind.held
+    if isinstance(value, list) and value and all(isinstance(each, Tensor) and each.dim() == 0 for each in value):
+        return value[rank if rank < len(value) else 0].detach().clone()
+    return value
+
+
+# --- dictionaries for the optimizer ---------------------------------------------------------------------------------
+
+
+def groups_as_saved(full: Given) -> list[tuple[dict[str, Any], list[OptimParam]]]:
+    """Return the saved parameter groups, with what an optimizer sees now.
+
+    Raises:
+        ValueError: for groups that divide a flat parameter.
+    """
+    where: dict[OptimParam, tuple[int, Original]] = {}
+    groups = []
+    for number, (options, places) in enumerate(full.groups):
+        present = set(places)
+        members = list(dict.fromkeys(one for one, _ in places))
+        for one in members:
+            lacking = [original for original in one.originals if (one, original) not in present]
+            if one in where or lacking:
+                first = next(original for other, original in places if other is one)
+                other = where[one][1] if one in where else lacking[0]
+                raise ValueError(
+                    f"the optimizer state has {first.name} in parameter group {number} and {other.name} not in it; the "
+                    f"two are in one flat parameter. {APART} Or give group_by, so that each group has flat parameters "
+                    "of its own."
+                )
+            where[one] = number, next(original for other, original in places if other is one)
+        groups.append((options, members))
+    return groups
+
+
+def groups_as_now(params: Parameters, full: Given, optim: Any) -> list[tuple[dict[str, Any], list[OptimParam]]]:
+    """Return the optimizer's own parameter groups, each with the options of the saved one that has its parameters.
+
+    Raises:
+        ValueError: for a group of which the saved ones have only some, or which several of them have.
+    """
+    held = held_by(params, optim, optim.state_dict())
+    saved_in = {original: number for number, (_, places) in enumerate(full.groups) for _, original in places}
+    numbers, problems = match_groups(held, saved_in.get, "the optimizer state")
+    known = {one for members in held for one in members}
+    strangers = [original.name for one, original in full.states if one not in known]
+    if strangers:
+        problems.append(f"the optimizer state has something of {strangers[0]}, and the optimizer has not")
+    if problems:
+        raise ValueError(f"{problems[0]}. Make the optimizer with the parameters and groups of the one that was saved.")
+    options = [{} if number is None else full.groups[number][0] for number in numbers]
+    return list(zip(options, held, strict=True))
+
+
+def dictionary_of(
+    groups: Iterable[tuple[Mapping[str, Any], Sequence[OptimParam]]],
+    states: Mapping[OptimParam, dict[str, Any]],
+    live: Callable[[OptimParam], Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Return an optimizer's own dictionary for this rank: parameters are numbered as torch's optimizers do.
+
+    Numbers are tensors or not as in what the optimizer has now (`live`): FairScale counts steps by plain numbers.
+    """
+    groups = list(groups)
+    ids = {one: number for number, one in enumerate(one for _, members in groups for one in members)}
+    typed = {
+        one: {key: _as_type_of(live(one).get(key), value) for key, value in state.items()}
+        for one, state in states.items()
+    }
+    return {
+        "state": {number: typed[one] for one, number in ids.items() if one in typed},
+        "param_groups": [{**options, "params": [ids[one] for one in members]} for options, members in groups],
+    }
+
+
+def _as_type_of(now: Any, value: Any) -> Any:
+    if isinstance(now, Tensor) and now.dim() == 0 and isinstance(value, (int, float)):
+        return torch.tensor(value, dtype=now.dtype, device=now.device)
+    if isinstance(value, Tensor) and value.dim() == 0 and isinstance(now, (int, float)):
+        return type(now)(value.item())
+    return value
+
+
+# --- from the first rank --------------------------------------------------------------------------------------------
+
+Described = tuple[list[tuple[int, Kinds]], list[tuple[dict[str, Any], list[int]]], dict[str, Any]]
+
+
+def described_by_first(
+    params: Parameters, source: FirstRank, read: Callable[[], tuple[Plans, Given]]
+) -> tuple[Plans, Given]:
+    """Collective. Return what the first rank has read, on other ranks without any tensor.
+
+    Args:
+        params: of the model.
+        source: the first rank.
+        read: called there.
+
+    Raises:
+        Exception: what `read` raises; on the other ranks a RuntimeError with it.
+    """
+
+    def job() -> tuple[bytes, Plans, Given]:
+        if not source.is_here:
+            return b"", {}, Given({}, [], {})
+        plans, full = read()
+        described: Described = (
+            [(params.numbers[one.originals[0]], kinds) for one, kinds in plans.items()],
+            [(options, [params.numbers[original] for _, original in places]) for options, places in full.groups],
+            full.beside,
+        )
+        return pickle.dumps(described), plans, full
+
+    payload, plans, full = done_by_all([source.ranks], _LOAD, job)
+    heard: Described = pickle.loads(from_everyone(source.ranks, payload)[0])
+    if source.is_here:
+        return plans, full
+    found = {params.by_number[number][0]: plan for number, plan in heard[0]}
+    states = {(one, original): dict[str, Any]() for one in found for original in one.originals}
+    groups = [(options, [params.by_number[number] for number in numbers]) for options, numbers in heard[1]]
+    return found, Given(states, groups, heard[2])
+
+
+@torch.no_grad()
+def deal_states(
+    params: Parameters, plans: Plans, full: Given, source: FirstRank, present: Callable[[OptimParam, str], Any]
+) -> dict[OptimParam, dict[str, Any]]:
+    """Collective. Return this rank's shard of what the first rank has, which sends each shard to its rank.
+
+    Args:
+        params: of the model.
+        plans: what is wanted.
+        full: on the first rank the unsharded values.
+        source: the first rank.
+        present: gives what the optimizer has now under a key of the state; it is written to if it fits.
+    """
+    shards: dict[OptimParam, dict[str, Tensor]] = {one: {} for one in plans}
+    window = Window()
+    for one, kinds in plans.items():
+        for key, kind in kinds.items():
+            if not isinstance(kind, Elements):
+                continue
+            nbytes = one.param.numel() * one.comm.world_size * kind.dtype.itemsize
+            while not window.has_room(nbytes):
+                window.first()
+            made = shards[one][key] = one.memory(present(one, key), kind.dtype)
+            values = [full.states[one, original].get(key) for original in one.originals]
+            if (one.comm, one.replicas) == tuple(source.ranks):
+                window.add(_deal(one, made, values, source), nbytes)
+            else:  # it has ranks of its own, which only together with others reach the first one
+                _share(one, made, values, source)
+    while window:
+        window.first()
+    for comm in source.ranks:
+        comm.settle()
+    release(params.listed)
+    return {one: _state(one, kinds, shards[one]) for one, kinds in plans.items()}
+
+
+def _deal(one: OptimParam, made: Tensor, values: Sequence[Tensor | None], source: FirstRank) -> Callable[[], Any]:
+    """Begin to send to each rank the elements of its shard."""
+    comm = one.comm
+    arriving = made if made.device == one.device else torch.empty_like(made, device=one.device)
+    flat = arriving.view(-1)
+    incoming: dict[int, list[Tensor]] = {}
+    outgoing: dict[int, list[Tensor]] = {}
+    own: list[tuple[Original, Tensor]] = []
+    for original, value in zip(one.originals, values, strict=True):
+        if value is not None:
+            vector = one.local_vector(original, value)
+            own.append((original, vector))
+            for rank in range(comm.world_size):
+                there = one.interval(original, rank)
+                if there is not None and rank != comm.rank:
+                    outgoing.setdefault(rank, []).append(vector[there.start : there.stop].to(one.device))
+        elif one.replicas.rank == 0 and (mine := one.interval(original, comm.rank)) is not None:
+            incoming.setdefault(0, []).append(flat[mine.offset : mine.offset + mine.numel])
+    pending = None
+    if (incoming or outgoing) and one.handle is not None:
+        pending = comm.exchange(incoming, outgoing, f"optimizer state of {one.name}", ("dealt", one.handle.tag))
+    for original, vector in own:  # while the others are on their way
+        one.shard(original, vector, arriving)
+
+    def finish() -> None:
+        if pending is not None:
+            pending.wait()
+        if one.replicas.world_size > 1 and flat.numel():
+            one.replicas.broadcast(flat.view(torch.uint8)).wait()
+        if outgoing and one.device.type != "cpu":
+            comm.settle()  # what was brought to the device only to be sent can go
+        if arriving is not made:
+            made.copy_(arriving)
+
+    return finish
+
+
+def _share(one: OptimParam, made: Tensor, values: Sequence[Tensor | None], source: FirstRank) -> None:
+    """Send unsharded tensors to everybody, who keeps a shard."""
+    for original, value in zip(one.originals, values, strict=True):
+        vector = torch.empty(one.local_shape(original).numel(), dtype=made.dtype, device=one.device)
+        if value is not None:
+            vector.copy_(one.local_vector(original, value))
+        for comm in reversed(list(source.ranks)):
+            if comm.world_size > 1 and vector.numel():
+                comm.broadcast(vector.view(torch.uint8)).wait()
+        one.shard(original, vector, made)

@@ -1,0 +1,464 @@
+"""An optimizer's state is of three kinds, by which it is gathered, sharded, saved, loaded and compared everywhere.
+
+An optimizer of a sharded model sees `OptimParam`s, each a shard of one original parameter or of several. Its state of
+one has keys. `Elements` under a key are a value for each element of the parameter; they lie as the parameter's own
+elements do, so the same intervals shard them, put them together and find them in files. A `Number` is a 0-d tensor
+about the parameter as such, and a `Value` is no tensor.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.distributed.collectives import LONE_RANK, Communicator
+from fsdp.distributed.consensus import Ranks, from_everyone
+from fsdp.distributed.dtensor import MeshPart
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.layout import Interval
+from fsdp.engine.offload import DiskStorage
+from fsdp.engine.optimizer_hooks import SHARDS_OF
+
+APART = "Wrap with use_orig_params=True, with which optimizers have each parameter by itself."
+# By these keys, torch's optimizers keep what is about a parameter as such; any other 0-d state of a 0-d parameter is
+# the value for its one element.
+_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
+
+
+# --- parameters -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Original:
+    """An `Original` is a parameter of the module before it was wrapped.
+
+    Attributes:
+        name: in that module.
+        shape: of the unsharded parameter.
+        slot: its number in the flat parameter.
+        part: the local part of a `DTensor`.
+        aliases: further names under which a checkpoint may have it.
+    """
+
+    name: str
+    shape: torch.Size
+    slot: int = 0
+    part: MeshPart | None = None
+    aliases: Sequence[str] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class OptimParam:
+    """An `OptimParam` is what an optimizer sees: a shard of one or several parameters, or an unsharded parameter.
+
+    Attributes:
+        param: the parameter that the optimizer has.
+        handle: runs the flat parameter; None for a parameter that is not sharded.
+        originals: what it was made of.
+        is_uncollected: its state is not to be gathered.
+    """
+
+    param: nn.Parameter
+    handle: FlatParamHandle | None
+    originals: tuple[Original, ...]
+    is_uncollected: bool = False
+
+    @property
+    def comm(self) -> Communicator:
+        """Return the ranks that it is sharded over."""
+        return LONE_RANK if self.handle is None else self.handle.comm
+
+    @property
+    def replicas(self) -> Communicator:
+        """Return the ranks that have the same shard."""
+        return LONE_RANK if self.handle is None else self.handle.replicas
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device from which its elements can be sent."""
+        return self.param.device if self.handle is None else self.handle.storage.device
+
+    @property
+    def name(self) -> str:
+        """Return the name for messages."""
+        first, *others = (original.name for original in self.originals)
+        return f"{first} (in one flat parameter with {len(others)} more)" if others else first
+
+    def interval(self, original: Original, rank: int) -> Interval | None:
+        """Return the elements of an original that a rank has, and where in a tensor like `param`; None if none."""
+        if self.handle is None:
+            return Interval(0, 0, original.shape.numel(), 0) if original.shape.numel() else None
+        found = self.handle.layout.interval(original.slot, rank)
+        if found is None or self.handle.pieces is None:
+            return found
+        return Interval(found.slot, found.start, found.stop, 0)
+
+    def is_on(self, rank: int) -> bool:
+        """Return whether a rank has elements of it."""
+        return any(self.interval(original, rank) is not None for original in self.originals)
+
+    def local_shape(self, original: Original) -> torch.Size:
+        """Return the shape of what the flat parameter has of an original, which of a `DTensor` is its local part."""
+        return original.shape if self.handle is None else self.handle.layout.slots[original.slot].shape
+
+    def local_vector(self, original: Original, value: Tensor) -> Tensor:
+        """Return what the flat parameter has of an unsharded value, as a vector that shares memory if it can."""
+        local = value if original.part is None else original.part.cut(original.name, value)
+        return local.detach().reshape(-1)
+
+    def shard(self, original: Original, vector: Tensor, into: Tensor) -> None:
+        """Copy this rank's elements of a vector (`local_vector`) to their place in a tensor like `param`."""
+        kept = self.interval(original, self.comm.rank)
+        if kept is not None:
+            into.view(-1)[kept.offset : kept.offset + kept.numel].copy_(vector[kept.start : kept.stop])
+
+    def zeros(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        """Return memory like `param`: on disk if that is, or else on `device`, by default beside it."""
+        return torch.zeros_like(self.param, dtype=dtype, device=device, memory_format=torch.contiguous_format)
+
+    def memory(self, held: Any, dtype: torch.dtype) -> Tensor:
+        """Return what an optimizer has now if it is like what `zeros` makes, and otherwise that."""
+        wanted = self.param.shape, dtype, self.param.device
+        is_like = isinstance(held, Tensor) and (held.shape, held.dtype, held.device) == wanted and held.is_contiguous()
+        return held if is_like else self.zeros(dtype)
+
+
+def params_of(handle: FlatParamHandle, prefix: str = "", is_uncollected: bool = False) -> list[OptimParam]:
+    """Return what optimizers see of a flat parameter. Names get the prefix."""
+    slots, parts = handle.layout.slots, handle.flat_param.parts
+    originals = tuple(
+        Original(prefix + kept.name, kept.shape if part is None else part.shape, slot, part)
+        for slot, (kept, part) in enumerate(zip(slots, parts, strict=True))
+    )
+    if handle.pieces is None:
+        return [OptimParam(handle.flat_param, handle, originals, is_uncollected)]
+    pieces = zip(handle.pieces.params, originals, strict=True)
+    return [OptimParam(piece, handle, (original,), is_uncollected) for piece, original in pieces]
+
+
+def grouped(optimizer: Any, title: str, known: Callable[[Any], OptimParam | None]) -> list[list[OptimParam]]:
+    """Return what is in each parameter group of an optimizer.
+
+    Args:
+        optimizer: has ``param_groups``.
+        title: what messages call it.
+        known: finds what one of its parameters is, among those of the model.
+
+    Raises:
+        ValueError: for parameters that are not the model's.
+    """
+    groups: list[list[OptimParam]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        groups.append([])
+        for place, param in enumerate(group["params"]):
+            one = known(param)
+            if one is None:
+                raise ValueError(
+                    f"{title}: parameter {place} of group {number}, of shape {tuple(param.shape)}, is not of this "
+                    "model as it is wrapped now. Make the optimizer from parameters() of the outermost module that is "
+                    "wrapped, and give that here; or hand over one that was made before wrapping with "
+                    "reshard_optimizer."
+                )
+            groups[-1].append(one)
+    return groups
+
+
+def match_groups(
+    groups: Sequence[Sequence[OptimParam]], saved_in: Callable[[Original], int | None], saved: str
+) -> tuple[list[int | None], list[str]]:
+    """Return for each parameter group of an optimizer which saved group has its parameters, and what does not fit.
+
+    Args:
+        groups: what is in each.
+        saved_in: gives the number of the saved group that has an original parameter; None if none has.
+        saved: what messages call the state that was saved.
+    """
+    found: list[int | None] = []
+    problems = []
+    for number, group in enumerate(groups):
+        first: dict[int, str] = {}
+        for original in (original for one in group for original in one.originals):
+            there = saved_in(original)
+            if there is None:
+                problems.append(
+                    f"the optimizer has {original.name} in its parameter group {number}, and {saved} has not"
+                )
+            else:
+                first.setdefault(there, original.name)
+        if len(first) > 1:
+            (one_group, one_name), (other_group, other_name), *_ = first.items()
+            problems.append(
+                f"the optimizer has {one_name} and {other_name} in one parameter group ({number}), and {saved} has "
+                f"them in groups {one_group} and {other_group}: make it with the same groups"
+            )
+        found.append(next(iter(first), None))
+    return found, problems
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group, without what says which parameters are in it."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names", SHARDS_OF)}
+
+
+def release(params: Iterable[OptimParam]) -> None:
+    """Let go of what was read of parameters and state on disk: it is not wanted soon."""
+    storages = {one.handle.storage for one in params if one.handle is not None}
+    for storage in storages:
+        storage.release()
+    for files in {storage.files for storage in storages if isinstance(storage, DiskStorage)}:
+        files.release()
+
+
+# --- kinds ----------------------------------------------------------------------------------------------------------
+
+
+class Elements(NamedTuple):
+    """`Elements` are a value for each element of the parameter."""
+
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"elements of {self.dtype}"
+
+
+class Number(NamedTuple):
+    """A `Number` is a 0-d tensor about the parameter as such."""
+
+    value: Any
+    dtype: torch.dtype
+
+    @property
+    def held(self) -> Tensor:
+        """Return the state as the optimizer has it."""
+        return torch.tensor(self.value, dtype=self.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.value} of {self.dtype}"
+
+
+class Value(NamedTuple):
+    """A `Value` is state that is no tensor."""
+
+    value: Any
+
+    @property
+    def held(self) -> Any:
+        """Return the state as the optimizer has it."""
+        return self.value
+
+    def __str__(self) -> str:
+        return f"{self.value!r:.40}"
+
+
+Kind = Elements | Number | Value
+Kinds = dict[str, Kind]  # by key of the state
+
+
+def is_number(
+    key: str, found: Sequence[int], shape: Sequence[int], has_elements: Mapping[str, bool] | None = None
+) -> bool:
+    """Return whether a tensor of shape `found` in an optimizer's state is about a parameter as such, of shape `shape`.
+
+    Args:
+        key: of the state.
+        found: the tensor's shape.
+        shape: of the parameter, or of the shard of it that the state is about.
+        has_elements: by key, whether other parameters have a value for each element; tells of 0-d ones.
+    """
+    return not found and (len(shape) > 0 or not (has_elements or {}).get(key, key not in _NUMBERS))
+
+
+def kind_of(key: str, value: Any, shape: torch.Size, has_elements: Mapping[str, bool] | None = None) -> Kind | None:
+    """Return the kind of an optimizer's state; None for a tensor that is neither of the parameter's shape nor a number.
+
+    The arguments are those of `is_number`; `value` is the state.
+    """
+    if not isinstance(value, Tensor):
+        return Value(value)
+    if is_number(key, value.shape, shape, has_elements):
+        return Number(value.item(), value.dtype)
+    return Elements(value.dtype) if value.shape == shape else None
+
+
+def keys_with_elements(states: Iterable[tuple[torch.Size, Mapping[str, Any]]]) -> dict[str, bool]:
+    """Return by key whether parameters with these shapes and states, of those not 0-d, have values for each element."""
+    found: dict[str, bool] = {}
+    for shape, state in states:
+        if shape:
+            for key, value in state.items():
+                found[key] = found.get(key, False) or (isinstance(value, Tensor) and value.dim() > 0)
+    return found
+
+
+ELEMENTWISE = (
+    "Use an optimizer that works element by element (Adam, AdamW, SGD, ...), or leave these parameters unsharded with "
+    "ignored_parameters."
+)
+
+
+def odd_shape(key: str, name: str, found: Sequence[int], wanted: str, remedy: str) -> str:
+    """Return what to say of a tensor that has no kind."""
+    return (
+        f"the optimizer's state '{key}' of {name} has shape {tuple(found)}, and {wanted}: what is neither of the "
+        f"parameter's shape nor a number cannot be sharded or put together. {remedy}"
+    )
+
+
+def kinds_of(
+    name: str,
+    state: Mapping[str, Any],
+    shape: torch.Size,
+    whose: str = "the parameter",
+    has_elements: Mapping[str, bool] | None = None,
+    remedy: str = ELEMENTWISE,
+) -> Kinds:
+    """Return the kinds of a parameter's state, as `kind_of` does.
+
+    Raises:
+        TypeError: for state that is no mapping.
+        ValueError: for a tensor that has no kind; it says that `whose` shape is another one.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"the optimizer's state of {name} is a {type(state).__name__} and no mapping")
+    kinds: Kinds = {}
+    for key, value in state.items():
+        kind = kind_of(key, value, shape, has_elements)
+        if kind is None:
+            raise ValueError(odd_shape(key, name, value.shape, f"{whose} {tuple(shape)}", remedy))
+        kinds[key] = kind
+    return kinds
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Return whether two states, or two kinds of them, are of one type and equal; a NaN equals another."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    return bool(one == other or (one != one and other != other))
+
+
+def is_alike(one: Kind | None, other: Kind | None) -> bool:
+    """Return whether two states are of one kind and dtype, whatever their values."""
+    return type(one) is type(other) and getattr(one, "dtype", None) == getattr(other, "dtype", None)
+
+
+def differences(one: Kinds, other: Kinds, same: Callable[[Any, Any], bool] = is_same) -> tuple[str, str] | None:
+    """Return for messages what of one state is different in another one, and what is there; None if nothing is."""
+    keys = sorted(key for key in one | other if not same(one.get(key), other.get(key)))
+    if not keys:
+        return None
+    first, second = (
+        ", ".join(f"'{key}' ({each[key]})" if key in each else f"no '{key}'" for key in keys) for each in (one, other)
+    )
+    return first, second
+
+
+def common_kinds(kinds: Mapping[Original, Kinds]) -> Kinds:
+    """Return the state that parameters in one flat parameter have alike.
+
+    Raises:
+        ValueError: if they have not.
+    """
+    first, *others = kinds
+    for other in others:
+        if (found := differences(kinds[first], kinds[other])) is not None:
+            raise ValueError(
+                f"the optimizer's state of {first.name} has {found[0]}, and that of {other.name} {found[1]}; the two "
+                f"are in one flat parameter. {APART}"
+            )
+    return kinds[first]
+
+
+# --- what ranks have ------------------------------------------------------------------------------------------------
+
+
+class OwnKinds(NamedTuple):
+    """`OwnKinds` say which state one rank has of a parameter, and whether the parameter has elements on it."""
+
+    name: str
+    is_on: bool
+    kinds: Kinds
+
+
+def own_kinds(
+    params: Sequence[OptimParam], states: Mapping[OptimParam, Mapping[str, Any]], doing: str
+) -> list[OwnKinds]:
+    """Return what this rank has of the state of some parameters, which is about to be read.
+
+    Raises:
+        RuntimeError: if it is out of reach, while `doing` something ("saving").
+        TypeError: for state that is no mapping.
+        ValueError: for a tensor that is neither of the shard's shape nor a number.
+    """
+    found = []
+    for one in params:
+        state = states.get(one) or {}
+        kinds = kinds_of(one.name, state, one.param.shape, "this rank's shard of it")
+        if one.handle is not None:
+            one.handle.storage.check(f"{doing} the optimizer's state of {one.name}", state.values())
+        found.append(OwnKinds(one.name, one.is_on(one.comm.rank), kinds))
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class SharedKinds:
+    """`SharedKinds` are the state that all ranks have of one parameter.
+
+    Attributes:
+        name: of the parameter.
+        by_rank: the state of each rank.
+        holders: the ranks that have elements of the parameter; others may have no state.
+    """
+
+    name: str
+    by_rank: list[Kinds]
+    holders: list[int]
+
+    @property
+    def kinds(self) -> Kinds:
+        """Return the state, with numbers and values of the first rank that has any."""
+        return next((self.by_rank[rank] for rank in self.holders or range(len(self.by_rank)) if self.by_rank[rank]), {})
+
+    def numbers(self, key: str) -> list[Number]:
+        """Return each rank's `Number` under a key; the first one's for a rank that has none."""
+        first = self.kinds[key]
+        found = (kinds.get(key, first) for kinds in self.by_rank)
+        return [kind if isinstance(kind, Number) else first for kind in found]  # type: ignore[misc]
+
+    def problems(self, same: Callable[[Any, Any], bool]) -> Iterator[str]:
+        """Yield what the ranks have not the same of, but ought to."""
+        for rank in self.holders:
+            first = self.holders[0]
+            if (found := differences(self.by_rank[first], self.by_rank[rank], same)) is not None:
+                yield (
+                    f"the optimizer's state of {self.name} has {found[0]} on rank {first} and {found[1]} on rank "
+                    f"{rank}. Every rank must have stepped the same parameters with the same optimizer."
+                )
+
+
+def gather_kinds(ranks: Ranks, pickled: bytes) -> list[SharedKinds]:
+    """Collective. Return what there is of each parameter's state, given this rank's pickled list of `OwnKinds`.
+
+    Raises:
+        ValueError: on every rank, if they name different parameters.
+    """
+    heard: list[list[OwnKinds]] = [pickle.loads(each) for each in from_everyone(ranks, pickled)]
+    names = [[own.name for own in each] for each in heard]
+    for rank, others in enumerate(names):
+        if others != names[0]:
+            raise ValueError(
+                f"the optimizer of rank {rank} has other parameters than that of rank 0, or in another order: make the "
+                "same optimizer on every rank"
+            )
+    return [
+        SharedKinds(name, [own.kinds for own in each], [rank for rank, own in enumerate(each) if own.is_on])
+        for name, each in zip(names[0], zip(*heard, strict=True), strict=True)
+    ]

@@ -1,0 +1,420 @@
+"""Tensors that stand for parameters while a state is saved or loaded: `TensorPart` and `LoadTarget`.
+
+A `TensorPart` is a tensor of which this rank holds a range: the values of sharded state dicts.
+`torch.distributed.checkpoint` asks it what is to be written where (``torch.distributed._checkpointable``), and it
+answers with the boxes that make up its range. So nothing is gathered, ranks may be more or fewer when it is loaded, and
+a loader need not know of flat parameters.
+
+Loading is in three steps: record, agree, commit. In a `recording`, modules list a `LoadTarget` for each parameter, so
+`nn.Module.load_state_dict` finds keys, shapes and all errors as ever, and the targets remember the values. The ranks
+tell each other the outcome. Then each one stores its shards of the values, or none does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.distributed.dtensor import is_dtensor
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.layout import Box, boxes_of
+from fsdp.engine.unit import Unit
+from fsdp.state_dict.summon import Exposure, Values, hidden_handles
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which elements of a tensor a rank holds: a range of a row-major *block*, which is the whole, but of a `DTensor`.
+
+    Attributes:
+        shape: of the whole.
+        block_shape, block_offsets: of the block, and where it begins in the whole.
+        start, stop: the range.
+        name, rank: of the tensor, and the rank's number, for messages.
+        is_alone: no other rank holds anything of it.
+    """
+
+    shape: torch.Size
+    block_shape: torch.Size
+    block_offsets: tuple[int, ...]
+    start: int
+    stop: int
+    name: str = field(compare=False)
+    rank: int = field(compare=False)
+    is_alone: bool = field(compare=False)
+
+    @classmethod
+    def of_whole(cls, shape: torch.Size, name: str, rank: int) -> Part:
+        """All of a tensor, which is on every rank."""
+        return cls(shape, shape, (0,) * len(shape), 0, shape.numel(), name, rank, is_alone=True)
+
+    @cached_property
+    def boxes(self) -> tuple[tuple[Box, int], ...]:
+        """Where the elements are in the whole, each box with the place of its first element among them."""
+        if self.shape.numel() == 0:
+            return ((Box((0,) * len(self.shape), tuple(self.shape)), 0),)  # or checkpoints would not have it at all
+        found, done = [], 0
+        for box in boxes_of(self.block_shape, self.start, self.stop):
+            found.append((box.moved(self.block_offsets), done))
+            done += box.numel
+        return tuple(found)
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """The elements ``[stop - start]`` of a whole value; a view where possible."""
+        for dim, (begin, size) in enumerate(zip(self.block_offsets, self.block_shape, strict=True)):
+            whole = whole.narrow(dim, begin, size)
+        return whole.detach().reshape(-1)[self.start : self.stop]
+
+    def check(self, value: Tensor, dtype: torch.dtype) -> None:
+        """Raise ValueError or TypeError if the elements, which are of this dtype, cannot be taken from a value."""
+        here = f"rank {self.rank}: {self.name}"
+        if isinstance(value, TensorPart):
+            if value.part != self:
+                raise ValueError(
+                    f"{here}: this rank keeps {self}, and was given {value.part}. A sharded state fits ranks that "
+                    "are as many and wrapped alike: load it with torch.distributed.checkpoint into what "
+                    "sharded_state_dict() returns here."
+                )
+        elif type(value) not in (Tensor, nn.Parameter):
+            raise TypeError(
+                f"{here}: a {type(value).__name__} cannot be cut into shards here. Load it with "
+                "torch.distributed.checkpoint into what sharded_state_dict() returns, or give a whole, plain tensor."
+            )
+        elif value.is_meta or value.shape != self.shape:
+            raise ValueError(f"{here}: expected a tensor of {list(self.shape)} with values, got {list(value.shape)}")
+        if value.is_complex() and not dtype.is_complex:
+            raise ValueError(f"{here} is of {dtype}, and was given {value.dtype}")
+
+    def __str__(self) -> str:
+        block = ""
+        if self.block_shape != self.shape:
+            block = f"the block {list(self.block_shape)} at {list(self.block_offsets)} of "
+        return f"elements {self.start}:{self.stop} of {block}{list(self.shape)}"
+
+
+@dataclass(eq=False)
+class Held:
+    """The elements, which all aliases of a `TensorPart` have in common.
+
+    Attributes:
+        flat: ``[stop - start]``.
+        lent_by: the id of the tensor in whose memory they lie, which a load must leave alone until it is complete; 0 if
+            they have their own.
+        is_blank: they have no values, and no load was begun.
+        unfit: why they must not be saved; empty if they may be.
+        apart: the keys under which other ranks have a tensor of their own.
+    """
+
+    flat: Tensor
+    lent_by: int = 0
+    is_blank: bool = False
+    unfit: str = ""
+    apart: set[str] = field(default_factory=set)
+
+    def copied(self, change: Callable[[Tensor], Tensor]) -> Held:
+        """With what `change` makes of the elements, in memory of its own."""
+        return Held(change(self.flat), 0, self.is_blank, self.unfit, set(self.apart))
+
+
+class TensorPart(Tensor):
+    """A tensor of which this rank holds a range only, as `torch.distributed.checkpoint` saves and loads it.
+
+    Shape, dtype and device are those of the whole tensor. Saving copies nothing. Loading writes to memory of its own,
+    made when a load is planned, so that what it was taken from stays as it is. It is no tensor to compute with: it can
+    be copied, cast, moved, pickled and staged.
+
+    Attributes:
+        part: which elements it holds.
+    """
+
+    part: Part
+    _held: Held
+
+    # What has no meaning for a part of a tensor raises an error in the dispatch below, and nowhere else.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def around(cls, part: Part, held: Held) -> Any:
+        """One that holds `held`, without copying it."""
+        flat = held.flat
+        made = Tensor._make_wrapper_subclass(cls, part.shape, dtype=flat.dtype, device=flat.device)
+        made.part, made._held = part, held
+        return made
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's elements ``[part.stop - part.start]``; shares memory."""
+        return self._held.flat
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether it stands for a tensor without values, and nothing was loaded."""
+        return self._held.is_blank
+
+    def is_alias_of(self, other: TensorPart) -> bool:
+        """Whether both are the same, under different names."""
+        return self._held is other._held
+
+    def is_lent_by(self, tensor: Tensor) -> bool:
+        """Whether it lies in the memory of `tensor` still, since nothing was loaded."""
+        return self._held.lent_by == id(tensor)
+
+    def refuse_key(self, key: str) -> None:
+        """Refuse to be saved under a key under which other ranks have a tensor of their own."""
+        self._held.apart.add(key)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.part}, dtype={self.dtype}, device={self.device})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            held = memo.get(id(self._held)) or self._held.copied(Tensor.clone)
+            memo[id(self._held)] = held  # tied ones stay tied
+            memo[id(self)] = type(self).around(self.part, held)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        part, held = self.part, self._held
+        range_ = (part.shape, part.block_shape, part.block_offsets, part.start, part.stop)
+        facts = (*range_, part.name, part.rank, part.is_alone)
+        return _rebuild, (facts, held.flat, held.is_blank, held.unfit, sorted(held.apart))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        do = _MEANINGFUL.get(func)
+        if do is None:
+            what = ", ".join(f"{arg.part.name} is {arg}" for arg in args if isinstance(arg, TensorPart))
+            raise NotImplementedError(
+                f"{func} on a part of a tensor, in a sharded state dict ({what}). Take the whole state (state_dict()) "
+                "to compute with it, or this rank's elements (.local)."
+            )
+        return do(*args, **(kwargs or {}))
+
+    # --- what torch.distributed.checkpoint asks -----------------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, obj: object) -> list[Any]:
+        """What is to be written: one item for each box, none on a rank that holds nothing.
+
+        Raises:
+            RuntimeError: for what must not be saved.
+        """
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        self._check_fit(fqn)
+        properties = TensorProperties.create_from_tensor(self.local)
+        items = []
+        for box, _ in self.part.boxes:
+            chunk = ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+            data = TensorWriteData(chunk=chunk, properties=properties, size=self.part.shape)
+            items.append(WriteItem(MetadataIndex(fqn, box.offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """What is to be loaded, into memory that is its own from now on."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        held = self._held
+        if held.lent_by:
+            held.flat, held.lent_by = held.flat.clone(), 0
+        held.is_blank, held.unfit = False, ""
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in self.part.boxes]
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """The elements of one box, in its shape; a view."""
+        for box, begin in self.part.boxes:
+            if index.offset is not None and tuple(index.offset) == box.offsets:
+                return self.local[begin : begin + box.numel].view(box.sizes)
+        raise ValueError(f"rank {self.part.rank} holds nothing of {index.fqn} at {index.offset}: it has {self.part}")
+
+    def _check_fit(self, fqn: str) -> None:
+        if self._held.unfit:
+            raise RuntimeError(f"rank {self.part.rank}: cannot save {fqn}: {self._held.unfit}")
+        if any(fqn == key or fqn.endswith(f".{key}") for key in self._held.apart):
+            raise RuntimeError(
+                f"rank {self.part.rank}: cannot save {fqn}: its unit has a process group of its own, so other ranks "
+                "have another parameter under this name, and a checkpoint would mix the two. Rename it for each such "
+                f"group (state['{fqn} of group 0'] = state.pop('{fqn}')), and back before it is loaded."
+            )
+
+
+def part_of(handle: FlatParamHandle, slot: int, rank: int) -> Part:
+    """Return which elements of a parameter this rank keeps; `rank` is its number for messages."""
+    kept, mesh = handle.layout.slots[slot], handle.flat_param.parts[slot]
+    interval = handle.layout.interval(slot, handle.comm.rank)
+    start, stop = (interval.start, interval.stop) if interval is not None else (0, 0)
+    shape = kept.shape if mesh is None else mesh.shape
+    offsets = (0,) * len(shape) if mesh is None else mesh.offsets
+    is_alone = not handle.is_sharded and (mesh is None or not mesh.sharded_dims)
+    return Part(shape, kept.shape, offsets, start, stop, kept.name, rank, is_alone)
+
+
+def _rebuild(facts: tuple[Any, ...], flat: Tensor, is_blank: bool, unfit: str, apart: list[str]) -> TensorPart:
+    return TensorPart.around(Part(*facts), Held(flat, 0, is_blank, unfit, set(apart)))
+
+
+# So that `torch.load` with its default, `weights_only=True`, reads a sharded state dict back.
+torch.serialization.add_safe_globals([_rebuild])
+
+
+# What can be done to a part as it can be done to the whole
+
+
+def _alias(tensor: TensorPart) -> Any:
+    return type(tensor).around(tensor.part, tensor._held)
+
+
+def _clone(tensor: TensorPart, **_: Any) -> Any:
+    return TensorPart.around(tensor.part, tensor._held.copied(Tensor.clone))
+
+
+def _moved(tensor: TensorPart, **how: Any) -> Any:
+    how = {name: how[name] for name in ("dtype", "device", "non_blocking") if how.get(name) is not None}
+    return TensorPart.around(tensor.part, tensor._held.copied(lambda flat: flat.to(**how, copy=True)))
+
+
+def _like(make: Callable[..., Tensor]) -> Callable[..., Any]:
+    def made(tensor: TensorPart, size: Any = None, **how: Any) -> Any:
+        if size is not None and torch.Size(size) != tensor.part.shape:
+            raise NotImplementedError(f"a tensor of {list(size)} in the likeness of {tensor}")
+        how = {name: how[name] for name in ("dtype", "device", "pin_memory") if how.get(name) is not None}
+        return TensorPart.around(tensor.part, tensor._held.copied(lambda flat: make(flat, **how)))
+
+    return made
+
+
+def _copy(into: Tensor, value: Tensor, non_blocking: bool = False) -> Tensor:
+    if isinstance(into, TensorPart):
+        _copy_into(into, value, non_blocking)
+    elif isinstance(value, TensorPart) and value.part.is_alone:
+        into.copy_(value.local.view(value.part.shape), non_blocking)
+    elif isinstance(value, TensorPart):
+        raise NotImplementedError(
+            f"rank {value.part.rank}: a plain tensor cannot hold {value.part.name}, of which other ranks hold the rest "
+            f"({value}). Load a sharded state with load_sharded_state_dict(). If this was to stage it for "
+            "dcp.async_save, pass async_stager=DefaultStager(...): BlockingAsyncStager, which FileSystemWriter is too, "
+            "makes 0-d tensors plain."
+        )
+    return into
+
+
+def _copy_into(part: TensorPart, value: Tensor, non_blocking: bool) -> None:
+    if isinstance(value, TensorPart):
+        if value.part != part.part:
+            raise ValueError(f"cannot copy {value} into {part}: another part")
+        part.local.copy_(value.local, non_blocking)
+        part._held.is_blank, part._held.unfit = value._held.is_blank, value._held.unfit
+    elif is_dtensor(value) or value.shape != part.part.shape:
+        raise ValueError(f"cannot copy a {type(value).__name__} of {list(value.shape)} into {part}")
+    else:
+        part.local.copy_(part.part.cut(value), non_blocking)
+
+
+_MEANINGFUL: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _alias,
+    aten.alias.default: _alias,
+    aten.clone.default: _clone,
+    aten._to_copy.default: _moved,
+    aten.copy_.default: _copy,
+    aten.empty_like.default: _like(torch.empty_like),
+    aten.zeros_like.default: _like(torch.zeros_like),
+    aten.new_empty.default: _like(torch.empty_like),
+    aten.new_zeros.default: _like(torch.zeros_like),
+    aten.is_pinned.default: lambda tensor, *_: tensor.local.is_pinned(),
+}
+
+
+# --- what a load writes to ------------------------------------------------------------------------------------------
+
+
+class LoadTarget(nn.Parameter):
+    """A tensor that stands for another one while a state is loaded: it remembers in `source` the value copied into it.
+
+    It has no memory. A rank keeps its shard of the value when all ranks could load theirs; so of a file that is mapped
+    into memory, nothing else is ever read.
+    """
+
+    source: Tensor | None
+    _check: Callable[[Tensor], None]
+    _device: torch.device
+    is_meta = False  # or torch's load would warn that copying into it does nothing
+
+    @classmethod
+    def like(
+        cls, shape: torch.Size, tensor: Tensor, check: Callable[[Tensor], None], requires_grad: bool = False
+    ) -> LoadTarget:
+        """Return a target of this shape, with the dtype and device of `tensor`.
+
+        Args:
+            check: raises an exception for a value that could not be kept.
+        """
+        empty = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        made = Tensor._make_subclass(cls, empty, requires_grad)
+        made.source, made._check, made._device = None, check, tensor.device
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._device
+
+    def copy_(self, value: Tensor, non_blocking: bool = False) -> LoadTarget:
+        # Batch norms load their count of batches from itself where a state dict has none.
+        if not isinstance(value, LoadTarget):
+            self._check(value)
+            self.source = value.detach()
+        return self
+
+
+def recording(unit: Unit, check: Callable[[FlatParamHandle, int, Tensor], None]) -> Exposure:
+    """Show a unit's modules a `LoadTarget` for each parameter. No rank needs another for it.
+
+    Args:
+        unit: whose modules.
+        check: raises an exception for a value that cannot be kept; it is told the handle and the parameter's number.
+    """
+    targets: dict[FlatParamHandle, list[Tensor]] = {}
+    for handle in hidden_handles(unit):
+        handle.storage.check(handle.name)
+        handle.absorb()
+        shard = handle.flat_param
+        targets[handle] = [
+            LoadTarget.like(kept.shape if mesh is None else mesh.shape, shard, partial(check, handle, slot), need)
+            for slot, (kept, mesh, need) in enumerate(
+                zip(handle.layout.slots, shard.parts, handle.requires_grad_each, strict=True)
+            )
+        ]
+    return Exposure(unit, targets)
+
+
+def recorded(exposure: Exposure) -> Values:
+    """Return the values that were copied into the targets of a `recording`."""
+    return {
+        key: param.source
+        for key, param in exposure.numbered()
+        if isinstance(param, LoadTarget) and param.source is not None
+    }
+
+
+def store(values: Values) -> None:
+    """Keep this rank's shards of the values that a load has brought."""
+    for handle in dict.fromkeys(handle for handle, _ in values):
+        handle.settle()  # peers may still be receiving from the shard
+    for (handle, slot), value in values.items():
+        handle.storage.check(handle.name)
+        if not isinstance(value, TensorPart):
+            handle.store(slot, value)
+            handle.note_written([slot])
+        elif not value.is_lent_by(handle.flat_param):  # else nothing was loaded, on no rank
+            handle.fill(slot, partial(_fill, value.local))
+        handle.storage.release()
+
+
+def _fill(values: Tensor, shard: Tensor, start: int) -> None:
+    shard.copy_(values)

@@ -1,0 +1,148 @@
+"""Which ranks' shards make the whole: with replicas, and where a unit has other ranks than the one around it."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp import FullyShardedDataParallel, ShardingStrategy
+from tests.helpers.hybrid import every_nth, group_option, neighbours
+from tests.helpers.local_shards import assert_same_state, awkward, consolidated, different, through_files
+from tests.helpers.models import Wrap, nested_mlp
+from tests.helpers.parity import Alone, fully_sharded
+from tests.helpers.ranks import RankPool
+from tests.helpers.tensor_parallel import gpt, mesh_of, over_data
+
+# Replicas
+
+
+@pytest.mark.parametrize("given", [4, 2], ids=["all ranks", "first replica"])
+@pytest.mark.parametrize("form", [{}, {"use_orig_params": True}], ids=["flat", "orig"])
+def test_replicas_may_be_given_or_not(ranks: RankPool, tmp_path: Path, given: int, form: dict[str, Any]) -> None:
+    ranks(4).run(_hybrid, given, form, tmp_path)
+
+
+def _hybrid(given: int, form: dict[str, Any], folder: Path) -> None:
+    model = awkward(fully_sharded(process_group=group_option("mesh", 2, 2), **form))
+    weights, metadata = through_files(model, folder)
+    assert_same_state(consolidated((weights[:given], metadata[:given])), awkward().state_dict())
+    for key in ("flat_param_0", "inner.flat_param_0") if not form else ():
+        assert torch.equal(weights[0][key], weights[2][key])
+
+
+def test_another_replica_than_the_first_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(4).run(_second_replica, tmp_path)
+
+
+def _second_replica(folder: Path) -> None:
+    model = nested_mlp(fully_sharded(process_group=group_option("pair", 2, 2)))
+    weights, metadata = through_files(model, folder)
+    with pytest.raises(ValueError, match="'flat_param_0' has 0 elements on the 2 ranks given"):
+        consolidated((weights[2:], metadata[2:]))
+
+
+def test_each_replica_loads_the_same_shards(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(4).run(_loads_of_first_replica, tmp_path)
+
+
+def _loads_of_first_replica(folder: Path) -> None:
+    group = group_option("pair", 2, 2)
+    weights, _ = through_files(nested_mlp(fully_sharded(process_group=group)), folder)
+    model: Any = different(nested_mlp, process_group=group)
+    model.load_local_state_dict(weights[dist.get_rank() % 2])
+    assert_same_state(model.state_dict(), nested_mlp().state_dict())
+
+
+@pytest.mark.parametrize("given", [3, 1])
+def test_without_sharding_any_first_ranks_will_do(ranks: RankPool, tmp_path: Path, given: int) -> None:
+    ranks(3).run(_no_shard, given, tmp_path)
+
+
+def _no_shard(given: int, folder: Path) -> None:
+    model = awkward(fully_sharded(sharding_strategy=ShardingStrategy.NO_SHARD))
+    weights, metadata = through_files(model, folder)
+    assert_same_state(consolidated((weights[:given], metadata[:given])), awkward().state_dict())
+
+
+# Units with ranks of their own
+
+
+def inner_in(group: Any) -> nn.Module:
+    """A unit over `group` inside of one over all ranks; each rank seeds its inner one by its group."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
+    torch.manual_seed(min(dist.get_process_group_ranks(group)))
+    nn.init.normal_(layers[1].weight)
+    layers[1] = FullyShardedDataParallel(layers[1], group)
+    return FullyShardedDataParallel(layers)
+
+
+@cache
+def alone() -> Any:
+    """Collective. This rank's group of itself."""
+    return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+
+
+@pytest.mark.parametrize("group", [partial(neighbours, 2), partial(every_nth, 2), alone], ids=["next", "nth", "alone"])
+def test_the_first_rank_s_group_gives_a_unit_s_weights(ranks: RankPool, tmp_path: Path, group: Any) -> None:
+    ranks(4).run(_first_group_counts, group, tmp_path)
+
+
+def _first_group_counts(group: Any, folder: Path) -> None:
+    model: Any = inner_in(group())
+    whole = consolidated(through_files(model, folder))
+    (expected,) = _of_first(model.state_dict())
+    assert_same_state(whole, expected)
+
+
+def _of_first(state: Any) -> list[Any]:
+    found = [dict(state)]
+    dist.broadcast_object_list(found, src=0)
+    return found
+
+
+def test_only_units_of_one_rank_inside_of_more_are_not_broadcast(ranks: RankPool) -> None:
+    assert ranks(4).run(_not_broadcast) == [([False, True], [False, True], [False, False])] * 4
+
+
+def _not_broadcast() -> Any:
+    model: Any = inner_in(alone())
+    said = [entry["no_broadcast_optim_state"] for entry in model.local_metadata_dict()["param_metadata"]]
+    model(torch.randn(2, 3))
+    shown = [model.no_broadcast_optim_state, model.module.module[1].no_broadcast_optim_state]
+    pairs: Any = inner_in(neighbours(2))
+    said_of_pairs = [entry["no_broadcast_optim_state"] for entry in pairs.local_metadata_dict()["param_metadata"]]
+    return said, shown, said_of_pairs
+
+
+def test_a_world_of_one_without_torch_distributed() -> None:
+    wrap: Wrap = partial(FullyShardedDataParallel, process_group=Alone())
+    model: Any = awkward(wrap)
+    assert_same_state(consolidated(([model.local_state_dict()], [model.local_metadata_dict()])), awkward().state_dict())
+
+
+# Tensor parallelism
+
+
+def test_dtensors_go_round_on_the_same_ranks_and_have_no_metadata(ranks: RankPool) -> None:
+    ranks(4).run(_dtensors)
+
+
+def _dtensors() -> None:
+    mesh = mesh_of(2, 2)
+    model: Any = gpt(over_data(mesh), mesh=mesh)
+    state = {key: value.clone() for key, value in model.local_state_dict().items()}
+    expected = model.state_dict()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    model.load_local_state_dict(state)
+    assert_same_state(model.state_dict(), expected)
+    with pytest.raises(NotImplementedError, match=r"is a DTensor.*Save state_dict\(\) instead"):
+        model.local_metadata_dict()

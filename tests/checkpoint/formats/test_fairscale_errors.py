@@ -1,0 +1,222 @@
+"""Files of FairScale's ranks that do not fit together: errors that name the file and what to do."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp.checkpoint.formats.fairscale import open_fairscale
+from tests.checkpoint.formats.test_fairscale import RECORDED
+from tests.helpers.legacy_sources import assert_same_state, state_of
+
+Content = dict[str, Any]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint as of fairseq, of three ranks."""
+    for rank in range(3):
+        shutil.copy(RECORDED / "fairseq-flat-3" / f"checkpoint_last-shard{rank}.pt", tmp_path)
+    return tmp_path
+
+
+def shard(folder: Path, rank: int) -> Path:
+    return folder / f"checkpoint_last-shard{rank}.pt"
+
+
+def change(path: Path, edit: Callable[[Content], object]) -> None:
+    content = torch.load(path, weights_only=False)
+    edit(content)
+    torch.save(content, path)
+
+
+def fails(path: Any, *says: str | Path, error: type[Exception] = ValueError, **options: Any) -> None:
+    with pytest.raises(error) as caught:
+        open_fairscale(path, **options)
+    for each in says:
+        assert str(each) in str(caught.value), str(caught.value)
+
+
+def test_a_rank_s_file_is_missing(folder: Path) -> None:
+    shard(folder, 1).unlink()
+    fails(folder, folder, "no file of rank 1", error=FileNotFoundError)
+
+
+def test_the_last_rank_s_file_is_missing(folder: Path) -> None:
+    shard(folder, 2).unlink()
+    fails(folder, "28 elements on the 2 ranks", "metadata say 40", shard(folder, 0), "A rank's shard is missing")
+
+
+def test_the_last_of_as_many_as_the_names_say_is_missing(folder: Path) -> None:
+    for rank in range(2):
+        shard(folder, rank).rename(folder / f"rank{rank}-of-3.pt")
+    shard(folder, 2).unlink()
+    fails(folder, "rank0-of-3.pt", "no file of rank 2", error=FileNotFoundError)
+
+
+def test_a_file_of_another_world_size_is_among_them(folder: Path) -> None:
+    content = torch.load(RECORDED / "flat-2" / "rank1.pt", weights_only=True)
+    torch.save({"model": content["weights"], "fsdp_metadata": content["metadata"]}, shard(folder, 2))
+    fails(folder, "48 elements on the 3 ranks", f"20 on {shard(folder, 2)}", "metadata say 40")
+
+
+def test_a_file_of_another_model_is_among_them(folder: Path) -> None:
+    def rename(content: Content) -> None:
+        content["fsdp_metadata"]["param_metadata"][1]["fsdp_path"] = "outer"
+        content["model"]["outer.flat_param_0"] = content["model"].pop("inner.flat_param_0")
+
+    change(shard(folder, 1), rename)
+    fails(folder, shard(folder, 1), shard(folder, 0), "different models", "outer")
+
+
+def test_files_in_a_wrong_order(folder: Path) -> None:
+    files = [shard(folder, rank) for rank in (0, 2, 1)]
+    fails(files, shard(folder, 2), "ends with 2 elements of padding", f"{shard(folder, 1)} goes on after it")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_truncated_file(folder: Path, rank: int) -> None:
+    data = shard(folder, rank).read_bytes()
+    shard(folder, rank).write_bytes(data[: len(data) // 2])
+    fails(folder, shard(folder, rank), "cut short or damaged")
+
+
+def test_an_empty_file(folder: Path) -> None:
+    shard(folder, 1).write_bytes(b"")
+    fails(folder, shard(folder, 1), "cut short or damaged")
+
+
+class Names(list[str]):
+    """A list of a program's own."""
+
+
+def test_a_container_of_a_program_s_own_is_left_out_and_told_of(folder: Path) -> None:
+    change(shard(folder, 0), lambda content: content.update(names=Names(["a", "b"])))
+    (note,) = open_fairscale(folder).notes
+    assert note == f"left out: names is a {__name__}.Names"
+
+
+def test_files_of_two_checkpoints_in_one_folder(folder: Path) -> None:
+    shutil.copy(shard(folder, 0), folder / "checkpoint_best-shard0.pt")
+    fails(folder, "checkpoint_best-shard0.pt, checkpoint_last-shard0.pt", "name the first file of one")
+    assert open_fairscale(shard(folder, 0)).world_size == 3
+
+
+def test_a_folder_without_files_of_ranks(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("nothing")
+    fails(tmp_path, "no files of torch.save with a rank's number", error=FileNotFoundError)
+
+
+def test_a_path_that_is_nothing(tmp_path: Path) -> None:
+    fails(tmp_path / "checkpoint_last.pt", "checkpoint_last-shard0.pt", error=FileNotFoundError)
+
+
+def test_a_file_without_metadata(folder: Path) -> None:
+    change(shard(folder, 2), lambda content: content.pop("fsdp_metadata"))
+    fails(folder, shard(folder, 2), "no metadata", "model, last_optimizer_state")
+
+
+def test_a_file_without_weights(folder: Path) -> None:
+    change(shard(folder, 2), lambda content: content.pop("model"))
+    fails(folder, shard(folder, 2), "no weights", "'fsdp_metadata'")
+
+
+def test_a_file_that_is_no_dict(folder: Path) -> None:
+    torch.save([1, 2], shard(folder, 0))
+    fails(folder, shard(folder, 0), "has a list in it")
+
+
+def test_a_key_that_the_weights_lack_is_named_and_may_be_left_out(folder: Path) -> None:
+    change(shard(folder, 0), lambda content: content["model"].pop("norm.running_var"))
+    fails(folder, shard(folder, 0), "'norm.running_var' is missing", "strict=False")
+    assert "norm.running_var" not in open_fairscale(folder, strict=False).model.tensors
+
+
+def test_a_value_among_the_weights_that_is_no_tensor(folder: Path) -> None:
+    change(shard(folder, 0), lambda content: content["model"].update({"norm.running_var": "high"}))
+    fails(folder, "norm.running_var is a str")
+
+
+# --- the optimizer's state ------------------------------------------------------------------------------------------
+
+
+def state(content: Content) -> Content:
+    return content["last_optimizer_state"]["state"]
+
+
+def test_a_file_without_the_optimizer_s_state(folder: Path) -> None:
+    change(shard(folder, 1), lambda content: content.pop("last_optimizer_state"))
+    fails(folder, shard(folder, 1), "no state of the optimizer under 'last_optimizer_state'")
+
+
+def test_state_of_a_rank_at_another_step(folder: Path) -> None:
+    change(shard(folder, 1), lambda content: state(content)[0].update(step=torch.tensor(3.0)))
+    fails(folder, "'step' of first.weight", "different steps")
+
+
+def test_state_that_a_rank_has_not(folder: Path) -> None:
+    change(shard(folder, 2), lambda content: state(content)[1].pop("exp_avg_sq"))
+    fails(folder, shard(folder, 2), "inner.flat_param_0", "'exp_avg', 'step'")
+
+
+def test_state_of_an_odd_shape(folder: Path) -> None:
+    change(shard(folder, 0), lambda content: state(content)[0].update(exp_avg=torch.zeros(3)))
+    fails(folder, shard(folder, 0), "'exp_avg' of flat_param_0 is [3]", "has shape [14]")
+
+
+def test_an_optimizer_of_fewer_parameters_wants_their_order(folder: Path) -> None:
+    def drop(content: Content) -> None:
+        state(content).update({0: state(content).pop(1)})
+        content["last_optimizer_state"]["param_groups"][0]["params"] = [0]
+
+    for rank in range(3):
+        change(shard(folder, rank), drop)
+    fails(folder, "1 parameters in 1 group(s)", "2 shards (flat_param_0, inner.flat_param_0)", "--param-order")
+    source = open_fairscale(folder, optimizer_params=["inner.flat_param_0"])
+    assert list(source.optimizer_rest["state"]) == ["inner.0.weight", "inner.2.bias", "inner.3.weight", "inner.3.bias"]
+    fails(folder, "no shard other.flat_param_0", optimizer_params=["other.flat_param_0"])
+
+
+def test_several_groups_want_the_order_of_parameters(folder: Path) -> None:
+    def divide(content: Content) -> None:
+        group = content["last_optimizer_state"]["param_groups"][0]
+        group["params"] = [0]
+        content["last_optimizer_state"]["param_groups"].append({**group, "params": [1], "lr": 0.5})
+        state(content).update({0: state(content)[1], 1: state(content)[0]})
+
+    expected = state_of(open_fairscale(folder))
+    for rank in range(3):
+        change(shard(folder, rank), divide)
+    fails(folder, "2 parameters in 2 group(s)", "--param-order")
+    source = open_fairscale(folder, optimizer_params=["inner.flat_param_0", "flat_param_0"])
+    assert source.optimizer_rest["groups"][1]["options"]["lr"] == 0.5
+    assert source.optimizer_rest["groups"][1]["params"] == ["first.weight", "first.bias", "norm.weight", "norm.bias"]
+    assert_same_state(state_of(source), expected)
+
+
+def test_a_full_state_of_another_model(folder: Path) -> None:
+    content = torch.load(RECORDED / "optim-flat-2" / "full.pt", weights_only=True)
+    content["param_id_map"][8] = 1
+    torch.save(content, folder / "full.pt")
+    fails(shard(folder, 0), folder / "full.pt", "has 9 parameters", "name 8", optimizer=[folder / "full.pt"])
+
+
+def test_two_optimizers_are_left_out_and_told_of(folder: Path) -> None:
+    for rank in range(3):
+        change(shard(folder, rank), lambda content: content.update(other=content["last_optimizer_state"]))
+    source = open_fairscale(folder)
+    assert source.optimizer is None
+    assert source.notes == ("last_optimizer_state, other are left out: a checkpoint has the state of one optimizer",)
+
+
+def test_a_range_that_is_not_in_a_tensor(folder: Path) -> None:
+    source = open_fairscale(folder)
+    for start, target in ((-1, torch.empty(2)), (24, torch.empty(2)), (0, torch.empty(2, 2).t())):
+        with pytest.raises(ValueError, match=re.escape(f"first.weight in {folder}: cannot read elements {start}")):
+            source.model.read("first.weight", target, start)

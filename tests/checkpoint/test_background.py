@@ -1,0 +1,227 @@
+"""`fsdp.checkpoint.Saver`: training goes on while a checkpoint is written, and nothing of it is lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsdp
+from fsdp.checkpoint import Saver
+from tests.helpers.models import nested_mlp
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.parity import adam, fully_sharded
+from tests.helpers.ranks import RankPool
+from tests.helpers.safetensors_files import assert_equal_states
+
+write_parts = "fsdp.checkpoint.writer.write_parts"
+
+
+def train(model: Any, optimizer: Any) -> None:
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def held_back(gate: threading.Event) -> Any:
+    """Writing begins when the gate is opened."""
+    from fsdp.checkpoint.safetensors import write_parts as do
+
+    def write(*args: Any) -> Any:
+        gate.wait()
+        return do(*args)
+
+    return mock.patch(write_parts, write)
+
+
+@parametrize_pairs(world_size=[1, 2, 3], options=[{}, {"use_orig_params": True}, {"offload": "cpu"}])
+def test_what_is_saved_is_as_it_was_when_save_was_called(
+    ranks: RankPool, tmp_path: Path, world_size: int, options: dict[str, Any]
+) -> None:
+    ranks(world_size).run(_train_on, tmp_path, options)
+
+
+def _train_on(folder: Path, options: dict[str, Any]) -> None:
+    model = nested_mlp(fully_sharded(**options))
+    optimizer = adam(model.parameters())
+    gate = threading.Event()
+    with Saver() as saver, held_back(gate):
+        for step in range(3):
+            train(model, optimizer)
+            gate.set()
+            saver.wait()
+            gate.clear()
+            before = model.state_dict()
+            saver.save(folder, model, optimizer, step=step, keep=2, values=step)
+            assert saver.is_busy
+            train(model, optimizer)  # with collectives of its own, while nothing is written yet
+            assert not (folder / f"step-{step:08d}").exists()
+        gate.set()
+        saved = saver.wait()
+    assert saved is not None
+    assert saved.path == fsdp.checkpoint.newest(folder) == folder / "step-00000002"
+    loaded = nested_mlp(fully_sharded())
+    assert fsdp.load(saved.path, loaded, adam(loaded.parameters())).values == 2
+    assert_equal_states(loaded.state_dict(), before)
+
+
+def test_memory_of_the_copies_is_used_again(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_save_often, tmp_path)
+
+
+def _save_often(folder: Path) -> None:
+    model = nested_mlp(fully_sharded())
+    optimizer = adam(model.parameters())
+    train(model, optimizer)
+    shards = sum(param.nbytes for param in model.parameters())
+    with Saver() as saver:
+        for step in range(3):
+            saver.save(folder, model, optimizer, step=step)
+        saver.wait()
+        assert saver._stager.held_bytes <= 3 * shards
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_is_raised_by_the_next_call_on_every_rank(ranks: RankPool, tmp_path: Path, rank: int) -> None:
+    ranks(2).run(_fail_once, tmp_path, rank)
+
+
+def _fail_once(folder: Path, rank: int) -> None:
+    model = nested_mlp(fully_sharded())
+    saver = Saver()
+    failing = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    for ask in (lambda: saver.save(folder / "run", model), saver.wait):
+        with mock.patch("os.pwrite", side_effect=failing) if dist.get_rank() == rank else mock.patch("os.getpid"):
+            saver.save(folder / "run", model)
+            saver._jobs[0]._thread.join()
+        with pytest.raises((OSError, RuntimeError), match="No space left on device"):
+            ask()
+        assert dist.get_rank() or not list(folder.iterdir())  # the first rank tidies up
+    assert saver.wait() is None
+    saver.save(folder / "run", model)
+    assert saver.wait() is not None
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_save_that_comes_too_early_is_refused_on_every_rank_if_asked(
+    ranks: RankPool, tmp_path: Path, slow: int
+) -> None:
+    ranks(2).run(_save_too_early, tmp_path, slow)
+
+
+def _save_too_early(folder: Path, slow: int) -> None:
+    model = nested_mlp(fully_sharded())
+    gate = threading.Event()
+    with held_back(gate), Saver(when_busy="raise") as saver:
+        if dist.get_rank() != slow:
+            gate.set()
+        saver.save(folder / "run", model, values=1)
+        with pytest.raises(RuntimeError, match="the last checkpoint is still being written"):
+            saver.save(folder / "run", model, values=2)
+        gate.set()
+        saver.wait()
+        dist.barrier()
+        saver.save(folder / "run", model, values=3)
+    assert fsdp.load(folder / "run", model).values == 3
+
+
+def test_a_save_that_comes_too_early_waits_otherwise(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_save_twice, tmp_path)
+
+
+def _save_twice(folder: Path) -> None:
+    model = nested_mlp(fully_sharded())
+    gate = threading.Event()
+    opens = threading.Timer(0.2, gate.set)
+    with held_back(gate), Saver() as saver:
+        saver.save(folder / "run", model, values=1)
+        opens.start()
+        saver.save(folder / "run", model, values=2)
+        assert gate.is_set()
+    assert fsdp.load(folder / "run", model).values == 2
+
+
+def test_copies_that_need_more_memory_than_is_allowed_are_refused_on_every_rank(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks(2).run(_save_within, tmp_path)
+
+
+def _save_within(folder: Path) -> None:
+    model = nested_mlp(fully_sharded())
+    saver = Saver(max_bytes=10 if dist.get_rank() == 1 else None)
+    with pytest.raises((MemoryError, RuntimeError), match="max_bytes=10"):
+        saver.save(folder / "run", model)
+    assert not list(folder.iterdir())
+
+
+def test_another_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match="when_busy must be"):
+        Saver(when_busy="sometimes")  # type: ignore[arg-type]
+
+
+SCRIPT = """
+import os, sys, threading, torch, fsdp
+from unittest import mock
+from fsdp.checkpoint import Saver
+from fsdp.checkpoint import writer as module
+
+do = module.write_parts
+main = threading.main_thread()
+
+
+def write(*args):
+    main.join()  # which has nothing left to do
+    if {fails}:
+        raise OSError("the disk is gone")
+    return do(*args)
+
+
+module.write_parts = write
+saver = Saver()
+saver.save({path!r}, torch.nn.Linear(2, 2))
+"""
+
+
+def _run(script: str) -> Any:
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("check", ["saved", "told"])
+def test_the_end_of_a_script_waits_and_tells(tmp_path: Path, check: str) -> None:
+    ended = _run(SCRIPT.format(fails=check == "told", path=str(tmp_path / "run")))
+    assert ended.returncode == 0, ended.stderr
+    if check == "saved":
+        fsdp.load(tmp_path / "run", torch.nn.Linear(2, 2))
+        assert ended.stderr == ""
+    else:
+        assert "a checkpoint could not be saved" in ended.stderr
+        assert "the disk is gone" in ended.stderr
+        assert not list(tmp_path.iterdir())
+
+
+def test_an_error_that_ends_the_block_is_not_replaced_by_that_of_a_save(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing = mock.patch("os.pwrite", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    with failing, pytest.raises(KeyError):
+        _train_within_a_saver(tmp_path / "run", KeyError("of the training"))
+    assert "besides, a checkpoint could not be saved" in capsys.readouterr().err
+    with failing, pytest.raises(OSError, match="No space left"):
+        _train_within_a_saver(tmp_path / "run", None)
+
+
+def _train_within_a_saver(path: Path, error: Exception | None) -> None:
+    with Saver() as saver:
+        saver.save(path, nested_mlp())
+        if error is not None:
+            raise error

@@ -1,0 +1,372 @@
+"""`load_safetensors`: each rank reads what it keeps, and the model then has the values of the files.
+
+`test_pain_point_20_...` are about host memory that explodes while a model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from fsdp import FullyShardedDataParallel, MixedPrecision, load_safetensors
+from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.parity import TOKENS, Alone, assert_parity, fully_sharded, sgd_with_momentum
+from tests.helpers.ranks import RankPool
+from tests.helpers.safetensors_files import assert_equal_states, counted_reads, other_values, save, shard_bytes
+
+FOLDER = "offload folder"
+
+
+# Values
+
+
+OPTIONS = [
+    {},
+    {"flatten_parameters": False},
+    {"use_orig_params": True},
+    {"offload": "cpu"},
+    {"offload": "disk", "offload_folder": FOLDER},
+    {"mixed_precision": True, "compute_dtype": torch.bfloat16},
+    {"use_orig_params": True, "offload": "disk", "offload_folder": FOLDER},
+]
+
+
+def with_folder(options: dict[str, Any], folder: Path) -> dict[str, Any]:
+    return {name: folder if value is FOLDER or value == FOLDER else value for name, value in options.items()}
+
+
+@parametrize_pairs(world_size=[3, 1, 2, 4], options=OPTIONS, nested=[True, False], files=[1, 2])
+def test_the_model_has_the_values_of_the_files(
+    ranks: RankPool, tmp_path: Path, world_size: int, options: dict[str, Any], nested: bool, files: int
+) -> None:
+    save(tmp_path, other_values(), files)
+    ranks(world_size).run(_load, tmp_path, with_folder(options, tmp_path / "offload"), nested)
+
+
+def _load(path: Path, options: dict[str, Any], nested: bool) -> None:
+    model = nested_mlp(fully_sharded(**options), nested=nested)
+    result = load_safetensors(model, path)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    assert_equal_states(model.state_dict(), other_values())
+
+
+@parametrize_pairs(options=OPTIONS, world_size=[2, 3])
+def test_a_forward_before_does_not_leave_stale_parameters(
+    ranks: RankPool, tmp_path: Path, options: dict[str, Any], world_size: int
+) -> None:
+    save(tmp_path, other_values())
+    ranks(world_size).run(_load_between_steps, tmp_path, with_folder(options, tmp_path / "offload"))
+
+
+def _load_between_steps(path: Path, options: dict[str, Any]) -> None:
+    model = nested_mlp(fully_sharded(**options, reshard_after_forward=False))
+    inputs = torch.ones(2, 5)
+    with model.no_sync():
+        model(inputs).sum().backward()  # leaves parameters whole
+    load_safetensors(model, path)
+    expected = nested_mlp(fully_sharded(**options))
+    expected.load_state_dict(other_values())
+    assert torch.equal(model(inputs), expected(inputs))
+
+
+class _Loaded:
+    """Wraps a model and loads it."""
+
+    def __init__(self, make: Callable[..., nn.Module], path: Path, **options: Any) -> None:
+        self._make, self._path, self._wrap = make, path, fully_sharded(**options)
+
+    def __call__(self, wrap: Wrap) -> nn.Module:
+        if wrap is keep:
+            return self._make(seed=1)
+        model = self._make(self._wrap)
+        load_safetensors(model, self._path)
+        return model
+
+
+@parametrize_pairs(options=OPTIONS[:4], world_size=[3, 4])
+def test_a_loaded_model_trains_like_the_plain_one(
+    ranks: RankPool, tmp_path: Path, options: dict[str, Any], world_size: int
+) -> None:
+    save(tmp_path, other_values())
+    ranks(world_size).run(_train, tmp_path, options)
+
+
+def _train(path: Path, options: dict[str, Any]) -> None:
+    assert_parity(_Loaded(nested_mlp, path, **options), sgd_with_momentum, wrap=fully_sharded())
+
+
+def test_ranks_that_keep_nothing_of_a_parameter_gather_it_again(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path, {"scale": torch.tensor(-3.0)})
+    ranks(3).run(_load_one_number, tmp_path)
+
+
+def _load_one_number(path: Path) -> None:
+    model = nested_mlp(fully_sharded(reshard_after_forward=False))
+    inputs = torch.ones(2, 5)
+    with model.no_sync():
+        before = model(inputs)
+    load_safetensors(model, path, strict=False)
+    assert not torch.equal(model(inputs), before)
+
+
+def test_what_was_assigned_gives_way(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path, other_values())
+    ranks(2).run(_assign_and_load, tmp_path)
+
+
+def _assign_and_load(path: Path) -> None:
+    model = nested_mlp(fully_sharded())
+    model.entry.bias = nn.Parameter(torch.ones(7))
+    with counted_reads() as sizes:
+        load_safetensors(model, path)
+    assert sum(sizes) == shard_bytes(model)
+    assert_equal_states(model.state_dict(), other_values())
+
+
+# Other dtypes
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_values_of_another_dtype_are_cast(ranks: RankPool, tmp_path: Path, dtype: torch.dtype) -> None:
+    save(tmp_path, {name: value.to(dtype) for name, value in other_values().items()})
+    ranks(3).run(_load_cast, tmp_path, dtype)
+
+
+def _load_cast(path: Path, dtype: torch.dtype) -> None:
+    model = nested_mlp(fully_sharded())
+    load_safetensors(model, path)
+    assert_equal_states(model.state_dict(), {name: v.to(dtype).float() for name, v in other_values().items()})
+
+
+def test_shards_keep_the_precision_of_the_optimizer(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path, other_values())
+    ranks(2).run(_load_under_policy, tmp_path)
+
+
+def _load_under_policy(path: Path) -> None:
+    policy = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    model = nested_mlp(fully_sharded(mixed_precision=policy))
+    load_safetensors(model, path)
+    assert_equal_states(model.state_dict(), other_values())
+
+
+# What is not flat
+
+
+class WithBuffers(nn.Module):
+    """A batch norm beside a layer, a table that is not in memory in row-major order, and one that is not saved."""
+
+    table: Tensor
+    own: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("table", torch.zeros(4, 3).t())
+        self.register_buffer("own", torch.ones(2), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(self.norm(inputs)) @ self.table
+
+
+def state_with_buffers() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    state = WithBuffers().state_dict()
+    return {
+        name: torch.rand(value.shape, generator=generator) if value.is_floating_point() else torch.tensor(7)
+        for name, value in state.items()
+    }
+
+
+POLICY = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+
+
+@parametrize_pairs(options=[{}, {"mixed_precision": POLICY}, {"use_orig_params": True}], world_size=[2, 3])
+def test_buffers_are_read_whole_on_every_rank(
+    ranks: RankPool, tmp_path: Path, options: dict[str, Any], world_size: int
+) -> None:
+    save(tmp_path, state_with_buffers())
+    ranks(world_size).run(_load_buffers, tmp_path, options)
+
+
+def _load_buffers(path: Path, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = FullyShardedDataParallel(WithBuffers(), **options)
+    with counted_reads() as sizes:
+        load_safetensors(model, path)
+    assert sum(sizes) == shard_bytes(model) + sum(b.nbytes for b in WithBuffers().buffers()) - 2 * 4
+    assert_equal_states(model.state_dict(), state_with_buffers())
+    assert torch.equal(model.module.own, torch.ones(2, dtype=model.module.own.dtype))
+    inputs = torch.rand(4, 3)
+    plain = WithBuffers().eval()
+    plain.load_state_dict(state_with_buffers())
+    tolerance = {"rtol": 0.1, "atol": 0.1} if options.get("mixed_precision") else {}
+    torch.testing.assert_close(model.eval()(inputs).float(), plain(inputs), **tolerance)
+
+
+def test_buffers_without_memory_get_some(tmp_path: Path) -> None:
+    save(tmp_path, state_with_buffers())
+    module = WithBuffers()
+    module.table = module.table.to("meta")
+    model = FullyShardedDataParallel(module, Alone())
+    load_safetensors(model, tmp_path)
+    assert torch.equal(model.state_dict()["table"], state_with_buffers()["table"])
+
+
+def test_ignored_parameters_are_read_whole(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path, other_values())
+    ranks(3).run(_load_ignored, tmp_path)
+
+
+def _load_ignored(path: Path) -> None:
+    plain = nested_mlp()
+    model = FullyShardedDataParallel(plain, ignored_modules=[plain.entry], ignored_parameters=[plain.scale])
+    weight = plain.entry.weight
+    load_safetensors(model, path)
+    assert_equal_states(model.state_dict(), other_values())
+    assert plain.entry.weight is weight
+
+
+def test_a_plain_model_with_units_inside_is_loaded_as_a_whole(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path, other_values())
+    ranks(3).run(_load_plain_around_units, tmp_path)
+
+
+def _load_plain_around_units(path: Path) -> None:
+    model = nested_mlp()
+    model.trunk = FullyShardedDataParallel(model.trunk)
+    model.gate = FullyShardedDataParallel(model.gate, flatten_parameters=False)
+    load_safetensors(model, path)
+    assert_equal_states(model.state_dict(), other_values())
+
+
+def test_a_model_without_units_is_loaded_in_place(tmp_path: Path) -> None:
+    save(tmp_path, other_values())
+    model = nested_mlp()
+    before = {name: (id(param), param._version) for name, param in model.named_parameters()}
+    load_safetensors(model, tmp_path)
+    assert_equal_states(model.state_dict(), other_values())
+    assert {name: (id(param), param._version - 1) for name, param in model.named_parameters()} == before
+
+
+def test_one_unit_of_a_model_is_loaded_by_itself(ranks: RankPool, tmp_path: Path) -> None:
+    state = {name.removeprefix("trunk."): value for name, value in other_values().items() if name.startswith("trunk.")}
+    save(tmp_path, state)
+    ranks(3).run(_load_one_unit, tmp_path)
+
+
+def _load_one_unit(path: Path) -> None:
+    model = nested_mlp(fully_sharded())
+    load_safetensors(model.trunk, path)
+    own, other = nested_mlp().state_dict(), other_values()
+    assert_equal_states(model.state_dict(), {name: (other if "trunk." in name else own)[name] for name in own})
+
+
+def test_frozen_parameters_are_loaded_and_stay_frozen(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path, other_values())
+    ranks(2).run(_load_frozen, tmp_path)
+
+
+def _load_frozen(path: Path) -> None:
+    plain = nested_mlp()
+    plain.trunk.requires_grad_(False)
+    model = FullyShardedDataParallel(plain)
+    needs = [param.requires_grad for param in model.parameters()]
+    load_safetensors(model, path)
+    assert_equal_states(model.state_dict(), other_values())
+    assert [param.requires_grad for param in model.parameters()] == needs == [True, False]
+
+
+# Names
+
+
+@parametrize_pairs(
+    stored=["tokens.weight", "head.weight"], options=[{}, {"use_orig_params": True}, {"flatten_parameters": False}]
+)
+def test_a_tied_parameter_is_loaded_under_any_of_its_names(
+    ranks: RankPool, tmp_path: Path, stored: str, options: dict[str, Any]
+) -> None:
+    state = tiny_transformer(tied=True, seed=1).state_dict()
+    for name in {"tokens.weight", "head.weight"} - {stored}:
+        del state[name]
+    save(tmp_path, state)
+    ranks(3).run(_load_tied, tmp_path, options)
+
+
+def _load_tied(path: Path, options: dict[str, Any]) -> None:
+    model = tiny_transformer(fully_sharded(**options), tied=True)
+    result = load_safetensors(model, path)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    assert_equal_states(model.state_dict(), tiny_transformer(tied=True, seed=1).state_dict())
+
+
+def test_a_tied_model_trains_on(ranks: RankPool, tmp_path: Path) -> None:
+    state = tiny_transformer(tied=True, seed=1).state_dict()
+    del state["head.weight"]
+    save(tmp_path, state)
+    ranks(2).run(_train_tied, tmp_path)
+
+
+def _train_tied(path: Path) -> None:
+    def make(wrap: Wrap = keep, seed: int = 0) -> nn.Module:
+        return tiny_transformer(wrap, tied=True, seed=seed)
+
+    assert_parity(_Loaded(make, path), sgd_with_momentum, wrap=fully_sharded(), task=TOKENS)
+
+
+def test_names_that_torchs_wrappers_add_are_not_needed(tmp_path: Path) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    save(tmp_path, {"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)})
+    module = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)))
+    model = FullyShardedDataParallel(module, Alone())
+    load_safetensors(model, tmp_path)
+    assert all(bool((value == 1).all()) for value in model.state_dict().values())
+
+
+# What it costs
+
+
+@parametrize_pairs(world_size=[1, 2, 3, 4], options=OPTIONS)
+def test_pain_point_20_each_rank_reads_only_what_it_keeps(
+    ranks: RankPool, tmp_path: Path, world_size: int, options: dict[str, Any]
+) -> None:
+    save(tmp_path, other_values())
+    read = ranks(world_size).run(_count, tmp_path, with_folder(options, tmp_path / "offload"))
+    assert sum(read) == sum(value.nbytes for value in other_values().values())
+
+
+def _count(path: Path, options: dict[str, Any]) -> int:
+    model = nested_mlp(fully_sharded(**options))
+    with counted_reads() as sizes:
+        load_safetensors(model, path)
+    assert sum(sizes) == shard_bytes(model)
+    return sum(sizes)
+
+
+@parametrize_pairs(dtype=[torch.float32, torch.bfloat16], world_size=[2, 4], offload=["no", "disk"])
+def test_pain_point_20_no_rank_holds_a_whole_parameter(
+    ranks: RankPool, tmp_path: Path, dtype: torch.dtype, world_size: int, offload: str
+) -> None:
+    save_file({"weight": torch.ones(2048, 2048).to(dtype)}, tmp_path / "model.safetensors")
+    options = {"offload": "disk", "offload_folder": tmp_path / "offload"} if offload == "disk" else {}
+    ranks(world_size).run(_load_large, tmp_path, options)
+
+
+def _load_large(path: Path, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = FullyShardedDataParallel(nn.Linear(2048, 2048, bias=False), **options)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        load_safetensors(model, path)
+    largest = max((event.cpu_memory_usage for event in profile.events()), default=0)
+    assert largest <= 4 << 20  # the buffer for casts
+    with model.summon_full_params():
+        assert bool((model.module.weight == 1).all())

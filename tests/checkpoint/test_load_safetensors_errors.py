@@ -1,0 +1,150 @@
+"""Files that `load_safetensors` cannot load: one error, on every rank, before anything is changed."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp import FullyShardedDataParallel, load_safetensors
+from tests.helpers.models import nested_mlp
+from tests.helpers.parity import Alone, fully_sharded
+from tests.helpers.ranks import RankPool
+from tests.helpers.safetensors_files import assert_equal_states, other_values, save
+
+
+def test_without_strict_the_result_says_what_does_not_fit(ranks: RankPool, tmp_path: Path) -> None:
+    state = other_values()
+    del state["entry.bias"]
+    save(tmp_path, state | {"more": torch.ones(1)})
+    ranks(3).run(_load_loosely, tmp_path)
+
+
+def _load_loosely(path: Path) -> None:
+    model = nested_mlp(fully_sharded())
+    result = load_safetensors(model, path, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == (["entry.bias"], ["more"])
+    expected = other_values() | {"entry.bias": nested_mlp().state_dict()["entry.bias"]}
+    assert_equal_states(model.state_dict(), {name: expected[name] for name in other_values()})
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_one_error_names_all_that_does_not_fit_and_nothing_is_changed(
+    ranks: RankPool, tmp_path: Path, strict: bool
+) -> None:
+    state = other_values()
+    del state["entry.bias"]
+    save(tmp_path, state | {"more": torch.ones(1), "trunk.0.weight": torch.ones(7, 11)})
+    ranks(3).run(_refuse, tmp_path, strict)
+
+
+def _refuse(path: Path, strict: bool) -> None:
+    model = nested_mlp(fully_sharded())
+    with pytest.raises(RuntimeError) as caught:
+        load_safetensors(model, path, strict=strict)
+    message = str(caught.value)
+    assert "trunk.0.weight in " in message
+    assert "has shape [7, 11], and the model's [11, 7]" in message
+    assert ("missing: entry.bias" in message) is strict
+    assert ("unexpected: more" in message) is strict
+    assert_equal_states(model.state_dict(), nested_mlp().state_dict())
+
+
+def test_a_model_in_use_is_left_alone(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path, other_values())
+    ranks(2).run(_load_in_use, tmp_path)
+
+
+def _load_in_use(path: Path) -> None:
+    model = nested_mlp(fully_sharded())
+    errors: list[str] = []
+
+    def load(*args: Any) -> None:
+        with pytest.raises(RuntimeError) as caught:
+            load_safetensors(model, path)
+        errors.append(str(caught.value))
+
+    hook = model.module.module.exit.register_forward_hook(load)
+    model(torch.ones(2, 5))
+    hook.remove()
+    with model.summon_full_params():
+        load()
+    assert "cannot load safetensors files in the middle of a forward" in errors[0]
+    assert "inside summon_full_params() there are only copies" in errors[1]
+    assert_equal_states(model.state_dict(), nested_mlp().state_dict())
+
+
+def test_a_shard_that_was_replaced_by_something_else_is_named(tmp_path: Path) -> None:
+    save(tmp_path, other_values())
+    model = FullyShardedDataParallel(nested_mlp(), Alone())
+    model.params[0].data = torch.zeros(3)
+    with pytest.raises(RuntimeError, match=r"shard has 3 elements instead of \d+: its \.data was replaced"):
+        load_safetensors(model, tmp_path)
+
+
+def test_a_part_of_a_unit_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, {"weight": torch.ones(7, 5), "bias": torch.ones(7)})
+    model = FullyShardedDataParallel(nested_mlp(), Alone())
+    with pytest.raises(RuntimeError, match=r"this Linear is a part of NestedMlp.* Load safetensors files by the wrap"):
+        load_safetensors(model.module.module.entry, tmp_path)
+
+
+def test_a_plain_parameter_without_memory_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, {"weight": torch.ones(2, 2), "bias": torch.ones(2)})
+    with pytest.raises(RuntimeError, match="weight is on the meta device: give it memory first"):
+        load_safetensors(nn.Linear(2, 2, device="meta"), tmp_path)
+
+
+def test_ranks_with_different_files_are_told(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path, other_values())
+    (tmp_path / "other").mkdir()
+    save(tmp_path / "other", other_values() | {"more": torch.ones(1)})
+    ranks(3).run(_load_different_files, tmp_path)
+
+
+def _load_different_files(path: Path) -> None:
+    model = nested_mlp(fully_sharded())
+    with pytest.raises(RuntimeError, match=r"different safetensors files: rank 0 has .* and rank 2 has .*other/model"):
+        load_safetensors(model, path / "other" if dist.get_rank() == 2 else path, strict=False)
+
+
+def test_a_rank_without_the_file_does_not_leave_the_others_waiting(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path, other_values())
+    ranks(3).run(_load_missing_file, tmp_path)
+
+
+def _load_missing_file(path: Path) -> None:
+    model = nested_mlp(fully_sharded())
+    if dist.get_rank() == 1:
+        with pytest.raises(FileNotFoundError, match="nowhere"):
+            load_safetensors(model, path / "nowhere")
+    else:
+        with pytest.raises(RuntimeError, match=r"rank 1 could not open its safetensors files.*FileNotFound.*nowhere"):
+            load_safetensors(model, path)
+
+
+def test_a_rank_that_cannot_read_does_not_leave_the_others_waiting(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path, other_values())
+    ranks(3).run(_load_unreadable, tmp_path)
+
+
+def _load_unreadable(path: Path) -> None:
+    model = nested_mlp(fully_sharded())
+    is_broken = dist.get_rank() == 1
+    broken = mock.patch("os.preadv", side_effect=OSError("the disk is gone"))
+    raised = OSError if is_broken else RuntimeError
+    with broken if is_broken else nullcontext(), pytest.raises(raised, match="the disk is gone"):
+        load_safetensors(model, path)
+
+
+def test_complex_values_do_not_become_real(tmp_path: Path) -> None:
+    save(tmp_path, {"weight": torch.ones(2, 2, dtype=torch.complex64), "bias": torch.ones(2)})
+    model = FullyShardedDataParallel(nn.Linear(2, 2), Alone())
+    with pytest.raises(RuntimeError, match=r"weight in .* is of torch.complex64, and the model's of torch.float32"):
+        load_safetensors(model, tmp_path)

@@ -1,0 +1,370 @@
+"""`fsdp.save` and `fsdp.load` of models: any number of ranks writes what any other reads, and everybody else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import fsdp
+from fsdp import FullyShardedDataParallel, MixedPrecision
+from tests.helpers.checkpoint_models import counted_writes, save_in, stored_state
+from tests.helpers.dcp_folders import everything
+from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
+from tests.helpers.pairs import every_pair, parametrize_pairs
+from tests.helpers.parity import Alone, adamw, fully_sharded
+from tests.helpers.ranks import RankPool
+from tests.helpers.safetensors_files import assert_equal_states, counted_reads, shard_bytes
+
+OPTIONS = [
+    {},
+    {"flatten_parameters": False},
+    {"use_orig_params": True},
+    {"offload": "cpu"},
+    {"offload": "disk", "offload_folder": "offload"},
+    {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)},
+]
+WORLDS = [1, 2, 3, 4]
+
+
+def with_folder(options: dict[str, Any], folder: Path) -> dict[str, Any]:
+    return {name: folder / value if name == "offload_folder" else value for name, value in options.items()}
+
+
+def tied_state(make: Callable[..., nn.Module], seed: int) -> dict[str, Tensor]:
+    """A plain model's state with tied parameters under their first names only."""
+    model = make(seed=seed)
+    params = dict(model.named_parameters())  # which has them once
+    return {
+        name: value
+        for name, value in model.state_dict().items()
+        if name in params or name in dict(model.named_buffers())
+    }
+
+
+# Values
+
+
+@parametrize_pairs(saved_by=WORLDS, loaded_by=WORLDS, options=OPTIONS)
+def test_any_number_of_ranks_loads_what_any_other_has_saved(
+    ranks: RankPool, tmp_path: Path, saved_by: int, loaded_by: int, options: dict[str, Any]
+) -> None:
+    ranks(saved_by).run(save_in, tmp_path / "run", everything, fully_sharded())
+    ranks(loaded_by).run(_load, tmp_path / "run", with_folder(options, tmp_path))
+
+
+def _load(folder: Path, options: dict[str, Any]) -> None:
+    model = everything(fully_sharded(**options))
+    loaded = fsdp.load(folder, model)
+    assert (loaded.missing_keys, loaded.unexpected_keys) == ([], [])
+    assert_equal_states(model.state_dict(), everything(seed=1).state_dict())
+
+
+@parametrize_pairs(saved_by=[3, 1, 2, 4], options=OPTIONS)
+def test_the_file_is_the_plain_models_state(
+    ranks: RankPool, tmp_path: Path, saved_by: int, options: dict[str, Any]
+) -> None:
+    wrap = fully_sharded(**with_folder(options, tmp_path))
+    ranks(saved_by).run(save_in, tmp_path / "run", everything, wrap)
+    expected = tied_state(everything, seed=1)
+    found = stored_state(tmp_path / "run")
+    assert found.keys() == expected.keys()
+    assert_equal_states({name: found[name] for name in expected}, expected)
+    plain = everything(seed=2)
+    fsdp.load(tmp_path / "run", plain)
+    assert_equal_states(plain.state_dict(), everything(seed=1).state_dict())
+
+
+def test_training_goes_on_from_what_was_trained(ranks: RankPool, tmp_path: Path) -> None:
+    states = ranks(3).run(_train_and_save, tmp_path)
+    found = ranks(2).run(_loaded_state, tmp_path)
+    assert_equal_states(found[0], states[0])
+
+
+def _train_and_save(folder: Path) -> dict[str, Tensor]:
+    model = nested_mlp(fully_sharded())
+    optimizer = adamw(model.parameters())
+    for _ in range(2):
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        fsdp.save(folder / "run", model)
+    return model.state_dict()
+
+
+def _loaded_state(folder: Path) -> dict[str, Tensor]:
+    model = nested_mlp(fully_sharded())
+    fsdp.load(folder / "run", model)
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("options", [{}, {"use_orig_params": True}, {"flatten_parameters": False}], ids=str)
+def test_a_tied_parameter_is_written_once(ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
+    ranks(3).run(_save_and_load_tied, tmp_path, options)
+    assert "tokens.weight" in stored_state(tmp_path / "run")
+    assert "head.weight" not in stored_state(tmp_path / "run")
+
+
+def _save_and_load_tied(folder: Path, options: dict[str, Any]) -> None:
+    fsdp.save(folder / "run", tiny_transformer(fully_sharded(**options), tied=True, seed=1))
+    model = tiny_transformer(fully_sharded(**options), tied=True)
+    fsdp.load(folder / "run", model)
+    assert_equal_states(model.state_dict(), tiny_transformer(tied=True, seed=1).state_dict())
+
+
+def test_replicas_write_once(ranks: RankPool, tmp_path: Path) -> None:
+    written = ranks(4).run(_save_hybrid, tmp_path)
+    assert sum(written) == sum(value.nbytes for value in tied_state(everything, seed=1).values())
+    assert_equal_states(stored_state(tmp_path / "run"), _sorted_as(tmp_path, tied_state(everything, seed=1)))
+    assert ranks(4).run(_load_hybrid, tmp_path) == [True] * 4
+
+
+def _sorted_as(folder: Path, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: state[name] for name in stored_state(folder / "run")}
+
+
+def _hybrid() -> Wrap:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return fully_sharded(process_group=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+def _save_hybrid(folder: Path) -> int:
+    model = everything(_hybrid(), seed=1)
+    with counted_writes() as sizes:
+        fsdp.save(folder / "run", model)
+    return sum(sizes)
+
+
+def _load_hybrid(folder: Path) -> bool:
+    model = everything(_hybrid())
+    fsdp.load(folder / "run", model)
+    assert_equal_states(model.state_dict(), everything(seed=1).state_dict())
+    return True
+
+
+def test_a_plain_model_that_all_ranks_have_is_written_once(ranks: RankPool, tmp_path: Path) -> None:
+    written = ranks(3).run(_save_plain, tmp_path)
+    assert sum(written) == sum(value.nbytes for value in tied_state(everything, seed=1).values())
+    assert written[1:] == [0, 0]
+
+
+def _save_plain(folder: Path) -> int:
+    with counted_writes() as sizes:
+        fsdp.save(folder / "run", everything(seed=1))
+    return sum(sizes)
+
+
+def test_a_plain_model_needs_no_process_group(tmp_path: Path) -> None:
+    fsdp.save(tmp_path / "run", everything(seed=1))
+    model = FullyShardedDataParallel(everything(), Alone())
+    fsdp.load(tmp_path / "run", model)
+    assert_equal_states(model.state_dict(), everything(seed=1).state_dict())
+
+
+@pytest.mark.parametrize("stride", [4, 2])
+def test_buffers_with_strides_are_saved_and_loaded(tmp_path: Path, stride: int) -> None:
+    model, other = nn.Module(), nn.Module()
+    model.register_buffer("some", torch.arange(4.0)[::stride])  # one element, and two
+    other.register_buffer("some", torch.zeros(4)[::stride])
+    fsdp.save(tmp_path / "run", model)
+    fsdp.load(tmp_path / "run", other)
+    assert torch.equal(other.some, model.some)
+
+
+def test_batch_norms_that_each_rank_trains_for_itself_are_those_of_the_first(ranks: RankPool, tmp_path: Path) -> None:
+    weights = ranks(3).run(_save_own_norms, tmp_path)
+    assert torch.equal(stored_state(tmp_path / "run")["1.weight"], weights[0])
+    assert not torch.equal(weights[0], weights[1])
+
+
+def _save_own_norms(folder: Path) -> Tensor:
+    model = fsdp.auto_wrap_bn(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), single_rank_pg=True)
+    model = FullyShardedDataParallel(model)
+    own = torch.full((4,), float(torch.distributed.get_rank()))
+    for param in model.module[1].parameters():
+        with torch.no_grad():
+            param.fill_(float(own[0]) + 1)
+    fsdp.save(folder / "run", model)
+    return own + 1
+
+
+# Other dtypes
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_parameters_are_cast_on_their_way_and_buffers_are_not(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+    casts = ranks(world_size).run(_save_cast, tmp_path)
+    assert all(cast == casts[0] for cast in casts)
+    plain = everything(seed=1)
+    params = dict(plain.named_parameters())
+    assert casts[0] == {name: value.dtype for name, value in params.items() if value.dtype != torch.bfloat16}
+    found = stored_state(tmp_path / "run")
+    for name, value in tied_state(everything, seed=1).items():
+        assert torch.equal(found[name], value.bfloat16() if name in params else value), name
+
+
+def _save_cast(folder: Path) -> dict[str, torch.dtype]:
+    return fsdp.save(folder / "run", everything(fully_sharded(), seed=1), dtype=torch.bfloat16).cast
+
+
+# What is no tensor
+
+
+VALUES = {
+    "step": 7,
+    "rate": 0.1,
+    "name": "run",
+    "lists": [1, [2.5, None]],
+    "betas": (0.9, (1, 2)),
+    "by_number": {3: "three", (1, 2): "pair"},
+    "raw": b"\x00\xff",
+    "infinite": float("inf"),
+    "flags": {"~odd": True},
+}
+
+
+def test_values_come_back_as_they_were(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_save_values, tmp_path)
+    loaded = fsdp.load(tmp_path / "run", nested_mlp())
+    tensor = loaded.values.pop("tensor")
+    assert loaded.values == VALUES
+    assert type(loaded.values["betas"]) is tuple
+    assert torch.equal(tensor, torch.arange(6, dtype=torch.int16).view(2, 3))
+    assert loaded.world_size == 2
+
+
+def _save_values(folder: Path) -> None:
+    values = VALUES | {"tensor": torch.arange(6, dtype=torch.int16).view(2, 3)}
+    mine = values if torch.distributed.get_rank() == 0 else None
+    fsdp.save(folder / "run", nested_mlp(fully_sharded()), values=mine)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"a": [1, object()]}, r"values\['a'\]\[1\] is a builtins.object"),
+        ({"big": torch.zeros(1 << 19)}, r"values\['big'\] is a tensor of 2097152 bytes"),
+    ],
+)
+def test_other_values_are_refused_and_named(tmp_path: Path, values: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        fsdp.save(tmp_path / "run", nested_mlp(), values=values)
+    assert not list(tmp_path.iterdir())
+
+
+class Counting(nn.Linear):
+    """Counts its calls in extra state."""
+
+    def __init__(self, count: Any = 0) -> None:
+        super().__init__(2, 2)
+        self.count = count
+
+    def get_extra_state(self) -> Any:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state["count"]
+
+
+def test_extra_state_of_modules_is_saved_and_loaded(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_save_and_load_extra, tmp_path)
+
+
+def _save_and_load_extra(folder: Path) -> None:
+    inner = Counting(5)
+    fsdp.save(folder / "run", FullyShardedDataParallel(nn.Sequential(FullyShardedDataParallel(inner), nn.Linear(2, 2))))
+    other = Counting()
+    model = FullyShardedDataParallel(nn.Sequential(other, nn.Linear(2, 2)))
+    fsdp.load(folder / "run", model)
+    assert other.count == 5
+    plain = FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    with pytest.raises(RuntimeError, match=r"unexpected: 0\._extra_state"):
+        fsdp.load(folder / "run", plain)
+    assert fsdp.load(folder / "run", plain, strict=False).missing_keys == []
+    with pytest.raises(TypeError, match=r"0\._extra_state\['count'\] is a builtins.object"):
+        fsdp.save(folder / "run", FullyShardedDataParallel(nn.Sequential(Counting(object()))))
+
+
+@pytest.mark.parametrize(("loaded_by", "goes_on"), [(2, True), (3, False)])
+def test_generators_go_on_where_as_many_ranks_load(
+    ranks: RankPool, tmp_path: Path, loaded_by: int, goes_on: bool
+) -> None:
+    drawn = ranks(2).run(_save_and_draw, tmp_path)
+    found = ranks(loaded_by).run(_load_and_draw, tmp_path)
+    assert len(set(drawn)) == 2
+    assert (found[:2] == [(True, each) for each in drawn]) is goes_on
+    assert [flag for flag, _ in found] == [goes_on] * loaded_by
+
+
+def _draw() -> tuple[float, ...]:
+    import random
+
+    import numpy as np
+
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def _save_and_draw(folder: Path) -> tuple[float, ...]:
+    model = nested_mlp(fully_sharded())
+    for _ in range(torch.distributed.get_rank() + 1):
+        _draw()
+    fsdp.save(folder / "run", model)
+    return _draw()
+
+
+def _load_and_draw(folder: Path) -> tuple[bool, tuple[float, ...]]:
+    loaded = fsdp.load(folder / "run", nested_mlp(fully_sharded()))
+    return loaded.has_generators, _draw()
+
+
+def test_the_header_is_what_transformers_asks_for(tmp_path: Path) -> None:
+    fsdp.save(tmp_path / "run", nested_mlp())
+    text = (tmp_path / "run" / "model.safetensors").read_bytes()
+    length = int.from_bytes(text[:8], "little")
+    assert length % 8 == 0
+    header = json.loads(text[8 : 8 + length])
+    assert header["__metadata__"] == {"format": "pt"}
+    assert load_file(tmp_path / "run" / "model.safetensors").keys() == keep(nested_mlp()).state_dict().keys()
+
+
+# What it costs
+
+
+@pytest.mark.parametrize("row", every_pair(world_size=WORLDS, options=OPTIONS[:5]), ids=str)
+def test_pain_point_27_every_byte_is_written_and_read_once(ranks: RankPool, tmp_path: Path, row: Any) -> None:
+    wrap = with_folder(row["options"], tmp_path)
+    counts = ranks(row["world_size"]).run(_count, tmp_path, wrap)
+    total = sum(value.nbytes for value in nested_mlp().state_dict().values())
+    assert sum(written for written, _, _ in counts) == sum(read for _, read, _ in counts) == total
+    assert all(written == read == kept for written, read, kept in counts)
+    assert (tmp_path / "run" / "model.safetensors").stat().st_size - total < 2048
+
+
+def _count(folder: Path, options: dict[str, Any]) -> tuple[int, int, int]:
+    model = nested_mlp(fully_sharded(**options))
+    with counted_writes() as written:
+        fsdp.save(folder / "run", model)
+    with counted_reads() as read:
+        fsdp.load(folder / "run", model)
+    return sum(written), sum(read), shard_bytes(model)
+
+
+@parametrize_pairs(dtype=[None, torch.bfloat16], world_size=[1, 2, 4])
+def test_pain_point_1_saving_and_loading_take_no_memory(
+    ranks: RankPool, tmp_path: Path, dtype: torch.dtype | None, world_size: int
+) -> None:
+    ranks(world_size).run(_save_large, tmp_path, dtype)
+
+
+def _save_large(folder: Path, dtype: torch.dtype | None) -> None:
+    model = FullyShardedDataParallel(nn.Linear(2048, 4096, bias=False))
+    with torch.profiler.profile(profile_memory=True) as profile:
+        fsdp.save(folder / "run", model, dtype=dtype)
+        fsdp.load(folder / "run", model)
+    assert max((event.cpu_memory_usage for event in profile.events()), default=0) <= 4 << 20  # a block, for casts

@@ -1,0 +1,317 @@
+"""Optimizers in checkpoints: what is written of them, in any form of the parameters, and what cannot be.
+
+That training goes on as if it had not stopped is in test_checkpoint_resume.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+
+import fsdp
+from fsdp import FullyShardedDataParallel, get_fsdp_instances
+from tests.checkpoint.test_resume import FORMS
+from tests.helpers.checkpoint_models import counted_writes
+from tests.helpers.models import nested_mlp
+from tests.helpers.optimizers import grouped_adamw, train
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.parity import adam, fully_sharded
+from tests.helpers.ranks import RankPool
+from tests.helpers.safetensors_files import assert_equal_states, counted_reads
+
+
+@parametrize_pairs(saved=FORMS, loaded=FORMS, loaded_by=[2, 1])
+def test_every_form_of_parameters_loads_the_state_of_every_other(
+    ranks: RankPool, tmp_path: Path, saved: dict[str, Any], loaded: dict[str, Any], loaded_by: int
+) -> None:
+    ranks(3).run(_save_adam, tmp_path, saved)
+    ranks(loaded_by).run(_save_adam, tmp_path, loaded, is_loaded=True)
+    first, second = (load_file(tmp_path / name / "optimizer.safetensors") for name in ("run", "again"))
+    assert_equal_states(dict(sorted(second.items())), dict(sorted(first.items())))
+
+
+def _save_adam(folder: Path, options: dict[str, Any], is_loaded: bool = False) -> None:
+    options = {name: folder / value if name == "offload_folder" else value for name, value in options.items()}
+    model = nested_mlp(fully_sharded(**options))
+    optimizer = adam(model.parameters())
+    if is_loaded:
+        fsdp.load(folder / "run", model, optimizer)
+    else:
+        train(model, optimizer, range(2))
+    fsdp.save(folder / ("again" if is_loaded else "run"), model, optimizer)
+
+
+@parametrize_pairs(saved=FORMS, loaded=FORMS, loaded_by=[1, 3])
+def test_several_optimizers_are_saved_as_one(
+    ranks: RankPool, tmp_path: Path, saved: dict[str, Any], loaded: dict[str, Any], loaded_by: int
+) -> None:
+    ranks(2).run(_save_two, tmp_path, saved)
+    ranks(loaded_by).run(_save_two, tmp_path, loaded, is_loaded=True)
+    first, second = (load_file(tmp_path / name / "optimizer.safetensors") for name in ("run", "again"))
+    assert {name.rpartition("/")[2] for name in first} == {"exp_avg", "exp_avg_sq", "momentum_buffer"}
+    assert_equal_states(dict(sorted(second.items())), dict(sorted(first.items())))
+
+
+def _save_two(folder: Path, options: dict[str, Any], is_loaded: bool = False) -> None:
+    options = {name: folder / value if name == "offload_folder" else value for name, value in options.items()}
+    model = nested_mlp(fully_sharded(**options))
+    inner = list(get_fsdp_instances(model)[1].parameters())
+    first = torch.optim.SGD(inner, lr=0.1, momentum=0.5)
+    second = adam([param for param in model.parameters() if all(param is not each for each in inner)])
+    if is_loaded:
+        first.param_groups[0]["lr"] = 7.0
+        fsdp.load(folder / "run", model, [first, second])
+        assert first.param_groups[0]["lr"] == 0.1
+    else:
+        train(model, first, range(1))
+        train(model, second, range(1))
+    fsdp.save(folder / ("again" if is_loaded else "run"), model, [first, second])
+
+
+def test_a_list_of_optimizers_is_looked_through(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_save_lists, tmp_path)
+
+
+def _save_lists(folder: Path) -> None:
+    model = nested_mlp(fully_sharded())
+    optimizer = adam(model.parameters())
+    with pytest.raises(ValueError, match="empty list of optimizers"):
+        fsdp.save(folder / "run", model, [])
+    with pytest.raises(TypeError, match="number 1 in the list of optimizers is none: 'adam'"):
+        fsdp.save(folder / "run", model, [optimizer, "adam"])
+    with pytest.raises(ValueError, match="in two of the optimizers, the second one number 1"):
+        fsdp.save(folder / "run", model, [optimizer, adam(model.parameters())])
+    train(model, optimizer, range(1))
+    fsdp.save(folder / "run", model, [optimizer])
+    fsdp.load(folder / "run", model, optimizer)  # one in a list is one
+
+
+def test_the_tensors_are_those_of_an_unsharded_optimizer(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(3).run(_save_adam, tmp_path, {})
+    found = load_file(tmp_path / "run" / "optimizer.safetensors")
+    model = nested_mlp()
+    optimizer = adam(model.parameters())
+    train(model, optimizer, range(2), alone=True)
+    expected = {
+        f"{name}/{key}": value
+        for name, param in model.named_parameters()
+        for key, value in optimizer.state[param].items()
+        if key != "step"
+    }
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-7)
+    loaded = adam(model.parameters())
+    fsdp.load(tmp_path / "run", model, loaded)
+    assert all(int(state["step"]) == 2 for state in loaded.state.values())
+
+
+def test_settings_of_groups_come_back_as_they_were(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_save_and_load_groups, tmp_path)
+
+
+def _save_and_load_groups(folder: Path) -> None:
+    model = nested_mlp(fully_sharded(use_orig_params=True))
+    optimizer = grouped_adamw(model)
+    train(model, optimizer, range(1))
+    optimizer.param_groups[1]["mine"] = {"names": ("a", "b")}
+    before = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    fsdp.save(folder / "run", model, optimizer)
+    other = torch.optim.AdamW([{"params": group["params"], "lr": 5.0} for group in optimizer.param_groups])
+    fsdp.load(folder / "run", model, other)
+    assert [{key: value for key, value in group.items() if key != "params"} for group in other.param_groups] == before
+
+
+def test_every_byte_is_written_and_read_once(ranks: RankPool, tmp_path: Path) -> None:
+    counts = ranks(3).run(_count, tmp_path)
+    total = 3 * sum(value.nbytes for value in nested_mlp().state_dict().values())
+    assert sum(written for written, _ in counts) == sum(read for _, read in counts) == total
+
+
+def _count(folder: Path) -> tuple[int, int]:
+    model = nested_mlp(fully_sharded())
+    optimizer = adam(model.parameters())
+    train(model, optimizer, range(1))
+    with counted_writes() as written:
+        fsdp.save(folder / "run", model, optimizer)
+    with counted_reads() as read:
+        fsdp.load(folder / "run", model, optimizer)
+    return sum(written), sum(read)
+
+
+def test_loading_into_state_that_is_there_takes_no_memory(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_save_and_load_large, tmp_path)
+
+
+def _save_and_load_large(folder: Path) -> None:
+    model = FullyShardedDataParallel(nn.Linear(2048, 2048, bias=False))
+    optimizer = adam(model.parameters())
+    model(torch.ones(1, 2048)).sum().backward()
+    optimizer.step()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        fsdp.save(folder / "run", model, optimizer)
+        fsdp.load(folder / "run", model, optimizer)
+    assert max((event.cpu_memory_usage for event in profile.events()), default=0) <= 1 << 20
+
+
+def test_an_optimizer_that_was_never_stepped_is_saved_and_loaded(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_save_unstepped, tmp_path)
+
+
+def _save_unstepped(folder: Path) -> None:
+    model = nested_mlp(fully_sharded())
+    fsdp.save(folder / "run", model, adam(model.parameters()))
+    optimizer = adam(model.parameters())
+    fsdp.load(folder / "run", model, optimizer)
+    assert not optimizer.state
+    train(model, optimizer, range(1))
+
+
+class Wide(torch.optim.Optimizer):
+    """Keeps sums in float64, a number and a list for each parameter, and whatever `odd` says."""
+
+    def __init__(self, params: Any, odd: Any = None) -> None:
+        super().__init__(params, {})
+        self._odd = odd
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                state["sum"] = torch.arange(param.numel(), dtype=torch.float64).view(param.shape)
+                state["count"], state["list"] = torch.tensor(3, dtype=torch.int32), [1, (2, None)]
+                if self._odd is not None:
+                    state["odd"] = self._odd
+
+
+def test_state_of_another_dtype_stays_as_it_is(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_save_wide, tmp_path)
+
+
+def _save_wide(folder: Path) -> None:
+    model = nested_mlp(fully_sharded())
+    optimizer = Wide(model.parameters())
+    optimizer.step()
+    fsdp.save(folder / "run", model, optimizer)
+    loaded = Wide(model.parameters())
+    fsdp.load(folder / "run", model, loaded)
+    for param, state in optimizer.state.items():
+        found = loaded.state[param]
+        held = sum(interval.numel for interval in param.make_layout(2).intervals(dist.get_rank()))
+        assert found["sum"].dtype is torch.float64
+        assert torch.equal(found["sum"][:held], state["sum"][:held])
+        assert (int(found["count"]), found["list"]) == (3, [1, (2, None)])
+
+
+# What cannot be
+
+
+@pytest.mark.parametrize(
+    ("odd", "error", "message"),
+    [
+        (torch.zeros(2, 2), ValueError, r"state 'odd' of \S+ .*has shape \(2, 2\), and this rank's shard of it \("),
+        (object(), TypeError, r"state 'odd' of \S+ .*is a builtins.object"),
+    ],
+)
+def test_state_of_another_shape_is_refused_and_named(
+    ranks: RankPool, tmp_path: Path, odd: Any, error: type[Exception], message: str
+) -> None:
+    model = nested_mlp(fully_sharded(process_group=_alone()))
+    optimizer = Wide(model.parameters(), odd)
+    optimizer.step()
+    with pytest.raises(error, match=message):
+        fsdp.save(tmp_path / "run", model, optimizer)
+    assert not list(tmp_path.iterdir())
+
+
+def _alone() -> Any:
+    from tests.helpers.parity import Alone
+
+    return Alone()
+
+
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
+    model = nested_mlp(fully_sharded(process_group=_alone()))
+    other = adam(nested_mlp().parameters())
+    with pytest.raises(ValueError, match=r"Adam: parameter 0 of group 0, of shape \(\), is not of this model"):
+        fsdp.save(tmp_path / "run", model, other)
+    fsdp.save(tmp_path / "run", model)
+    with pytest.raises(ValueError, match="has no optimizer in it: load it without one"):
+        fsdp.load(tmp_path / "run", model, adam(model.parameters()))
+    with pytest.raises(TypeError, match="an optimizer with param_groups"):
+        fsdp.save(tmp_path / "run", model, object())
+
+
+def test_what_does_not_fit_is_one_error_and_changes_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_save_and_refuse, tmp_path)
+
+
+def _save_and_refuse(folder: Path) -> None:
+    model = nested_mlp(fully_sharded(use_orig_params=True), seed=1)
+    params = dict(model.named_parameters())
+    first, second, *rest = params.values()
+    optimizer = torch.optim.Adam([{"params": [first]}, {"params": [second]}, {"params": rest[1:]}])
+    train(model, optimizer, range(1))
+    fsdp.save(folder / "run", model, optimizer)
+    model = nested_mlp(fully_sharded(use_orig_params=True))
+    params = dict(model.named_parameters())
+    other = adam(list(params.values())[:-1])
+    with pytest.raises(RuntimeError) as caught:
+        fsdp.load(folder / "run", model, other)
+    for text in (
+        "in one parameter group (0), and that of the checkpoint has them in groups 0 and 1",
+        "the optimizer has entry.bias, and that of the checkpoint has not",
+        "the optimizer of the checkpoint has exit.bias, and this one has not",
+    ):
+        assert text in str(caught.value)
+    assert not other.state
+    assert_equal_states(model.state_dict(), nested_mlp().state_dict())
+
+
+def test_an_optimizer_of_another_kind_is_refused_with_the_settings_that_differ(tmp_path: Path) -> None:
+    model = nested_mlp(fully_sharded(process_group=_alone()))
+    fsdp.save(tmp_path / "run", model, torch.optim.AdamW(model.parameters()))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(
+        RuntimeError, match=r"is SGD, with settings .*momentum.*, and that of the checkpoint is AdamW, .*betas"
+    ):
+        fsdp.load(tmp_path / "run", model, sgd)
+    assert sgd.param_groups[0]["momentum"] == 0.9
+    fsdp.load(tmp_path / "run", model, type("Mine", (torch.optim.AdamW,), {})(model.parameters()))
+
+
+def test_state_of_single_parameters_does_not_fit_a_flat_one(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_save_single_and_load_flat, tmp_path)
+
+
+def _save_single_and_load_flat(folder: Path) -> None:
+    model = nested_mlp(fully_sharded(use_orig_params=True), seed=1)
+    optimizer = adam(model.parameters())
+    train(model, optimizer, range(1))
+    for name, param in model.named_parameters():
+        if name.endswith("entry.bias"):
+            del optimizer.state[param]
+    fsdp.save(folder / "run", model, optimizer)
+    flat = nested_mlp(fully_sharded())
+    with pytest.raises(RuntimeError, match=r"that of entry.bias no 'exp_avg', .*; the two are in one flat parameter"):
+        fsdp.load(folder / "run", flat, adam(flat.parameters()))
+
+
+def test_ranks_with_different_states_are_told(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(3).run(_save_different_states, tmp_path)
+
+
+def _save_different_states(folder: Path) -> None:
+    model = nested_mlp(fully_sharded())
+    optimizer = adam(model.parameters())
+    train(model, optimizer, range(1))
+    if dist.get_rank() == 1:
+        optimizer.state.clear()
+    with pytest.raises(ValueError, match=r"the optimizer's state of .* on rank 0 and no 'exp_avg', .* on rank 1"):
+        fsdp.save(folder / "run", model, optimizer)

@@ -1,0 +1,106 @@
+"""Checkpoints and `transformers`: its `from_pretrained` loads what is saved here, and what it saves is loaded here.
+
+The recipe is that of docs/checkpoints.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp
+from fsdp import load_safetensors
+from tests.helpers.hugging_face import FAMILIES, from_pretrained, logits, made, needs, sharded, wrapped
+from tests.helpers.parity import adamw
+from tests.helpers.ranks import RankPool
+from tests.helpers.safetensors_files import assert_equal_states
+
+pytestmark = needs("transformers")
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        tokens = torch.randint(29, (2, 9), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        optimizer.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("max_file_bytes", [None, 4000])
+def test_from_pretrained_gives_the_logits_of_the_sharded_model(
+    ranks: RankPool, tmp_path: Path, family: str, max_file_bytes: int | None
+) -> None:
+    ranks(2).run(_train_and_save, tmp_path / "run", family, max_file_bytes)
+    assert (tmp_path / "run" / "model.safetensors.index.json").exists() is (max_file_bytes is not None)
+
+
+def _train_and_save(folder: Path, family: str, max_file_bytes: int | None) -> None:
+    model = sharded(family)
+    optimizer = adamw(model.parameters())
+    train(model, optimizer, range(3))
+    saved = fsdp.save(folder, model, optimizer, max_file_bytes=max_file_bytes)
+    if dist.get_rank() == 0:
+        model.config.save_pretrained(saved.path)
+    expected, weights = logits(model), model.state_dict()
+    if dist.get_rank() == 0:
+        loaded = from_pretrained(family, folder)
+        assert_equal_states(loaded.state_dict(), weights)
+        assert torch.equal(logits(loaded), expected)
+        assert not torch.equal(logits(made(family)[0]), expected)
+
+
+def test_the_configuration_is_in_the_next_checkpoint_too(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_save_twice, tmp_path)
+
+
+def _save_twice(folder: Path) -> None:
+    model = sharded("gpt2", "original")
+    optimizer = adamw(model.parameters())
+    saved = fsdp.save(folder / "run", model, optimizer)
+    if dist.get_rank() == 0:
+        model.config.save_pretrained(saved.path)
+    train(model, optimizer, range(1))
+    fsdp.save(folder / "run", model, optimizer)
+    expected = logits(model)
+    if dist.get_rank() == 0:
+        assert torch.equal(logits(from_pretrained("gpt2", folder / "run")), expected)
+
+
+def test_an_export_in_16_bits(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_export, tmp_path / "run")
+
+
+def _export(folder: Path) -> None:
+    model = sharded("llama")
+    fsdp.save(folder, model, dtype=torch.bfloat16)
+    weights = model.state_dict()
+    if dist.get_rank() == 0:
+        model.config.save_pretrained(folder)
+        loaded = from_pretrained("llama", folder, dtype=torch.bfloat16)
+        assert_equal_states(loaded.state_dict(), {name: value.bfloat16() for name, value in weights.items()})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_has_saved_is_loaded_and_trained(ranks: RankPool, tmp_path: Path, family: str) -> None:
+    ranks(2).run(_load_pretrained, tmp_path, family)
+
+
+def _load_pretrained(folder: Path, family: str) -> None:
+    source, layer = made(family, seed=5)
+    if dist.get_rank() == 0:
+        source.save_pretrained(folder / "one")
+        source.save_pretrained(folder / "several", max_shard_size=4000)
+    dist.barrier()
+    for name in ("one", "several"):
+        config = type(source.config).from_pretrained(folder / name)
+        model = wrapped(type(source)(config), layer)
+        load_safetensors(model, folder / name)
+        assert torch.equal(logits(model), logits(source))
+    optimizer = adamw(model.parameters())
+    train(model, optimizer, range(1))
+    fsdp.save(folder / "run", model, optimizer)

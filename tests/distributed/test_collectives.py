@@ -1,0 +1,430 @@
+"""What ranks say to each other is the same on every way to say it, in whatever order it is asked for and awaited."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp import FullyShardedDataParallel
+from fsdp.distributed.collectives import (
+    Communicator,
+    DirectExchange,
+    LoneRank,
+    StagedExchange,
+    TorchCollectives,
+    communicator,
+)
+from fsdp.distributed.communicator import default_group, reduce_group
+from tests.helpers.parity import Alone
+from tests.helpers.ranks import RankPool
+
+CPU = torch.device("cpu")
+WAYS: dict[str, Callable[[Any], Communicator]] = {
+    "torch": TorchCollectives,
+    "direct": DirectExchange,
+    "staged": StagedExchange,  # on CPU tensors it is the same detour
+}
+
+two_to_four = pytest.mark.parametrize("world_size", [2, 3, 4])
+every_way = pytest.mark.parametrize("way", WAYS)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+
+
+def world(way: str = "direct") -> Communicator:
+    return WAYS[way](dist.group.WORLD)
+
+
+def whole_numbers(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Small ones, so that their sums are exact in any order and any dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-8, 8, (numel,), generator=generator).to(dtype)
+
+
+def randoms(numel: int, seed: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+# The same results
+
+
+@every_dtype
+@every_way
+@two_to_four
+def test_a_gather_puts_the_shards_in_rank_order(ranks: RankPool, world_size: int, way: str, dtype: torch.dtype) -> None:
+    ranks(world_size).run(_gather, way, dtype)
+
+
+def _gather(way: str, dtype: torch.dtype) -> None:
+    comm = world(way)
+    assert (comm.rank, comm.world_size) == (dist.get_rank(), dist.get_world_size())
+    for numel in (1, 7, 5000):
+        shards = [whole_numbers(numel, dtype, seed=rank) for rank in range(comm.world_size)]
+        full = torch.empty(numel * comm.world_size, dtype=dtype)
+        result = comm.all_gather(full, shards[comm.rank], "a gather", tag=0).wait()
+        assert torch.equal(full, torch.cat(shards))
+        assert result is full
+        comm.settle()
+
+
+@every_dtype
+@every_way
+@two_to_four
+def test_a_reduction_gives_every_rank_its_piece_of_the_sum(
+    ranks: RankPool, world_size: int, way: str, dtype: torch.dtype
+) -> None:
+    ranks(world_size).run(_reduce, way, dtype)
+
+
+def _reduce(way: str, dtype: torch.dtype) -> None:
+    comm = world(way)
+    for numel in (1, 7, 5000):
+        fulls = [whole_numbers(numel * comm.world_size, dtype, seed=rank) for rank in range(comm.world_size)]
+        expected = torch.stack(fulls).sum(0).to(dtype).chunk(comm.world_size)[comm.rank]
+        reduced = comm.reduce_scatter(fulls[comm.rank].clone(), "a reduction", tag=0).wait()
+        assert reduced.dtype is dtype
+        assert torch.equal(reduced, expected)
+
+
+@every_way
+def test_the_buffer_of_a_finished_reduction_can_be_freed(ranks: RankPool, way: str) -> None:
+    ranks(3).run(_reduce_and_free, way)
+
+
+def _reduce_and_free(way: str) -> None:
+    comm = world(way)
+    full = torch.ones(3 * 1000)
+    reduced = comm.reduce_scatter(full, "a reduction", tag=0).wait()
+    full.untyped_storage().resize_(0)
+    assert torch.equal(reduced, torch.full((1000,), 3.0))
+
+
+@two_to_four
+def test_a_direct_sum_is_taken_in_rank_order(ranks: RankPool, world_size: int) -> None:
+    """On every rank, so that a run repeats to the last bit, and replicas of a piece would be equal."""
+    ranks(world_size).run(_compare_bits)
+
+
+def _compare_bits() -> None:
+    comm = world("direct")
+    fulls = [randoms(100 * comm.world_size, seed=rank) for rank in range(comm.world_size)]
+    pieces = [full.chunk(comm.world_size)[comm.rank] for full in fulls]
+    expected = pieces[0] + pieces[1]
+    for piece in pieces[2:]:
+        expected = expected + piece
+    for _ in range(5):
+        assert torch.equal(comm.reduce_scatter(fulls[comm.rank].clone(), "a reduction", tag=0).wait(), expected)
+
+
+@every_way
+@two_to_four
+def test_small_talk(ranks: RankPool, world_size: int, way: str) -> None:
+    ranks(world_size).run(_talk, way)
+
+
+def _talk(way: str) -> None:
+    comm = world(way)
+    rank, world_size = comm.rank, comm.world_size
+    tensor = torch.tensor([rank + 1.0, -rank])
+    assert comm.all_reduce(tensor).wait() is tensor
+    assert tensor.tolist() == [world_size * (world_size + 1) / 2, -world_size * (world_size - 1) / 2]
+    assert comm.all_reduce(torch.tensor([rank + 1.0, -rank]), "max").wait().tolist() == [world_size, 0.0]
+    for source in range(world_size):
+        tensor = torch.tensor([float(rank)])
+        assert comm.broadcast(tensor, source).wait() is tensor
+        assert tensor.item() == source
+    assert comm.all_gather_bytes(b"x" * rank * 1000) == [b"x" * other * 1000 for other in range(world_size)]
+
+
+@every_way
+def test_ranks_of_a_group_are_counted_in_the_group(ranks: RankPool, way: str) -> None:
+    ranks(3).run(_talk_in_a_group, way)
+
+
+def _talk_in_a_group(way: str) -> None:
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return
+    comm = WAYS[way](group)
+    assert (comm.rank, comm.world_size) == (dist.get_rank() - 1, 2)
+    full = torch.empty(6)
+    comm.all_gather(full, torch.full((3,), float(comm.rank)), "a gather", tag=0).wait()
+    assert full.tolist() == [0.0] * 3 + [1.0] * 3
+    reduced = comm.reduce_scatter(torch.arange(4.0) + comm.rank, "a reduction", tag=0).wait()
+    assert reduced.tolist() == ([1.0, 3.0] if comm.rank == 0 else [5.0, 7.0])
+    assert comm.broadcast(torch.tensor([comm.rank]), source=1).wait().item() == 1
+    assert comm.all_gather_bytes(bytes([comm.rank])) == [b"\0", b"\1"]
+    comm.settle()
+
+
+# In any order
+
+
+@every_way
+@two_to_four
+def test_many_may_be_in_flight_and_be_awaited_in_any_order(ranks: RankPool, world_size: int, way: str) -> None:
+    ranks(world_size).run(_fly, way)
+
+
+def _fly(way: str) -> None:
+    comm = world(way)
+    fulls = [torch.empty(comm.world_size * (tag + 1)) for tag in range(20)]
+    gathers = [
+        comm.all_gather(full, torch.full((tag + 1,), 100.0 * tag + comm.rank), f"gather {tag}", tag)
+        for tag, full in enumerate(fulls)
+    ]
+    reductions = [
+        comm.reduce_scatter(torch.full((comm.world_size * (tag + 1),), float(tag)), f"reduction {tag}", tag)
+        for tag in range(20)
+    ]
+    for tag in reversed(range(20)):
+        expected = [100.0 * tag + rank for rank in range(comm.world_size) for _ in range(tag + 1)]
+        assert gathers[tag].wait().tolist() == expected
+        assert reductions[tag].wait().tolist() == [float(tag * comm.world_size)] * (tag + 1)
+    comm.settle()
+
+
+@two_to_four
+def test_ranks_may_issue_in_different_orders_what_has_different_tags(ranks: RankPool, world_size: int) -> None:
+    """What would hang or mix bytes in collectives that match by order."""
+    ranks(world_size).run(_fly_in_own_order)
+
+
+def _fly_in_own_order() -> None:
+    comm = world("direct")
+    tags = list(range(6))
+    order = tags[comm.rank :] + tags[: comm.rank]
+    fulls = {tag: torch.empty(comm.world_size * 3) for tag in tags}
+    gathers, reductions = {}, {}
+    for tag in order:
+        gathers[tag] = comm.all_gather(fulls[tag], torch.full((3,), 10.0 * tag + comm.rank), "a gather", tag)
+        reductions[tag] = comm.reduce_scatter(torch.full((comm.world_size,), float(tag)), "a reduction", tag)
+    for tag in reversed(order):
+        assert gathers[tag].wait().view(-1, 3)[:, 0].tolist() == [10.0 * tag + rank for rank in range(comm.world_size)]
+        assert reductions[tag].wait().item() == tag * comm.world_size
+    comm.settle()
+
+
+@every_way
+def test_one_tag_may_be_in_flight_several_times(ranks: RankPool, way: str) -> None:
+    ranks(3).run(_fly_with_one_tag, way)
+
+
+def _fly_with_one_tag(way: str) -> None:
+    comm = world(way)
+    fulls = [torch.empty(3) for _ in range(5)]
+    works = [
+        comm.all_gather(full, torch.tensor([10.0 * number + comm.rank]), "a gather", tag=7)
+        for number, full in enumerate(fulls)
+    ]
+    for number in reversed(range(5)):
+        assert works[number].wait().tolist() == [10.0 * number, 10.0 * number + 1, 10.0 * number + 2]
+    comm.settle()
+
+
+@every_way
+def test_waiting_again_changes_nothing(ranks: RankPool, way: str) -> None:
+    ranks(3).run(_wait_twice, way)
+
+
+def _wait_twice(way: str) -> None:
+    comm = world(way)
+    gather = comm.all_gather(torch.empty(3), torch.tensor([float(comm.rank)]), "a gather", tag=0)
+    reduction = comm.reduce_scatter(torch.ones(3), "a reduction", tag=0)
+    for _ in range(2):
+        assert gather.wait().tolist() == [0.0, 1.0, 2.0]
+        assert reduction.wait().tolist() == [3.0]
+    comm.settle()
+
+
+@every_way
+def test_a_shard_may_change_once_it_has_settled(ranks: RankPool, way: str) -> None:
+    ranks(3).run(_settle, way)
+
+
+def _settle(way: str) -> None:
+    comm = world(way)
+    shard, full = torch.empty(20_000), torch.empty(60_000)
+    for step in range(10):
+        shard.fill_(10.0 * step + comm.rank)
+        gather = comm.all_gather(full, shard, "a gather", tag=0)
+        if comm.rank == 0:
+            time.sleep(0.002)  # its peers settle only when it has come to take their shards
+        gather.wait()
+        comm.settle()
+        assert full.view(3, -1)[:, ::1000].unique().tolist() == [10.0 * step, 10.0 * step + 1, 10.0 * step + 2]
+    comm.settle()
+
+
+# What goes wrong
+
+
+def test_a_rank_that_never_comes_is_an_error_that_names_the_unit(ranks: RankPool, tmp_path: Path) -> None:
+    # Processes of their own, since what is left of these groups would be in the way of other tests.
+    for message in ranks(2, backend=None).run(_wait_in_vain, tmp_path / "store")[0]:
+        assert message.startswith("rank 0: all-gather of blocks.1 did not complete: ")
+        assert "Every rank of the group must run the same units" in message
+
+
+def _wait_in_vain(store: Path) -> list[str]:
+    """Two messages of rank 0: nobody to receive from, and nobody who takes what was sent."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2)
+    messages = []
+    full, shard = torch.empty(2_000_000), torch.ones(1_000_000)
+    for peer_sends in (False, True):
+        dist.barrier()
+        comm = DirectExchange(dist.new_group(timeout=timedelta(seconds=1.5)))
+        comm.all_gather(full, shard, "all-gather of blocks.0", tag=0).wait()
+        comm.settle()
+        if rank == 0:
+            gather = comm.all_gather(full, shard, "all-gather of blocks.1", tag=1)
+            with pytest.raises(RuntimeError) as caught:  # noqa: PT012 - whichever of the two waits for the peer
+                gather.wait()
+                comm.settle()
+            messages.append(str(caught.value))
+        elif peer_sends:
+            for work in comm._post("a shard", "gather", 1, {}, {0: [shard]})[1]:
+                work.wait()
+        dist.barrier()
+    return messages
+
+
+# Which way is taken
+
+
+def test_gloo_on_cpu_exchanges_directly(ranks: RankPool) -> None:
+    ranks(2).run(_choose)
+
+
+def _choose() -> None:
+    comm = communicator(dist.group.WORLD, CPU)
+    assert type(comm) is DirectExchange
+    assert comm.peers_answer
+    assert communicator(dist.group.WORLD, CPU) is comm, "one per group: what was sent must be settled by the same one"
+    assert type(communicator(dist.new_group(), CPU)) is DirectExchange
+    assert communicator(dist.new_group(), CPU) is not comm
+    assert type(communicator(Proxy(dist.group.WORLD), CPU)) is TorchCollectives
+    lone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    assert type(communicator(lone, CPU)) is LoneRank
+    assert default_group(None) is dist.group.WORLD
+    assert default_group(lone) is lone
+    assert reduce_group(dist.group.WORLD, CPU) is dist.group.WORLD
+    assert reduce_group(lone, CPU) is lone
+
+
+class Proxy:
+    """A group that torch does not know, as tools wrap one to count what it does."""
+
+    def __init__(self, group: Any) -> None:
+        self._wrapped = group
+
+    def rank(self) -> int:
+        return self._wrapped.rank()
+
+    def size(self) -> int:
+        return self._wrapped.size()
+
+
+def test_without_a_process_group_the_error_shows_the_two_lines() -> None:
+    with pytest.raises(RuntimeError, match="needs a process group") as caught:
+        default_group(None)
+    assert "import torch.distributed as dist\n" in str(caught.value)
+    assert 'dist.init_process_group("gloo")' in str(caught.value)
+
+
+# A world of one
+
+
+def test_a_lone_rank_has_what_it_gathers_and_reduces() -> None:
+    assert not dist.is_initialized()
+    comm = communicator(Alone(), CPU)
+    assert type(comm) is LoneRank
+    shard, full = torch.arange(4.0), torch.empty(4)
+    assert comm.all_gather(full, shard, "a gather", tag=0).wait() is full
+    assert torch.equal(full, shard)
+    assert comm.all_gather(shard, shard, "a gather", tag=0).wait() is shard, "or it may be there already"
+    assert torch.equal(comm.reduce_scatter(full, "a reduction", tag=0).wait(), shard)
+    for op in ("sum", "max"):
+        assert comm.all_reduce(torch.tensor([3.0]), op).wait().tolist() == [3.0]
+    assert comm.broadcast(torch.tensor([3.0])).wait().tolist() == [3.0]
+    assert comm.all_gather_bytes(b"alone") == [b"alone"]
+    comm.settle()
+
+
+def test_a_lone_rank_trains_without_torch_distributed() -> None:
+    assert not dist.is_initialized()
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 2)
+    model = FullyShardedDataParallel(nn.Linear(3, 2), Alone())
+    model.load_state_dict(plain.state_dict())
+    for net in (model, plain):
+        net(torch.ones(4, 3)).square().sum().backward()
+        torch.optim.SGD(net.parameters(), lr=0.1).step()
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+
+
+# torch's fake group: many ranks, of which only one exists
+
+
+def test_a_fake_group_needs_no_peers(ranks: RankPool) -> None:
+    ranks(1, backend=None).run(_talk_to_nobody)
+
+
+def _talk_to_nobody() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=64)
+    comm = communicator(dist.group.WORLD, CPU)
+    assert type(comm) is TorchCollectives
+    assert (comm.rank, comm.world_size) == (3, 64)
+    assert not comm.peers_answer, "so nothing that they would say may be believed"
+    assert comm.all_gather(torch.empty(128), torch.ones(2), "a gather", tag=0).wait().shape == (128,)
+    assert comm.reduce_scatter(torch.ones(128), "a reduction", tag=0).wait().shape == (2,)
+    assert comm.all_reduce(torch.ones(2)).wait().shape == (2,)
+    assert comm.broadcast(torch.ones(2)).wait().shape == (2,)
+    comm.settle()
+    model = FullyShardedDataParallel(nn.Linear(30, 50))
+    model(torch.ones(2, 30)).sum().backward()
+    (shard,) = model.parameters()
+    assert shard.shape == shard.grad.shape == (-(-1550 // 64),)
+
+
+# The names that torch 2.12 changed
+
+
+def test_collectives_can_be_counted(ranks: RankPool) -> None:
+    """By tools that replace the functions of torch.distributed."""
+    ranks(2).run(_count)
+
+
+def _count() -> None:
+    gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    reduce = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    originals = {name: getattr(dist, name) for name in (gather, reduce)}
+    counts = dict.fromkeys(originals, 0)
+
+    def counted(name: str, *args: Any, **kwargs: Any) -> Any:
+        counts[name] += 1
+        return originals[name](*args, **kwargs)
+
+    comm = world("torch")
+    try:
+        for name in originals:
+            setattr(dist, name, partial(counted, name))
+        comm.all_gather(torch.empty(2), torch.ones(1), "a gather", tag=0).wait()
+        comm.reduce_scatter(torch.ones(2), "a reduction", tag=0).wait()
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+    assert counts == {gather: 1, reduce: 1}

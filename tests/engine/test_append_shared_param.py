@@ -1,0 +1,317 @@
+"""`append_shared_param`: modules with a tied parameter that are wrapped one by one, as FairScale's clients do."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp import MixedPrecision, get_fsdp_instances
+from tests.helpers.models import Wrap
+from tests.helpers.module_kinds import SideBySide, assert_close, assert_same_state, assert_trains_like_plain, seeded
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.parity import Alone, MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
+from tests.helpers.ranks import RankPool
+from tests.helpers.tied_siblings import (
+    KINDS,
+    UNFLATTENED,
+    Deep,
+    Siblings,
+    share_between,
+    under_a_unit_deep_inside,
+    under_the_root,
+    unflattened,
+    wrapped_siblings,
+)
+from tests.helpers.twins import assert_at_rest, batch, score
+
+OUTER: list[dict[str, Any]] = [{}, {"flatten_parameters": False}]
+
+
+# Training
+
+
+@parametrize_pairs(
+    kind=[0, 1, 2, 3, 4],
+    world_size=[2, 3, 1, 4],
+    make_optimizer=[sgd_with_momentum, adamw],
+    reshard_after_forward=[True, False],
+    options=OUTER,
+)
+def test_trains_as_the_tied_model_on_one_process(
+    ranks: RankPool,
+    kind: int,
+    world_size: int,
+    make_optimizer: MakeOptimizer,
+    reshard_after_forward: bool,
+    options: dict[str, Any],
+) -> None:
+    options = {**options, "reshard_after_forward": reshard_after_forward}
+    ranks(world_size).run(assert_trains_like_plain, *KINDS[kind], make_optimizer, options)
+
+
+@parametrize_pairs(kind=[0, 1, 2], world_size=[3, 1, 2], options=OUTER)
+def test_gradients_are_accumulated_under_no_sync(
+    ranks: RankPool, kind: int, world_size: int, options: dict[str, Any]
+) -> None:
+    ranks(world_size).run(_accumulate, kind, options)
+
+
+def _accumulate(kind: int, options: dict[str, Any]) -> None:
+    pair = SideBySide(*KINDS[kind], **options)
+    for number in range(0, 6, 3):
+        with pair.sharded.no_sync():
+            pair.backward(number)
+            pair.backward(number + 1)
+        pair.step(number + 2)
+    pair.assert_equal()
+
+
+def test_gradients_have_the_same_norm_and_are_clipped_alike(ranks: RankPool) -> None:
+    ranks(2).run(_clip)
+
+
+def _clip() -> None:
+    pair = SideBySide(Siblings, under_the_root)
+    pair.backward(0)
+    norm = pair.sharded.clip_grad_norm_(0.01)
+    assert_close(norm, torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.01), "norm")
+    pair.assert_same_gradients()
+
+
+def test_trains_in_mixed_precision_and_evaluates_in_full(ranks: RankPool) -> None:
+    ranks(2).run(_train_mixed)
+
+
+def _train_mixed() -> None:
+    policy = MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True)
+    model: Any = under_the_root(seeded(Siblings), fully_sharded(mixed_precision=policy))
+    plain = seeded(Siblings)
+    inputs = batch(0, 0).float()
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(inputs), plain(inputs))
+    output = model.train()(inputs)
+    torch.testing.assert_close(output.float(), plain(inputs), rtol=0.05, atol=0.05)
+    score(output).backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+def test_trains_offloaded(ranks: RankPool, offload: str, tmp_path: Path) -> None:
+    options = {"offload": offload} | ({"offload_folder": tmp_path} if offload == "disk" else {})
+    ranks(2).run(assert_trains_like_plain, Siblings, under_the_root, adamw, options)
+
+
+def test_an_optimizer_from_before_wrapping_is_handed_over(ranks: RankPool) -> None:
+    ranks(2).run(_hand_over)
+
+
+def _hand_over() -> None:
+    pair = SideBySide(Siblings, under_the_root)
+    pair.sharded = seeded(Siblings)
+    pair.optimizers = [adamw(model.parameters()) for model in (pair.sharded, pair.plain)]
+    pair.on_both(lambda model: score(model(batch(0, 0))).backward())
+    for optimizer in pair.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    pair.sharded = under_the_root(pair.sharded, UNFLATTENED)
+    pair.sharded.reshard_optimizer(pair.optimizers[0])
+    for number in range(3):
+        pair.step(number)
+    pair.assert_equal()
+
+
+# Who has it
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_is_listed_by_all_and_stepped_once(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(_list_parameters)
+
+
+def _list_parameters() -> None:
+    model: Any = under_the_root(seeded(Siblings), UNFLATTENED)
+    (shared,) = set(model.l1.params) & set(model.l3.params)
+    for _ in range(2):
+        assert [param is shared for param in model.l1.params] == [True, False]
+        assert [param is shared for param in model.l3.params] == [False, True]
+        assert model.l1.non_shared_params() == model.l1.params
+        assert [param is shared for param in model.l3.non_shared_params()] == [False]
+        assert len(model.l3.numel_padded_per_param) == 2
+        assert [param is shared for param in model.parameters()].count(True) == 1
+        assert all(param is not shared for param in model.params)
+        assert [name for name, _ in model.l3.named_parameters()] == ["weight", "bias"]
+        model(torch.ones(2, 5))  # the root runs it from now on
+
+
+def test_the_lowest_unit_around_all_uses_runs_it(ranks: RankPool) -> None:
+    ranks(2).run(_find_the_unit)
+
+
+def _find_the_unit() -> None:
+    model: Any = under_a_unit_deep_inside(seeded(Deep), UNFLATTENED)
+    model(torch.ones(2, 5))
+    runs_shared = [
+        wrapper.module.module
+        for wrapper in get_fsdp_instances(model)
+        if any(handle not in wrapper._unit.own for handle in wrapper._unit.handles)
+    ]
+    assert runs_shared == [model.body[0].module.module, model.body[1].module.module]
+
+
+def test_a_unit_in_two_places_is_left_around_all_of_them(ranks: RankPool) -> None:
+    ranks(2).run(assert_trains_like_plain, Crossed, crossed)
+
+
+class Crossed(nn.Module):
+    """Each of two blocks has both siblings, so that neither block is around all uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        one, two = nn.Linear(5, 5), nn.Linear(5, 5)
+        two.weight = one.weight
+        self.left, self.right = nn.Sequential(one, nn.Linear(5, 5), two), nn.Sequential(two, nn.Linear(5, 5), one)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.right(torch.tanh(self.left(inputs)))
+
+
+def crossed(model: Any, wrap: Wrap) -> nn.Module:
+    one, two = unflattened(wrap)(model.left[0]), unflattened(wrap)(model.left[2])
+    share_between(one, two)
+    model.left[0] = model.right[2] = one
+    model.left[2] = model.right[0] = two
+    model.left, model.right = wrap(model.left), wrap(model.right)
+    return wrap(model)
+
+
+class Outside(nn.Module):
+    """The module itself uses the weight of a module inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.own = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.weight = self.inner.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.own(self.inner(inputs)) @ self.weight
+
+
+def shared_with_a_module_inside(model: Any, wrap: Wrap) -> nn.Module:
+    model.inner = unflattened(wrap)(model.inner)
+    outer: Any = unflattened(wrap)(model)
+    outer.append_shared_param(model.inner.module.weight)
+    return outer
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_unit_may_share_with_one_inside_of_it(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(assert_trains_like_plain, Outside, shared_with_a_module_inside)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("given", ["what the module shows", "shard", "original"])
+def test_is_known_by_any_of_its_forms(ranks: RankPool, given: str, world_size: int) -> None:
+    ranks(world_size).run(_append_in_form, given)
+
+
+def _append_in_form(given: str) -> None:
+    model: Any = seeded(Siblings)
+    original = model.l1.weight
+    model.l1, model.l3 = UNFLATTENED(model.l1), UNFLATTENED(model.l3)
+    forms = {"what the module shows": model.l1.module.weight, "shard": model.l1.params[0], "original": original}
+    for _ in range(2):  # the second time changes nothing
+        model.l3.append_shared_param(forms[given])
+        assert len(model.l3.params) == 2
+    model.l3.append_shared_param(model.l3.module.weight)
+    assert len(model.l3.params) == 2
+
+
+# Between steps
+
+
+def test_nothing_is_whole_between_steps(ranks: RankPool) -> None:
+    ranks(2).run(_rest)
+
+
+def _rest() -> None:
+    torch.set_default_dtype(torch.float64)
+    model = under_a_unit_deep_inside(seeded(Deep), UNFLATTENED)
+    handles = {handle for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles}
+    for number in range(2):
+        score(model(batch(number, 0))).backward()
+        assert_at_rest(model)
+        assert handles == {handle for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles}
+    elements = sum(param.numel() for param in Deep().parameters())
+    assert sum(param.numel() for param in model.parameters()) <= elements // 2 + len(handles)
+
+
+def test_a_model_that_is_dropped_is_freed(ranks: RankPool) -> None:
+    ranks(2).run(_drop)
+
+
+def _drop() -> None:
+    plain = seeded(Siblings)
+    originals = [weakref.ref(param) for param in plain.parameters()]
+    model: Any = under_the_root(plain, UNFLATTENED)
+    assert [original() for original in originals] == [None] * len(originals)
+    score(model(batch(0, 0).float())).backward()
+    kept = [weakref.ref(one) for one in (*model.parameters(), model.l1, model.l3)]
+    del plain, model
+    gc.collect()
+    assert [one() for one in kept] == [None] * len(kept)
+
+
+def test_a_copy_is_shared_by_its_own_modules(ranks: RankPool) -> None:
+    ranks(2).run(_copy)
+
+
+def _copy() -> None:
+    pair = SideBySide(Siblings, under_the_root)
+    pair.step(0)
+    before = pair.sharded
+    state = before.state_dict()
+    pair.sharded = copy.deepcopy(before)
+    pair.optimizers = [sgd_with_momentum(model.parameters()) for model in (pair.sharded, pair.plain)]
+    for number in range(1, 4):
+        pair.step(number)
+    pair.assert_equal()
+    pair.assert_loads_back()
+    assert_same_state(before.state_dict(), state)
+
+
+def test_an_unpickled_model_shares_it_too() -> None:
+    model: Any = wrapped_siblings(seeded(Siblings), fully_sharded(process_group=Alone()))
+    model = fully_sharded(process_group=Alone())(model)
+    model(torch.ones(2, 5))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded: Any = torch.load(file, weights_only=False)
+    for wrapper in get_fsdp_instances(loaded):
+        wrapper.process_group = Alone()
+    torch.testing.assert_close(loaded(torch.ones(2, 5)), model(torch.ones(2, 5)))
+    with loaded.summon_full_params():
+        assert loaded.l1.module.module.weight is loaded.l3.module.module.weight
+
+
+def test_a_copy_of_one_sibling_does_not_take_the_model_with_it(ranks: RankPool) -> None:
+    ranks(2).run(_copy_one)
+
+
+def _copy_one() -> None:
+    model: Any = under_the_root(seeded(Siblings), UNFLATTENED)
+    model(torch.ones(2, 5))
+    expected = model.state_dict()["l1.weight"]
+    copied = copy.deepcopy(model.l1)
+    assert torch.equal(copied.state_dict()["weight"], expected)
+    with pytest.raises(RuntimeError, match=r"weight of .* is shared .* with l3, which is not inside of l1"):
+        copied(torch.ones(2, 5))
+    model(torch.ones(2, 5))

@@ -1,0 +1,142 @@
+"""Weights written through the modules, where they are whole between steps: in a world of one, and under `no_sync`.
+
+Elsewhere a placeholder stands in their place, which refuses. What is assigned is in `test_changed_parameters.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.changed_params import LAYOUTS, Twins, find
+from tests.helpers.models import Wrap
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.ranks import RankPool
+
+PATHS = ["entry.weight", "scale", "trunk.0.weight", "trunk.2.0.bias"]
+
+
+def in_place(param: nn.Parameter) -> None:
+    with torch.no_grad():
+        param.mul_(0.5)
+
+
+def by_data(param: nn.Parameter) -> None:
+    param.data = param.data * 0.5
+
+
+def seen_in(model: nn.Module, path: str) -> nn.Parameter:
+    """What a user finds under the name of a parameter."""
+    module, _, name = path.rpartition(".")
+    return getattr(find(model, module), name)
+
+
+@parametrize_pairs(write=[in_place, by_data], world_size=[1, 3, 2], layout=list(LAYOUTS))
+def test_weights_that_are_whole_between_steps_are_written(
+    ranks: RankPool, write: Callable[[nn.Parameter], None], world_size: int, layout: str
+) -> None:
+    ranks(world_size).run(_write, write, layout)
+
+
+def _write(write: Callable[[nn.Parameter], None], layout: str) -> None:
+    twins = Twins(layout, reshard_after_forward=False)
+
+    def change() -> None:
+        for model in twins.models:
+            for path in PATHS:
+                write(seen_in(model, path))
+
+    twins.train(change, whole=True)
+
+
+@parametrize_pairs(write=[in_place, by_data], world_size=[1, 3], layout=list(LAYOUTS))
+def test_what_was_written_is_saved(
+    ranks: RankPool, write: Callable[[nn.Parameter], None], world_size: int, layout: str
+) -> None:
+    ranks(world_size).run(_write_and_save, write, layout)
+
+
+def _write_and_save(write: Callable[[nn.Parameter], None], layout: str) -> None:
+    twins = Twins(layout, reshard_after_forward=False)
+
+    def change() -> None:
+        for _ in range(2):
+            for model in twins.models:
+                write(seen_in(model, "entry.weight"))
+            twins.assert_same()
+            assert torch.equal(seen_in(twins.sharded, "entry.weight"), twins.sharded.state_dict()["entry.weight"])
+
+    twins.train(change, whole=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("write", [in_place, by_data])
+def test_a_lone_rank_may_write_whenever_nothing_runs(
+    ranks: RankPool, write: Callable[[nn.Parameter], None], layout: str
+) -> None:
+    ranks(1).run(_write_alone, write, layout)
+
+
+def _write_alone(write: Callable[[nn.Parameter], None], layout: str) -> None:
+    twins = Twins(layout)
+    for _ in range(3):
+        for model in twins.models:
+            for path in PATHS:
+                write(seen_in(model, path))
+        twins.step()
+        twins.assert_same()
+
+
+@parametrize_pairs(write=[in_place, by_data], layout=list(LAYOUTS))
+def test_frozen_weights_that_are_whole_are_written(
+    ranks: RankPool, write: Callable[[nn.Parameter], None], layout: str
+) -> None:
+    ranks(2).run(_write_frozen, write, layout)
+
+
+def _write_frozen(write: Callable[[nn.Parameter], None], layout: str) -> None:
+    twins = Twins(layout, frozen_first, reshard_after_forward=False)
+
+    def change() -> None:
+        for model in twins.models:
+            write(seen_in(model, "0.weight"))
+
+    twins.train(change, whole=True)
+
+
+def frozen_first(wrap: Wrap) -> nn.Module:
+    torch.manual_seed(0)
+    return wrap(nn.Sequential(nn.Linear(5, 5).requires_grad_(False), nn.Linear(5, 5)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_data_of_another_shape_is_refused_by_name(ranks: RankPool, layout: str) -> None:
+    ranks(1).run(_refuse, layout)
+
+
+def _refuse(layout: str) -> None:
+    twins = Twins(layout)
+    weight = seen_in(twins.sharded, "entry.weight")
+    before = weight.data
+    weight.data = torch.ones(5, 7)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"entry\.weight: expected shape \(7, 5\), got \(5, 7\)"):
+            twins.sharded(torch.ones(2, 5))
+    weight.data = before
+    twins.train(lambda: None)
+
+
+@pytest.mark.parametrize("write", [in_place, by_data])
+def test_a_sharded_weight_refuses(ranks: RankPool, write: Callable[[nn.Parameter], None]) -> None:
+    ranks(2).run(_write_sharded, write)
+
+
+def _write_sharded(write: Callable[[nn.Parameter], None]) -> None:
+    twins = Twins()
+    twins.step()
+    with pytest.raises(RuntimeError, match=r"entry\.weight is sharded"):
+        write(seen_in(twins.sharded, "entry.weight"))
+    twins.train(lambda: None)

@@ -1,0 +1,233 @@
+"""`clip_grad_norm_` is torch's on the unsharded model: the same norm, and the same gradients afterwards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.helpers.models import Wrap, keep, nested_mlp
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.parity import Alone, fully_sharded
+from tests.helpers.ranks import RankPool
+
+NORM_TYPES = [2.0, 1.0, 3.0, math.inf, 2, 0.5]
+
+
+def backward(model: nn.Module, rank: int) -> None:
+    inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
+    model(inputs).square().mean().backward()
+
+
+def trained_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Collective for wrapped models. The whole gradients, from a step of size one."""
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    return {name: before[name] - value for name, value in model.state_dict().items()}
+
+
+def assert_clips_alike(make: Callable[[Wrap], nn.Module], max_norm: float, norm_type: float, **options: Any) -> None:
+    """Collective. Norms and clipped gradients, wrapped and plain."""
+    sharded, plain = make(fully_sharded(**options)), make(keep)
+    backward(sharded, dist.get_rank())
+    for rank in range(dist.get_world_size()):
+        backward(plain, rank)
+    for param in plain.parameters():
+        if param.grad is not None:
+            param.grad /= dist.get_world_size()
+    found = sharded.clip_grad_norm_(max_norm, norm_type)
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
+    assert found.shape == ()
+    torch.testing.assert_close(found, expected)
+    gradients, expected_gradients = trained_gradients(sharded), trained_gradients(plain)
+    assert list(gradients) == list(expected_gradients)
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(gradients[name], gradient, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@parametrize_pairs(
+    norm_type=NORM_TYPES,
+    world_size=[3, 1, 2, 4],
+    max_norm=[0.1, 1000.0, 0.0],
+    nested=[True, False],
+    flatten_parameters=[True, False],
+)
+def test_norm_and_gradients_are_those_of_the_unsharded_model(
+    ranks: RankPool,
+    norm_type: float,
+    world_size: int,
+    max_norm: float,
+    nested: bool,
+    flatten_parameters: bool,
+) -> None:
+    ranks(world_size).run(_clip, max_norm, norm_type, nested, flatten_parameters)
+
+
+def _clip(max_norm: float, norm_type: float, nested: bool, flatten_parameters: bool) -> None:
+    torch.set_default_dtype(torch.float64)
+
+    def make(wrap: Wrap) -> nn.Module:
+        return nested_mlp(wrap, nested=nested)
+
+    assert_clips_alike(make, max_norm, norm_type, flatten_parameters=flatten_parameters)
+
+
+class Mixed(nn.Module):
+    """Frozen, unused and bfloat16 parameters beside ordinary ones."""
+
+    def __init__(self, wrap: Wrap, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.entry = wrap(nn.Linear(5, 7))
+        self.frozen = nn.Linear(7, 7).requires_grad_(False)
+        self.unused = wrap(nn.Linear(7, 7))
+        self.odd = wrap(nn.Linear(7, 3, dtype=dtype))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.frozen(self.entry(inputs))
+        return self.odd(hidden.to(self.odd.bias.dtype)).to(inputs.dtype)
+
+
+def mixed(wrap: Wrap) -> nn.Module:
+    torch.manual_seed(0)
+    return wrap(Mixed(wrap, torch.float64))
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_frozen_unused_and_wider_parameters(ranks: RankPool, norm_type: float) -> None:
+    ranks(3).run(_clip_mixed, norm_type)
+
+
+def _clip_mixed(norm_type: float) -> None:
+    sharded, plain = mixed(fully_sharded()), mixed(keep)
+    backward(sharded, 0)
+    backward(plain, 0)
+    for _ in range(2):  # the second time they are clipped already
+        found = sharded.clip_grad_norm_(0.1, norm_type)
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+        assert found.dtype is torch.float64
+        torch.testing.assert_close(found, expected, check_dtype=False, rtol=1e-5, atol=1e-7)
+    assert all(param.grad is None for param in sharded.unused.parameters())
+
+
+def test_narrow_gradients_are_summed_in_float32(ranks: RankPool) -> None:
+    ranks(2).run(_clip_bfloat16)
+
+
+def _clip_bfloat16() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    model = nn.Linear(64, 64, bias=False)
+    nn.init.ones_(model.weight)
+    model = fully_sharded()(model)
+    model(torch.ones(1, 64)).sum().backward()
+    norm = model.clip_grad_norm_(1.0)
+    assert norm.dtype is torch.float32
+    assert norm.item() == 64.0
+    torch.testing.assert_close(model.params[0].grad.float(), torch.full((2048,), 1 / 64, dtype=torch.float32))
+
+
+def test_every_rank_gets_the_same_norm(ranks: RankPool) -> None:
+    for norm_type in (1.0, 2.0, math.inf):
+        assert len(set(ranks(4).run(_norm, norm_type))) == 1
+
+
+def _norm(norm_type: float) -> float:
+    model = nested_mlp(fully_sharded())
+    backward(model, dist.get_rank())
+    return float(model.clip_grad_norm_(0.1, norm_type))
+
+
+def test_without_gradients_the_norm_is_zero(ranks: RankPool) -> None:
+    ranks(2).run(_clip_nothing)
+
+
+def _clip_nothing() -> None:
+    model = nested_mlp(fully_sharded())
+    for norm_type in (1.0, 2.0, math.inf):
+        assert float(model.clip_grad_norm_(1.0, norm_type)) == 0.0
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_gradient_that_is_not_finite_shows_on_every_rank(
+    ranks: RankPool, world_size: int, value: float, norm_type: float
+) -> None:
+    # It lies in the shard of one rank only; torch's norm of the whole is then NaN or infinite.
+    for holder in range(world_size):
+        norms = ranks(world_size).run(_clip_not_finite, holder, value, norm_type)
+        assert all(math.isnan(norm) if math.isnan(value) else math.isinf(norm) for norm in norms), norms
+
+
+def _clip_not_finite(holder: int, value: float, norm_type: float) -> float:
+    model = nested_mlp(fully_sharded())
+    backward(model, dist.get_rank())
+    if dist.get_rank() == holder:
+        model.params[0].grad[0] = value
+    return float(model.clip_grad_norm_(1.0, norm_type))
+
+
+@pytest.mark.parametrize("norm_type", [0.0, -1.0, -math.inf, math.nan])
+def test_what_is_no_norm_over_shards_is_refused(ranks: RankPool, norm_type: float) -> None:
+    ranks(2).run(_clip_by_no_norm, norm_type)
+
+
+def _clip_by_no_norm(norm_type: float) -> None:
+    # Padding would count, and the smallest element is not the largest of the ranks' smallest.
+    model = nested_mlp(fully_sharded())
+    backward(model, 0)
+    with pytest.raises(ValueError, match="norm_type"):
+        model.clip_grad_norm_(1.0, norm_type)
+
+
+# Errors
+
+
+def test_on_an_inner_wrapper(ranks: RankPool) -> None:
+    ranks(2).run(_clip_inside)
+
+
+def _clip_inside() -> None:
+    model = nested_mlp(fully_sharded())
+    backward(model, 0)
+    before = model.trunk.params[0].grad.clone()
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_ is for the outermost .*'trunk'.*Call it there"):
+        model.trunk.clip_grad_norm_(1e-3)
+    assert torch.equal(model.trunk.params[0].grad, before)
+
+
+@pytest.mark.parametrize("sync_first", [False, True])
+def test_gradients_that_are_not_reduced(ranks: RankPool, sync_first: bool) -> None:
+    ranks(2).run(_clip_unreduced, sync_first)
+
+
+def _clip_unreduced(sync_first: bool) -> None:
+    model = nested_mlp(fully_sharded())
+    if sync_first:
+        backward(model, 0)
+    with model.no_sync():
+        backward(model, 0)
+    with pytest.raises(RuntimeError, match=r"under no_sync\(\).*not reduced"):
+        model.clip_grad_norm_(1.0)
+    backward(model, 0)
+    assert float(model.clip_grad_norm_(1.0)) > 0
+
+
+def test_units_that_span_more_ranks_than_the_root(ranks: RankPool) -> None:
+    ranks(2).run(_clip_beyond_the_root)
+
+
+def _clip_beyond_the_root() -> None:
+    inner = fully_sharded()(nn.Linear(5, 5))
+    model = fully_sharded(process_group=Alone())(nn.Sequential(inner, nn.Linear(5, 5)))
+    backward(model, 0)
+    before = inner.params[0].grad.clone()
+    with pytest.raises(
+        ValueError, match=r"outermost wrapper have \(\[\d\]\), and inner ones .* \(0\).*of all these ranks"
+    ):
+        model.clip_grad_norm_(1e-3)
+    assert torch.equal(inner.params[0].grad, before)

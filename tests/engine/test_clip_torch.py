@@ -1,0 +1,216 @@
+"""`torch.nn.utils` on a sharded model's parameters gives what it gives on the unsharded one, or says what to use.
+
+Its functions get parameters and gradients without the model, and would take this rank's shards for all there is.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import (  # as scripts do, before anything is wrapped
+    clip_grad_norm_,
+    clip_grad_value_,
+    clip_grads_with_norm_,
+    get_total_norm,
+    parameters_to_vector,
+    vector_to_parameters,
+)
+
+import fsdp
+from tests.engine.test_clip import backward, trained_gradients
+from tests.helpers.models import keep, nested_mlp
+from tests.helpers.parity import fully_sharded
+from tests.helpers.ranks import RankPool
+
+FORMS: list[dict[str, Any]] = [{}, {"use_orig_params": True}, {"flatten_parameters": False}]
+Twins = tuple[nn.Module, nn.Module]
+
+
+def twins(**options: Any) -> Twins:
+    """A sharded model and its plain twin after a backward, with the same gradients."""
+    sharded, plain = nested_mlp(fully_sharded(**options)), nested_mlp(keep)
+    backward(sharded, dist.get_rank())
+    for rank in range(dist.get_world_size()):
+        backward(plain, rank)
+    for param in plain.parameters():
+        param.grad /= dist.get_world_size()
+    return sharded, plain
+
+
+def assert_same(found: Any, expected: Any, what: str) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, msg=lambda m: f"{what}: {m}")
+
+
+def assert_same_gradients(pair: Twins, what: str) -> None:
+    found, expected = map(trained_gradients, pair)
+    assert_same(found, expected, what)
+
+
+@pytest.mark.parametrize("options", FORMS, ids=["flat", "original", "single"])
+def test_clips_as_on_the_unsharded_model(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(3).run(_clip_every_way, options)
+
+
+def _clip_every_way(options: dict[str, Any]) -> None:
+    torch.set_default_dtype(torch.float64)
+    for norm_type in (2.0, math.inf, 1.0):
+        for clip in (clip_grad_norm_, nn.utils.clip_grad_norm_):
+            pair = twins(**options)
+            sharded, plain = (clip(model.parameters(), 1e-2, norm_type) for model in pair)
+            assert_same(sharded, plain, f"norm {norm_type}")
+            assert_same_gradients(pair, f"norm {norm_type}")
+    pair = twins(**options)
+    norms = [get_total_norm([param.grad for param in model.parameters()]) for model in pair]
+    assert_same(*norms, "total norm")
+    assert_same(*(get_total_norm(list(model.parameters())) for model in pair), "norm of the parameters")
+    for model, norm in zip(pair, norms, strict=True):
+        clip_grads_with_norm_(model.parameters(), 1e-2, norm)
+    assert_same_gradients(pair, "in two calls")
+    pair = twins(**options)
+    for model in pair:
+        clip_grad_value_(model.parameters(), 1e-2)
+    assert_same_gradients(pair, "by value")
+
+
+@pytest.mark.parametrize("options", FORMS[:2], ids=["flat", "original"])
+def test_clips_parts_of_models_and_several_models(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(3).run(_clip_parts, options)
+
+
+def _clip_parts(options: dict[str, Any]) -> None:
+    torch.set_default_dtype(torch.float64)
+    pair = twins(**options)
+    assert_same(*(clip_grad_norm_(model.trunk.parameters(), 1e-2) for model in pair), "a part")
+    assert_same(*(clip_grad_norm_(next(iter(model.gate.parameters())), 1e-2) for model in pair), "a single parameter")
+    assert_same_gradients(pair, "a part")
+
+    first, second = twins(**options), twins(**options)
+    plain_beside = [nn.Linear(3, 2), nn.Linear(3, 2)]  # one for each twin, the same on every rank
+    for linear in plain_beside:
+        linear.weight.grad = torch.full_like(linear.weight, 0.5)
+    for norm_type in (2.0, math.inf):
+        norms = [
+            clip_grad_norm_(chain(one.parameters(), other.parameters(), beside.parameters()), 1e-2, norm_type)
+            for one, other, beside in zip(first, second, plain_beside, strict=True)
+        ]
+        assert_same(*norms, f"two models and what is not sharded, {norm_type}")
+    assert_same_gradients(first, "two models")
+    assert_same(*(linear.weight.grad for linear in plain_beside), "what is not sharded")
+
+
+def test_rows_are_clipped_also_where_a_rank_has_none(ranks: RankPool) -> None:
+    ranks(3).run(_clip_rows)
+
+
+def _rows(module: nn.Module) -> nn.Module:
+    return fsdp.fully_shard(module)
+
+
+def _clip_rows() -> None:
+    torch.set_default_dtype(torch.float64)
+    for norm_type in (2.0, math.inf):
+        sharded, plain = nested_mlp(_rows), nested_mlp(keep)
+        backward(sharded, 0)
+        backward(plain, 0)
+        for params in (lambda model: model.parameters(), lambda model: model.trunk.parameters()):
+            totals = [get_total_norm([param.grad for param in params(model)], norm_type) for model in (sharded, plain)]
+            assert_same(totals[0].full_tensor(), totals[1], f"total norm {norm_type}")
+            norms = [clip_grad_norm_(params(model), 1e-2, norm_type) for model in (sharded, plain)]
+            assert_same(norms[0].full_tensor(), norms[1], f"norm {norm_type}")
+            for model, total in zip((sharded, plain), totals, strict=True):
+                clip_grads_with_norm_(params(model), 1e-3, total)
+        for mine, expected in zip(sharded.parameters(), plain.parameters(), strict=True):
+            assert_same(mine.grad.full_tensor(), expected.grad, "gradient")
+
+
+def test_what_is_not_finite_or_not_reduced_is_an_error_on_every_rank(ranks: RankPool) -> None:
+    ranks(2).run(_refuse)
+
+
+def _refuse() -> None:
+    model, _ = twins()
+    params = list(model.parameters())
+    if dist.get_rank() == 1:
+        params[0].grad[0] = math.nan
+    before = [param.grad.clone() for param in params]
+    with pytest.raises(RuntimeError, match="norm of the gradients is nan"):
+        clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
+    assert all(torch.equal(a.grad.nan_to_num(), b.nan_to_num()) for a, b in zip(params, before, strict=True))
+    with model.no_sync():
+        backward(model, 0)
+    for clip in (clip_grad_norm_, clip_grad_value_):
+        with pytest.raises(RuntimeError, match=r"under no_sync\(\).*not reduced"):
+            clip(params, 1.0)
+
+
+def test_before_the_first_use_there_is_nothing_to_clip(ranks: RankPool) -> None:
+    ranks(2).run(_clip_early)
+
+
+def _clip_early() -> None:
+    model = nested_mlp(fully_sharded())
+    params = list(model.parameters())
+    assert clip_grad_norm_(params, 1.0) == 0
+    params[0].grad = torch.ones_like(params[0])
+    with pytest.raises(RuntimeError, match=r"before the first forward.*model\.clip_grad_norm_"):
+        clip_grad_norm_(params, 1.0)
+
+
+def test_inside_of_join(ranks: RankPool) -> None:
+    ranks(2).run(_clip_joined)
+
+
+def _clip_joined() -> None:
+    model = nested_mlp(fully_sharded())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fsdp.join(model, optimizer):
+        for _ in range(1 + dist.get_rank()):
+            backward(model, 0)
+            assert clip_grad_norm_(model.parameters(), 1e-2) > 1e-2
+            clip_grad_value_(model.parameters(), 1e-3)
+            if dist.get_world_size() == 2 and dist.get_rank() == 1:
+                with pytest.raises(RuntimeError, match=r"fsdp\.join.*all parameters of one model"):
+                    clip_grad_norm_(model.trunk.parameters(), 1e-2)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_vectors_of_shards_are_refused(ranks: RankPool) -> None:
+    ranks(2).run(_refuse_vectors)
+
+
+def _refuse_vectors() -> None:
+    for options in FORMS:
+        model = nested_mlp(fully_sharded(**options))
+        with pytest.raises(RuntimeError, match=r"parameters_to_vector.*summon_full_params"):
+            parameters_to_vector(model.parameters())
+        with pytest.raises(RuntimeError, match=r"vector_to_parameters.*summon_full_params"):
+            vector_to_parameters(torch.zeros(1000), model.parameters())
+        with model.summon_full_params():
+            whole = parameters_to_vector(model.parameters())
+        assert_same(whole, parameters_to_vector(nested_mlp(keep).parameters()), "whole parameters")
+
+
+def test_models_that_are_not_sharded_are_clipped_by_torch(ranks: RankPool) -> None:
+    ranks(2).run(_clip_plain)
+
+
+def _clip_plain() -> None:
+    twins()  # from now on torch's functions look for what is sharded
+    rank = dist.get_rank()
+    plain = nested_mlp(keep)
+    backward(plain, rank)
+    grads: list[Tensor] = [param.grad for param in plain.parameters()]
+    expected = torch.cat([grad.flatten() for grad in grads]).norm()
+    assert_close = torch.testing.assert_close
+    assert_close(get_total_norm(grads), expected)
+    assert_close(clip_grad_norm_(plain.parameters(), 1e-3), expected)  # each rank by its own
+    assert_close(get_total_norm(grads), torch.tensor(1e-3), rtol=1e-3, atol=0.0)
+    with pytest.warns(UserWarning, match="empty generator"):
+        clip_grad_norm_((param for param in ()), 1.0)

@@ -1,0 +1,564 @@
+"""Bad input: each mistake is an error that names what was found, where, and what to do, on every rank.
+
+Mistakes with the constructor need no other rank: `Lone` stands for a world of one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from parameterized import parameterized
+from torch import Tensor, nn
+
+from fsdp import FlattenParamsWrapper, FullyShardedDataParallel, TrainingState
+from tests.helpers.parity import RanksTestCase, fully_sharded, nested_mlp, sgd_with_momentum
+from tests.helpers.ranks import RankPool
+
+
+class Lone:
+    """All that a process group needs for a world of one."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def wrap_alone(module: Any, **options: Any) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(module, Lone(), **options)
+
+
+def step(model: nn.Module) -> None:
+    """A whole step works: the model is in order."""
+    optimizer = sgd_with_momentum(model.parameters())
+    model(torch.ones(2, 5)).square().mean().backward()
+    optimizer.step()
+
+
+# What is wrapped
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_integer_parameters(dtype: torch.dtype) -> None:
+    module = layers()
+    module[2].register_parameter("counts", nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=False))
+    with pytest.raises(TypeError, match=rf"2\.counts is a parameter of {dtype}.*register_buffer"):
+        wrap_alone(module)
+
+
+def test_a_module_without_parameters() -> None:
+    with pytest.raises(ValueError, match="ReLU has no parameters to shard: leave it unwrapped"):
+        wrap_alone(nn.ReLU())
+
+
+def test_a_module_that_is_wrapped_already() -> None:
+    model = wrap_alone(layers())
+    for again in (model.module, model.module.module):
+        with pytest.raises(ValueError, match="is wrapped already, and its wrapper has parameters of its own: wrap"):
+            wrap_alone(again)
+    step(model)
+
+
+def test_parameters_that_somebody_else_flattened() -> None:
+    with pytest.raises(ValueError, match="flat"):
+        wrap_alone(nn.Sequential(FlattenParamsWrapper(nn.Linear(5, 3))))
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"), [(nn.Linear, "type"), ([nn.Linear(2, 2)], "list"), (torch.relu, "builtin"), (None, "NoneType")]
+)
+def test_something_that_is_no_module(given: Any, kind: str) -> None:
+    with pytest.raises(TypeError, match=f"wraps an nn.Module, got a {kind}"):
+        wrap_alone(given)
+
+
+def test_parameters_without_values() -> None:
+    with torch.device("meta"):
+        module = layers()
+    with pytest.raises(TypeError, match=r"0\.weight is a .*meta parameter.*to_empty"):
+        FlattenParamsWrapper(module)
+    with pytest.raises(TypeError, match="weight is a UninitializedParameter parameter"):
+        wrap_alone(nn.LazyLinear(3))
+
+
+def test_a_tie_that_wrapping_by_hand_would_cut() -> None:
+    inside, outside = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+    outside.weight = inside.weight
+    model = nn.Sequential(wrap_alone(inside), outside)
+    with pytest.raises(ValueError, match=r"1\.weight is the same parameter as weight of Linear.*auto_wrap"):
+        wrap_alone(model)
+    with pytest.raises(ValueError, match=r"^weight is the same parameter as weight of Linear.*no longer be tied"):
+        wrap_alone(outside)
+    assert isinstance(outside.bias, nn.Parameter), "nothing may be taken from a module that is refused"
+
+
+# Options
+
+
+class OptionErrors(RanksTestCase):
+    @parameterized.expand(
+        [
+            (ValueError, "gradient_predivide_factor must be positive, got 0", {"gradient_predivide_factor": 0}),
+            (ValueError, "gradient_predivide_factor must be positive, got -2", {"gradient_predivide_factor": -2.0}),
+            (TypeError, "process_group_reduce_scatter must be", {"process_group_reduce_scatter": 3}),
+            (TypeError, "process_group_reduce_scatter must be", {"process_group_reduce_scatter": "reduce"}),
+        ]
+    )
+    def test_values_out_of_range(self, error: type[Exception], message: str, options: dict[str, Any]) -> None:
+        module = layers()
+        with pytest.raises(error, match=message):
+            wrap_alone(module, **options)
+        step(wrap_alone(module))
+
+    def test_what_clients_pass_for_the_default_is_taken(self) -> None:
+        step(wrap_alone(layers(), fp32_reduce_scatter=None, move_grads_to_cpu=False, no_broadcast_optim_state=None))
+
+
+def test_an_unknown_option() -> None:
+    with pytest.raises(TypeError, match="sharding_strategy"):
+        wrap_alone(layers(), sharding_strategy="FULL_SHARD")
+
+
+def test_a_reduce_scatter_group_of_another_size_is_not_used() -> None:
+    with pytest.warns(UserWarning, match="has 2 ranks and process_group 1: .* over process_group instead"):
+        model = FullyShardedDataParallel(layers(), Lone(), Lone(0, 2))
+    assert model.process_group_reduce_scatter is model.process_group
+    step(model)
+
+
+@pytest.mark.parametrize("group", ["world", 3, object()])
+def test_something_that_is_no_process_group(group: Any) -> None:
+    with pytest.raises(TypeError, match="process_group must be"):
+        FullyShardedDataParallel(layers(), group)
+
+
+def test_a_group_that_this_rank_is_not_in(ranks: RankPool) -> None:
+    ranks(2).run(_wrap_in_a_group_of_rank_0)
+
+
+def _wrap_in_a_group_of_rank_0() -> None:
+    group = dist.new_group([0])
+    if dist.get_rank() == 0:
+        step(FullyShardedDataParallel(layers(), group))
+    else:
+        with pytest.raises((TypeError, ValueError), match=r"process_group.*this rank"):
+            FullyShardedDataParallel(layers(), group)
+
+
+def test_without_a_process_group_the_error_shows_the_lines_that_fix_it(ranks: RankPool) -> None:
+    ranks(1, backend=None).run(_follow_the_advice)
+
+
+def _follow_the_advice() -> None:
+    with pytest.raises(RuntimeError, match=r"torch\.distributed is not initialized") as error:
+        FullyShardedDataParallel(layers())
+    advice = [line.strip() for line in str(error.value).splitlines() if line.startswith("    ")]
+    assert len(advice) == 2
+    with socket.socket() as free:  # what torchrun would set
+        free.bind(("127.0.0.1", 0))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+    exec("\n".join(advice), {})
+    step(FullyShardedDataParallel(layers()))
+
+
+# Optimizers
+
+
+def test_an_optimizer_made_before_wrapping(ranks: RankPool) -> None:
+    for world_size in (1, 2):
+        ranks(world_size).run(_step_an_early_optimizer)
+
+
+def _step_an_early_optimizer() -> None:
+    module = layers()
+    early = torch.optim.SGD(module.parameters(), lr=0.1)
+    elsewhere = nn.Linear(5, 1)
+    bystander = torch.optim.SGD(elsewhere.parameters(), lr=0.1)
+    model = FullyShardedDataParallel(nn.Sequential(FullyShardedDataParallel(module[0]), *module[1:]))
+    model(torch.ones(2, 5)).sum().backward()
+    with pytest.raises(RuntimeError, match="this SGD was made before the model was wrapped") as error:
+        early.step()
+    for name in ("weight of Linear", "bias of Linear", "2.weight of Sequential", "2.bias of Sequential"):
+        assert name in str(error.value)
+    torch.optim.AdamW(model.parameters()).step()
+    elsewhere(torch.ones(1, 5)).sum().backward()
+    bystander.step()
+
+
+def test_an_early_optimizer_of_a_large_model_is_described_in_short(ranks: RankPool) -> None:
+    ranks(1).run(_step_an_early_optimizer_of_many)
+
+
+def _step_an_early_optimizer_of_many() -> None:
+    module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(50)))
+    early = torch.optim.Adam(module.parameters())
+    model = FullyShardedDataParallel(module)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"0\.weight of Sequential.* and 95 more"):
+        early.step()
+
+
+def test_stepping_or_clipping_with_gradients_that_are_not_reduced(ranks: RankPool) -> None:
+    ranks(2).run(_use_unreduced_gradients)
+
+
+def _use_unreduced_gradients() -> None:
+    model = nested_mlp(fully_sharded())
+    optimizer = sgd_with_momentum(model.parameters())
+    with model.no_sync():
+        model(torch.ones(2, 5)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"accumulated under no_sync\(\).*outside no_sync"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"cannot clip: the gradients of .* accumulated under no_sync\(\)"):
+        model.clip_grad_norm_(1.0)
+    optimizer.zero_grad()
+    step(model)
+
+
+# Weights that are not there
+
+TOUCHES: dict[str, Callable[[Tensor], Any]] = {
+    "add": lambda w: w + 1,
+    "linear": lambda w: nn.functional.linear(torch.ones(1, 7), w),
+    "sum": lambda w: w.sum(),
+    "index": lambda w: w[0],
+    "compare": lambda w: w == w,
+    "concatenate": lambda w: torch.cat([w, w]),
+    "detach": lambda w: w.detach(),
+    "clone": lambda w: w.clone(),
+    "cast": lambda w: w.to(torch.float64),
+    "transpose": lambda w: w.T,
+    "read through .data": lambda w: w.data.sum(),
+    "write through .data": lambda w: w.data.copy_(torch.zeros(3, 7)),
+    "replace .data": lambda w: setattr(w, "data", torch.zeros(3, 7)),
+    "init": lambda w: nn.init.zeros_(w),
+    "item": lambda w: w.tolist(),
+    "numpy": lambda w: w.numpy(),
+    "asarray": lambda w: np.asarray(w),
+    "data_ptr": lambda w: w.data_ptr(),
+    "storage": lambda w: w.untyped_storage(),
+    "iterate": lambda w: list(w),
+}
+
+
+class ShardedWeights(RanksTestCase):
+    def test_touching_one_names_it_and_the_way_out(self) -> None:
+        self.ranks(2).run(_touch_everywhere)
+
+
+def _touch_everywhere() -> None:
+    model = FullyShardedDataParallel(layers())
+    weight = model.module.module[2].weight
+    assert weight.shape == (3, 7)
+    assert weight.dtype is torch.float32
+    assert weight.device == torch.device("cpu")
+    assert weight.requires_grad
+    assert "Placeholder" in repr(weight)
+    for name, touch in TOUCHES.items():
+        message = ""
+        try:
+            touch(weight)
+        except RuntimeError as error:
+            message = str(error)
+        assert re.search(r"2\.weight is sharded: .*summon_full_params\(\)", message), name
+    step(model)
+
+
+def test_in_a_world_of_one_the_weight_is_there() -> None:
+    model = wrap_alone(layers())
+    assert torch.equal(model.module.module[2].weight.detach(), model.state_dict()["2.weight"])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_weight_that_was_replaced_by_another_shape(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(_replace_a_weight)
+
+
+def _replace_a_weight() -> None:
+    model = FullyShardedDataParallel(layers())
+    step(model)
+    model.module.module[2].weight = nn.Parameter(torch.zeros(7, 3))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"2\.weight: expected shape \(3, 7\), got \(7, 3\).*nn.Parameter"):
+            model(torch.ones(2, 5))
+    model.module.module[2].weight = nn.Parameter(torch.zeros(3, 7))  # as the message says
+    assert not model.state_dict()["2.weight"].any()
+    assert torch.equal(model(torch.ones(2, 5))[0], model.state_dict()["2.bias"])
+    step(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_that_change_between_forward_and_backward(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(_change_weights_before_backward)
+
+
+def _change_weights_before_backward() -> None:
+    model = nested_mlp(fully_sharded())
+    loss = model(torch.ones(2, 5)).sum()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2.0)
+    with pytest.raises(RuntimeError, match=r"its parameters were changed .* between forward and backward"):
+        loss.backward()
+    model.zero_grad()
+    step(model)
+
+
+# Ranks that disagree
+
+
+def narrower(wrap: Any) -> nn.Module:
+    return wrap(nn.Sequential(wrap(nn.Linear(5, 6)), wrap(nn.Linear(6, 3))))
+
+
+def usual(wrap: Any) -> nn.Module:
+    return wrap(nn.Sequential(wrap(nn.Linear(5, 7)), wrap(nn.Linear(7, 3))))
+
+
+def unwrapped_inside(wrap: Any) -> nn.Module:
+    return wrap(nn.Sequential(wrap(nn.Linear(5, 7)), nn.Linear(7, 3)))
+
+
+def frozen_inside(wrap: Any) -> nn.Module:
+    return wrap(nn.Sequential(wrap(nn.Linear(5, 7).requires_grad_(False)), wrap(nn.Linear(7, 3))))
+
+
+def double_inside(wrap: Any) -> nn.Module:
+    return wrap(nn.Sequential(wrap(nn.Linear(5, 7)), wrap(nn.Linear(7, 3).double())))
+
+
+def two_before_one(wrap: Any) -> nn.Module:
+    one, two = nn.Linear(5, 7), nn.Linear(7, 3)  # of the same random numbers as `usual`'s
+    last = wrap(two)
+    return wrap(nn.Sequential(wrap(one), last))
+
+
+def call(model: nn.Module) -> None:
+    model(torch.ones(2, 5))
+
+
+def call_twice(model: nn.Module) -> None:
+    with suppress(RuntimeError):
+        model(torch.ones(2, 5))
+    model(torch.ones(2, 5))
+
+
+def summon(model: Any) -> None:
+    with model.summon_full_params():
+        pass
+
+
+class DifferentModels(RanksTestCase):
+    @parameterized.expand(
+        [
+            ("shapes", narrower, r"Unit '0' has .*\[7, 5\].* on rank 0 and .*\[6, 5\].* on rank 1"),
+            ("units", unwrapped_inside, "rank 1"),
+            ("requires_grad", frozen_inside, "Unit '0' has .*True.* on rank 0 and .*False.* on rank 1"),
+            ("dtype", double_inside, "Unit '1' has .*float32.* on rank 0 and .*float64.* on rank 1"),
+        ]
+    )
+    def test_every_rank_says_who_differs_in_what(self, kind: str, odd: Any, message: str) -> None:
+        self.ranks(3).run(_use_different_models, odd, message, call)
+
+    @parameterized.expand([("summon", summon), ("state_dict", nn.Module.state_dict), ("second_call", call_twice)])
+    def test_whatever_is_used_first(self, kind: str, use: Any) -> None:
+        self.ranks(2).run(_use_different_models, narrower, "Unit '0' has .* on rank 1", use)
+
+
+def _use_different_models(odd: Any, message: str, use: Any) -> None:
+    make = odd if dist.get_rank() == 1 else usual
+    # A timeout of its own, so that a hang is an error of the test and not the end of the processes.
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    model = make(fully_sharded(process_group=group))
+    if use is nn.Module.state_dict:
+        use = type(model).state_dict
+    with pytest.raises(RuntimeError, match=message) as error:
+        use(model)
+    assert f"rank {dist.get_rank()}" in str(error.value)
+    assert "did not complete" not in str(error.value)
+
+
+def test_a_parameter_with_gradient_hooks() -> None:
+    module = layers()
+    module[2].weight.register_hook(lambda grad: grad)
+    with pytest.raises(ValueError, match=r"2\.weight has gradient hooks.*Remove them before wrapping"):
+        wrap_alone(module)
+
+
+def test_a_parameter_that_was_added_after_wrapping(ranks: RankPool) -> None:
+    ranks(2).run(_add_a_parameter)
+
+
+def _add_a_parameter() -> None:
+    model = FullyShardedDataParallel(layers())
+    model.module.module[2].extra = nn.Parameter(torch.zeros(3))
+    with pytest.raises(RuntimeError, match=r"2\.extra became a parameter after wrapping"):
+        model(torch.ones(2, 5))
+    del model.module.module[2].extra
+    step(model)
+
+
+def test_units_may_be_made_in_any_order(ranks: RankPool) -> None:
+    ranks(3).run(_make_units_in_another_order)
+
+
+def _make_units_in_another_order() -> None:
+    make = two_before_one if dist.get_rank() == 1 else usual
+    step(make(fully_sharded()))
+
+
+def test_models_that_only_some_ranks_have_do_not_matter(ranks: RankPool) -> None:
+    ranks(3).run(_wrap_more_on_rank_0)
+
+
+def _wrap_more_on_rank_0() -> None:
+    pair = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    everybody = dist.new_group(timeout=timedelta(seconds=3))
+    others = []
+    if dist.get_rank() == 0:
+        others += [wrap_alone(layers()), wrap_alone(layers())]
+    if dist.get_rank() < 2:
+        others += [nested_mlp(fully_sharded(process_group=pair))]
+    model = nested_mlp(fully_sharded(process_group=everybody))
+    for each in (model, *others):
+        step(each)
+    step(model)
+
+
+class Branching(nn.Module):
+    """Three units that run only sometimes.
+
+    The first is gathered ahead in forward and the last in backward, also where they then don't run.
+    """
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.always = FullyShardedDataParallel(nn.Linear(5, 5), group)
+        self.seldom, self.rarely, self.hardly = (FullyShardedDataParallel(nn.Linear(5, 5), group) for _ in range(3))
+
+    def forward(self, inputs: Tensor, rarely: bool) -> Tensor:
+        hidden = self.always(inputs)
+        return self.hardly(self.rarely(self.seldom(hidden))) if rarely else hidden
+
+
+def test_a_rank_that_skips_a_unit(ranks: RankPool) -> None:
+    ranks(2).run(_skip_a_unit_on_rank_1)
+
+
+def _skip_a_unit_on_rank_1() -> None:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model = FullyShardedDataParallel(Branching(group), group)
+    model(torch.ones(2, 5), rarely=True).sum().backward()
+    skips = dist.get_rank() == 1
+    with suppress(RuntimeError) if skips else pytest.raises(RuntimeError) as error:
+        model(torch.ones(2, 5), rarely=not skips).sum().backward()
+    if not skips:
+        assert "rank 0: all-gather of rarely did not complete" in str(error.value)
+        assert "Every rank of the group must run the same units" in str(error.value)
+        assert model.training_state is TrainingState.IDLE
+
+
+# The wrong moment
+
+
+def test_a_second_root(ranks: RankPool) -> None:
+    ranks(2).run(_use_an_inner_unit_first)
+
+
+def _use_an_inner_unit_first() -> None:
+    inner = FullyShardedDataParallel(nn.Linear(5, 5))
+    model = FullyShardedDataParallel(nn.Sequential(inner, nn.Linear(5, 3)))
+    step(inner)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"a second root: unit '0' was called on its own.*_reset_lazy_init"):
+            model(torch.ones(2, 5))
+    inner._reset_lazy_init()
+    step(model)
+
+
+def test_methods_of_the_outermost_wrapper_on_an_inner_one(ranks: RankPool) -> None:
+    ranks(2).run(_call_root_methods_on_an_inner_unit)
+
+
+def _call_root_methods_on_an_inner_unit() -> None:
+    model = nested_mlp(fully_sharded())
+    step(model)
+    inner = model.module.module.trunk
+    with pytest.raises(RuntimeError, match=r"no_sync is for the outermost .*'trunk'.* lies inside root"):
+        inner.no_sync().__enter__()
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_ is for the outermost .*'trunk'"):
+        inner.clip_grad_norm_(1.0)
+    model.clip_grad_norm_(1.0)
+
+
+METHODS: dict[str, Callable[[Any], Any]] = {
+    "summon_full_params": summon,
+    "no_sync": lambda model: model.no_sync().__enter__(),
+    "clip_grad_norm_": lambda model: model.clip_grad_norm_(1.0),
+    "state_dict": lambda model: model.state_dict(),
+    "load_state_dict": lambda model: model.load_state_dict({}, strict=False),
+    "apply": lambda model: model.apply(lambda module: None),
+    "to": lambda model: model.to(torch.float64),
+    "set_gradient_divide_factors": lambda model: model.set_gradient_divide_factors(1.0, 1.0),
+    "_reset_lazy_init": lambda model: model._reset_lazy_init(),
+}
+
+
+def nothing() -> None:
+    """What happens in the middle of an undisturbed step."""
+
+
+class Interrupting(nn.Module):
+    """Calls back in the middle of its forward, or of its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 3)
+        self.in_forward: Callable[[], Any] = nothing
+        self.in_backward: Callable[[], Any] = nothing
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        self.in_forward()
+        if hidden.requires_grad:
+            hidden.register_hook(self._interrupt_backward)
+        return self.last(hidden)
+
+    def _interrupt_backward(self, _: Tensor) -> None:
+        self.in_backward()
+
+
+class WrongState(RanksTestCase):
+    @parameterized.expand([(name, moment) for name in METHODS for moment in ("in_forward", "in_backward")])
+    def test_methods_in_the_middle(self, name: str, moment: str) -> None:
+        self.ranks(2).run(_call_in_the_middle, name, moment)
+
+
+def _call_in_the_middle(name: str, moment: str) -> None:
+    model = FullyShardedDataParallel(Interrupting())
+    step(model)
+    setattr(model.module.module, moment, lambda: METHODS[name](model))
+    with pytest.raises(RuntimeError, match="in the middle of a forward or backward of root"):
+        model(torch.ones(2, 5)).sum().backward()
+    setattr(model.module.module, moment, nothing)
+    model.zero_grad()
+    step(model)
+    model.assert_state(TrainingState.IDLE)

@@ -1,0 +1,110 @@
+"""Precision, offload and loss scaling on CUDA: several ranks on one GPU over gloo, and one rank with NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp import FlatParameter, FullyShardedDataParallel
+from tests.helpers.models import nested_mlp
+from tests.helpers.parity import fully_sharded, sgd_with_momentum
+from tests.helpers.ranks import Ranks
+from tests.optim_utils.test_grad_scaler import (
+    OFFLOADS,
+    backward,
+    counted_reductions,
+    fused_adamw,
+    new_scaler,
+    offload_options,
+    skip_together,
+    spoil_shard,
+    step_changes,
+)
+from tests.training.test_option_grid import cells, train_and_compare
+
+pytestmark = pytest.mark.gpu
+
+CudaRanks = Callable[..., Ranks]
+
+
+@pytest.mark.parametrize("cell", cells(world_size=[2, 3]))
+def test_training_over_gloo_equals_the_unsharded_model_in_the_same_precision(
+    cuda_ranks: CudaRanks, tmp_path: Path, cell: dict[str, Any]
+) -> None:
+    cuda_ranks(cell["world_size"]).run(train_and_compare, cell, str(tmp_path), "cuda")
+
+
+@pytest.mark.parametrize("cell", cells())
+def test_training_over_nccl_equals_the_unsharded_model_in_the_same_precision(
+    cuda_ranks: CudaRanks, tmp_path: Path, cell: dict[str, Any]
+) -> None:
+    # A world of one is not sharded; what is offloaded, and what computes in another dtype, comes and goes all the same.
+    cuda_ranks(1, backend="nccl").run(train_and_compare, cell, str(tmp_path), "cuda")
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("make_optimizer", [sgd_with_momentum, fused_adamw])
+def test_pain_point_17_all_ranks_skip_the_steps_that_one_cannot_take(
+    cuda_ranks: CudaRanks, tmp_path: Path, offload: str, make_optimizer: Any
+) -> None:
+    options = offload_options(offload, tmp_path)
+    cuda_ranks(2).run(skip_together, options, device="cuda", make_optimizer=make_optimizer)
+
+
+def test_pain_point_17_gradients_on_two_devices_are_agreed_on_in_one_reduction(cuda_ranks: CudaRanks) -> None:
+    cuda_ranks(2).run(_skip_partly_offloaded)
+
+
+def _skip_partly_offloaded() -> None:
+    with torch.device("cuda"):
+        inner = FullyShardedDataParallel(nn.Linear(5, 5), mixed_precision=True, offload="cpu")
+        model = FullyShardedDataParallel(nn.Sequential(inner, nn.Linear(5, 3)), mixed_precision=True)
+    assert {param.device.type for param in model.parameters()} == {"cpu", "cuda"}
+    optimizer, scaler = sgd_with_momentum(model.parameters()), new_scaler(device="cuda")
+    for device in ("cpu", "cuda"):
+        backward(model, scaler, torch.ones(2, 5, device="cuda"))
+        if torch.distributed.get_rank() == 1:
+            spoil_shard(param for param in model.parameters() if param.device.type == device)
+        with counted_reductions() as calls:
+            assert not step_changes(scaler, optimizer)
+        assert len(calls) == 1
+        scaler.update()
+    assert scaler.get_scale() == 256.0
+
+
+@pytest.mark.parametrize("offload", ["params", "both", "disk"])
+def test_the_optimizer_steps_offloaded_shards_on_the_host(cuda_ranks: CudaRanks, tmp_path: Path, offload: str) -> None:
+    cuda_ranks(2).run(_look_where_things_are, offload_options(offload, tmp_path), is_pinned=offload != "disk")
+
+
+def _look_where_things_are(options: dict[str, Any], is_pinned: bool) -> None:
+    with torch.device("cuda"):
+        model = nested_mlp(fully_sharded(mixed_precision=True, **options))
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), new_scaler(device="cuda")
+    backward(model, scaler, torch.ones(2, 5, device="cuda"))
+    scaler.step(optimizer)
+    for param in model.parameters():
+        state = [value for value in optimizer.state[param].values() if isinstance(value, Tensor)]
+        assert param.grad is not None
+        assert {tensor.device.type for tensor in (param, param.grad, *state)} == {"cpu"}
+        assert param.is_pinned() is is_pinned
+
+
+def test_gradients_alone_are_offloaded_to_pinned_memory_until_the_step(cuda_ranks: CudaRanks) -> None:
+    cuda_ranks(2).run(_look_where_gradients_are)
+
+
+def _look_where_gradients_are() -> None:
+    with torch.device("cuda"):
+        model = nested_mlp(fully_sharded(mixed_precision=True, move_grads_to_cpu=True))
+    backward(model, new_scaler(device="cuda"), torch.ones(2, 5, device="cuda"))
+    for param in model.parameters():
+        assert isinstance(param, FlatParameter)
+        assert param.is_cuda
+        assert param.held_gradient is not None
+        assert param.held_gradient.is_pinned()

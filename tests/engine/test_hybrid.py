@@ -1,0 +1,268 @@
+"""Hybrid sharding, shards within and replicas across, trains as plain sharding and as one process do."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp import MixedPrecision, ShardingStrategy, use_torch_collectives
+from fsdp.distributed.collectives import communicator
+from fsdp.distributed.communicator import default_group
+from fsdp.engine.reduction import summed
+from tests.helpers.hybrid import (
+    assert_replicas_agree,
+    assert_same_on_every_rank,
+    group_option,
+    machines_of,
+    mesh_of,
+)
+from tests.helpers.models import Wrap, nested_mlp, tiny_transformer
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.parity import (
+    TOKENS,
+    Training,
+    adamw,
+    assert_parity,
+    distance,
+    fully_sharded,
+    sgd_with_momentum,
+    train_sharded,
+)
+from tests.helpers.ranks import RankPool
+
+SHAPES = [(2, 2), (2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (1, 4)]
+FLAT: dict[str, Any] = {}
+ORIGINAL: dict[str, Any] = {"use_orig_params": True}
+UNFLATTENED: dict[str, Any] = {"flatten_parameters": False}
+NAMES = [None, ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
+
+
+@parametrize_pairs(
+    shape=SHAPES,
+    how=["mesh", "pair", "machine"],
+    strategy=NAMES,
+    form=[FLAT, ORIGINAL, UNFLATTENED],
+    bucket_cap_mb=[25, 0],
+    accumulate=[1, 2],
+    clip=[None, 0.1],
+)
+def test_trains_as_one_process_does(
+    ranks: RankPool,
+    shape: tuple[int, int],
+    how: str,
+    strategy: ShardingStrategy | None,
+    form: dict[str, Any],
+    bucket_cap_mb: float,
+    accumulate: int,
+    clip: float | None,
+) -> None:
+    if how == "machine":
+        strategy = strategy or ShardingStrategy.HYBRID_SHARD
+    options = {"sharding_strategy": strategy, "bucket_cap_mb": bucket_cap_mb, **form}
+    ranks(shape[0] * shape[1]).run(_train, shape, how, options, accumulate, clip)
+
+
+def _train(
+    shape: tuple[int, int], how: str, options: dict[str, Any], accumulate: int, clip: float | None, **training: Any
+) -> None:
+    made: list[nn.Module] = []
+    with machines_of(shape[1]):
+        wrap = fully_sharded(process_group=group_option(how, *shape), **options)
+        training = {"steps": 3, "accumulate": accumulate, "clip": clip, **training}
+        assert_parity(partial(_noted, nested_mlp, made), sgd_with_momentum, wrap=wrap, **training)
+    sharded: list[Any] = [model for model in made if hasattr(model, "process_group")]
+    assert len(sharded) == 1
+    for model in sharded:
+        assert (model.world_size, model.replicate_group is not None) == (shape[1], how != "machine" or shape[0] > 1)
+        assert_replicas_agree(model)
+
+
+def _noted(make: Any, made: list[nn.Module], wrap: Wrap) -> nn.Module:
+    made.append(make(wrap))
+    return made[-1]
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd_with_momentum, adamw])
+def test_two_by_two_equals_four_ways_equals_one_process(ranks: RankPool, make_optimizer: Any) -> None:
+    ranks(4).run(_compare_with_plain, make_optimizer)
+
+
+def _compare_with_plain(make_optimizer: Any) -> None:
+    make = partial(tiny_transformer, tied=True)
+    parity = assert_parity(make, make_optimizer, 5, wrap=fully_sharded(process_group=mesh_of(2, 2)), task=TOKENS)
+    training = Training(make_model=make, make_optimizer=make_optimizer, steps=5, task=TOKENS)
+    plain, hybrid = (train_sharded(training, fully_sharded(**o)) for o in ({}, {"process_group": mesh_of(2, 2)}))
+    found = distance(hybrid, plain)
+    assert found.weight <= 8 * parity.noise.weight + 1e-6, f"{found}; noise: {parity.noise}"
+    assert_same_on_every_rank(hybrid)
+
+
+@pytest.mark.parametrize("options", [{"reduce_dtype": torch.bfloat16}, {"param_dtype": torch.bfloat16}, {}], ids=str)
+def test_mixed_precision_is_as_near_as_plain_sharding(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(4).run(_train_mixed, options)
+
+
+def _train_mixed(options: dict[str, Any]) -> None:
+    policy = MixedPrecision(**options)
+    training = Training(make_model=nested_mlp, make_optimizer=sgd_with_momentum, steps=3)
+    exact, plain, hybrid = (
+        train_sharded(training, fully_sharded(**each))
+        for each in ({}, {"mixed_precision": policy}, {"mixed_precision": policy, "process_group": mesh_of(2, 2)})
+    )
+    assert distance(hybrid, exact).weight <= 2 * distance(plain, exact).weight + 1e-6
+    assert_same_on_every_rank(hybrid)
+
+
+def test_a_wider_reduction_is_wide_until_all_ranks_are_summed(ranks: RankPool) -> None:
+    ranks(4).run(_sum_in_float32)
+
+
+def _sum_in_float32() -> None:
+    # 256 + 1 is 256 in bfloat16, which is enough of an error to be seen once the other machine has subtracted 256.
+    policy = MixedPrecision(reduce_dtype=torch.float32)
+    layer = nn.Linear(1, 4, bias=False, dtype=torch.bfloat16)
+    model: Any = fully_sharded(process_group=mesh_of(2, 2), mixed_precision=policy)(layer)
+    model.set_gradient_divide_factors(1.0, 1.0)
+    model(torch.tensor([[256.0, 1.0, -256.0, 0.0][dist.get_rank()]], dtype=torch.bfloat16).view(1, 1)).sum().backward()
+    assert model.params[0].grad.tolist() == [1.0, 1.0]
+
+
+class Frozen(nn.Module):
+    """Frozen layers beside trained ones, and a unit that is not used."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.entry = wrap(nn.Linear(5, 7))
+        self.frozen = wrap(nn.Linear(7, 7).requires_grad_(False))
+        self.unused = wrap(nn.Linear(7, 7))
+        self.exit = nn.Linear(7, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.exit(torch.tanh(self.frozen(self.entry(inputs))))
+
+
+def frozen(wrap: Wrap) -> nn.Module:
+    torch.manual_seed(0)
+    return wrap(Frozen(wrap))
+
+
+@pytest.mark.parametrize("form", [FLAT, ORIGINAL], ids=["flat", "original"])
+def test_frozen_and_unused_units(ranks: RankPool, form: dict[str, Any]) -> None:
+    ranks(4).run(_train_frozen, form)
+
+
+def _train_frozen(form: dict[str, Any]) -> None:
+    assert_parity(frozen, adamw, 3, wrap=fully_sharded(process_group=mesh_of(2, 2), **form))
+
+
+class Routed(nn.Module):
+    """Only ranks of the second machine use the second expert's own bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.never = nn.Parameter(torch.ones(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.experts[dist.get_rank() // 2](inputs)
+
+
+def test_an_original_parameter_has_a_gradient_if_any_replica_used_it(ranks: RankPool) -> None:
+    ranks(4).run(_use_on_one_machine)
+
+
+def _use_on_one_machine() -> None:
+    torch.manual_seed(0)
+    model = fully_sharded(process_group=mesh_of(2, 2), use_orig_params=True)(Routed())
+    model(torch.ones(2, 5)).sum().backward()
+    with_gradient = {name for name, param in model.named_parameters() if param.grad is not None}
+    assert with_gradient == {f"experts.{n}.{kind}" for n in range(2) for kind in ("weight", "bias")}
+
+
+def test_no_sync_sends_nothing(ranks: RankPool) -> None:
+    ranks(4).run(_accumulate_silently)
+
+
+def _accumulate_silently() -> None:
+    model = nested_mlp(fully_sharded(process_group=mesh_of(2, 2)))
+    with model.no_sync():  # type: ignore[operator]
+        model(torch.ones(2, 5)).sum().backward()
+    assert all(handle.flat_param.has_unreduced for handle in model._unit.handles)  # type: ignore[union-attr]
+    model(torch.ones(2, 5)).sum().backward()
+    assert_replicas_agree(model)
+    assert not any(handle.flat_param.has_unreduced for handle in model._unit.handles)  # type: ignore[union-attr]
+
+
+def test_divide_factors_count_replicas(ranks: RankPool) -> None:
+    ranks(4).run(_divide)
+
+
+def _divide() -> None:
+    model: Any = fully_sharded(process_group=mesh_of(2, 2))(nn.Linear(4, 1, bias=False))
+    assert model.gradient_predivide_factor * model.gradient_postdivide_factor == 4
+    model(torch.ones(1, 4)).sum().backward()
+    assert model.params[0].grad.tolist() == [1.0, 1.0]
+    model.zero_grad()
+    model.set_gradient_divide_factors(1.0, 1.0)
+    model(torch.ones(1, 4)).sum().backward()
+    assert model.params[0].grad.tolist() == [4.0, 4.0]
+
+
+# The sum over replicas
+
+
+@pytest.mark.parametrize("torchs", [False, True], ids=["pieces", "torch's"])
+@pytest.mark.parametrize("numel", [1, 5, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_in_stages(ranks: RankPool, numel: int, dtype: torch.dtype, torchs: bool) -> None:
+    sums = ranks(3).run(_sum_in_stages, numel, dtype, torchs)
+    assert sums[0] == sums[1] == sums[2]
+    assert sums[0] == [3 * number + 3 for number in range(numel)]
+
+
+def _sum_in_stages(numel: int, dtype: torch.dtype, torchs: bool) -> list[float]:
+    use_torch_collectives(torchs)
+    try:
+        comm = communicator(default_group(None), torch.device("cpu"))
+    finally:
+        use_torch_collectives(False)
+    stages = summed(comm, torch.arange(numel, dtype=torch.float32) + comm.rank, dtype, "a sum", comm.new_tag())
+    while True:
+        try:
+            next(stages)
+        except StopIteration as end:
+            comm.settle()
+            total: Tensor = end.value
+            assert total.shape == (numel,)
+            return total.float().tolist()
+
+
+def test_collectives_of_torch_do_as_well(ranks: RankPool) -> None:
+    ranks(4).run(_train_with_torchs)
+
+
+def _train_with_torchs() -> None:
+    use_torch_collectives(True)
+    try:
+        assert_parity(nested_mlp, sgd_with_momentum, 3, wrap=fully_sharded(process_group=mesh_of(2, 2)))
+    finally:
+        use_torch_collectives(False)
+
+
+def test_units_may_differ_in_what_they_replicate(ranks: RankPool) -> None:
+    ranks(4).run(_train_mixed_groups)
+
+
+def _train_mixed_groups() -> None:
+    # One plain, one with the roles of the groups swapped: one communicator then gathers and sums over replicas.
+    groups = iter([mesh_of(2, 2), None, (mesh_of(2, 2).get_group(0), mesh_of(2, 2).get_group(1)), mesh_of(2, 2)])
+
+    def wrap(module: nn.Module) -> nn.Module:
+        return fully_sharded(process_group=next(groups))(module)
+
+    assert_parity(nested_mlp, sgd_with_momentum, 3, wrap=wrap, clip=0.1)

@@ -1,0 +1,183 @@
+"""What `ignored_modules` and `ignored_parameters` refuse, and what may be added after wrapping."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp import FullyShardedDataParallel, auto_wrap, enable_wrap, module_wrap_policy
+from tests.helpers.changed_params import LAYOUTS
+from tests.helpers.parity import Alone
+from tests.helpers.ranks import RankPool
+
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def layers() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 5), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)))
+
+
+def alone(model: nn.Module, **options: Any) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(model, Alone(), **options)
+
+
+@pytest.mark.parametrize("argument", ["ignored_modules", "ignored_parameters"])
+def test_an_iterator_would_be_used_up(argument: str) -> None:
+    model = layers()
+    given = model[0].modules() if argument == "ignored_modules" else model[0].parameters()
+    with pytest.raises(TypeError, match=rf"{argument} is an iterator.*list"):
+        alone(model, **{argument: given})
+    with (
+        enable_wrap(module_wrap_policy({nn.Linear}), wrapper_cls=FullyShardedDataParallel, process_group=Alone()),
+        pytest.raises(TypeError, match=rf"{argument} is an iterator"),
+    ):
+        auto_wrap(model, **{argument: given})
+    assert model[0].weight.sum() == layers()[0].weight.sum()  # the model is as it was
+    alone(model, **{argument: list(model[0].modules() if argument == "ignored_modules" else model[0].parameters())})
+
+
+@pytest.mark.parametrize(
+    ("argument", "given", "message"),
+    [
+        ("ignored_modules", [nn.Parameter(torch.ones(1))], "ignored_modules must be .* of Modules, found a Parameter"),
+        ("ignored_modules", ["0"], "found a str"),
+        ("ignored_modules", 3, "ignored_modules must be .* of Modules, found a int"),
+        ("ignored_parameters", ["0.weight"], "ignored_parameters must be .* of Parameters, found a str"),
+        ("ignored_parameters", [torch.ones(1)], "found a Tensor"),
+        ("ignored_parameters", [nn.Linear(1, 1)], "found a Linear"),
+    ],
+)
+def test_wrong_kinds_are_named(argument: str, given: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        alone(layers(), **{argument: given})
+
+
+def test_something_has_to_be_left_to_shard() -> None:
+    model = layers()
+    with pytest.raises(ValueError, match="no parameters to shard that are not ignored"):
+        alone(model, ignored_modules=[model[0]], ignored_parameters=list(model[1].parameters()))
+    with pytest.raises(ValueError, match="no parameters to shard that are not ignored"):
+        alone(model, ignored_modules=[model])
+    alone(model)
+
+
+@every_layout
+@pytest.mark.parametrize("inner", ["1", "1.0"])
+def test_what_an_inner_unit_has_sharded_cannot_be_ignored(ranks: RankPool, layout: str, inner: str) -> None:
+    for world_size in (1, 2):
+        ranks(world_size).run(_ignore_sharded, layout, inner)
+
+
+def _ignore_sharded(layout: str, inner: str) -> None:
+    model = layers()
+    weight = model[1][0].weight
+    ignored = model.get_submodule(inner)
+    model[1] = FullyShardedDataParallel(model[1], **LAYOUTS[layout])
+    with pytest.raises(ValueError, match="is ignored, but an inner unit has sharded it already"):
+        FullyShardedDataParallel(model, ignored_modules=[ignored])
+    with pytest.raises(ValueError, match=r"0\.weight.* is ignored, but an inner unit has sharded it already"):
+        FullyShardedDataParallel(model, ignored_parameters=[weight])
+    with pytest.raises(ValueError, match="is ignored, but an inner unit has sharded it already"):
+        FullyShardedDataParallel(model, ignored_modules=[model[1]])
+    FullyShardedDataParallel(model)(torch.ones(2, 5)).sum().backward()
+
+
+@every_layout
+def test_a_parameter_added_after_wrapping_is_refused(ranks: RankPool, layout: str) -> None:
+    ranks(2).run(_add_outside, layout)
+
+
+def _add_outside(layout: str) -> None:
+    plain = layers()
+    model = FullyShardedDataParallel(plain, ignored_modules=[plain[1]], **LAYOUTS[layout])
+    plain[0].extra = nn.Parameter(torch.ones(1))
+    with pytest.raises(RuntimeError, match=r"0\.extra became a parameter after wrapping.*ignored_parameters"):
+        model(torch.ones(2, 5))
+
+
+@every_layout
+def test_a_module_put_into_the_model_after_its_first_use_is_refused(ranks: RankPool, layout: str) -> None:
+    """By whatever way, into a unit that is called and into one inside, as long as it is there."""
+    ranks(2).run(_put_modules_in_later, layout)
+
+
+def _put_modules_in_later(layout: str) -> None:
+    options = LAYOUTS[layout]
+    plain = layers()
+    plain.append(FullyShardedDataParallel(nn.Sequential(nn.Linear(5, 5), nn.Tanh()), **options))
+    ignored = plain.append(nn.Sequential())[-1]
+    model = FullyShardedDataParallel(plain, ignored_modules=[ignored], **options)
+    inputs = torch.ones(2, 5)
+    model(inputs).sum().backward()
+    inner: Any = next(module for module in plain[2].modules() if type(module) is nn.Sequential)
+    tanh, middle = inner[1], plain[1]
+
+    def put(at: nn.Sequential, name: str, module: nn.Module | None) -> None:
+        at._modules.pop(name) if module is None else at._modules.update({name: module})
+
+    for change, undo, name in [
+        (lambda: plain.append(nn.Linear(5, 5)), lambda: plain.pop(-1), r"4\.weight"),
+        (lambda: put(inner, "1", nn.Linear(5, 5)), lambda: put(inner, "1", tanh), r"2\.1\.weight"),
+        (lambda: setattr(plain, "1", nn.Linear(5, 5)), lambda: setattr(plain, "1", middle), r"1\.weight"),
+        (lambda: put(tanh, "extra", nn.PReLU()), lambda: put(tanh, "extra", None), r"2\.1\.extra\.weight"),
+        (lambda: setattr(tanh, "extra", nn.Parameter(inputs)), lambda: delattr(tanh, "extra"), r"2\.1\.extra"),
+    ]:
+        change()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=rf"^{name} became a parameter after wrapping"):
+                model(inputs)
+        undo()
+        model(inputs).sum().backward()
+    # What is not trained, is wrapped itself, or is put into what is ignored, may come.
+    plain.append(nn.ReLU())
+    ignored.append(nn.Linear(5, 5))
+    plain.append(FullyShardedDataParallel(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), **options))
+    model.zero_grad()
+    model(inputs).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@every_layout
+def test_one_added_to_an_ignored_module_is_welcome(ranks: RankPool, layout: str) -> None:
+    ranks(2).run(_add_inside, layout)
+
+
+def _add_inside(layout: str) -> None:
+    plain = layers()
+    model = FullyShardedDataParallel(plain, ignored_modules=[plain[1]], **LAYOUTS[layout])
+    plain[1][0].extra = nn.Parameter(torch.ones(1))
+    model(torch.ones(2, 5)).sum().backward()
+    assert torch.equal(model.state_dict()["1.0.extra"], torch.ones(1))
+
+
+@every_layout
+def test_a_module_added_to_an_ignored_module_is_welcome(ranks: RankPool, layout: str) -> None:
+    ranks(2).run(_add_module_inside, layout)
+
+
+def _add_module_inside(layout: str) -> None:
+    plain = layers()
+    model = FullyShardedDataParallel(plain, ignored_modules=[plain[1]], **LAYOUTS[layout])
+    plain[1].append(nn.Linear(5, 5))  # as adapters are put on
+    model(torch.ones(2, 5)).sum().backward()
+    assert plain[1][2].weight.grad is not None
+    assert "1.2.weight" in model.state_dict()
+
+
+@every_layout
+def test_an_ignored_parameter_may_be_replaced(ranks: RankPool, layout: str) -> None:
+    ranks(2).run(_replace_ignored, layout)
+
+
+def _replace_ignored(layout: str) -> None:
+    plain = layers()
+    model = FullyShardedDataParallel(plain, ignored_modules=[plain[1]], **LAYOUTS[layout])
+    for value in (1.0, 2.0):
+        plain[1][0].weight = nn.Parameter(torch.full((5, 5), value))
+        model(torch.ones(2, 5)).sum().backward()
+        assert plain[1][0].weight.grad is not None
+        assert torch.equal(model.state_dict()["1.0.weight"], torch.full((5, 5), value))

@@ -1,0 +1,394 @@
+"""What every rank keeps of every parameter, for any shapes and any number of ranks; no process group is needed.
+
+Shapes are drawn so that parameters without elements, 0-d ones, fewer elements than ranks and no parameters at all are
+frequent. The examples are the same in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from fsdp.engine.layout import ContiguousLayout, Interval, Layout, RowsLayout, Slot
+from tests.helpers.ranks import RankPool
+
+KINDS: list[type[Layout]] = [ContiguousLayout, RowsLayout]
+both_kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+
+Shapes = list[tuple[int, ...]]
+SHAPES = st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), max_size=6)
+WORLD_SIZES = st.integers(1, 9)
+
+
+def for_any(**values: st.SearchStrategy) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return lambda test: settings(derandomize=True, deadline=None, max_examples=80)(given(**values)(test))
+
+
+def pack(kind: type[Layout], shapes: Sequence[Sequence[int]], world_size: int) -> Layout:
+    return kind.of(((f"p{number}", shape) for number, shape in enumerate(shapes)), world_size)
+
+
+def values_of(layout: Layout) -> list[Tensor]:
+    """A value for every parameter; all elements differ, and none is zero, which is what padding is here."""
+    return [torch.arange(slot.start, slot.stop).add(1).double().view(slot.shape) for slot in layout.slots]
+
+
+def cut(layout: Layout, values: Sequence[Tensor]) -> list[Tensor]:
+    """Every rank's shard."""
+    shards = [torch.zeros(layout.shard_numel, dtype=torch.float64) for _ in range(layout.world_size)]
+    for rank, shard in enumerate(shards):
+        for slot, value in enumerate(values):
+            layout.shard_of(slot, value, shard, rank)
+    return shards
+
+
+# What every layout promises
+
+
+@both_kinds
+@for_any(shapes=SHAPES, world_size=WORLD_SIZES)
+def test_the_ranks_keep_every_element_exactly_once(kind: type[Layout], shapes: Shapes, world_size: int) -> None:
+    layout = pack(kind, shapes, world_size)
+    for number, slot in enumerate(layout.slots):
+        place = 0
+        for _, kept in layout.owners(number):
+            assert kept.start == place < kept.stop, "a gap, an overlap or nothing kept"
+            place = kept.stop
+        assert place == slot.numel
+
+
+@both_kinds
+@for_any(shapes=SHAPES, world_size=WORLD_SIZES)
+def test_a_shard_is_its_intervals_in_order_and_padding(kind: type[Layout], shapes: Shapes, world_size: int) -> None:
+    layout = pack(kind, shapes, world_size)
+    for rank in range(world_size):
+        free, last_slot = 0, -1
+        for kept in layout.intervals(rank):
+            assert kept.offset >= free
+            assert kept.slot > last_slot, "one interval per parameter, in the order of parameters"
+            free, last_slot = kept.offset + kept.numel, kept.slot
+        assert free <= layout.shard_numel
+        assert sum(kept.numel for kept in layout.intervals(rank)) + layout.padding(rank) == layout.shard_numel
+    assert layout.padded_numel == world_size * layout.shard_numel
+    assert sum(layout.padding(rank) for rank in range(world_size)) == layout.padded_numel - layout.numel
+
+
+@both_kinds
+@for_any(shapes=SHAPES, world_size=WORLD_SIZES)
+def test_owners_and_intervals_are_two_views_of_one_table(kind: type[Layout], shapes: Shapes, world_size: int) -> None:
+    layout = pack(kind, shapes, world_size)
+    by_rank = {(rank, kept) for rank in range(world_size) for kept in layout.intervals(rank)}
+    by_slot = [(slot, *owner) for slot in range(len(shapes)) for owner in layout.owners(slot)]
+    assert {(rank, kept) for _, rank, kept in by_slot} == by_rank
+    assert by_slot == sorted(by_slot, key=lambda row: row[:2]), "owners come in the order of ranks"
+    for slot, rank, kept in by_slot:
+        assert kept.slot == slot
+        assert layout.interval(slot, rank) == kept
+
+
+@both_kinds
+@for_any(shapes=SHAPES, world_size=WORLD_SIZES)
+def test_cutting_and_gathering_gives_the_parameters_back(kind: type[Layout], shapes: Shapes, world_size: int) -> None:
+    layout = pack(kind, shapes, world_size)
+    values = values_of(layout)
+    unpacked = layout.unpack(torch.cat(cut(layout, values)))
+    assert [value.shape for value in unpacked] == [torch.Size(shape) for shape in shapes]
+    assert all(map(torch.equal, unpacked, values))
+
+
+@both_kinds
+@for_any(shapes=SHAPES, world_size=WORLD_SIZES)
+def test_pieces_are_views_of_what_a_rank_keeps(kind: type[Layout], shapes: Shapes, world_size: int) -> None:
+    layout = pack(kind, shapes, world_size)
+    values = values_of(layout)
+    for rank, shard in enumerate(cut(layout, values)):
+        pieces = layout.pieces(shard, rank)
+        assert list(pieces) == [kept.slot for kept in layout.intervals(rank)]
+        for kept in layout.intervals(rank):
+            expected = values[kept.slot].flatten()[kept.start : kept.stop]
+            assert torch.equal(pieces[kept.slot], expected)
+            assert torch.equal(pieces[kept.slot].zero_(), shard[kept.offset : kept.offset + kept.numel])
+
+
+@both_kinds
+@for_any(shapes=SHAPES, world_size=WORLD_SIZES)
+def test_a_place_of_a_shard_is_found_in_the_gathered_buffer(
+    kind: type[Layout], shapes: Shapes, world_size: int
+) -> None:
+    layout = pack(kind, shapes, world_size)
+    values = values_of(layout)
+    full = torch.cat(cut(layout, values))
+    for rank in range(world_size):
+        for kept in layout.intervals(rank):
+            begin = rank * layout.shard_numel + kept.offset
+            expected = values[kept.slot].flatten()[kept.start : kept.stop]
+            assert torch.equal(full[begin : begin + kept.numel], expected)
+
+
+@both_kinds
+@for_any(shapes=SHAPES, world_size=WORLD_SIZES, align=st.sampled_from([1, 4]))
+def test_what_is_divided_fills_its_places_and_nothing_else(
+    kind: type[Layout], shapes: Shapes, world_size: int, align: int
+) -> None:
+    _assert_filled(kind.of(((f"p{number}", shape) for number, shape in enumerate(shapes)), world_size, align))
+
+
+@both_kinds
+@pytest.mark.parametrize("world_size", [2, 4, 5, 9])
+def test_every_number_of_rows_leaves_zeros_where_there_are_none(kind: type[Layout], world_size: int) -> None:
+    for rows in range(30):  # 5 on 4 ranks are 2, 2, 1 and none
+        _assert_filled(pack(kind, [(rows, 3), (29 - rows,)], world_size))
+
+
+@both_kinds
+@for_any(shape=st.lists(st.integers(0, 4), min_size=1, max_size=4), dim=st.integers(0, 3))
+def test_whichever_dimension_lies_first_a_parameter_is_shown_as_it_was(
+    kind: type[Layout], shape: list[int], dim: int
+) -> None:
+    dim %= len(shape)
+    slot = kind.of([("p", shape)], 3, dims=[dim]).slots[0]
+    value = torch.arange(slot.numel).view(shape)
+    assert torch.equal(slot.kept(value), value.movedim(dim, 0))
+    assert torch.equal(slot.shown(slot.kept(value)), value)
+
+
+def _assert_filled(layout: Layout) -> None:
+    values = values_of(layout)
+    full = torch.full((layout.padded_numel,), torch.nan, dtype=torch.float64)
+    for slot, places in enumerate(layout.places(full)):
+        for place, part in zip(places, layout.divided(slot, values[slot]), strict=True):
+            place.copy_(part)
+    layout.clear_gaps(full)
+    assert torch.equal(full, torch.cat(cut(layout, values))), "gaps are zero, and all else is where shards have it"
+
+
+@both_kinds
+@for_any(shapes=SHAPES, world_size=WORLD_SIZES, align=st.sampled_from([1, 4]))
+def test_a_whole_buffer_shows_every_parameter_at_an_aligned_place(
+    kind: type[Layout], shapes: Shapes, world_size: int, align: int
+) -> None:
+    layout = kind.of(((f"p{number}", shape) for number, shape in enumerate(shapes)), world_size, align)
+    whole = torch.zeros(layout.unsharded_numel)
+    views = layout.views(whole)
+    assert [view.shape for view in views] == [torch.Size(shape) for shape in shapes]
+    assert all(view.storage_offset() % align == 0 for view in views if view.numel())
+    for view in views:
+        view.add_(1)
+    assert int(whole.sum()) == sum(slot.numel for slot in layout.slots), "views do not overlap"
+    if layout.gathers_in_order:
+        full = torch.arange(layout.padded_numel)
+        assert all(map(torch.equal, layout.views(full), layout.unpack(full)))
+
+
+@both_kinds
+def test_parameters_are_packed_in_the_given_order(kind: type[Layout]) -> None:
+    layout = kind.of([("weight", (2, 3)), ("nothing", (0, 4)), ("scale", ())], world_size=2)
+    assert layout.slots == (
+        Slot("weight", torch.Size((2, 3)), 0),
+        Slot("nothing", torch.Size((0, 4)), 6),
+        Slot("scale", torch.Size(()), 6),
+    )
+    assert [(slot.numel, slot.stop) for slot in layout.slots] == [(6, 6), (0, 6), (1, 7)]
+    assert layout.numel == 7
+
+
+@both_kinds
+@pytest.mark.parametrize("shapes", [[], [(0,)], [(0, 3), (2, 0)]], ids=["no parameters", "empty", "two empty"])
+def test_nothing_to_keep_is_a_layout_too(kind: type[Layout], shapes: Shapes) -> None:
+    layout = pack(kind, shapes, 3)
+    assert (layout.numel, layout.shard_numel, layout.padded_numel) == (0, 0, 0)
+    for rank in range(3):
+        assert layout.intervals(rank) == []
+        assert layout.padding(rank) == 0
+        assert layout.pieces(torch.empty(0), rank) == {}
+    assert [tuple(value.shape) for value in layout.unpack(torch.empty(0))] == shapes
+
+
+@both_kinds
+def test_one_rank_keeps_everything_without_padding(kind: type[Layout]) -> None:
+    layout = pack(kind, [(3, 2), (), (5,)], 1)
+    assert layout.intervals(0) == [Interval(0, 0, 6, 0), Interval(1, 0, 1, 6), Interval(2, 0, 5, 7)]
+    assert layout.padding(0) == 0
+    assert layout.shard_numel == layout.padded_numel == 12
+
+
+@both_kinds
+def test_values_of_any_dtype_and_memory_format_can_be_kept(kind: type[Layout]) -> None:
+    layout = pack(kind, [(3, 4)], 2)
+    value = torch.arange(12.0, dtype=torch.float64).view(4, 3).T.requires_grad_()
+    shards = [torch.zeros(layout.shard_numel, dtype=torch.bfloat16) for _ in range(2)]
+    for rank, shard in enumerate(shards):
+        layout.shard_of(0, value, shard, rank)
+        assert not shard.requires_grad
+    assert torch.equal(layout.unpack(torch.cat(shards))[0], value.detach().bfloat16())
+
+
+@both_kinds
+def test_a_layout_is_a_value(kind: type[Layout]) -> None:
+    layout = pack(kind, [(3,), ()], 2)
+    assert layout.shard_numel > 0
+    assert layout == pack(kind, [(3,), ()], 2)
+    assert hash(layout) == hash(pack(kind, [(3,), ()], 2))
+    assert layout != pack(kind, [(3,), ()], 3)
+    with pytest.raises(FrozenInstanceError):
+        layout.world_size = 3  # type: ignore[misc]
+
+
+# Contiguous: FairScale's shards
+
+
+@for_any(shapes=SHAPES, world_size=WORLD_SIZES)
+def test_contiguous_shards_are_torchs_chunks_of_the_flat_vector(shapes: Shapes, world_size: int) -> None:
+    layout = pack(ContiguousLayout, shapes, world_size)
+    values = values_of(layout)
+    flat = torch.cat([value.flatten() for value in values]) if values else torch.empty(0, dtype=torch.float64)
+    chunks = list(flat.chunk(world_size))
+    largest = chunks[0].numel()
+    chunks += [flat.new_empty(0)] * (world_size - len(chunks))  # torch leaves the last ones out if they are empty
+    for shard, chunk in zip(cut(layout, values), chunks, strict=True):
+        assert shard.numel() == largest
+        assert torch.equal(shard[: chunk.numel()], chunk)
+        assert not shard[chunk.numel() :].any(), "only the end is padded"
+
+
+@for_any(shapes=SHAPES, world_size=WORLD_SIZES)
+def test_contiguous_shards_waste_less_than_one_element_per_rank(shapes: Shapes, world_size: int) -> None:
+    layout = pack(ContiguousLayout, shapes, world_size)
+    assert 0 <= layout.padded_numel - layout.numel < world_size
+
+
+def test_a_contiguous_buffer_is_not_copied() -> None:
+    layout = pack(ContiguousLayout, [(2, 3), (), (4,)], 3)
+    full = torch.arange(12.0)
+    for slot, value in zip(layout.slots, layout.unpack(full), strict=True):
+        assert value.data_ptr() == full[slot.start :].data_ptr()
+
+
+@for_any(shapes=SHAPES, world_size=WORLD_SIZES, align=st.integers(1, 9))
+def test_aligned_parameters_start_at_multiples(shapes: Shapes, world_size: int, align: int) -> None:
+    named = [(f"p{number}", shape) for number, shape in enumerate(shapes)]
+    layout = ContiguousLayout.of(named, world_size, align)
+    dense = ContiguousLayout.of(named, world_size)
+    assert all(slot.start % align == 0 for slot in layout.slots)
+    assert 0 <= layout.numel - dense.numel <= len(shapes) * (align - 1)
+    values = values_of(layout)
+    full = torch.cat(cut(layout, values))
+    for value, gathered in zip(values, layout.unpack(full), strict=True):
+        assert torch.equal(value, gathered)
+    assert layout.padded_numel == sum(slot.numel for slot in layout.slots) + sum(layout.gaps)
+
+
+@for_any(shapes=SHAPES, world_size=WORLD_SIZES, align=st.integers(1, 9))
+def test_only_what_belongs_to_no_parameter_is_cleared(shapes: Shapes, world_size: int, align: int) -> None:
+    layout = ContiguousLayout.of(((f"p{number}", shape) for number, shape in enumerate(shapes)), world_size, align)
+    full = torch.full((layout.padded_numel,), torch.nan, dtype=torch.float64)
+    values = values_of(layout)
+    for view, value in zip(layout.unpack(full), values, strict=True):
+        view.copy_(value)
+    layout.clear_gaps(full)
+    assert full.sum() == sum(value.sum() for value in values)
+
+
+def test_fewer_elements_than_ranks() -> None:
+    layout = pack(ContiguousLayout, [(2,), (1,)], 5)
+    assert layout.shard_numel == 1
+    assert [layout.padding(rank) for rank in range(5)] == [0, 0, 0, 1, 1]
+    assert [layout.intervals(rank) for rank in range(5)] == [
+        [Interval(0, 0, 1, 0)],
+        [Interval(0, 1, 2, 0)],
+        [Interval(1, 0, 1, 0)],
+        [],
+        [],
+    ]
+
+
+# Rows: DTensor's Shard(0)
+
+
+@for_any(shapes=SHAPES, world_size=WORLD_SIZES)
+def test_rows_shards_are_torchs_chunks_of_every_parameter(shapes: Shapes, world_size: int) -> None:
+    layout = pack(RowsLayout, shapes, world_size)
+    assert isinstance(layout, RowsLayout)
+    values = values_of(layout)
+    shards = cut(layout, values)
+    for slot, value in enumerate(values):
+        rows = value if value.dim() else value.view(1)
+        chunks = list(rows.chunk(world_size))
+        chunks += [rows[:0]] * (world_size - len(chunks))
+        for rank, chunk in enumerate(chunks):
+            first, last = layout.rows(slot, rank)
+            assert torch.equal(rows[first:last], chunk)
+            piece = layout.pieces(shards[rank], rank).get(slot, torch.empty(0, dtype=torch.float64))
+            assert torch.equal(piece.view(chunk.shape), chunk)
+
+
+ROWS_SHAPES = [(5, 3), (2, 2), (3,), (1, 4), (0, 3), (7, 0), (6,)]
+
+
+def test_rows_are_what_a_dtensor_keeps(ranks: RankPool) -> None:
+    ranks(3).run(_compare_with_dtensor)
+
+
+def _compare_with_dtensor() -> None:
+    layout = pack(RowsLayout, ROWS_SHAPES, dist.get_world_size())
+    rank = dist.get_rank()
+    values = values_of(layout)
+    pieces = layout.pieces(cut(layout, values)[rank], rank)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for slot, value in enumerate(values):
+        local = distribute_tensor(value, mesh, [Shard(0)]).to_local()
+        first, last = layout.rows(slot, rank)  # type: ignore[attr-defined]
+        assert local.shape == (last - first, *value.shape[1:])
+        piece = pieces.get(slot, torch.empty(0, dtype=torch.float64))
+        assert torch.equal(piece.view(local.shape), local)
+
+
+# Errors
+
+
+@both_kinds
+@pytest.mark.parametrize("world_size", [0, -1])
+def test_a_world_has_at_least_one_rank(kind: type[Layout], world_size: int) -> None:
+    with pytest.raises(ValueError, match=f"world_size must be at least 1, got {world_size}"):
+        pack(kind, [(3,)], world_size)
+
+
+@both_kinds
+@pytest.mark.parametrize("shape", [(5,), (7,), (2, 3)])
+def test_a_buffer_of_another_shape_is_refused(kind: type[Layout], shape: tuple[int, ...]) -> None:
+    layout = pack(kind, [(4,), (2,)], 2)
+    with pytest.raises(ValueError, match=r"a gathered buffer of this layout has shape \[6\], got \["):
+        layout.unpack(torch.zeros(shape))
+
+
+@both_kinds
+@pytest.mark.parametrize("shape", [(2,), (6,), (1, 3)])
+def test_a_shard_of_another_shape_is_refused(kind: type[Layout], shape: tuple[int, ...]) -> None:
+    layout = pack(kind, [(4,), (2,)], 2)
+    with pytest.raises(ValueError, match=r"a shard of this layout has shape \[3\], got \["):
+        layout.pieces(torch.zeros(shape), 0)
+
+
+@both_kinds
+@pytest.mark.parametrize("shape", [(2,), (6,), (1, 3)])
+def test_values_are_not_put_into_a_shard_of_another_shape(kind: type[Layout], shape: tuple[int, ...]) -> None:
+    layout = pack(kind, [(4,), (2,)], 2)
+    with pytest.raises(ValueError, match=r"a shard of this layout has shape \[3\], got \["):
+        layout.shard_of(0, torch.zeros(4), torch.zeros(shape), 0)
+
+
+@both_kinds
+def test_a_value_of_another_shape_is_refused_by_name(kind: type[Layout]) -> None:
+    layout = kind.of([("a.weight", (2, 3))], 2)
+    for shape in [(3, 2), (6,), (2, 4)]:
+        with pytest.raises(ValueError, match=r"a\.weight: expected shape \(2, 3\), got"):
+            layout.shard_of(0, torch.zeros(shape), torch.zeros(layout.shard_numel), 0)

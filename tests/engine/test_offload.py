@@ -1,0 +1,388 @@
+"""Offload to host memory: what the options accept and say, and that nothing else changes.
+
+Where there is no accelerator everything is in host memory anyway. To see what happens where there is one,
+`accelerated` has the CPU stand for both.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp import FullyShardedDataParallel, get_fsdp_instances
+from tests.helpers.models import Wrap, nested_mlp, tiny_transformer
+from tests.helpers.offload import BOTH, GRADS, KINDS, PARAMS, AlwaysReducing, accelerated, alone, every_kind, on
+from tests.helpers.pairs import every_pair, parametrize_pairs
+from tests.helpers.parity import (
+    REGRESSION,
+    TOKENS,
+    Task,
+    Training,
+    adamw,
+    assert_bit_equal,
+    assert_parity,
+    fully_sharded,
+    sgd_with_momentum,
+    train_ddp,
+    train_sharded,
+)
+from tests.helpers.ranks import RankPool
+from tests.helpers.twins import STEPS, assert_trains_like_plain, toolbox
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("options", "moved"),
+    [
+        ({}, (False, False)),
+        ({"move_params_to_cpu": True}, (True, True)),
+        ({"cpu_offload": True}, (True, True)),
+        ({"cpu_offload": True, "move_params_to_cpu": True}, (True, True)),
+        ({"cpu_offload": True, "move_grads_to_cpu": False}, (True, False)),
+        (PARAMS, (True, False)),
+        (GRADS, (False, True)),
+        (BOTH, (True, True)),
+        ({"offload": None, "offload_folder": None, "keep_offload_files": False}, (False, False)),
+    ],
+)
+def test_attributes_say_what_is_offloaded(options: dict[str, Any], moved: tuple[bool, bool]) -> None:
+    model = alone(nn.Linear(2, 3), **options)
+    assert (model.move_params_to_cpu, model.move_grads_to_cpu) == moved
+    assert model.cpu_offload is model.move_params_to_cpu
+
+
+def test_disk_offloads_both(tmp_path: Path) -> None:
+    model = alone(nn.Linear(2, 3), offload="disk", offload_folder=tmp_path)
+    assert (model.move_params_to_cpu, model.move_grads_to_cpu, model.cpu_offload) == (True, True, True)
+
+
+NOWHERE = "/dev/null/offload"
+FOLDER = {"offload": "disk", "offload_folder": NOWHERE}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"offload": "gpu"}, r"offload must be None, 'cpu' or 'disk', got 'gpu'"),
+        ({"offload": True}, r"offload must be None, 'cpu' or 'disk', got True"),
+        ({"offload": "cpu", "move_params_to_cpu": True}, r"offload='cpu' says where .* leave move_params_to_cpu"),
+        ({"offload": "cpu", "cpu_offload": True}, r"offload='cpu' says where .* cpu_offload"),
+        ({"offload": "cpu", "move_grads_to_cpu": True}, r"offload='cpu' says where .* move_grads_to_cpu"),
+        ({"offload": "cpu", "move_grads_to_cpu": False}, r"offload='cpu' says where .* move_grads_to_cpu"),
+        (FOLDER | {"move_params_to_cpu": True}, r"offload='disk' says where .* leave move_params_to_cpu"),
+        (FOLDER | {"move_grads_to_cpu": False}, r"offload='disk' says where .* move_grads_to_cpu"),
+        ({"offload": "disk"}, r"offload='disk' needs offload_folder"),
+        ({"offload": "disk", "keep_offload_files": True}, r"offload='disk' needs offload_folder"),
+        ({"offload_folder": NOWHERE}, r"offload_folder and keep_offload_files are for offload='disk'"),
+        ({"offload": "cpu", "offload_folder": NOWHERE}, r"are for offload='disk'"),
+        ({"offload": "cpu", "keep_offload_files": True}, r"are for offload='disk'"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        alone(nn.Linear(2, 3), **options)
+
+
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    module = nn.Linear(2, 3)
+    for folder in (tmp_path / "file", str(tmp_path / "file" / "below")):
+        with pytest.raises(ValueError, match=rf"offload_folder='{folder}' cannot be used: .*Name a folder on a disk"):
+            alone(module, offload="disk", offload_folder=folder)
+    assert alone(module)(torch.ones(1, 2)).shape == (1, 3)  # nothing was taken over
+
+
+def test_a_module_s_own_attributes_of_these_names_are_still_forwarded() -> None:
+    module = nn.Linear(2, 3)
+    module.offload, module.precision = "mine", "mine too"  # type: ignore[assignment]
+    model = alone(module)
+    assert (model.offload, model.precision) == ("mine", "mine too")
+
+
+# Training
+
+
+@parametrize_pairs(
+    world_size=[3, 2, 1],
+    machine=["accelerated", "of CPUs only"],
+    options=[*KINDS, {"cpu_offload": True}, {"move_params_to_cpu": True}],
+    accumulate=[(1, True), (3, True), (2, False)],
+    clip=[None, 0.3],
+    recompute=["no", "outside", "inside"],
+    others=every_pair(flatten_parameters=[True, False], reshard_after_forward=[True, False]),
+)
+def test_offloaded_units_train_like_one_process(
+    ranks: RankPool,
+    world_size: int,
+    machine: str,
+    options: dict[str, Any],
+    accumulate: tuple[int, bool],
+    clip: float | None,
+    recompute: str,
+    others: dict[str, Any],
+) -> None:
+    ranks(world_size).run(_train_offloaded, machine, options | others, accumulate, clip, recompute)
+
+
+def _train_offloaded(
+    machine: str, options: dict[str, Any], accumulate: tuple[int, bool], clip: float | None, recompute: Any
+) -> None:
+    turns, under_no_sync = accumulate
+    wrap = partial(FullyShardedDataParallel if under_no_sync else AlwaysReducing, **options)
+    make = partial(tiny_transformer, recompute=recompute)
+    with on(machine):
+        assert_parity(make, sgd_with_momentum, 4, wrap=wrap, task=TOKENS, accumulate=turns, clip=clip)
+
+
+@every_kind
+def test_offloaded_training_is_ddp_s_to_the_bit(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(2).run(_compare_with_ddp, options)
+
+
+def _compare_with_ddp(options: dict[str, Any]) -> None:
+    training = Training(make_model=nested_mlp, make_optimizer=adamw, steps=4)
+    with accelerated():
+        assert_bit_equal(train_sharded(training, fully_sharded(**options)), train_ddp(training))
+
+
+@parametrize_pairs(world_size=[3, 1], options=KINDS)
+def test_offloaded_units_can_be_called_in_unusual_ways(
+    ranks: RankPool, world_size: int, options: dict[str, Any]
+) -> None:
+    ranks(world_size).run(_take_unusual_steps, options)
+
+
+def _take_unusual_steps(options: dict[str, Any]) -> None:
+    with accelerated():
+        assert_trains_like_plain(toolbox, *STEPS, options=options)
+
+
+def test_units_may_differ_in_what_they_offload(ranks: RankPool) -> None:
+    ranks(3).run(_offload_by_turns)
+
+
+def _offload_by_turns() -> None:
+    def wrap(module: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(module, **next(kinds))
+
+    with accelerated():
+        for first in range(4):
+            kinds = itertools.islice(itertools.cycle([*KINDS, {}]), first, None)
+            assert_parity(nested_mlp, sgd_with_momentum, wrap=wrap, accumulate=2, clip=0.3)
+
+
+@every_kind
+def test_frozen_parameters_are_offloaded_too(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(3).run(_train_beside_frozen, options)
+
+
+def _frozen_trunk(wrap: Wrap) -> nn.Module:
+    def freeze_first(module: nn.Module) -> nn.Module:
+        return wrap(module.requires_grad_(False) if isinstance(module, nn.Sequential) else module)
+
+    return nested_mlp(freeze_first)
+
+
+def _train_beside_frozen(options: dict[str, Any]) -> None:
+    with accelerated():
+        assert_parity(_frozen_trunk, sgd_with_trained, wrap=fully_sharded(**options), accumulate=2)
+
+
+def sgd_with_trained(params: Any) -> torch.optim.Optimizer:
+    return sgd_with_momentum([param for param in params if param.requires_grad])
+
+
+@pytest.mark.parametrize("under_no_sync", [True, False])
+@pytest.mark.parametrize("machine", ["accelerated", "of CPUs only"])
+@every_kind
+def test_pain_point_16_accumulation_with_cpu_offload_equals_one_large_batch(
+    ranks: RankPool, options: dict[str, Any], machine: str, under_no_sync: bool
+) -> None:
+    ranks(3).run(_accumulate, options, machine, under_no_sync)
+
+
+def _accumulate(options: dict[str, Any], machine: str, under_no_sync: bool) -> None:
+    wrap = partial(FullyShardedDataParallel if under_no_sync else AlwaysReducing, **options)
+    with on(machine):
+        assert_parity(nested_mlp, sgd_with_momentum, 3, wrap=wrap, accumulate=4, clip=0.2)
+
+
+# State
+
+
+@every_kind
+def test_a_state_dict_goes_out_and_in_again(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(3).run(_save_and_load, options)
+
+
+def _save_and_load(options: dict[str, Any]) -> None:
+    with accelerated():
+        model = nested_mlp(fully_sharded(**options))
+        step(model, sgd_with_momentum(model.parameters()))
+        model(torch.ones(2, 5)).sum().backward()  # so that gradients are held while the state is taken
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        again = nested_mlp(fully_sharded(**options), seed=1)
+        assert not torch.equal(again(torch.ones(2, 5)), model(torch.ones(2, 5)))
+        again.load_state_dict(state)
+        plain = nested_mlp(seed=2)
+        plain.load_state_dict(state)
+        for other in (again, plain):
+            torch.testing.assert_close(other(torch.ones(2, 5)), model(torch.ones(2, 5)))
+        for name, value in again.state_dict().items():
+            assert torch.equal(value, state[name]), name
+
+
+@every_kind
+def test_what_is_changed_while_summoned_is_kept(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(3).run(_change_while_summoned, options)
+
+
+def _change_while_summoned(options: dict[str, Any]) -> None:
+    def change(module: Any) -> None:  # in place, and by assigning
+        with torch.no_grad():
+            module.entry.weight.mul_(2)
+        module.exit.weight = nn.Parameter(torch.full((1, 3), 0.5))
+
+    with accelerated():
+        model: Any = nested_mlp(fully_sharded(**options))
+        plain = nested_mlp()
+        model(torch.ones(2, 5))
+        with model.summon_full_params():
+            change(model)
+        change(plain)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, plain.state_dict()[name]), name
+        torch.testing.assert_close(model(torch.ones(2, 5)), plain(torch.ones(2, 5)))
+
+
+@every_kind
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_model_that_was_cast_trains_on(ranks: RankPool, world_size: int, options: dict[str, Any]) -> None:
+    ranks(world_size).run(_train_cast, options)
+
+
+def _in_float64(wrap: Wrap, trained: bool) -> nn.Module:
+    model = nested_mlp(wrap)
+    if trained:
+        step(model, sgd_with_momentum(model.parameters()))
+        model.zero_grad()
+    return model.to(torch.float64)
+
+
+def _wide_batch(generator: torch.Generator, rows: int) -> tuple[Tensor, Tensor]:
+    inputs, targets = REGRESSION.batch(generator, rows)
+    return inputs.double(), targets.double()
+
+
+def _train_cast(options: dict[str, Any]) -> None:
+    task = Task(_wide_batch, REGRESSION.loss)
+    with accelerated():
+        for trained in (False, True):
+            make = partial(_in_float64, trained=trained)
+            tolerance = 1e-6 if trained else 1e-13  # the first step was in float32
+            assert_parity(make, sgd_with_momentum, wrap=fully_sharded(**options), task=task, tolerance=tolerance)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+
+
+# A world of one, without torch.distributed
+
+MODES = [{"offload": None}, *KINDS, {"offload": "disk"}]
+
+
+def with_folder(options: dict[str, Any], folder: Path) -> dict[str, Any]:
+    return options | {"offload_folder": folder} if options.get("offload") == "disk" else options
+
+
+def inputs(number: int) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(number))
+
+
+@parametrize_pairs(
+    options=MODES, machine=["accelerated", "of CPUs only"], flatten_parameters=[True, False], turns=[1, 2]
+)
+def test_a_world_of_one_trains_without_torch_distributed(
+    tmp_path: Path, options: dict[str, Any], machine: str, flatten_parameters: bool, turns: int
+) -> None:
+    assert not dist.is_initialized()
+    wrap = partial(alone, flatten_parameters=flatten_parameters, **with_folder(options, tmp_path))
+    with on(machine):
+        model, plain = nested_mlp(wrap), nested_mlp()
+        optimizers = [adamw(each.parameters()) for each in (model, plain)]
+        for number in range(3):
+            for each, optimizer in zip((model, plain), optimizers, strict=True):
+                optimizer.zero_grad()
+                for turn in range(turns):
+                    each(inputs(10 * number + turn)).square().mean().backward()
+                optimizer.step()
+        expected = plain.state_dict()
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(value, expected[name], msg=f"{name} differs")
+
+
+@parametrize_pairs(
+    options=MODES,
+    machine=["accelerated", "of CPUs only"],
+    mode=[torch.no_grad, torch.inference_mode],
+    nested=[True, False],
+)
+def test_a_world_of_one_infers_without_torch_distributed(
+    tmp_path: Path, options: dict[str, Any], machine: str, mode: Any, nested: bool
+) -> None:
+    with on(machine):
+        model = nested_mlp(partial(alone, **with_folder(options, tmp_path)), nested=nested).eval()
+        plain = nested_mlp().eval()
+        for number in range(4):
+            with mode():
+                torch.testing.assert_close(model(inputs(number)), plain(inputs(number)))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("options", [BOTH, PARAMS, {"offload": "disk"}])
+def test_a_world_of_one_streams_its_units(tmp_path: Path, options: dict[str, Any], trains: bool) -> None:
+    with accelerated():
+        layers = [alone(nn.Linear(5, 5), **with_folder(options, tmp_path)) for _ in range(6)]
+        model = alone(nn.Sequential(*layers), **with_folder(options, tmp_path))
+        units = [handle.unsharded.full for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]
+        whole: list[int] = []
+        for layer in layers:
+            layer.module.module.register_forward_hook(lambda *_: whole.append(sum(map(nbytes, units))))
+            layer.module.module.register_full_backward_hook(lambda *_: whole.append(sum(map(nbytes, units))))
+        for number in range(4):
+            with torch.set_grad_enabled(trains):
+                output = model(inputs(number).requires_grad_(trains))
+            if trains:
+                output.square().mean().backward()
+            assert sum(map(nbytes, units)) == 0
+        assert len(whole) == 4 * 6 * (1 + trains)
+        assert nbytes(units[0]) < max(whole) <= 2 * units[0].nbytes  # the one that computes and the next
+
+
+@pytest.mark.parametrize("options", MODES)
+@pytest.mark.parametrize("uses", [0, 1, 3])
+def test_a_model_that_was_dropped_is_freed(tmp_path: Path, options: dict[str, Any], uses: int) -> None:
+    model = nested_mlp(partial(alone, **with_folder(options, tmp_path)))
+    for _ in range(uses):
+        model(inputs(0)).sum().backward()
+    alive = [weakref.ref(each) for each in (model, *model.parameters())]
+    del model
+    gc.collect()
+    assert [each() for each in alive] == [None] * 5
+
+
+def nbytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()

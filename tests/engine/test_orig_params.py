@@ -1,0 +1,369 @@
+"""`use_orig_params=True`: what optimizers and users see, and what they may do with it.
+
+Every parameter of the model is there under its own name, as this rank's piece of it, a view of the unit's shard. The
+plain model beside it (`Twins`) says what each change should mean.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp import FlatParameter, FullyShardedDataParallel, get_fsdp_instances
+from fsdp.engine.flat_param import PieceParameter
+from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.parity import fully_sharded
+from tests.helpers.ranks import RankPool
+from tests.helpers.twins import batch, score
+from tests.training.test_orig_params import (
+    Twins,
+    a_rate_for_each,
+    half_frozen,
+    one_adamw,
+    one_sgd,
+    one_toolbox,
+    original,
+    part_of,
+    two_optimizers,
+)
+
+
+def owners(model: nn.Module) -> list[FlatParameter]:
+    """The shards of all units."""
+    return [handle.flat_param for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]
+
+
+def pieces(model: nn.Module) -> dict[str, PieceParameter]:
+    found = dict(model.named_parameters())
+    assert all(isinstance(piece, PieceParameter) for piece in found.values())
+    return found  # type: ignore[return-value]
+
+
+def lies_in(tensor: Tensor, memory: Tensor) -> bool:
+    return tensor.numel() == 0 or tensor.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+
+
+def assert_pieces_are_the_shards(model: nn.Module) -> None:
+    """There is one copy of what this rank holds."""
+    for name, piece in pieces(model).items():
+        assert piece.dtype == piece.owner.dtype
+        assert lies_in(piece, piece.owner), f"{name} has memory of its own"
+        if piece.grad is not None:
+            assert piece.owner.grad is not None
+            assert piece.grad.dtype == piece.dtype
+            assert lies_in(piece.grad, piece.owner.grad), f"the gradient of {name} has memory of its own"
+
+
+# Names and pieces
+
+
+@pytest.mark.parametrize("make", [nested_mlp, partial(tiny_transformer, tied=True), one_toolbox, half_frozen])
+def test_names_are_those_of_the_plain_model_in_its_order(ranks: RankPool, make: Callable[[Wrap], nn.Module]) -> None:
+    ranks(3).run(_compare_names, make)
+
+
+def _compare_names(make: Callable[[Wrap], nn.Module]) -> None:
+    model, plain = make(original()), make(keep)
+    expected = [(name, param.requires_grad) for name, param in plain.named_parameters()]
+    assert [(name, param.requires_grad) for name, param in model.named_parameters()] == expected
+    with model.summon_full_params():  # type: ignore[operator]
+        assert [name for name, _ in model.named_parameters()] == [name for name, _ in expected]
+    assert [(name, param.requires_grad) for name, param in model.named_parameters()] == expected
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_each_rank_has_its_part_of_each_parameter(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(_add_pieces_up)
+
+
+def _add_pieces_up() -> None:
+    model, plain = nested_mlp(original()), nested_mlp(keep)
+    for name, whole in plain.named_parameters():
+        piece = pieces(model)[name]
+        assert piece.dim() == 1
+        assert piece.whole_shape == whole.shape
+        assert torch.equal(piece.detach(), part_of(whole.detach(), piece))
+        spans: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(spans, (piece.offset, piece.numel()))
+        elements = [number for start, numel in spans for number in range(start, start + numel)]
+        assert elements == list(range(whole.numel()))  # each on one rank, in the order of ranks
+
+
+def test_the_optimizers_state_is_per_piece(ranks: RankPool) -> None:
+    ranks(3).run(_look_at_optimizer_state)
+
+
+def _look_at_optimizer_state() -> None:
+    model = nested_mlp(original())
+    (optimizer,) = one_adamw(model)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    assert set(optimizer.state) == set(model.parameters())
+    for piece in pieces(model).values():
+        state = optimizer.state[piece]
+        assert state["exp_avg"].shape == state["exp_avg_sq"].shape == piece.shape
+        assert state["step"] == 1
+
+
+def test_flatten_parameters_false_is_refused(ranks: RankPool) -> None:
+    ranks(1).run(_refuse_unflattened)
+
+
+def _refuse_unflattened() -> None:
+    with pytest.raises(ValueError, match="use_orig_params"):
+        FullyShardedDataParallel(nn.Linear(2, 2), use_orig_params=True, flatten_parameters=False)
+
+
+# One copy of everything
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("offload", [None, "cpu", "disk"])
+def test_pieces_share_the_shards_memory(ranks: RankPool, tmp_path: Path, world_size: int, offload: str | None) -> None:
+    folder = {"offload_folder": tmp_path} if offload == "disk" else {}
+    ranks(world_size).run(_follow_memory, {"offload": offload, **folder})
+
+
+def _follow_memory(options: dict[str, Any]) -> None:
+    model = nested_mlp(original(**options))
+    assert_pieces_are_the_shards(model)
+    (optimizer,) = one_adamw(model)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    assert_pieces_are_the_shards(model)
+    model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    assert_pieces_are_the_shards(model)
+    with model.summon_full_params():  # type: ignore[operator]
+        for param in model.parameters():
+            param.data.mul_(2)
+    assert_pieces_are_the_shards(model)
+    model.to(torch.float64)
+    assert_pieces_are_the_shards(model)
+    assert all(piece.dtype == torch.float64 for piece in model.parameters())
+    model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+    assert_pieces_are_the_shards(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_zeroed_gradients_are_freed_before_the_next_forward_computes(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(_free_gradients)
+
+
+def _free_gradients() -> None:
+    model = nested_mlp(original())
+    model(torch.ones(2, 5)).sum().backward()
+    gradients = [weakref.ref(owner.grad) for owner in owners(model)]
+    assert all(gradient() is not None for gradient in gradients)
+    model.zero_grad()
+    with torch.no_grad():
+        model(torch.ones(2, 5))
+    assert all(gradient() is None for gradient in gradients)
+
+
+# Values
+
+
+@parametrize_pairs(
+    then=["train", "state_dict", "summon", "to", "step", "forward_before"], world_size=[3, 1, 2], whole=[True, False]
+)
+def test_assigned_data_is_kept(ranks: RankPool, world_size: int, whole: bool, then: str) -> None:
+    ranks(world_size).run(_assign_data, whole, then)
+
+
+def _assign_data(whole: bool, then: str) -> None:
+    twins = Twins(nested_mlp, one_sgd)
+    twins.step(0)
+    if then == "forward_before":  # leaves the root's parameters whole, for a backward that doesn't come
+        twins.sharded(batch(0, dist.get_rank()))
+    elif then == "step":
+        twins.zero()
+        twins.backward(1)
+    for name in ("entry.weight", "exit.bias", "trunk.0.weight"):
+        value = torch.full_like(twins.wholes[name], 0.3)
+        twins.wholes[name].data = value
+        piece = twins.pieces[name]
+        piece.data = value.clone() if whole else part_of(value, piece).clone()
+    if then == "step" and not whole:
+        twins.optimize()
+    elif then == "summon":
+        for model in (twins.sharded, twins.plain):
+            with model.summon_full_params() if model is twins.sharded else torch.no_grad():  # type: ignore[operator]
+                for param in model.parameters():
+                    param.data.mul_(2)
+    elif then == "to":
+        twins.sharded.to(torch.float32).to(torch.float64)
+        twins.plain.to(torch.float32).to(torch.float64)
+    elif then != "state_dict":
+        twins.step(2)
+    twins.assert_same_weights()
+    assert_pieces_are_the_shards(twins.sharded)
+
+
+def test_data_of_another_shape_is_an_error_that_names_it(ranks: RankPool) -> None:
+    ranks(2).run(_assign_wrong_shape)
+
+
+def _assign_wrong_shape() -> None:
+    model = nested_mlp(original())
+    pieces(model)["entry.weight"].data = torch.zeros(6, 6)
+    with pytest.raises(RuntimeError, match=r"entry\.weight.*\(6, 6\)"):
+        model(torch.ones(2, 5))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("how", [{}, {"fused": True}, {"foreach": True}], ids=["default", "fused", "foreach"])
+def test_a_step_after_a_forward_without_backward_is_seen(ranks: RankPool, world_size: int, how: dict[str, Any]) -> None:
+    ranks(world_size).run(_step_after_vain_forward, how)
+
+
+def _step_after_vain_forward(how: dict[str, Any]) -> None:
+    twins = Twins(nested_mlp, partial(one_adamw, **how))
+    inputs = batch(7, 0)
+    for number in range(3):
+        twins.zero()
+        twins.backward(number)
+        twins.sharded(inputs)  # leaves parameters whole, of before the step
+        twins.optimize()
+        torch.testing.assert_close(twins.sharded(inputs), twins.plain(inputs))
+    twins.assert_same_weights()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_changes_in_place_of_pieces_are_seen(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(_change_in_place)
+
+
+def _change_in_place() -> None:
+    twins = Twins(nested_mlp, one_sgd)
+    inputs = batch(7, 0)
+    twins.sharded(inputs)
+    with torch.no_grad():
+        twins.on_both(lambda params: [param.mul_(1.5) for param in params.values()])
+    torch.testing.assert_close(twins.sharded(inputs), twins.plain(inputs))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_model_is_cast_between_steps(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(_cast_between_steps)
+
+
+def _cast_between_steps() -> None:
+    twins = Twins(nested_mlp, a_rate_for_each)
+    twins.step(0)
+    for model in (twins.sharded, twins.plain):
+        model.half()
+    assert all(piece.dtype == torch.float16 for piece in twins.pieces.values())
+    assert all(piece.grad is None or piece.grad.dtype == torch.float16 for piece in twins.pieces.values())
+    assert {value.dtype for value in twins.sharded.state_dict().values()} == {torch.float16}
+    for model in (twins.sharded, twins.plain):
+        model.double()
+    assert list(twins.pieces.values()) == list(twins.sharded.parameters())  # the optimizer's
+    # Gradients were cast as well, and roundings of means differ; without them all is equal.
+    for optimizers in twins.optimizers:
+        optimizers[0].state.clear()
+    twins.sharded.load_state_dict(twins.plain.state_dict())
+    for number in range(1, 3):
+        twins.step(number)
+    twins.assert_same_weights()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_loaded_and_summoned_changes_are_trained_on(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(_load_and_summon)
+
+
+def _load_and_summon() -> None:
+    twins = Twins(nested_mlp, two_optimizers)
+    twins.step(0)
+    state = {name: value * 1.5 for name, value in twins.plain.state_dict().items()}
+    for model in (twins.sharded, twins.plain):
+        model.load_state_dict(state)
+    twins.step(1)
+    with twins.sharded.summon_full_params():  # type: ignore[operator]
+        summoned = dict(twins.sharded.named_parameters())
+        with torch.no_grad():
+            summoned["entry.weight"].neg_()
+            twins.wholes["entry.weight"].neg_()
+    assert list(twins.sharded.parameters()) == list(twins.pieces.values())
+    twins.step(2)
+    twins.assert_same_weights()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_whole_parameters_show_what_is_frozen(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(_summon_toggled)
+
+
+def _summon_toggled() -> None:
+    twins = Twins(half_frozen, one_sgd)
+    twins.step(0)
+    twins.on_both(_freeze_scale)
+    state = twins.sharded.state_dict()
+    with twins.sharded.summon_full_params():  # type: ignore[operator]
+        expected = {name: whole.requires_grad for name, whole in twins.wholes.items()}
+        assert {name: param.requires_grad for name, param in twins.sharded.named_parameters()} == expected
+    twins.sharded.load_state_dict(state)
+    twins.step(1)
+    twins.assert_same_weights()
+
+
+def _freeze_scale(params: dict[str, nn.Parameter]) -> None:
+    params["scale"].requires_grad_(False)
+
+
+def test_an_optimizers_state_is_saved_and_loaded_per_piece(ranks: RankPool) -> None:
+    ranks(3).run(_resume_optimizer)
+
+
+def _resume_optimizer() -> None:
+    twins = Twins(nested_mlp, one_adamw)
+    twins.step(0)
+    for optimizers, model in zip(twins.optimizers, (twins.sharded, twins.plain), strict=True):
+        saved = optimizers[0].state_dict()
+        optimizers[:] = one_adamw(model)
+        optimizers[0].load_state_dict(saved)
+    twins.step(1)
+    twins.assert_same_weights()
+
+
+def test_flat_and_original_state_dicts_are_the_same(ranks: RankPool) -> None:
+    ranks(3).run(_exchange_states)
+
+
+def _exchange_states() -> None:
+    flat, model = nested_mlp(fully_sharded(), seed=1), nested_mlp(original())
+    model.load_state_dict(flat.state_dict())
+    state = model.state_dict()
+    assert list(state) == list(flat.state_dict())
+    assert all(torch.equal(value, state[name]) for name, value in flat.state_dict().items())
+    score(model(torch.ones(2, 5))).backward()
+
+
+def test_whole_parameters_lie_at_multiples_of_16_bytes(ranks: RankPool) -> None:
+    ranks(3).run(_look_at_addresses)
+
+
+@torch.no_grad()
+def _look_at_addresses() -> None:
+    layers = [nn.Linear(3, 5), nn.Linear(5, 1), nn.Linear(1, 7)]  # nothing of this is a multiple of anything
+    for dtype in (torch.float32, torch.bfloat16):
+        model: Any = fully_sharded(use_orig_params=True)(nn.Sequential(*copy.deepcopy(layers)).to(dtype))
+        seen: list[int] = []
+        model.module.module[2].register_forward_hook(
+            lambda *_, model=model, seen=seen: seen.extend(
+                p.data_ptr() for p in model._unit.handles[0].unsharded.leaves
+            )
+        )
+        model(torch.ones(1, 3, dtype=dtype))
+        assert len(seen) == 6
+        assert all(address % 16 == 0 for address in seen)

@@ -1,0 +1,145 @@
+"""Hooks on what a wrapped model lists: of `Tensor.register_hook` and `Tensor.register_post_accumulate_grad_hook`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp import FullyShardedDataParallel, fully_shard
+from tests.helpers.ranks import RankPool
+
+KINDS: dict[str, dict[str, Any]] = {
+    "flat": {},
+    "alone": {"flatten_parameters": False},
+    "pieces": {"use_orig_params": True},
+    "offloaded": {"move_params_to_cpu": True},
+    "rows": {},
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.unused, self.last = nn.Linear(4, 5), nn.Linear(3, 3), nn.Linear(5, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        result: Tensor = self.last(self.first(inputs))
+        return result
+
+
+def _wrapped(plain: nn.Module, kind: str) -> Any:
+    model: Any = copy.deepcopy(plain)
+    if kind == "rows":
+        return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model.last = FullyShardedDataParallel(model.last, **KINDS[kind])
+    return FullyShardedDataParallel(model, **KINDS[kind])
+
+
+def _inputs(number: int, rank: int) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * number + rank))
+
+
+def _backward(model: Any, number: int, sync: bool = True) -> None:
+    accumulates = nullcontext()
+    if isinstance(model, FullyShardedDataParallel):
+        accumulates = nullcontext() if sync else model.no_sync()  # type: ignore[assignment]
+    elif hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(sync)
+    with accumulates:
+        model(_inputs(number, dist.get_rank())).square().sum().backward()
+
+
+def _backward_plain(plain: nn.Module, number: int) -> None:
+    """The gradients of all ranks' batches, in one backward."""
+    world = dist.get_world_size()
+    losses = [plain(_inputs(number, rank)).square().sum() / world for rank in range(world)]
+    torch.stack(losses).sum().backward()
+
+
+def _whole(model: Any) -> dict[str, Tensor]:
+    state = model.state_dict().items()
+    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state}
+
+
+def _assert_same(model: Any, plain: nn.Module) -> None:
+    found = _whole(model)
+    for name, expected in plain.state_dict().items():
+        torch.testing.assert_close(found[name], expected, msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_of_parameters_see_reduced_gradients(ranks: RankPool, kind: str) -> None:
+    ranks(2).run(_hooks, kind)
+
+
+def _hooks(kind: str) -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    model = _wrapped(plain, kind)
+    _step_in_backward(plain, model)
+    _change_and_count(plain, model, kind)
+
+
+def _step_in_backward(plain: nn.Module, model: Any) -> None:
+    """The recipe of an optimizer for each parameter, which steps as soon as there is a gradient."""
+    handles = []
+    for each in (plain, model):
+        for param in each.parameters():
+            optimizer = torch.optim.Adam([param], lr=0.1)
+            handles.append(param.register_post_accumulate_grad_hook(_stepping(optimizer)))
+    for number in range(3):
+        _backward(model, 2 * number, sync=False)
+        _backward(model, 2 * number + 1)
+        world = dist.get_world_size()
+        losses = [
+            plain(_inputs(each, rank)).square().sum() / world
+            for each in (2 * number, 2 * number + 1)
+            for rank in range(world)
+        ]
+        torch.stack(losses).sum().backward()
+        assert all(param.grad is None for param in model.parameters())
+    _assert_same(model, plain)
+    for handle in handles:
+        handle.remove()
+
+
+def _stepping(optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
+    def step(param: Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _change_and_count(plain: nn.Module, model: Any, kind: str) -> None:
+    calls: dict[nn.Module, list[str]] = {plain: [], model: []}
+    for each in (plain, model):
+        for name, param in each.named_parameters():
+            param.register_hook(lambda grad: grad.mul(2) if grad.numel() else None)
+            param.register_hook(lambda grad: grad + 1)
+            param.register_post_accumulate_grad_hook(lambda _, each=each, name=name: calls[each].append(name))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for _ in range(2):
+        for number in range(2):  # accumulated with a reduction each: every backward's gradient is hooked by itself
+            _backward(model, number)
+            _backward_plain(plain, number)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    if kind in ("pieces", "rows"):  # original parameters: as without sharding, those that were not used have no hooks
+        _assert_same(model, plain)
+        assert sorted(calls[model]) == sorted(calls[plain])
+    else:
+        _assert_same(
+            model.module.module.last, plain.get_submodule("last")
+        )  # the others' flat vector has elements that were not used
+        assert set(calls[model]) <= {name for name, _ in model.named_parameters()}
+        assert all(calls[model].count(name) == 4 for name in set(calls[model]))

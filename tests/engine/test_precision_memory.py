@@ -1,0 +1,339 @@
+"""What mixed precision saves: bytes on the wire and bytes of whole parameters; and that nothing is left of its casts.
+
+Bytes sent are those that ranks hand to the process group, message by message. Bytes in memory are those of all tensors
+of a dtype, each storage counted once.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp import FullyShardedDataParallel, MixedPrecision, get_fsdp_instances
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.placeholder import Placeholder
+from tests.engine.test_precision import BRAIN, HALF, SINGLE, wrap_alone
+from tests.helpers.models import Wrap
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.parity import fully_sharded
+from tests.helpers.ranks import RankPool
+
+WIDTH, UNITS = 32, 3
+
+
+class Tower(nn.Module):
+    """Equal units one after the other; the root has a layer of its own."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.entry = nn.Linear(5, WIDTH)
+        self.units = nn.ModuleList(wrap(nn.Linear(WIDTH, WIDTH)) for _ in range(UNITS))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.entry(inputs)
+        for unit in self.units:
+            hidden = torch.tanh(unit(hidden))
+        return hidden
+
+
+def tower(**options: Any) -> FullyShardedDataParallel:
+    torch.manual_seed(0)
+    wrap = fully_sharded(**options)
+    model: Any = wrap(Tower(wrap))
+    return model
+
+
+def step(model: nn.Module) -> None:
+    model(torch.ones(1, 5)).float().sum().backward()
+    model.zero_grad()
+
+
+# On the wire
+
+
+@contextmanager
+def counting_sent_bytes() -> Iterator[Counter[torch.dtype]]:
+    """Bytes of parameters and gradients by the dtype that they are sent in."""
+    sent: Counter[torch.dtype] = Counter()
+    group = dist.group.WORLD
+    assert group is not None
+    send = type(group).send
+
+    def count(self: Any, tensors: list[Tensor], *args: Any) -> Any:
+        for tensor in tensors:
+            if tensor.dtype is not torch.uint8:  # which is what ranks tell each other
+                sent[tensor.dtype] += tensor.nbytes
+        return send(self, tensors, *args)
+
+    with mock.patch.object(type(group), "send", count):
+        yield sent
+
+
+def sent_in_a_step(**options: Any) -> Counter[torch.dtype]:
+    model = tower(**options)
+    step(model)  # the ranks also agree in the first one
+    with counting_sent_bytes() as sent:
+        step(model)
+    return sent
+
+
+@parametrize_pairs(
+    dtype=[BRAIN, HALF, None],
+    world_size=[2, 3],
+    reshard_after_forward=[True, False],
+    bucket_cap_mb=[25, 0],
+)
+def test_16_bits_halve_what_is_sent(
+    ranks: RankPool, dtype: torch.dtype | None, world_size: int, reshard_after_forward: bool, bucket_cap_mb: float
+) -> None:
+    """Whether a policy says so, or FairScale's default."""
+    options = {"reshard_after_forward": reshard_after_forward, "bucket_cap_mb": bucket_cap_mb}
+    ranks(world_size).run(_compare_with_float32, dtype, options)
+
+
+def _compare_with_float32(dtype: torch.dtype | None, options: dict[str, Any]) -> None:
+    full = sent_in_a_step(**options)
+    mixed = sent_in_a_step(mixed_precision=MixedPrecision(param_dtype=dtype) if dtype else True, **options)
+    assert mixed == {dtype or HALF: full[SINGLE] // 2}
+    assert full.keys() == {SINGLE}
+    numel = 6 * WIDTH + UNITS * (WIDTH + 1) * WIDTH
+    world_size = dist.get_world_size()
+    gathers = 2 if options["reshard_after_forward"] else 1
+    # Each rank sends all pieces but its own; of the root's parameters, and of the last unit's once the order is
+    # known, only one gather is needed.
+    assert full[SINGLE] <= (gathers + 1) * (numel + UNITS * world_size) * 4 * (world_size - 1) // world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mixed_precision": MixedPrecision(param_dtype=BRAIN, reduce_dtype=SINGLE)},
+        {"mixed_precision": True, "compute_dtype": BRAIN, "fp32_reduce_scatter": True},
+    ],
+)
+def test_gradients_in_float32_cost_half_of_the_saving(
+    ranks: RankPool, world_size: int, options: dict[str, Any]
+) -> None:
+    ranks(world_size).run(_compare_reduced_in_float32, options)
+
+
+def _compare_reduced_in_float32(options: dict[str, Any]) -> None:
+    """With one gather for each reduction, three quarters are sent."""
+    full = sent_in_a_step(reshard_after_forward=False)
+    mixed = sent_in_a_step(reshard_after_forward=False, **options)
+    assert mixed == {BRAIN: full[SINGLE] // 4, SINGLE: full[SINGLE] // 2}
+    assert mixed.total() == 0.75 * full.total()
+
+
+def test_parameters_in_float32_can_have_gradients_in_16_bits(ranks: RankPool) -> None:
+    ranks(2).run(_compare_reduced_in_16_bits)
+
+
+def _compare_reduced_in_16_bits() -> None:
+    full = sent_in_a_step(reshard_after_forward=False)
+    mixed = sent_in_a_step(reshard_after_forward=False, mixed_precision=MixedPrecision(reduce_dtype=BRAIN))
+    assert mixed == {SINGLE: full[SINGLE] // 2, BRAIN: full[SINGLE] // 4}
+
+
+# Whole parameters
+
+
+def handles_of(model: nn.Module) -> list[FlatParamHandle]:
+    return [handle for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]
+
+
+def linears(model: nn.Module) -> list[nn.Linear]:
+    """The root's own layer first."""
+    return [module for module in model.modules() if isinstance(module, nn.Linear)]
+
+
+def live_bytes(dtype: torch.dtype) -> int:
+    gc.collect()
+    storages = {}
+    for item in gc.get_objects():
+        if isinstance(item, Tensor) and type(item) is not Placeholder and item.dtype is dtype:
+            storages[item.untyped_storage()._cdata] = item.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("flatten_parameters", [True, False])
+def test_gathered_parameters_take_half_and_are_freed(
+    ranks: RankPool, world_size: int, reshard_after_forward: bool, flatten_parameters: bool
+) -> None:
+    options = {"reshard_after_forward": reshard_after_forward, "flatten_parameters": flatten_parameters}
+    ranks(world_size).run(_watch_gathered, options)
+
+
+def _watch_gathered(options: dict[str, Any]) -> None:
+    before = live_bytes(BRAIN)
+    model = tower(mixed_precision=MixedPrecision(param_dtype=BRAIN), **options)
+    handles = handles_of(model)
+    unit = 2 * max(handle.layout.padded_numel for handle in handles[-2:])
+    all_of_them = 2 * sum(handle.layout.padded_numel for handle in handles)
+    whole: list[int] = []
+
+    def look(*_: Any) -> None:
+        whole.append(sum(handle.unsharded.full.untyped_storage().nbytes() for handle in handles))
+
+    for layer in linears(model):
+        layer.register_forward_hook(look)
+    for _ in range(3):
+        step(model)
+        look()
+        assert whole[-1] == 0
+        assert live_bytes(BRAIN) == before, "no cast, no buffer and no activation outlives a step"
+    if options["reshard_after_forward"]:
+        assert max(whole) <= all_of_them - (UNITS - 2) * unit, "the root and two units"
+    else:
+        assert max(whole) == all_of_them
+
+
+def test_shards_that_were_cast_to_be_gathered_are_not_kept(ranks: RankPool) -> None:
+    ranks(2).run(_count_casts_after_forward)
+
+
+def _count_casts_after_forward() -> None:
+    """After a forward there is the root's buffer, and what backward needs of a batch of one row."""
+    before = live_bytes(BRAIN)
+    model = tower(mixed_precision=MixedPrecision(param_dtype=BRAIN))
+    root, *units = (2 * handle.layout.padded_numel for handle in handles_of(model))
+    for _ in range(2):  # from the third on the last unit stays whole, too
+        output = model(torch.ones(1, 5))
+        activations = (5 + 3 * UNITS * WIDTH) * 2
+        assert root < live_bytes(BRAIN) - before <= root + activations < root + units[0] // 2
+        output.float().sum().backward()
+        del output
+        assert live_bytes(BRAIN) == before
+
+
+def test_at_most_one_cast_shard_besides_the_one_in_flight_is_alive(ranks: RankPool) -> None:
+    ranks(2).run(_count_casts_in_forward)
+
+
+def _count_casts_in_forward() -> None:
+    before = live_bytes(BRAIN)
+    model = tower(mixed_precision=MixedPrecision(param_dtype=BRAIN))
+    _, *units = handles_of(model)
+    shard = 2 * units[0].layout.shard_numel
+    alive: list[int] = []
+
+    def look(*_: Any) -> None:
+        whole = sum(handle.unsharded.full.untyped_storage().nbytes() for handle in handles_of(model))
+        alive.append((live_bytes(BRAIN) - before - whole) // shard)
+
+    for layer in linears(model)[1:]:
+        layer.register_forward_hook(look)
+    for _ in range(3):
+        with torch.no_grad():
+            model(torch.ones(1, 5))
+    assert len(alive) == 3 * UNITS
+    assert max(alive) <= 2
+
+
+def test_between_steps_there_are_float32_shards_to_the_byte(ranks: RankPool) -> None:
+    ranks(3).run(_weigh_between_steps)
+
+
+def _weigh_between_steps() -> None:
+    before = live_bytes(SINGLE)
+    model = tower(mixed_precision=MixedPrecision(param_dtype=BRAIN, reduce_dtype=SINGLE))
+    shards = sum(4 * handle.layout.shard_numel for handle in handles_of(model))
+
+    assert live_bytes(SINGLE) - before == shards
+    for _ in range(3):
+        model(torch.ones(1, 5)).float().sum().backward()
+        assert live_bytes(SINGLE) - before == 2 * shards
+        model.zero_grad()
+        assert live_bytes(SINGLE) - before == shards
+
+
+@pytest.mark.parametrize("mixed_precision", [False, MixedPrecision(param_dtype=BRAIN, full_precision_in_eval=True)])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_that_nobody_holds_is_collected(ranks: RankPool, world_size: int, mixed_precision: Any) -> None:
+    """Hooks of autograd on its parameters must not keep it: Python cannot see such a cycle."""
+    ranks(world_size).run(_drop_models, mixed_precision)
+
+
+def _drop_models(mixed_precision: Any) -> None:
+    def use(model: nn.Module, times: int) -> weakref.ref[nn.Module]:
+        for number in range(times):
+            step(model.train(number % 2 == 0))
+        return weakref.ref(model)
+
+    dropped = [use(tower(mixed_precision=mixed_precision), times) for times in range(3)]
+    gc.collect()
+    assert [model() for model in dropped] == [None] * 3
+
+
+# The cache of autocast
+
+
+class Casts(TorchDispatchMode):
+    """Counts the casts of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func is torch.ops.aten._to_copy.default and args[0].shape == (WIDTH, WIDTH)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("clears", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_autocasts_weights_are_forgotten_if_so_asked(ranks: RankPool, world_size: int, clears: bool) -> None:
+    """Otherwise autocast keeps a cast copy of every whole weight until its context ends, and uses it again."""
+    ranks(world_size).run(_count_casts_of_autocast, clears)
+
+
+def _count_casts_of_autocast(clears: bool) -> None:
+    model = tower(clear_autocast_cache=clears)
+    with torch.autocast("cpu", BRAIN):
+        for expected in [UNITS, UNITS] if clears else [UNITS, 0]:
+            with Casts() as casts:
+                model(torch.ones(1, 5))
+            assert casts.number == expected
+
+
+def test_an_inner_unit_clears_the_cache_after_its_own_forward() -> None:
+    unit = wrap_alone(nn.Linear(5, 5), clear_autocast_cache=True)
+    with mock.patch.object(torch, "clear_autocast_cache") as clear:
+        wrap_alone(nn.Sequential(unit, nn.Linear(5, 5)))(torch.ones(1, 5))
+    assert clear.call_count == 1
+
+
+def test_autocast_around_a_wrapped_model_computes_as_around_a_plain_one(ranks: RankPool) -> None:
+    ranks(3).run(_compare_under_autocast)
+
+
+def _compare_under_autocast() -> None:
+    plain = Tower(lambda module: module)
+    for clears in (False, True):
+        model = tower(clear_autocast_cache=clears)
+        plain.load_state_dict(model.state_dict())
+        plain.zero_grad()
+        with torch.autocast("cpu", BRAIN):
+            outputs = [each(torch.ones(1, 5)) for each in (plain, model)]
+        assert torch.equal(*outputs)
+        for output in outputs:
+            output.float().sum().backward()
+        with torch.no_grad():
+            for param in (*plain.parameters(), *model.parameters()):
+                assert param.grad is not None
+                param.sub_(param.grad)
+        torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-6, atol=1e-6)

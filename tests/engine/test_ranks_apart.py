@@ -1,0 +1,204 @@
+"""Ranks that do different things at one time: each has an error that says what it was doing, and none dies.
+
+On gloo, a message that meets a buffer of another size ends the process, and one of the same size is taken for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp
+from fsdp import FullyShardedDataParallel
+from fsdp.distributed.comm_hooks import reduce_scatter
+from tests.helpers.models import Wrap
+from tests.helpers.ranks import RankPool
+
+INPUTS = torch.ones(2, 5)
+PATIENCE = timedelta(seconds=2)  # what each case costs, and what a busy machine may need to make it fail as it should
+
+Act = Callable[[Any], Any]
+
+
+class Units(nn.Module):
+    """Units of two sizes, of which two can be left out: the first of them is gathered ahead all the same."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.first, self.twin = wrap(nn.Linear(5, 5)), wrap(nn.Linear(5, 5))
+        self.seldom, self.rarely = wrap(nn.Linear(5, 5, bias=False)), wrap(nn.Linear(5, 5, bias=False))
+        self.last = wrap(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)))
+        self.skips = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.twin(self.first(inputs))
+        return self.last(hidden if self.skips else self.rarely(self.seldom(hidden)))
+
+
+def model_of(group: Any = None, **options: Any) -> Any:
+    group = group or dist.new_group(timeout=PATIENCE)
+    wrap = partial(FullyShardedDataParallel, process_group=group, **options)
+    return wrap(Units(wrap))
+
+
+def train(model: Any) -> None:
+    model(INPUTS).sum().backward()
+
+
+def take_state(model: Any) -> None:
+    model.state_dict()
+
+
+def summon(model: Any) -> None:
+    with model.summon_full_params():
+        pass
+
+
+def summon_gradients(model: Any) -> None:
+    with model.summon_full_params(with_grads=True):
+        pass
+
+
+def clip(model: Any) -> None:
+    model.clip_grad_norm_(1.0)
+
+
+def gather_optimizer(model: Any) -> None:
+    model.gather_full_optim_state_dict(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def save(model: Any) -> None:
+    fsdp.save("/nowhere", model)
+
+
+def train_without_a_unit(model: Any) -> None:
+    model.module.module.skips = True
+    train(model)
+
+
+def train_frozen(name: str, model: Any) -> None:
+    for param in model.module.module.get_submodule(name).parameters():
+        param.requires_grad_(False)
+    train(model)
+
+
+def train_in_double(model: Any) -> None:
+    model.double()
+    model(INPUTS.double()).sum().backward()
+
+
+def apart(on_first: Act, on_second: Act, model: Any) -> str:
+    """The error of this rank."""
+    with pytest.raises(RuntimeError) as caught:
+        (on_first if dist.get_rank() == 0 else on_second)(model)
+    message = str(caught.value)
+    assert message.startswith(f"rank {dist.get_rank()}: ")
+    return message
+
+
+@pytest.mark.parametrize(
+    ("alone", "call"),
+    [
+        (take_state, "state_dict()"),
+        (summon, "summon_full_params()"),
+        (summon_gradients, "summon_full_params()"),
+        (clip, "clip_grad_norm_()"),
+        (gather_optimizer, "gather_full_optim_state_dict()"),
+        (save, "fsdp.save()"),
+    ],
+)
+def test_a_call_that_one_rank_makes_alone_is_named(ranks: RankPool, alone: Act, call: str) -> None:
+    ranks(2).run(_call_alone, alone, call)
+
+
+def _call_alone(alone: Act, call: str) -> None:
+    model = model_of()
+    train(model)
+    message = apart(alone, train, model)
+    if dist.get_rank() == 0:
+        assert "did not complete" in message
+        assert f"This rank is in {call}: make the same call on every rank of the group" in message
+    else:
+        assert "This rank is in forward or backward" in message
+        for remedy in ("make the same collective calls", "fsdp.join", "fsdp.cond"):
+            assert remedy in message
+
+
+@pytest.mark.parametrize(
+    ("on_first", "on_second"),
+    [
+        (train_without_a_unit, train),
+        (partial(train_frozen, "rarely"), train),
+        # Gradients of the same size, which were added up.
+        (partial(train_frozen, "first"), partial(train_frozen, "twin")),
+        (train_in_double, train),
+    ],
+    ids=["a unit is skipped", "one is frozen", "others of one size are frozen", "another dtype"],
+)
+def test_ranks_that_train_in_different_ways_hear_of_it(ranks: RankPool, on_first: Act, on_second: Act) -> None:
+    ranks(2).run(_train_apart, on_first, on_second)
+
+
+def _train_apart(on_first: Act, on_second: Act) -> None:
+    model = model_of()
+    train(model)
+    message = apart(on_first, on_second, model)
+    assert "did not complete: " in message
+    assert "This rank is in forward or backward" in message
+
+
+def test_models_of_one_group_do_not_take_each_others_messages(ranks: RankPool) -> None:
+    ranks(2).run(_train_different_models)
+
+
+def _train_different_models() -> None:
+    group = dist.new_group(timeout=PATIENCE)
+    models = [model_of(group), model_of(group)]
+    for model in models:
+        train(model)
+    apart(lambda _: train(models[0]), lambda _: train(models[1]), None)
+
+
+def test_ranks_in_different_calls_hear_of_both_at_once(ranks: RankPool) -> None:
+    ranks(2).run(_call_different_methods)
+
+
+def _call_different_methods() -> None:
+    message = apart(take_state, train, model_of())
+    assert "the ranks are in different calls, rank 0 in state_dict() and rank 1 in forward or backward" in message
+    group = dist.new_group([1, 0], timeout=PATIENCE)
+    message = apart(save, gather_optimizer, model_of(group))
+    assert "rank 0 in fsdp.save() and rank 1 in gather_full_optim_state_dict()" in message
+    assert "Make the same calls on every rank" in message
+
+
+def all_reduced(group: Any, gradient: Tensor, shard: Tensor) -> None:
+    """A hook with a collective of its own, which gloo matches by order."""
+    dist.all_reduce(gradient, group=group)
+    shard.copy_(gradient.chunk(dist.get_world_size())[dist.get_rank()])
+
+
+def reduced(group: Any, gradient: Tensor, shard: Tensor) -> None:
+    shard.copy_(reduce_scatter(gradient))
+
+
+@pytest.mark.parametrize("hook", [all_reduced, reduced])
+def test_communication_hooks_meet_those_of_the_same_unit(ranks: RankPool, hook: Any) -> None:
+    ranks(2).run(_hook_apart, hook)
+
+
+def _hook_apart(hook: Any) -> None:
+    group = dist.new_group(timeout=PATIENCE)
+    model = model_of(group)
+    model.register_comm_hook(group, hook)
+    train(model)
+    message = apart(train_without_a_unit, train, model)
+    assert "did not complete: " in message
+    assert "rarely" in message or dist.get_rank() == 0

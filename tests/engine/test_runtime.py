@@ -1,0 +1,764 @@
+"""Whatever a step does, the model trains like the same model without the wrapper.
+
+Almost every test here is one comparison (`assert_trains_like_plain`): the wrapped model takes some steps, each rank
+on its own inputs, the plain model takes the same steps on the inputs of all ranks one after the other, and their
+weights must agree. test_units.py does the same for what a unit holds, takes and returns. Grids of more than two
+options are sampled (`parametrize_pairs`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp import FullyShardedDataParallel, TrainingState, get_fsdp_instances
+from tests.helpers.models import Wrap, keep, nested_mlp
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.parity import fully_sharded
+from tests.helpers.ranks import RankPool
+from tests.helpers.twins import (
+    OPTIONS,
+    STEPS,
+    Step,
+    Twins,
+    assert_at_rest,
+    assert_trains_like_plain,
+    backward_twice,
+    batch,
+    every_option,
+    in_eval_mode,
+    once,
+    score,
+    sgd,
+    tanh_layers,
+    toolbox,
+    two_forwards_then_backwards,
+    two_forwards_then_one_backward,
+    with_input_gradient,
+)
+
+
+@every_option
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_a_step_of_this_kind(ranks: RankPool, step: Step, options: dict[str, Any]) -> None:
+    ranks(3).run(assert_trains_like_plain, nested_mlp, step, options=options)
+
+
+@every_option
+def test_steps_of_all_kinds_in_turn(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(2).run(assert_trains_like_plain, nested_mlp, *STEPS, options=options)
+
+
+def inner_unit_alone(model: nn.Module, inputs: Tensor) -> None:
+    score(model.trunk(inputs.repeat(1, 2)[:, :7])).backward()
+
+
+def the_users_own_module(model: nn.Module, inputs: Tensor) -> None:
+    own = model.module.module if isinstance(model, FullyShardedDataParallel) else model
+    score(own(inputs)).backward()
+
+
+@every_option
+def test_an_inner_unit_may_be_called_alone_once_the_root_was_used(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(3).run(assert_trains_like_plain, nested_mlp, once, inner_unit_alone, options=options)
+
+
+@every_option
+def test_calling_the_users_module_is_calling_the_wrapper(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(3).run(assert_trains_like_plain, nested_mlp, the_users_own_module, once, options=options)
+
+
+def test_calling_the_users_module_first_makes_its_wrapper_the_root(ranks: RankPool) -> None:
+    ranks(2).run(_call_the_users_module_first)
+
+
+def _call_the_users_module_first() -> None:
+    model = nested_mlp(fully_sharded())
+    the_users_own_module(model, torch.randn(4, 5))
+    assert [wrapper._is_root for wrapper in get_fsdp_instances(model)] == [True, False, False, False]
+
+
+# Units in any order
+
+
+def in_order(order: str) -> Step:
+    return partial(_in_order, order)
+
+
+def _in_order(order: str, model: nn.Module, inputs: Tensor) -> None:
+    score(model(inputs, order)).backward()
+
+
+@every_option
+@pytest.mark.parametrize(
+    "orders",
+    [
+        ["abcab"],  # units used more than once
+        ["aaa"],
+        ["ab"],  # a whole unit is never used
+        ["abc", "ab", "c"],  # not used now and then
+        ["abc", "cba", "bca", "abc", "acb"],  # the next unit is mispredicted
+        ["", "abc"],
+        ["abc", "abcc", "aabc"],
+    ],
+    ids="-".join,
+)
+def test_units_run_in_any_order(ranks: RankPool, orders: list[str], options: dict[str, Any]) -> None:
+    ranks(3).run(assert_trains_like_plain, toolbox, *map(in_order, orders), options=options)
+
+
+def several_roots(wrap: Wrap) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(wrap(tanh_layers()) for _ in range(3)))
+
+
+@pytest.mark.parametrize("step", [once, two_forwards_then_backwards, backward_twice])
+def test_units_without_a_common_root_train_side_by_side(ranks: RankPool, step: Step) -> None:
+    ranks(3).run(_train_several_roots, step)
+
+
+def _train_several_roots(step: Step) -> None:
+    twins = Twins.of(several_roots)
+    for number in range(3):
+        twins.step(number, step)
+    for sharded, plain in zip(twins.sharded, twins.plain, strict=True):
+        assert sharded._is_root
+        Twins(sharded, plain).assert_equal()
+
+
+class PartlyUsed(nn.Module):
+    """A unit whose parameters are needed by some calls only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes, self.never = (nn.Linear(5, 5) for _ in range(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.always(inputs))
+        return self.sometimes(hidden) if self.training else hidden
+
+
+def in_both_modes(model: nn.Module, inputs: Tensor) -> None:
+    losses = [score(model.train(mode)(inputs)) for mode in (True, False)]
+    for loss in losses:
+        loss.backward()
+    model.train()
+
+
+@every_option
+def test_unused_parameters_get_no_gradient_or_zero(ranks: RankPool, options: dict[str, Any]) -> None:
+    make = partial(toolbox, tool=PartlyUsed)
+    for steps in ([once], [in_eval_mode], [once, in_eval_mode], [in_both_modes], [once, backward_twice]):
+        ranks(3).run(assert_trains_like_plain, make, *steps, options=options)
+
+
+def returns_no_gradient(model: nn.Module, inputs: Tensor) -> None:
+    output = model(inputs)
+    (output.detach() * inputs.clone().requires_grad_()).sum().backward()
+    once(model, inputs)
+
+
+def test_an_output_may_go_unused(ranks: RankPool) -> None:
+    ranks(3).run(assert_trains_like_plain, nested_mlp, returns_no_gradient)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("how", ["in place", "as a module", "inside"])
+def test_compiled_units(ranks: RankPool, how: str, backend: str) -> None:
+    make = partial(compiled_toolbox, how=how, backend=backend)
+    ranks(2).run(_train_compiled, make)
+
+
+def _train_compiled(make: Callable[[Wrap], nn.Module]) -> None:
+    twins = Twins.of(make)
+    for number in range(4):
+        twins.step(number, (once, two_forwards_then_backwards)[number % 2])
+    assert_at_rest(twins.sharded)
+    found = list(twins.sharded.state_dict().values())
+    twins.share_plain()
+    torch.testing.assert_close(found, list(twins.plain.state_dict().values()))
+
+
+def compiled_toolbox(wrap: Wrap, how: str, backend: str) -> nn.Module:
+    return toolbox(wrap, tool=tanh_layers if wrap is keep else partial(compiled_layers, how, backend))
+
+
+def compiled_layers(how: str, backend: str) -> nn.Module:
+    layers = tanh_layers()
+    if how == "as a module":
+        return torch.compile(layers, backend=backend)
+    if how == "inside":
+        return nn.Sequential(torch.compile(layers, backend=backend))
+    layers.compile(backend=backend)
+    return layers
+
+
+# Activation checkpointing
+
+
+class CheckpointedInside(nn.Module):
+    """A unit that recomputes its two halves one by one; `shared` is used by both."""
+
+    def __init__(self, reentrant: bool, shared: bool = False) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList(tanh_layers() for _ in range(2))
+        self.shared = nn.Linear(5, 5) if shared else nn.Identity()
+        self.reentrant = reentrant
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for number in range(2):
+            inputs = checkpoint(self._half, number, inputs, use_reentrant=self.reentrant)
+        return inputs
+
+    def _half(self, number: int, inputs: Tensor) -> Tensor:
+        return self.shared(self.halves[number](inputs))
+
+
+reentrant_or_not = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "other"])
+CHECKPOINTED_STEPS = [once, with_input_gradient, two_forwards_then_backwards, two_forwards_then_one_backward]
+
+
+@parametrize_pairs(order=["abc", "abcab"], reentrant=[True, False], options=OPTIONS)
+def test_checkpointing_around_units(ranks: RankPool, order: str, reentrant: bool, options: dict[str, Any]) -> None:
+    make = partial(toolbox, order=order, recompute=reentrant)
+    ranks(3).run(assert_trains_like_plain, make, *CHECKPOINTED_STEPS, options=options)
+
+
+@parametrize_pairs(shared=[False, True], reentrant=[True, False], options=OPTIONS)
+def test_checkpointing_inside_units(ranks: RankPool, shared: bool, reentrant: bool, options: dict[str, Any]) -> None:
+    make = partial(toolbox, tool=partial(CheckpointedInside, reentrant, shared))
+    ranks(3).run(assert_trains_like_plain, make, *CHECKPOINTED_STEPS, options=options)
+
+
+class OneLayerTwice(nn.Module):
+    """A unit whose only parameters have all their gradients after the first of its two checkpoints."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+        self.reentrant = reentrant
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for _ in range(2):
+            inputs = checkpoint(self._layers, inputs, use_reentrant=self.reentrant)
+        return inputs
+
+    def _layers(self, inputs: Tensor) -> Tensor:
+        return torch.tanh(self.layer(inputs))
+
+
+def test_one_layer_in_two_checkpoints_of_its_unit(ranks: RankPool) -> None:
+    make = partial(toolbox, tool=partial(OneLayerTwice, False))
+    ranks(2).run(assert_trains_like_plain, make, *CHECKPOINTED_STEPS)
+
+
+def test_one_layer_in_two_reentrant_checkpoints_of_its_unit_is_an_error(ranks: RankPool) -> None:
+    ranks(2).run(_recompute_after_all_gradients)
+
+
+def _recompute_after_all_gradients() -> None:
+    # When the second recomputation starts, backward has left the unit with all its gradients: for good, it seems.
+    model = toolbox(fully_sharded(), tool=partial(OneLayerTwice, True))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"layer\.weight is sharded"):
+            once(model, torch.randn(4, 5))
+    infer(model)
+    assert_at_rest(model)
+
+
+@every_option
+@reentrant_or_not
+def test_checkpointing_around_the_root(ranks: RankPool, reentrant: bool, options: dict[str, Any]) -> None:
+    around_root = partial(recompute_all, reentrant, False)
+    around_loss = partial(recompute_all, reentrant, True)
+    ranks(3).run(assert_trains_like_plain, nested_mlp, around_root, around_loss, options=options)
+
+
+def recompute_all(reentrant: bool, and_loss: bool, model: nn.Module, inputs: Tensor) -> None:
+    inputs = inputs.clone().requires_grad_()  # the re-entrant way sees no other reason for a backward
+    if and_loss:
+        checkpoint(lambda x: score(model(x)), inputs, use_reentrant=reentrant).backward()
+    else:
+        score(checkpoint(model, inputs, use_reentrant=reentrant)).backward()
+
+
+class SeveralInOne(nn.Module):
+    """One checkpoint around several units."""
+
+    def __init__(self, wrap: Wrap, reentrant: bool) -> None:
+        super().__init__()
+        self.entry = nn.Linear(5, 5)
+        self.units = nn.Sequential(*(wrap(tanh_layers()) for _ in range(3)))
+        self.reentrant = reentrant
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return checkpoint(self.units, self.entry(inputs), use_reentrant=self.reentrant)
+
+
+def several_in_one(wrap: Wrap, reentrant: bool) -> nn.Module:
+    torch.manual_seed(0)
+    return wrap(SeveralInOne(wrap, reentrant))
+
+
+@every_option
+@reentrant_or_not
+def test_one_checkpoint_around_several_units(ranks: RankPool, reentrant: bool, options: dict[str, Any]) -> None:
+    make = partial(several_in_one, reentrant=reentrant)
+    ranks(3).run(assert_trains_like_plain, make, *CHECKPOINTED_STEPS, options=options)
+
+
+@every_option
+@pytest.mark.parametrize("saving", ["by reference", "by copy", "save_on_cpu"])
+def test_saved_tensors_hooks(ranks: RankPool, saving: str, options: dict[str, Any]) -> None:
+    ranks(3).run(assert_trains_like_plain, nested_mlp, partial(save_otherwise, saving), options=options)
+
+
+def save_otherwise(saving: str, model: nn.Module, inputs: Tensor) -> None:
+    contexts = {
+        "by reference": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+        "by copy": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t),
+        "save_on_cpu": torch.autograd.graph.save_on_cpu,
+    }
+    with contexts[saving]():
+        loss = score(model(inputs))
+    loss.backward()
+
+
+# Hooks
+
+
+def test_one_hook_of_ours_on_every_output(ranks: RankPool) -> None:
+    ranks(2).run(_count_hooks)
+
+
+def _count_hooks() -> None:
+    model = toolbox(fully_sharded())
+    for _ in range(3):
+        outputs: list[Tensor] = []
+        watching = [
+            wrapper.register_forward_hook(lambda _, __, output, outputs=outputs: outputs.append(output))
+            for wrapper in get_fsdp_instances(model)
+        ]
+        loss = score(model(torch.randn(4, 5)))
+        assert [len(output._backward_hooks or {}) for output in outputs] == [1] * 4
+        loss.backward()
+        assert [len(output._backward_hooks or {}) for output in outputs] == [1] * 4
+        for handle in watching:
+            handle.remove()
+    for wrapper in get_fsdp_instances(model):
+        for handle in wrapper._unit.handles:
+            assert all(len(leaf._post_accumulate_grad_hooks) == 1 for leaf in handle.unsharded.leaves)
+
+
+def test_no_hook_without_a_backward_to_come(ranks: RankPool) -> None:
+    ranks(2).run(_count_hooks_of_inference)
+
+
+def _count_hooks_of_inference() -> None:
+    model = nested_mlp(fully_sharded())
+    with torch.no_grad():
+        assert not model(torch.randn(4, 5))._backward_hooks
+    assert_at_rest(model)
+
+
+def test_training_states_as_seen_from_inside(ranks: RankPool) -> None:
+    ranks(2).run(_watch_states)
+
+
+def _watch_states() -> None:
+    model = nested_mlp(fully_sharded())
+    trunk = model.trunk
+    seen: dict[str, list[TrainingState]] = {}
+
+    def look(moment: str) -> None:
+        seen[moment] = [model.training_state, trunk.training_state]
+
+    trunk.module.module[0].register_forward_hook(lambda *_: look("forward"))
+    trunk.module.module[1].register_full_backward_hook(lambda *_: look("backward"))
+    model.module.module.entry.register_full_backward_hook(lambda *_: look("backward of others"))
+    once(model, torch.randn(4, 5))
+    look("between steps")
+    state = TrainingState
+    assert seen == {
+        "forward": [state.FORWARD, state.FORWARD],
+        "backward": [state.BACKWARD_PRE, state.BACKWARD_PRE],
+        "backward of others": [state.BACKWARD_PRE, state.BACKWARD_POST],
+        "between steps": [state.IDLE, state.IDLE],
+    }
+
+
+# Exceptions
+
+
+class Trap(nn.Module):
+    """The identity, until it is armed: then it raises once, in its forward or in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward_error: BaseException | None = None
+        self.backward_error: BaseException | None = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        error, self.forward_error = self.forward_error, None
+        if error is not None:
+            raise error
+        if self.backward_error is not None and inputs.requires_grad:
+            inputs = inputs.view_as(inputs)
+            inputs.register_hook(self._spring)
+        return inputs
+
+    def _spring(self, gradient: Tensor) -> None:
+        error, self.backward_error = self.backward_error, None
+        if error is not None:
+            raise error
+
+
+def trapped_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 7), Trap(), nn.Tanh(), nn.Linear(7, 5))
+
+
+trapped_toolbox = partial(toolbox, tool=trapped_layers)
+
+
+def arm(model: nn.Module, where: str, error: BaseException) -> None:
+    traps = [module for module in model.modules() if isinstance(module, Trap)]
+    setattr(traps[1], f"{where}_error", error)
+
+
+def forget(model: nn.Module) -> None:
+    """What comes first after the failure: nothing but the next step."""
+
+
+def save(model: nn.Module) -> None:
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+
+
+def summon(model: nn.Module) -> None:
+    with model.summon_full_params():
+        assert len(list(model.parameters())) == 15
+
+
+def call_inner_unit(model: nn.Module) -> None:
+    model.tools["b"](torch.ones(4, 5)).sum().backward()
+
+
+def infer(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(torch.ones(4, 5))
+
+
+@parametrize_pairs(
+    where=["forward", "backward"],
+    error=[ValueError, KeyboardInterrupt],
+    then=[forget, save, summon, call_inner_unit, infer],
+    options=OPTIONS,
+)
+def test_after_an_exception_the_model_is_usable(
+    ranks: RankPool,
+    where: str,
+    error: type[BaseException],
+    then: Callable[[nn.Module], None],
+    options: dict[str, Any],
+) -> None:
+    ranks(2).run(_fail_and_go_on, where, error, then, options)
+
+
+def _fail_and_go_on(
+    where: str, error: type[BaseException], then: Callable[[nn.Module], None], options: dict[str, Any]
+) -> None:
+    twins = Twins.of(trapped_toolbox, **options)
+    for number in range(6):
+        if number % 2:
+            arm(twins.sharded, where, error("sprung"))
+            with pytest.raises(error, match="sprung"):
+                once(twins.sharded, batch(number, 0))
+            then(twins.sharded)
+        twins.step(number, once)
+    twins.assert_equal()
+
+
+def test_a_unit_is_idle_at_once_after_an_exception_in_forward(ranks: RankPool) -> None:
+    ranks(2).run(_fail_in_forward)
+
+
+def _fail_in_forward() -> None:
+    model = toolbox(fully_sharded(), tool=trapped_layers)
+    arm(model, "forward", ValueError("sprung"))
+    with pytest.raises(ValueError, match="sprung"):
+        once(model, torch.randn(4, 5))
+    assert_at_rest(model)
+
+
+@pytest.mark.parametrize("prepend", [True, False])
+def test_a_users_hook_may_raise(ranks: RankPool, prepend: bool) -> None:
+    ranks(2).run(_raise_in_hooks, prepend)
+
+
+def _raise_in_hooks(prepend: bool) -> None:
+    twins = Twins.of(toolbox)
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("refused")
+
+    own = twins.sharded.tools["b"].module.module
+    for register in (own.register_forward_pre_hook, own.register_forward_hook):
+        for number in range(2):
+            hook = register(refuse, prepend=prepend)
+            with pytest.raises(ValueError, match="refused"):
+                once(twins.sharded, batch(number, 0))
+            hook.remove()
+            assert_at_rest(twins.sharded)
+            twins.step(number, once)
+    twins.assert_equal()
+
+
+class Careful(nn.Module):
+    """Goes on without a unit that fails."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.first, self.second = wrap(trapped_layers()), wrap(trapped_layers())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        try:
+            inputs = inputs + self.second(self.first(inputs))
+        except ValueError:
+            inputs = self.first(inputs.neg())
+        return inputs
+
+
+def careful(wrap: Wrap) -> nn.Module:
+    torch.manual_seed(0)
+    return wrap(nn.Sequential(nn.Linear(5, 5), Careful(wrap)))
+
+
+def fail_inside(model: nn.Module, inputs: Tensor) -> None:
+    arm(model, "forward", ValueError("sprung"))
+    once(model, inputs)
+
+
+@every_option
+def test_a_model_may_catch_the_exception_of_its_unit(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(2).run(assert_trains_like_plain, careful, once, fail_inside, fail_inside, options=options)
+
+
+def test_a_backward_that_failed_leaves_the_next_one_whole(ranks: RankPool) -> None:
+    ranks(2).run(assert_trains_like_plain, trapped_toolbox, fail_first_of_two_backwards)
+
+
+def fail_first_of_two_backwards(model: nn.Module, inputs: Tensor) -> None:
+    if isinstance(model, FullyShardedDataParallel):
+        arm(model, "backward", ValueError("sprung"))
+        failing, working = score(model(inputs.neg())), score(model(inputs))
+        with pytest.raises(ValueError, match="sprung"):
+            failing.backward()
+        model.zero_grad()
+        working.backward()
+    else:
+        once(model, inputs)
+
+
+@every_option
+def test_weights_changed_between_forward_and_backward_are_an_error(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(2).run(_change_weights_before_backward, options)
+
+
+def _change_weights_before_backward(options: dict[str, Any]) -> None:
+    twins = Twins.of(nested_mlp, **options)
+    for number in range(2):
+        twins.step(number, once)
+        loss = score(twins.sharded(batch(number, 0)))
+        message = r"root.*were changed .*between forward and backward"
+        with changed(twins.sharded), pytest.raises(RuntimeError, match=message):
+            loss.backward()
+    twins.step(2, once)
+    twins.assert_equal()
+
+
+OPTIMIZERS: list[dict[str, Any]] = [
+    {"fused": True},
+    {"foreach": True},
+    {},
+]  # fused ones write behind the back of torch's version counters
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS, ids=str)
+def test_a_step_after_a_forward_without_a_backward_is_seen_by_the_next_one(
+    ranks: RankPool, kind: dict[str, Any]
+) -> None:
+    ranks(2).run(_step_after_a_lone_forward, kind)
+
+
+def _step_after_a_lone_forward(kind: dict[str, Any]) -> None:
+    model, plain = nested_mlp(fully_sharded()).double(), nested_mlp(keep).double()
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1, **kind) for each in (model, plain)]
+    for number in range(3):
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            score(each(batch(number, 0))).backward()
+            each(batch(number, 0))  # keeps the root whole, for a backward that does not come
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(model(batch(number, 1)), plain(batch(number, 1)))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS, ids=str)
+def test_a_step_between_forward_and_backward_is_an_error(ranks: RankPool, kind: dict[str, Any]) -> None:
+    for world_size in (1, 2):
+        ranks(world_size).run(_step_before_backward, kind)
+
+
+def _step_before_backward(kind: dict[str, Any]) -> None:
+    model = nested_mlp(fully_sharded()).double()
+    optimizer = torch.optim.AdamW(model.parameters(), **kind)
+    score(model(batch(0, 0))).backward()
+    loss = score(model(batch(0, 0)))
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"were changed .*between forward and backward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("change", ["float", "requires_grad_"])
+def test_a_change_of_kind_between_forward_and_backward_is_an_error(ranks: RankPool, change: str) -> None:
+    """The buffers that autograd has saved would be made anew."""
+    for world_size in (1, 2):
+        ranks(world_size).run(_change_kind_before_backward, change)
+
+
+def _change_kind_before_backward(change: str) -> None:
+    model = nested_mlp(fully_sharded()).double()
+    score(model(batch(0, 0))).backward()
+    loss = score(model(batch(0, 0)))
+    model.float() if change == "float" else model.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"were changed .*between forward and backward"):
+        loss.backward()
+    score(model.double().requires_grad_()(batch(0, 0))).backward()
+
+
+class Picky(nn.Module):
+    """Uses its second half on some ranks only."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.ranks = ranks
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = self.first(inputs)
+        return outputs + self.second(inputs) if dist.get_rank() < self.ranks else outputs
+
+
+def test_ranks_may_complete_small_gradients_in_different_orders(ranks: RankPool) -> None:
+    """What one rank did not use is complete at the end of backward only."""
+    ranks(3).run(_complete_in_different_orders)
+
+
+def _complete_in_different_orders() -> None:
+    torch.manual_seed(0)
+    wrap = fully_sharded()
+    plain = nn.Sequential(*(Picky(using) for using in (3, 1, 2, 0, 3, 1))).double()
+    model = wrap(nn.Sequential(*map(wrap, copy.deepcopy(plain))))
+    for number in range(3):
+        inputs = batch(number, 0)
+        model(inputs).square().sum().backward()
+        plain(inputs).square().sum().backward()
+        for param in plain.parameters():
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+        for each in (model, plain):
+            torch.optim.SGD(each.parameters(), lr=0.01).step()
+            each.zero_grad()
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+class InOwnDtype(nn.Linear):
+    """Takes and returns any dtype."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs.to(self.weight.dtype)).to(inputs.dtype)
+
+
+def test_units_whose_small_gradients_went_together_may_be_cast_and_frozen_apart(ranks: RankPool) -> None:
+    ranks(2).run(_part_companions)
+
+
+def _part_companions() -> None:
+    model = fully_sharded()(nn.Sequential(*(fully_sharded()(InOwnDtype(5, 5)) for _ in range(4))))
+    inputs = batch(0, 0).float()
+    for change in (lambda: None, model[1].double, lambda: model[3].requires_grad_(False)):
+        change()
+        model.zero_grad()
+        model(inputs).square().sum().backward()
+        for param in model.parameters():
+            assert param.grad is None if not param.requires_grad else param.grad.dtype == param.dtype
+
+
+@contextmanager
+def changed(model: nn.Module) -> Iterator[None]:
+    """Other weights inside."""
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+    yield
+    with torch.no_grad():
+        for param in model.parameters():
+            param.div_(2)
+
+
+def test_gradients_of_gradients_are_right_or_refused(ranks: RankPool) -> None:
+    ranks(2).run(_differentiate_twice)
+
+
+def _differentiate_twice() -> None:
+    twins = Twins.of(nested_mlp)
+    inputs = batch(0, 0).requires_grad_()
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(score(twins.sharded(inputs)), inputs, create_graph=True)
+    twins.step(0, once)
+    twins.assert_equal()
+
+
+# Without torch.distributed
+
+
+class DummyGroup:
+    """All that is asked of the group of a world of one."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+@every_option
+def test_a_world_of_one_needs_no_process_group(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(1, backend=None).run(_train_without_torch_distributed, options)
+
+
+def _train_without_torch_distributed(options: dict[str, Any]) -> None:
+    assert not dist.is_initialized()
+    torch.set_default_dtype(torch.float64)
+    options = {"process_group_reduce_scatter": None, **options}
+    sharded, plain = nested_mlp(fully_sharded(process_group=DummyGroup(), **options)), nested_mlp(keep)
+    optimizers = sgd(sharded), sgd(plain)
+    for number in range(3):
+        for model, optimizer in zip((sharded, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            two_forwards_then_backwards(model, batch(number, 0))
+            optimizer.step()
+    assert sharded.world_size == 1
+    assert sharded.children_share_process_group
+    assert not dist.is_initialized()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(sharded.state_dict()[name], value), name
+    assert float(sharded.clip_grad_norm_(1.0)) > 0

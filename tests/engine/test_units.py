@@ -1,0 +1,603 @@
+"""Whatever a unit holds, takes and returns, it trains like the same module without the wrapper.
+
+Grids of more than two options are sampled (`parametrize_pairs`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp import FullyShardedDataParallel, get_fsdp_instances
+from tests.helpers.models import Wrap
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.parity import fully_sharded
+from tests.helpers.ranks import RankPool
+from tests.helpers.twins import (
+    OPTIONS,
+    STEPS,
+    Step,
+    Twins,
+    assert_at_rest,
+    assert_trains_like_plain,
+    backward_twice,
+    batch,
+    eval_first,
+    every_option,
+    in_eval_mode,
+    inference_mode_first,
+    once,
+    score,
+    tanh_layers,
+    toolbox,
+    two_forwards_then_backwards,
+)
+
+# Modules that hold their weights in other ways
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTM(5, 5, num_layers=2, batch_first=True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.cell(inputs[None])[0][0]
+
+
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(5, 5) / 5) for _ in range(2))
+        self.biases = nn.ParameterDict({"one": nn.Parameter(torch.randn(5))})
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for weight in self.weights:
+            inputs = torch.tanh(inputs @ weight)
+        return inputs + self.biases["one"]
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.TransformerEncoderLayer(5, 1, 7, dropout=0.0, batch_first=True)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.attention(inputs[None])[0]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(inputs)))
+
+
+def weight_normed() -> nn.Module:
+    return nn.utils.parametrizations.weight_norm(nn.Linear(5, 5))
+
+
+@every_option
+@pytest.mark.parametrize("tool", [Recurrent, Listed, Attending, Tied, weight_normed])
+def test_a_unit_of_this_kind(ranks: RankPool, tool: Callable[[], nn.Module], options: dict[str, Any]) -> None:
+    make = partial(toolbox, tool=tool)
+    ranks(2).run(assert_trains_like_plain, make, once, eval_first, backward_twice, options=options)
+
+
+# Frozen parameters, and several dtypes, in one unit
+
+
+def frozen(module: nn.Module) -> nn.Module:
+    return module.requires_grad_(False)
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trained correction of low rank."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base = frozen(nn.Linear(inputs, outputs))
+        self.down = nn.Linear(inputs, 2, bias=False)
+        self.up = nn.Linear(2, outputs, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.base(inputs) + self.up(self.down(inputs))
+
+
+def adapted_layers() -> nn.Module:
+    return nn.Sequential(Adapted(5, 7), nn.Tanh(), Adapted(7, 5))
+
+
+def frozen_below() -> nn.Module:
+    """The trained part has its gradients before the frozen one is needed for the last time."""
+    return nn.Sequential(frozen(nn.Linear(5, 7)), nn.Tanh(), nn.Linear(7, 5))
+
+
+def frozen_above() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), frozen(nn.Linear(7, 5)))
+
+
+def frozen_layers() -> nn.Module:
+    return frozen(tanh_layers())
+
+
+def frozen_with_inplace_start() -> nn.Module:
+    return nn.Sequential(InPlace(), frozen(nn.Linear(5, 5)))
+
+
+class InPlace(nn.Module):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.tanh_()
+
+
+class Cast(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.to(self.dtype)
+
+
+def two_dtypes() -> nn.Module:
+    single = nn.Sequential(Cast(torch.float32), nn.Linear(5, 5, dtype=torch.float32), nn.Tanh())
+    return nn.Sequential(single, Cast(torch.float64), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5))
+
+
+def two_dtypes_frozen() -> nn.Module:
+    layers = two_dtypes()
+    frozen(layers[0])
+    return layers
+
+
+GROUPED = [adapted_layers, frozen_below, frozen_above, frozen_layers, two_dtypes, two_dtypes_frozen]
+
+
+@parametrize_pairs(tool=GROUPED, step=STEPS[:7], options=OPTIONS)
+def test_several_groups_of_parameters_in_a_unit(
+    ranks: RankPool, tool: Callable[[], nn.Module], step: Step, options: dict[str, Any]
+) -> None:
+    ranks(2).run(assert_groups_train, partial(toolbox, tool=tool), step, options=options)
+
+
+@parametrize_pairs(tool=GROUPED, order=["abc", "abcab"], reentrant=[True, False], options=OPTIONS)
+def test_checkpointing_around_several_groups_of_parameters(
+    ranks: RankPool, tool: Callable[[], nn.Module], order: str, reentrant: bool, options: dict[str, Any]
+) -> None:
+    make = partial(toolbox, tool=tool, order=order, recompute=reentrant)
+    ranks(2).run(assert_groups_train, make, once, two_forwards_then_backwards, options=options)
+
+
+def assert_groups_train(make: Callable[[Wrap], nn.Module], *steps: Step, options: dict[str, Any]) -> None:
+    """As `assert_trains_like_plain`, where float32 parameters may round."""
+    twins = Twins.of(make, **options)
+    for number in range(3 * len(steps)):
+        twins.step(number, steps[number % len(steps)])
+    assert_at_rest(twins.sharded)
+    twins.share_plain()
+    found = twins.sharded.state_dict()
+    for name, value in twins.plain.state_dict().items():
+        assert found[name].dtype is value.dtype
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tool", GROUPED, ids=lambda tool: tool.__name__)
+def test_flat_parameters_keep_to_one_dtype_and_to_frozen_or_not(ranks: RankPool, tool: Callable[[], nn.Module]) -> None:
+    ranks(2).run(_check_groups, tool)
+
+
+def _check_groups(tool: Callable[[], nn.Module]) -> None:
+    torch.set_default_dtype(torch.float64)
+    plain = tool()
+    groups = {(param.dtype, param.requires_grad) for param in plain.parameters()}
+    wrapped = FullyShardedDataParallel(plain)
+    assert {(param.dtype, param.requires_grad) for param in wrapped.params} == groups
+    assert len(wrapped.params) == len(groups)
+
+
+class FrozenBetween(nn.Module):
+    """The root's own frozen layer stands between an inner unit and a trained layer of the root."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.inner = wrap(tanh_layers())
+        self.middle = frozen(nn.Linear(5, 5))
+        self.exit = nn.Linear(5, 5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.exit(torch.tanh(self.middle(self.inner(inputs))))
+
+
+def frozen_between(wrap: Wrap) -> nn.Module:
+    torch.manual_seed(0)
+    return wrap(FrozenBetween(wrap))
+
+
+@every_option
+def test_a_frozen_layer_above_an_inner_unit(ranks: RankPool, options: dict[str, Any]) -> None:
+    for step in (once, backward_twice, two_forwards_then_backwards):
+        ranks(3).run(assert_trains_like_plain, frozen_between, step, options=options)
+
+
+class Holder:
+    """An object that nothing is known of."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class TakesHolder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = frozen_below()
+
+    def forward(self, held: Holder) -> Tensor:
+        return self.layers(held.value)
+
+
+class GivesHolder(nn.Module):
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.first, self.second = wrap(tanh_layers()), wrap(TakesHolder())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(Holder(self.first(inputs)))
+
+
+def gives_holder(wrap: Wrap) -> nn.Module:
+    torch.manual_seed(0)
+    return wrap(nn.Sequential(nn.Linear(5, 5), GivesHolder(wrap)))
+
+
+def test_a_partly_frozen_unit_takes_its_inputs_in_any_object(ranks: RankPool) -> None:
+    ranks(2).run(assert_trains_like_plain, gives_holder, once, two_forwards_then_backwards)
+
+
+def inplace_toolbox(wrap: Wrap) -> nn.Module:
+    torch.manual_seed(0)
+    return wrap(nn.Sequential(nn.Linear(5, 5), wrap(frozen_with_inplace_start()), nn.Linear(5, 5)))
+
+
+def test_a_frozen_unit_may_change_its_inputs_in_place(ranks: RankPool) -> None:
+    ranks(2).run(assert_trains_like_plain, inplace_toolbox, once)
+
+
+@every_option
+def test_partly_frozen_units_are_freed_one_by_one_in_a_recomputing_backward(
+    ranks: RankPool, options: dict[str, Any]
+) -> None:
+    ranks(2).run(_watch_frozen_units, options)
+
+
+def _watch_frozen_units(options: dict[str, Any]) -> None:
+    torch.set_default_dtype(torch.float64)
+    model = toolbox(fully_sharded(**options), tool=adapted_layers, recompute=False)
+    handles = [handle for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]
+    root, tool = (sum(h.unsharded.full.nbytes for h in w._unit.handles) for w in (model, model.tools["a"]))
+    whole_tools: list[float] = []
+
+    def count(_: Any) -> None:
+        live = sum(handle.unsharded.full.untyped_storage().nbytes() for handle in handles)
+        whole_tools.append((live - root) / tool)
+
+    def watch(_: Any, __: Any, output: Tensor) -> None:
+        output.register_hook(count)
+
+    for module in (model.module.module.entry, *model.tools.values()):
+        module.register_forward_hook(watch)
+    for number in range(3):
+        whole_tools.clear()
+        once(model, batch(number, 0))
+        # Seen where backward reaches the outputs of c, b, a and entry: besides the unit that computes, only one
+        # that is prefetched or kept from forward.
+        most = [3, 2, 1, 1] if options == {"reshard_after_forward": False} else [2, 2, 2, 1]
+        assert len(whole_tools) == 4
+        assert all(found <= allowed for found, allowed in zip(whole_tools, most, strict=True)), whole_tools
+
+
+@every_option
+def test_a_unit_may_be_frozen_in_the_middle_of_a_training(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(2).run(_freeze_half_way, options)
+
+
+def _freeze_half_way(options: dict[str, Any]) -> None:
+    twins = Twins.of(toolbox, **options)
+    for number in range(6):
+        for model in (twins.sharded, twins.plain):
+            model.tools["b"].requires_grad_(number not in (2, 3))
+        twins.step(number, once)
+    twins.assert_equal()
+
+
+def sparse_table() -> nn.Module:
+    return nn.Sequential(Whole(), nn.Embedding(7, 5, sparse=True))
+
+
+class Whole(nn.Module):
+    """Row numbers from numbers."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs[:, 0].abs().long().clamp_max(6)
+
+
+def test_sparse_gradients_are_refused_by_name(ranks: RankPool) -> None:
+    ranks(2).run(_train_sparsely)
+
+
+def _train_sparsely() -> None:
+    model = toolbox(fully_sharded(), tool=sparse_table)
+    with pytest.raises(RuntimeError, match=r"1\.weight has a gradient of layout torch\.sparse_coo.*sparse=False"):
+        once(model, torch.randn(4, 5))
+    with torch.no_grad():
+        model(torch.randn(4, 5))
+    assert_at_rest(model)
+
+
+# What units return
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Tensor
+
+
+@dataclass
+class Record:
+    left: Tensor
+    right: Tensor
+    note: str = "kept"
+    absent: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class FrozenRecord:
+    left: Tensor
+    right: Tensor
+
+
+@dataclass(slots=True)
+class SlottedRecord:
+    left: Tensor
+    right: Tensor
+
+
+@dataclass
+class DerivedRecord:
+    """A field that the constructor does not take."""
+
+    left: Tensor
+    right: Tensor
+    product: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.product = self.left * self.right
+
+
+class Custom:
+    def __init__(self, left: Tensor, right: Tensor) -> None:
+        self.parts = {"left": [left], "others": Holder(right)}
+
+
+PACKINGS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "tuple": lambda left, right: (left, None, right),
+    "list": lambda left, right: [[left], "text", [right, 1.0]],
+    "dict": lambda left, right: {"left": left, "right": (right,), 3: None},
+    "ordered dict": lambda left, right: OrderedDict(left=left, right=right),
+    "named tuple": Pair,
+    "dataclass": Record,
+    "frozen dataclass": FrozenRecord,
+    "slotted dataclass": SlottedRecord,
+    "dataclass with a derived field": DerivedRecord,
+    "custom object": Custom,
+    "deque": lambda left, right: deque([left, right]),
+    "distribution": torch.distributions.Normal,
+}
+
+
+def unpack(packing: str, packed: Any) -> tuple[Tensor, Tensor]:
+    if packing == "tuple":
+        return packed[0], packed[2]
+    if packing == "list":
+        return packed[0][0], packed[2][0]
+    if packing == "dict":
+        return packed["left"], packed["right"][0]
+    if packing == "ordered dict":
+        return packed["left"], packed["right"]
+    if packing == "custom object":
+        return packed.parts["left"][0], packed.parts["others"].value
+    if packing == "distribution":
+        return packed.loc, packed.scale
+    if packing == "deque":
+        return packed[0], packed[1]
+    return packed.left, packed.right
+
+
+class Packing(nn.Module):
+    def __init__(self, packing: str) -> None:
+        super().__init__()
+        self.left, self.right = tanh_layers(), tanh_layers()
+        self.packing = packing
+
+    def forward(self, inputs: Tensor) -> Any:
+        return PACKINGS[self.packing](self.left(inputs), self.right(inputs).exp())
+
+
+class Unpacking(nn.Module):
+    """Uses both of two packed outputs in training, and only the second in eval mode."""
+
+    def __init__(self, wrap: Wrap, packing: str) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(wrap(Packing(packing)) for _ in range(2))
+        self.packing = packing
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for unit in self.units:
+            left, right = unpack(self.packing, unit(inputs))
+            inputs = left * right if self.training else right
+        return inputs
+
+
+def unpacking(wrap: Wrap, packing: str) -> nn.Module:
+    torch.manual_seed(0)
+    return wrap(nn.Sequential(nn.Linear(5, 5), Unpacking(wrap, packing)))
+
+
+@pytest.mark.parametrize("packing", list(PACKINGS))
+def test_outputs_in_any_packing(ranks: RankPool, packing: str) -> None:
+    ranks(2).run(assert_trains_like_plain, partial(unpacking, packing=packing), once, in_eval_mode)
+
+
+class Silent(nn.Module):
+    """A unit that returns nothing; what it computes is found on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = tanh_layers()
+        self.result: Tensor | None = None
+
+    def forward(self, inputs: Tensor) -> None:
+        self.result = self.layers(inputs.detach())
+
+
+class Listening(nn.Module):
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.entry = nn.Linear(5, 5)
+        self.silent = wrap(Silent())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.entry(inputs)
+        try:
+            raise ValueError("handled while the unit runs")
+        except ValueError:
+            assert self.silent(hidden) is None
+        return hidden
+
+
+def listening(wrap: Wrap) -> nn.Module:
+    torch.manual_seed(0)
+    return wrap(Listening(wrap))
+
+
+def test_a_unit_may_return_none(ranks: RankPool) -> None:
+    ranks(2).run(assert_trains_like_plain, listening, once)
+
+
+class PassesOn(nn.Module):
+    """Returns its input as it is, and as another output what it computed from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = tanh_layers()
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        return inputs, self.layers(inputs)
+
+
+def passing_on(wrap: Wrap) -> nn.Module:
+    torch.manual_seed(0)
+    return wrap(PassesOn())
+
+
+@every_option
+def test_an_input_leaf_may_be_returned(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(2).run(assert_trains_like_plain, passing_on, use_leaf, use_both, options=options)
+
+
+def use_leaf(model: nn.Module, inputs: Tensor) -> None:
+    leaf = inputs.clone().requires_grad_()
+    returned, _ = model(leaf)
+    assert returned is leaf
+    score(returned).backward()
+    assert not leaf._backward_hooks
+    use_both(model, inputs)
+
+
+def use_both(model: nn.Module, inputs: Tensor) -> None:
+    leaf = inputs.clone().requires_grad_()
+    returned, computed = model(leaf)
+    (score(returned) + score(computed)).backward()
+    assert leaf.grad is not None
+
+
+class Position(nn.Module):
+    """A unit whose output is a part of its parameter, or all of it."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(1, 5) if whole else torch.randn(7, 5))
+        self.whole = whole
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.table if self.whole else self.table[: len(inputs)]
+
+
+def positioned(wrap: Wrap, whole: bool) -> nn.Module:
+    torch.manual_seed(0)
+    return wrap(Positioned(wrap, whole))
+
+
+class Positioned(nn.Module):
+    def __init__(self, wrap: Wrap, whole: bool) -> None:
+        super().__init__()
+        self.position = wrap(Position(whole))
+        self.layers = wrap(tanh_layers())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(inputs + self.position(inputs))
+
+
+@every_option
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "part"])
+def test_a_unit_may_return_its_parameter(ranks: RankPool, whole: bool, options: dict[str, Any]) -> None:
+    make = partial(positioned, whole=whole)
+    ranks(2).run(assert_trains_like_plain, make, once, eval_first, inference_mode_first, options=options)
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
+def test_a_parameter_that_the_root_returned_is_still_there(ranks: RankPool, mode: Callable[[], Any]) -> None:
+    ranks(2).run(_return_a_parameter, mode)
+
+
+def _return_a_parameter(mode: Callable[[], Any]) -> None:
+    torch.manual_seed(0)
+    model = Position(whole=True)
+    expected = model.table.detach().clone()
+    model = FullyShardedDataParallel(model)
+    with mode():
+        output = model(torch.zeros(1))
+        assert torch.equal(output.detach(), expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_parameter_that_is_only_used_outside_of_its_units_forward(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(_use_outside)
+
+
+class Beside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+        self.outside = nn.Parameter(torch.ones(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.inner(inputs)
+
+
+def _use_outside() -> None:
+    model: Any = fully_sharded()(Beside())
+    loss = model(torch.ones(1, 3)).sum()  # the root's parameters stay whole after it
+    (loss + 2 * model.module.module.outside.sum()).backward()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    assert model.state_dict()["outside"].tolist() == [0.0] * 4

@@ -1,0 +1,476 @@
+"""What torch's `fully_shard` refuses or gets wrong, and ours does right: the table in docs/fully_shard.md.
+
+Where it costs little, a test shows what torch's does as well, so that the table stays true.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy as TorchsOffload
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.distributed.tensor import Shard
+
+import fsdp
+from tests.helpers.dtensor_twins import assert_same, assert_trains_as_plain, local, ours, seeded, torchs, uneven, wholes
+from tests.helpers.models import Wrap
+from tests.helpers.parity import adamw, sgd_with_momentum
+from tests.helpers.ranks import RankPool
+from tests.helpers.twins import once
+
+INPUTS = torch.linspace(-1, 1, 20).view(4, 5)
+
+
+# What torch's refuses
+
+
+class TiedUnits(nn.Module):
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        first, second = nn.Linear(5, 5), nn.Linear(5, 5)
+        second.weight = first.weight
+        self.first, self.second = wrap(first), wrap(second)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(inputs)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_parameter_tied_across_units_stays_tied(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(_train_tied)
+
+
+def _train_tied() -> None:
+    assert_trains_as_plain(partial(seeded, TiedUnits))
+    model: Any = seeded(TiedUnits, ours())
+    assert model.first.weight is model.second.weight
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in seeded(TiedUnits).named_parameters()]
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 does not refuse it")
+def test_a_parameter_tied_across_units_is_refused_by_torchs(ranks: RankPool) -> None:
+    ranks(2).run(_tie_torchs)
+
+
+def _tie_torchs() -> None:
+    with pytest.raises(ValueError, match=r"'second.weight' is shared"):
+        once(seeded(TiedUnits, torchs()), INPUTS)
+
+
+class TwoDtypes(nn.Module):
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 4).to(torch.float32), nn.Linear(4, 3).to(torch.float64)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(self.first(inputs.to(torch.float32)).to(torch.float64))
+
+
+def test_one_unit_may_have_parameters_of_two_dtypes(ranks: RankPool) -> None:
+    ranks(3).run(_train_two_dtypes)
+
+
+def _train_two_dtypes() -> None:
+    model, plain = seeded(TwoDtypes, ours()), seeded(TwoDtypes)
+    for each in (model, plain):
+        optimizer = sgd_with_momentum(each.parameters())
+        once(each, INPUTS)
+        optimizer.step()
+    for name, value in plain.state_dict().items():
+        assert_same(name, wholes(model)[name], value, 1e-6)
+
+
+def test_two_dtypes_in_one_unit_are_refused_by_torchs(ranks: RankPool) -> None:
+    ranks(2).run(_two_dtypes_torchs)
+
+
+def _two_dtypes_torchs() -> None:
+    with pytest.raises(AssertionError, match=r"uniform original parameter dtype"):
+        once(seeded(TwoDtypes, torchs()), INPUTS)
+
+
+class Scaled(nn.Module):
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.inner, self.scale = wrap(nn.Linear(5, 3)), nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.inner(inputs) * self.scale
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_parameter_may_have_no_dimensions(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(assert_trains_as_plain, partial(seeded, Scaled))
+
+
+def test_a_parameter_without_dimensions_is_refused_by_torchs(ranks: RankPool) -> None:
+    ranks(1).run(_scalar_torchs)
+
+
+def _scalar_torchs() -> None:
+    with pytest.raises(ValueError, match=r"doesn't support scalar parameters"):
+        seeded(Scaled, torchs())
+
+
+class Transposed(nn.Module):
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 5).t())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs @ self.weight
+
+
+def test_a_parameter_may_be_non_contiguous(ranks: RankPool) -> None:
+    ranks(3).run(assert_trains_as_plain, partial(seeded, Transposed))
+
+
+def test_a_non_contiguous_parameter_is_refused_by_torchs(ranks: RankPool) -> None:
+    ranks(1).run(_transposed_torchs)
+
+
+def _transposed_torchs() -> None:
+    with pytest.raises(NotImplementedError, match=r"non-contiguous"):
+        seeded(Transposed, torchs())
+
+
+def last_dim(param: nn.Parameter) -> Shard:
+    return Shard(param.dim() - 1)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_parameter_may_be_cut_unevenly_along_another_dimension(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(assert_trains_as_plain, uneven, shard_placement_fn=last_dim)
+
+
+class Convolutions(nn.Module):
+    """Weights of four dimensions, and as many biases as channels: five on four ranks leave one without any."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.first, self.second = wrap(nn.Conv2d(1, 5, (3, 2))), wrap(nn.Conv2d(5, 2, (2, 3), padding=1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(inputs[None, None]))).sum(dim=(0, 1))
+
+
+def third_dim_of_convolutions(param: nn.Parameter) -> Shard:
+    return Shard(2 if param.dim() == 4 else 0)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_convolutions_may_be_cut_along_the_dimensions_of_their_kernels(ranks: RankPool, world_size: int) -> None:
+    make = partial(seeded, Convolutions)
+    ranks(world_size).run(assert_trains_as_plain, make, shard_placement_fn=third_dim_of_convolutions)
+
+
+def test_uneven_cuts_along_another_dimension_are_refused_by_torchs(ranks: RankPool) -> None:
+    ranks(2).run(_cut_torchs)
+
+
+def _cut_torchs() -> None:
+    with pytest.raises(NotImplementedError, match=r"uneven sharding on dim 1"):
+        uneven(torchs(shard_placement_fn=last_dim))
+
+
+def test_load_state_dict_takes_whole_tensors(ranks: RankPool) -> None:
+    ranks(3).run(_load_whole)
+
+
+def _load_whole() -> None:
+    model, other = uneven(ours()), uneven(seed=1).state_dict()
+    model.load_state_dict(other)
+    for name, value in other.items():
+        assert_same(name, wholes(model)[name], value)
+
+
+def test_whole_tensors_are_refused_by_torchs(ranks: RankPool) -> None:
+    ranks(2).run(_load_whole_torchs)
+
+
+def _load_whole_torchs() -> None:
+    with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
+        uneven(torchs()).load_state_dict(uneven(seed=1).state_dict())
+
+
+def test_deepcopy_gives_a_sharded_copy(ranks: RankPool) -> None:
+    ranks(3).run(_deepcopy)
+
+
+def _deepcopy() -> None:
+    model = uneven(ours())
+    once(model, INPUTS)
+    copied, before = copy.deepcopy(model), wholes(model)
+    optimizer = adamw(copied.parameters())
+    once(copied, INPUTS)
+    optimizer.step()
+    for name, value in before.items():
+        assert_same(name, wholes(model)[name], value)
+    assert any(not torch.equal(value, before[name]) for name, value in wholes(copied).items())
+
+
+def test_deepcopy_is_refused_by_torchs(ranks: RankPool) -> None:
+    ranks(1).run(_deepcopy_torchs)
+
+
+def _deepcopy_torchs() -> None:
+    with pytest.raises(AssertionError, match=r"deepcopy"):
+        copy.deepcopy(uneven(torchs()))
+
+
+def test_cpu_offload_needs_no_accelerator(ranks: RankPool) -> None:
+    ranks(2).run(assert_trains_as_plain, uneven, offload_policy=fsdp.CPUOffloadPolicy())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator")
+def test_cpu_offload_without_accelerator_is_refused_by_torchs(ranks: RankPool) -> None:
+    ranks(1).run(_offload_torchs)
+
+
+def _offload_torchs() -> None:
+    with pytest.raises(RuntimeError, match=r"accelerator|NVIDIA"):
+        once(torchs_fully_shard(nn.Linear(5, 5), offload_policy=TorchsOffload()), INPUTS)
+
+
+def test_frozen_parameters_may_be_thawed_under_mixed_precision(ranks: RankPool) -> None:
+    ranks(2).run(_thaw, ours)
+
+
+def test_frozen_parameters_thawed_under_mixed_precision_are_refused_by_torchs(ranks: RankPool) -> None:
+    ranks(2).run(_thaw_torchs)
+
+
+def _thaw(contestant: Callable[..., Wrap]) -> None:
+    model: Any = uneven(contestant(mp_policy={"param_dtype": torch.bfloat16}))
+    model.trunk[0].requires_grad_(False)
+    once(model, INPUTS)
+    model.trunk[0].requires_grad_(True)
+    model.zero_grad()
+    once(model, INPUTS)
+    assert model.trunk[0].weight.grad.dtype == torch.float32
+    expected = uneven(contestant(mp_policy={"param_dtype": torch.bfloat16}))
+    once(expected, INPUTS)
+    for name, param in expected.named_parameters():
+        assert_same(name, local(model.get_parameter(name).grad), local(param.grad))
+
+
+def _thaw_torchs() -> None:
+    with pytest.raises(RuntimeError, match=r"grad_dtype"):
+        _thaw(torchs)
+
+
+# What torch's does wrong in silence
+
+
+class Ordered(nn.Module):
+    """Its units run in the order of `order`."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.a, self.b = wrap(nn.Linear(5, 5)), wrap(nn.Linear(5, 5))
+        self.order = "ab"
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for name in self.order:
+            inputs = torch.tanh(self.get_submodule(name)(inputs))
+        return inputs
+
+
+def test_ranks_that_run_units_in_different_orders_hear_of_it(ranks: RankPool) -> None:
+    ranks(2).run(_disorder)
+
+
+def _disorder() -> None:
+    # A timeout of its own: that is when they hear of it.
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=3)), "cpu")
+    model: Any = seeded(Ordered, partial(fsdp.fully_shard, mesh=mesh))
+    model.order = "ab" if dist.get_rank() == 0 else "ba"
+    with pytest.raises(RuntimeError, match=r"all-gather of [ab] did not complete.*must run the same units"):
+        model(INPUTS)
+
+
+def test_units_in_different_orders_compute_with_wrong_weights_under_torchs(ranks: RankPool) -> None:
+    ranks(2).run(_disorder_torchs)
+
+
+def _disorder_torchs() -> None:
+    model: Any = seeded(Ordered, torchs())
+    plain: Any = seeded(Ordered)
+    model.order = plain.order = "ab" if dist.get_rank() == 0 else "ba"
+    assert not torch.equal(model(INPUTS), plain(INPUTS))
+
+
+def test_ranks_with_different_seeds_hear_of_it(ranks: RankPool) -> None:
+    ranks(3).run(_seed_apart)
+
+
+def _seed_apart() -> None:
+    model = uneven(ours(), seed=dist.get_rank() == 2)
+    with pytest.raises(RuntimeError, match=r"Rank 2 has other values than rank 0 of entry.weight of unit"):
+        model(INPUTS)
+
+
+def test_different_seeds_are_glued_together_by_torchs(ranks: RankPool) -> None:
+    ranks(2).run(_seed_apart_torchs)
+
+
+def _seed_apart_torchs() -> None:
+    model = uneven(torchs(), seed=dist.get_rank())
+    model(INPUTS)
+    weight = wholes(model)["entry.weight"]
+    for row, seed in ((0, 0), (-1, 1)):
+        assert torch.equal(weight[row], uneven(seed=seed).get_parameter("entry.weight")[row])
+
+
+def test_ranks_that_built_different_models_hear_of_it(ranks: RankPool) -> None:
+    ranks(3).run(_build_apart)
+
+
+def _build_apart() -> None:
+    layer = nn.Linear(5, 4 if dist.get_rank() == 1 else 3)
+    model = ours()(nn.Sequential(ours()(layer)))
+    with pytest.raises(RuntimeError, match=r"different models.*rank 1"):
+        model(INPUTS)
+
+
+class Sometimes(nn.Module):
+    """Uses `extra` only where it is told to."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.inner, self.extra, self.exit = wrap(nn.Linear(5, 5)), nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, inputs: Tensor, uses_extra: bool = True) -> Tensor:
+        hidden = self.exit(self.inner(inputs))
+        return self.extra(hidden) if uses_extra else hidden
+
+
+def test_a_parameter_may_get_a_gradient_on_one_rank_only(ranks: RankPool) -> None:
+    ranks(3).run(_use_on_one_rank)
+
+
+def _use_on_one_rank() -> None:
+    model: Any = seeded(Sometimes, ours())
+    plain: Any = seeded(Sometimes)
+    model(INPUTS, dist.get_rank() == 1).sum().backward()
+    (plain(INPUTS).sum() / 3).backward()
+    grad = model.extra.weight.grad.full_tensor()
+    assert_same("gradient", grad, plain.extra.weight.grad, 1e-6)
+
+
+# Mistakes that torch's leaves to be found
+
+
+def test_an_optimizer_made_before_sharding_says_so_at_its_step(ranks: RankPool) -> None:
+    ranks(2).run(_step_stale)
+
+
+def _step_stale() -> None:
+    module = nn.Linear(5, 3)
+    optimizer = adamw(module.parameters())
+    once(ours()(module), INPUTS)
+    with pytest.raises(RuntimeError, match=r"made before the model was wrapped"):
+        optimizer.step()
+
+
+def test_an_optimizer_made_before_sharding_steps_nothing_under_torchs(ranks: RankPool) -> None:
+    ranks(2).run(_step_stale_torchs)
+
+
+def _step_stale_torchs() -> None:
+    module = nn.Linear(5, 3)
+    optimizer = adamw(module.parameters())
+    model = torchs()(module)
+    before = wholes(model)
+    once(model, INPUTS)
+    optimizer.step()
+    for name, value in before.items():
+        assert_same(name, wholes(model)[name], value)
+
+
+def test_a_step_with_unreduced_gradients_is_an_error(ranks: RankPool) -> None:
+    ranks(2).run(_step_unreduced)
+
+
+def _step_unreduced() -> None:
+    model: Any = uneven(ours())
+    optimizer = adamw(model.parameters())
+    model.set_requires_gradient_sync(False)
+    once(model, INPUTS)
+    with pytest.raises(RuntimeError, match=r"not reduced"):
+        optimizer.step()
+
+
+def test_unreduced_gradients_are_left_out_by_torchs(ranks: RankPool) -> None:
+    ranks(2).run(_step_unreduced_torchs)
+
+
+def _step_unreduced_torchs() -> None:
+    model: Any = uneven(torchs())
+    optimizer, before = adamw(model.parameters()), wholes(model)
+    model.set_requires_gradient_sync(False)
+    once(model, INPUTS)
+    optimizer.step()
+    for name, value in before.items():
+        assert_same(name, wholes(model)[name], value)
+
+
+def without_values(wrap: Wrap) -> Any:
+    with torch.device("meta"):
+        model = wrap(nn.Linear(5, 3))
+    return model.to_empty(device="cpu")
+
+
+def test_parameters_without_values_are_an_error(ranks: RankPool) -> None:
+    ranks(2).run(_use_empty)
+
+
+def _use_empty() -> None:
+    with pytest.raises(RuntimeError, match=r"weight, bias"):
+        without_values(ours())(INPUTS)
+
+
+def test_parameters_without_values_are_computed_with_by_torchs(ranks: RankPool) -> None:
+    ranks(2).run(_use_empty_torchs)
+
+
+def _use_empty_torchs() -> None:
+    without_values(torchs())(INPUTS)
+
+
+def test_a_parameter_added_after_sharding_is_an_error(ranks: RankPool) -> None:
+    ranks(2).run(_add)
+
+
+class Growing(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) + getattr(self, "shift", 0.0)
+
+
+def _add() -> None:
+    model: Any = ours()(Growing(5, 3))
+    model.shift = nn.Parameter(torch.ones(3))
+    with pytest.raises(RuntimeError, match=r"shift"):
+        once(model, INPUTS)
+
+
+def test_a_parameter_added_after_sharding_is_trained_by_each_rank_alone_under_torchs(ranks: RankPool) -> None:
+    ranks(2).run(_add_torchs)
+
+
+def _add_torchs() -> None:
+    model: Any = torchs()(Growing(5, 3))
+    model.shift = nn.Parameter(torch.ones(3))
+    once(model, INPUTS + dist.get_rank())
+    heard = [torch.empty(3) for _ in range(2)]
+    dist.all_gather(heard, model.shift.grad)
+    assert not torch.equal(*heard)

@@ -1,0 +1,306 @@
+"""What our `fully_shard` refuses, and in which words: every message says what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchsPolicy
+from torch.distributed.fsdp import OffloadPolicy as TorchsOffload
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import fsdp
+from fsdp import FSDPModule, FullyShardedDataParallel
+from tests.helpers.dtensor_twins import mesh_of
+from tests.helpers.parity import fully_sharded
+from tests.helpers.ranks import RankPool
+from tests.helpers.twins import once
+
+INPUTS = torch.linspace(-1, 1, 20).view(4, 5)
+
+
+def linear() -> nn.Module:
+    return nn.Linear(5, 3)
+
+
+class WithoutForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = linear()
+
+
+def integers() -> nn.Module:
+    model = linear()
+    model.steps = nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)  # type: ignore[assignment]
+    return model
+
+
+def of_dtensors() -> nn.Module:
+    model = linear()
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(3, 5), mesh_of(1), [Replicate()]))  # type: ignore[assignment]
+    return model
+
+
+def twice() -> nn.Module:
+    return fsdp.fully_shard(linear())
+
+
+def wrapped() -> nn.Module:
+    return FullyShardedDataParallel(linear())
+
+
+def with_wrapper_inside() -> nn.Module:
+    return nn.Sequential(FullyShardedDataParallel(linear()), nn.Linear(3, 2))
+
+
+def third(param: Tensor) -> Any:
+    return Shard(2)
+
+
+def replicated(param: Tensor) -> Any:
+    return Replicate()
+
+
+def number(param: Tensor) -> Any:
+    return 1
+
+
+# Modules
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (partial(nn.ModuleList, [linear()]), ValueError, "ModuleList has no forward.*on the modules in it"),
+        (partial(nn.ModuleDict, {"a": linear()}), ValueError, "ModuleDict has no forward"),
+        (partial(nn.ParameterList, [nn.Parameter(torch.ones(2))]), ValueError, "ParameterList has no forward"),
+        (WithoutForward, ValueError, "WithoutForward has no forward"),
+        (nn.Tanh, ValueError, "Tanh has no parameters.*around it"),
+        (int, TypeError, "shards an nn.Module, got a int"),
+        (list, TypeError, "shards an nn.Module, got a list"),
+        (twice, ValueError, "sharded already: call fully_shard once"),
+        (wrapped, ValueError, "FullyShardedDataParallel"),
+        (with_wrapper_inside, ValueError, "Sequential has a FullyShardedDataParallel inside"),
+        (integers, TypeError, "steps.*int64"),
+        (of_dtensors, TypeError, "weight is a DTensor already.*FullyShardedDataParallel"),
+    ],
+    ids=[
+        "module_list", "module_dict", "parameter_list", "without_forward", "without_parameters", "number", "list",
+        "twice", "wrapped", "wrapper_inside", "integers", "dtensors",
+    ],
+)  # fmt: skip
+def test_a_module_that_cannot_be_sharded(
+    ranks: RankPool, make: Callable[[], Any], error: type[Exception], message: str
+) -> None:
+    ranks(1).run(_refuse, make, error, message, {})
+
+
+def _refuse(make: Callable[[], Any], error: type[Exception], message: str, options: dict[str, Any]) -> None:
+    model = make()
+    with pytest.raises(error, match=message):
+        fsdp.fully_shard(model, **options)
+
+
+def test_what_was_refused_is_left_as_it_was(ranks: RankPool) -> None:
+    ranks(1).run(_refuse_and_repair)
+
+
+def _refuse_and_repair() -> None:
+    model: Any = integers()
+    with pytest.raises(TypeError, match=r"steps.*int64"):
+        fsdp.fully_shard(model)
+    assert type(model) is nn.Linear
+    assert type(model.weight) is nn.Parameter
+    del model.steps
+    assert isinstance(fsdp.fully_shard(model), FSDPModule)
+
+
+def test_a_module_without_parameters_of_its_own_can_be_the_root(ranks: RankPool) -> None:
+    ranks(2).run(_shard_empty_root)
+
+
+def _shard_empty_root() -> None:
+    model: Any = fsdp.fully_shard(nn.Sequential(fsdp.fully_shard(nn.Linear(5, 5)), nn.Tanh()))
+    once(model, INPUTS)
+    assert model[0].weight.grad is not None
+
+
+def test_ignored_parameters_stay_plain_and_apart(ranks: RankPool) -> None:
+    ranks(2).run(_ignore)
+
+
+def _ignore() -> None:
+    model: Any = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 2))
+    ignored = [model[1].weight]
+    fsdp.fully_shard(model, ignored_params=set(ignored))
+    assert model[1].weight is ignored[0]
+    assert type(model[1].weight) is nn.Parameter
+    once(model, INPUTS + dist.get_rank())
+    assert model[1].weight.grad.shape == (2, 4)
+    layer = linear()
+    with pytest.raises(ValueError, match="no parameters to shard"):
+        fsdp.fully_shard(layer, ignored_params=set(layer.parameters()))
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"reshard_after_forward": 3}, ValueError, "reshard_after_forward"),
+        ({"reshard_after_forward": 0}, ValueError, "reshard_after_forward"),
+        ({"reshard_after_forward": -1}, ValueError, "reshard_after_forward"),
+        ({"reshard_after_forward": "yes"}, TypeError, "must be True, False, None or a number of ranks, got 'yes'"),
+        ({"reshard_after_forward": 2.0}, TypeError, "got 2.0"),
+        ({"mp_policy": torch.bfloat16}, TypeError, "mp_policy must be a MixedPrecisionPolicy, got a dtype"),
+        ({"mp_policy": None}, TypeError, "mp_policy must be a MixedPrecisionPolicy"),
+        ({"offload_policy": True}, TypeError, r"offload_policy must be CPUOffloadPolicy\(\) or OffloadPolicy\(\)"),
+        ({"shard_placement_fn": third}, ValueError, r"Shard\(dim=2\) for weight, of shape \[3, 5\]"),
+        ({"shard_placement_fn": replicated}, ValueError, r"must be Shard\(dim\)"),
+        ({"shard_placement_fn": number}, ValueError, "shard_placement_fn returned 1 for weight"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_an_option_that_cannot_be(
+    ranks: RankPool, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    ranks(1).run(_refuse, linear, error, message, options)
+
+
+def test_a_number_must_divide_the_ranks(ranks: RankPool) -> None:
+    ranks(4).run(_divide)
+
+
+def _divide() -> None:
+    with pytest.raises(ValueError, match=r"reshard_after_forward.*3"):
+        fsdp.fully_shard(linear(), reshard_after_forward=3)
+    fsdp.fully_shard(linear(), reshard_after_forward=4)
+
+
+def test_a_mesh_has_one_or_two_dimensions(ranks: RankPool) -> None:
+    ranks(1).run(_cube)
+
+
+def _cube() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    with pytest.raises(ValueError, match="mesh"):
+        fsdp.fully_shard(linear(), mesh=init_device_mesh("cpu", (1, 1, 1)))
+
+
+def test_no_dimensions_on_a_mesh_of_two(ranks: RankPool) -> None:
+    ranks(2).run(_scalar_on_two)
+
+
+class Scaled(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(5, 3)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+def _scalar_on_two() -> None:
+    with pytest.raises(NotImplementedError, match=r"scale has no dimensions.*shape \[1\]"):
+        fsdp.fully_shard(Scaled(), mesh=mesh_of(2, 1))
+
+
+def test_torchs_policies_are_taken(ranks: RankPool) -> None:
+    ranks(1).run(_take_torchs)
+
+
+def _take_torchs() -> None:
+    policy = TorchsPolicy(param_dtype=torch.bfloat16)
+    model = fsdp.fully_shard(linear(), mp_policy=policy, offload_policy=TorchsOffload())
+    assert model(INPUTS).dtype == torch.bfloat16
+
+
+def test_a_dtype_that_cannot_hold_what_is_computed(ranks: RankPool) -> None:
+    ranks(1).run(_narrow)
+
+
+def _narrow() -> None:
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"weight is torch\.bfloat16, which cannot hold"):
+        fsdp.fully_shard(linear().bfloat16(), mp_policy=policy)
+
+
+def test_without_a_process_group(ranks: RankPool) -> None:
+    ranks(1, backend=None).run(_without_group)
+
+
+def _without_group() -> None:
+    with pytest.raises(RuntimeError, match=r"init_process_group\(\) first"):
+        fsdp.fully_shard(linear())
+
+
+# Afterwards
+
+
+def test_a_wrapper_around_what_is_sharded(ranks: RankPool) -> None:
+    ranks(1).run(_wrap_sharded)
+
+
+def _wrap_sharded() -> None:
+    for model in (twice(), nn.Sequential(twice())):
+        with pytest.raises(ValueError, match=r"is wrapped already|fully_shard"):
+            fully_sharded()(model)
+
+
+def test_reshard_in_the_middle_of_a_forward(ranks: RankPool) -> None:
+    ranks(1).run(_reshard_inside)
+
+
+class Resharding(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.reshard()  # type: ignore[operator]
+        return super().forward(inputs)
+
+
+def _reshard_inside() -> None:
+    model = fsdp.fully_shard(Resharding(5, 3))
+    with pytest.raises(RuntimeError, match=r"cannot reshard .* in the middle of its forward"):
+        model(INPUTS)
+
+
+def test_sync_cannot_change_in_the_middle_of_a_forward(ranks: RankPool) -> None:
+    ranks(1).run(_sync_inside)
+
+
+class Syncing(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.set_requires_gradient_sync(False)  # type: ignore[operator]
+        return super().forward(inputs)
+
+
+def _sync_inside() -> None:
+    with pytest.raises(RuntimeError, match="in the middle of a forward"):
+        fsdp.fully_shard(Syncing(5, 3))(INPUTS)
+
+
+def test_ranks_that_cut_along_other_dimensions_are_told_which(ranks: RankPool) -> None:
+    ranks(2).run(_cut_along_other_dimensions)
+
+
+def _cut_along_other_dimensions() -> None:
+    model = fsdp.fully_shard(nn.Linear(4, 4, bias=False), shard_placement_fn=lambda _: Shard(dist.get_rank()))
+    with pytest.raises(RuntimeError, match=r"weight\[4, 4\] along 1"):
+        model(torch.ones(2, 4))
+
+
+def test_a_tie_that_comes_too_late_leaves_the_module_as_it_was(ranks: RankPool) -> None:
+    ranks(1).run(_tie_after_first_use)
+
+
+def _tie_after_first_use() -> None:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    fsdp.fully_shard(first)(torch.ones(2, 4))
+    with pytest.raises(RuntimeError, match="Call fully_shard on all modules before the first forward"):
+        fsdp.fully_shard(second)
+    assert type(second) is nn.Linear
+    assert type(second.bias) is nn.Parameter

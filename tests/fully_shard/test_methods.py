@@ -1,0 +1,456 @@
+"""What a module can do besides, once our `fully_shard` was called on it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+import fsdp
+from fsdp import FSDPModule, UnshardHandle
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.placeholder import Placeholder
+from fsdp.engine.unit import unit_of
+from fsdp.engine.unsharded_params import PostForwardShard
+from tests.helpers.dtensor_twins import (
+    Uneven,
+    adamw_at_once,
+    assert_at_rest,
+    assert_same,
+    handles,
+    is_whole,
+    local,
+    ours,
+    seeded,
+    uneven,
+)
+from tests.helpers.models import Wrap
+from tests.helpers.ranks import RankPool
+from tests.helpers.twins import once
+
+INPUTS = torch.linspace(-1, 1, 20).view(4, 5)
+
+
+# The class
+
+
+def test_the_class_is_a_subclass_of_its_own(ranks: RankPool) -> None:
+    ranks(1).run(_look_at_class)
+
+
+def _look_at_class() -> None:
+    model = uneven(ours())
+    assert type(model).__name__ == "FSDPUneven"
+    assert isinstance(model, Uneven)
+    assert isinstance(model, FSDPModule)
+    assert type(model) is type(uneven(ours()))
+    assert not isinstance(uneven(), FSDPModule)
+
+
+def test_calling_the_class_makes_a_plain_module(ranks: RankPool) -> None:
+    ranks(1).run(_call_class)
+
+
+def _call_class() -> None:
+    layer = fsdp.fully_shard(nn.Linear(5, 3))
+    made = type(layer)(5, 3, bias=False)
+    assert type(made) is nn.Linear
+    assert made.bias is None
+
+
+# unshard and reshard
+
+
+def test_unshard_and_reshard(ranks: RankPool) -> None:
+    ranks(3).run(_unshard)
+
+
+def _unshard() -> None:
+    model: Any = uneven(ours())
+    plain = uneven()
+    assert model.unshard() is None
+    assert_same("entry.weight", model.entry.weight.detach(), plain.get_parameter("entry.weight").detach())
+    assert not isinstance(model.entry.weight, DTensor)
+    assert not is_whole(model.trunk)  # inner modules keep theirs
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    model.reshard()
+    assert_at_rest(model)
+    assert isinstance(model.entry.weight, DTensor)
+
+
+def test_unshard_without_waiting(ranks: RankPool) -> None:
+    ranks(3).run(_unshard_later)
+
+
+def _unshard_later() -> None:
+    model: Any = uneven(ours())
+    once(model, INPUTS)
+    for wait in (lambda handle: handle.wait(), lambda handle: model.gate.wait_for_unshard()):
+        handle = model.gate.unshard(async_op=True)
+        assert isinstance(handle, UnshardHandle)
+        wait(handle)
+        assert model.gate.weight.shape == (2, 3)
+        assert not isinstance(model.gate.weight, DTensor)
+        model.gate.reshard()
+    model.gate.unshard(async_op=True)
+    with gathers() as seen:
+        model(INPUTS)
+    assert "gate" not in seen
+
+
+def test_wait_for_unshard_without_an_unshard_does_nothing(ranks: RankPool) -> None:
+    ranks(2).run(_wait_for_nothing)
+
+
+def _wait_for_nothing() -> None:
+    model: Any = uneven(ours())
+    model.wait_for_unshard()
+    assert_at_rest(model)
+
+
+def test_an_inner_module_may_be_unsharded_before_the_first_forward(ranks: RankPool) -> None:
+    ranks(2).run(_unshard_inner_first)
+
+
+def _unshard_inner_first() -> None:
+    model: Any = uneven(ours())
+    model.trunk.unshard()
+    model.trunk.reshard()
+    once(model, INPUTS)
+    assert_at_rest(model)
+    model.set_requires_gradient_sync(True)  # so that this is the outermost
+
+
+# Resharding
+
+
+@contextmanager
+def gathers() -> Iterator[list[str]]:
+    """The names of the units whose parameters are gathered, in order."""
+    seen: list[str] = []
+
+    def exchange(handle: FlatParamHandle, full: Tensor, do: Callable[..., Any] = FlatParamHandle._exchange) -> Any:
+        seen.append(handle.unit_name.removeprefix("root (").removesuffix(")"))
+        return do(handle, full)
+
+    with mock.patch.object(FlatParamHandle, "_exchange", exchange):
+        yield seen
+
+
+FORWARD = ["FSDPUneven", "trunk", "trunk.2", "gate"]
+OUTER_FIRST = ["gate", "trunk", "trunk.2"]  # in backward, where an outer module returns what an inner one has returned
+
+
+@pytest.mark.parametrize(("reshards", "expected"), [(True, OUTER_FIRST), (False, [])], ids=["resharded", "kept"])
+def test_reshard_after_forward_decides_what_backward_gathers(
+    ranks: RankPool, reshards: bool, expected: list[str]
+) -> None:
+    ranks(2).run(_count_gathers, reshards, expected)
+
+
+def _count_gathers(reshards: bool, expected: list[str]) -> None:
+    model: Any = uneven(ours(reshard_after_forward=not reshards))
+    model.set_reshard_after_forward(reshards)
+    once(model, INPUTS)
+    with gathers() as seen:
+        loss = model(INPUTS).sum()
+        assert sorted(seen) == sorted(FORWARD)
+        assert is_whole(model.gate) is not reshards
+        seen.clear()
+        loss.backward()
+    assert seen == expected
+    assert_at_rest(model)
+
+
+def test_set_reshard_after_forward_of_one_module_only(ranks: RankPool) -> None:
+    ranks(2).run(_keep_one)
+
+
+def _keep_one() -> None:
+    model: Any = uneven(ours())
+    model.trunk.set_reshard_after_forward(False, recurse=False)
+    model(INPUTS)
+    assert is_whole(model.trunk)
+    assert not is_whole(model.trunk[2])
+
+
+def test_what_a_used_module_was_told_holds_for_its_copies(ranks: RankPool) -> None:
+    ranks(2).run(_copy_what_keeps)
+
+
+def _copy_what_keeps() -> None:
+    inner: Any = fsdp.fully_shard(nn.Linear(4, 4))
+    once(inner, torch.ones(2, 4))
+    inner.set_reshard_after_forward(False)
+    outer = fsdp.fully_shard(nn.Sequential(copy.deepcopy(inner), nn.Linear(4, 2)))
+    outer(torch.ones(2, 4))
+    assert is_whole(outer[0])
+
+
+def test_set_reshard_after_backward_keeps_parameters_for_the_next_forward(ranks: RankPool) -> None:
+    ranks(2).run(_keep_after_backward)
+
+
+def _keep_after_backward() -> None:
+    model: Any = uneven(ours())
+    optimizer = adamw_at_once(model.parameters())
+    model.set_reshard_after_backward(False)
+    once(model, INPUTS)
+    with gathers() as seen:
+        once(model, INPUTS)
+    assert seen == OUTER_FIRST  # in forward all were there
+    optimizer.step()
+    with gathers() as seen, torch.no_grad():
+        model(INPUTS)
+    assert sorted(seen) == sorted(FORWARD)  # what is stale is not used
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_number_gathers_among_the_neighbours_in_backward(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(_spy_on_neighbours)
+
+
+def _spy_on_neighbours() -> None:
+    model = uneven(ours(reshard_after_forward=2))
+    once(model, INPUTS)
+    near: list[tuple[str, int]] = []
+
+    def gather(one: PostForwardShard, full: Tensor, name: str, do: Callable[..., Any] = PostForwardShard.gather) -> Any:
+        near.append((name, one.comm.world_size))
+        return do(one, full, name)
+
+    with gathers() as seen, mock.patch.object(PostForwardShard, "gather", gather):
+        once(model, INPUTS)
+    if dist.get_world_size() == 2:  # all are neighbours: there is nothing nearer
+        assert (near, seen[-3:]) == ([], OUTER_FIRST)
+    else:
+        assert [name for name, _ in near] == OUTER_FIRST
+        assert {size for _, size in near} == {2}
+        assert sorted(seen) == sorted(FORWARD)
+
+
+# Prefetching
+
+
+@contextmanager
+def beginnings(model: Any) -> Iterator[list[str]]:
+    """Which units begin to gather (`+`) and which modules begin to compute, in order."""
+    with gathers() as seen:
+        hooks = [
+            inner.register_forward_pre_hook(lambda *_, name=name: seen.append(f"run {name}"))
+            for name, inner in model.named_modules()
+            if isinstance(inner, FSDPModule)
+        ]
+        yield seen
+        for hook in hooks:
+            hook.remove()
+
+
+class Chain(nn.Module):
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        for name in "abcd":
+            self.add_module(name, wrap(nn.Linear(5, 5)))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for name in "abcd":
+            inputs = torch.tanh(self.get_submodule(name)(inputs))
+        return inputs
+
+
+def test_modules_to_prefetch_in_forward(ranks: RankPool) -> None:
+    ranks(2).run(_prefetch_forward)
+
+
+def _prefetch_forward() -> None:
+    model: Any = seeded(lambda wrap: Chain(wrap), ours())
+    model.a.set_modules_to_forward_prefetch([model.c, model.b])
+    model.b.set_modules_to_forward_prefetch([])
+    model.c.set_modules_to_forward_prefetch([model.d])
+    once(model, INPUTS)
+    with gathers() as seen:
+        model(INPUTS)
+    assert seen == ["a", "c", "b", "d"]
+
+
+def test_modules_to_prefetch_in_backward(ranks: RankPool) -> None:
+    ranks(2).run(_prefetch_backward)
+
+
+def _prefetch_backward() -> None:
+    model: Any = seeded(lambda wrap: Chain(wrap), ours())
+    model.d.set_modules_to_backward_prefetch([model.b, model.c])
+    loss = model(INPUTS).sum()
+    with gathers() as seen:
+        loss.backward()
+    assert seen == ["d", "b", "c", "a"]
+    assert_at_rest(model)
+
+
+# Gradients
+
+
+def test_gradients_are_divided_by_the_factor_that_was_set(ranks: RankPool) -> None:
+    ranks(3).run(_divide)
+
+
+def _divide() -> None:
+    model: Any = uneven(ours())
+    once(model, INPUTS)
+    expected = {name: local(param.grad) * 3 / 5 for name, param in model.named_parameters()}
+    model.zero_grad()
+    for unit in filter(lambda module: isinstance(module, FSDPModule), model.modules()):
+        unit.set_gradient_divide_factor(5)
+    once(model, INPUTS)
+    for name, param in model.named_parameters():
+        assert_same(name, local(param.grad), expected[name], 1e-5)
+    with pytest.raises(ValueError, match="positive"):
+        model.set_gradient_divide_factor(0)
+
+
+def test_gradient_sync_is_a_matter_of_the_outermost_module(ranks: RankPool) -> None:
+    ranks(2).run(_sync_of_inner)
+
+
+def _sync_of_inner() -> None:
+    model: Any = uneven(ours())
+    model(INPUTS)
+    with pytest.raises(RuntimeError, match=r"outermost.*'trunk' lies inside"):
+        model.trunk.set_requires_gradient_sync(False)
+    with pytest.raises(ValueError, match="recurse=False"):
+        model.set_requires_gradient_sync(False, recurse=False)
+
+
+def test_set_is_last_backward_changes_no_gradient(ranks: RankPool) -> None:
+    ranks(2).run(_last_backward)
+
+
+def _last_backward() -> None:
+    one, other = uneven(ours()), uneven(ours())
+    for turn in range(2):
+        other.set_is_last_backward(turn == 1)  # type: ignore[operator]
+        for model in (one, other):
+            once(model, INPUTS * turn)
+    for name, param in one.named_parameters():
+        assert_same(name, local(other.get_parameter(name).grad), local(param.grad))
+
+
+# Other methods that compute
+
+
+class Coder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 5)
+
+    def encode(self, inputs: Tensor) -> Tensor:
+        return self.inner(inputs)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.encode(inputs)
+
+
+def test_other_methods_can_gather_too(ranks: RankPool) -> None:
+    ranks(2).run(_register)
+
+
+def _register() -> None:
+    model: Any = fsdp.fully_shard(Coder())
+    fsdp.register_fsdp_forward_method(model, "encode")
+    model.encode(INPUTS).sum().backward()
+    assert model.inner.weight.grad is not None
+    assert_at_rest(model)
+    model(INPUTS)
+    with pytest.raises(ValueError, match="not wrapped"):
+        fsdp.register_fsdp_forward_method(nn.Linear(2, 2), "forward")
+
+
+# What others see
+
+
+def test_a_profiler_shows_what_is_done_for_which_module(ranks: RankPool) -> None:
+    ranks(2).run(_profile)
+
+
+def _profile() -> None:
+    model = uneven(ours())
+    once(model, INPUTS)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        once(model, INPUTS)
+    shown = {event.key for event in profiler.key_averages()}
+    for what in ("all_gather", "all_gather_wait"):
+        assert f"FSDP::{what} (trunk.2)" in shown
+    # Small gradients are reduced together: the label says from which unit to which.
+    assert any(key.startswith("FSDP::reduce_scatter (") for key in shown), sorted(filter(lambda k: "FSDP" in k, shown))
+
+
+def test_between_steps_there_are_shards_and_nothing_else(ranks: RankPool) -> None:
+    ranks(3).run(_weigh)
+
+
+def live_bytes() -> int:
+    """Of all tensors with memory."""
+    gc.collect()
+    storages = {}
+    for item in gc.get_objects():
+        if isinstance(item, Tensor) and type(item) is not Placeholder and not item.is_meta:
+            storage = (local(item) if isinstance(item, DTensor) else item).untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _weigh() -> None:
+    once(uneven(ours()), INPUTS)  # what is made once for all models
+    before = live_bytes()
+    model = uneven(ours())
+    shards = sum(handle.flat_param.numel() for handle in handles(model)) * 4
+    assert live_bytes() - before == shards
+    for _ in range(2):
+        once(model, INPUTS)
+        assert live_bytes() - before == 2 * shards  # and the gradients
+        model.zero_grad()
+        with torch.no_grad():
+            model(INPUTS)
+        assert live_bytes() - before == shards
+
+
+def test_an_inner_module_may_be_unsharded_before_the_outermost_one_is_used(ranks: RankPool) -> None:
+    ranks(2).run(_unshard_inner_first)
+
+
+def _unshard_inner_first() -> None:
+    inner = fsdp.fully_shard(nn.Linear(4, 4))
+    model = fsdp.fully_shard(nn.Sequential(inner, nn.Linear(4, 2)))
+    inner.unshard()  # type: ignore[operator]
+    model(torch.ones(2, 4)).sum().backward()
+    units = [unit_of(inner), unit_of(model)]
+    assert [unit is not None and unit.policy.frees_after_forward for unit in units] == [True, False]
+
+
+class WithNamesOfItsOwn(nn.Linear):
+    """What a user's module may be called inside is not ours."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self._unit, self._units = "metres", ["metres"]
+
+
+def test_a_module_keeps_attributes_that_are_called_as_ours_are(ranks: RankPool) -> None:
+    ranks(1).run(_shard_one_with_names)
+
+
+def _shard_one_with_names() -> None:
+    module: Any = fsdp.fully_shard(WithNamesOfItsOwn())
+    fsdp.register_fsdp_forward_method(module, "forward")
+    module.set_reshard_after_backward(False)
+    assert (module._unit, module._units) == ("metres", ["metres"])

@@ -1,0 +1,262 @@
+"""What one may ask of our `fully_shard`, beside torch's with the same: dtypes, meshes, placements, checkpointing."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.helpers.compile_backends import Counter, call_compile, torchs_own_deprecations
+from tests.helpers.dtensor_twins import (
+    Plan,
+    Uneven,
+    adamw_at_once,
+    assert_same,
+    assert_side_by_side,
+    last_dim_if_even,
+    ours,
+    seeded,
+    train,
+    uneven,
+)
+from tests.helpers.models import Block, Wrap, keep, tiny_transformer
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.parity import TOKENS, MakeModel
+from tests.helpers.ranks import RankPool
+
+BF16, FLOAT = torch.bfloat16, torch.float32
+
+
+def transformer_of_rows(wrap: Wrap) -> nn.Module:
+    """Attention over the five numbers of a row."""
+    return seeded(RowTransformer, wrap)
+
+
+class RowTransformer(nn.Module):
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.entry = nn.Linear(1, 6)
+        self.blocks = nn.ModuleList(wrap(Block(6, 2, 7, "no", False)) for _ in range(2))
+        self.exit = nn.Linear(6, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.entry(inputs.unsqueeze(2))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.exit(hidden.mean(1))
+
+
+def compare(what: dict[str, Any], options: dict[str, Any], **how: Any) -> None:
+    assert_side_by_side(Plan(**what, **{"steps": 3, **how}), **options)
+
+
+# Dtypes
+
+
+# Gradients that travel in fewer bits than the shards have are summed in the shards' dtype by us, and in the fewer bits
+# by torch: the two agree as well as the fewer bits allow.
+IN_BFLOAT16, IN_FLOAT = 0.15, 1e-5
+
+
+@parametrize_pairs(
+    policy=[
+        {"param_dtype": BF16, "reduce_dtype": FLOAT},
+        {"param_dtype": BF16},
+        {"param_dtype": BF16, "reduce_dtype": BF16, "cast_forward_inputs": True},
+        {"param_dtype": FLOAT, "reduce_dtype": FLOAT},
+        {"reduce_dtype": BF16},
+    ],
+    make=[uneven, transformer_of_rows],
+    reshard_after_forward=[True, False],
+    training=[{}, {"accumulate": 2}, {"clip": 0.1}],
+)
+def test_mixed_precision(
+    ranks: RankPool,
+    policy: dict[str, Any],
+    make: MakeModel,
+    reshard_after_forward: bool,
+    training: dict[str, Any],
+) -> None:
+    reduced_in = policy.get("reduce_dtype", policy.get("param_dtype"))
+    options = {"mp_policy": policy, "reshard_after_forward": reshard_after_forward}
+    options["tolerance"] = IN_BFLOAT16 if reduced_in is BF16 else None
+    ranks(2).run(compare, {"make_model": make}, options, **training)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "policy", "tolerance"),
+    [
+        (BF16, {}, None),
+        (torch.float64, {}, None),
+        (torch.float64, {"param_dtype": FLOAT, "reduce_dtype": FLOAT}, IN_FLOAT),
+    ],
+    ids=["bfloat16", "float64", "float64_in_float32"],
+)
+def test_a_model_in_another_dtype(
+    ranks: RankPool, dtype: torch.dtype, policy: dict[str, Any], tolerance: float | None
+) -> None:
+    ranks(2).run(_compare_in, dtype, policy, tolerance)
+
+
+def _compare_in(dtype: torch.dtype, policy: dict[str, Any], tolerance: float | None) -> None:
+    torch.set_default_dtype(dtype)
+    assert_side_by_side(Plan(make_model=uneven, steps=4), mp_policy=policy, tolerance=tolerance)
+
+
+def test_outputs_are_cast(ranks: RankPool) -> None:
+    ranks(2).run(_cast_outputs)
+
+
+def _cast_outputs() -> None:
+    wrap = ours(mp_policy={"output_dtype": torch.float64})
+    output = wrap(nn.Linear(5, 3))(torch.ones(2, 5))
+    assert output.dtype == torch.float64
+    output.sum().backward()
+
+
+def test_inputs_are_cast_only_where_asked(ranks: RankPool) -> None:
+    ranks(2).run(_cast_inputs)
+
+
+def _cast_inputs() -> None:
+    for casts in (True, False):
+        model = uneven(ours(mp_policy={"param_dtype": BF16, "cast_forward_inputs": casts}))
+        if casts:
+            assert model(torch.ones(2, 5)).dtype == BF16
+        else:
+            with pytest.raises(RuntimeError, match="dtype"):
+                model(torch.ones(2, 5))
+
+
+def test_gradients_are_of_the_dtype_of_the_shard(ranks: RankPool) -> None:
+    ranks(2).run(_look_at_gradients)
+
+
+def _look_at_gradients() -> None:
+    model = uneven(ours(mp_policy={"param_dtype": BF16}))
+    model(torch.ones(2, 5)).sum().backward()
+    assert {param.grad.dtype for param in model.parameters() if param.grad is not None} == {FLOAT}
+    assert {param.dtype for param in model.parameters()} == {FLOAT}
+
+
+# Meshes and placements
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 3), (3, 1), (1, 1), (4,)], ids=str)
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_meshes(ranks: RankPool, shape: tuple[int, ...], reshard_after_forward: bool) -> None:
+    world_size = torch.Size(shape).numel()
+    options = {"mesh": shape, "reshard_after_forward": reshard_after_forward}
+    ranks(world_size).run(compare, {"make_model": uneven}, options, clip=0.1, accumulate=2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_placements_along_an_even_dimension(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(_compare_placements)
+
+
+class Even(nn.Module):
+    """Its inner dimensions are 12."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.inner = wrap(nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 12), nn.LayerNorm(12)))
+        self.exit = nn.Linear(12, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.exit(self.inner(inputs))
+
+
+def _compare_placements() -> None:
+    plan = Plan(make_model=partial(seeded, Even), steps=4, clip=0.1, make_optimizer=adamw_at_once)
+    # What is cut along another dimension lies transposed with us, and products of matrices round otherwise.
+    assert_side_by_side(plan, tolerance=IN_FLOAT, shard_placement_fn=last_dim_if_even)
+    model = plan.make_model(ours(shard_placement_fn=last_dim_if_even))
+    assert [placement.dim for placement in model.get_parameter("exit.weight").placements] == [1]
+
+
+# Activation checkpointing
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("recompute", ["inside", "outside"])
+def test_activation_checkpointing(
+    ranks: RankPool, recompute: str, reentrant: bool, reshard_after_forward: bool
+) -> None:
+    make = partial(tiny_transformer, recompute=recompute, reentrant=reentrant)
+    options = {"reshard_after_forward": reshard_after_forward}
+    ranks(2).run(compare, {"make_model": make, "task": TOKENS}, options, steps=3)
+
+
+# Frozen parameters
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)
+@pytest.mark.parametrize("frozen", [("entry",), ("trunk.2.0", "gate"), ("trunk.0", "exit")], ids=",".join)
+def test_frozen_parameters_thawed_later(ranks: RankPool, frozen: tuple[str, ...], options: dict[str, Any]) -> None:
+    ranks(2).run(_compare_frozen, frozen, options)
+
+
+def _compare_frozen(frozen: tuple[str, ...], options: dict[str, Any]) -> None:
+    compare({"make_model": partial(_frozen_mlp, frozen)}, options, steps=6, before_step=partial(_thaw, frozen))
+
+
+def _frozen_mlp(frozen: tuple[str, ...], wrap: Wrap) -> nn.Module:
+    # Frozen where it is whole, before it is wrapped: both kinds of unit must find it so.
+    def build(inner: Wrap) -> nn.Module:
+        model = Uneven(keep)
+        for name in frozen:
+            model.get_submodule(name).requires_grad_(False)
+        for name in ("trunk.2", "trunk", "gate"):
+            inner(model.get_submodule(name))
+        return model
+
+    return seeded(build, wrap)
+
+
+def _thaw(frozen: tuple[str, ...], model: Any, step: int) -> None:
+    if step == 3:
+        for name in frozen:
+            model.get_submodule(name).requires_grad_(True)
+
+
+def test_parameters_frozen_in_the_middle(ranks: RankPool) -> None:
+    ranks(3).run(compare, {"make_model": uneven}, {}, steps=6, before_step=_freeze)
+
+
+def _freeze(model: Any, step: int) -> None:
+    if step == 3:
+        model.trunk.requires_grad_(False)
+
+
+# Compiled blocks
+
+
+@torchs_own_deprecations
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_compiled_blocks(ranks: RankPool, reshard_after_forward: bool) -> None:
+    ranks(2).run(_compare_compiled, reshard_after_forward)
+
+
+def _compare_compiled(reshard_after_forward: bool) -> None:
+    plan = Plan(make_model=partial(_compiled, None), steps=4, task=TOKENS)
+    expected = train(plan, ours(reshard_after_forward=reshard_after_forward))
+    counter = Counter()
+    plan = Plan(make_model=partial(_compiled, counter), steps=4, task=TOKENS)
+    found = train(plan, ours(reshard_after_forward=reshard_after_forward))
+    assert counter.sizes
+    assert_same("losses", torch.tensor(found.losses), torch.tensor(expected.losses), IN_FLOAT)
+    for name, value in expected.weights.items():
+        assert_same(name, found.weights[name], value, IN_FLOAT)
+
+
+def _compiled(backend: Any, wrap: Wrap) -> nn.Module:
+    def compiled(module: nn.Module) -> nn.Module:
+        is_block = type(module).__name__ == "Block" and backend is not None
+        return wrap(call_compile(module, backend) if is_block else module)
+
+    return tiny_transformer(compiled)

@@ -1,0 +1,309 @@
+"""How models under `fully_shard` come by values and by copies: the meta device, `copy.deepcopy`, casts and moves."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import fsdp
+from tests.helpers.dtensor_twins import assert_same, local, ours, seeded, uneven, wholes
+from tests.helpers.models import Wrap
+from tests.helpers.parity import adamw
+from tests.helpers.ranks import RankPool
+from tests.helpers.twins import once
+
+INPUTS = torch.linspace(-1, 1, 20).view(4, 5)
+
+
+class Net(nn.Module):
+    """All of its modules can initialise themselves; it has a buffer."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.entry = nn.Linear(5, 7)
+        self.inner = wrap(nn.Sequential(nn.Linear(7, 3), nn.BatchNorm1d(3)))
+        self.exit = nn.Linear(3, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.exit(self.inner(torch.tanh(self.entry(inputs))))
+
+
+def on_meta(**options: Any) -> Any:
+    with torch.device("meta"):
+        return seeded(Net, ours(**options))
+
+
+def assert_trains(model: Any) -> None:
+    optimizer = adamw(model.parameters())
+    before = wholes(model)
+    once(model, INPUTS)
+    optimizer.step()
+    assert all(torch.isfinite(value).all() for value in wholes(model).values())
+    assert not torch.equal(wholes(model)["entry.weight"], before["entry.weight"])
+
+
+# Without values
+
+
+def forward(model: Any) -> None:
+    model(INPUTS)
+
+
+def save(model: Any) -> None:
+    fsdp.save("/nowhere", model)
+
+
+def unshard(model: Any) -> None:
+    model.unshard()
+
+
+@pytest.mark.parametrize("use", [forward, save, unshard])
+def test_parameters_without_values_cannot_be_used(ranks: RankPool, use: Callable[[Any], None]) -> None:
+    ranks(2).run(_use_without_values, use)
+
+
+def _use_without_values(use: Callable[[Any], None]) -> None:
+    model = on_meta()
+    with pytest.raises(RuntimeError, match=r"entry.weight|inner.0.weight"):
+        use(model)
+
+
+def test_memory_without_values_is_not_taken_for_values(ranks: RankPool) -> None:
+    ranks(2).run(_use_only_memory)
+
+
+def _use_only_memory() -> None:
+    model = on_meta()
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.out_features != 2:
+            module.reset_parameters()
+    with pytest.raises(RuntimeError, match=r"exit.weight"):
+        model(INPUTS)
+
+
+class Buffered(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(5, 3)
+        self.register_buffer("shift", torch.ones(3))
+        self.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
+        self.register_buffer("mask", torch.zeros(3, dtype=torch.bool))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) + self.shift
+
+
+@pytest.mark.parametrize("to_fill", ["shift", "steps", "mask"])
+def test_buffers_without_values_are_an_error_too(ranks: RankPool, to_fill: str) -> None:
+    ranks(2).run(_fill_buffers, to_fill)
+
+
+def _fill_buffers(last: str) -> None:
+    with torch.device("meta"):
+        model: Any = Buffered()
+    ours()(model).to_empty(device="cpu")
+    model.reset_parameters()
+    others = [buffer for name, buffer in model.named_buffers() if name != last]
+    for buffer in others:
+        buffer.zero_()
+    with pytest.raises(RuntimeError, match=f"1 of its .*: {last}\\."):
+        model(INPUTS)
+    model.get_buffer(last).zero_()
+    assert model(INPUTS).isfinite().all()
+
+
+# Getting values
+
+
+def by_reset(model: Any, folder: Path) -> None:
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
+def by_materialize(model: Any, folder: Path) -> None:
+    fsdp.materialize(model, seed=1)
+
+
+def by_init_function(model: Any, folder: Path) -> None:
+    fsdp.materialize(model, param_init_fn=lambda module: module.reset_parameters(), seed=1)
+
+
+def by_whole_state(model: Any, folder: Path) -> None:
+    model.to_empty(device="cpu")
+    model.load_state_dict(seeded(Net).state_dict())
+
+
+def by_assigned_state(model: Any, folder: Path) -> None:
+    model.load_state_dict(seeded(Net).state_dict(), assign=True)
+
+
+def by_assigned_dtensors(model: Any, folder: Path) -> None:
+    model.load_state_dict(seeded(Net, ours()).state_dict(), assign=True)
+
+
+def by_checkpoint(model: Any, folder: Path) -> None:
+    fsdp.save(folder / "saved", seeded(Net, ours()), generators=False)
+    fsdp.load(folder / "saved", model)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(
+    "start",
+    [
+        by_reset,
+        by_materialize,
+        by_init_function,
+        by_whole_state,
+        by_assigned_state,
+        by_assigned_dtensors,
+        by_checkpoint,
+    ],
+)
+def test_values_come_after_sharding(ranks: RankPool, start: Any, world_size: int, tmp_path: Path) -> None:
+    ranks(world_size).run(_start, start, tmp_path)
+
+
+def _start(start: Any, folder: Path) -> None:
+    model = on_meta()
+    start(model, folder)
+    assert {param.device.type for param in model.parameters()} == {"cpu"}
+    if start in (by_whole_state, by_assigned_state, by_assigned_dtensors, by_checkpoint):
+        for name, value in seeded(Net).state_dict().items():
+            assert_same(name, wholes(model)[name], value)
+    assert_trains(model)
+
+
+def test_materialize_draws_the_same_values_at_every_world_size(ranks: RankPool) -> None:
+    one, three = (ranks(size).run(_materialized)[0] for size in (1, 3))
+    for name, value in one.items():
+        assert_same(name, three[name], value)
+
+
+def _materialized() -> dict[str, Tensor]:
+    model = on_meta()
+    fsdp.materialize(model, seed=3)
+    return wholes(model)
+
+
+# Copies
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(
+    "options", [{}, {"mp_policy": {"param_dtype": torch.bfloat16}}, {"reshard_after_forward": False}]
+)
+def test_a_deep_copy_is_independent(ranks: RankPool, options: dict[str, Any], world_size: int) -> None:
+    ranks(world_size).run(_copy, options)
+
+
+def _copy(options: dict[str, Any]) -> None:
+    model = uneven(ours(**options))
+    once(model, INPUTS)
+    copied: Any = copy.deepcopy(model)
+    assert type(copied) is type(model)
+    before = wholes(model)
+    for name, param in copied.named_parameters():
+        original = model.get_parameter(name)
+        assert isinstance(param, DTensor)
+        assert local(param).numel() == 0 or local(param).data_ptr() != local(original).data_ptr()
+        assert param.grad is None  # as in copies of plain modules
+    assert_trains(copied)
+    for name, value in before.items():
+        assert_same(name, wholes(model)[name], value)
+    model.zero_grad()
+    assert_trains(model)
+    for name, value in wholes(model).items():
+        assert_same(name, wholes(copied)[name], value)
+
+
+def test_a_part_can_be_copied(ranks: RankPool) -> None:
+    ranks(2).run(_copy_part)
+
+
+def _copy_part() -> None:
+    model: Any = seeded(Net, ours())
+    once(model, INPUTS)
+    part = copy.deepcopy(model.inner)
+    hidden = torch.ones(4, 7)
+    assert_same("output", part(hidden), model.inner(hidden))
+
+
+def test_pickling_says_what_to_do(ranks: RankPool) -> None:
+    ranks(1).run(_pickle)
+
+
+def _pickle() -> None:
+    model = seeded(Net, ours())
+    with pytest.raises(NotImplementedError, match=r"FSDPNet cannot be pickled.*fsdp.save"):
+        pickle.dumps(model)
+    with pytest.raises(NotImplementedError, match=r"entry.weight is a DTensor.*fsdp.save"):
+        pickle.dumps(model.get_parameter("entry.weight"))
+
+
+# Casts and moves
+
+
+@pytest.mark.parametrize("cast", [nn.Module.double, nn.Module.bfloat16], ids=["double", "bfloat16"])
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_model_can_be_cast(ranks: RankPool, cast: Callable[[nn.Module], nn.Module], is_used: bool) -> None:
+    ranks(2).run(_cast, cast, is_used)
+
+
+def _cast(cast: Callable[[nn.Module], nn.Module], is_used: bool) -> None:
+    model, plain = seeded(Net, ours()), seeded(Net)
+    if is_used:
+        with torch.no_grad():
+            model.eval()(INPUTS)
+    model.train()
+    params = list(model.parameters())
+    for each in (model, plain):
+        assert cast(each) is each
+    assert all(one is other for one, other in zip(model.parameters(), params, strict=True))
+    dtype = next(plain.parameters()).dtype
+    assert {param.dtype for param in model.parameters()} == {dtype} == {local(param).dtype for param in params}
+    for each in (model, plain):
+        optimizer = adamw(each.parameters())
+        each(INPUTS.to(dtype)).sin().mean().backward()
+        optimizer.step()
+    for name, value in plain.state_dict().items():
+        assert_same(name, wholes(model)[name], value, 1e-2 if dtype is torch.bfloat16 else 1e-12)
+
+
+def test_parts_can_be_frozen_through_their_modules(ranks: RankPool) -> None:
+    ranks(2).run(_freeze)
+
+
+def _freeze() -> None:
+    model: Any = seeded(Net, ours())
+    model.inner.requires_grad_(False)
+    once(model, INPUTS)
+    frozen = {name for name, param in model.named_parameters() if param.grad is None}
+    assert frozen == {name for name, _ in model.named_parameters() if name.startswith("inner")}
+    model.requires_grad_(True)
+    once(model, INPUTS)
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_gradients_can_be_zeroed_in_place(ranks: RankPool) -> None:
+    ranks(2).run(_zero)
+
+
+def _zero() -> None:
+    model: Any = seeded(Net, ours())
+    once(model, INPUTS)
+    expected = {name: local(param.grad).clone() for name, param in model.named_parameters()}
+    model.zero_grad(set_to_none=False)
+    assert all(not local(param.grad).any() for param in model.parameters())
+    once(model, INPUTS)
+    for name, param in model.named_parameters():
+        assert_same(name, local(param.grad), expected[name])

@@ -1,0 +1,273 @@
+"""The state of modules under `fully_shard`: plain names, `DTensor`s, and everything that reads and writes them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor, Shard
+
+import fsdp
+from tests.helpers.dtensor_twins import assert_same, conv_net, local, ours, torchs, uneven, whole, wholes
+from tests.helpers.models import Wrap
+from tests.helpers.parity import adamw, fully_sharded
+from tests.helpers.ranks import RankPool
+from tests.helpers.twins import once
+
+INPUTS = torch.linspace(-1, 1, 20).view(4, 5)
+
+
+def trained(wrap: Wrap, steps: int = 2, make: Any = uneven) -> tuple[Any, torch.optim.Optimizer]:
+    """Collective. A model and its optimizer after some steps."""
+    model = make(wrap)
+    optimizer = adamw(model.parameters())
+    go_on(model, optimizer, steps)
+    return model, optimizer
+
+
+def go_on(model: Any, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    for step in range(steps):
+        once(model, INPUTS * (step + 1))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def fresh(wrap: Wrap) -> tuple[Any, torch.optim.Optimizer]:
+    """A model with other values, and its optimizer."""
+    model = uneven(wrap, seed=9)
+    return model, adamw(model.parameters())
+
+
+def assert_equal_states(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float | None = None) -> None:
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert_same(name, found[name], value, tolerance)
+
+
+def assert_goes_on_alike(one: tuple[Any, Any], other: tuple[Any, Any], tolerance: float | None = None) -> None:
+    """Collective. Further steps leave the same state."""
+    for model, optimizer in (one, other):
+        go_on(model, optimizer)
+    assert_equal_states(wholes(one[0]), wholes(other[0]), tolerance)
+
+
+# state_dict
+
+
+def test_state_dicts_have_plain_names_and_dtensors(ranks: RankPool) -> None:
+    ranks(3).run(_look_at_state)
+
+
+def _look_at_state() -> None:
+    model, plain = conv_net(ours()), conv_net()
+    state, expected = model.state_dict(), plain.state_dict()
+    assert list(state) == list(expected)
+    params = dict(model.named_parameters())
+    assert list(params) == [name for name, _ in plain.named_parameters()]
+    for name, value in state.items():
+        assert isinstance(value, DTensor) is (name in params), name
+        assert value.shape == expected[name].shape
+        assert name not in params or local(value).data_ptr() == local(params[name]).data_ptr()
+    assert_equal_states(wholes(model), expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("form", ["dtensors", "whole", "whole_float64"])
+def test_loading_a_state_dict(ranks: RankPool, form: str, assign: bool, world_size: int) -> None:
+    if form == "whole_float64" and assign:
+        pytest.skip("a parameter that is assigned has the dtype of the value")
+    ranks(world_size).run(_load, form, assign)
+
+
+def _load(form: str, assign: bool) -> None:
+    source, _ = trained(ours())
+    state = source.state_dict() if form == "dtensors" else wholes(source)
+    if form == "whole_float64":
+        state = {name: value.double() for name, value in state.items()}
+    model, optimizer = fresh(ours())
+    result = model.load_state_dict(state, assign=assign)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    assert_equal_states(wholes(model), wholes(source))
+    before = wholes(source)
+    go_on(model, optimizer)
+    go_on(model, adamw(model.parameters()))
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    assert any(not torch.equal(value, before[name]) for name, value in wholes(model).items())
+    assert_equal_states(wholes(source), before)
+
+
+def test_loading_with_keys_that_are_missing_or_too_many(ranks: RankPool) -> None:
+    ranks(2).run(_load_other_keys)
+
+
+def _load_other_keys() -> None:
+    model, other = uneven(ours()), wholes(uneven(ours(), seed=9))
+    before = wholes(model)
+    state = {name: value for name, value in other.items() if name != "gate.weight"} | {"more": torch.ones(1)}
+    with pytest.raises(RuntimeError, match=r'Missing key.*"gate.weight"[^$]*Unexpected key.*"more"'):
+        model.load_state_dict(state)
+    result = model.load_state_dict(state, strict=False)
+    assert (result.missing_keys, result.unexpected_keys) == (["gate.weight"], ["more"])
+    assert_equal_states(wholes(model), {**other, "gate.weight": before["gate.weight"]})
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_loading_other_shapes(ranks: RankPool, assign: bool) -> None:
+    ranks(2).run(_load_other_shape, assign)
+
+
+def _load_other_shape(assign: bool) -> None:
+    model = uneven(ours())
+    state = {**wholes(model), "gate.weight": torch.ones(4, 3)}
+    with pytest.raises(RuntimeError, match=r"gate.weight"):
+        model.load_state_dict(state, assign=assign)
+    model(INPUTS)
+
+
+# Cut along another dimension
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_states_of_what_is_cut_along_another_dimension(ranks: RankPool, world_size: int, tmp_path: Path) -> None:
+    ranks(world_size).run(_exchange_with_other_cuts, tmp_path)
+
+
+def last_dim(param: nn.Parameter) -> Shard:
+    return Shard(param.dim() - 1)
+
+
+def _exchange_with_other_cuts(folder: Path) -> None:
+    source, optimizer = trained(ours(shard_placement_fn=last_dim))
+    for state in (wholes(source), source.state_dict(), uneven(ours()).state_dict()):
+        model, _ = fresh(ours(shard_placement_fn=last_dim))
+        model.load_state_dict(state)
+        assert_equal_states(wholes(model), {name: whole(value) for name, value in state.items()})
+    assert_equal_states(wholes(copy.deepcopy(source)), wholes(source))
+    dcp.save(_states(source, optimizer), checkpoint_id=folder)
+    other, other_optimizer = fresh(ours())
+    states = _states(other, other_optimizer)
+    dcp.load(states, checkpoint_id=folder)
+    set_model_state_dict(other, states["model"])
+    set_optimizer_state_dict(other, other_optimizer, states["optimizer"])
+    assert_goes_on_alike((other, other_optimizer), (source, optimizer), 1e-5)
+    with pytest.raises(NotImplementedError, match=r"cut along"):
+        fsdp.save(folder / "saved", source)
+
+
+# torch.distributed.checkpoint
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 3), (3, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("direction", ["to_torchs", "from_torchs", "to_ours"])
+def test_distributed_checkpoints_between_ours_and_torchs(
+    ranks: RankPool, direction: str, sizes: tuple[int, int], tmp_path: Path
+) -> None:
+    wraps = {"to_torchs": (ours, torchs), "from_torchs": (torchs, ours), "to_ours": (ours, ours)}[direction]
+    expected = ranks(sizes[0]).run(_save_distributed, wraps[0], tmp_path)[0]
+    ranks(sizes[1]).run(_load_distributed, wraps[1], tmp_path, expected)
+
+
+def _states(model: Any, optimizer: Any) -> dict[str, Any]:
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def _save_distributed(wrap: Any, folder: Path) -> dict[str, Tensor]:
+    """Returns what the model has become after further steps."""
+    model, optimizer = trained(wrap())
+    dcp.save(_states(model, optimizer), checkpoint_id=folder)
+    go_on(model, optimizer)
+    return wholes(model)
+
+
+def _load_distributed(wrap: Any, folder: Path, expected: dict[str, Tensor]) -> None:
+    model, optimizer = fresh(wrap())
+    states = _states(model, optimizer)
+    dcp.load(states, checkpoint_id=folder)
+    set_model_state_dict(model, states["model"])
+    set_optimizer_state_dict(model, optimizer, states["optimizer"])
+    go_on(model, optimizer)
+    assert_equal_states(wholes(model), expected, 1e-5)
+
+
+# Whole states on the host are only on rank 0, so that the others need a broadcast.
+@pytest.mark.parametrize(("cpu_offload", "broadcast"), [(False, False), (False, True), (True, True)])
+def test_full_states_by_torchs_functions(ranks: RankPool, cpu_offload: bool, broadcast: bool) -> None:
+    ranks(2).run(_exchange_full_states, cpu_offload, broadcast)
+
+
+def _exchange_full_states(cpu_offload: bool, broadcast: bool) -> None:
+    source, optimizer = trained(ours())
+    asked = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
+    state = get_model_state_dict(source, options=asked)
+    optimizer_state = get_optimizer_state_dict(source, optimizer, options=asked)
+    assert not any(isinstance(value, DTensor) for value in state.values())
+    given = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    other, other_optimizer = fresh(ours())
+    set_model_state_dict(other, state, options=given)
+    # A copy, since torch's optimizers keep the count of steps that they are given, and would count together.
+    set_optimizer_state_dict(other, other_optimizer, copy.deepcopy(optimizer_state), options=given)
+    assert_goes_on_alike((other, other_optimizer), (source, optimizer))
+
+
+# fsdp.save, fsdp.load and fsdp.load_safetensors
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 3), (3, 1)], ids=str)
+def test_our_checkpoints_at_other_world_sizes(ranks: RankPool, sizes: tuple[int, int], tmp_path: Path) -> None:
+    expected = ranks(sizes[0]).run(_save, ours, tmp_path / "saved")[0]
+    ranks(sizes[1]).run(_load_saved, ours, tmp_path / "saved", expected)
+
+
+@pytest.mark.parametrize("wraps", [(ours, fully_sharded), (fully_sharded, ours)], ids=["to_wrapper", "from_wrapper"])
+def test_our_checkpoints_between_wrapper_and_fully_shard(ranks: RankPool, wraps: Any, tmp_path: Path) -> None:
+    expected = ranks(2).run(_save, wraps[0], tmp_path / "saved")[0]
+    ranks(2).run(_load_saved, wraps[1], tmp_path / "saved", expected)
+
+
+def _options(wrap: Any) -> dict[str, Any]:
+    return {"use_orig_params": True} if wrap is fully_sharded else {}
+
+
+def _save(wrap: Any, folder: Path) -> dict[str, Tensor]:
+    model, optimizer = trained(wrap(**_options(wrap)))
+    fsdp.save(folder, model, optimizer, generators=False)
+    go_on(model, optimizer)
+    return wholes(model)
+
+
+def _load_saved(wrap: Any, folder: Path, expected: dict[str, Tensor]) -> None:
+    model, optimizer = fresh(wrap(**_options(wrap)))
+    fsdp.load(folder, model, optimizer)
+    go_on(model, optimizer)
+    assert_equal_states(wholes(model), expected, 1e-5)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_safetensors_files(ranks: RankPool, world_size: int, tmp_path: Path) -> None:
+    files = pytest.importorskip("safetensors.torch")
+    files.save_file(conv_net().state_dict(), tmp_path / "model.safetensors")
+    ranks(world_size).run(_load_safetensors, tmp_path / "model.safetensors")
+
+
+def _load_safetensors(path: Path) -> None:
+    model, plain = conv_net(ours()), conv_net()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    fsdp.load_safetensors(model, path)
+    assert_equal_states(wholes(model), plain.state_dict())
+    with torch.no_grad():
+        assert torch.equal(model(INPUTS), plain(INPUTS))

@@ -1,0 +1,283 @@
+"""Unusual uses of modules under `fully_shard`: each trains as the plain model does on the ranks' batches together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp.engine.placeholder import Placeholder
+from tests.helpers.dtensor_twins import (
+    Plan,
+    assert_at_rest,
+    assert_same,
+    assert_side_by_side,
+    assert_trains_as_plain,
+    local,
+    ours,
+    seeded,
+    torchs,
+    trained_twins,
+    uneven,
+)
+from tests.helpers.models import Wrap, keep
+from tests.helpers.ranks import RankPool
+from tests.helpers.twins import STEPS, Step, backward_twice, in_eval_mode, score, two_forwards_then_backwards
+
+OPTIONS: list[dict[str, Any]] = [{}, {"reshard_after_forward": False}]
+every_option = pytest.mark.parametrize("options", OPTIONS, ids=["default", "kept"])
+
+
+@every_option
+@pytest.mark.parametrize("step", [*STEPS, in_eval_mode], ids=lambda step: step.__name__)
+def test_every_way_to_step(ranks: RankPool, step: Step, options: dict[str, Any]) -> None:
+    ranks(2).run(assert_trains_as_plain, uneven, step, **options)
+
+
+@pytest.mark.parametrize("steps", [STEPS[:6], STEPS[6:]], ids=["first", "others"])
+@pytest.mark.parametrize(("world_size", "options"), [(3, {}), (4, {"reshard_after_forward": 2})], ids=["3", "4_nearby"])
+def test_ways_to_step_in_turn(ranks: RankPool, world_size: int, options: dict[str, Any], steps: list[Step]) -> None:
+    ranks(world_size).run(assert_trains_as_plain, uneven, *steps, **options)
+
+
+# Which parameters are used
+
+
+class Choosing(nn.Module):
+    """Uses its parts as it is told: once, twice, or not at all."""
+
+    def __init__(self, wrap: Wrap, *, nested: bool = True) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList((wrap if nested else keep)(nn.Linear(5, 5)) for _ in range(3))
+        self.exit = nn.Linear(5, 2)
+        self.spare = nn.Parameter(torch.ones(3))
+
+    def forward(self, inputs: Tensor, order: tuple[int, ...] = (0, 1, 2)) -> Tensor:
+        for number in order:
+            inputs = torch.tanh(self.parts[number](inputs))
+        return self.exit(inputs)
+
+
+def _in_order(order: tuple[int, ...], model: Any, inputs: Tensor) -> None:
+    score(model(inputs, order)).backward()
+
+
+@every_option
+@pytest.mark.parametrize("nested", [True, False], ids=["units", "one_unit"])
+def test_parameters_may_be_used_twice_or_not_at_all(ranks: RankPool, nested: bool, options: dict[str, Any]) -> None:
+    ranks(2).run(_train_orders, nested, options)
+
+
+def _train_orders(nested: bool, options: dict[str, Any]) -> None:
+    steps = [partial(_in_order, order) for order in [(0, 1, 2), (0, 0, 2), (2, 1, 2, 1), (1,)]]
+    twins = trained_twins(partial(seeded, partial(Choosing, nested=nested)), *steps, **options)
+    assert twins.sharded.get_parameter("spare").grad is None
+
+
+def test_unused_parameters_have_no_gradient_as_with_torchs(ranks: RankPool) -> None:
+    ranks(2).run(assert_side_by_side, Plan(make_model=partial(seeded, Choosing), steps=3))
+
+
+def test_a_parameter_may_be_called_for_outside_of_its_modules_forward(ranks: RankPool) -> None:
+    ranks(2).run(assert_trains_as_plain, partial(seeded, Borrowing))
+
+
+class Borrowing(nn.Module):
+    """The root uses a parameter of its own in a module that is not called."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.holder = nn.Linear(5, 5)
+        self.inner = wrap(nn.Linear(5, 3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.inner(inputs @ self.holder.weight.t()) + self.holder.bias.sum()
+
+
+# What modules return
+
+
+@dataclass
+class Result:
+    score: Tensor
+    others: dict[str, list[Tensor]]
+
+
+class Named(NamedTuple):
+    score: Tensor
+    none: None
+
+
+def as_dict(found: Tensor) -> Any:
+    return {"deep": [{"deeper": (found, 1)}], "text": "x"}
+
+
+def as_dataclass(found: Tensor) -> Any:
+    return Result(found, {"all": [found.detach()]})
+
+
+def as_named_tuple(found: Tensor) -> Any:
+    return Named(found, None)
+
+
+def from_dict(result: Any) -> Tensor:
+    return result["deep"][0]["deeper"][0]
+
+
+def by_name(result: Any) -> Tensor:
+    return result.score
+
+
+class Returning(nn.Module):
+    def __init__(self, wrap: Wrap, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.inner = wrap(Packing(pack))
+        self.exit = nn.Linear(4, 3)
+        self.unpack = unpack
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.exit(self.unpack(self.inner(inputs)))
+
+
+class Packing(nn.Linear):
+    def __init__(self, pack: Callable[[Tensor], Any]) -> None:
+        super().__init__(5, 4)
+        self.pack = pack
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.pack(super().forward(inputs))
+
+
+@pytest.mark.parametrize(
+    ("pack", "unpack"),
+    [(as_dict, from_dict), (as_dataclass, by_name), (as_named_tuple, by_name)],
+    ids=lambda f: f.__name__,
+)
+def test_outputs_in_containers(ranks: RankPool, pack: Any, unpack: Any) -> None:
+    ranks(2).run(assert_trains_as_plain, partial(seeded, partial(Returning, pack=pack, unpack=unpack)))
+
+
+def test_units_whose_outputs_need_no_gradient(ranks: RankPool) -> None:
+    ranks(2).run(_train_masking)
+
+
+class Masking(nn.Module):
+    """A unit's output is used without its gradient: nothing of the unit gets one, and its memory is given back."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.mask = wrap(Packing(torch.Tensor.detach))
+        self.inner = wrap(nn.Linear(5, 4))
+        self.exit = nn.Linear(4, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.exit(torch.tanh(self.inner(inputs)) * self.mask(inputs).sigmoid())
+
+
+def _train_masking() -> None:
+    twins = trained_twins(partial(seeded, Masking))
+    assert twins.sharded.get_parameter("mask.weight").grad is None
+
+
+@pytest.mark.parametrize("nested", [True, False], ids=["nested", "one_unit"])
+def test_a_loss_that_leaves_by_an_attribute(ranks: RankPool, nested: bool) -> None:
+    ranks(2).run(assert_trains_as_plain, partial(seeded, partial(Aside, nested=nested)), _step_aside)
+
+
+def test_a_loss_that_leaves_by_an_attribute_as_with_torchs(ranks: RankPool) -> None:
+    ranks(2).run(_compare_aside)
+
+
+class Aside(nn.Module):
+    """Its loss leaves by an attribute; what it returns needs no gradient."""
+
+    def __init__(self, wrap: Wrap, *, nested: bool = True) -> None:
+        super().__init__()
+        self.inner = (wrap if nested else keep)(nn.Linear(5, 4))
+        self.exit = nn.Linear(4, 1)
+        self.loss: list[Tensor] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found = self.exit(torch.tanh(self.inner(inputs)))
+        self.loss = [score(found)]
+        return found.detach()
+
+
+def _step_aside(model: Any, inputs: Tensor) -> None:
+    assert not model(inputs).requires_grad
+    model.loss.pop().backward()
+
+
+def _compare_aside() -> None:
+    found, expected = seeded(Aside, ours()), seeded(Aside, torchs())
+    for model in (found, expected):
+        _step_aside(model, torch.ones(2, 5))
+    for name, param in expected.named_parameters():
+        assert_same(name, local(found.get_parameter(name).grad), local(param.grad))
+    assert_at_rest(found)
+
+
+# What raises in between
+
+
+def test_a_step_after_a_failed_forward(ranks: RankPool) -> None:
+    ranks(2).run(assert_trains_as_plain, uneven, _fail_first)
+
+
+def _fail_first(model: Any, inputs: Tensor) -> None:
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        model(inputs[:, :3])
+    score(model(inputs)).backward()
+
+
+def test_nothing_is_left_whole_by_forwards_without_backward(ranks: RankPool) -> None:
+    ranks(2).run(_forward_only)
+
+
+def _forward_only() -> None:
+    model = uneven(ours())
+    with torch.no_grad():
+        model(torch.ones(2, 5))
+    assert_at_rest(model)
+    model(torch.ones(2, 5))
+    with torch.no_grad():
+        model(torch.ones(2, 5))
+    assert_at_rest(model)
+
+
+# As torch's
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_accumulation_keeps_whole_gradients_until_they_are_reduced(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(_accumulate)
+
+
+def _accumulate() -> None:
+    model: Any = uneven(ours())
+    inputs = torch.ones(2, 5) * (dist.get_rank() + 1)
+    model.set_requires_gradient_sync(False)
+    model(inputs).sum().backward()
+    # Not there yet, and an optimizer that steps now hears why.
+    assert all(isinstance(param.grad, Placeholder) for param in model.parameters())
+    model.set_requires_gradient_sync(True)
+    model(inputs).sum().backward()
+    assert all(isinstance(param.grad, DTensor) for param in model.parameters())
+
+
+@pytest.mark.parametrize("step", [two_forwards_then_backwards, backward_twice], ids=lambda step: step.__name__)
+def test_what_backwards_leave_is_freed(ranks: RankPool, step: Step) -> None:
+    ranks(2).run(_step_and_rest, step)
+
+
+def _step_and_rest(step: Step) -> None:
+    model = uneven(ours())
+    step(model, torch.ones(2, 5))
+    assert_at_rest(model)

@@ -1,0 +1,402 @@
+"""`copy.deepcopy` of wrapped models: each rank copies its shards, and the two models go ways of their own.
+
+With which options is in `test_copies_options`, what a copy costs and how it is used beside its original in
+`test_copies_together`, pickling in `test_pickle`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp import (
+    FullyShardedDataParallel,
+    get_fsdp_instances,
+)
+from tests.helpers.copied_twins import (
+    FLAT,
+    ORIGINAL,
+    UNFLATTENED,
+    Travel,
+    Twins,
+    assert_goes_on_alike,
+    assert_same,
+    every_form,
+    every_travel,
+    handles_of,
+    nested,
+    recurrent,
+    state_of,
+    tied_and_frozen,
+    train,
+)
+from tests.helpers.models import Wrap
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.parity import Alone, MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
+from tests.helpers.ranks import RankPool
+from tests.helpers.twins import batch, score
+
+# Independent, and right
+
+
+@parametrize_pairs(
+    world_size=[2, 3, 4, 1],
+    make_optimizer=[sgd_with_momentum, adamw],
+    options=[FLAT, ORIGINAL, UNFLATTENED],
+    make=[nested, tied_and_frozen, recurrent],
+)
+def test_pain_point_12_a_copy_and_its_original_train_apart_as_plain_models_do(
+    ranks: RankPool,
+    world_size: int,
+    make_optimizer: MakeOptimizer,
+    options: dict[str, Any],
+    make: Callable[[Wrap], nn.Module],
+) -> None:
+    ranks(world_size).run(_train_apart, make, make_optimizer, options)
+
+
+def _train_apart(
+    make: Callable[[Wrap], nn.Module],
+    make_optimizer: MakeOptimizer,
+    options: dict[str, Any],
+    travel: Travel = copy.deepcopy,
+) -> None:
+    first = Twins.of(make, make_optimizer, **options)
+    first.train(0, 1)
+    second = first.copied(travel)
+    second.assert_equal()
+    second.train(2, 3, 4)
+    first.assert_equal()  # what the copy has learned is not in it
+    first.train(5, 6)
+    first.assert_equal()
+    second.assert_equal()
+
+
+@every_form
+def test_a_copy_made_before_the_first_use_trains(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(3).run(_copy_unused, options)
+
+
+def _copy_unused(options: dict[str, Any]) -> None:
+    first = Twins.of(nested, sgd_with_momentum, **options)
+    second = first.copied()
+    for twins in (second, first):
+        twins.train(0, 1)
+        twins.assert_equal()
+
+
+@every_form
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_copy_made_between_forward_and_backward_trains_and_so_does_the_original(
+    ranks: RankPool, options: dict[str, Any], world_size: int
+) -> None:
+    """After a forward the root is still whole."""
+    ranks(world_size).run(_copy_after_forward, options)
+
+
+def _copy_after_forward(options: dict[str, Any]) -> None:
+    first = Twins.of(nested, sgd_with_momentum, **options)
+    first.train(0)
+    loss = score(first.sharded(batch(1, dist.get_rank())))
+    second = first.copied()
+    assert not any(
+        handle.unsharded.full.untyped_storage().nbytes() for handle in handles_of(second.sharded) if handle.is_sharded
+    )
+    loss.backward()
+    for rank in range(dist.get_world_size()):
+        (score(first.plain(batch(1, rank))) / dist.get_world_size()).backward()
+    first.optimize()
+    second.train(2)
+    first.assert_equal()
+    second.assert_equal()
+
+
+@every_form
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_copy_made_in_inference_mode_trains(ranks: RankPool, options: dict[str, Any], world_size: int) -> None:
+    ranks(world_size).run(_copy_in_inference, options)
+
+
+def _copy_in_inference(options: dict[str, Any]) -> None:
+    first = Twins.of(nested, sgd_with_momentum, **options)
+    with torch.inference_mode():
+        first.sharded(batch(0, 0))
+        copied = copy.deepcopy(first.sharded)
+        copied(batch(0, 0))
+    second = Twins(copied, first.plain, (sgd_with_momentum(copied.parameters()), first.optimizers[1]))
+    second.train(0, 1)
+    second.assert_equal()
+
+
+@every_form
+def test_gradients_are_not_copied(ranks: RankPool, options: dict[str, Any]) -> None:
+    """Neither those of a backward nor what is accumulated; the original keeps both."""
+    ranks(3).run(_leave_gradients, options)
+
+
+def _leave_gradients(options: dict[str, Any]) -> None:
+    first = Twins.of(nested, sgd_with_momentum, **options)
+    first.backward(0)
+    with first.sharded.no_sync():
+        score(first.sharded(batch(1, dist.get_rank()))).backward()
+    second = first.copied()
+    assert all(param.grad is None for param in second.sharded.parameters())
+    second.train(2)  # which an optimizer would refuse if something unreduced had come along
+    second.assert_equal()
+    for rank in range(dist.get_world_size()):
+        (score(first.plain(batch(1, rank))) / dist.get_world_size()).backward()
+    first.backward(3)
+    first.optimize()
+    first.assert_equal()
+
+
+@every_form
+def test_what_users_put_in_the_place_of_a_parameter_is_copied(ranks: RankPool, options: dict[str, Any]) -> None:
+    """It is in no shard before the next gather."""
+    ranks(3).run(_copy_replaced, options)
+
+
+def _copy_replaced(options: dict[str, Any]) -> None:
+    first = Twins.of(nested, sgd_with_momentum, **options)
+    first.train(0)
+    for module in (first.sharded.module.module, first.plain):
+        module.entry.weight = nn.Parameter(torch.full((7, 5), 0.25))
+    if "use_orig_params" in options:
+        piece = dict(first.sharded.named_parameters())["exit.bias"]
+        piece.data = torch.full_like(piece, 3.0)
+        first.plain.exit.bias.data.fill_(3.0)
+    Twins(copy.deepcopy(first.sharded), first.plain, first.optimizers).assert_equal()
+    first.assert_equal()
+
+
+# Other things to copy
+
+
+@every_travel
+@every_form
+def test_a_parent_is_copied_with_the_wrapped_models_in_it(
+    ranks: RankPool, travel: Travel, options: dict[str, Any]
+) -> None:
+    ranks(3).run(_copy_parent, travel, options)
+
+
+def _copy_parent(travel: Travel, options: dict[str, Any]) -> None:
+    parent = nn.Sequential(nested(fully_sharded(**options)), nn.Tanh(), FullyShardedDataParallel(nn.Linear(1, 1)))
+    copied = assert_goes_on_alike(parent, sgd_with_momentum, travel)
+    assert len(get_fsdp_instances(copied)) == len(get_fsdp_instances(parent)) == 5
+
+
+@every_form
+def test_a_wrapper_inside_can_be_copied_and_used_by_itself(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(3).run(_copy_inner, options)
+
+
+def _copy_inner(options: dict[str, Any]) -> None:
+    first = Twins.of(nested, sgd_with_momentum, **options)
+    first.train(0)
+    inner, plain = copy.deepcopy((first.sharded.module.module.trunk, first.plain.trunk))
+    second = Twins(inner, plain, (sgd_with_momentum(inner.parameters()), sgd_with_momentum(plain.parameters())))
+    for number in (1, 2):
+        inputs = torch.randn(4, 7, generator=torch.Generator().manual_seed(number))
+        for model in (inner, plain):
+            score(model(inputs)).backward()
+        second.optimize()
+    second.assert_equal()
+    first.train(3)
+    first.assert_equal()
+
+
+@every_travel
+@every_form
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_module_inside_can_be_copied_without_its_wrapper(
+    ranks: RankPool, travel: Travel, options: dict[str, Any], world_size: int
+) -> None:
+    """Its unit comes along, so it gathers as before. At world size 1 pickling is enough; else it has lost its ranks."""
+    if travel is copy.deepcopy or world_size == 1:
+        ranks(world_size).run(_copy_inside, travel, options)
+
+
+def _copy_inside(travel: Travel, options: dict[str, Any]) -> None:
+    first = Twins.of(nested, sgd_with_momentum, **options)
+    first.train(0)
+    first.sharded(batch(1, dist.get_rank()))  # the root shows its weights
+    inner, plain = travel(first.sharded.module.module), copy.deepcopy(first.plain)
+    before = state_of(first.sharded)
+    optimizers = (sgd_with_momentum(inner.parameters()), sgd_with_momentum(plain.parameters()))
+    second = Twins(inner, plain, optimizers)
+    second.train(2, 3)
+    for rank in range(dist.get_world_size()):
+        found = inner(batch(4, rank))
+        torch.testing.assert_close(found, plain(batch(4, rank)), rtol=1e-9, atol=1e-11)
+    assert_same(state_of(first.sharded), before)
+
+
+def test_a_part_of_a_unit_that_is_copied_still_says_that_it_is_sharded(ranks: RankPool) -> None:
+    ranks(3).run(_copy_part)
+
+
+def _copy_part() -> None:
+    model = nested(fully_sharded())
+    entry = copy.deepcopy(model.module.module.entry)
+    with pytest.raises(RuntimeError, match=r"entry\.weight is sharded"):
+        entry(torch.ones(1, 5))
+
+
+class Labelled(FullyShardedDataParallel):
+    def __init__(self, module: nn.Module, label: list[str], **options: Any) -> None:
+        super().__init__(module, **options)
+        self.label = label
+
+
+@every_travel
+def test_a_subclass_is_copied_with_its_attributes(ranks: RankPool, travel: Travel) -> None:
+    ranks(2).run(_copy_subclass, travel)
+
+
+def _copy_subclass(travel: Travel) -> None:
+    model = Labelled(nn.Linear(5, 3), ["encoder"])
+    copied = travel(model)
+    assert type(copied) is Labelled
+    assert copied.label == ["encoder"]
+    assert copied.label is not model.label
+
+
+def test_hooks_of_users_are_copied_and_ours_still_run_around_them(ranks: RankPool) -> None:
+    ranks(2).run(_copy_hooks)
+
+
+class Note:
+    """A hook."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.calls += 1
+
+
+def _copy_hooks() -> None:
+    model, note = nested(fully_sharded()), Note()
+    model.register_forward_hook(note)
+    copied, its_note = copy.deepcopy((model, note))
+    score(copied(batch(0, 0).float())).backward()
+    assert (note.calls, its_note.calls) == (0, 1)
+
+
+@every_form
+def test_a_shallow_copy_shares_everything_as_torchs_does(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(2).run(_copy_shallowly, options)
+
+
+def _copy_shallowly(options: dict[str, Any]) -> None:
+    model = nested(fully_sharded(**options))
+    shallow = copy.copy(model)
+    assert all(one is other for one, other in zip(shallow.parameters(), model.parameters(), strict=True))
+    assert shallow.process_group is model.process_group is dist.group.WORLD
+    train(shallow, sgd_with_momentum(shallow.parameters()), 0)
+    assert_same(state_of(shallow), state_of(model))
+
+
+def test_ranks_of_an_own_group_are_shared_and_no_group_is_copied() -> None:
+    group = Alone()
+    model = nested(fully_sharded(process_group=group))
+    for wrapper in get_fsdp_instances(copy.deepcopy(model)):
+        assert wrapper.process_group is wrapper.process_group_reduce_scatter is group
+
+
+def test_the_copy_of_a_root_may_become_part_of_another_model(ranks: RankPool) -> None:
+    """A root keeps its weights between forward and backward; the copy of one is no root yet."""
+    ranks(2).run(_nest_copy)
+
+
+def _nest_copy() -> None:
+    model = nested(fully_sharded())
+    train(model, sgd_with_momentum(model.parameters()), 0)
+    copied = copy.deepcopy(model)
+    assert (model.reshard_after_forward, copied.reshard_after_forward) == (False, True)
+    outer = FullyShardedDataParallel(nn.Sequential(copied, nn.Linear(1, 1)))
+    train(outer, sgd_with_momentum(outer.parameters()), 0, 1)
+    assert copied.reshard_after_forward
+
+
+class RefusesToLoad(nn.Linear):
+    def _load_from_state_dict(self, *args: Any) -> None:
+        raise KeyError("it has other plans")
+
+
+@every_travel
+def test_a_load_that_was_given_up_does_not_stand_in_the_way(ranks: RankPool, travel: Travel) -> None:
+    """It leaves its unit whole until the next use."""
+    ranks(2).run(_copy_after_failed_load, travel)
+
+
+def _copy_after_failed_load(travel: Travel) -> None:
+    parent = nn.Sequential(FullyShardedDataParallel(nn.Sequential(nn.Linear(5, 5), RefusesToLoad(5, 3))))
+    with pytest.raises(KeyError):
+        parent.load_state_dict({})
+    train(travel(parent), sgd_with_momentum(parent.parameters()), 0)
+
+
+# When it is refused
+
+
+class CopiesItself(nn.Module):
+    """Its forward, or its backward, copies the model that it is in."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.layer, self.where = nn.Linear(5, 5), where
+        self.models: list[nn.Module] = []
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output = self.layer(inputs)
+        if self.where == "forward":
+            self._copy()
+        elif self.where == "backward":
+            output.register_hook(lambda gradient: self._copy())
+        return output
+
+    def _copy(self) -> None:
+        for model in self.models:
+            with pytest.raises(RuntimeError, match="cannot copy the model in the middle of a forward or backward"):
+                copy.deepcopy(model)
+        self.where = "done"
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_copy_in_the_middle_of_a_pass_is_refused_and_the_pass_goes_on(
+    ranks: RankPool, where: str, world_size: int
+) -> None:
+    ranks(world_size).run(_copy_in_the_middle, where)
+
+
+def _copy_in_the_middle(where: str) -> None:
+    module = CopiesItself(where)
+    inner = FullyShardedDataParallel(module)
+    model = FullyShardedDataParallel(nn.Sequential(inner, nn.Linear(5, 1)))
+    module.models += [model, inner, nn.Sequential(model), module]
+    train(model, sgd_with_momentum(model.parameters()), 0, 1)
+    assert module.where == "done"
+
+
+@every_travel
+@every_form
+def test_a_copy_inside_summon_full_params_is_refused(ranks: RankPool, travel: Travel, options: dict[str, Any]) -> None:
+    ranks(2).run(_copy_while_summoned, travel, options)
+
+
+def _copy_while_summoned(travel: Travel, options: dict[str, Any]) -> None:
+    model = nested(fully_sharded(**options))
+    inner = model.module.module.trunk
+    for summoned, copied in ((model, model), (model, inner), (inner, model), (inner, nn.Sequential(model))):
+        with summoned.summon_full_params(), pytest.raises(RuntimeError, match="a copy would hold unsharded parameters"):
+            travel(copied)
+    train(travel(model), sgd_with_momentum(model.parameters()), 0)

@@ -1,0 +1,169 @@
+"""Copies and what is pickled have all that their originals were wrapped with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    auto_wrap,
+    checkpoint_wrapper,
+    enable_wrap,
+    module_wrap_policy,
+)
+from tests.helpers.copied_twins import (
+    FLAT,
+    ORIGINAL,
+    UNFLATTENED,
+    Travel,
+    assert_goes_on_alike,
+    every_travel,
+    handles_of,
+    nested,
+    normed,
+    recurrent,
+    through_pickle,
+    tied_and_frozen,
+    train,
+)
+from tests.helpers.models import Wrap
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.parity import fully_sharded, sgd_with_momentum
+from tests.helpers.ranks import RankPool
+from tests.helpers.twins import batch
+
+
+def checkpointed(wrap: Wrap) -> nn.Module:
+    torch.manual_seed(0)
+    block = wrap(checkpoint_wrapper(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5))))
+    return wrap(nn.Sequential(block, nn.Linear(5, 3)))
+
+
+def auto_wrapped(wrap: Wrap) -> nn.Module:
+    assert isinstance(wrap, partial)
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 3)))
+    with enable_wrap(wrapper_cls=FullyShardedDataParallel, **wrap.keywords):
+        return wrap(auto_wrap(layers, module_wrap_policy({nn.Linear})))
+
+
+class InItsOwnDtype(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs.to(self.weight.dtype)).to(inputs.dtype)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(1.5))  # 0-d, so it goes with any dtype
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * self.factor
+
+
+def partly_ignored(wrap: Wrap) -> nn.Module:
+    torch.manual_seed(0)
+    left, scale = InItsOwnDtype(5, 7), Scaled()
+    layers = nn.Sequential(wrap(nn.Linear(5, 5)), left, nn.Linear(7, 3), scale)
+    return wrap(layers, ignored_modules=[left], ignored_parameters=[scale.factor])  # type: ignore[call-arg]
+
+
+def by_kind(name: str, param: nn.Parameter) -> str:
+    return "matrices" if param.dim() > 1 else "others"
+
+
+def grouped(wrap: Wrap) -> nn.Module:
+    torch.manual_seed(0)
+    return wrap(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)), group_by=by_kind)  # type: ignore[call-arg]
+
+
+BFLOAT16 = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+KEPT = MixedPrecision(param_dtype=torch.bfloat16, full_precision_modules=[nn.BatchNorm1d, nn.LSTM, nn.GRU])
+PRECISIONS = {"full": None, "bfloat16": BFLOAT16, "partly kept": KEPT, "by flags": True}
+
+
+@parametrize_pairs(
+    travel=[copy.deepcopy, through_pickle],
+    world_size=[3, 2, 1, 4],
+    form=[FLAT, ORIGINAL, UNFLATTENED],
+    precision=list(PRECISIONS),
+    offload=[{}, {"offload": "cpu"}, {"offload": "disk"}],
+    reshard=[{}, {"reshard_after_forward": False}],
+    make=[normed, nested, recurrent, tied_and_frozen, checkpointed, auto_wrapped, partly_ignored, grouped],
+)
+def test_a_copy_goes_on_as_its_original_whatever_the_options(
+    ranks: RankPool,
+    tmp_path: Path,
+    travel: Travel,
+    world_size: int,
+    form: dict[str, Any],
+    precision: str,
+    offload: dict[str, Any],
+    reshard: dict[str, Any],
+    make: Callable[[Wrap], nn.Module],
+) -> None:
+    folder = {"offload_folder": tmp_path} if offload.get("offload") == "disk" else {}
+    mixed = {"mixed_precision": PRECISIONS[precision]}
+    ranks(world_size).run(_go_on_alike, make, travel, {**form, **mixed, **offload, **folder, **reshard})
+
+
+def _go_on_alike(make: Callable[[Wrap], nn.Module], travel: Travel, options: dict[str, Any]) -> None:
+    model = make(fully_sharded(**options))
+    copied = assert_goes_on_alike(model, sgd_with_momentum, travel)
+    assert repr(copied) == repr(model)
+    for handle, other in zip(handles_of(copied), handles_of(model), strict=True):
+        assert handle.describe() == other.describe()
+        assert type(handle.flat_param) is type(other.flat_param)
+        assert handle.flat_param.group == other.flat_param.group
+
+
+@every_travel
+def test_buffers_come_back_as_they_were_before_wrapping(ranks: RankPool, travel: Travel) -> None:
+    """What is computed with is rounded to 16 bits; the copy has the originals besides, as the model has."""
+    ranks(2).run(_look_at_buffers, travel)
+
+
+def _look_at_buffers(travel: Travel) -> None:
+    table = normed().state_dict()["table"]
+    assert not torch.equal(table.bfloat16().float(), table)
+    copied = travel(normed(fully_sharded(mixed_precision=BFLOAT16)))
+    inner = copied.module.module
+    assert inner.table.dtype == torch.bfloat16
+    assert inner.block[1].running_mean.dtype == torch.float32  # of a batch norm, which is kept
+    assert torch.equal(copied.state_dict()["table"], table)
+    inner.table.zero_()  # from now on the original is out of date
+    assert torch.equal(travel(copied).state_dict()["table"], torch.zeros(7))
+    assert torch.equal(copied.state_dict()["table"], torch.zeros(7))
+
+
+@every_travel
+@pytest.mark.parametrize("training", [True, False], ids=["copied in train", "copied in eval"])
+def test_a_copy_evaluates_in_full_precision_if_its_original_does(
+    ranks: RankPool, travel: Travel, training: bool
+) -> None:
+    ranks(3).run(_evaluate_in_full, travel, training)
+
+
+def _evaluate_in_full(travel: Travel, training: bool) -> None:
+    policy = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16, full_precision_in_eval=True)
+    model, plain = normed(fully_sharded(mixed_precision=policy)), normed()
+    inputs = batch(0, 0).float()
+    model.train(training)
+    with torch.no_grad():
+        model(inputs)
+        copied = travel(model)
+        assert copied.training is training
+        plain.load_state_dict(copied.state_dict())
+        torch.testing.assert_close(copied.eval()(inputs), plain.eval()(inputs), rtol=1e-5, atol=1e-6)
+        in_training = copied.train()(inputs)
+        assert in_training.dtype == torch.bfloat16
+    train(copied, sgd_with_momentum(copied.parameters()), 1)

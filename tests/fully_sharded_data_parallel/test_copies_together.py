@@ -1,0 +1,155 @@
+"""A copy beside its original: what it costs, when it is freed, and both in one step."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp.distributed.collectives import DirectExchange
+from tests.helpers.copied_twins import (
+    Travel,
+    Twins,
+    assert_same,
+    every_form,
+    every_travel,
+    handles_of,
+    live_bytes,
+    nested,
+    shard_bytes,
+    state_of,
+    train,
+)
+from tests.helpers.parity import fully_sharded, sgd_with_momentum
+from tests.helpers.ranks import RankPool
+from tests.helpers.twins import batch, score
+
+# Memory
+
+
+@pytest.mark.parametrize("used", ["unused", "after a forward", "with accumulated gradients"])
+@every_form
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_copy_costs_its_shards_to_the_byte(
+    ranks: RankPool, world_size: int, options: dict[str, Any], used: str
+) -> None:
+    ranks(world_size).run(_weigh_copy, options, used)
+
+
+def _weigh_copy(options: dict[str, Any], used: str) -> None:
+    model = nested(fully_sharded(**options))
+    if used == "after a forward":
+        model(batch(0, 0).float())
+    if used == "with accumulated gradients":
+        with model.no_sync():
+            score(model(batch(0, 0).float())).backward()
+    copy.deepcopy(model.module.module.gate)  # what torch makes once is not counted
+    between = live_bytes()
+    for source in (model, nn.Sequential(model)):
+        copied = copy.deepcopy(source)
+        taken = live_bytes() - between
+        assert taken == shard_bytes(model)
+        assert next(copied.parameters()).numel() == next(model.parameters()).numel()
+        del copied
+        assert live_bytes() == between
+
+
+@every_travel
+@every_form
+def test_a_copy_that_was_trained_is_freed_when_it_is_dropped(
+    ranks: RankPool, travel: Travel, options: dict[str, Any]
+) -> None:
+    """And its original, when the copy is kept."""
+    ranks(2).run(_drop_copies, travel, options)
+
+
+def _drop_copies(travel: Travel, options: dict[str, Any]) -> None:
+    model: Any = nested(fully_sharded(**options))
+    train(model, sgd_with_momentum(model.parameters()), 0)
+    copied = travel(model)
+    train(copied, sgd_with_momentum(copied.parameters()), 0)
+    gone = [weakref.ref(copied), *map(weakref.ref, copied.parameters())]
+    del copied
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * len(gone)
+    kept = travel(model)
+    gone = [weakref.ref(model), *map(weakref.ref, model.parameters())]
+    del model
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * len(gone)
+    train(kept, sgd_with_momentum(kept.parameters()), 1)
+
+
+# Side by side
+
+
+@every_form
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_student_and_teacher_compute_in_turns_in_one_step(
+    ranks: RankPool, world_size: int, options: dict[str, Any]
+) -> None:
+    ranks(world_size).run(_distill, options)
+
+
+def _distill(options: dict[str, Any]) -> None:
+    torch.set_default_dtype(torch.float64)
+    students = [nested(fully_sharded(**options)), nested()]
+    teachers = [copy.deepcopy(student).requires_grad_(False) for student in students]
+    optimizers = sgd_with_momentum(students[0].parameters()), sgd_with_momentum(students[1].parameters())
+    student = Twins(students[0], students[1], optimizers)
+    world = dist.get_world_size()
+    for number in range(4):
+        _loss(student.sharded, teachers[0], batch(number, dist.get_rank())).backward()
+        for rank in range(world):
+            (_loss(student.plain, teachers[1], batch(number, rank)) / world).backward()
+        student.optimize()
+    student.assert_equal()
+    assert_same(state_of(teachers[0]), dict(nested().state_dict()))
+
+
+def _loss(student: nn.Module, teacher: nn.Module, inputs: Tensor) -> Tensor:
+    early, wanted, late = student(inputs), teacher(inputs.cos()), student(inputs.sin())
+    return ((early - wanted) * (late - teacher(inputs))).square().mean()
+
+
+def test_one_backward_goes_through_both(ranks: RankPool) -> None:
+    ranks(3).run(_train_both)
+
+
+def _train_both() -> None:
+    torch.set_default_dtype(torch.float64)
+    twins = Twins.of(nested, sgd_with_momentum)
+    other = twins.copied()
+    for number in range(3):
+        inputs = batch(number, dist.get_rank())
+        score(twins.sharded(inputs) * other.sharded(inputs.sin())).backward()
+        for rank in range(dist.get_world_size()):
+            product = twins.plain(batch(number, rank)) * other.plain(batch(number, rank).sin())
+            (score(product) / dist.get_world_size()).backward()
+        twins.optimize()
+        other.optimize()
+    twins.assert_equal()
+    other.assert_equal()
+
+
+@every_travel
+def test_messages_of_a_copy_have_tags_of_their_own(ranks: RankPool, travel: Travel) -> None:
+    ranks(2).run(_compare_tags, travel)
+
+
+def _compare_tags(travel: Travel) -> None:
+    model = nested(fully_sharded())
+    model(batch(0, 0).float())
+    models = [model, travel(model), travel(model), nested(fully_sharded())]
+    for each in models:
+        each(batch(0, 0).float())
+    handles = [handle for each in models for handle in handles_of(each)]
+    assert len({handle.comm for handle in handles}) == 1
+    assert isinstance(handles[0].comm, DirectExchange)
+    assert len({handle.tag for handle in handles}) == len(handles)

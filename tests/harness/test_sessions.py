@@ -1,0 +1,114 @@
+"""`--sessions N`: files of tests run side by side, and one report looks as if one session had run them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.paths import ROOT
+
+# A file of tests that wait for each other, so that they pass only if another session runs the other file meanwhile.
+MEETING = """
+import os, pathlib, time, pytest
+def test_meets_the_other():
+    here = pathlib.Path("{own}.met")
+    here.write_text(str(os.getpid()))
+    deadline = time.monotonic() + 30
+    while not pathlib.Path("{other}.met").exists():
+        assert time.monotonic() < deadline
+def test_second(): pass
+"""
+
+
+def report_of(folder: Path, files: Mapping[str, str], *options: str) -> tuple[str, int]:
+    """Run these files with pytest; what it says, and its exit status."""
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.helpers.sessions", "-p", "no:cacheprovider", *options]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
+    (folder / "pytest.ini").write_text("[pytest]")
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    return done.stdout + done.stderr, done.returncode
+
+
+def test_files_run_side_by_side_in_processes_of_their_own(tmp_path: Path) -> None:
+    files = {f"test_{own}.py": MEETING.format(own=own, other=other) for own, other in ("ab", "ba")}
+    report, status = report_of(tmp_path, files, "--sessions=2")
+    assert status == 0, report
+    assert "collected 4 items" in report
+    assert "4 passed" in report
+    for shown in ("test_a.py .. ", "test_b.py .. ", "50%", "100%"):
+        assert shown in report, report  # one line for a file, though both were at work
+    first, second = ((tmp_path / f"{own}.met").read_text() for own in "ab")
+    assert first != second
+
+
+FAILING = """
+import pytest, warnings
+@pytest.fixture(scope="session", autouse=True)
+def whole():
+    yield
+    open("ended.{own}", "w")
+@pytest.fixture(scope="module", autouse=True)
+def file():
+    open("made", "a").write("{own}")
+class Odd(UserWarning):
+    def __init__(self, one, two): super().__init__(one + two)
+def test_passes(): warnings.warn(Odd("odd", "{own}"))
+def test_fails(): print("printed by {own}"); assert 1 + 1 == 3
+def test_skips(): pytest.skip("for {own}")
+"""
+
+
+def test_failures_output_skips_warnings_and_durations_are_shown_as_ever(tmp_path: Path) -> None:
+    files = {f"test_{own}.py": FAILING.format(own=own) for own in "abc"}
+    report, status = report_of(tmp_path, files, "--sessions=2", "-ra", "--durations=1", "-vv")
+    assert status == 1, report
+    assert "3 failed, 3 passed, 3 skipped, 3 warnings" in report
+    assert "slowest 1 durations" in report
+    for own in "abc":
+        for expected in (f"printed by {own}", f"for {own}", f"odd{own}", f"FAILED test_{own}.py::test_fails"):
+            assert expected in report, report
+    assert "assert (1 + 1) == 3" in report
+    assert "PASSED" in report
+    assert sorted((tmp_path / "made").read_text()) == ["a", "b", "c"], "fixtures of files are made once"
+    assert list(tmp_path.glob("ended.*")), "fixtures of sessions are torn down"
+
+
+DYING = """
+import os
+
+def test_before(): pass
+def test_dies(): os._exit(7)
+def test_after(): pass
+"""
+
+
+def test_a_session_that_dies_fails_its_test_and_what_it_leaves_behind_is_told(tmp_path: Path) -> None:
+    files = {"test_a.py": DYING, "test_b.py": "def test_other(): pass"}
+    report, status = report_of(tmp_path, files, "--sessions=2")
+    assert status == 1, report
+    assert "FAILED test_a.py::test_dies - the session that ran it ended with status 7" in report
+    assert "1 failed, 2 passed" in report
+    assert "1 tests have not been run, since sessions died; one is test_a.py::test_after" in report
+
+
+@pytest.mark.parametrize("options", [("--sessions=2", "-x"), ("--sessions=1",), ()], ids=" ".join)
+def test_without_it_or_with_x_there_is_one_session(tmp_path: Path, options: tuple[str, ...]) -> None:
+    report, status = report_of(tmp_path, {f"test_{own}.py": PARENT for own in "ab"}, *options)
+    assert status == 0, report
+    assert "2 passed" in report
+
+
+PARENT = "import os\nhere = os.getpid()\ndef test_runs_where_it_was_collected(): assert os.getpid() == here"
+
+
+def test_a_wrong_number_is_refused(tmp_path: Path) -> None:
+    report, status = report_of(tmp_path, {"test_a.py": PARENT, "test_b.py": PARENT}, "--sessions=few")
+    assert status == pytest.ExitCode.USAGE_ERROR, report
+    assert "--sessions takes a number or 'auto', got 'few'" in report

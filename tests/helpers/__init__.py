@@ -1,0 +1,1 @@
+"""The tests share these modules: the harness of ranks, models, twins to compare with, and files to read."""

@@ -1,0 +1,121 @@
+"""A model wrapped and the same model plain, in step, while users change their parameters in the middle of training.
+
+In float64, so that nothing is hidden by rounding. A new value that is assigned to the wrapped model is copied into the
+plain one: there, assigning would leave the optimizer with the old parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp.engine.handle import Phase
+from fsdp.engine.names import clean_name
+from tests.helpers.models import Wrap, keep, nested_mlp
+from tests.helpers.parity import fully_sharded
+from tests.helpers.twins import batch, score
+
+# What optimizers see: one vector per unit, this rank's piece of each parameter, a vector per parameter.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "flat": {},
+    "pieces": {"use_orig_params": True},
+    "unflattened": {"flatten_parameters": False},
+}
+
+
+def momentum(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in params if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+def adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in params if p.requires_grad], lr=1e-2, weight_decay=0.1)
+
+
+def find(model: nn.Module, path: str) -> Any:
+    """The user's module of this plain name."""
+    return {clean_name(name): module for name, module in model.named_modules()}[path]
+
+
+class Twins:
+    """A wrapped model and its plain twin, each with an optimizer of one making."""
+
+    def __init__(
+        self,
+        layout: str = "flat",
+        make: Callable[[Wrap], nn.Module] = nested_mlp,
+        make_optimizer: Callable[[Any], torch.optim.Optimizer] = momentum,
+        *,
+        dtype: torch.dtype = torch.float64,
+        **options: Any,
+    ) -> None:
+        torch.set_default_dtype(dtype)
+        self.sharded, self.plain = make(fully_sharded(**LAYOUTS[layout], **options)), make(keep)
+        self.number, self.is_tight = 0, dtype is torch.float64
+        self.new_optimizers(make_optimizer)
+
+    @property
+    def models(self) -> tuple[nn.Module, nn.Module]:
+        return self.sharded, self.plain
+
+    def new_optimizers(self, make_optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
+        self.optimizers = [make_optimizer(model.parameters()) for model in self.models]
+
+    def backward(self, *, sync: bool = True) -> None:
+        """Collective. Add the next batch's gradients in both; the losses agree."""
+        world = dist.get_world_size()
+        self.number += 1
+        dtype = next(self.plain.parameters()).dtype
+        with nullcontext() if sync else self.sharded.no_sync():  # type: ignore[operator]
+            found = score(self.sharded(batch(self.number, dist.get_rank()).to(dtype)))
+            found.backward()
+        for rank in range(world):
+            expected = score(self.plain(batch(self.number, rank).to(dtype)))
+            (expected / world).backward()
+            if rank == dist.get_rank():
+                self._assert_close(found, expected, "loss")
+
+    def optimize(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        self.backward()
+        self.optimize()
+
+    def train(self, change: Callable[[], Any], *, whole: bool = False) -> None:
+        """Collective. Steps, the change, more steps; `whole` makes it while units wait with whole parameters."""
+        self.step()
+        self.step()
+        if whole:
+            self.backward(sync=False)
+            phases = {handle.phase for unit in self.sharded._units() for handle in unit.handles}  # type: ignore[operator]
+            assert phases == {Phase.UNSHARDED}
+        change()
+        for _ in range(3):
+            self.step()
+        self.assert_same()
+
+    def assign(self, path: str, value: Tensor, requires_grad: bool = True) -> None:
+        """Replace a parameter of the wrapped model, and copy the value into the plain one."""
+        module, _, name = path.rpartition(".")
+        setattr(find(self.sharded, module), name, nn.Parameter(value.clone(), requires_grad))
+        with torch.no_grad():
+            self.plain.get_parameter(path).copy_(value)
+
+    def assert_same(self) -> None:
+        """Collective. Names, dtypes and values of the whole states agree."""
+        found, expected = self.sharded.state_dict(), self.plain.state_dict()
+        assert list(found) == list(expected)
+        for name, value in expected.items():
+            self._assert_close(found[name], value, name)
+
+    def _assert_close(self, found: Tensor, expected: Tensor, name: str) -> None:
+        assert found.dtype is expected.dtype, name
+        rtol, atol = (1e-9, 1e-11) if self.is_tight else (1e-5, 1e-5)
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, msg=lambda text: f"{name}: {text}")

@@ -1,0 +1,305 @@
+"""Ours and torch's `fully_shard` side by side, and ours beside a plain twin.
+
+Both cut parameters alike, so weights and gradients are compared part by part on every rank, without a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchsPolicy
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+import fsdp
+from fsdp import TrainingState
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.unit import Unit, unit_of
+from tests.helpers.models import Wrap, keep
+from tests.helpers.parity import REGRESSION, MakeModel, MakeOptimizer, Task, sgd_with_momentum
+from tests.helpers.twins import Step, Twins, once
+
+FullyShard = Callable[..., Any]
+ROUNDING = 1e-10  # of float64 sums in another order, relative to the largest element
+
+
+def adamw_one_by_one(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, foreach=False)
+
+
+def adamw_at_once(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, foreach=True)
+
+
+# Sharding
+
+
+def ours(**options: Any) -> Wrap:
+    """Our `fully_shard`, with what `_translated` knows in words."""
+    return _wrap(fsdp.fully_shard, fsdp.MixedPrecisionPolicy, options)
+
+
+def torchs(**options: Any) -> Wrap:
+    """torch's, with the same words; it cannot offload without an accelerator, so it doesn't."""
+    options.pop("offload_policy", None)
+    return _wrap(torchs_fully_shard, TorchsPolicy, options)
+
+
+def _wrap(fully_shard: FullyShard, policy: Any, options: dict[str, Any]) -> Wrap:
+    found = dict(options)
+    if "mp_policy" in found:
+        found["mp_policy"] = policy(**found["mp_policy"])
+    if "mesh" in found:
+        found["mesh"] = mesh_of(*found["mesh"])
+
+    def wrap(module: nn.Module) -> nn.Module:
+        sharded: nn.Module = fully_shard(module, **found)
+        return sharded
+
+    return wrap
+
+
+def mesh_of(*shape: int) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+def last_dim_if_even(param: nn.Parameter) -> Shard | None:
+    """A placement that torch's has too: even along the last dimension."""
+    return Shard(param.dim() - 1) if param.shape[-1] % dist.get_world_size() == 0 else None
+
+
+# Models
+
+
+class Uneven(nn.Module):
+    """A perceptron of units that divide by nothing, with dimensions of 1, 2 and 3."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.25]))
+        self.entry = nn.Linear(5, 7)
+        core = wrap(nn.Sequential(nn.Linear(11, 3), nn.PReLU()))
+        self.trunk = wrap(nn.Sequential(nn.Linear(7, 11, bias=False), nn.Tanh(), core))
+        self.gate = wrap(nn.Linear(3, 2, bias=False))
+        self.exit = nn.Linear(3, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.trunk(torch.tanh(self.entry(inputs)))
+        return self.exit(hidden * torch.sigmoid(self.gate(hidden)).sum(1, keepdim=True) * self.scale)
+
+
+class ConvNet(nn.Module):
+    """Convolutions with batch norm, over inputs of five elements."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        layers = [nn.Conv1d(1, 6, 3, padding=1), nn.Conv1d(6, 5, 3, padding=1)]
+        self.layers = nn.ModuleList(wrap(self._layer(conv)) for conv in layers)
+        self.exit = nn.Linear(5, 1)
+
+    @staticmethod
+    def _layer(conv: nn.Conv1d) -> nn.Module:
+        # Without conv bias: batch norm takes it out again, so that its gradient is nothing but rounding.
+        conv.register_parameter("bias", None)
+        return nn.Sequential(conv, nn.BatchNorm1d(conv.out_channels), nn.ReLU())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = inputs.unsqueeze(1)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.exit(hidden.mean(2))
+
+
+def seeded(make: MakeModel, wrap: Wrap = keep, seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return wrap(make(wrap))
+
+
+def uneven(wrap: Wrap = keep, *, seed: int = 0) -> nn.Module:
+    return seeded(Uneven, wrap, seed)
+
+
+def conv_net(wrap: Wrap = keep) -> nn.Module:
+    return seeded(ConvNet, wrap)
+
+
+# Training side by side
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What both train, and how."""
+
+    make_model: MakeModel
+    make_optimizer: MakeOptimizer = sgd_with_momentum
+    task: Task = REGRESSION
+    steps: int = 10
+    rows: int = 2
+    accumulate: int = 1
+    sync_each: bool = False  # also reduce after the batches of a step that are not its last
+    clip: float | None = None
+    before_step: Callable[[Any, int], None] | None = None
+
+
+@dataclass
+class Trained:
+    """What a rank has seen of a training: its losses, and its parts of gradients and weights."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def train(plan: Plan, wrap: Wrap) -> Trained:
+    """Collective. Train under one `fully_shard`, each rank on its own batches."""
+    model: Any = plan.make_model(wrap)
+    optimizer = plan.make_optimizer(model.parameters())
+    found = Trained()
+    for step in range(plan.steps):
+        if plan.before_step is not None:
+            plan.before_step(model, step)
+        for turn in range(plan.accumulate):
+            if plan.accumulate > 1:
+                model.set_requires_gradient_sync(plan.sync_each or turn == plan.accumulate - 1)
+            generator = torch.Generator().manual_seed(1000 * step + 10 * turn + dist.get_rank())
+            inputs, targets = plan.task.batch(generator, plan.rows)
+            outputs, targets = model(_like_weights(inputs)), _like_weights(targets)
+            loss = plan.task.loss(outputs.to(torch.get_default_dtype()), targets)
+            loss.backward()
+            found.losses.append(loss.item())
+        if plan.clip is not None:
+            found.norms.append(float(whole(nn.utils.clip_grad_norm_(model.parameters(), plan.clip))))
+        found.gradients.append({name: _copied(param.grad) for name, param in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    found.weights = {name: local(value).clone() for name, value in model.state_dict().items()}
+    return found
+
+
+def _like_weights(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.get_default_dtype()) if tensor.is_floating_point() else tensor
+
+
+def _copied(grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else local(grad).clone()
+
+
+def assert_side_by_side(
+    plan: Plan, *, unlike: dict[str, Any] | None = None, tolerance: float | None = None, **options: Any
+) -> None:
+    """Collective. Ours trains as torch's does: the same losses, norms, gradients and weights on this rank.
+
+    Bit for bit at one and two ranks, where sums have one order; in float64 and but for rounding at more, or within a
+    `tolerance`, relative to the largest element. `unlike` are options that only ours is given.
+    """
+    if tolerance is None and dist.get_world_size() > 2:
+        torch.set_default_dtype(torch.float64)
+        tolerance = ROUNDING
+    expected, found = train(plan, torchs(**options)), train(plan, ours(**{**options, **(unlike or {})}))
+    assert_same("losses", torch.tensor(found.losses), torch.tensor(expected.losses), tolerance)
+    assert_same("norms", torch.tensor(found.norms), torch.tensor(expected.norms), tolerance)
+    for step, (mine, theirs) in enumerate(zip(found.gradients, expected.gradients, strict=True)):
+        assert list(mine) == list(theirs)
+        for name, gradient in theirs.items():
+            assert_same(f"gradient of {name} in step {step}", mine[name], gradient, tolerance)
+    assert list(found.weights) == list(expected.weights)
+    for name, value in expected.weights.items():
+        assert_same(name, found.weights[name], value, tolerance)
+
+
+def assert_same(what: str, found: Tensor | None, expected: Tensor | None, tolerance: float | None = None) -> None:
+    """Equal tensors, or both None: to the last bit, or within a `tolerance` relative to the largest element."""
+    assert (found is None) is (expected is None), f"{what}: {found} against {expected}"
+    if found is None or expected is None:
+        return
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype), what
+    if tolerance is None or not found.is_floating_point():
+        assert torch.equal(found, expected), f"{what}: {found} against {expected}"
+    elif found.numel():
+        distance = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-3))
+        assert distance <= tolerance, f"{what} is {distance:.1e} away: {found} against {expected}"
+
+
+# Ours beside a plain twin
+
+
+class RowTwins(Twins):
+    """A model under our `fully_shard`, and the same one plain, which take the same steps."""
+
+    @classmethod
+    def of(cls, make: Callable[[Wrap], nn.Module], **options: Any) -> RowTwins:
+        torch.set_default_dtype(torch.float64)
+        return cls(make(ours(**options)), make(keep))
+
+    def assert_equal(self) -> None:
+        assert_at_rest(self.sharded)
+        self.share_plain()
+        found, expected = wholes(self.sharded), self.plain.state_dict()
+        assert list(found) == list(expected)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def assert_trains_as_plain(make: Callable[[Wrap], nn.Module], *steps: Step, **options: Any) -> None:
+    """As `trained_twins`, for bodies of tests."""
+    trained_twins(make, *steps, **options)
+
+
+def trained_twins(make: Callable[[Wrap], nn.Module], *steps: Step, **options: Any) -> RowTwins:
+    """Collective. Two rounds of the given steps, and three at least, leave the same weights sharded and plain."""
+    twins, steps = RowTwins.of(make, **options), steps or (once,)
+    before = {name: value.clone() for name, value in twins.plain.state_dict().items()}
+    for number in range(max(3, 2 * len(steps))):
+        twins.step(number, steps[number % len(steps)])
+    twins.assert_equal()
+    assert any(not torch.equal(value, before[name]) for name, value in twins.plain.state_dict().items())
+    return twins
+
+
+# Looking inside
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Collective. The whole of a `DTensor`."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def wholes(model: nn.Module) -> dict[str, Tensor]:
+    """Collective. The state in whole tensors of their own."""
+    return {name: whole(value).clone() for name, value in model.state_dict().items()}
+
+
+def units(model: nn.Module) -> Iterator[Unit]:
+    return filter(None, map(unit_of, model.modules()))
+
+
+def handles(model: nn.Module) -> list[FlatParamHandle]:
+    return [handle for unit in units(model) for handle in unit.handles]
+
+
+def is_whole(model: nn.Module) -> bool:
+    """Whether any of its own parameters takes the memory of the whole."""
+    unit = unit_of(model)
+    assert unit is not None
+    return any(handle.unsharded.full.untyped_storage().nbytes() > 0 for handle in unit.handles if handle.is_sharded)
+
+
+def assert_at_rest(model: nn.Module) -> None:
+    """Between steps every unit is idle, no whole parameter has memory, and modules list `DTensor`s."""
+    for unit in units(model):
+        assert unit.state is TrainingState.IDLE
+        assert not is_whole(unit.module), f"{unit.name} is whole between steps"
+    assert all(isinstance(param, DTensor) for param in model.parameters())

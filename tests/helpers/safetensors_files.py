@@ -1,0 +1,62 @@
+"""What tests of safetensors files share: files with the state of a model, and a count of what is read of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from fsdp import get_fsdp_instances
+from tests.helpers.models import nested_mlp
+
+
+def save(folder: Path, state: dict[str, Tensor], files: int = 1) -> Path:
+    """A state in one file, or spread over several with an index."""
+    names = list(state)
+    if files == 1:
+        save_file(state, folder / "model.safetensors")
+        return folder
+    places = {name: f"part-{number % files}.safetensors" for number, name in enumerate(names)}
+    for file in set(places.values()):
+        save_file({name: state[name] for name in names if places[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return folder
+
+
+def other_values() -> dict[str, Tensor]:
+    """A state of `nested_mlp` that no model is made with."""
+    return nested_mlp(seed=1).state_dict()
+
+
+def assert_equal_states(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@contextmanager
+def counted_reads() -> Iterator[list[int]]:
+    """The bytes of each read."""
+    sizes: list[int] = []
+
+    def preadv(fd: int, buffers: list[Any], offset: int, do: Callable[..., int] = os.preadv) -> int:
+        sizes.append(do(fd, buffers, offset))
+        return sizes[-1]
+
+    with mock.patch("os.preadv", preadv):
+        yield sizes
+
+
+def shard_bytes(model: nn.Module) -> int:
+    """Of this rank's parameters, without padding."""
+    handles = [handle for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]
+    kept = [(handle, handle.layout.intervals(handle.comm.rank)) for handle in handles]
+    return sum(each.numel * handle.flat_param.element_size() for handle, intervals in kept for each in intervals)

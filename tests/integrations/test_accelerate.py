@@ -1,0 +1,329 @@
+"""`fsdp.accelerate.Accelerator`, by the recipes of docs/hugging_face.md: it trains as one process on all the data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp
+from fsdp import ShardedGradScaler, fully_shard
+from tests.helpers.hugging_face import (
+    FORMS,
+    PATIENCE,
+    TOKENS,
+    as_launched,
+    from_pretrained,
+    logits,
+    made,
+    needs,
+    plain_of,
+    recipe,
+    rows,
+    sharded,
+    whole_state,
+)
+from tests.helpers.ranks import RankPool
+from tests.helpers.safetensors_files import assert_equal_states
+
+pytestmark = needs("transformers", "accelerate")
+
+ROWS, BATCH, TURNS = 24, 2, 2  # in the data set, in a rank's batch, and batches in a step
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+
+def scheduler_of(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def loader() -> Any:
+    return torch.utils.data.DataLoader(rows(ROWS), batch_size=BATCH)  # type: ignore[arg-type]
+
+
+def train_plain(model: Any) -> None:
+    """What the recipe does, on the ranks' batches put together."""
+    optimizer, size = optimizer_of(model), dist.get_world_size()
+    scheduler = scheduler_of(optimizer)
+    tokens = torch.stack([row["input_ids"] for row in rows(ROWS)])
+    for batch in tokens.split(BATCH * TURNS * size):
+        model(input_ids=batch, labels=batch).loss.backward()
+        assert nn.utils.clip_grad_norm_(model.parameters(), 0.2) > 0.2
+        optimizer.step()
+        optimizer.zero_grad()
+        for _ in range(size):  # accelerate has schedules count batches, of all ranks
+            scheduler.step()
+
+
+def prepared_parts(model: nn.Module) -> tuple[Any, ...]:
+    optimizer = optimizer_of(model)
+    return model, optimizer, scheduler_of(optimizer), loader()
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# Training
+
+
+@pytest.mark.parametrize(
+    ("size", "family", "form"), [(2, "llama", "flat"), (3, "gpt2", "original"), (2, "gpt2", "fully_shard")]
+)
+def test_the_recipe_trains_evaluates_and_exports(
+    ranks: RankPool, tmp_path: Path, size: int, family: str, form: str
+) -> None:
+    ranks(size, timeout=PATIENCE).run(_follow_recipe, tmp_path, family, form)
+
+
+def _follow_recipe(folder: Path, family: str, form: str) -> None:
+    from fsdp.accelerate import Accelerator
+
+    code, model, plain = recipe("accelerated"), sharded(family, form), made(family)[0]
+    with as_launched():
+        accelerator = Accelerator(gradient_accumulation_steps=TURNS)
+        assert code.train(accelerator, *prepared_parts(model), max_norm=0.2) is model
+        train_plain(plain)
+        assert_close(whole_state(model), plain.state_dict())
+        data = torch.utils.data.DataLoader(rows(7, seed=1), batch_size=1)  # type: ignore[arg-type]
+        found = code.evaluate(accelerator, model, data)
+        code.export(accelerator, model, folder)
+        expected = logits(model)
+    tokens = torch.stack([row["input_ids"] for row in rows(7, seed=1)])
+    torch.testing.assert_close(found, plain.eval()(input_ids=tokens, labels=tokens).loss.detach())
+    if dist.get_rank() == 0:
+        assert torch.equal(logits(from_pretrained(family, folder)), expected)
+
+
+def test_with_accelerates_own_accelerator_by_hand(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, timeout=PATIENCE).run(_by_hand, tmp_path / "run")
+
+
+def _by_hand(folder: Path) -> None:
+    import accelerate
+
+    model, plain = sharded("llama"), made("llama")[0]
+    with as_launched():
+        accelerator = accelerate.Accelerator(gradient_accumulation_steps=TURNS)
+        assert recipe("plain_accelerate").train(accelerator, *prepared_parts(model), folder, max_norm=0.2) is model
+    train_plain(plain)
+    assert_close(model.state_dict(), plain.state_dict())
+    again = sharded("llama", seed=1)
+    loaded = fsdp.load(folder, again, optimizer_of(again))
+    assert loaded.values["last_epoch"] == 2 * ROWS // (BATCH * TURNS * 2)
+    assert_equal_states(again.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("form", [*FORMS, "fully_shard"])
+def test_batches_that_are_accumulated_are_not_reduced(ranks: RankPool, form: str) -> None:
+    ranks(2, timeout=PATIENCE).run(_accumulate, form)
+
+
+def _accumulate(form: str) -> None:
+    from fsdp.accelerate import Accelerator
+
+    batch = next(iter(loader()))
+    with as_launched():
+        accelerator = Accelerator(gradient_accumulation_steps=2)
+        model = accelerator.prepare(sharded("llama", form))
+        optimizer = optimizer_of(model)
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+        with pytest.raises(RuntimeError, match="are not reduced"):
+            optimizer.step()  # accelerate's own would have waited
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+        optimizer.step()
+
+
+def test_bf16_computes_under_autocast_and_a_plain_model_is_treated_as_ever(ranks: RankPool) -> None:
+    ranks(2, timeout=PATIENCE).run(_autocast)
+
+
+def _autocast() -> None:
+    from fsdp.accelerate import Accelerator
+
+    with as_launched():
+        accelerator = Accelerator(mixed_precision="bf16")
+        plain = accelerator.prepare(made("llama")[0])
+        assert isinstance(plain, nn.parallel.DistributedDataParallel)
+        expected = logits(plain)
+        assert not torch.equal(expected, logits(made("llama")[0]))
+        for form in (*FORMS, "fully_shard"):
+            model = accelerator.prepare(sharded("llama", form))
+            assert accelerator.prepare(model) is model  # and not cast twice
+            found = logits(model)
+            assert found.dtype is torch.float32
+            assert torch.equal(found, expected)
+        assert_equal_states(accelerator.get_state_dict(plain), made("llama")[0].state_dict())
+
+
+# Saving
+
+
+@pytest.mark.parametrize(("form", "other"), [("flat", "original"), ("fully_shard", "flat")])
+def test_a_state_is_loaded_by_another_number_of_ranks(ranks: RankPool, tmp_path: Path, form: str, other: str) -> None:
+    saved = ranks(2, timeout=PATIENCE).run(_save_state, tmp_path / "run", form)[0]
+    ranks(3, timeout=PATIENCE).run(_load_state, tmp_path / "run", other, saved)
+
+
+def _save_state(folder: Path, form: str) -> dict[str, Any]:
+    from fsdp.accelerate import Accelerator
+
+    model = sharded("llama", form)
+    with as_launched():
+        accelerator = Accelerator()
+        recipe("accelerated").train(accelerator, *prepared_parts(model))
+        seen: list[nn.Module] = []
+
+        def look(models: list[nn.Module], weights: list[Any], folder: str) -> None:
+            seen.extend(models)
+            (Path(folder) / "note").touch()
+
+        accelerator.register_save_state_pre_hook(look)
+        for _ in range(2):  # the second replaces the first
+            accelerator.save_state(folder)
+            dist.barrier()
+        assert seen == [model, model]
+    assert not list(folder.glob("*optimizer*.bin"))  # of one rank's part
+    assert not list(folder.glob("pytorch_model*"))
+    return {name: value.clone() for name, value in whole_state(model).items()} | {
+        "lr": accelerator._schedulers[0].get_lr()
+    }
+
+
+def _load_state(folder: Path, form: str, saved: dict[str, Any]) -> None:
+    from fsdp.accelerate import Accelerator
+
+    rate = saved.pop("lr")
+    model = sharded("llama", form, seed=1)
+    optimizer = optimizer_of(model)
+    with as_launched():
+        accelerator = Accelerator()
+        accelerator.prepare(model, optimizer, scheduler_of(optimizer))
+        accelerator.load_state(folder)
+        assert accelerator._schedulers[0].get_lr() == rate
+    assert_equal_states(model.state_dict(), saved)
+    parts = [optimizer.state[param]["momentum_buffer"] for param in model.parameters() if param.numel()]
+    assert all(part.abs().sum() > 0 for part in parts)
+    assert optimizer.param_groups[0]["lr"] != 0.5
+
+
+def test_several_optimizers_are_saved_and_loaded(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, timeout=PATIENCE).run(_save_two_optimizers, tmp_path)
+
+
+def _save_two_optimizers(folder: Path) -> None:
+    from fsdp.accelerate import Accelerator
+
+    with as_launched():
+        accelerator = Accelerator()
+        model = sharded("llama", "original")
+        params = list(model.parameters())
+        first, second = torch.optim.SGD(params[::2], lr=0.1, momentum=0.9), torch.optim.Adam(params[1::2], lr=0.1)
+        model, first, second = accelerator.prepare(model, first, second)
+        accelerator.backward(model(input_ids=TOKENS, labels=TOKENS).loss)
+        for optimizer in (first, second):
+            optimizer.step()
+        accelerator.save_state(folder)
+        momenta = [state["momentum_buffer"].clone() for state in first.optimizer.state.values()]
+        for state in first.optimizer.state.values():
+            state["momentum_buffer"].zero_()
+        accelerator.load_state(folder)
+    found = [state["momentum_buffer"] for state in first.optimizer.state.values()]
+    assert all(torch.equal(one, other) for one, other in zip(found, momenta, strict=True))
+    assert any(momentum.any() for momentum in momenta)
+
+
+def test_states_have_automatic_names(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, timeout=PATIENCE).run(_save_by_number, tmp_path)
+
+
+def _save_by_number(folder: Path) -> None:
+    from accelerate.utils import ProjectConfiguration
+
+    from fsdp.accelerate import Accelerator
+
+    with as_launched():
+        options = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
+        accelerator = Accelerator(project_config=options)
+        model = accelerator.prepare(sharded("llama"))
+        weights = model.state_dict()
+        accelerator.save_state(max_file_bytes=4000)
+        model.load_state_dict({name: torch.zeros_like(value) for name, value in weights.items()})
+        accelerator.load_state()
+    assert_equal_states(model.state_dict(), weights)
+    assert (folder / "checkpoints" / "checkpoint_0" / "model.safetensors.index.json").exists()
+
+
+# Errors
+
+
+def test_what_would_go_wrong_in_silence_is_an_error(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, timeout=PATIENCE).run(_refused, tmp_path)
+
+
+def _refused(folder: Path) -> None:
+    from fsdp.accelerate import Accelerator
+
+    with as_launched():
+        accelerator = Accelerator()
+        with pytest.raises(ValueError, match=r"Sequential has sharded modules inside .* wrap the whole model too"):
+            accelerator.prepare(nn.Sequential(nn.Linear(2, 2), fully_shard(nn.Linear(2, 2))))
+        model = accelerator.prepare(sharded("llama"))
+        some = list(model.parameters())
+        with pytest.raises(ValueError, match="by the norm of all of them"):
+            accelerator.clip_grad_norm_(some[:1], 1.0)
+        with pytest.raises(ValueError, match="by the norm of all of them"):
+            accelerator.clip_grad_norm_([*some, nn.Parameter(torch.ones(2))], 1.0)
+        with pytest.raises(ValueError, match="always saved as safetensors"):
+            accelerator.save_state(folder, safe_serialization=False)
+        accelerator.prepare(nn.Linear(2, 2))
+        for method in (accelerator.save_state, accelerator.load_state):
+            with pytest.raises(NotImplementedError, match="one sharded model at a time, and 2 models were prepared"):
+                method(folder)
+
+
+def test_accelerates_own_sharding_is_refused(ranks: RankPool) -> None:
+    ranks(2, timeout=PATIENCE).run(_other_sharding)
+
+
+def _other_sharding() -> None:
+    from accelerate.utils import DistributedType
+
+    from fsdp.accelerate import Accelerator
+
+    with as_launched():
+        accelerator = Accelerator()
+        # Where there is no accelerator, accelerate does not get as far as this.
+        accelerator.state.distributed_type = DistributedType.FSDP
+        with pytest.raises(ValueError, match="configured for FSDP, which shards models itself"):
+            Accelerator.adopt(accelerator)
+
+
+def test_an_adopted_accelerator_scales_losses_for_all_ranks(ranks: RankPool) -> None:
+    ranks(2, timeout=PATIENCE).run(_adopt)
+
+
+def _adopt() -> None:
+    import accelerate
+
+    from fsdp.accelerate import Accelerator
+
+    with as_launched():
+        plain = accelerate.Accelerator(kwargs_handlers=[accelerate.utils.GradScalerKwargs(init_scale=8.0)])
+        plain.scaler = torch.amp.GradScaler("cpu")  # as on a device with float16
+        adopted = Accelerator.adopt(plain)
+    assert adopted is plain
+    assert isinstance(adopted.scaler, ShardedGradScaler)
+    assert adopted.scaler.get_scale() == 8.0
+    model = sharded("llama")
+    assert adopted.unwrap_model(model) is plain_of(model)

@@ -1,0 +1,296 @@
+"""`fsdp.transformers.Trainer`: it does what `transformers.Trainer` does with the plain model in one process.
+
+The data set is as large as a few global batches, which have the same rows at every number of ranks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.helpers.hugging_face import (
+    PATIENCE,
+    as_launched,
+    from_pretrained,
+    logits,
+    made,
+    needs,
+    plain_of,
+    recipe,
+    rows,
+    sharded,
+)
+from tests.helpers.ranks import RankPool
+from tests.helpers.safetensors_files import assert_equal_states
+
+pytestmark = needs("transformers", "accelerate")
+
+BATCH = 6  # rows in a global batch
+Log = list[dict[str, float]]
+
+
+def arguments(folder: Path, **options: Any) -> Any:
+    import transformers
+
+    usual: dict[str, Any] = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "per_device_train_batch_size": BATCH // dist.get_world_size(),
+        "per_device_eval_batch_size": BATCH // dist.get_world_size(),
+        "max_steps": 3,
+        "learning_rate": 0.1,
+        "optim": "sgd",
+        "max_grad_norm": 0.2,  # less than the norms that are met
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+    }
+    return transformers.TrainingArguments(**usual | options)
+
+
+def trainer_of(model: Any, folder: Path, **options: Any) -> Any:
+    """Ours for a model that is sharded, and `transformers`' own for another."""
+    import transformers
+
+    from fsdp.accelerate import outermost
+    from fsdp.transformers import Trainer
+
+    kind: Any = transformers.Trainer if outermost(model) is None else Trainer
+    return kind(model, arguments(folder, **options), train_dataset=rows(5 * BATCH), eval_dataset=rows(BATCH, seed=1))
+
+
+def model_of(family: str, form: str | None) -> Any:
+    return made(family)[0] if form is None else sharded(family, form)
+
+
+def train(
+    folder: Path, family: str, form: str | None, options: dict[str, Any], resume: bool = False
+) -> tuple[Log, dict[str, Tensor]]:
+    """What a Trainer logs, and the weights that it arrives at. `form` None is the plain model."""
+    with as_launched():
+        trainer = trainer_of(model_of(family, form), folder, **options)
+        trainer.train(resume_from_checkpoint=resume or None)
+        trainer.evaluate()
+        weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    compared = ("loss", "grad_norm", "learning_rate", "eval_loss")
+    log = [{name: entry[name] for name in compared if name in entry} for entry in trainer.state.log_history]
+    return log, {name: value.clone() for name, value in weights.items()}
+
+
+def alone(ranks: RankPool, *args: Any) -> tuple[Log, dict[str, Tensor]]:
+    return ranks(1, timeout=PATIENCE).run(train, *args)[0]  # type: ignore[no-any-return]
+
+
+def assert_close(found: tuple[Log, dict[str, Tensor]], expected: tuple[Log, dict[str, Tensor]]) -> None:
+    assert len(found[0]) == len(expected[0])
+    for entry, wanted in zip(found[0], expected[0], strict=True):
+        assert entry == pytest.approx(wanted, rel=1e-5)
+    assert list(found[1]) == list(expected[1])
+    for name, value in expected[1].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# Training
+
+
+@pytest.mark.parametrize(
+    ("size", "family", "form", "options"),
+    [
+        (2, "llama", "flat", {}),
+        (3, "gpt2", "original", {"weight_decay": 0.5, "gradient_accumulation_steps": 2}),
+        (2, "gpt2", "fully_shard", {"weight_decay": 0.5, "gradient_accumulation_steps": 2}),
+        (2, "llama", "original", {"max_grad_norm": 0.0, "activation_checkpointing": True}),
+    ],
+)
+def test_losses_norms_and_weights_are_those_of_one_process(
+    ranks: RankPool, tmp_path: Path, size: int, family: str, form: str, options: dict[str, Any]
+) -> None:
+    expected = alone(ranks, tmp_path, family, None, options)
+    assert any("eval_loss" in entry for entry in expected[0])
+    assert all(entry["grad_norm"] > 0.2 for entry in expected[0] if "grad_norm" in entry)
+    assert_close(ranks(size, timeout=PATIENCE).run(train, tmp_path, family, form, options)[0], expected)
+
+
+def test_bf16_computes_under_autocast(ranks: RankPool, tmp_path: Path) -> None:
+    expected, exact = (alone(ranks, tmp_path, "llama", None, {"bf16": on})[0][0]["loss"] for on in (True, False))
+    found = ranks(2, timeout=PATIENCE).run(train, tmp_path, "llama", "flat", {"bf16": True})[0][0][0]["loss"]
+    assert found == pytest.approx(expected, abs=2e-6) != pytest.approx(exact, abs=2e-6)
+
+
+def test_rows_that_ranks_see_twice_count_once_in_an_evaluation(ranks: RankPool, tmp_path: Path) -> None:
+    expected = ranks(1, timeout=PATIENCE).run(_evaluate, tmp_path, None)[0]
+    assert ranks(2, timeout=PATIENCE).run(_evaluate, tmp_path, "flat") == [pytest.approx(expected, rel=1e-5)] * 2
+
+
+def _evaluate(folder: Path, form: str | None, count: int = 5) -> float:
+    with as_launched():
+        trainer = trainer_of(model_of("llama", form), folder, per_device_eval_batch_size=1)
+        return trainer.evaluate(rows(count, seed=2))["eval_loss"]  # type: ignore[no-any-return]
+
+
+# Checkpoints
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "optim": "adamw_torch", "learning_rate": 0.01}
+
+
+@pytest.mark.parametrize(("form", "other"), [("flat", "original"), ("original", "fully_shard")])
+def test_resuming_with_more_ranks_goes_on_as_if_nothing_had_happened(
+    ranks: RankPool, tmp_path: Path, form: str, other: str
+) -> None:
+    expected = alone(ranks, tmp_path / "plain", "llama", None, SAVING)
+    ranks(2, timeout=PATIENCE).run(_train_half, tmp_path / "run", form)
+    assert_close(ranks(3, timeout=PATIENCE).run(train, tmp_path / "run", "llama", other, SAVING, True)[0], expected)
+
+
+def _train_half(folder: Path, form: str) -> None:
+    from transformers import TrainerCallback
+
+    class Stop(TrainerCallback):  # type: ignore[misc]
+        """As if the job had been killed: the schedule is that of all steps."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == 2
+
+    with as_launched():
+        trainer = trainer_of(sharded("llama", form), folder, **SAVING)
+        trainer.add_callback(Stop())
+        trainer.train()
+
+
+def test_a_checkpoint_of_the_model_alone_is_resumed_with_a_new_optimizer(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, timeout=PATIENCE).run(_resume_without_optimizer, tmp_path)
+
+
+def _resume_without_optimizer(folder: Path) -> None:
+    with as_launched():
+        first = trainer_of(sharded("llama"), folder, save_only_model=True, **SAVING)
+        first.train()
+        weights = first.model_wrapped.state_dict()
+        again = trainer_of(sharded("llama"), folder, **SAVING | {"max_steps": 6, "learning_rate": 0.0})
+        again.train(resume_from_checkpoint=True)
+        assert again.state.global_step == 6
+        assert_equal_states(again.model_wrapped.state_dict(), weights)
+
+
+@pytest.mark.parametrize("form", ["flat", "fully_shard"])
+def test_from_pretrained_reads_checkpoints_and_saved_models(ranks: RankPool, tmp_path: Path, form: str) -> None:
+    ranks(2, timeout=PATIENCE).run(_save_and_compare, tmp_path, form)
+
+
+def _save_and_compare(folder: Path, form: str) -> None:
+    with as_launched():
+        trainer = trainer_of(sharded("gpt2", form), folder, **SAVING)
+        trainer.train()
+        trainer.save_model()
+    expected = logits(trainer.model_wrapped)
+    if dist.get_rank() == 0:
+        for saved in (folder, folder / "checkpoint-4"):
+            assert torch.equal(logits(from_pretrained("gpt2", saved)), expected)
+            assert (saved / "training_args.bin").exists()
+        assert not torch.equal(logits(from_pretrained("gpt2", folder / "checkpoint-2")), expected)
+
+
+def test_the_best_model_is_loaded_at_the_end(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, timeout=PATIENCE).run(_find_best, tmp_path)
+
+
+def _find_best(folder: Path) -> None:
+    with as_launched():
+        options = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+        trainer = trainer_of(sharded("llama"), folder, **SAVING | options)
+        trainer.train()
+        best = Path(trainer.state.best_model_checkpoint)
+        assert best.name == "checkpoint-2"
+        found = logits(trainer.model_wrapped)
+    if dist.get_rank() == 0:
+        assert torch.equal(logits(from_pretrained("llama", best)), found)
+
+
+def test_it_mixes_into_other_trainers(ranks: RankPool, tmp_path: Path) -> None:
+    expected = ranks(1, timeout=PATIENCE).run(_evaluate, tmp_path, None, 6)[0]
+    assert ranks(2, timeout=PATIENCE).run(_mix, tmp_path) == [pytest.approx(expected, rel=1e-5)] * 2
+
+
+def _mix(folder: Path) -> float:
+    import transformers
+
+    from fsdp.transformers import Trainer
+
+    class Mine(Trainer, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+        """As users make it."""
+
+    with as_launched():
+        options = {"output_dir": str(folder), "use_cpu": True, "report_to": "none", "disable_tqdm": True}
+        args = transformers.Seq2SeqTrainingArguments(per_device_eval_batch_size=1, **options)
+        return Mine(sharded("llama"), args).evaluate(rows(6, seed=2))["eval_loss"]  # type: ignore[no-any-return]
+
+
+# Errors
+
+
+def test_what_the_trainer_cannot_do_is_said(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, timeout=PATIENCE).run(_refused, tmp_path)
+
+
+def _refused(folder: Path) -> None:
+    from fsdp.transformers import Trainer
+
+    with as_launched():
+        plain = made("llama")[0]
+        with pytest.raises(ValueError, match="LlamaForCausalLM is not sharded: wrap it first"):
+            Trainer(plain, arguments(folder))
+        with pytest.raises(ValueError, match=r"Sequential has sharded modules inside .* wrap the whole model too"):
+            Trainer(nn.Sequential(sharded("llama")), arguments(folder))
+        with pytest.raises(TypeError, match="cannot make one by model_init"):
+            Trainer(args=arguments(folder), model_init=lambda: plain)
+        model = sharded("llama")
+        with pytest.raises(ValueError, match="auto_find_batch_size, torch_compile: the model is sharded already"):
+            Trainer(model, arguments(folder, auto_find_batch_size=True, torch_compile=True))
+        trainer = trainer_of(model, folder, weight_decay=0.1)
+        with pytest.raises(ValueError, match=r"weight_decay spares .* use_orig_params=True"):
+            trainer.train()
+
+
+def test_the_trainer_shows_the_model_and_the_wrapper(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, timeout=PATIENCE).run(_shows, tmp_path)
+
+
+def _shows(folder: Path) -> None:
+    with as_launched():
+        model = sharded("llama")
+        trainer = trainer_of(model, folder)
+        assert trainer.model is plain_of(model)
+        assert trainer.model_wrapped is model
+        assert trainer.label_names == ["labels"]
+
+
+def test_the_recipe_trains_goes_on_and_saves_for_from_pretrained(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, timeout=PATIENCE).run(_run_recipe, tmp_path)
+
+
+def _run_recipe(folder: Path) -> None:
+    options: dict[str, Any] = {
+        "use_cpu": True,
+        "per_device_train_batch_size": 3,
+        "learning_rate": 0.1,
+        "optim": "sgd",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+    with as_launched():
+        recipe("trainer").train(sharded("gpt2"), rows(5 * BATCH), str(folder), max_steps=2, **options)
+        other = sharded("gpt2", seed=3)
+        trainer = recipe("trainer").train(other, rows(5 * BATCH), str(folder), resume=True, max_steps=3, **options)
+        whole = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    assert trainer.state.global_step == 3
+    if dist.get_rank() == 0:
+        found = from_pretrained("gpt2", folder).state_dict()
+        assert_equal_states({name: found[name] for name in whole}, whole)

@@ -1,0 +1,412 @@
+"""`EMA`: torch's average of the unwrapped model, of which each rank keeps its shards."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+
+import fsdp
+from fsdp import FullyShardedDataParallel, MixedPrecision, get_fsdp_instances
+from fsdp.distributed.collectives import DirectExchange
+from tests.helpers.copied_twins import (
+    FLAT,
+    ORIGINAL,
+    UNFLATTENED,
+    Twins,
+    assert_close,
+    assert_same,
+    every_form,
+    live_bytes,
+    nested,
+    normed,
+    recurrent,
+    shard_bytes,
+    state_of,
+    through_pickle,
+    tied_and_frozen,
+    train,
+)
+from tests.helpers.models import Wrap
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.parity import MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
+from tests.helpers.ranks import RankPool
+from tests.helpers.twins import batch
+
+DECAY = 0.8  # small, so that ten steps show a mistake
+
+
+def torch_ema(model: nn.Module, **how: Any) -> AveragedModel:
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY), **how)
+
+
+def assert_all_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert_close(found[name], value, name)
+
+
+# The average
+
+
+@parametrize_pairs(
+    world_size=[2, 3, 4, 1],
+    options=[FLAT, ORIGINAL, UNFLATTENED, {"offload": "cpu"}],
+    make_optimizer=[sgd_with_momentum, adamw],
+    make=[nested, tied_and_frozen, recurrent],
+    average=[fsdp.EMA, AveragedModel],
+)
+def test_ten_steps_give_torchs_average_of_the_unwrapped_model(
+    ranks: RankPool,
+    world_size: int,
+    options: dict[str, Any],
+    make_optimizer: MakeOptimizer,
+    make: Callable[[Wrap], nn.Module],
+    average: type[AveragedModel],
+) -> None:
+    """Through torch's own class as well, which copies and averages what `parameters()` lists."""
+    ranks(world_size).run(_follow, make, make_optimizer, options, average)
+
+
+def _follow(make: Any, make_optimizer: MakeOptimizer, options: dict[str, Any], average: type[AveragedModel]) -> None:
+    twins = Twins.of(make, make_optimizer, **options)
+    ema = fsdp.EMA(twins.sharded, DECAY) if average is fsdp.EMA else torch_ema(twins.sharded)
+    expected = torch_ema(twins.plain)
+    for number in range(10):
+        twins.train(number)
+        ema.update_parameters(twins.sharded)
+        expected.update_parameters(twins.plain)
+        if number in (0, 4, 9):
+            assert_all_close(ema.module.state_dict(), expected.module.state_dict())
+    averages, weights = expected.module.state_dict(), twins.plain.state_dict()
+    assert any(not torch.equal(averages[name], weights[name]) for name in weights)
+    with torch.no_grad():
+        for rank in range(dist.get_world_size()):
+            torch.testing.assert_close(ema(batch(20, rank)), expected(batch(20, rank)), rtol=1e-9, atol=1e-11)
+    twins.assert_equal()
+
+
+def test_it_stays_in_the_dtype_of_the_shards_under_mixed_precision(ranks: RankPool) -> None:
+    ranks(2).run(_average_in_float32)
+
+
+def _average_in_float32() -> None:
+    model = nested(fully_sharded(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)))
+    optimizer = sgd_with_momentum(model.parameters())
+    ema = fsdp.EMA(model, DECAY)
+    expected: dict[str, Tensor] = {}
+    for number in range(4):
+        train(model, optimizer, number)
+        ema.update_parameters(model)
+        now = state_of(model)
+        expected = {name: DECAY * expected[name] + (1 - DECAY) * now[name] if expected else now[name] for name in now}
+    for name, value in ema.module.state_dict().items():
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value, expected[name])
+    with torch.no_grad():
+        assert ema(batch(0, 0).float()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("decay", [0.9999, 0.99])
+def test_bfloat16_shards_do_not_follow_a_decay_close_to_one(ranks: RankPool, decay: float) -> None:
+    """Half a unit in the last place is at least 1/512 of a value; an eighth of it times 0.01 is less."""
+    ranks(2).run(_average_in_bfloat16, decay)
+
+
+def _average_in_bfloat16(decay: float) -> None:
+    moved = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        model = FullyShardedDataParallel(nn.Linear(5, 3).to(dtype))
+        ema = fsdp.EMA(model, decay)
+        ema.update_parameters(model)  # the first one only copies
+        before = state_of(ema.module)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1.125)
+        for _ in range(20):
+            ema.update_parameters(model)
+        after = ema.module.state_dict()
+        moved[dtype] = any(not torch.equal(after[name], before[name]) for name in before)
+    assert moved == {torch.bfloat16: False, torch.float32: True}
+
+
+def test_nothing_is_trained_in_it(ranks: RankPool) -> None:
+    ranks(2).run(_look_at_requires_grad)
+
+
+def _look_at_requires_grad() -> None:
+    model = nested(fully_sharded())
+    ema = fsdp.EMA(model)
+    assert not any(param.requires_grad for param in ema.parameters())
+    assert not ema(torch.ones(1, 5)).requires_grad
+    assert all(param.requires_grad for param in model.parameters())
+
+
+# What it costs
+
+
+@contextmanager
+def counted_messages() -> Iterator[list[str]]:
+    """The names of all collectives of ours inside."""
+    seen: list[str] = []
+
+    def note(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(name)
+            return real(self, *args, **kwargs)
+
+        return call
+
+    noted: dict[str, Any] = {name: note(name, getattr(DirectExchange, name)) for name in MESSAGES}
+    with mock.patch.multiple(DirectExchange, **noted):
+        yield seen
+
+
+MESSAGES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_gather_bytes")
+
+
+@every_form
+def test_nothing_is_sent_to_make_update_or_apply_it(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(3).run(_count_messages, options)
+
+
+def _count_messages(options: dict[str, Any]) -> None:
+    model = nested(fully_sharded(**options))
+    train(model, sgd_with_momentum(model.parameters()), 0)
+    with counted_messages() as seen:
+        ema = fsdp.EMA(model)
+        for _ in range(3):
+            ema.update_parameters(model)
+        with ema.applied_to(model):
+            pass
+        assert not seen
+        ema(batch(0, 0).float())
+        assert "all_gather" in seen  # or nothing is counted
+
+
+@every_form
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_it_takes_one_more_shard(ranks: RankPool, options: dict[str, Any], world_size: int) -> None:
+    ranks(world_size).run(_weigh, options)
+
+
+def _weigh(options: dict[str, Any]) -> None:
+    model = nested(fully_sharded(**options))
+    fsdp.EMA(model).update_parameters(model)  # what torch makes once is not counted
+    before = live_bytes()
+    ema = fsdp.EMA(model)
+    for _ in range(2):
+        ema.update_parameters(model)
+    assert live_bytes() - before == shard_bytes(model) + ema.n_averaged.nbytes
+
+
+# In the model's place
+
+
+@every_form
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_model_has_the_average_inside_applied_to(ranks: RankPool, options: dict[str, Any], world_size: int) -> None:
+    ranks(world_size).run(_apply, options)
+
+
+def _apply(options: dict[str, Any]) -> None:
+    twins = Twins.of(nested, sgd_with_momentum, **options)
+    ema = fsdp.EMA(twins.sharded, DECAY)
+    for number in range(3):
+        twins.train(number)
+        ema.update_parameters(twins.sharded)
+    own, average, inputs = state_of(twins.sharded), state_of(ema.module), batch(9, 0)
+    with torch.no_grad():
+        outputs = [twins.sharded(inputs), ema(inputs)]
+        assert not torch.equal(*outputs)
+        for error in (None, ZeroDivisionError("while it is evaluated")):
+            with suppress(ZeroDivisionError), ema.applied_to(twins.sharded):
+                assert torch.equal(twins.sharded(inputs), outputs[1])
+                assert_same(state_of(twins.sharded), average)
+                if error is not None:
+                    raise error
+            assert torch.equal(twins.sharded(inputs), outputs[0])
+            assert torch.equal(ema(inputs), outputs[1])
+    assert_same(state_of(twins.sharded), own)
+    assert_same(state_of(ema.module), average)
+    twins.train(4)  # the optimizer goes on
+    twins.assert_equal()
+
+
+def test_weights_can_be_loaded_into_it(ranks: RankPool) -> None:
+    """As for any copy, a gathered parameter that is out of date is gathered again."""
+    ranks(2).run(_load_average)
+
+
+def _load_average() -> None:
+    model = nested(fully_sharded())
+    ema = fsdp.EMA(model)
+    inputs = batch(0, 0).float()
+    before = ema(inputs)
+    train(model, sgd_with_momentum(model.parameters()), 0, 1)
+    ema.module.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(ema(inputs), model(inputs))
+        assert not torch.equal(ema(inputs), before)
+
+
+# Saved, loaded, copied
+
+
+@every_form
+def test_its_state_dict_is_that_of_the_unwrapped_average_and_loads_into_both(
+    ranks: RankPool, options: dict[str, Any]
+) -> None:
+    ranks(3).run(_save_and_load, options)
+
+
+def _save_and_load(options: dict[str, Any]) -> None:
+    twins = Twins.of(nested, sgd_with_momentum, **options)
+    ema, plain = fsdp.EMA(twins.sharded, DECAY), torch_ema(twins.plain)
+    for number in range(3):
+        twins.train(number)
+        ema.update_parameters(twins.sharded)
+        plain.update_parameters(twins.plain)
+    saved = ema.state_dict()
+    assert_all_close(dict(saved), dict(plain.state_dict()))
+    plain.load_state_dict(saved)
+    again = fsdp.EMA(twins.sharded, DECAY)
+    again.load_state_dict(saved)
+    assert again.n_averaged == 3  # or the next update would copy
+    twins.train(3)
+    for average in (ema, again):
+        average.update_parameters(twins.sharded)
+    plain.update_parameters(twins.plain)
+    assert_all_close(again.module.state_dict(), plain.module.state_dict())
+    assert_same(state_of(again), state_of(ema))
+
+
+@pytest.mark.parametrize("travel", [copy.deepcopy, through_pickle])
+def test_it_goes_on_after_it_was_copied_together_with_its_model(ranks: RankPool, travel: Callable[[Any], Any]) -> None:
+    ranks(2).run(_copy_average, travel)
+
+
+def _copy_average(travel: Callable[[Any], Any]) -> None:
+    model = nested(fully_sharded())
+    optimizer, ema = sgd_with_momentum(model.parameters()), fsdp.EMA(model, DECAY)
+    train(model, optimizer, 0)
+    ema.update_parameters(model)
+    others = travel((model, optimizer, ema))
+    for each, its_optimizer, its_ema in ((model, optimizer, ema), others):
+        train(each, its_optimizer, 1)
+        its_ema.update_parameters(each)
+    assert_same(state_of(others[2]), state_of(ema))
+    assert not torch.equal(state_of(ema.module)["scale"], state_of(model)["scale"])
+
+
+# Buffers
+
+
+@pytest.mark.parametrize("use_buffers", [False, True], ids=["copied", "averaged"])
+def test_buffers_are_copied_or_averaged(ranks: RankPool, use_buffers: bool) -> None:
+    ranks(2).run(_average_buffers, use_buffers)
+
+
+def _average_buffers(use_buffers: bool) -> None:
+    model = normed(fully_sharded())
+    optimizer, ema = sgd_with_momentum(model.parameters()), fsdp.EMA(model, DECAY, use_buffers=use_buffers)
+    expected = torch.zeros(7)
+    for number in range(4):
+        train(model, optimizer, number)
+        ema.update_parameters(model)
+        own = model.state_dict()["block.1.running_mean"]
+        expected = DECAY * expected + (1 - DECAY) * own if use_buffers and number else own
+    assert expected.any()
+    torch.testing.assert_close(ema.module.state_dict()["block.1.running_mean"], expected)
+
+
+def test_torchs_update_bn_gives_it_statistics_of_its_own(ranks: RankPool) -> None:
+    ranks(2).run(_update_statistics)
+
+
+def _update_statistics() -> None:
+    torch.set_default_dtype(torch.float64)
+    model, plain = normed(fully_sharded()), normed()
+    train(model, sgd_with_momentum(model.parameters()), 0, 1)
+    ema = fsdp.EMA(model, DECAY)
+    ema.update_parameters(model)
+    plain.load_state_dict(ema.module.state_dict())
+    batches = [(batch(number, dist.get_rank()), None) for number in range(3)]
+    update_bn(batches, ema)
+    update_bn(batches, plain)
+    assert_all_close(ema.module.state_dict(), plain.state_dict())
+    ema.eval()
+    plain.eval()
+    torch.testing.assert_close(ema(batches[0][0]), plain(batches[0][0]))
+
+
+# When it is refused
+
+
+def test_another_model_is_refused_before_anything_is_changed(ranks: RankPool) -> None:
+    ranks(2).run(_refuse_another_model)
+
+
+def _refuse_another_model() -> None:
+    model, other = nested(fully_sharded()), recurrent(fully_sharded())
+    ema = fsdp.EMA(model)
+    before = state_of(ema), state_of(other)
+    with pytest.raises(ValueError, match="this average is of another model: it has 4 parameters on this rank"):
+        ema.update_parameters(other)
+    with pytest.raises(ValueError, match="Make a new EMA of it"), ema.applied_to(other):
+        pass
+    assert_same(state_of(ema), before[0])
+    assert_same(state_of(other), before[1])
+
+
+def test_a_model_that_was_cast_since_is_refused(ranks: RankPool) -> None:
+    ranks(2).run(_refuse_cast_model)
+
+
+def _refuse_cast_model() -> None:
+    model = nested(fully_sharded())
+    ema = fsdp.EMA(model)
+    model.double()
+    with pytest.raises(ValueError, match="or they differ in shape or dtype"):
+        ema.update_parameters(model)
+    ema.module.double()
+    ema.update_parameters(model)
+    assert_same(state_of(ema.module), state_of(model))
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.5, float("nan")])
+def test_a_decay_out_of_range_is_refused(decay: float) -> None:
+    with pytest.raises(ValueError, match="decay must be between 0 and 1"):
+        fsdp.EMA(nn.Linear(2, 2), decay)
+
+
+def test_a_model_that_is_not_wrapped_is_averaged_too() -> None:
+    plain = nn.Linear(2, 2)
+    ema, expected = fsdp.EMA(plain, DECAY), torch_ema(plain)
+    for _ in range(3):
+        with torch.no_grad():
+            plain.weight.add_(1.0)
+        ema.update_parameters(plain)
+        expected.update_parameters(plain)
+    assert_same(dict(ema.module.state_dict()), dict(expected.module.state_dict()))
+
+
+def test_wrappers_in_a_plain_parent_are_averaged(ranks: RankPool) -> None:
+    ranks(2).run(_average_parent)
+
+
+def _average_parent() -> None:
+    parent = nn.Sequential(nested(fully_sharded()), nn.Linear(1, 1))
+    ema = fsdp.EMA(parent, DECAY)
+    train(parent, sgd_with_momentum(parent.parameters()), 0)
+    ema.update_parameters(parent)
+    assert len(get_fsdp_instances(ema)) == len(get_fsdp_instances(parent))
+    assert_same(state_of(ema.module), state_of(parent))

@@ -1,0 +1,278 @@
+"""Optimizer state that cannot be put together or cut is an error that says what, where and what to do."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp import FullyShardedDataParallel, optim_utils
+from tests.helpers.models import nested_mlp
+from tests.helpers.optimizers import adam, assert_same, from_first, garden, grouped_adamw, momentum, train
+from tests.helpers.parity import fully_sharded
+from tests.helpers.ranks import RankPool
+from tests.optim_utils.test_public_functions import trained
+from tests.optim_utils.test_resume import FORMS
+
+# Gathering
+
+
+def test_state_of_another_shape_is_refused_on_all_ranks(ranks: RankPool) -> None:
+    ranks(3).run(_gather_odd_state)
+
+
+def _gather_odd_state() -> None:
+    model, optimizer = trained()
+    if dist.get_rank() == 1:
+        optimizer.state[model.params[0]]["row"] = torch.ones(2, 3)
+    said = (
+        r"the optimizer's state 'row' of scale \(in one flat parameter with \d more\) has shape \(2, 3\), and this rank"
+    )
+    with pytest.raises(ValueError if dist.get_rank() == 1 else RuntimeError, match=f"{said}.*ignored_parameters"):
+        model.gather_full_optim_state_dict(optimizer)
+    optimizer.state[model.params[0]].pop("row", None)
+    assert from_first(model.gather_full_optim_state_dict(optimizer))["state"]
+
+
+def test_ranks_with_different_state_are_named(ranks: RankPool) -> None:
+    ranks(3).run(_gather_different_state)
+
+
+def _gather_different_state() -> None:
+    model, optimizer = trained()
+    if dist.get_rank() == 2:
+        del optimizer.state[model.params[0]]["exp_avg"]
+    with pytest.raises(
+        ValueError, match=r"has 'exp_avg' \(elements of torch.float32\) on rank 0 and no 'exp_avg' on rank 2"
+    ):
+        model.gather_full_optim_state_dict(optimizer)
+
+
+def test_what_is_no_optimizer_and_no_rank_is_refused(ranks: RankPool) -> None:
+    ranks(2).run(_gather_from_nothing)
+
+
+def _gather_from_nothing() -> None:
+    model, optimizer = trained()
+    with pytest.raises(TypeError, match=r"another object with a state_dict\(\), is needed; got a int"):
+        model.gather_full_optim_state_dict(3)
+    with pytest.raises(TypeError, match=r"Linear.state_dict\(\) has no 'state' and 'param_groups'"):
+        model.gather_full_optim_state_dict(nn.Linear(1, 1))
+    with pytest.raises(ValueError, match=r"recipient_rank must be None or one of the 2 ranks, got 2"):
+        model.gather_full_optim_state_dict(optimizer, recipient_rank=2)
+    other = adam(nn.Linear(3, 2))
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0, of shape \(2, 3\), is not of this model"):
+        model.gather_full_optim_state_dict(other)
+    with pytest.raises(TypeError, match="the outermost FullyShardedDataParallel is needed, got a Linear"):
+        optim_utils.full_optim_state_dict(nn.Linear(1, 1), optimizer)
+
+    class Unknown:
+        def state_dict(self) -> dict[str, Any]:
+            return {"state": {}, "param_groups": [{"params": [0, 1, 2]}]}
+
+    with pytest.raises(ValueError, match=r"has 3 parameters, the model has \d+, and it shows no param_groups"):
+        model.gather_full_optim_state_dict(Unknown())
+
+
+def test_not_inside_of_forward_or_summoned_parameters(ranks: RankPool) -> None:
+    ranks(2).run(_gather_inside)
+
+
+def _gather_inside() -> None:
+    model, optimizer = trained()
+    full = from_first(model.gather_full_optim_state_dict(optimizer))
+    with model.summon_full_params():
+        for act in (
+            lambda: model.gather_full_optim_state_dict(optimizer),
+            lambda: model.get_shard_from_optim_state_dict(full),
+            lambda: optim_utils.load_full_optim_state_dict(model, optimizer, full),
+        ):
+            with pytest.raises(
+                RuntimeError, match=r"cannot .* optimizer state: root \(Garden\) is inside summon_full_params"
+            ):
+                act()
+
+
+# Cutting
+
+
+def _spoil(full: dict[str, Any], how: str) -> None:
+    first = next(iter(full["state"]))
+    if how == "shape":
+        full["state"][1]["exp_avg"] = torch.ones(2, 2)
+    elif how == "missing":
+        del full["state"][1]
+    elif how == "keys":
+        del full["state"][1]["exp_avg"]
+    elif how == "step":
+        full["state"][1]["step"] = 7.0
+    elif how == "number":
+        full["state"][99] = full["state"].pop(first)
+    elif how == "count":
+        full["param_id_map"].popitem()
+    elif how == "map":
+        del full["param_id_map"]
+    elif how == "groups":
+        group = full["param_groups"][0]
+        full["param_groups"] = [group | {"params": [0]}, group | {"params": group["params"][1:]}]
+    elif how == "kind":
+        full["state"]["scale"] = full["state"].pop(first)
+    else:
+        del full["param_groups"]
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        ("shape", ValueError, r"state 'exp_avg' of entry.weight has shape \(2, 2\), and the parameter \(7, 5\)"),
+        ("missing", ValueError, r"something of scale and nothing of entry.weight; the two are in one flat parameter"),
+        ("keys", ValueError, r"of scale has 'exp_avg' \(elements .*, and that of entry.weight no 'exp_avg'; the two"),
+        ("step", ValueError, r"of scale has 'step' \(2.0\), and that of entry.weight 'step' \(7.0\);.*use_orig_params"),
+        ("number", ValueError, r"has a parameter number 99, and the model has none"),
+        ("count", ValueError, r"is of a model with 9 parameters, and this one has 10"),
+        ("map", ValueError, r"goes by numbers and has no 'param_id_map'.*rekey_optim_state_dict"),
+        ("groups", ValueError, r"scale .*and entry.weight (not in it.*group_by|in one parameter group)"),
+        ("kind", TypeError, r"go by their names or by numbers; in this one by int, str"),
+        ("no groups", TypeError, r"has the keys 'state' and 'param_groups'; got a mapping with"),
+    ],
+)
+@pytest.mark.parametrize("rank0_only", [None, False, True])
+def test_a_state_that_does_not_fit_changes_nothing(
+    ranks: RankPool, how: str, error: type[Exception], message: str, rank0_only: bool | None
+) -> None:
+    ranks(2).run(_load_spoilt, how, error, message, rank0_only)
+
+
+def _load_spoilt(how: str, error: type[Exception], message: str, rank0_only: bool | None) -> None:
+    model: Any = nested_mlp(fully_sharded())
+    optimizer = adam(model)
+    train(model, optimizer, range(2))
+    full = from_first(model.gather_full_optim_state_dict(optimizer))
+    _spoil(full, how)
+    kept, own = copy.deepcopy(full), copy.deepcopy(optimizer.state_dict())
+    if rank0_only is None:
+        with pytest.raises(error, match=message):
+            model.get_shard_from_optim_state_dict(full)
+    else:
+        is_first = dist.get_rank() == 0
+        given = full if is_first or not rank0_only else None
+        expected = (error, RuntimeError) if rank0_only else error
+        with pytest.raises(expected, match=message):
+            optim_utils.load_full_optim_state_dict(model, optimizer, given, rank0_only=rank0_only)
+    assert_same(full, kept)
+    assert_same(optimizer.state_dict(), own)
+
+
+def test_a_rank_that_cannot_load_tells_the_others(ranks: RankPool) -> None:
+    ranks(3).run(_fail_on_one_rank)
+
+
+def _fail_on_one_rank() -> None:
+    model, optimizer = trained()
+    full = from_first(model.gather_full_optim_state_dict(optimizer))
+    given = 3 if dist.get_rank() == 1 else full
+    said = "a full optimizer state has the keys 'state' and 'param_groups'; got a int"
+    with pytest.raises((TypeError, RuntimeError), match=said):
+        optim_utils.load_full_optim_state_dict(model, optimizer, given)
+    with pytest.raises((TypeError, RuntimeError), match="got a NoneType"):
+        optim_utils.load_full_optim_state_dict(model, optimizer, None, rank0_only=True)
+
+
+def test_other_groups_are_refused(ranks: RankPool) -> None:
+    ranks(2).run(_load_other_groups)
+
+
+def _load_other_groups() -> None:
+    model: Any = garden(fully_sharded(**FORMS[2]))
+    optimizer = grouped_adamw(model)
+    train(model, optimizer, range(2))
+    named = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
+    assert named is not None
+    with pytest.raises(
+        ValueError, match=r"in one parameter group \(0\), and the optimizer state has them in groups 0 and 1"
+    ):
+        optim_utils.load_full_optim_state_dict(model, adam(model), named)
+    some = momentum(model)
+    whole = optim_utils.full_optim_state_dict(model, some, recipient_rank=None)
+    with pytest.raises(
+        ValueError, match=r"has frozen.weight in its parameter group 0, and the optimizer state has it in"
+    ):
+        optim_utils.load_full_optim_state_dict(model, adam(model), whole)
+    few = torch.optim.AdamW([dict(model.named_parameters())["idle"]])
+    with pytest.raises(ValueError, match=r"the optimizer state has something of scale, and the optimizer has not"):
+        optim_utils.load_full_optim_state_dict(model, few, named)
+
+
+def test_other_keys_are_refused() -> None:
+    plain = nn.Linear(2, 2)
+    full = adam(plain).state_dict()
+    with pytest.raises(ValueError, match="to must be 'names' or 'numbers', got 'ids'"):
+        optim_utils.rekey_optim_state_dict(full, plain, "ids")
+    with pytest.raises(ValueError, match="the optimizer state has parameters that the model has not: 1"):
+        optim_utils.rekey_optim_state_dict(full, nn.Linear(2, 2, bias=False), "names")
+    with pytest.raises(ValueError, match="Adam has parameters that are not the module's"):
+        optim_utils.rekey_optim_state_dict(full, plain, "names", adam(nn.Linear(2, 2)))
+
+
+# Optimizers that need whole parameters
+
+
+class Adafactor(torch.optim.SGD):
+    """By its name."""
+
+
+class FusedLAMB(torch.optim.SGD):
+    """By its name."""
+
+
+class LambdaSGD(torch.optim.SGD):
+    """Not by its name."""
+
+
+@pytest.mark.parametrize("form", FORMS[:3], ids=str)
+def test_optimizers_of_whole_parameters_warn_once(ranks: RankPool, form: dict[str, Any]) -> None:
+    ranks(2).run(_step_with_warnings, form)
+
+
+@pytest.mark.parametrize("world_size", [2, 1])
+def test_an_optimizer_that_searches_along_lines_is_refused_where_ranks_have_parts(
+    ranks: RankPool, world_size: int
+) -> None:
+    ranks(world_size).run(_search_lines)
+
+
+def _search_lines() -> None:
+    model: FullyShardedDataParallel = garden(fully_sharded())
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    inputs = torch.ones(2, 5)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(inputs).square().mean()
+        loss.backward()
+        return loss
+
+    if dist.get_world_size() == 1:
+        assert optimizer.step(closure) > closure()
+        return
+    with pytest.raises(RuntimeError, match="LBFGS goes by products over all parameters"):
+        optimizer.step(closure)
+
+
+def _step_with_warnings(form: dict[str, Any]) -> None:
+    model: FullyShardedDataParallel = garden(fully_sharded(**form))
+    for kind in (Adafactor, FusedLAMB):
+        optimizer = kind(model.parameters(), lr=0.1)
+        with pytest.warns(UserWarning, match=rf"{kind.__name__} goes by the rows.*ignored_parameters") as seen:
+            train(model, optimizer, range(2))
+        assert len(seen) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, LambdaSGD(model.parameters(), lr=0.1), range(1))
+        plain = garden()
+        train(plain, Adafactor(plain.parameters(), lr=0.1), range(1), alone=True)

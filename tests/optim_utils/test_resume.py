@@ -1,0 +1,242 @@
+"""Training goes on from a full optimizer state, at any world size and in any form, as if it had not stopped."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsdp
+from fsdp import FullyShardedDataParallel, optim_utils
+from fsdp.optim_utils.state import options_of
+from tests.helpers.optimizers import (
+    MakeOptimizer,
+    adadelta,
+    adam,
+    assert_close,
+    assert_same,
+    assert_within_noise,
+    from_first,
+    garden,
+    grouped_adamw,
+    is_bias,
+    momentum,
+    nadam,
+    stateless,
+    train,
+)
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.parity import fully_sharded, nested_mlp
+from tests.helpers.ranks import RankPool
+
+FORMS: list[dict[str, Any]] = [{}, {"flatten_parameters": False}, {"use_orig_params": True}, {"group_by": is_bias}]
+OPTIMIZERS: list[MakeOptimizer] = [adam, grouped_adamw, momentum, adadelta, nadam, stateless]
+HALF = 3
+
+
+@parametrize_pairs(saved_at=[2, 1, 3, 4], loaded_at=[3, 1, 2, 4], form=FORMS, make_optimizer=OPTIMIZERS)
+def test_half_of_the_steps_at_another_world_size(
+    ranks: RankPool,
+    tmp_path: Path,
+    saved_at: int,
+    loaded_at: int,
+    form: dict[str, Any],
+    make_optimizer: MakeOptimizer,
+) -> None:
+    ranks(saved_at).run(_train_and_save, tmp_path / "saved", form, make_optimizer)
+    ranks(loaded_at).run(_load_and_train, tmp_path / "saved", form, make_optimizer)
+
+
+def _train_and_save(path: Path, form: dict[str, Any], make_optimizer: MakeOptimizer) -> None:
+    model: Any = garden(fully_sharded(**form))
+    optimizer = make_optimizer(model)
+    train(model, optimizer, range(HALF))
+    weights, full = model.state_dict(), model.gather_full_optim_state_dict(optimizer)
+    assert (full is not None) == (dist.get_rank() == 0)
+    own = optimizer.state_dict()
+    assert_same(model.get_shard_from_optim_state_dict(from_first(full)), _without_signature(own))
+    assert_same(optimizer.state_dict(), own)
+    if full is not None:
+        torch.save((weights, full), path)
+
+
+def _without_signature(state: dict[str, Any]) -> dict[str, Any]:
+    groups = [options_of(group) | {"params": group["params"]} for group in state["param_groups"]]
+    return {**state, "param_groups": groups}
+
+
+def _load_and_train(path: Path, form: dict[str, Any], make_optimizer: MakeOptimizer) -> None:
+    weights, full = torch.load(path, weights_only=True)
+    model: Any = garden(fully_sharded(**form), seed=1)
+    optimizer = make_optimizer(model)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(model.get_shard_from_optim_state_dict(full))
+    saved = torch.load(path, weights_only=True)[1]
+    gathered = from_first(model.gather_full_optim_state_dict(optimizer))
+    _forget_number_of_ranks(saved), _forget_number_of_ranks(gathered)
+    assert_same(gathered, saved)
+    train(model, optimizer, range(HALF, 2 * HALF))
+    twin = garden()
+    make_own = partial(_optimizer_like, form=form, make_optimizer=make_optimizer)
+    own = make_own(twin)
+    train(twin, own, range(2 * HALF), alone=True)
+    # In one flat parameter with others, what is used nowhere has a gradient of zeros: it may be decayed, and has state.
+    states = [_without(dict(each.state_dict()), "idle") for each in (model, twin)]
+    assert_within_noise(states[0], states[1], garden, make_own, range(2 * HALF))
+    named = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
+    assert named is not None
+    plain = optim_utils.rekey_optim_state_dict(own.state_dict(), twin, "names", own)
+    for name, state in plain["state"].items():
+        elements = {key: value for key, value in state.items() if value is not None and value.dim()}
+        assert_close({key: named["state"][name][key] for key in elements}, elements, tolerance=1e-4)
+    assert named["state"].keys() - plain["state"].keys() <= {"idle"}
+
+
+def _optimizer_like(twin: Any, form: dict[str, Any], make_optimizer: MakeOptimizer) -> torch.optim.Optimizer:
+    """That of the plain model; with the same parameters in each group."""
+    if make_optimizer is not grouped_adamw or form:
+        return make_optimizer(twin)
+    return torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.1)  # flat parameters have no names of biases
+
+
+def _without(state: Any, name: str) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if key != name}
+
+
+def _forget_number_of_ranks(full: dict[str, Any]) -> None:
+    """0-d tensors are there once for each rank. When they are loaded, torch casts them as the parameter is."""
+    for state in full["state"].values():
+        for key, value in state.items():
+            if isinstance(value, list):
+                state[key] = value[0].item()
+
+
+@parametrize_pairs(saved=FORMS[:3], loaded=FORMS[:3], by=["numbers", "names", "first"])
+def test_the_state_goes_from_one_form_to_another(
+    ranks: RankPool, saved: dict[str, Any], loaded: dict[str, Any], by: str
+) -> None:
+    ranks(3).run(_change_form, saved, loaded, by)
+
+
+def _change_form(saved: dict[str, Any], loaded: dict[str, Any], by: str) -> None:
+    # What is used nowhere has no state by itself, and zeros in one flat parameter with others: leave it out.
+    one: Any = _without_idle(fully_sharded(**saved))
+    optimizer = momentum(one)
+    train(one, optimizer, range(2))
+    full = from_first(one.gather_full_optim_state_dict(optimizer))
+    named = optim_utils.full_optim_state_dict(one, optimizer, recipient_rank=None)
+    assert named is not None
+    other: Any = _without_idle(fully_sharded(**loaded))
+    second = momentum(other)
+    if by == "numbers":
+        optim_utils.load_full_optim_state_dict(other, second, full)
+    elif by == "names":
+        optim_utils.load_full_optim_state_dict(other, second, named)
+    else:
+        given = named if dist.get_rank() == 0 else None
+        optim_utils.load_full_optim_state_dict(other, second, given, rank0_only=True)
+    again = optim_utils.full_optim_state_dict(other, second, recipient_rank=None)
+    assert again is not None
+    assert_same(again["state"], named["state"])
+
+
+def _without_idle(wrap: Any) -> FullyShardedDataParallel:
+    from tests.helpers.models import nested_mlp
+
+    model = nested_mlp(wrap)
+    assert isinstance(model, FullyShardedDataParallel)
+    return model
+
+
+@pytest.mark.parametrize("make_optimizer", [adam, nadam])
+def test_an_unsharded_model_goes_on_from_it_and_back(ranks: RankPool, make_optimizer: MakeOptimizer) -> None:
+    ranks(2).run(_to_a_plain_model_and_back, make_optimizer)
+
+
+def _to_a_plain_model_and_back(make_optimizer: MakeOptimizer) -> None:
+    model, twin = garden(fully_sharded(use_orig_params=True)), garden()
+    optimizer, own = make_optimizer(model), make_optimizer(twin)
+    train(model, optimizer, range(2))
+    named = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
+    assert named is not None
+    own.load_state_dict(optim_utils.rekey_optim_state_dict(named, twin, "numbers", own))
+    twin.load_state_dict(model.state_dict())
+    train(model, optimizer, range(2, 4))
+    train(twin, own, range(2, 4), alone=True)
+    assert_close(dict(model.state_dict()), dict(twin.state_dict()))
+    back = optim_utils.rekey_optim_state_dict(own.state_dict(), twin, "names", own)
+    assert "idle" not in back["state"], "it was never used"
+    optim_utils.load_full_optim_state_dict(model, optimizer, back)
+    again = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
+    assert again is not None
+    assert_same(again["state"], back["state"])
+
+
+# A rank's own part of the state
+
+
+@pytest.mark.parametrize("form", [{}, {"use_orig_params": True}], ids=["flat", "original"])
+def test_the_state_of_another_ranks_shards_is_refused(ranks: RankPool, form: dict[str, Any], tmp_path: Path) -> None:
+    ranks(2).run(_load_what_one_rank_saved, form, tmp_path)
+    ranks(3).run(_load_at_another_size, form, tmp_path)
+
+
+def _new(form: dict[str, Any]) -> tuple[Any, torch.optim.Optimizer]:
+    model = nested_mlp(fully_sharded(**form))
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def _step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+
+
+def _load_what_one_rank_saved(form: dict[str, Any], folder: Path) -> None:
+    rank = dist.get_rank()
+    model, optimizer = _new(form)
+    _step(model, optimizer)
+    torch.save(optimizer.state_dict(), folder / f"{rank}.pt")
+    dist.barrier()
+    # One that has stepped says so when it loads.
+    loaded = torch.load(folder / "0.pt", weights_only=True)
+    if rank == 0:
+        optimizer.load_state_dict(loaded)
+    else:
+        with pytest.raises(RuntimeError, match=r"of rank 0 of 2, and this rank has those of rank 1 of 2.*fsdp\.save"):
+            optimizer.load_state_dict(loaded)
+    assert all(group.keys() == optimizer.defaults.keys() | {"params"} for group in optimizer.param_groups)
+    # One that is new says so when it steps.
+    model, optimizer = _new(form)
+    optimizer.load_state_dict(loaded)
+    model(torch.ones(2, 5)).sum().backward()
+    if rank == 0:
+        optimizer.step()
+    else:
+        with pytest.raises(RuntimeError, match=r"of rank 0 of 2, and this rank has those of rank 1 of 2.*fsdp\.save"):
+            optimizer.step()
+    # Its own it loads, and whole states do not say whose they are.
+    model, optimizer = _new(form)
+    optimizer.load_state_dict(torch.load(folder / f"{rank}.pt", weights_only=True))
+    full = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
+    assert full is not None
+    assert "fsdp" not in str(full["param_groups"])
+    fsdp.save(folder / "saved", model, optimizer)
+    _step(model, optimizer)
+    optim_utils.load_full_optim_state_dict(model, optimizer, full)
+    _step(model, optimizer)
+    fsdp.load(folder / "saved", model, optimizer)
+    assert all(group.keys() == optimizer.defaults.keys() | {"params"} for group in optimizer.param_groups)
+    _step(model, optimizer)
+
+
+def _load_at_another_size(form: dict[str, Any], folder: Path) -> None:
+    model, optimizer = _new(form)
+    optimizer.load_state_dict(torch.load(folder / "0.pt", weights_only=True))
+    model(torch.ones(2, 5)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"of rank 0 of 2, and this rank has those of rank \d of 3"):
+        optimizer.step()

@@ -1,0 +1,172 @@
+"""Starting from the meta device together with other features: ties across units, optimizers from before, ignoring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp
+from fsdp import MixedPrecision, auto_wrap_bn, checkpoint_wrapper
+from tests.helpers.meta_models import (
+    FORMS,
+    UNFLATTENED,
+    Norms,
+    Zoo,
+    assert_same_bits,
+    on_meta,
+    sharded,
+    started,
+    state_of,
+)
+from tests.helpers.models import Wrap, keep
+from tests.helpers.parity import Alone
+from tests.helpers.ranks import RankPool
+
+every_form = pytest.mark.parametrize("form", FORMS, ids=["flat", "original", "unflattened"])
+INPUTS = torch.linspace(-1, 1, 20).view(4, 5)
+
+
+class TiedAcross(nn.Module):
+    """The weight of the first of these is used first here, and wrapped first in the other."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.first, inside = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.first.weight = inside.weight
+        self.unit: Any = wrap(nn.Sequential(inside, nn.Linear(3, 3)))
+        self.own = nn.Linear(3, 1)
+
+
+def test_a_parameter_that_units_share_has_the_value_that_its_first_module_gives_it(ranks: RankPool) -> None:
+    ranks(2).run(_start_shared)
+
+
+def _start_shared() -> None:
+    wrap = sharded(**UNFLATTENED)
+    tied: Any = on_meta(lambda _: TiedAcross(wrap))
+    first: Any = wrap(tied.first)
+    first.append_shared_param(tied.unit.params[0])
+    tied.first = first
+    model = wrap(tied)
+    fsdp.materialize(model, seed=0)
+    found, expected = state_of(model), state_of(started(TiedAcross))
+    assert_same_bits(dict(sorted(found.items())), dict(sorted(expected.items())))
+
+
+def test_an_optimizer_from_before_wrapping_is_handed_over(ranks: RankPool) -> None:
+    ranks(2).run(_hand_over)
+
+
+def _hand_over() -> None:
+    plain = on_meta(Norms)
+    optimizer = torch.optim.AdamW(plain.parameters())
+    model: Any = sharded()(plain)
+    model.reshard_optimizer(optimizer)
+    fsdp.materialize(model, seed=0)
+    alone = started(Norms)
+    for each, stepping in ((model, optimizer), (alone, torch.optim.AdamW(alone.parameters()))):
+        each(INPUTS).square().sum().backward()
+        stepping.step()
+    for name, value in state_of(model).items():
+        assert torch.allclose(value, alone.state_dict()[name], rtol=1e-4), name
+
+
+@every_form
+def test_ranks_with_and_without_values_load_the_same_state(ranks: RankPool, form: dict[str, Any]) -> None:
+    ranks(3).run(_load_where_ranks_differ, form)
+
+
+def _load_where_ranks_differ(form: dict[str, Any]) -> None:
+    expected = state_of(started(Norms, seed=1))
+    plain = started(Norms) if dist.get_rank() == 1 else on_meta(Norms)
+    model = sharded(**form)(plain)
+    model.load_state_dict(expected)
+    assert_same_bits(state_of(model), expected)
+
+
+@pytest.mark.parametrize("by", ["materialize", "load_state_dict"])
+def test_what_is_given_values_in_inference_mode_can_be_trained(by: str) -> None:
+    model = on_meta(Norms, sharded(process_group=Alone()))
+    with torch.inference_mode():
+        if by == "materialize":
+            fsdp.materialize(model, seed=0)
+        else:
+            model.load_state_dict(state_of(started(Norms)))
+    model(INPUTS).sum().backward()
+    assert_same_bits(
+        {name: value for name, value in state_of(model).items() if "running" not in name and "num" not in name},
+        {
+            name: value
+            for name, value in state_of(started(Norms)).items()
+            if "running" not in name and "num" not in name
+        },
+    )
+
+
+def test_checkpoint_wrappers_and_batch_norms_apart_change_no_values(ranks: RankPool) -> None:
+    ranks(2).run(_start_checkpointed)
+
+
+def _start_checkpointed() -> None:
+    plain: Any = on_meta(Norms)
+    plain.entry = checkpoint_wrapper(plain.entry)
+    model = sharded()(auto_wrap_bn(plain))
+    fsdp.materialize(model, seed=0)
+    assert_same_bits(state_of(model), state_of(started(Norms)))
+
+
+@every_form
+@pytest.mark.parametrize("by", ["materialize", "load_state_dict"])
+def test_recurrent_modules_compute_with_their_values(ranks: RankPool, form: dict[str, Any], by: str) -> None:
+    ranks(2).run(_recur, form, by)
+
+
+def lstm(wrap: Wrap = keep) -> nn.Module:
+    return nn.LSTM(3, 4)
+
+
+def _recur(form: dict[str, Any], by: str) -> None:
+    plain, model = started(lstm), on_meta(lstm, sharded(**form))
+    if by == "materialize":
+        fsdp.materialize(model, seed=0)
+    else:
+        model.load_state_dict(plain.state_dict())
+    inputs = torch.linspace(-1, 1, 30).view(5, 2, 3)
+    assert torch.equal(model(inputs)[0], plain(inputs)[0])
+
+
+def test_ignored_modules_are_missed_and_loaded() -> None:
+    with torch.device("meta"):
+        layer, ignored = nn.Linear(2, 2), nn.Linear(2, 2)
+    model = sharded(process_group=Alone(), ignored_modules=[ignored])(nn.Sequential(layer, ignored))
+    with pytest.raises(RuntimeError, match=r"4 of its .*: 0\.weight, 0\.bias, 1\.weight, 1\.bias"):
+        model(torch.ones(1, 2))
+    state = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).state_dict()
+    model.load_state_dict(state)
+    assert_same_bits(state_of(model), dict(state))
+
+
+def test_full_precision_in_eval_computes_with_the_values(ranks: RankPool) -> None:
+    ranks(2).run(_evaluate)
+
+
+def _evaluate() -> None:
+    policy = MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True)
+    model = started(Norms, sharded(mixed_precision=policy)).eval()
+    assert torch.equal(model(INPUTS), started(Norms).eval()(INPUTS))
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.BatchNorm1d])
+def test_units_by_auto_wrap_are_started_like_any(kind: type[nn.Module]) -> None:
+    make: Callable[[Wrap], nn.Module] = Zoo if kind is nn.Linear else Norms
+    model = on_meta(lambda _: make(keep))
+    with fsdp.enable_wrap(fsdp.module_wrap_policy({kind}), wrapper_cls=sharded(process_group=Alone())):
+        fsdp.auto_wrap(model)
+    assert fsdp.get_fsdp_instances(model)
+    fsdp.materialize(model, seed=0)
+    assert_same_bits(state_of(model), state_of(started(make)))

@@ -1,0 +1,233 @@
+"""`summon_full_params` with gradients, and with whole parameters on the first rank only.
+
+Answers pain point 15: combinations that raise `NotImplementedError` elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp import FullyShardedDataParallel, TrainingState, get_fsdp_instances
+from tests.helpers.models import nested_mlp
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.parity import fully_sharded
+from tests.helpers.ranks import RankPool
+from tests.helpers.twins import assert_at_rest
+
+
+def pair(**options: Any) -> tuple[nn.Module, Any]:
+    """The plain model and the wrapped one, after the same backward."""
+    torch.set_default_dtype(torch.float64)
+    models = nested_mlp(), nested_mlp(fully_sharded(**options))
+    for model in models:
+        model(torch.ones(2, 5)).sin().sum().backward()
+    return models
+
+
+FORMS = [{}, {"use_orig_params": True}, {"flatten_parameters": False}, {"move_params_to_cpu": True}]
+
+
+@parametrize_pairs(world_size=[3, 1, 2], rank0_only=[False, True], volatile=[False, True], options=FORMS)
+def test_every_combination_shows_and_keeps_what_it_says_pain_point_15(
+    ranks: RankPool, world_size: int, rank0_only: bool, volatile: bool, options: dict[str, Any]
+) -> None:
+    ranks(world_size).run(_every_combination, rank0_only, volatile, options)
+
+
+def _every_combination(rank0_only: bool, volatile: bool, options: dict[str, Any]) -> None:
+    plain, model = pair(**options)
+    before = model.state_dict()
+    with model.summon_full_params(rank0_only=rank0_only, volatile=volatile, with_grads=True):
+        if dist.get_rank() == 0 or not rank0_only:
+            shown = dict(model.named_parameters())
+            for name, param in plain.named_parameters():
+                torch.testing.assert_close(shown[name], param)
+                torch.testing.assert_close(shown[name].grad, param.grad)
+            with torch.no_grad():
+                shown["trunk.0.weight"].mul_(2.0)
+                shown["entry.bias"].grad.add_(1.0)
+                shown["gate.weight"].grad = None
+    after = model.state_dict()
+    factor = 1.0 if volatile else 2.0
+    torch.testing.assert_close(after["trunk.0.weight"], factor * before["trunk.0.weight"])
+    torch.testing.assert_close(after["entry.weight"], before["entry.weight"])
+    assert_at_rest(model)
+    with model.summon_full_params(with_grads=True, volatile=True):
+        shown = dict(model.named_parameters())
+        added = 0.0 if volatile else 1.0
+        torch.testing.assert_close(shown["entry.bias"].grad, dict(plain.named_parameters())["entry.bias"].grad + added)
+        assert (shown["gate.weight"].grad is None) is (not volatile)
+
+
+def test_the_model_trains_on_with_what_the_first_rank_has_changed(ranks: RankPool) -> None:
+    ranks(3).run(_train_on)
+
+
+def _train_on() -> None:
+    plain, model = pair()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (plain, model)]
+    with torch.no_grad():
+        plain.entry.weight.fill_(0.5)  # type: ignore[operator, union-attr]
+        plain.entry.bias.grad.mul_(3.0)  # type: ignore[operator, union-attr]
+        with model.summon_full_params(rank0_only=True, with_grads=True):
+            if dist.get_rank() == 0:
+                model.module.entry.weight.fill_(0.5)
+                model.module.entry.bias.grad.mul_(3.0)
+    for one, optimizer in zip((plain, model), optimizers, strict=True):
+        optimizer.step()
+        optimizer.zero_grad()
+        one(torch.ones(2, 5)).sin().sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(model.state_dict(), dict(plain.state_dict()))
+
+
+def test_replicas_get_what_the_first_rank_of_all_has_changed(ranks: RankPool) -> None:
+    ranks(4).run(_replicas)
+
+
+def _replicas() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    model = FullyShardedDataParallel(nn.Linear(5, 3), process_group=mesh)
+    with model.summon_full_params(rank0_only=True), torch.no_grad():
+        if dist.get_rank() == 0:
+            model.module.weight.fill_(7.0)
+    assert model.state_dict()["weight"].eq(7.0).all()
+    with model.summon_full_params(rank0_only=True):
+        if dist.get_rank() == 0:
+            model.module.weight.data.fill_(5.0)  # which no version counter shows
+            model.module.bias.detach().numpy()[:] = 3.0
+    assert model.state_dict()["weight"].eq(5.0).all()
+    assert model.state_dict()["bias"].eq(3.0).all()
+
+
+def test_other_ranks_stay_sharded(ranks: RankPool) -> None:
+    ranks(2).run(_stay_sharded)
+
+
+def _stay_sharded() -> None:
+    model = FullyShardedDataParallel(nn.Linear(5, 3))
+    with model.summon_full_params(rank0_only=True):
+        if dist.get_rank() == 1:
+            with pytest.raises(RuntimeError, match="weight is sharded"):
+                model.module.weight.sum()
+            assert [param.numel() for param in model.parameters()] == [9]
+        else:
+            assert model.module.weight.shape == (3, 5)
+
+
+def test_a_change_that_cannot_be_kept_is_told_to_all_ranks(ranks: RankPool) -> None:
+    ranks(3).run(_cannot_be_kept)
+
+
+def _cannot_be_kept() -> None:
+    model = FullyShardedDataParallel(nn.Linear(5, 3))
+    with pytest.raises(RuntimeError, match="weight"):
+        _misshape_on_first(model)
+    assert model.state_dict()["bias"].eq(1.0).all()
+    assert_at_rest(model)
+
+
+def _misshape_on_first(model: Any) -> None:
+    with model.summon_full_params(rank0_only=True), torch.no_grad():
+        if dist.get_rank() == 0:
+            model.module.module.weight = nn.Parameter(torch.ones(2, 2))
+            model.module.bias.fill_(1.0)
+
+
+def test_gradients_that_are_not_reduced_are_not_shown(ranks: RankPool) -> None:
+    ranks(2).run(_not_reduced)
+
+
+def _not_reduced() -> None:
+    model = FullyShardedDataParallel(nn.Linear(5, 3))
+    with model.no_sync():
+        model(torch.ones(2, 5)).sum().backward()
+    with pytest.raises(RuntimeError, match="not reduced"), model.summon_full_params(with_grads=True):
+        pass
+    with model.summon_full_params():
+        pass
+
+
+def test_on_the_host_values_and_gradients_are_kept_as_well(ranks: RankPool) -> None:
+    ranks(2).run(_on_the_host)
+
+
+def _on_the_host() -> None:
+    plain, model = pair()
+    with model.summon_full_params(with_grads=True, offload_to_cpu=True):
+        shown = dict(model.named_parameters())
+        assert {param.device.type for param in shown.values()} == {"cpu"}
+        with torch.no_grad():
+            shown["entry.weight"].mul_(3.0)
+    with torch.no_grad():
+        plain.entry.weight.mul_(3.0)
+    torch.testing.assert_close(model.state_dict()["entry.weight"], plain.state_dict()["entry.weight"])
+
+
+def test_no_state_dict_while_other_ranks_are_sharded(ranks: RankPool) -> None:
+    ranks(2).run(_save_while_on_first)
+
+
+def _save_while_on_first() -> None:
+    _, model = pair()
+    with (
+        model.summon_full_params(rank0_only=True),
+        pytest.raises(RuntimeError, match=r"Take it outside, with state_dict\(rank0_only=True\)"),
+    ):
+        model.state_dict()
+
+
+# Unit by unit
+
+
+@parametrize_pairs(world_size=[2, 1, 3], rank0_only=[False, True], volatile=[False, True], options=FORMS)
+def test_units_are_shown_one_after_the_other(
+    ranks: RankPool, world_size: int, rank0_only: bool, volatile: bool, options: dict[str, Any]
+) -> None:
+    ranks(world_size).run(_unit_by_unit, rank0_only, volatile, options)
+
+
+def _unit_by_unit(rank0_only: bool, volatile: bool, options: dict[str, Any]) -> None:
+    plain, model = pair(**options)
+    before, found = model.state_dict(), {}
+    wrappers = get_fsdp_instances(model)
+    for number, (module, params) in enumerate(model.summon_units(volatile=volatile, rank0_only=rank0_only)):
+        assert module is wrappers[number].module.module
+        summoned = [each.training_state is TrainingState.SUMMON_FULL_PARAMS for each in wrappers]
+        assert summoned == [each is wrappers[number] for each in wrappers], "one unit at a time"
+        found.update({name: param.detach().clone() for name, param in params.items()})
+        with torch.no_grad():
+            for param in params.values():
+                param.mul_(2.0)
+    expected = dict(plain.named_parameters()) if dist.get_rank() == 0 or not rank0_only else {}
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name].detach())
+    for name, value in model.state_dict().items():
+        is_param = name in dict(plain.named_parameters(remove_duplicate=False))
+        torch.testing.assert_close(value, before[name] * (2 if is_param and not volatile else 1))
+    assert_at_rest(model)
+
+
+def test_leaving_the_loop_shards_the_unit_again(ranks: RankPool) -> None:
+    ranks(2).run(_leave_the_loop)
+
+
+def _leave_the_loop() -> None:
+    _, model = pair()
+    for _, params in model.summon_units():
+        with torch.no_grad():
+            params["entry.weight"].zero_()
+        break
+    assert_at_rest(model)
+    assert not model.state_dict()["entry.weight"].any()
+    with pytest.raises(KeyError):  # noqa: PT012 - raised inside the loop
+        for _, params in model.summon_units():
+            params["missing"].zero_()
+    assert_at_rest(model)

@@ -1,0 +1,308 @@
+"""Gathering a state tree: whole tensors from shards of every kind, on all ranks or on some."""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from fsdp import use_torch_collectives
+from fsdp.state_dict_utils import distribute_state_dict, gather_state_dict
+from tests.helpers.ranks import RankPool
+from tests.helpers.state_trees import (
+    Peak,
+    assert_same,
+    counting,
+    mesh_of,
+    partial_sums,
+    plain_tree,
+    spread,
+    spread_everywhere,
+)
+
+WORLDS = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+
+
+@WORLDS
+def test_every_placement_becomes_the_whole_bit_for_bit(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(_gather_everything)
+
+
+def _gather_everything() -> None:
+    sharded, wholes = spread_everywhere()
+    before = [tensor.to_local().clone() for tree in sharded.values() for tensor in tree.values()]
+    gathered = gather_state_dict({"model": [sharded], "plain": plain_tree()})
+    assert_same(gathered, {"model": [wholes], "plain": plain_tree()})
+    after = [tensor.to_local() for tree in sharded.values() for tensor in tree.values()]
+    assert_same(after, before)
+
+
+@WORLDS
+def test_partial_tensors_are_summed(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(_gather_sums)
+
+
+def _gather_sums() -> None:
+    assert_same(gather_state_dict([partial_sums(counting(3, 2))]), [counting(3, 2)])
+
+
+def test_parts_are_joined_in_the_order_of_the_mesh(ranks: RankPool) -> None:
+    ranks(4).run(_gather_from_unordered_meshes)
+
+
+def _gather_from_unordered_meshes() -> None:
+    for whole in (counting(8, 4), counting(7, 5)):
+        line, square = DeviceMesh("cpu", [2, 0, 3, 1]), DeviceMesh("cpu", [[3, 1], [0, 2]])
+        tree = [spread(whole, line, [Shard(0)]), spread(whole, square, [Shard(1), Shard(0)])]
+        assert_same(gather_state_dict(tree), [whole, whole])
+        local = [torch.zeros_like(tensor) for tensor in tree]
+        assert_same(distribute_state_dict([whole, whole], local, "cpu"), tree)
+
+
+@pytest.mark.parametrize("wanted", [(), (1,)])
+def test_backends_with_collectives_of_their_own_gather_the_same(ranks: RankPool, wanted: tuple[int, ...]) -> None:
+    ranks(4).run(_gather_by_collectives, wanted)
+
+
+def _gather_by_collectives(wanted: tuple[int, ...]) -> None:
+    sharded, wholes = spread_everywhere()
+    use_torch_collectives()
+    try:
+        gathered = gather_state_dict(sharded, ranks_only=wanted)
+    finally:
+        use_torch_collectives(False)
+    assert_same(gathered, wholes if not wanted or dist.get_rank() in wanted else {})
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1, 3)])
+def test_every_placement_is_gathered_for_some(ranks: RankPool, wanted: tuple[int, ...]) -> None:
+    ranks(4).run(_gather_everything_for, wanted)
+
+
+def _gather_everything_for(wanted: tuple[int, ...]) -> None:
+    sharded, wholes = spread_everywhere()
+    result = gather_state_dict(sharded, ranks_only=wanted)
+    assert_same(result, wholes if dist.get_rank() in wanted else {})
+
+
+def test_a_mesh_may_reach_beyond_the_group(ranks: RankPool) -> None:
+    ranks(4).run(_gather_beyond_the_group)
+
+
+def _gather_beyond_the_group() -> None:
+    tree = [spread(counting(7), mesh_of(4), [Shard(0)])]
+    result = gather_state_dict(tree, pg=mesh_of(2, 2).get_group(1), ranks_only=(1,))
+    assert_same(result, [counting(7)] if dist.get_rank() % 2 else [])
+
+
+def test_sums_of_parts_are_summed_and_joined(ranks: RankPool) -> None:
+    ranks(4).run(_gather_sums_of_parts)
+
+
+def _gather_sums_of_parts() -> None:
+    whole = counting(7, 5, dtype=torch.int64)
+    for mesh in (mesh_of(2, 2), DeviceMesh("cpu", [[3, 1], [0, 2]])):
+        rows = spread(whole, mesh, [Replicate(), Shard(0)]).to_local()
+        place, _ = mesh.get_coordinate() or (0, 0)
+        summand = 3 * rows if place else -2 * rows
+        tensor = DTensor.from_local(
+            summand, mesh, [Partial(), Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+        assert_same(gather_state_dict([tensor]), [whole])
+
+
+def test_interleaved_parts_on_an_unordered_mesh_are_refused(ranks: RankPool) -> None:
+    ranks(4).run(_gather_interleaved_parts)
+
+
+def _gather_interleaved_parts() -> None:
+    tensor = spread(counting(8), DeviceMesh("cpu", [[3, 1], [0, 2]]), [_StridedShard(0, split_factor=2), Shard(0)])
+    with pytest.raises(NotImplementedError, match=r"on a mesh of ranks \[\[3, 1\], \[0, 2\]\]: .* init_device_mesh"):
+        gather_state_dict([tensor])
+
+
+def test_what_was_gathered_has_memory_of_its_own_and_no_more_than_it_needs(ranks: RankPool) -> None:
+    ranks(3).run(_weigh_results)
+
+
+def _weigh_results() -> None:
+    sharded, _ = spread_everywhere()
+    for name, tree in gather_state_dict(sharded).items():
+        for key, tensor in tree.items():
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes, (name, key)
+            assert not tensor.requires_grad
+
+
+def test_plain_tensors_share_memory_with_the_result() -> None:
+    weight = torch.nn.Parameter(counting(3))
+    gathered = gather_state_dict({"weight": weight})["weight"]
+    assert gathered.data_ptr() == weight.data_ptr()
+    assert not gathered.requires_grad
+
+
+# Who gets it
+
+
+@pytest.mark.parametrize("wanted", [(0,), (2,), (0, 1), [1]])
+def test_only_chosen_ranks_get_the_result(ranks: RankPool, wanted: tuple[int, ...]) -> None:
+    ranks(3).run(_gather_for, wanted)
+
+
+def _gather_for(wanted: tuple[int, ...]) -> None:
+    whole = counting(7, 5)
+    tree = OrderedDict(weight=spread(whole, mesh_of(3), [Shard(0)]), step=3)
+    result = gather_state_dict(tree, ranks_only=wanted)
+    assert type(result) is OrderedDict
+    assert_same(result, OrderedDict(weight=whole, step=3) if dist.get_rank() in wanted else OrderedDict())
+
+
+def test_ranks_are_counted_in_the_group(ranks: RankPool) -> None:
+    ranks(4).run(_gather_in_a_pair)
+
+
+def _gather_in_a_pair() -> None:
+    mesh = mesh_of(2, 2)
+    pair = mesh.get_group(1)  # ranks 0 and 1, 2 and 3
+    tree = [spread(counting(5), mesh, [Replicate(), Shard(0)])]
+    result = gather_state_dict(tree, pg=pair, ranks_only=(1,))
+    assert_same(result, [counting(5)] if dist.get_rank() % 2 else [])
+
+
+@pytest.mark.parametrize(("tree", "nothing"), [({"a": 1}, {}), ([1], []), ((1,), ()), (1, None)])
+def test_others_get_an_empty_container(ranks: RankPool, tree: Any, nothing: Any) -> None:
+    ranks(2).run(_gather_nothing, tree, nothing)
+
+
+def _gather_nothing(tree: Any, nothing: Any) -> None:
+    assert_same(gather_state_dict(tree, ranks_only=(0,)), nothing if dist.get_rank() else tree)
+
+
+def test_a_rank_outside_of_the_mesh_may_leave_the_result_to_others(ranks: RankPool) -> None:
+    ranks(3).run(_gather_from_a_smaller_mesh)
+
+
+def _gather_from_a_smaller_mesh() -> None:
+    mesh = DeviceMesh("cpu", [0, 1])
+    tree = {"weight": spread(counting(5), mesh, [Shard(0)]) if dist.get_rank() < 2 else _of_others(mesh)}
+    assert_same(gather_state_dict(tree, ranks_only=(1,)), {"weight": counting(5)} if dist.get_rank() == 1 else {})
+    if dist.get_rank() == 2:
+        with pytest.raises(ValueError, match=r"^weight: a DTensor on a mesh that this rank is not in"):
+            gather_state_dict(tree)
+    else:
+        gather_state_dict(tree)
+
+
+def _of_others(mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(torch.empty(0), mesh, [Shard(0)], run_check=False, shape=torch.Size([5]), stride=(1,))
+
+
+# Where it goes
+
+
+@pytest.mark.parametrize("options", [{"cpu_offload": True}, {"device": "cpu"}, {"device": "cpu", "cpu_offload": True}])
+def test_the_result_may_go_to_the_host(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(2).run(_gather_to_the_host, options)
+
+
+def _gather_to_the_host(options: dict[str, Any]) -> None:
+    assert_same(gather_state_dict([spread(counting(5), mesh_of(2), [Shard(0)])], **options), [counting(5)])
+
+
+def test_a_result_may_go_to_any_device(ranks: RankPool) -> None:
+    ranks(2).run(_gather_to_meta)
+
+
+def _gather_to_meta() -> None:
+    # The meta device stands for one that is not there.
+    weight, plain = gather_state_dict([spread(counting(5), mesh_of(2), [Shard(0)]), counting(2)], device="meta")
+    assert weight.is_meta
+    assert weight.shape == (5,)
+    assert plain.is_meta
+
+
+# Memory
+
+
+@pytest.mark.parametrize("rows", [24, 25])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_ranks_hold_their_result_and_at_most_one_tensor_more(ranks: RankPool, rows: int, dim: int) -> None:
+    ranks(3).run(_weigh_gather, rows, dim)
+
+
+def _weigh_gather(rows: int, dim: int) -> None:
+    mesh = mesh_of(3)
+    whole = counting(rows, rows)
+    tree = [spread(whole, mesh, [Shard(dim)]) for _ in range(8)]
+    gathers = Peak()
+    with gathers:
+        gather_state_dict(tree, ranks_only=(0,))
+    # Rows are received in their place. Of columns those of other ranks are received beside it.
+    beside = whole.nbytes if dim else 0
+    result = len(tree) * whole.nbytes if dist.get_rank() == 0 else 0
+    allowed = result + beside if dist.get_rank() == 0 else 0
+    # Much less than a part: torch keeps a mesh's ranks, and before the gather each rank hears a header from each.
+    slack = 128 + 64 * dist.get_world_size()
+    assert slack < whole.nbytes // dist.get_world_size() // 2
+    assert result <= gathers.bytes <= allowed + slack
+
+
+# What cannot be gathered
+
+
+class Custom:
+    """A type that no one knows."""
+
+    def __init__(self) -> None:
+        self.tensor = counting(2)
+
+
+def test_unknown_types_are_named_with_their_path() -> None:
+    tree = {"state": [1, {"a": Custom()}]}
+    with pytest.raises(TypeError, match=r"^state\.1\.a: a Custom is neither a container .* type_check=False"):
+        gather_state_dict(tree)
+
+
+def test_unknown_types_may_be_carried_along() -> None:
+    custom = Custom()
+    assert gather_state_dict([custom, 1], type_check=False) == [custom, 1]
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_a_bad_leaf_on_one_rank_is_an_error_on_all_ranks_of_the_mesh(ranks: RankPool, shape: tuple[int, ...]) -> None:
+    ranks(4).run(_gather_with_a_bad_leaf, shape)
+
+
+def _gather_with_a_bad_leaf(shape: tuple[int, ...]) -> None:
+    sharded = spread(counting(5), mesh_of(*shape), [Shard(0)] * len(shape))
+    for leaf, error, message in (
+        (Custom(), TypeError, r"leaf: a Custom is neither"),
+        (torch.empty(2, device="meta"), ValueError, r"leaf: on the meta device"),
+        (torch.eye(2).to_sparse_csr(), TypeError, r"leaf: a tensor of layout torch.sparse_csr"),
+    ):
+        # The last rank of a mesh of two dimensions shares a group with two of the others only.
+        tree = {"weight": sharded, "leaf": leaf if dist.get_rank() == 3 else None}
+        with pytest.raises(error, match=message) as caught:
+            gather_state_dict(tree)
+        assert ("on rank 3, " in str(caught.value)) == (dist.get_rank() != 3)
+    assert_same(gather_state_dict({"weight": sharded})["weight"], counting(5))
+
+
+def test_options_that_exclude_each_other_or_name_no_rank_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"cpu_offload=True and device='meta' exclude each other"):
+        gather_state_dict({}, cpu_offload=True, device="meta")
+    with pytest.raises(ValueError, match=r"ranks_only=\(1,\): there is no rank 1, only 0 to 0"):
+        gather_state_dict({}, ranks_only=(1,))
+    with pytest.raises(TypeError, match=r"pg must be a process group that this rank is in, got 5"):
+        gather_state_dict({}, pg=5)  # type: ignore[arg-type]
+
+
+def test_bytes_and_files_are_passed_on_as_they_are() -> None:
+    file = io.BytesIO(b"x")
+    assert gather_state_dict((b"y", file, None)) == (b"y", file, None)

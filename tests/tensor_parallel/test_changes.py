@@ -1,0 +1,184 @@
+"""What users do with parallel models between steps: copies, averages, new values, ignored and grouped parameters."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from fsdp import EMA
+from fsdp.distributed.dtensor import MeshPart
+from tests.helpers.parity import sgd_with_momentum
+from tests.helpers.ranks import RankPool
+from tests.helpers.tensor_parallel import SENTENCES, assert_parallel_parity, gpt, mesh_of, over_data, own_rows
+
+OPTIONS = [{}, {"use_orig_params": True}, {"flatten_parameters": False}]
+
+every_option = pytest.mark.parametrize("options", OPTIONS, ids=str)
+
+
+def step(model: nn.Module, mesh: DeviceMesh, optimizer: torch.optim.Optimizer | None = None) -> None:
+    optimizer = optimizer or sgd_with_momentum(model.parameters())
+    inputs, targets = own_rows(mesh)(*SENTENCES.batch(torch.Generator().manual_seed(0), 4))[0]
+    SENTENCES.loss(model(inputs), targets).backward()
+    optimizer.step()
+
+
+def query(model: nn.Module) -> Any:
+    return next(module for name, module in model.named_modules() if name.endswith("query"))
+
+
+@every_option
+def test_copies_train_alike(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(4).run(_train_a_copy, options)
+
+
+def _train_a_copy(options: dict[str, Any]) -> None:
+    mesh = mesh_of(2, 2)
+    model = gpt(over_data(mesh, **options), mesh=mesh, kind="sequence")
+    step(model, mesh)  # used before it is copied
+    copied = copy.deepcopy(model)
+    assert_equal_states(copied, model.state_dict())
+    before = model.state_dict()
+    step(copied, mesh)
+    assert_equal_states(model, before)
+    model.zero_grad()
+    step(model, mesh)
+    assert_equal_states(copied, model.state_dict())
+
+
+def assert_equal_states(model: nn.Module, expected: dict[str, Tensor]) -> None:
+    """Collective."""
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_an_average_follows_the_local_parts(ranks: RankPool) -> None:
+    ranks(4).run(_average)
+
+
+def _average() -> None:
+    mesh = mesh_of(2, 2)
+    model = gpt(over_data(mesh), mesh=mesh)
+    first = model.state_dict()
+    ema = EMA(model, 0.5)
+    ema.update_parameters(model)
+    step(model, mesh)
+    ema.update_parameters(model)
+    for name, value in ema.module.state_dict().items():
+        torch.testing.assert_close(value, (first[name] + model.state_dict()[name]) / 2)
+
+
+def test_pickling_is_refused(ranks: RankPool) -> None:
+    ranks(2).run(_pickle)
+
+
+def _pickle() -> None:
+    mesh = mesh_of(1, 2)
+    model = gpt(over_data(mesh), mesh=mesh)
+    with pytest.raises(NotImplementedError, match=r"DTensors.*state_dict\(\)"):
+        torch.save(model, io.BytesIO())
+
+
+@every_option
+@pytest.mark.parametrize("spread", [False, True], ids=["plain", "dtensor"])
+def test_new_values_that_are_assigned_between_steps_are_kept(
+    ranks: RankPool, options: dict[str, Any], spread: bool
+) -> None:
+    ranks(4).run(_assign, options, spread)
+
+
+def _assign(options: dict[str, Any], spread: bool) -> None:
+    mesh = mesh_of(2, 2)
+    model = gpt(over_data(mesh, **options), mesh=mesh)
+    optimizer = sgd_with_momentum(model.parameters())
+    value = torch.arange(64.0).view(8, 8) / 64
+    query(model).weight = nn.Parameter(distribute_tensor(value, mesh["tp"], [Shard(0)]) if spread else value)
+    step(model, mesh, optimizer)
+    plain = gpt()
+    query(plain).weight = nn.Parameter(value)
+    optimizer = sgd_with_momentum(plain.parameters())
+    inputs, targets = SENTENCES.batch(torch.Generator().manual_seed(0), 4)
+    SENTENCES.loss(plain(inputs), targets).backward()
+    optimizer.step()
+    for name, found in model.state_dict().items():
+        torch.testing.assert_close(found, plain.state_dict()[name])
+
+
+def test_a_module_inside_of_a_unit_is_loaded_by_itself(ranks: RankPool) -> None:
+    ranks(4).run(_load_inside)
+
+
+def _load_inside() -> None:
+    mesh = mesh_of(2, 2)
+    model = gpt(over_data(mesh), mesh=mesh)
+    value = torch.arange(64.0).view(8, 8)
+    query(model).load_state_dict({"weight": value})
+    assert torch.equal(model.state_dict()["layers.0.query.weight"], value)
+
+
+# Ignored, and grouped by a key
+
+
+@pytest.mark.parametrize("kind", ["heads", "sequence"])
+def test_ignored_dtensors_are_clipped_with_the_rest(ranks: RankPool, kind: str) -> None:
+    ranks(4).run(_ignore, kind)
+
+
+def _ignore(kind: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    mesh = mesh_of(2, 2)
+    inputs, targets = SENTENCES.batch(torch.Generator().manual_seed(0), 2)  # alike on all ranks: nobody averages
+
+    def ignoring(module: nn.Module) -> nn.Module:
+        ignored = [param for name, param in module.named_parameters() if "query" in name or "norms.0" in name]
+        return over_data(mesh, ignored_parameters=ignored)(module)
+
+    for norm_type in (2.0, torch.inf):
+        model, plain = gpt(ignoring, mesh=mesh, kind=kind), gpt()
+        assert isinstance(query(model).weight, DTensor)
+        for each in (model, plain):
+            SENTENCES.loss(each(inputs), targets).backward()
+        norm = model.clip_grad_norm_(1e-2, norm_type)  # type: ignore[operator]
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 1e-2, norm_type))
+        for each in (model, plain):
+            torch.optim.SGD(each.parameters(), lr=1.0, foreach=False).step()
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(value, plain.state_dict()[name], msg=lambda text, n=name: f"{n}: {text}")
+
+
+def by_kind(name: str, param: nn.Parameter) -> str:
+    return "matrix" if param.dim() > 1 else "vector"
+
+
+def test_groups_by_key_train_as_one_process(ranks: RankPool) -> None:
+    ranks(4).run(_train_grouped)
+
+
+def _train_grouped() -> None:
+    mesh = mesh_of(2, 2)
+    options = {"group_by": by_kind}
+    assert_parallel_parity(mesh, sgd_with_momentum, model={"kind": "sequence"}, options=options, steps=3, clip=0.3)
+
+
+# Collectives of DTensors' own
+
+
+def test_a_gradient_that_is_still_being_summed_is_awaited(ranks: RankPool) -> None:
+    ranks(2).run(_take_a_gradient_in_flight)
+
+
+def _take_a_gradient_in_flight() -> None:
+    mesh = mesh_of(1, 2)["tp"]
+    part = MeshPart.of(distribute_tensor(torch.zeros(3), mesh, [Replicate()]))
+    assert part is not None
+    partial = DTensor.from_local(torch.ones(3), mesh, [Partial()], run_check=False)
+    gradient = part.gradient(partial.redistribute(placements=[Replicate()], async_op=True))
+    assert type(gradient) is Tensor
+    assert torch.equal(gradient, torch.full((3,), 2.0))

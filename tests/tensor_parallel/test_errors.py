@@ -1,0 +1,153 @@
+"""What cannot be done with parameters that are `DTensor`s is an error that names the parameter and the remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from fsdp import FlattenParamsWrapper, FullyShardedDataParallel
+from tests.helpers.ranks import RankPool
+from tests.helpers.tensor_parallel import SENTENCES, gpt, mesh_of, over_data, perceptron
+
+
+class Holder(nn.Module):
+    """A module with one parameter."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+
+def test_a_group_that_holds_the_tensor_ranks_is_refused(ranks: RankPool) -> None:
+    ranks(4).run(_wrap_over_all)
+
+
+def _wrap_over_all() -> None:
+    mesh = mesh_of(2, 2)
+    module = Holder(distribute_tensor(torch.ones(4, 2), mesh["tp"], [Shard(0)]))
+    for group in (None, mesh["tp"].get_group()):
+        with pytest.raises(
+            ValueError, match=r"weight is a DTensor .*Shard\(dim=0\) over tp.*mesh\[\"dp\"\]\.get_group"
+        ):
+            FullyShardedDataParallel(module, group)
+    module = Holder(distribute_tensor(torch.ones(4, 2), mesh, [Replicate(), Shard(0)]))
+    with pytest.raises(ValueError, match=r"DTensors on the other dimensions only, mesh\[\"tp\"\]"):
+        over_data(mesh)(module)
+    assert isinstance(module.weight, DTensor)  # as it was
+
+
+def test_a_group_that_mixes_different_parts_is_found_by_the_ranks(ranks: RankPool) -> None:
+    ranks(4).run(_mix_parts)
+
+
+def _mix_parts() -> None:
+    mesh = mesh_of(2, 2)
+    # Rank 0 has the first half and rank 3 the second: of equal shapes, so that nothing else would tell.
+    across = [dist.new_group([0, 3]), dist.new_group([1, 2])]
+    module = nn.Sequential(nn.Linear(2, 2), Holder(distribute_tensor(torch.ones(4, 2), mesh["tp"], [Shard(0)])))
+    model = FullyShardedDataParallel(module, across[dist.get_rank() in (1, 2)])
+    with pytest.raises(RuntimeError, match=r"weight\[2, 2\] \(of \[4, 2\], Shard\(dim=0\) over tp \(1 of 2\)\)"):
+        model.state_dict()
+
+
+@pytest.mark.parametrize("placement", [Partial(), _StridedShard(0, split_factor=2)], ids=str)
+def test_other_placements_are_refused(ranks: RankPool, placement: Placement) -> None:
+    ranks(4).run(_wrap_placement, placement)
+
+
+def _wrap_placement(placement: Placement) -> None:
+    mesh = mesh_of(2, 2)
+    module = Holder(DTensor.from_local(torch.ones(4, 2), mesh["tp"], [placement], run_check=False))
+    with pytest.raises(TypeError, match=r"weight is a DTensor with placements .*Redistribute it before wrapping"):
+        over_data(mesh)(module)
+
+
+def test_a_rank_outside_of_the_mesh_is_refused(ranks: RankPool) -> None:
+    ranks(3).run(_wrap_outside)
+
+
+def _wrap_outside() -> None:
+    groups = [dist.new_group([rank]) for rank in range(3)]
+    mesh = torch.distributed.device_mesh.DeviceMesh("cpu", [0, 1])
+    weight = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)], run_check=False)
+    if dist.get_rank() == 2:
+        with pytest.raises(ValueError, match=r"weight is a DTensor .* rank 2 is not in that mesh"):
+            FullyShardedDataParallel(Holder(weight), groups[2])
+
+
+def test_a_mesh_in_another_order_than_its_ranks_is_refused(ranks: RankPool) -> None:
+    ranks(2).run(_wrap_on_a_mesh_in_another_order)
+
+
+def _wrap_on_a_mesh_in_another_order() -> None:
+    mesh = DeviceMesh("cpu", [1, 0])
+    module = Holder(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)], src_data_rank=None))
+    lone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    with pytest.raises(ValueError, match=r"weight is a DTensor on .*, along which ranks do not rise"):
+        FullyShardedDataParallel(module, lone)
+
+
+def test_a_mesh_of_another_device_is_refused(ranks: RankPool) -> None:
+    ranks(2).run(_move_to_another_device)
+
+
+def _move_to_another_device() -> None:
+    mesh = mesh_of(1, 2)
+    module = Holder(distribute_tensor(torch.ones(4, 2), mesh["tp"], [Shard(0)]))
+    with pytest.raises(ValueError, match="weight is a DTensor on a mesh of cpu and would be computed with on meta"):
+        over_data(mesh, compute_device="meta")(module)
+    model = over_data(mesh)(module)
+    with pytest.raises(ValueError, match="mesh of cpu: the module cannot be moved to meta"):
+        model.to("meta")
+    assert model.state_dict()["weight"].shape == (4, 2)
+
+
+def test_flattening_without_sharding_is_for_plain_parameters(ranks: RankPool) -> None:
+    ranks(2).run(_flatten)
+
+
+def _flatten() -> None:
+    module = Holder(distribute_tensor(torch.ones(4, 2), mesh_of(1, 2)["tp"], [Shard(0)]))
+    with pytest.raises(ValueError, match="flattens plain parameters, got a DTensor"):
+        FlattenParamsWrapper(module)
+    assert isinstance(module.weight, DTensor)
+
+
+def test_an_optimizer_made_before_wrapping_is_refused(ranks: RankPool) -> None:
+    ranks(2).run(_step_too_early)
+
+
+def _step_too_early() -> None:
+    mesh = mesh_of(1, 2)
+    plain = gpt(lambda module: module, mesh=mesh)
+    cut = [param for param in plain.parameters() if isinstance(param, DTensor)]
+    optimizer = torch.optim.SGD(cut, lr=0.1)
+    model = over_data(mesh)(plain)
+    model(SENTENCES.batch(torch.Generator(), 2)[0]).sum().backward()
+    with pytest.raises(RuntimeError, match=r"made before the model was wrapped.*query\.weight"):
+        optimizer.step()
+
+
+def test_meshes_that_overlap_in_part_have_no_common_norm(ranks: RankPool) -> None:
+    ranks(4).run(_clip_over_meshes)
+
+
+def _clip_over_meshes() -> None:
+    one = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "all"))
+    other = mesh_of(2, 2)
+    group = one["dp"].get_group()
+    models = [perceptron(over_data(one), mesh=mesh, hidden=4, placements=[[Shard(0)]] * 2) for mesh in _two(one, other)]
+    model = FullyShardedDataParallel(nn.Sequential(*models), group)
+    with pytest.raises(NotImplementedError, match=r"ranks \[0, 1, 2, 3\] and \[\d, \d\].*one init_device_mesh"):
+        model.clip_grad_norm_(1.0)
+
+
+def _two(one: Any, other: Any) -> tuple[Any, Any]:
+    return one["all"], other["tp"]

@@ -1,0 +1,112 @@
+"""`load_safetensors` into parameters that are `DTensor`s: files have whole tensors, ranks read their parts of parts."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from fsdp import FullyShardedDataParallel, load_safetensors
+from fsdp.distributed.dtensor import MeshPart
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.ranks import RankPool
+from tests.helpers.safetensors_files import assert_equal_states, counted_reads, save, shard_bytes
+from tests.helpers.tensor_parallel import cube, gpt, mesh_of, over_data
+
+OPTIONS = [{}, {"use_orig_params": True}, {"flatten_parameters": False}, {"move_params_to_cpu": True}]
+
+
+@parametrize_pairs(
+    shape=[(2, 2), (1, 2), (2, 1)], model=[{}, {"vocabulary": True}, {"kind": "sequence"}], options=OPTIONS
+)
+def test_parts_are_those_of_the_whole_tensors_in_the_file(
+    ranks: RankPool, tmp_path: Path, shape: tuple[int, int], model: dict[str, Any], options: dict[str, Any]
+) -> None:
+    save(tmp_path, gpt(seed=1).state_dict())
+    ranks(shape[0] * shape[1]).run(_load, tmp_path, shape, model, options)
+
+
+def _load(path: Path, shape: tuple[int, int], how: dict[str, Any], options: dict[str, Any]) -> None:
+    mesh = mesh_of(*shape)
+    model = gpt(over_data(mesh, **options), mesh=mesh, **how)
+    with counted_reads() as sizes:
+        load_safetensors(model, path)
+    assert sum(sizes) == shard_bytes(model) + sum(buffer.nbytes for _, buffer in model.named_buffers())
+    assert_equal_states(model.state_dict(), gpt(seed=1).state_dict())
+
+
+def test_ignored_dtensors_are_read_in_part(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path, {"0.weight": torch.rand(6, 4), "1.weight": torch.rand(4, 4)})
+    ranks(2).run(_load_ignored, tmp_path)
+
+
+def _load_ignored(path: Path) -> None:
+    mesh = mesh_of(1, 2)["tp"]
+    module = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(4, 4, bias=False))
+    module[0].weight = nn.Parameter(distribute_tensor(torch.zeros(6, 4), mesh, [Shard(1)]))
+    model = FullyShardedDataParallel(module, ignored_modules=[module[0]])
+    load_safetensors(model, path)
+    assert isinstance(module[0].weight, DTensor)
+    from fsdp.checkpoint.safetensors import SafetensorsFiles
+
+    whole = torch.empty(6, 4)
+    with SafetensorsFiles(path) as files:
+        files.read("0.weight", whole)
+    assert torch.equal(module[0].weight.full_tensor(), whole)
+
+
+def test_what_is_cut_along_two_dimensions_is_named_and_nothing_is_changed(ranks: RankPool, tmp_path: Path) -> None:
+    save(tmp_path, {"0.weight": torch.rand(4, 4), "1.weight": torch.rand(4, 4)})
+    ranks(4).run(_load_twice_cut, tmp_path)
+
+
+def _load_twice_cut(path: Path) -> None:
+    mesh = cube()
+    module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    placements = [[Replicate(), Shard(0)], [Shard(0), Shard(1)]]
+    for layer, each in zip(module, placements, strict=True):
+        layer.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh["a", "b"], each))
+    model = FullyShardedDataParallel(module, process_group=mesh["dp"].get_group())
+    with pytest.raises(NotImplementedError, match=r"1\.weight is cut along dimensions \[0, 1\]"):
+        load_safetensors(model, path)
+    assert not any(bool(value.any()) for value in model.state_dict().values())
+
+
+# Arithmetic
+
+
+class Mesh:
+    """All that is asked of a mesh."""
+
+    def __init__(self, sizes: list[int], place: list[int]) -> None:
+        self._sizes, self._place = sizes, place
+
+    def size(self, number: int) -> int:
+        return self._sizes[number]
+
+    def get_local_rank(self, number: int) -> int:
+        return self._place[number]
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.data())
+def test_any_range_of_a_part_is_found_in_the_whole(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    place = [data.draw(st.integers(0, size - 1)) for size in sizes]
+    dim = data.draw(st.integers(-len(shape), len(shape) - 1))
+    placements = [data.draw(st.sampled_from([Replicate(), Shard(dim)])) for _ in sizes]
+    part = MeshPart(cast(Any, Mesh(sizes, place)), tuple(placements), torch.Size(shape))
+    whole = torch.arange(math.prod(shape)).view(shape)
+    local = part.cut("x", whole).reshape(-1)
+    start = data.draw(st.integers(0, local.numel()))
+    stop = data.draw(st.integers(start, local.numel()))
+    found: list[Tensor] = [whole.view(-1)[first:last] for first, last in part.ranges("x", start, stop)]
+    assert torch.equal(torch.cat([torch.empty(0, dtype=torch.int64), *found]), local[start:stop])

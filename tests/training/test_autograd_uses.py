@@ -1,0 +1,387 @@
+"""What a model's own code does with autograd: units train as they do unsharded, or an error says why they cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.helpers.dtensor_twins import assert_trains_as_plain, ours
+from tests.helpers.models import Wrap
+from tests.helpers.module_kinds import seeded
+from tests.helpers.parity import fully_sharded
+from tests.helpers.ranks import RankPool
+from tests.helpers.twins import (
+    OPTIONS,
+    assert_at_rest,
+    assert_trains_like_plain,
+    backward_twice,
+    eval_first,
+    once,
+    two_forwards_then_one_backward,
+)
+
+EVERY_FORM: list[dict[str, Any]] = [*OPTIONS, {"use_orig_params": True}]
+
+# In-place operations on what a unit returns
+
+
+class Viewing(nn.Module):
+    """Returns a view of what it computes, and a view of a part of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 10)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.linear(inputs.view(2, 2, 5))
+        return hidden[..., :5], inputs[:2] + hidden[0, :, 5:].view(2, 5)
+
+
+class Changing(nn.Module):
+    """Changes in place what its units return: a view of what was computed, the same in a nested unit, and no view."""
+
+    def __init__(self, wrap: Wrap, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.entry = nn.Linear(5, 5)
+        self.linear = wrap(nn.Linear(5, 5))
+        self.viewing = wrap(nn.Sequential(wrap(Viewing())))
+        self.flat = wrap(nn.Linear(5, 5))
+        self.change = change
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.change(self.linear(self.entry(inputs).view(2, 2, 5))).view(4, 5)
+        first, second = self.viewing(hidden)
+        hidden = self.change(first).reshape(4, 5)
+        return self.change(self.flat(hidden)) + self.change(second).repeat(2, 1)
+
+
+def _add(tensor: Tensor) -> Tensor:
+    tensor += 1
+    return tensor
+
+
+def _scale_a_part(tensor: Tensor) -> Tensor:
+    tensor[0].mul_(2)
+    return tensor
+
+
+def _squash_by_a_view(tensor: Tensor) -> Tensor:
+    tensor.transpose(0, 1).tanh_()
+    return tensor
+
+
+def _changing(wrap: Wrap, change: Callable[[Tensor], Tensor]) -> nn.Module:
+    return wrap(seeded(partial(Changing, wrap, change)))
+
+
+def test_outputs_of_units_may_be_changed_in_place(ranks: RankPool) -> None:
+    """Views or not: a view's own place in the graph is another after it was changed."""
+    ranks(2).run(_train_changing_outputs)
+
+
+def _train_changing_outputs() -> None:
+    for change in (_add, F.relu_, _scale_a_part, _squash_by_a_view):
+        for options in EVERY_FORM if change is _add else EVERY_FORM[:1]:
+            for step in (once, two_forwards_then_one_backward):
+                assert_trains_like_plain(partial(_changing, change=change), step, options=options)
+
+
+# Backwards inside of a forward
+
+
+class Failing(torch.autograd.Function):
+    """Its backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise ArithmeticError
+
+
+class Relaxing(nn.Module):
+    """Follows gradients of a unit's outputs, and trains by a loss of its own, in the middle of its forward."""
+
+    def __init__(self, wrap: Wrap, trains_inside: bool) -> None:
+        super().__init__()
+        self.entry = nn.Linear(5, 5)
+        self.energy = wrap(nn.Sequential(nn.Linear(5, 7), wrap(nn.Sequential(nn.Tanh(), nn.Linear(7, 5)))))
+        self.exit = wrap(nn.Linear(5, 5))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.trains_inside = trains_inside
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.entry(inputs).tanh()
+        with pytest.raises(ArithmeticError):
+            torch.autograd.grad(self.energy(Failing.apply(hidden)).sum(), hidden)
+        for _ in range(2):
+            energy = self.energy(hidden)
+            (force,) = torch.autograd.grad(energy.square().sum(), hidden, retain_graph=True)
+            hidden = hidden - 0.1 * force
+        if self.trains_inside:
+            (self.energy(hidden.detach()).sin().mean() + (self.scale * energy.detach()).mean()).backward()
+            self.entry(inputs.detach()).square().mean().backward()
+        return self.exit(hidden) * self.scale + energy
+
+
+class Inner(nn.Module):
+    """Has that in a unit in the middle."""
+
+    def __init__(self, wrap: Wrap, trains_inside: bool) -> None:
+        super().__init__()
+        self.entry = nn.Linear(5, 5)
+        self.middle = wrap(Relaxing(wrap, trains_inside))
+        self.exit = wrap(nn.Linear(5, 5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.exit(self.middle(self.entry(inputs)))
+
+
+def _relaxing(wrap: Wrap, trains_inside: bool) -> nn.Module:
+    return wrap(seeded(partial(Inner, wrap, trains_inside)))
+
+
+@pytest.mark.parametrize("trains_inside", [False, True], ids=["grad", "backward"])
+def test_a_backward_inside_of_a_forward_leaves_the_units_that_run_alone(ranks: RankPool, trains_inside: bool) -> None:
+    ranks(2).run(_train_relaxing, trains_inside)
+
+
+def _train_relaxing(trains_inside: bool) -> None:
+    for options in EVERY_FORM[:2] if trains_inside else EVERY_FORM[::3]:
+        steps = [once] if trains_inside else [eval_first, backward_twice]
+        assert_trains_like_plain(partial(_relaxing, trains_inside=trains_inside), *steps, options=options)
+
+
+class Forces(nn.Module):
+    """The gradient of a unit inside by its inputs, as a value, and with weights of its own after that."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.energy = wrap(nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)))
+        self.scale = nn.Parameter(torch.full((5,), 0.5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        point = inputs.detach().requires_grad_()
+        (force,) = torch.autograd.grad(self.energy(point).square().sum(), point)
+        return (self.energy(inputs) + 0.1 * force) * self.scale
+
+
+class Checkpointed(nn.Module):
+    """Computes that again in backward; what is differentiated inside is computed again there as well."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.entry, self.forces, self.exit = nn.Linear(5, 5), wrap(Forces(wrap)), wrap(nn.Linear(5, 5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.exit(checkpoint(self.forces, self.entry(inputs), use_reentrant=False).tanh())
+
+
+def _checkpointed(wrap: Wrap) -> nn.Module:
+    return wrap(seeded(partial(Checkpointed, wrap)))
+
+
+def test_a_backward_inside_of_a_checkpointed_unit_leaves_it_whole(ranks: RankPool) -> None:
+    ranks(2).run(_train_checkpointed)
+
+
+def _train_checkpointed() -> None:
+    for options in EVERY_FORM:
+        assert_trains_like_plain(_checkpointed, once, two_forwards_then_one_backward, options=options)
+
+
+# Results that leave a unit by another way than its output
+
+
+class Aside(nn.Module):
+    """A unit of which nothing that it returns shows what there is to differentiate."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.way = way
+
+    def forward(self, inputs: Tensor) -> Any:
+        hidden = self.second(self.first(inputs).tanh()) * self.first.weight[0]
+        if self.way == "closure":
+            return lambda: [hidden]
+        if self.way == "generator":
+            return (part for part in hidden.chunk(2))
+        self.found = [hidden]
+        return hidden.detach()
+
+
+class Collecting(nn.Module):
+    """Computes on with what two of those have found."""
+
+    def __init__(self, wrap: Wrap, way: str) -> None:
+        super().__init__()
+        self.entry = nn.Linear(5, 5)
+        self.asides = (Aside(way), Aside(way))  # which their attributes are read from
+        self.parts = nn.ModuleList(wrap(aside) for aside in self.asides)
+        self.exit = wrap(nn.Linear(5, 5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.entry(inputs)
+        for aside, part in zip(self.asides, self.parts, strict=True):
+            found = part(hidden)
+            if aside.way == "closure":
+                found = found()
+            hidden = hidden + (aside.found.pop() if aside.way == "attribute" else torch.cat(list(found)))
+        return self.exit(hidden)
+
+
+def _collecting(wrap: Wrap, way: str) -> nn.Module:
+    return wrap(seeded(partial(Collecting, wrap, way)))
+
+
+def test_results_that_leave_a_unit_by_another_way_than_its_output(ranks: RankPool) -> None:
+    ranks(2).run(_train_collecting)
+
+
+def _train_collecting() -> None:
+    for way in ("attribute", "closure", "generator"):
+        assert_trains_like_plain(partial(_collecting, way=way), once, two_forwards_then_one_backward)
+    for options in EVERY_FORM[1:]:
+        assert_trains_like_plain(partial(_collecting, way="attribute"), once, options=options)
+
+
+class Penalised(nn.Module):
+    """Computes something with its weight after its output, which leaves by an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output = self.linear(inputs)
+        self.penalty = (self.linear.weight * inputs[0]).sum()
+        return output
+
+
+def test_what_backward_meets_before_its_unit_is_gathered_is_an_error(ranks: RankPool) -> None:
+    """And no crash of the process, which reading freed memory is."""
+    ranks(2).run(_differentiate_penalty)
+
+
+def _differentiate_penalty() -> None:
+    torch.manual_seed(0)
+    wrap = fully_sharded()
+    penalised = Penalised()
+    model = wrap(nn.Sequential(nn.Linear(5, 5), wrap(penalised), wrap(nn.Linear(5, 5))))
+    inputs = torch.ones(2, 5)
+    for _ in range(2):
+        loss = model(inputs).sum() + penalised.penalty
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        model(inputs).sum().backward()
+    assert_at_rest(model)
+
+
+# Gradients of the parameters that the wrapped model lists
+
+
+@pytest.mark.parametrize("form", [*EVERY_FORM[::2], EVERY_FORM[3], None], ids=["flat", "unflattened", "pieces", "rows"])
+def test_gradients_of_listed_parameters_without_backward_are_refused(
+    ranks: RankPool, form: dict[str, Any] | None
+) -> None:
+    """They are not in the graph: torch says so, or nothing, and then the step does."""
+    ranks(2).run(_differentiate_listed, form)
+
+
+def _differentiate_listed(form: dict[str, Any] | None) -> None:
+    torch.manual_seed(0)
+    wrap = ours() if form is None else fully_sharded(**form)
+    model = wrap(nn.Sequential(wrap(nn.Linear(5, 5)), nn.Tanh(), nn.Linear(5, 5)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.ones(2, 5, requires_grad=True)
+    listed = list(model.parameters())
+
+    def refuse_step() -> None:
+        with pytest.raises(RuntimeError, match=r"SGD\.step\(\): nothing in root .* has got a gradient.*Call backward"):
+            optimizer.step()
+
+    optimizer.step()  # before anything was computed
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(model(inputs).sum(), listed)
+    refuse_step()
+    assert set(torch.autograd.grad(model(inputs).sum(), listed, allow_unused=True)) == {None}
+    refuse_step()
+    model(inputs).sum().backward(inputs=inputs)
+    refuse_step()
+    model(inputs).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model(inputs)
+    optimizer.step()  # without a backward, on purpose: a batch may be left out
+    with model.no_sync() if form is not None else nullcontext():
+        model(inputs).sum().backward()
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+def _layers(wrap: Wrap) -> nn.Module:
+    return wrap(seeded(lambda: nn.Sequential(wrap(nn.Linear(5, 5)), nn.Tanh(), nn.Linear(5, 5))))
+
+
+def _backward_to(some: Callable[[str], bool], model: nn.Module, inputs: Tensor) -> None:
+    listed = [param for name, param in model.named_parameters() if some(name)]
+    output = model(inputs).sin()
+    output.mean().backward(inputs=listed, retain_graph=True)
+    torch.autograd.backward([output.square().mean()], inputs=(listed[0], *listed[1:]))
+
+
+def _any(name: str) -> bool:
+    return True
+
+
+def _of_the_unit(name: str) -> bool:
+    return "0" in name.split(".")
+
+
+def _weight(name: str) -> bool:
+    return name.endswith("2.weight")
+
+
+@pytest.mark.parametrize("form", [*EVERY_FORM, None], ids=["flat", "kept", "unflattened", "pieces", "rows"])
+def test_backward_takes_listed_parameters_as_inputs(ranks: RankPool, form: dict[str, Any] | None) -> None:
+    ranks(2).run(_train_listed, form)
+
+
+def _train_listed(form: dict[str, Any] | None) -> None:
+    of_one = [_weight] if form is None or "use_orig_params" in form or "flatten_parameters" in form else []
+    for some in (_any, _of_the_unit, *of_one):
+        step = partial(_backward_to, some)
+        if form is None:
+            assert_trains_as_plain(_layers, step, once)
+        else:
+            assert_trains_like_plain(_layers, step, once, options=form)
+
+
+def test_backward_finds_inputs_beside_sharded_ones(ranks: RankPool) -> None:
+    ranks(2).run(_differentiate_beside)
+
+
+def _differentiate_beside() -> None:
+    model = _layers(fully_sharded())
+    inputs, unrelated = torch.ones(2, 5, requires_grad=True), torch.ones(3, requires_grad=True)
+    model(inputs).sum().backward(inputs=[*model.parameters(), inputs])
+    assert inputs.grad is not None
+    assert all(param.grad is not None for param in model.parameters())
+    model.zero_grad()
+    (model(inputs).sum() + unrelated.sum()).backward(inputs=[unrelated])
+    assert unrelated.grad is not None
+    assert all(param.grad is None for param in model.parameters())
+    frozen = list(model.requires_grad_(False).parameters())
+    with pytest.raises(RuntimeError, match="requires_grad=False"):
+        model(inputs).sum().backward(inputs=frozen)

@@ -1,0 +1,262 @@
+"""Compiled blocks beside other features, and what a compiler must not hide."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp import FullyShardedDataParallel, checkpoint_wrapper
+from tests.helpers.compile_backends import (
+    Block,
+    Counter,
+    call_compile,
+    stack,
+    torch_compile,
+    torchs_own_deprecations,
+    user_module,
+)
+from tests.helpers.models import Wrap, keep
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.parity import fully_sharded
+from tests.helpers.ranks import RankPool
+from tests.helpers.twins import batch, score
+
+OPTIONS: list[dict[str, Any]] = [{}, {"use_orig_params": True}, {"flatten_parameters": False}]
+
+
+# With other features: as without a compiler, to the bit, since "aot_eager" computes the same operations
+
+
+class Normed(nn.Module):
+    """With a batch norm, which mixed precision leaves in full precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen, self.norm, self.narrow = nn.Linear(5, 9), nn.BatchNorm1d(9), nn.Linear(9, 5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.narrow(self.norm(self.widen(inputs)).relu())
+
+
+def normed(wrap: Wrap, prepare: Wrap) -> nn.Module:
+    torch.manual_seed(0)
+    return wrap(nn.Sequential(*(wrap(prepare(Normed())) for _ in range(2))))
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "mixed precision": {"mixed_precision": True, "compute_dtype": torch.bfloat16},
+    "full precision": {},
+    "offload": {"offload": "cpu"},
+    "both": {"mixed_precision": True, "compute_dtype": torch.bfloat16, "offload": "cpu"},
+}
+
+
+def checkpoint_of_compiled(block: nn.Module, backend: Any) -> nn.Module:
+    return checkpoint_wrapper(torch_compile(block, backend, fullgraph=True))
+
+
+def compiled_checkpoint(block: nn.Module, backend: Any) -> nn.Module:
+    return call_compile(checkpoint_wrapper(block), backend, fullgraph=True)
+
+
+@parametrize_pairs(
+    world_size=[2, 1],
+    beside=list(BESIDE),
+    options=[*OPTIONS, {"reshard_after_forward": False}],
+    prepare=[partial(call_compile, fullgraph=True), torch_compile, checkpoint_of_compiled, compiled_checkpoint],
+    no_sync=[False, True],
+)
+def test_other_features_go_on_working(
+    ranks: RankPool, world_size: int, beside: str, options: dict[str, Any], prepare: Any, no_sync: bool
+) -> None:
+    if prepare is compiled_checkpoint and "mixed_precision" in BESIDE[beside]:
+        prepare = checkpoint_of_compiled  # the other has a test of its own
+    ranks(world_size).run(_train_beside, BESIDE[beside] | options, prepare, no_sync)
+
+
+def _train_beside(options: dict[str, Any], prepare: Any, no_sync: bool) -> None:
+    backend = Counter()
+    states = [_accumulate(options, prepare, no_sync) for prepare in (keep, partial(prepare, backend=backend))]
+    expected, found = (list(state.values()) for state in states)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert backend.breaks == []
+    assert len(backend.sizes) == 2  # one more for the first block, whose inputs require no gradient
+
+
+def _accumulate(options: dict[str, Any], prepare: Wrap, no_sync: bool) -> dict[str, Tensor]:
+    model = normed(fully_sharded(**options), prepare)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        optimizer.zero_grad()
+        with model.no_sync() if no_sync else nullcontext():  # type: ignore[operator]
+            score(model(batch(2 * step, dist.get_rank()).float()).float()).backward()
+        score(model(batch(2 * step + 1, dist.get_rank()).float()).float()).backward()
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+def test_a_checkpoint_around_a_batch_norm_in_full_precision_stays_uncompiled_but_right(ranks: RankPool) -> None:
+    ranks(2).run(_train_broken_checkpoint)
+
+
+def _train_broken_checkpoint() -> None:
+    backend = Counter()
+    prepares: list[Wrap] = [keep, lambda block: call_compile(checkpoint_wrapper(block), backend)]
+    expected, found = (list(_accumulate(BESIDE["mixed precision"], each, False).values()) for each in prepares)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert backend.breaks  # what an error with fullgraph=True is about
+    assert len(backend.sizes) <= 2
+
+
+class Broken(nn.Module):
+    """With a graph break of its own, and statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(7, 7), nn.BatchNorm1d(7)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.inner(inputs)
+        torch._dynamo.graph_break()
+        return self.norm(hidden)
+
+
+def test_a_graph_break_in_a_checkpoint_neither_compiles_for_every_call_nor_counts_statistics_twice() -> None:
+    backend = Counter()
+    expected, found = Broken(), checkpoint_wrapper(Broken())
+    found.load_state_dict(expected.state_dict())
+    compiled = torch.compile(found, backend=backend)
+    for step in range(4):
+        for model in (expected, compiled):
+            score(model(torch.linspace(-1, step, 28).view(4, 7))).backward()
+    pairs = zip(found.state_dict().values(), expected.state_dict().values(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
+    assert len(backend.sizes) <= 2
+
+
+def test_a_compiled_block_computes_inside_summon_full_params(ranks: RankPool) -> None:
+    ranks(2).run(_summon)
+
+
+def _summon() -> None:
+    backend = Counter()
+    model = stack(fully_sharded(), partial(call_compile, backend=backend, fullgraph=True))
+    inputs, graphs = batch(0, 0).float(), []
+    for _ in range(3):
+        with torch.no_grad():
+            expected = model(inputs)
+            with model.summon_full_params():  # type: ignore[operator]
+                assert torch.equal(model(inputs), expected)
+        score(model(inputs)).backward()
+        graphs.append(len(backend.sizes))
+    assert graphs == [3, 3, 3]  # without gradients, summoned, and in training: no more by doing it again
+
+
+@torchs_own_deprecations
+def test_a_compiled_optimizer_steps_shards(ranks: RankPool) -> None:
+    for options in ({}, {"use_orig_params": True}):
+        ranks(2).run(_step_compiled, options)
+
+
+def _step_compiled(options: dict[str, Any]) -> None:
+    states = []
+    for backend in (None, Counter()):
+        # One block is enough: each parameter has a part of the optimizer's graph.
+        model = stack(fully_sharded(**options), hidden=(13,))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        step = optimizer.step if backend is None else torch.compile(optimizer.step, backend=backend)
+        for number in range(3):
+            optimizer.zero_grad()
+            score(model(batch(number, dist.get_rank()).float())).backward()
+            step()
+        states.append(list(model.state_dict().values()))
+    torch.testing.assert_close(*states)
+
+
+# Pain point 29: nothing is dropped in silence
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_pain_point_29_a_compiled_function_finds_no_sharded_weight(ranks: RankPool, backend: str) -> None:
+    ranks(2).run(_read_weight_compiled, backend)
+
+
+def _read_weight_compiled(backend: str) -> None:
+    model = stack(fully_sharded())
+    widen = user_module(user_module(model).blocks[0]).widen
+    with torch.no_grad():
+        model(batch(0, 0).float())
+    for use in (lambda inputs: widen(inputs), lambda inputs: inputs * widen.weight.norm()):
+        with pytest.raises(RuntimeError, match=r"widen\.weight is sharded.*summon_full_params"):
+            torch.compile(use, backend=backend)(torch.ones(2, 7))
+
+
+class ReturnsWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(12.0).view(4, 3))
+        self.inner = nn.Linear(3, 4)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.inner(inputs), self.weight[1:3], self.weight
+
+
+def test_pain_point_29_weights_that_a_compiled_block_returns_stay_valid(ranks: RankPool) -> None:
+    ranks(2).run(_return_weights)
+
+
+def _return_weights() -> None:
+    plain = ReturnsWeights()
+    model = FullyShardedDataParallel(torch_compile(ReturnsWeights(), Counter(), fullgraph=True))
+    for found in (plain(torch.ones(2, 3)), model(torch.ones(2, 3))):
+        sum(tensor.sin().sum() for tensor in found[1:]).backward()
+        assert torch.equal(found[1], plain.weight[1:3])
+        assert torch.equal(found[2], plain.weight)
+
+
+def test_pain_point_29_a_checkpoint_that_cannot_be_compiled_warns() -> None:
+    backend = Counter()
+    model = torch.compile(checkpoint_wrapper(Block(5), offload_to_cpu=True), backend=backend)
+    inputs = torch.ones(2, 7)
+    with pytest.warns(UserWarning, match=r"leaves Block uncompiled.*checkpoint_wrapper\(torch.compile"):
+        model(inputs).sum().backward()
+    assert backend.sizes == []
+    assert len(backend.breaks) == 1
+    checkpoint_wrapper(torch_compile(Block(5), backend, fullgraph=True), offload_to_cpu=True)(inputs).sum().backward()
+    assert backend.sizes == [Block.OPERATIONS]
+
+
+def test_a_compiled_checkpoint_takes_all_arguments_and_counts_statistics_once() -> None:
+    torch.manual_seed(0)
+    found = checkpoint_wrapper(Awkward())
+    expected = Awkward()
+    expected.load_state_dict(found.state_dict())
+    backend = Counter()
+    compiled = torch_compile(found, backend, fullgraph=True)
+    for step in range(3):
+        results = []
+        for model in (compiled, expected):
+            torch.manual_seed(step)
+            inputs = torch.randn(4, 7, requires_grad=True)
+            first, others = model(inputs, {"a": [torch.randn(4, 7)]}, scale=2.0)
+            (first.sum() + others["normed"].sin().sum()).backward()
+            results.append([first, inputs.grad, *model.state_dict().values()])
+        assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert len(backend.sizes) == 1
+
+
+class Awkward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.drop = nn.Linear(7, 7), nn.BatchNorm1d(7), nn.Dropout(0.3)
+
+    def forward(self, inputs: Tensor, nested: Any, *, scale: float) -> tuple[Tensor, dict[str, Tensor]]:
+        normed = self.drop(self.norm(self.inner(inputs))) * scale
+        return normed + nested["a"][0], {"normed": normed}

@@ -1,0 +1,389 @@
+"""Frozen parameters and parameters of several dtypes in one unit: what they cost, and that they train as unsharded.
+
+The model is the usual one: adapters of low rank on a frozen base. `test_pain_point_04_...` are about frozen parameters,
+`test_pain_point_06_...` about several dtypes in a unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.engine.test_memory import live_bytes
+from tests.engine.test_precision_memory import counting_sent_bytes
+from tests.helpers.models import Wrap, keep
+from tests.helpers.module_kinds import (
+    FLAT,
+    FORMS,
+    ORIGINAL,
+    UNFLATTENED,
+    SideBySide,
+    Units,
+    assert_trains_like_plain,
+    auto_wrapped,
+    seeded,
+    whole,
+    wrapped_parts,
+)
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.parity import (
+    MakeOptimizer,
+    Training,
+    adamw,
+    assert_bit_equal,
+    assert_parity,
+    fully_sharded,
+    sgd_with_momentum,
+    train_ddp,
+    train_sharded,
+)
+from tests.helpers.ranks import RankPool
+
+BRAIN, SINGLE = torch.bfloat16, torch.float32
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trained correction of low rank, which is computed in its own dtype."""
+
+    def __init__(self, inputs: int, outputs: int, base_dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs, dtype=base_dtype).requires_grad_(False)
+        self.down = nn.Linear(inputs, 2, bias=False)
+        self.up = nn.Linear(2, outputs, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.base(inputs.to(self.base.weight.dtype)).to(inputs.dtype) + self.up(self.down(inputs))
+
+
+def adapted(base_dtype: torch.dtype | None = BRAIN, outputs: int = 5) -> nn.Module:
+    return nn.Sequential(Adapted(5, 7, base_dtype), nn.Tanh(), Adapted(7, outputs, base_dtype))
+
+
+in_default_dtype = partial(adapted, None)
+
+
+def by_layers(model: nn.Module, wrap: Wrap) -> nn.Module:
+    """Base and adapters of a layer are a unit; nothing is left for the root."""
+    return wrapped_parts(model, wrap, parts=["0", "2"])
+
+
+UNITS: list[Units] = [whole, by_layers, auto_wrapped]
+
+
+# They train
+
+
+@parametrize_pairs(
+    options=FORMS,
+    units=UNITS,
+    world_size=[3, 2, 4],
+    make_optimizer=[sgd_with_momentum, adamw],
+    reshard_after_forward=[True, False],
+)
+def test_pain_point_04_adapters_on_a_frozen_bfloat16_base(
+    ranks: RankPool,
+    options: dict[str, Any],
+    units: Units,
+    world_size: int,
+    make_optimizer: MakeOptimizer,
+    reshard_after_forward: bool,
+) -> None:
+    # Adapters in float64: what the base rounds to 16 bits is then the same here and there.
+    options = {**options, "reshard_after_forward": reshard_after_forward}
+    ranks(world_size).run(assert_trains_like_plain, adapted, units, make_optimizer, options, apart=True)
+
+
+def mixed() -> nn.Module:
+    """Both dtypes trained: norms in float32 between layers in bfloat16."""
+    return nn.Sequential(
+        nn.LayerNorm(5), Cast(BRAIN), nn.Linear(5, 7, dtype=BRAIN), nn.Tanh(), Cast(SINGLE), nn.Linear(7, 1)
+    )
+
+
+class Cast(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs.to(self.dtype)
+
+
+def in_units(make: Callable[[], nn.Module], units: Units, wrap: Wrap) -> nn.Module:
+    model = seeded(make)
+    return model if wrap is keep else units(model, wrap)
+
+
+@parametrize_pairs(options=FORMS, units=UNITS, make_optimizer=[sgd_with_momentum, adamw])
+def test_pain_point_06_float32_on_bfloat16_is_distributed_data_parallel_to_the_bit(
+    ranks: RankPool, options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer
+) -> None:
+    ranks(2).run(_equal_ddp, units, make_optimizer, options)
+
+
+def _equal_ddp(units: Units, make_optimizer: MakeOptimizer, options: dict[str, Any]) -> None:
+    make_model = partial(in_units, partial(adapted, outputs=1), units)
+    training = Training(make_model=make_model, make_optimizer=make_optimizer, steps=10)
+    sharded = train_sharded(training, fully_sharded(**options))
+    assert_bit_equal(sharded, train_ddp(training))
+    assert {value.dtype for name, value in sharded.weights.items() if "base" in name} == {BRAIN}
+    assert {value.dtype for name, value in sharded.weights.items() if "base" not in name} == {SINGLE}
+
+
+@parametrize_pairs(
+    world_size=[3, 2, 4], options=FORMS, units=[whole, auto_wrapped], make_optimizer=[sgd_with_momentum, adamw]
+)
+def test_pain_point_06_both_dtypes_are_trained(
+    ranks: RankPool, world_size: int, options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer
+) -> None:
+    wrap = fully_sharded(**options)
+    ranks(world_size).run(assert_parity, partial(in_units, mixed, units), make_optimizer, 10, wrap=wrap)
+
+
+# What they cost
+
+# Elements of `adapted()`, by parameter, of each layer.
+TRAINED = [[10, 14], [14, 10]]
+FROZEN = [[35, 7], [35, 5]]
+
+
+def shard_numel(layers: Sequence[Sequence[int]], units: Units, options: dict[str, Any]) -> int:
+    """Elements on each rank, padding included."""
+    if options == UNFLATTENED:
+        vectors = [numel for layer in layers for numel in layer]
+    elif units is by_layers:
+        vectors = [sum(layer) for layer in layers]
+    else:
+        vectors = [sum(map(sum, layers))]
+    if options == ORIGINAL:
+        vectors = [
+            aligned(layer)
+            for layer in (layers if units is by_layers else [[size for layer in layers for size in layer]])
+        ]
+    return sum(-(-numel // dist.get_world_size()) for numel in vectors)
+
+
+def aligned(sizes: Sequence[int]) -> int:
+    """Elements of a vector in which every parameter starts at a multiple of eight."""
+    *others, last = sizes
+    return sum(-(-size // 8) * 8 for size in others) + last
+
+
+def train_step(model: nn.Module, inputs: Tensor) -> None:
+    model(inputs).sum().backward()
+
+
+@parametrize_pairs(options=FORMS, units=[whole, by_layers], world_size=[3, 2, 4])
+def test_pain_point_04_what_is_frozen_is_gathered_and_never_reduced(
+    ranks: RankPool, options: dict[str, Any], units: Units, world_size: int
+) -> None:
+    ranks(world_size).run(_count_bytes, options, units)
+
+
+def _count_bytes(options: dict[str, Any], units: Units) -> None:
+    # Units keep their parameters until backward: every one is gathered once.
+    model = units(seeded(adapted), fully_sharded(reshard_after_forward=False, **options))
+    train_step(model, torch.ones(2, 5))  # the ranks also agree in the first one
+    peers = dist.get_world_size() - 1
+    with counting_sent_bytes() as sent:
+        train_step(model, torch.ones(2, 5))
+    assert sent[BRAIN] == peers * shard_numel(FROZEN, units, options) * 2
+    assert sent[SINGLE] == peers * shard_numel(TRAINED, units, options) * 4 * 2  # gathered and reduced
+
+
+@pytest.mark.parametrize("options", FORMS, ids=str)
+def test_pain_point_04_what_is_frozen_later_is_not_reduced_any_more(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(3).run(_count_bytes_when_frozen, options)
+
+
+def _count_bytes_when_frozen(options: dict[str, Any]) -> None:
+    model: Any = by_layers(seeded(adapted), fully_sharded(reshard_after_forward=False, **options))
+    train_step(model, torch.ones(2, 5))
+    model[2].requires_grad_(False)
+    peers = dist.get_world_size() - 1
+    with counting_sent_bytes() as sent:
+        train_step(model, torch.ones(2, 5))
+    gathered, reduced = (shard_numel(layers, by_layers, options) for layers in (TRAINED, TRAINED[:1]))
+    assert sent[SINGLE] == peers * (gathered + reduced) * 4
+
+
+@parametrize_pairs(
+    options=FORMS, units=[whole, by_layers], world_size=[3, 2, 4], make_optimizer=[adamw, sgd_with_momentum]
+)
+def test_pain_point_04_gradients_and_optimizer_state_are_of_what_is_trained(
+    ranks: RankPool, options: dict[str, Any], units: Units, world_size: int, make_optimizer: MakeOptimizer
+) -> None:
+    ranks(world_size).run(_weigh, options, units, make_optimizer)
+
+
+def _weigh(options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer) -> None:
+    inputs = torch.ones(2, 5)
+    before = live_bytes()
+    model: Any = units(seeded(adapted), fully_sharded(**options))
+    trained, frozen = (shard_numel(layers, units, options) for layers in (TRAINED, FROZEN))
+    weights = 4 * trained + 2 * frozen
+    assert live_bytes() - before == weights
+    optimizer = make_optimizer(model.parameters())
+    counts = sum(param.requires_grad for param in model.parameters())  # AdamW counts the steps of each
+    stepped = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    assert stepped <= trained  # pieces are without what lies between them
+    state = 4 * (2 * stepped + counts) if make_optimizer is adamw else 4 * stepped
+    # The ranks tell each other which original parameters were used, and gloo's thread may still hold what it sent.
+    flags = sum(map(len, TRAINED)) if options == ORIGINAL else 0
+    # The gradient of which original parameters had parts is let go by the next forward.
+    zeroed = 4 * trained if options == ORIGINAL else 0
+
+    def assert_held(nbytes: int) -> None:
+        assert live_bytes() - before - nbytes in (0, flags)
+
+    for number in range(3):
+        train_step(model, inputs)
+        assert_held(weights + 4 * trained + (state if number else 0))
+        optimizer.step()
+        assert_held(weights + 4 * trained + state)
+        optimizer.zero_grad()
+        assert_held(weights + state + zeroed)
+    with model.no_sync():
+        train_step(model, inputs)
+    # Whole gradients of what is trained; the root alone keeps its parameters.
+    kept = dist.get_world_size() * weights if units is whole else 0
+    assert_held(weights + state + kept + 4 * trained * dist.get_world_size())
+
+
+# Frozen, thawed, frozen again
+
+
+def toggle(model: nn.Module, names: Iterable[str]) -> None:
+    params = dict(model.named_parameters())
+    for name in names:
+        params[name].requires_grad_(not params[name].requires_grad)
+
+
+# Before which step which parameters are toggled: of both kinds, alone and together, in each layer.
+TOGGLES = {
+    1: ["0.up.weight"],
+    3: ["0.base.weight", "2.base.bias"],
+    5: ["0.up.weight", "0.down.weight", "2.down.weight", "2.up.weight"],
+    7: ["0.base.weight", "2.up.weight"],
+    9: ["0.base.weight", "0.down.weight"],
+}
+
+
+@parametrize_pairs(
+    options=[ORIGINAL, UNFLATTENED],
+    units=[whole, by_layers],
+    world_size=[3, 2, 4],
+    make_optimizer=[adamw, sgd_with_momentum],
+    reshard_after_forward=[True, False],
+)
+def test_pain_point_04_each_parameter_is_frozen_and_thawed_between_steps(
+    ranks: RankPool,
+    options: dict[str, Any],
+    units: Units,
+    world_size: int,
+    make_optimizer: MakeOptimizer,
+    reshard_after_forward: bool,
+) -> None:
+    options = {**options, "reshard_after_forward": reshard_after_forward}
+    ranks(world_size).run(_toggle_each, options, units, make_optimizer)
+
+
+def _toggle_each(options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer) -> None:
+    pair = SideBySide(in_default_dtype, units, make_optimizer, **options)
+    for number in range(11):
+        pair.on_both(partial(toggle, names=TOGGLES.get(number, ())))
+        pair.backward(number)
+        for model in (pair.sharded, pair.plain):
+            with_gradient = {name for name, param in model.named_parameters() if param.grad is not None}
+            assert with_gradient == {name for name, param in pair.plain.named_parameters() if param.requires_grad}
+        for optimizer in pair.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    pair.assert_equal()
+
+
+Freeze = Callable[[Any, bool], None]
+
+
+def a_layer(model: Any, trained: bool) -> None:
+    """All of it, base included."""
+    model[2].requires_grad_(trained)
+
+
+def the_adapters_of_a_layer(model: Any, trained: bool) -> None:
+    """Which are one flat parameter."""
+    layer = model[2]
+    params = layer.params[1:] if hasattr(layer, "params") else [layer.down.weight, layer.up.weight]
+    for param in params:
+        param.requires_grad_(trained)
+
+
+def the_base_of_a_layer(model: Any, trained: bool) -> None:
+    layer = model[2]
+    params = layer.params[:1] if hasattr(layer, "params") else layer.base.parameters()
+    for param in params:
+        param.requires_grad_(trained)
+
+
+@parametrize_pairs(
+    freeze=[a_layer, the_adapters_of_a_layer, the_base_of_a_layer],
+    world_size=[3, 2, 4],
+    make_optimizer=[adamw, sgd_with_momentum],
+    reshard_after_forward=[True, False],
+)
+def test_pain_point_04_flat_parameters_are_frozen_and_thawed_between_steps(
+    ranks: RankPool, freeze: Freeze, world_size: int, make_optimizer: MakeOptimizer, reshard_after_forward: bool
+) -> None:
+    options = {**FLAT, "reshard_after_forward": reshard_after_forward}
+    ranks(world_size).run(_toggle_flat, options, freeze, make_optimizer)
+
+
+def _toggle_flat(options: dict[str, Any], freeze: Freeze, make_optimizer: MakeOptimizer) -> None:
+    pair = SideBySide(in_default_dtype, by_layers, make_optimizer, **options)
+    for number in range(10):
+        if number % 2:
+            pair.on_both(partial(freeze, trained=number in (3, 7)))
+        pair.step(number)
+    pair.assert_equal()
+
+
+@pytest.mark.parametrize("options", FORMS, ids=str)
+def test_pain_point_04_freezing_between_backward_and_step_keeps_the_gradient(
+    ranks: RankPool, options: dict[str, Any]
+) -> None:
+    ranks(3).run(_freeze_before_step, options)
+
+
+def _freeze_before_step(options: dict[str, Any]) -> None:
+    pair = SideBySide(in_default_dtype, by_layers, adamw, **options)
+    for number in range(4):
+        pair.backward(number)
+        pair.on_both(partial(a_layer, trained=bool(number % 2)))
+        for optimizer in pair.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    pair.assert_equal()
+
+
+def test_a_part_of_a_flat_parameter_cannot_be_frozen(ranks: RankPool) -> None:
+    ranks(2).run(_freeze_a_part)
+
+
+def _freeze_a_part() -> None:
+    inner = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)))
+    model: Any = fully_sharded()(inner)
+    for part in (inner[0], inner[1], inner[1][0]):
+        with pytest.raises(RuntimeError, match=r"weight cannot be frozen or thawed apart .*use_orig_params=True"):
+            part.requires_grad_(False)
+        assert part.requires_grad_(True) is part  # as it is
+    inner.requires_grad_(False)
+    assert not any(param.requires_grad for param in model.parameters())
+    original: Any = fully_sharded(use_orig_params=True)(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    original.module.module[0].requires_grad_(False)
+    assert [param.requires_grad for param in original.parameters()] == [False, False, True, True]

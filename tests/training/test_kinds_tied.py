@@ -1,0 +1,274 @@
+"""Tied parameters: one tensor under several names, in one unit or across what could be units.
+
+`test_pain_point_03_...` are about ties that were lost when weights were sharded, saved or loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp import FullyShardedDataParallel, get_fsdp_instances
+from fsdp.engine.names import clean_name
+from tests.helpers.models import Wrap
+from tests.helpers.module_kinds import (
+    FLAT,
+    FORMS,
+    ORIGINAL,
+    SideBySide,
+    Units,
+    assert_same_state,
+    assert_trains_like_plain,
+    auto_wrapped,
+    seeded,
+    whole,
+    wrapped_parts,
+)
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.parity import Alone, MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
+from tests.helpers.ranks import RankPool
+from tests.helpers.twins import batch, once
+
+
+class Block(nn.Module):
+    """Uses its one matrix twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 5), nn.Linear(5, 5, bias=False)
+        self.down.weight = self.up.weight
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.down(torch.tanh(self.up(inputs)))
+
+
+class Tied(nn.Module):
+    """Ties inside a block, across blocks, and between the model itself and what lies deep in it: see `TIES`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry = nn.Linear(5, 5)
+        self.first = Block()
+        self.pair = nn.Sequential(Block(), Block())
+        self.pair[1].up.bias = self.pair[0].up.bias
+        self.exit = nn.Linear(5, 5)
+        self.exit.weight = self.entry.weight
+        self.scale = self.entry.weight
+        self.own = nn.Linear(5, 5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.pair(self.first(self.entry(inputs)))
+        return self.own(self.exit(hidden)) * self.scale.mean()
+
+
+# By the lowest module that holds all uses.
+TIES = {
+    "": [{"entry.weight", "exit.weight", "scale"}],
+    "first": [{"first.up.weight", "first.down.weight"}],
+    "pair": [
+        {"pair.0.up.weight", "pair.0.down.weight"},
+        {"pair.0.up.bias", "pair.1.up.bias"},
+        {"pair.1.up.weight", "pair.1.down.weight"},
+    ],
+}
+
+
+def by_hand(model: nn.Module, wrap: Wrap) -> nn.Module:
+    return wrapped_parts(model, wrap, parts=["first", "pair", "own"])
+
+
+UNITS: list[Units] = [whole, auto_wrapped, by_hand]
+
+
+def aliases(model: nn.Module) -> list[set[str]]:
+    """The names of parameters that have several."""
+    names: dict[int, set[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), set()).add(clean_name(name))
+    return sorted((found for found in names.values() if len(found) > 1), key=sorted)
+
+
+@parametrize_pairs(
+    options=FORMS,
+    units=UNITS,
+    world_size=[3, 2, 4],
+    make_optimizer=[sgd_with_momentum, adamw],
+    reshard_after_forward=[True, False],
+)
+def test_pain_point_03_tied_parameters_train_as_on_one_process(
+    ranks: RankPool,
+    options: dict[str, Any],
+    units: Units,
+    world_size: int,
+    make_optimizer: MakeOptimizer,
+    reshard_after_forward: bool,
+) -> None:
+    options = {**options, "reshard_after_forward": reshard_after_forward}
+    ranks(world_size).run(assert_trains_like_plain, Tied, units, make_optimizer, options)
+
+
+# Where they live
+
+
+@parametrize_pairs(options=FORMS, units=UNITS)
+def test_pain_point_03_each_is_sharded_once(ranks: RankPool, options: dict[str, Any], units: Units) -> None:
+    ranks(2).run(_count_elements, options, units)
+
+
+def _count_elements(options: dict[str, Any], units: Units) -> None:
+    model = units(seeded(Tied), fully_sharded(**options))
+    layouts = [handle.layout for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]
+    sharded = sum(slot.numel for layout in layouts for slot in layout.slots)
+    assert sharded == sum(param.numel() for param in Tied().parameters())
+    held = sum(param.numel() for param in model.parameters())  # an optimizer's, each once
+    assert held <= sum(layout.shard_numel for layout in layouts)
+
+
+@pytest.mark.parametrize("options", FORMS, ids=str)
+def test_pain_point_03_the_lowest_unit_that_holds_all_uses_has_it(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(2).run(_find_owners, options, by_hand)
+
+
+def _find_owners(options: dict[str, Any], units: Units) -> None:
+    model = units(seeded(Tied), fully_sharded(**options))
+    model(batch(0, 0).float())
+    found: dict[str, list[set[str]]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            for places in (places for handle in module._unit.handles for places in handle.places if len(places) > 1):
+                names = {f"{clean_name(path)}.{place.fqn}".lstrip(".") for place in places}
+                found.setdefault(clean_name(path), []).append(names)
+    assert found == TIES
+
+
+# Saved and loaded
+
+
+@parametrize_pairs(options=FORMS, units=UNITS)
+def test_pain_point_03_saved_under_every_name_and_once(ranks: RankPool, options: dict[str, Any], units: Units) -> None:
+    ranks(3).run(_save, options, units)
+
+
+def _save(options: dict[str, Any], units: Units) -> None:
+    pair = SideBySide(Tied, units, **options)
+    pair.step(0)
+    state = pair.sharded.state_dict()
+    assert_same_state(state, pair.plain.state_dict())
+    for names in aliases(pair.plain):
+        assert len({state[name].data_ptr() for name in names}) == 1, names
+    with pair.sharded.summon_full_params():
+        assert aliases(pair.sharded) == aliases(pair.plain)
+
+
+@parametrize_pairs(options=FORMS, units=UNITS)
+def test_pain_point_03_loaded_under_any_name(ranks: RankPool, options: dict[str, Any], units: Units) -> None:
+    ranks(3).run(_load, options, units)
+
+
+def _load(options: dict[str, Any], units: Units) -> None:
+    pair = SideBySide(Tied, units, **options)
+    pair.step(0)
+    for name in sorted(set().union(*aliases(pair.plain))):
+        # Of the tied names this one alone: as without sharding, all of them are loaded.
+        state = {name: torch.full_like(pair.plain.state_dict()[name], 0.01 * len(name))}
+        results = [model.load_state_dict(state, strict=False) for model in (pair.sharded, pair.plain)]
+        assert results[0] == results[1]
+        pair.assert_equal()
+    pair.step(1)
+    pair.assert_equal()
+
+
+def test_pain_point_03_a_later_name_wins_as_without_sharding(ranks: RankPool) -> None:
+    ranks(2).run(_load_different_values)
+
+
+def _load_different_values() -> None:
+    pair = SideBySide(Tied, by_hand)
+    state = {
+        name: torch.full_like(value, number) for number, (name, value) in enumerate(pair.plain.state_dict().items())
+    }
+    pair.on_both(lambda model: model.load_state_dict(state))
+    pair.assert_equal()
+
+
+# Ties that cannot be kept
+
+
+def two_blocks() -> nn.Module:
+    """Both have the same matrix."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(5, 5), nn.Tanh()), nn.Sequential(nn.Tanh(), nn.Linear(5, 5)))
+    model[1][1].weight = model[0][0].weight
+    return model
+
+
+@pytest.mark.parametrize("options", [FLAT, ORIGINAL], ids=str)  # for unflattened ones see test_append_shared_param
+def test_pain_point_03_a_tie_that_cannot_be_kept_is_an_error_that_names_both(
+    ranks: RankPool, options: dict[str, Any]
+) -> None:
+    ranks(2).run(_cut_a_tie, options)
+
+
+def _cut_a_tie(options: dict[str, Any]) -> None:
+    wrap = fully_sharded(**options)
+    model = two_blocks()
+    model[0] = wrap(model[0])
+    with pytest.raises(ValueError, match=r"^1\.weight is the same parameter as 0\.weight of Sequential.*auto_wrap"):
+        wrap(model[1])
+    with pytest.raises(ValueError, match=r"^1\.1\.weight is the same parameter as 0\.weight of Sequential.*auto_wrap"):
+        wrap(model)
+    assert isinstance(model[1][1].weight, nn.Parameter), "nothing may be taken from a module that is refused"
+    once(auto_wrapped(two_blocks(), wrap), torch.ones(2, 5))  # as the message says
+
+
+def shared_module() -> nn.Module:
+    shared = nn.Linear(5, 5)
+    return nn.Sequential(nn.Sequential(shared, nn.Tanh()), nn.Sequential(nn.Linear(5, 5), shared))
+
+
+@pytest.mark.parametrize("options", FORMS, ids=str)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_pain_point_03_a_shared_module_cannot_be_in_two_units(
+    ranks: RankPool, world_size: int, options: dict[str, Any]
+) -> None:
+    ranks(world_size).run(_share_a_module, options)
+
+
+def _share_a_module(options: dict[str, Any]) -> None:
+    wrap = fully_sharded(**options)
+    model = shared_module()
+    model[0] = wrap(model[0])
+    with pytest.raises(ValueError, match=r"^1 is the same Linear as 0 of Sequential.*put the wrapper in every place"):
+        wrap(model[1])
+    with pytest.raises(ValueError, match=r"^0\.0 = 1\.1 is the same Linear as 0 of Sequential.*auto_wrap"):
+        wrap(model)
+    assert isinstance(model[1][0].weight, nn.Parameter), "nothing may be taken from a module that is refused"
+
+
+def shared_unit(model: nn.Module, wrap: Wrap) -> nn.Module:
+    """As the message says."""
+    model[0][0] = model[1][1] = wrap(model[0][0])  # type: ignore[index, operator]
+    return wrapped_parts(model, wrap, parts=["0", "1"])
+
+
+@parametrize_pairs(
+    options=FORMS,
+    units=[shared_unit, auto_wrapped, whole],
+    world_size=[2, 3, 4],
+    make_optimizer=[sgd_with_momentum, adamw],
+)
+def test_pain_point_03_a_shared_module_is_one_unit_in_every_place(
+    ranks: RankPool, options: dict[str, Any], units: Units, world_size: int, make_optimizer: MakeOptimizer
+) -> None:
+    ranks(world_size).run(assert_trains_like_plain, shared_module, units, make_optimizer, options)
+
+
+def test_parameters_that_are_tied_by_their_memory_only_are_refused() -> None:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = nn.Parameter(first.weight.data)
+    with pytest.raises(
+        ValueError, match=r"1\.weight is a parameter of its own in the memory of 0\.weight.*b\.weight = a"
+    ):
+        fully_sharded(process_group=Alone())(nn.Sequential(first, second))

@@ -1,0 +1,114 @@
+"""Precision, offload and everything that changes when data comes and goes, together: every pair of options meets.
+
+Each cell trains a small transformer sharded, and unsharded in the same precision. They are equal within the noise of
+that precision: [Note: noise in 16 bits] of `tests.helpers.precision_twins`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from tests.helpers.models import Block
+from tests.helpers.pairs import every_pair
+from tests.helpers.parity import TOKENS, Training, tiny_transformer, train_sharded
+from tests.helpers.precision_twins import PRECISIONS, WRONG_FACTOR, Measured, fast_sgd_with_momentum
+from tests.helpers.ranks import RankPool
+
+# What each name in the grid means: options of the wrapper, ...
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "on_device": {},
+    "params_to_cpu": {"move_params_to_cpu": True, "move_grads_to_cpu": False},
+    "grads_to_cpu": {"move_grads_to_cpu": True},
+    "both_to_cpu": {"cpu_offload": True},
+    "disk": {"offload": "disk"},
+}
+LAYOUTS: dict[str, dict[str, Any]] = {"flattened": {}, "unflattened": {"flatten_parameters": False}}
+RESHARDING: dict[str, dict[str, Any]] = {"resharded": {}, "kept": {"reshard_after_forward": False}}
+
+# ... of the training, ...
+ACCUMULATIONS: dict[str, dict[str, Any]] = {
+    "one_batch": {},
+    "no_sync": {"accumulate": 2},
+    "reduced_each_time": {"accumulate": 2, "no_sync": False},
+}
+
+# ... and of the model.
+RECOMPUTES: dict[str, dict[str, Any]] = {
+    "no_recompute": {},
+    "inside": {"recompute": "inside"},
+    "outside": {"recompute": "outside"},
+    "inside_reentrant": {"recompute": "inside", "reentrant": True},
+    "outside_reentrant": {"recompute": "outside", "reentrant": True},
+}
+
+GRID: dict[str, list[Any]] = {
+    "precision": list(PRECISIONS),
+    "offload": list(OFFLOADS),
+    "layout": list(LAYOUTS),
+    "resharding": list(RESHARDING),
+    "accumulation": list(ACCUMULATIONS),
+    "recompute": list(RECOMPUTES),
+}
+
+
+def cells(**more: list[Any]) -> list[Any]:
+    """Parameters for pytest: cells of the grid with `more` options, in which every pair of values occurs."""
+    return [pytest.param(cell, id="-".join(map(str, cell.values()))) for cell in every_pair(**GRID | more)]
+
+
+@pytest.mark.parametrize("cell", cells(world_size=[2, 3]))
+def test_training_equals_the_unsharded_model_in_the_same_precision(
+    ranks: RankPool, tmp_path: Path, cell: dict[str, Any]
+) -> None:
+    scales = ranks(cell["world_size"]).run(train_and_compare, cell, str(tmp_path))
+    assert scales == scales[:1] * len(scales)
+
+
+def training_of(accumulation: str, **how: Any) -> Training:
+    how |= ACCUMULATIONS[accumulation]
+    return Training(make_model=tiny_transformer, make_optimizer=fast_sgd_with_momentum, steps=4, task=TOKENS, **how)
+
+
+def train_and_compare(cell: dict[str, Any], folder: str, device: str = "cpu") -> list[float]:
+    """Collective. Train one cell of the grid sharded and unsharded, and compare; returns the scales of the loss."""
+    precision = PRECISIONS[cell["precision"]]
+    training = precision.training(training_of(cell["accumulation"], device=device))
+    options = OFFLOADS[cell["offload"]] | LAYOUTS[cell["layout"]] | RESHARDING[cell["resharding"]]
+    if options.get("offload") == "disk":
+        options["offload_folder"] = folder
+    # Recomputing changes nothing but when things happen: the unsharded model does without.
+    make_model = partial(tiny_transformer, **RECOMPUTES[cell["recompute"]])
+    trained = train_sharded(replace(training, make_model=make_model), precision.wrap(**options))
+    if dist.get_rank() == 0:  # the others have the same state dict
+        expected = Measured.of(training)
+        expected.compare(trained)
+        expected.assert_sees_a_wrong_factor(training)
+    return trained.scales.tolist()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_wrong_factor_in_one_unit_is_found(ranks: RankPool, precision: str) -> None:
+    # Else the grid would show nothing.
+    ranks(2).run(_train_with_a_wrong_factor, precision)
+
+
+def _train_with_a_wrong_factor(name: str) -> None:
+    precision = PRECISIONS[name]
+    right = precision.wrap()
+
+    def wrong(module: nn.Module) -> nn.Module:
+        unit = right(module)
+        if isinstance(module, Block):
+            unit.set_gradient_divide_factors(2.0, 2.0 * WRONG_FACTOR)  # type: ignore[operator]
+        return unit
+
+    training = precision.training(training_of("one_batch"))
+    with pytest.raises(AssertionError, match=r"differ in .*units"):
+        Measured.of(training).compare(train_sharded(training, wrong))

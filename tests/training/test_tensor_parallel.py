@@ -1,0 +1,222 @@
+"""Tensor parallelism on one dimension of a mesh and sharded data parallelism on the other train as one process does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from fsdp import auto_wrap, enable_wrap, module_wrap_policy
+from tests.helpers.models import Wrap, keep
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.parity import MakeOptimizer, Training, adamw, assert_parity, sgd_with_momentum, train_sharded
+from tests.helpers.precision_twins import PRECISIONS, Measured, fast_sgd_with_momentum
+from tests.helpers.ranks import RankPool
+from tests.helpers.tensor_parallel import (
+    SENTENCES,
+    Layer,
+    assert_parallel_parity,
+    cube,
+    gpt,
+    mesh_of,
+    over_data,
+    own_rows,
+    perceptron,
+)
+
+every_mesh = pytest.mark.parametrize("shape", [(2, 2), (1, 2), (2, 1)], ids=["2x2", "1x2", "2x1"])
+
+
+@every_mesh
+@pytest.mark.parametrize("make_optimizer", [sgd_with_momentum, adamw])
+def test_data_times_tensor_parallel_equals_one_process(
+    ranks: RankPool, shape: tuple[int, int], make_optimizer: MakeOptimizer
+) -> None:
+    ranks(shape[0] * shape[1]).run(_train, shape, make_optimizer, steps=10, clip=0.3)
+
+
+def _train(shape: tuple[int, int], make_optimizer: MakeOptimizer, **how: Any) -> None:
+    assert_parallel_parity(mesh_of(*shape), make_optimizer, **how)
+
+
+@parametrize_pairs(
+    make_optimizer=[sgd_with_momentum, adamw],
+    shape=[(2, 2), (1, 2)],
+    kind=["sequence", "heads"],
+    model=[
+        {},
+        {"vocabulary": True, "tied": True},
+        {"vocabulary": True, "recompute": True},
+        {"frozen": ("query", "norms.0", "narrow.bias")},
+    ],
+    options=[
+        {},
+        {"reshard_after_forward": False, "bucket_cap_mb": 0},
+        {"flatten_parameters": False, "move_params_to_cpu": True},
+        {"use_orig_params": True},
+    ],
+    training=[{"clip": 0.3}, {"accumulate": 2, "clip": 0.3}, {"accumulate": 2, "no_sync": False}],
+)
+def test_every_pair_of_options_trains_as_one_process(
+    ranks: RankPool,
+    make_optimizer: MakeOptimizer,
+    shape: tuple[int, int],
+    kind: str,
+    model: dict[str, Any],
+    options: dict[str, Any],
+    training: dict[str, Any],
+) -> None:
+    how = {"model": {"kind": kind, **model}, "options": options, "steps": 3, **training}
+    ranks(shape[0] * shape[1]).run(_train, shape, make_optimizer, **how)
+
+
+@pytest.mark.parametrize("name", ["bfloat16_mixed", "float16_mixed", "bfloat16"])
+@pytest.mark.parametrize("options", [{}, {"offload": "cpu", "use_orig_params": True}], ids=["default", "offloaded"])
+def test_precisions_train_as_one_process_in_the_same(ranks: RankPool, name: str, options: dict[str, Any]) -> None:
+    scales = ranks(4).run(_train_in, name, options)
+    assert scales == scales[:1] * 4
+
+
+def _train_in(name: str, options: dict[str, Any]) -> list[float]:
+    mesh, precision = mesh_of(2, 2), PRECISIONS[name]
+    plan = Training(make_model=gpt, make_optimizer=fast_sgd_with_momentum, steps=4, task=SENTENCES)
+    training = precision.training(plan)
+    wrap = precision.wrap(process_group=mesh["dp"].get_group(), **options)
+    trained = train_sharded(replace(training, make_model=partial(gpt, mesh=mesh)), wrap, own_rows(mesh))
+    if dist.get_rank() == 0:  # the others have the same state dict
+        Measured.of(training).compare(trained)
+    return trained.scales.tolist()
+
+
+# What is cut unevenly, or twice
+
+
+@pytest.mark.parametrize("hidden", [7, 1])
+@pytest.mark.parametrize("options", [{}, {"use_orig_params": True}, {"flatten_parameters": False}], ids=str)
+def test_tensor_ranks_may_have_different_parts_or_none(ranks: RankPool, hidden: int, options: dict[str, Any]) -> None:
+    ranks(4).run(_train_uneven, hidden, options)
+
+
+def _train_uneven(hidden: int, options: dict[str, Any]) -> None:
+    mesh = mesh_of(2, 2)
+    make = partial(perceptron, mesh=mesh["tp"], hidden=hidden, placements=[[Shard(0)], [Shard(1)]])
+    assert_parity(make, adamw, 4, wrap=over_data(mesh, **options), own=own_rows(mesh), clip=0.1)
+
+
+@pytest.mark.parametrize(
+    "placements",
+    [
+        [[Shard(0), Shard(1)], [Shard(1), Replicate()]],
+        [[Replicate(), Shard(0)], [Replicate(), Shard(1)]],
+        [[Shard(0), Shard(0)], [Replicate(), Replicate()]],
+    ],
+    ids=str,
+)
+def test_a_mesh_may_have_two_tensor_dimensions(ranks: RankPool, placements: list[Any]) -> None:
+    ranks(4).run(_train_on_two_dimensions, placements)
+
+
+def _train_on_two_dimensions(placements: list[Any]) -> None:
+    mesh = cube()
+    make = partial(perceptron, mesh=mesh["a", "b"], hidden=7, placements=placements)
+    assert_parity(make, adamw, 4, wrap=over_data(mesh), own=own_rows(mesh), clip=0.1)
+
+
+# How modules meet their units
+
+
+def test_units_may_take_and_return_dtensors(ranks: RankPool) -> None:
+    ranks(4).run(_train_units_of_one_layer)
+
+
+def _train_units_of_one_layer() -> None:
+    mesh = mesh_of(2, 2)
+    make = partial(perceptron, mesh=mesh["tp"], hidden=7, placements=[[Shard(0)], [Shard(1)]], each=True)
+    assert_parity(make, sgd_with_momentum, 4, wrap=over_data(mesh), own=own_rows(mesh))
+
+
+# A linear layer that is cut by rows returns what is still being summed over the tensor ranks.
+@pytest.mark.parametrize(("kind", "units"), [(Layer, 3), (nn.Linear, 14)])
+def test_auto_wrap_finds_units(ranks: RankPool, kind: type[nn.Module], units: int) -> None:
+    ranks(4).run(_train_auto_wrapped, kind, units)
+
+
+def _train_auto_wrapped(kind: type[nn.Module], units: int) -> None:
+    mesh = mesh_of(2, 2)
+    assert_parity(
+        partial(_auto_wrapped, mesh=mesh, kind=kind, units=units),
+        sgd_with_momentum,
+        wrap=over_data(mesh),
+        own=own_rows(mesh),
+        task=SENTENCES,
+    )
+
+
+def _auto_wrapped(wrap: Wrap, mesh: Any, kind: type[nn.Module], units: int) -> nn.Module:
+    if wrap is keep:
+        return gpt()
+    assert isinstance(wrap, partial)
+    model = gpt(lambda module: module, mesh=mesh)
+    with enable_wrap(wrapper_cls=wrap.func, auto_wrap_policy=module_wrap_policy({kind}), **wrap.keywords):
+        wrapped = wrap(auto_wrap(model))
+    assert sum(type(module) is type(wrapped) for module in wrapped.modules()) == units
+    return wrapped
+
+
+class ReturnsItsWeight(nn.Module):
+    """A module whose outputs lie in the memory of its parameter."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self) -> tuple[Tensor, ...]:
+        again = self.weight.redistribute(placements=self.weight.placements)  # type: ignore[operator]
+        return self.weight.to_local(), self.weight, self.weight.t().t(), again  # type: ignore[operator]
+
+
+class Around(nn.Module):
+    """Calls a unit between parameters of its own."""
+
+    def __init__(self, unit: nn.Module, other: nn.Module) -> None:
+        super().__init__()
+        self.unit, self.other = unit, other
+
+    def forward(self) -> Any:
+        with torch.no_grad():
+            return self.unit()
+
+
+def test_outputs_outlive_the_parameter_that_they_are_parts_of(ranks: RankPool) -> None:
+    ranks(4).run(_return_weights)
+
+
+def _return_weights() -> None:
+    mesh, whole = mesh_of(2, 2), torch.arange(12.0).view(6, 2)
+    unit = over_data(mesh)(ReturnsItsWeight(distribute_tensor(whole, mesh["tp"], [Shard(0)])))
+    model = over_data(mesh)(Around(unit, nn.Linear(2, 2)))  # a root would keep its parameters
+    local, *returned = model()
+    assert unit._unit.handles[0].unsharded.full.untyped_storage().nbytes() == 0  # type: ignore[union-attr, operator, index]
+    assert torch.equal(local, whole.chunk(2)[mesh["tp"].get_local_rank()])
+    for tensor in returned:
+        assert torch.equal(tensor.full_tensor(), whole)
+
+
+def test_tensor_ranks_stay_equal_to_the_bit(ranks: RankPool) -> None:
+    states = ranks(4).run(_train_and_keep)
+    for state in states[1:]:
+        assert all(torch.equal(value, states[0][name]) for name, value in state.items())
+
+
+def _train_and_keep() -> dict[str, Tensor]:
+    mesh = mesh_of(2, 2)
+    training = Training(
+        make_model=partial(gpt, mesh=mesh, kind="sequence"), make_optimizer=adamw, task=SENTENCES, clip=0.3
+    )
+    return train_sharded(training, over_data(mesh), own_rows(mesh)).weights

@@ -1,0 +1,242 @@
+"""Sharded training is unsharded training: the same losses and weights, whatever the options.
+
+At 2 ranks, where a sum has only one order, it equals DistributedDataParallel bit for bit. At any world size it
+equals one process that sees all batches put together, but for float32 noise (`tests.helpers.parity.assert_parity`).
+
+Grids are sampled by `tests.helpers.pairs.every_pair`: not every combination of all options is tried, but every value of
+one option meets every value of every other one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parameterized import parameterized
+from torch import nn
+
+from fsdp import ProcessGroupName
+from tests.helpers.models import Wrap, keep
+from tests.helpers.pairs import every_pair
+from tests.helpers.parity import (
+    REGRESSION,
+    TOKENS,
+    MakeModel,
+    RanksTestCase,
+    Training,
+    adam,
+    adamw,
+    assert_bit_equal,
+    assert_parity,
+    distance,
+    float32_noise,
+    fully_sharded,
+    nested_mlp,
+    sgd_with_momentum,
+    tiny_transformer,
+    train_alone,
+    train_ddp,
+    train_sharded,
+)
+from tests.helpers.ranks import RankPool
+
+STEPS = 10
+
+OPTIMIZERS = {"sgd": sgd_with_momentum, "adam": adam, "adamw": adamw}
+MODELS: dict[str, MakeModel] = {
+    "mlp": nested_mlp,
+    "transformer": tiny_transformer,
+    "tied": partial(tiny_transformer, tied=True),
+    "recomputed around units": partial(tiny_transformer, recompute="outside"),
+    "recomputed inside units": partial(tiny_transformer, recompute="inside"),
+    "recomputed around units, re-entrant": partial(tiny_transformer, recompute="outside", reentrant=True),
+    "recomputed inside units, re-entrant": partial(tiny_transformer, recompute="inside", reentrant=True),
+}
+WRAPPING: dict[str, list[Any]] = {
+    "nested": [True, False],
+    "reshard_after_forward": [True, False],
+    "flatten_parameters": [True, False],
+}
+DDP_GRID = every_pair(model=list(MODELS), optimizer=list(OPTIMIZERS), **WRAPPING, accumulate=[1, 3])
+PARITY_GRID = every_pair(
+    world_size=[3, 1, 2, 4],
+    model=[name for name in MODELS if name != "tied"],
+    optimizer=list(OPTIMIZERS),
+    **WRAPPING,
+    accumulate=[1, 3],
+    clip=[None, 0.2],
+)
+
+
+def training_of(model: str, nested: bool, optimizer: str, **how: Any) -> Training:
+    return Training(
+        make_model=partial(MODELS[model], nested=nested),
+        make_optimizer=OPTIMIZERS[optimizer],
+        steps=STEPS,
+        task=REGRESSION if model == "mlp" else TOKENS,
+        **how,
+    )
+
+
+def named(func: Any, number: str, param: Any) -> str:
+    """The values of a row as the end of a test's name."""
+    values = [f"{name}_{value}" if not isinstance(value, str) else value for name, value in param.args[0].items()]
+    return f"{func.__name__}_{parameterized.to_safe_name('_'.join(values))}"
+
+
+class EqualsDistributedDataParallel(RanksTestCase):
+    @parameterized.expand([(row,) for row in DDP_GRID], name_func=named)
+    def test_bit_for_bit_at_2_ranks(self, row: dict[str, Any]) -> None:
+        self.ranks(2).run(_train_as_ddp, **row)
+
+
+def _train_as_ddp(reshard_after_forward: bool, flatten_parameters: bool, **how: Any) -> None:
+    training = training_of(**how)
+    wrap = fully_sharded(reshard_after_forward=reshard_after_forward, flatten_parameters=flatten_parameters)
+    assert_bit_equal(train_sharded(training, wrap), train_ddp(training))
+
+
+class EqualsOneProcess(RanksTestCase):
+    @parameterized.expand([(row,) for row in PARITY_GRID], name_func=named)
+    def test_within_float32_noise(self, row: dict[str, Any]) -> None:
+        row = dict(row)
+        self.ranks(row.pop("world_size")).run(_train_as_one_process, **row)
+
+
+def _train_as_one_process(reshard_after_forward: bool, flatten_parameters: bool, **how: Any) -> None:
+    training = training_of(**how)
+    wrap = fully_sharded(reshard_after_forward=reshard_after_forward, flatten_parameters=flatten_parameters)
+    options = {name: getattr(training, name) for name in ("task", "accumulate", "clip")}
+    assert_parity(training.make_model, training.make_optimizer, STEPS, wrap=wrap, **options)
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+def test_the_noise_is_far_below_what_training_changes(ranks: RankPool, model: str) -> None:
+    # Else equal trainings would show nothing.
+    ranks(3).run(_compare_noise_with_progress, model)
+
+
+def _compare_noise_with_progress(model: str) -> None:
+    training = training_of(model, nested=True, optimizer="adam")
+    trained = train_alone(training)
+    progress = distance(train_alone(replace(training, steps=0)), trained).weight
+    noise = float32_noise(training, trained)
+    assert max(noise.loss, noise.weight) < 1e-3 * progress
+
+
+# The scale of gradients, which Adam and clipping would hide
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_gradients_are_the_mean_over_ranks(ranks: RankPool, world_size: int, accumulate: int) -> None:
+    ranks(world_size).run(_compare_gradients, accumulate)
+
+
+def _compare_gradients(accumulate: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    for predivide in (None, 1.0, 3.0):
+        for flatten_parameters in (True, False):
+            wrap = fully_sharded(gradient_predivide_factor=predivide, flatten_parameters=flatten_parameters)
+            sharded, plain = nested_mlp(wrap), nested_mlp(keep)
+            for turn in range(accumulate):
+                with sharded.no_sync() if turn < accumulate - 1 else torch.enable_grad():
+                    sharded(_inputs(dist.get_rank(), turn)).sum().backward()
+                for rank in range(dist.get_world_size()):
+                    plain(_inputs(rank, turn)).sum().backward()
+            before = {name: value.clone() for name, value in sharded.state_dict().items()}
+            torch.optim.SGD(sharded.parameters(), lr=1.0).step()
+            after = sharded.state_dict()
+            for name, param in plain.named_parameters():
+                expected = param.grad / dist.get_world_size()
+                torch.testing.assert_close(before[name] - after[name], expected, rtol=1e-10, atol=1e-12)
+                assert expected.abs().max() > 1e-6, name
+
+
+def _inputs(rank: int, turn: int) -> torch.Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * rank + turn))
+
+
+# The other options
+
+
+GROUPS = ["default", "by name", "none", "world", "new"]
+OPTION_GRID = every_pair(
+    world_size=[2, 3],
+    group=["default", "new"],
+    reduce_group=GROUPS,
+    bucket_cap_mb=[25, 0, -1, 1e-4, 3e-4],  # in bytes 1e-4 is less than the smallest unit, 3e-4 some of them
+    gradient_predivide_factor=[None, 1, 2.0, 3.0],
+    disable_reshard_on_root=[True, False],
+    compute_device=[None, "cpu", torch.device("cpu")],
+    reshard_after_forward=[True, False],
+)
+
+
+class OtherOptions(RanksTestCase):
+    @parameterized.expand([(row,) for row in OPTION_GRID], name_func=named)
+    def test_change_no_result(self, row: dict[str, Any]) -> None:
+        row = dict(row)
+        self.ranks(row.pop("world_size")).run(_train_with_options, **row)
+
+
+def _train_with_options(group: str, reduce_group: str, **options: Any) -> None:
+    reduce_groups: dict[str, Any] = {
+        "default": {},
+        "by name": {"process_group_reduce_scatter": ProcessGroupName.default},
+        "none": {"process_group_reduce_scatter": None},
+        "world": {"process_group_reduce_scatter": dist.group.WORLD},
+        "new": {"process_group_reduce_scatter": dist.new_group() if reduce_group == "new" else None},
+    }
+    if group == "new":
+        options["process_group"] = dist.new_group()
+    wrap = fully_sharded(**options, **reduce_groups[reduce_group])
+    assert_parity(nested_mlp, sgd_with_momentum, 4, wrap=wrap, accumulate=2, clip=1.0)
+
+
+@pytest.mark.parametrize("group", ["WORLD", "half"])
+def test_ranks_outside_the_group_take_no_part(ranks: RankPool, group: str) -> None:
+    ranks(4).run(_train_in_halves, group)
+
+
+def _train_in_halves(group: str) -> None:
+    # Two groups train side by side; each equals DistributedDataParallel over the same ranks.
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    own = dist.group.WORLD if group == "WORLD" else halves[dist.get_rank() // 2]
+    sharded = nested_mlp(fully_sharded(process_group=own))
+    module = nested_mlp(keep)
+    replicated = nn.parallel.DistributedDataParallel(module, process_group=own)
+    optimizers = [sgd_with_momentum(model.parameters()) for model in (sharded, replicated)]
+    for step in range(3):
+        for model, optimizer in zip((sharded, replicated), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(_inputs(dist.get_rank(), step)).square().mean().backward()
+            optimizer.step()
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(sharded.state_dict()[name], value, msg=name)
+
+
+def test_units_may_differ_in_their_options(ranks: RankPool) -> None:
+    ranks(3).run(_mix_options)
+
+
+def _mix_options() -> None:
+    assert_parity(_mixed, sgd_with_momentum, STEPS, wrap=fully_sharded(), accumulate=2, clip=1.0)
+
+
+def _mixed(wrap: Wrap) -> nn.Module:
+    made: list[nn.Module] = []
+
+    def differently(module: nn.Module) -> nn.Module:
+        if wrap is keep:
+            return module
+        number = len(made)
+        options = {"reshard_after_forward": number % 2 == 0, "flatten_parameters": number % 3 != 0}
+        made.append(fully_sharded(**options, bucket_cap_mb=number)(module))
+        return made[-1]
+
+    return nested_mlp(differently)

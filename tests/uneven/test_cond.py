@@ -1,0 +1,322 @@
+"""`fsdp.cond`: ranks run different parts of a model, and come to the same weights as one process that runs all.
+
+Answers pain point 8: ranks take different paths (layer drop, no image in a batch, experts without tokens).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp
+from fsdp import FullyShardedDataParallel
+from fsdp.distributed.collectives import DirectExchange
+from fsdp.uneven.regions import Visits
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.ranks import RankPool
+from tests.helpers.twins import assert_at_rest
+from tests.helpers.uneven_models import PARTS, WIDTH, Choice, Pair, directly
+
+
+def nothing_but(*parts: str) -> Choice:
+    return {part: part in parts for part in PARTS}
+
+
+# Results
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_steps_of_random_choices_equal_the_unsharded_model_pain_point_8(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(_random_steps, 120 if world_size == 2 else 40)
+
+
+def _random_steps(steps: int) -> None:
+    pair = Pair()
+    for step in range(steps):
+        pair.backward()
+        pair.step()
+        if step % 50 == 9:
+            pair.assert_equal()
+    pair.assert_equal()
+    assert_at_rest(pair.model)
+
+
+@parametrize_pairs(
+    world_size=[3, 1, 4],
+    recompute=[None, False, True],
+    accumulate=[1, 3],
+    options=[
+        {},
+        {"reshard_after_forward": False, "flatten_parameters": False, "bucket_cap_mb": 0},
+        {"bucket_cap_mb": 0},
+        {"use_orig_params": True, "reshard_after_forward": False},
+        {"use_orig_params": True, "bucket_cap_mb": 0},
+    ],
+)
+def test_choices_equal_the_unsharded_model(
+    ranks: RankPool, world_size: int, recompute: bool | None, accumulate: int, options: dict[str, Any]
+) -> None:
+    ranks(world_size, timeout=120).run(_choices, recompute, accumulate, options)
+
+
+def _choices(recompute: bool | None, accumulate: int, options: dict[str, Any]) -> None:
+    pair = Pair(recompute=recompute, **options)
+    for _ in range(5):
+        for turn in range(accumulate):
+            pair.backward(sync=turn == accumulate - 1)
+        pair.step()
+    pair.assert_equal()
+    assert_at_rest(pair.model)
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("runs", [[True, False, False], [False, True, True]])
+def test_each_part_alone(ranks: RankPool, part: str, runs: list[bool]) -> None:
+    ranks(3).run(_alone, part, runs)
+
+
+def _alone(part: str, runs: list[bool]) -> None:
+    pair = Pair(bucket_cap_mb=0)
+    around = ["left"] if part == "inner" else []
+    for _ in range(3):
+        pair.backward([nothing_but(*around, *([part] if here else [])) for here in runs])
+        pair.step()
+    pair.assert_equal()
+
+
+def test_ranks_run_different_parts_side_by_side(ranks: RankPool) -> None:
+    """None of them knows the order of the others' backwards."""
+    ranks(3).run(_side_by_side)
+
+
+def _side_by_side() -> None:
+    pair = Pair(bucket_cap_mb=0)
+    for step in range(6):
+        turns = [("left", "inner"), ("right", "plain"), ("tower", "layer")]
+        pair.backward([nothing_but(*turns[(rank + step) % 3]) for rank in range(3)])
+        pair.step()
+    pair.assert_equal()
+
+
+def test_an_accumulated_gradient_of_some_ranks_is_reduced_when_nobody_runs_the_part(ranks: RankPool) -> None:
+    ranks(3).run(_accumulated)
+
+
+def _accumulated() -> None:
+    pair = Pair(bucket_cap_mb=0)
+    for _ in range(2):
+        pair.backward([nothing_but("layer", "plain"), nothing_but(), nothing_but("tower")], sync=False)
+        pair.backward([nothing_but()] * 3)
+        pair.step()
+    pair.assert_equal()
+
+
+# What is sent
+
+
+def test_no_bytes_move_for_a_part_that_nobody_runs(ranks: RankPool) -> None:
+    ranks(3).run(_nobody)
+
+
+def _nobody() -> None:
+    pair = Pair(bucket_cap_mb=0)
+    for parts in (PARTS, (), PARTS, ()):  # also where the part is expected, since it ran the last time
+        with sent() as messages:
+            pair.backward([nothing_but(*parts)] * 3)
+            pair.step()
+        names = {what for what in messages if not what.startswith("talk")}
+        of_parts = [what for what in names if any(f" {part}" in what for part in ("left", "right", "layer", "tower"))]
+        assert bool(of_parts) is bool(parts), of_parts
+        # One message for each part that is come to; if all run it, or nobody, there are no others.
+        assert sum(what.startswith("talk") for what in messages) == (6 if parts else 5)
+
+
+def test_ranks_that_do_not_run_a_part_gather_and_reduce_it_once(ranks: RankPool) -> None:
+    ranks(3).run(_mixed_messages)
+
+
+def _mixed_messages() -> None:
+    pair = Pair(bucket_cap_mb=0)
+    with sent() as messages:
+        pair.backward([nothing_but("layer"), nothing_but(), nothing_but()])
+        pair.step()
+    assert messages.count("all-gather of layer") == 2  # forward and backward, as on the rank that runs it
+    assert messages.count("reduce-scatter of layer") == 1
+
+
+@contextmanager
+def sent() -> Iterator[list[str]]:
+    """What this rank says to others meanwhile."""
+    found: list[str] = []
+    gather, reduce = DirectExchange.all_gather, DirectExchange.reduce_scatter
+
+    def all_gather(self: Any, full: Any, shard: Any, what: str, *args: Any) -> Any:
+        found.append(what)
+        return gather(self, full, shard, what, *args)
+
+    def reduce_scatter(self: Any, full: Any, what: str, *args: Any) -> Any:
+        found.append(what)
+        return reduce(self, full, what, *args)
+
+    with mock.patch.multiple(DirectExchange, all_gather=all_gather, reduce_scatter=reduce_scatter):
+        yield found
+
+
+# Ways to call it
+
+
+def test_a_part_runs_without_gradients(ranks: RankPool) -> None:
+    ranks(3).run(_without_gradients)
+
+
+def _without_gradients() -> None:
+    pair = Pair()
+    choices = [nothing_but("left", "inner"), nothing_but("left"), nothing_but("layer", "plain")]
+    inputs = torch.randn(2, WIDTH)
+    with torch.no_grad():
+        expected = pair.plain(inputs, choices[pair.rank], directly)
+        torch.testing.assert_close(pair.model(inputs, choices[pair.rank], fsdp.cond), expected)
+    assert_at_rest(pair.model)
+
+
+def test_a_forward_without_backward_changes_nothing(ranks: RankPool) -> None:
+    ranks(3).run(_forward_only_first)
+
+
+def _forward_only_first() -> None:
+    pair = Pair()
+    for _ in range(3):
+        choices = [nothing_but("layer"), nothing_but("layer", "left"), nothing_but()]
+        pair.model(torch.randn(2, WIDTH), choices[pair.rank], fsdp.cond)
+        pair.backward()
+        pair.step()
+    pair.assert_equal()
+
+
+def test_a_world_of_one_runs_or_does_not(ranks: RankPool) -> None:
+    ranks(1).run(_world_of_one)
+
+
+def _world_of_one() -> None:
+    pair = Pair()
+    for parts in (PARTS, (), ("left",)):
+        pair.backward([nothing_but(*parts)])
+        pair.step()
+    pair.assert_equal()
+
+
+# Errors
+
+
+def test_ranks_at_different_parts_are_told(ranks: RankPool) -> None:
+    ranks(2).run(_different_parts)
+
+
+class _Calling(nn.Module):
+    """Calls what it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = FullyShardedDataParallel(nn.Linear(3, 3))
+        self.second = FullyShardedDataParallel(nn.Linear(3, 3))
+        self.own = nn.Linear(3, 3)
+
+    def forward(self, inputs: Tensor, call: Callable[[_Calling, Tensor], Any]) -> Tensor:
+        out = call(self, inputs)
+        return self.own(inputs if out is None else out)
+
+
+def _by_rank(model: _Calling, inputs: Tensor) -> Any:
+    return fsdp.cond(model.second if dist.get_rank() else model.first, True, inputs)
+
+
+def _different_parts() -> None:
+    model = FullyShardedDataParallel(_Calling())
+    with pytest.raises(RuntimeError, match=r"rank 0 is at fsdp\.cond of first and rank 1 at fsdp\.cond of second"):
+        model(torch.ones(2, 3), _by_rank)
+    assert_usable(model)
+
+
+def assert_usable(model: nn.Module) -> None:
+    assert_at_rest(model)
+    model(torch.ones(2, 3), lambda own, inputs: fsdp.cond(own.first, dist.get_rank() == 0, inputs)).sum().backward()
+    assert_at_rest(model)
+
+
+def test_an_exception_in_a_part_ends_the_forward_of_all(ranks: RankPool) -> None:
+    ranks(3).run(_exception)
+
+
+def _raising(model: _Calling, inputs: Tensor) -> Any:
+    return fsdp.cond(model.first, dist.get_rank() == 1, torch.ones(2, 7))
+
+
+def _exception() -> None:
+    model = FullyShardedDataParallel(_Calling())
+    match = (
+        "shapes cannot be multiplied" if dist.get_rank() == 1 else r"rank 1 of the model failed in fsdp\.cond of first"
+    )
+    with pytest.raises(RuntimeError, match=match):
+        model(torch.ones(2, 3), _raising)
+    assert_usable(model)
+
+
+def test_a_part_runs_once_in_a_forward_if_not_on_all_ranks(ranks: RankPool) -> None:
+    ranks(2).run(_twice)
+
+
+def _first_twice(model: _Calling, inputs: Tensor) -> Any:
+    fsdp.cond(model.first, dist.get_rank() == 0, inputs)
+    return fsdp.cond(model.first, True, inputs)
+
+
+def _twice() -> None:
+    model = FullyShardedDataParallel(_Calling())
+    with pytest.raises(RuntimeError, match="first runs a second time in one forward"):
+        model(torch.ones(2, 3), _first_twice)
+    assert_usable(model)
+    with torch.no_grad():
+        model(torch.ones(2, 3), _first_twice)
+
+
+def test_a_second_backward_says_that_nobody_waits(ranks: RankPool) -> None:
+    ranks(1).run(_second_backward)
+
+
+def _second_backward() -> None:
+    """On one rank, which pretends that there is another that does not run the part."""
+    model = FullyShardedDataParallel(_Calling())
+    real = Visits.open
+
+    def open_mixed(self: Visits, module: nn.Module, run_here: bool) -> Any:
+        visit = real(self, module, run_here)
+        if visit is not None:
+            visit.is_mixed = True
+        return visit
+
+    with mock.patch.object(Visits, "open", open_mixed):
+        loss = model(torch.ones(2, 3), lambda own, inputs: fsdp.cond(own.first, True, inputs)).sum()
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="Run one backward after each forward"):
+            loss.backward()
+
+
+def test_what_is_no_part_of_the_model_says_so(ranks: RankPool) -> None:
+    ranks(1).run(_no_part)
+
+
+def _no_part() -> None:
+    model = FullyShardedDataParallel(_Calling())
+    with pytest.raises(TypeError, match=r"nn\.Module, got a function"):
+        fsdp.cond(assert_usable, True)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no wrapped model is running"):
+        fsdp.cond(nn.Linear(3, 3), True, torch.ones(2, 3))
+    with pytest.raises(ValueError, match="Linear is not inside of"):
+        model(torch.ones(2, 3), lambda own, inputs: fsdp.cond(nn.Linear(3, 3), True, inputs))

@@ -1,0 +1,303 @@
+"""`fsdp.join`: ranks with different numbers of batches finish, and come to the weights that the formula says.
+
+Answers pain point 28: uneven inputs hang at the end of an epoch.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp
+from fsdp import FullyShardedDataParallel, ShardedGradScaler
+from tests.helpers.models import keep, nested_mlp
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.parity import fully_sharded, sgd_with_momentum
+from tests.helpers.ranks import RankPool
+from tests.helpers.twins import assert_at_rest
+from tests.helpers.uneven_models import WIDTH, Choosing, choose, directly
+
+COUNTS = [3, 5, 8, 1]  # batches of each rank
+
+
+def batches(rank: int, count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return list(torch.randn(count, 2, 5, generator=generator, dtype=torch.float64))
+
+
+def pair(**options: Any) -> tuple[nn.Module, Any]:
+    """The unsharded model and the sharded one, of equal values."""
+    torch.set_default_dtype(torch.float64)
+    return nested_mlp(), nested_mlp(fully_sharded(**options))
+
+
+def make_adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def train_plain(model: nn.Module, accumulate: int = 1, clip: float | None = None, decay: float = 1.0) -> list[int]:
+    """One process with the batches of all ranks; returns how many ranks had one in each turn."""
+    world_size = dist.get_world_size()
+    everyone = [batches(rank, COUNTS[rank]) for rank in range(world_size)]
+    optimizer, running = make_adam(model), []
+    for turn in range(max(COUNTS[:world_size])):
+        here = [own[turn] for own in everyone if turn < len(own)]
+        running.append(len(here))
+        for batch in here:
+            (model(batch).square().mean() / world_size).backward()
+        if turn % accumulate == accumulate - 1:
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.param_groups[0]["lr"] *= decay
+    return running
+
+
+@pytest.mark.parametrize("world_size", [3, 1, 2, 4])
+def test_ranks_with_3_5_and_8_batches_finish_pain_point_28(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(_uneven)
+
+
+def _uneven() -> None:
+    plain, model = pair()
+    expected, running = train_plain(plain), []
+    optimizer = make_adam(model)
+    with fsdp.join(model, optimizer) as joined:
+        for batch in batches(dist.get_rank(), COUNTS[dist.get_rank()]):
+            model(batch).square().mean().backward()
+            running.append(joined.running_ranks)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert running == expected[: len(running)]
+    torch.testing.assert_close(model.state_dict(), dict(plain.state_dict()))
+    assert_at_rest(model)
+    assert all("zero_grad" not in owner.__dict__ for owner in (optimizer, model))
+
+
+@parametrize_pairs(
+    accumulate=[1, 2],
+    clip=[None, 0.05],
+    set_to_none=[True, False],
+    zeroed_by=["optimizer", "model", "hand"],
+    options=[{}, {"use_orig_params": True}, {"reshard_after_forward": False, "bucket_cap_mb": 0}],
+)
+def test_what_steps_do_finished_ranks_do_too(
+    ranks: RankPool, accumulate: int, clip: float | None, set_to_none: bool, zeroed_by: str, options: dict[str, Any]
+) -> None:
+    ranks(3).run(_with, accumulate, clip, set_to_none, zeroed_by, options)
+
+
+def _with(accumulate: int, clip: float | None, set_to_none: bool, zeroed_by: str, options: dict[str, Any]) -> None:
+    plain, model = pair(**options)
+    train_plain(plain, accumulate, clip, decay=0.9)
+    optimizer = make_adam(model)
+    with fsdp.join(model, optimizer):
+        for turn, batch in enumerate(batches(dist.get_rank(), COUNTS[dist.get_rank()])):
+            is_last = turn % accumulate == accumulate - 1
+            with nullcontext() if is_last else model.no_sync():
+                model(batch).square().mean().backward()
+            if not is_last:
+                continue
+            if clip is not None:
+                model.clip_grad_norm_(clip)
+            optimizer.step()
+            if zeroed_by == "hand":
+                for param in model.parameters():
+                    param.grad = None
+            else:
+                {"optimizer": optimizer, "model": model}[zeroed_by].zero_grad(set_to_none=set_to_none)
+            optimizer.param_groups[0]["lr"] *= 0.9  # only ranks with batches know of the schedule
+    torch.testing.assert_close(model.state_dict(), dict(plain.state_dict()))
+
+
+def test_values_are_clipped_on_finished_ranks(ranks: RankPool) -> None:
+    ranks(3).run(_clip_values)
+
+
+def _clip_values() -> None:
+    torch.set_default_dtype(torch.float64)
+    model = nested_mlp(fully_sharded())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = model.state_dict()
+    with fsdp.join(model, optimizer):
+        for batch in batches(0, 2) if dist.get_rank() == 0 else []:
+            (1e6 * model(batch)).sum().backward()
+            model.clip_grad_value_(1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in model.state_dict().items():
+        assert (value - before[name]).abs().max() <= 2e-3 + 1e-9
+
+
+def test_evaluation_with_uneven_batches(ranks: RankPool) -> None:
+    ranks(3).run(_evaluate)
+
+
+def _evaluate() -> None:
+    plain, model = pair()
+    optimizer = make_adam(model)
+    with fsdp.join(model, optimizer), torch.no_grad():
+        for batch in batches(dist.get_rank(), COUNTS[dist.get_rank()]):
+            torch.testing.assert_close(model(batch), plain(batch))
+    assert_at_rest(model)
+
+
+def test_parts_that_not_every_rank_runs_inside_of_uneven_batches(ranks: RankPool) -> None:
+    ranks(3, timeout=120).run(_with_cond)
+
+
+def _with_cond() -> None:
+    torch.set_default_dtype(torch.float64)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    plain = Choosing(keep)
+    model = FullyShardedDataParallel(Choosing(FullyShardedDataParallel))
+    model.load_state_dict(copy.deepcopy(plain.state_dict()))
+    generator = torch.Generator().manual_seed(0)
+    choices = [choose(generator) for _ in range(max(COUNTS))]
+    inputs = torch.randn(max(COUNTS), world_size, 2, WIDTH, generator=generator)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.05) for one in (plain, model)]
+    for turn in range(max(COUNTS[:world_size])):
+        for other in range(world_size):
+            if turn < COUNTS[other]:
+                (plain(inputs[turn, other], choices[turn][other], directly).square().mean() / world_size).backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    with fsdp.join(model, optimizers[1]):
+        for turn in range(COUNTS[rank]):
+            model(inputs[turn, rank], choices[turn][rank], fsdp.cond).square().mean().backward()
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+    torch.testing.assert_close(model.state_dict(), dict(plain.state_dict()))
+
+
+def test_after_step_is_called_where_batches_have_run_out(ranks: RankPool) -> None:
+    ranks(3).run(_after_step)
+
+
+def _after_step() -> None:
+    model = nested_mlp(fully_sharded())
+    optimizer = sgd_with_momentum(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    with fsdp.join(model, optimizer, after_step=lambda _: schedule.step()):
+        for _ in range(COUNTS[dist.get_rank()]):
+            model(torch.ones(2, 5)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    assert schedule.last_epoch == max(COUNTS[:3])
+
+
+def test_training_goes_on_as_usual_afterwards(ranks: RankPool) -> None:
+    ranks(3).run(_afterwards)
+
+
+def _afterwards() -> None:
+    plain, model = pair()
+    train_plain(plain)
+    optimizer = make_adam(model)
+    for _ in range(2):
+        with fsdp.join(model, optimizer):
+            for batch in batches(dist.get_rank(), COUNTS[dist.get_rank()]):
+                model(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    for _ in range(3):
+        model(torch.ones(2, 5)).sum().backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_at_rest(model)
+
+
+# Errors
+
+
+def test_what_needs_all_ranks_is_refused_inside(ranks: RankPool) -> None:
+    ranks(2).run(_refused)
+
+
+def _refused() -> None:
+    model = nested_mlp(fully_sharded())
+    optimizer = sgd_with_momentum(model.parameters())
+    scaler = ShardedGradScaler(device="cpu")
+    with fsdp.join(model, optimizer):
+        with pytest.raises(RuntimeError, match=r"take a state dict inside fsdp\.join"):
+            model.state_dict()
+        with pytest.raises(RuntimeError, match=r"load a state dict inside fsdp\.join"):
+            model.load_state_dict({})
+        with pytest.raises(RuntimeError, match=r"inside fsdp\.join"), model.summon_full_params():
+            pass
+        with pytest.raises(RuntimeError, match=r"begin fsdp\.join inside fsdp\.join"), fsdp.join(model, optimizer):
+            pass
+        scaler.scale(model(torch.ones(2, 5)).sum()).backward()
+        with pytest.raises(NotImplementedError, match=r"ShardedGradScaler inside fsdp\.join"):
+            scaler.step(optimizer)
+        with pytest.raises(NotImplementedError, match=r"step\(closure\)"):
+            optimizer.step(lambda: 0.0)
+        optimizer.zero_grad()
+    model.state_dict()
+
+
+def test_what_cannot_join_says_why(ranks: RankPool) -> None:
+    ranks(2).run(_cannot_join)
+
+
+def _cannot_join() -> None:
+    model = nested_mlp(fully_sharded())
+    optimizer = sgd_with_momentum(model.parameters())
+    model(torch.ones(2, 5))
+    inner = fsdp.get_fsdp_instances(model)[1]
+    for error, given, match in (
+        (TypeError, (nn.Linear(2, 2), optimizer), "outermost FullyShardedDataParallel"),
+        (ValueError, (model,), "give it the optimizer"),
+        (RuntimeError, (inner, optimizer), "outermost"),
+    ):
+        with pytest.raises(error, match=match), fsdp.join(*given):
+            pass
+
+
+def test_an_exception_inside_leaves_the_model_usable(ranks: RankPool) -> None:
+    ranks(2).run(_raise_inside)
+
+
+def _raise_inside() -> None:
+    model = nested_mlp(fully_sharded())
+    optimizer = sgd_with_momentum(model.parameters())
+    with pytest.raises(KeyError):
+        _raise_in_join(model, optimizer)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    model.state_dict()
+
+
+def _raise_in_join(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with fsdp.join(model, optimizer):
+        model(torch.ones(2, 5)).sum().backward()
+        raise KeyError
+
+
+def test_ranks_that_step_with_different_options_are_told(ranks: RankPool) -> None:
+    ranks(3).run(_different_options)
+
+
+def _different_options() -> None:
+    model = nested_mlp(fully_sharded())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + dist.get_rank())
+    with pytest.raises(RuntimeError, match="different options"):
+        _step_in_join(model, optimizer, 2 if dist.get_rank() else 1)
+
+
+def _step_in_join(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    with fsdp.join(model, optimizer):
+        for _ in range(steps):
+            model(torch.ones(2, 5)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()

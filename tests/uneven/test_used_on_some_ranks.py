@@ -1,0 +1,284 @@
+"""Parameters that some ranks use in a step and others don't, or none does.
+
+The reference is the plain model with the mean of the ranks' gradients. A parameter that no rank used keeps no gradient,
+which momentum and weight decay show in the weights: of a gradient of zeros both make a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import fsdp
+from fsdp.distributed.collectives import use_torch_collectives
+from fsdp.engine.reduction import Bucket
+from tests.helpers.comm_hooks import average, with_hook
+from tests.helpers.dtensor_twins import ours
+from tests.helpers.hybrid import mesh_of
+from tests.helpers.models import Wrap, keep
+from tests.helpers.pairs import parametrize_pairs
+from tests.helpers.parity import fully_sharded
+from tests.helpers.ranks import RankPool
+
+Uses = Callable[[int, int, str], bool]  # in a step, on a rank, of a part
+
+
+class Block(nn.Module):
+    """Parts of equal and of unequal sizes, each of which may be left out; inside of another block perhaps."""
+
+    def __init__(self, name: str, wrap: Wrap, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.name, self.inner = name, inner
+        self.parts = nn.ModuleDict({part: nn.Linear(5, 5) for part in "abc"})
+        self.parts["d"] = nn.Linear(5, 5, bias=False)
+
+    def forward(self, hidden: Tensor, uses: Callable[[str], bool]) -> Tensor:
+        for number, (part, module) in enumerate(self.parts.items()):
+            if self.inner is not None and number == 2:
+                hidden = self.inner(hidden, uses)
+            if uses(f"{self.name}.{part}"):
+                hidden = hidden + torch.tanh(module(hidden))
+        return hidden
+
+
+class Model(nn.Module):
+    """Blocks in a row, one of them with a block inside, and parts of the root before and after them."""
+
+    def __init__(self, wrap: Wrap, how: str = "plain") -> None:
+        super().__init__()
+        self.how = how
+        self.entry, self.exit = nn.Linear(5, 5), nn.Linear(5, 5)
+        inner = wrap(Block("inner", wrap))
+        blocks = [Block("0", wrap), Block("1", wrap, inner), Block("2", wrap), Block("3", wrap)]
+        self.blocks = nn.ModuleList(wrap(block) for block in blocks)
+
+    def forward(self, hidden: Tensor, uses: Callable[[str], bool]) -> Tensor:
+        if uses("entry"):
+            hidden = hidden + self.entry(hidden)
+        for block in self.blocks:
+            if self.how == "plain":
+                hidden = block(hidden, uses)
+            else:
+                hidden = checkpoint(block, hidden, uses, use_reentrant=self.how == "reentrant")
+        if uses("exit"):
+            hidden = hidden + self.exit(hidden)
+        return hidden
+
+
+def make_model(wrap: Wrap, how: str = "plain") -> nn.Module:
+    torch.manual_seed(0)
+    return wrap(Model(wrap, how))
+
+
+def one_here_another_there(step: int, rank: int, part: str) -> bool:
+    """Each rank leaves out another part; the first of some blocks, the last of others; one part is used nowhere."""
+    if part in ("entry", "exit"):
+        return (step + rank + len(part)) % 2 == 0
+    block, _, name = part.partition(".")
+    if name == "d":
+        return step == 1 and rank == 0  # else nowhere, so that it has momentum and no gradient
+    return "abc"[(step + rank + len(block) + ord(block[0])) % 3] != name
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def train_like_plain(
+    make: Callable[[Wrap], nn.Module],
+    wrap: Wrap,
+    uses: Uses = one_here_another_there,
+    accumulate: int = 1,
+    steps: int = 4,
+    **how: Any,
+) -> None:
+    """Collective. Some steps of the sharded and of the plain model end with the same weights."""
+    torch.set_default_dtype(torch.float64)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sharded, plain = make(wrap), make(keep)
+    how = how or {"momentum": 0.9, "weight_decay": 0.1}
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, **how) for model in (sharded, plain)]
+    for step in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for turn in range(accumulate):
+            at = step + 7 * turn
+            with nullcontext() if turn == accumulate - 1 else no_sync(sharded):
+                loss_of(sharded, at, rank, uses).backward()
+            for other in range(world):
+                (loss_of(plain, at, other, uses) / world).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    found = {name: whole(value) for name, value in sharded.state_dict().items()}
+    expected = plain.state_dict()
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11, msg=lambda text, at=name: f"{at}: {text}")
+
+
+@contextmanager
+def no_sync(model: Any) -> Iterator[None]:
+    if not isinstance(model, fsdp.FSDPModule):
+        with model.no_sync():
+            yield
+        return
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
+
+
+def loss_of(model: nn.Module, step: int, rank: int, uses: Uses) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    inputs = torch.randn(3, 5, generator=generator, requires_grad=True)
+    return model(inputs, partial(uses, step, rank)).square().mean()
+
+
+def by_name(name: str, param: nn.Parameter) -> str:
+    return name
+
+
+FORMS: dict[str, Callable[..., Wrap]] = {
+    "unflattened": partial(fully_sharded, flatten_parameters=False),
+    "grouped": partial(fully_sharded, group_by=by_name),
+    "original": partial(fully_sharded, use_orig_params=True),
+    "rows": ours,
+}
+
+
+@parametrize_pairs(
+    world_size=[2, 3],
+    form=["unflattened", "grouped", "original", "rows"],
+    how=["plain", "not reentrant"],
+    accumulate=[1, 2],
+    bucket_cap_mb=[0, 25],
+    collectives=["ours", "torch's"],
+)
+def test_each_parameter_gets_the_sum_of_its_own_gradients(
+    ranks: RankPool, world_size: int, form: str, how: str, accumulate: int, bucket_cap_mb: int, collectives: str
+) -> None:
+    options = {} if form == "rows" else {"bucket_cap_mb": bucket_cap_mb}
+    ranks(world_size, timeout=30).run(_train, form, options, how, accumulate, collectives)
+
+
+def _train(form: str, options: dict[str, Any], how: str, accumulate: int, collectives: str) -> None:
+    use_torch_collectives(collectives == "torch's")
+    try:
+        train_like_plain(partial(make_model, how=how), FORMS[form](**options), accumulate=accumulate)
+    finally:
+        use_torch_collectives(False)
+
+
+def test_re_entrant_checkpoints_bring_what_nobody_saw_coming(ranks: RankPool) -> None:
+    ranks(2, timeout=30).run(_train, "unflattened", {}, "reentrant", 1, "ours")
+    ranks(2, timeout=30).run(_train, "original", {}, "reentrant", 2, "ours")
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [0, 25])
+def test_replicas_and_communication_hooks_see_the_same_parameters(ranks: RankPool, bucket_cap_mb: int) -> None:
+    ranks(4, timeout=60).run(_train_replicas, bucket_cap_mb)
+    ranks(3, timeout=30).run(_train_with_hook, bucket_cap_mb)
+
+
+def _train_replicas(bucket_cap_mb: float) -> None:
+    for form in ("unflattened", "original"):
+        wrap = FORMS[form](process_group=mesh_of(2, 2), bucket_cap_mb=bucket_cap_mb)
+        train_like_plain(make_model, wrap)
+
+
+def _train_with_hook(bucket_cap_mb: float) -> None:
+    wrap = FORMS["unflattened"](bucket_cap_mb=bucket_cap_mb)
+    train_like_plain(partial(with_hook, make_model, average), wrap)
+
+
+def test_a_bucket_is_reduced_in_one_order_whichever_of_it_was_complete_first() -> None:
+    order: list[int] = []
+    ranks = {"reduce_comm.world_size": 2}
+    handles: list[Any] = [mock.MagicMock(number=number, is_replicated=False, **ranks) for number in (2, 0, 1)]
+    for handle in handles:
+        handle.reduce.side_effect = partial(_reduced, handle, order)
+    for _ in Bucket(dict.fromkeys(handles, 1.0)).reduce():
+        pass
+    assert order == [0, 1, 2]
+    assert all(handle.accept.call_args.args == (handle.number,) for handle in handles)
+
+
+def _reduced(handle: Any, order: list[int]) -> Any:
+    order.append(handle.number)
+    return mock.MagicMock(wait=lambda: handle.number)
+
+
+class Straight(torch.autograd.Function):
+    """Says that it has no gradient for a parameter that requires one."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, scale: Tensor) -> Tensor:
+        return inputs * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None
+
+
+class Scaled(nn.Module):
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(5, 5), nn.Parameter(torch.full((5,), 0.5))
+
+    def forward(self, inputs: Tensor, uses: Callable[[str], bool]) -> Tensor:
+        return Straight.apply(self.layer(inputs), self.scale)
+
+
+def _scaled(wrap: Wrap) -> nn.Module:
+    torch.manual_seed(0)
+    return wrap(Scaled(wrap))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_a_function_has_no_gradient_for_keeps_none(ranks: RankPool, form: str) -> None:
+    ranks(2).run(_train_scaled, form)
+
+
+def _train_scaled(form: str) -> None:
+    train_like_plain(_scaled, FORMS[form]())
+
+
+def test_ranks_with_a_loss_on_different_outputs_agree_where_nothing_is_gathered_for_backward(ranks: RankPool) -> None:
+    """Units that stay whole are reached by backward on one rank only."""
+    ranks(2, timeout=30).run(_train_heads)
+
+
+class Heads(nn.Module):
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.body = wrap(nn.Linear(5, 5))
+        self.heads = nn.ModuleList(wrap(nn.Linear(5, 5)) for _ in range(3))
+
+    def forward(self, inputs: Tensor, uses: Callable[[str], bool]) -> Tensor:
+        hidden = torch.tanh(self.body(inputs))
+        outputs = [head(hidden) for head in self.heads]
+        return torch.stack([output for number, output in enumerate(outputs) if uses(f"{number}.a")]).sum(0)
+
+
+def _heads(wrap: Wrap) -> nn.Module:
+    torch.manual_seed(0)
+    return wrap(Heads(wrap))
+
+
+def _one_head_each(step: int, rank: int, part: str) -> bool:
+    return part == f"{(step + rank) % 3}.a"
+
+
+def _train_heads() -> None:
+    for options in ({}, {"bucket_cap_mb": 0}, {"use_orig_params": True}):
+        wrap = fully_sharded(reshard_after_forward=False, **options)
+        train_like_plain(_heads, wrap, _one_head_each)
