@@ -328,7 +328,7 @@ class FSDPModule:
 
     def wait_for_unshard(self) -> None:
         """Return when an ``unshard(async_op=True)`` is done."""
-        if _of(self).is_gathering:
+        if _of(self).is_unsharding:
             _of(self).wait_for_unshard()
 
     def reshard(self) -> None:

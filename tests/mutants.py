@@ -39,7 +39,7 @@ CONCERNS = {
         "engine/units engine/runtime engine/changed_* engine/no_sync training/training engine/orig_params* "
         "training/orig_params training/precision state_dict/summon_full_params engine/offload engine/different_values"
     ),
-    "engine/unit engine/runtime engine/forward_hooks engine/autograd": (
+    "engine/unit engine/runtime engine/schedule engine/forward_hooks engine/usage engine/autograd": (
         "engine/runtime engine/schedule engine/units training/training engine/nested_calls engine/errors "
         "training/option_grid training/kinds_* engine/precision_eval fully_shard/uses engine/no_sync"
     ),

@@ -161,7 +161,7 @@ class Runtime:
             unit.follow_mode()
             call.order = self._unshard(unit, is_backward=False)
         # A frozen parameter has no gradient whose arrival would tell that backward is done with it.
-        if unit.has_frozen_handle and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and unit.has_frozen_handle:
             call.watch_inputs(inputs)
 
     def _begin_forward(self, unit: Unit) -> None:
@@ -274,7 +274,7 @@ class Runtime:
             self._take_written(unit)  # what the forward of others has written
         for unit in self.units:
             # Kept for a backward that doesn't come, or prefetched in vain.
-            if not keep or unit.is_gathering:
+            if not keep or unit.is_unsharding:
                 unit.reshard()
         self._settle()
 
@@ -422,7 +422,7 @@ class Runtime:
             if unit.state is TrainingState.FORWARD:
                 continue  # this backward was inside of its forward, which goes on
             unit.state = TrainingState.IDLE
-            if unit.policy.frees_after_backward(self.sync_gradients) or unit.is_gathering:
+            if unit.policy.frees_after_backward(self.sync_gradients) or unit.is_unsharding:
                 unit.reshard()
         self._settle()
         if self.sync_gradients:

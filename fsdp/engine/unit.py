@@ -441,7 +441,7 @@ class Unit:
         return handle is not None
 
     @property
-    def is_gathering(self) -> bool:
+    def is_unsharding(self) -> bool:
         return any(handle.phase is Phase.UNSHARDING for handle in self.handles)
 
     @property
@@ -525,9 +525,10 @@ class Unit:
 
     def changed_since(self, shards: Sequence[Hashable]) -> bool:
         """Return whether a shard, or its unsharded parameter, was changed after a forward that saw it like this."""
-        return shards != [handle.shard_state for handle in self.handles] or any(
-            handle.was_written and not handle.unsharded.is_shard for handle in self.handles
-        )
+        for handle in self.handles:
+            if handle.was_written and not handle.unsharded.is_shard:
+                return True
+        return shards != [handle.shard_state for handle in self.handles]
 
     def take_written(self) -> None:
         """Collective if a forward has written to its weights: keep that."""
