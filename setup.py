@@ -12,10 +12,10 @@ HERE = Path(__file__).resolve().parent
 
 def read_version() -> str:
     # Read as text: importing the package would need torch, which an isolated build does not have.
-    source = (HERE / "fsdp" / "_version.py").read_text(encoding="utf-8")
+    source = (HERE / "fsdp" / "__init__.py").read_text(encoding="utf-8")
     match = re.search(r'^__version__ = "([^"]+)"$', source, re.MULTILINE)
     if match is None:
-        raise RuntimeError('fsdp/_version.py has no line of the form __version__ = "1.2.3".')
+        raise RuntimeError('fsdp/__init__.py has no line of the form __version__ = "1.2.3".')
     return match.group(1)
 
 

@@ -1,6 +1,10 @@
 """Sharded data parallel training for PyTorch."""
 
-from fsdp._version import __version__ as __version__
+__version__ = "0.1.0"
+
+from fsdp import checkpoint as checkpoint
+from fsdp import optim_utils as optim_utils
+from fsdp import state_dict_utils as state_dict_utils
 from fsdp.checkpoint import load as load
 from fsdp.checkpoint import save as save
 from fsdp.checkpoint.load_safetensors import load_safetensors as load_safetensors
@@ -8,22 +12,23 @@ from fsdp.distributed.collectives import use_torch_collectives as use_torch_coll
 from fsdp.distributed.comm_hooks import bf16_compress_hook as bf16_compress_hook
 from fsdp.engine.flat_param import FlatParameter as FlatParameter
 from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper as FlattenParamsWrapper
-from fsdp.engine.forward_methods import register_fsdp_forward_method as register_fsdp_forward_method
+from fsdp.engine.handle import FlatParamHandle as FlatParamHandle
+from fsdp.engine.module_overrides import register_fsdp_forward_method as register_fsdp_forward_method
 from fsdp.engine.precision import MixedPrecision as MixedPrecision
+from fsdp.engine.sharding_strategy import ProcessGroupName as ProcessGroupName
 from fsdp.engine.sharding_strategy import ShardingStrategy as ShardingStrategy
 from fsdp.engine.unit import TrainingState as TrainingState
-from fsdp.fsdp_module import FSDPModule as FSDPModule
-from fsdp.fsdp_module import UnshardHandle as UnshardHandle
 from fsdp.fully_shard import CPUOffloadPolicy as CPUOffloadPolicy
+from fsdp.fully_shard import FSDPModule as FSDPModule
 from fsdp.fully_shard import MixedPrecisionPolicy as MixedPrecisionPolicy
 from fsdp.fully_shard import OffloadPolicy as OffloadPolicy
+from fsdp.fully_shard import UnshardHandle as UnshardHandle
 from fsdp.fully_shard import fully_shard as fully_shard
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as FullyShardedDataParallel
-from fsdp.fully_sharded_data_parallel import ProcessGroupName as ProcessGroupName
 from fsdp.fully_sharded_data_parallel import get_fsdp_instances as get_fsdp_instances
 from fsdp.optim_utils.ema import EMA as EMA
 from fsdp.optim_utils.grad_scaler import ShardedGradScaler as ShardedGradScaler
-from fsdp.state_dict.load import no_pre_load_state_dict_hook as no_pre_load_state_dict_hook
+from fsdp.state_dict.full import no_pre_load_state_dict_hook as no_pre_load_state_dict_hook
 from fsdp.state_dict.materialize import materialize as materialize
 from fsdp.state_dict_utils.stager import StateDictStager as StateDictStager
 from fsdp.uneven.cond import cond as cond

@@ -793,10 +793,10 @@ MISTAKES: dict[str, tuple[str, Callable[[Any], Any]]] = {
         _replaced_instead_of_added,
     ),
     "clipping knows this rank's norm only": ("fsdp.engine.grad_clipping._over_all", _of_this_rank_alone),
-    "the last rank does not load": ("fsdp.engine.handle_changes.FollowsChanges.store", _not_stored_on_the_last_rank),
+    "the last rank does not load": ("fsdp.engine.handle.FlatParamHandle.store", _not_stored_on_the_last_rank),
     "replicas go apart": ("fsdp.engine.reduction.summed", _not_summed_over_replicas),
     "the optimizer's state is not loaded": ("fsdp.optim_utils.load_full_optim_state_dict", _forgotten),
-    "stale parameters are computed with": ("fsdp.engine.handle_state.HandleState.shard_state", _always_the_same),
+    "stale parameters are computed with": ("fsdp.engine.handle.FlatParamHandle.shard_state", _always_the_same),
     "what is not used has a gradient": ("fsdp.engine.orig_params.Pieces.show_gradients", _all_used),
 }
 

@@ -47,11 +47,11 @@ CONCERNS = {
         "distributed/collectives engine/runtime engine/clip training/kinds_clip engine/hybrid distributed/hybrid_bytes "
         "tensor_parallel/clip training/option_grid training/training distributed/comm_hook* training/comm_hooks"
     ),
-    "engine/managed_params engine/shared_params": (
+    "engine/managed_params engine/shared_params engine/shard_module": (
         "training/kinds_* engine/append_shared_param engine/ignored* engine/group_by fully_shard/uses wrap/wrap "
         "engine/units"
     ),
-    "engine/agreement engine/synchronize engine/fingerprints": (
+    "engine/agreement engine/fingerprints": (
         "engine/errors engine/different_values engine/sync_module_states engine/hybrid distributed/starts_together"
     ),
     "state_dict/*": "state_dict tensor_parallel/state fully_shard/state checkpoint/formats/consolidate*",

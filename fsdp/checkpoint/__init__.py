@@ -32,15 +32,16 @@ def save(
     max_file_bytes: int | None = None,
     generators: bool = True,
 ) -> Saved:
-    """Collective. Save a model, and its optimizer, as files in which every tensor is whole, under its plain name.
+    """Collective. Save a model, and its optimizer, as files with unsharded tensors, under their FQNs.
 
     Every rank writes the ranges of its own shards straight into the final files, from the memory that they are in;
-    nothing is gathered, and no memory is used but 4 MiB for what is cast or on an accelerator. Of replicas the first
-    writes; what is not sharded (buffers, ignored parameters) is written by the first rank, and tied parameters under
-    the first of their names. Ranks that do not see the first one's folder send their parts there, a block at a time.
+    nothing is all-gathered, and no memory is used but 4 MiB for values that are cast or on an accelerator. Of replicas
+    the first writes; what is not sharded (buffers, ignored parameters) is written by the first rank, and tied
+    parameters under the first of their names. Ranks that do not see the first one's folder send their ranges there, a
+    block at a time.
 
     The files are written beside `path`, synced to the disk, and then put there. If the save fails or is killed at any
-    moment, the checkpoint that was there is still there, whole. Files of yours in it are copied to the new one.
+    moment, the checkpoint that was there is still there. Files of yours in it are copied to the new one.
 
     Args:
         path: the folder, written alike on all ranks. One that is a checkpoint, or empty, is replaced.

@@ -22,8 +22,8 @@ from fsdp.checkpoint.model_tensors import prepared
 from fsdp.checkpoint.safetensors import Entry, Part
 from fsdp.checkpoint.writer import Place, Plan, Saved, TensorSet, prepare, release, write
 from fsdp.distributed.collectives import during
-from fsdp.engine.agreement import Ranks, done_by_all
-from fsdp.state_dict_utils.stager import StateDictStager
+from fsdp.distributed.consensus import Ranks, done_by_all
+from fsdp.state_dict_utils import StateDictStager
 
 _WHAT = "save a checkpoint in the background"
 

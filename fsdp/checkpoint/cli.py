@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 import torch
 
-from fsdp._version import __version__
+from fsdp import __version__
 from fsdp.checkpoint.formats.convert import (
     Content,
     content_of,
@@ -33,9 +33,9 @@ from fsdp.checkpoint.formats.open_source import FORMATS, WORDS, format_of, open_
 from fsdp.checkpoint.formats.source import Source, TensorReader
 from fsdp.checkpoint.formats.trees import Choices
 from fsdp.checkpoint.json_values import decoded
-from fsdp.checkpoint.optim import ELEMENTS, NUMBER
-from fsdp.checkpoint.safetensors import DTYPES
+from fsdp.checkpoint.optim import kinds_from_json
 from fsdp.checkpoint.untrusted import readable, short
+from fsdp.optim_utils.state import Elements, Kind
 
 FINE, WRONG, MISUSED, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141
 TARGETS = ("fsdp", "safetensors", "dcp", "torch")
@@ -356,18 +356,18 @@ def _optimizer(reader: TensorReader, rest: Mapping[str, Any]) -> Iterator[str]:
             if value is not None and value is not False
         )
         yield f"  group {number}: {len(group['params']):,} parameters, {options}"
-    keys: dict[str, list[list[Any]]] = {}
-    for kinds in rest["state"].values():
-        for key, kind in kinds.items():
+    keys: dict[str, list[Kind]] = {}
+    for saved in rest["state"].values():
+        for key, kind in kinds_from_json(saved).items():
             keys.setdefault(key, []).append(kind)
     for key, kinds in keys.items():
         yield f"  state {key!r} of {len(kinds):,} parameters: {_summary(kinds)}"
 
 
-def _summary(kinds: Sequence[Sequence[Any]]) -> str:
-    if kinds[0][0] == ELEMENTS:
-        return "tensors of " + ", ".join(sorted({_dtype(DTYPES[kind[1]]) for kind in kinds if kind[0] == ELEMENTS}))
-    values = [decoded(kind[2] if kind[0] == NUMBER else kind[1]) for kind in kinds if kind[0] != ELEMENTS]
+def _summary(kinds: Sequence[Kind]) -> str:
+    if isinstance(kinds[0], Elements):
+        return "tensors of " + ", ".join(sorted({_dtype(kind.dtype) for kind in kinds if isinstance(kind, Elements)}))
+    values = [kind.value for kind in kinds if not isinstance(kind, Elements)]
     texts = list(dict.fromkeys(map(short, values)))
     return texts[0] if len(texts) == 1 else f"{len(texts)} different values, {texts[0]} first"
 

@@ -12,24 +12,25 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp.checkpoint.formats.source import FoundTensor, TensorReader
-from fsdp.checkpoint.model_tensors import Target, WholeTensor, prepared, tensors_in
+from fsdp.checkpoint.model_tensors import Target, UnshardedTensor, prepared, tensors_in
 from fsdp.checkpoint.safetensors import SafetensorsFiles
 from fsdp.checkpoint.untrusted import readable
 from fsdp.distributed.collectives import during
-from fsdp.engine.agreement import Ranks, agree_on, agree_on_outcome
+from fsdp.distributed.consensus import Ranks, agree_on, agree_on_outcome
 from fsdp.engine.names import foreign_prefix, prefix_problem
 from fsdp.engine.unit import Unit
+from fsdp.state_dict.full import stored_buffers
 
 Files = TypeVar("Files", bound=SafetensorsFiles)
 
 
 @during("fsdp.load_safetensors()")
 def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> Any:
-    """Collective. Load whole values from safetensors files, each rank reading only what it keeps.
+    """Collective. Load unsharded values from safetensors files, each rank reading only what it keeps.
 
     The bytes go from the file into the shard's memory; a shard on an accelerator, and values of another dtype, go
-    through 4 MiB of host memory. There is never a whole parameter on a rank of several. Buffers and parameters that
-    are not sharded are read whole on every rank; of `DTensor`s, what the local part needs.
+    through 4 MiB of host memory. There is never an unsharded parameter on a rank of several. Buffers and parameters
+    that are not sharded are read as a whole on every rank; of `DTensor`s, what the local part needs.
 
     Stored values are cast to the dtype of the parameter or buffer as `Tensor.copy_` does. Tied parameters are loaded
     from the first of their names that is there. Hooks of state dicts, and extra state, have no part in it.
@@ -70,7 +71,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
 
 @contextmanager
 def opened(make: Callable[[], Files], everyone: Sequence[Ranks]) -> Iterator[Files]:
-    """Collective. The files, which every rank has, with equal headers."""
+    """Collective. Open the files, which every rank has, with equal headers."""
     files, error = None, None
     try:
         files = make()
@@ -85,7 +86,7 @@ def opened(make: Callable[[], Files], everyone: Sequence[Ranks]) -> Iterator[Fil
 
 
 def misfits(targets: Sequence[Target], files: TensorReader, strict: bool) -> tuple[list[str], list[str], list[str]]:
-    """The missing and the unexpected keys, and all reasons why the files cannot be loaded."""
+    """Return the missing and the unexpected keys, and all reasons why the files cannot be loaded."""
     stored = files.tensors
     named = {name for target in targets for name in (*target.names, *target.aliases)}
     missing = [name for target in targets if _key(target, stored) is None for name in target.names]
@@ -110,7 +111,7 @@ def misfits(targets: Sequence[Target], files: TensorReader, strict: bool) -> tup
 
 
 def does_not_fit(path: str, model: nn.Module, problems: Sequence[str]) -> str:
-    """What to say of files that do not fit a model."""
+    """Return a message about files that do not fit a model."""
     lines = "\n\t".join(map(readable, problems))
     return f"{path} does not fit this {type(model).__name__}, and nothing was loaded:\n\t{lines}"
 
@@ -127,7 +128,7 @@ def _misfit(target: Target, stored: FoundTensor) -> list[str]:
         found.append(f"{stored} has shape {list(stored.shape)}, and the model's {list(target.shape)}")
     if stored.dtype.is_complex and not target.dtype.is_complex:
         found.append(f"{stored} is of {stored.dtype}, and the model's of {target.dtype}")
-    if isinstance(target, WholeTensor) and target.is_missing_memory:
+    if isinstance(target, UnshardedTensor) and target.is_missing_memory:
         found.append(f"{target.names[0]} is on the meta device: give it memory first (to_empty), or wrap it")
     return found
 
@@ -141,15 +142,8 @@ def read(targets: Sequence[Target], units: Sequence[Unit], files: TensorReader) 
     Raises:
         OSError, ValueError: if that cannot be read.
     """
-    for unit in units:
-        unit.buffers.widen()  # they are kept in their own dtype
-    try:
-        with torch.no_grad():
-            for target in targets:
-                key = _key(target, files.tensors)
-                if key is not None:
-                    target.fill(files, key)
-    finally:
-        for unit in units:
-            if not unit.in_full_precision:
-                unit.buffers.narrow()
+    with stored_buffers(units), torch.no_grad():
+        for target in targets:
+            key = _key(target, files.tensors)
+            if key is not None:
+                target.fill(files, key)

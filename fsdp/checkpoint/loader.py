@@ -22,10 +22,10 @@ from fsdp.checkpoint.load_safetensors import does_not_fit, misfits, read
 from fsdp.checkpoint.manifest import read_ours
 from fsdp.checkpoint.model import Stored, size_of, stored_tensors
 from fsdp.checkpoint.model_tensors import extra_states, prepared, tensors_in
-from fsdp.checkpoint.optim import StatePlan, as_one, give_state, plan_state, read_state
+from fsdp.checkpoint.optim import StatePlan, give_state, plan_state, read_state
 from fsdp.checkpoint.safetensors import CheckedFiles
 from fsdp.checkpoint.untrusted import readable, reading
-from fsdp.engine.agreement import (
+from fsdp.distributed.consensus import (
     Ranks,
     agree_on,
     agree_on_outcome,
@@ -78,7 +78,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
         problems += _extra_problems(extra, source) if strict else []
         state = None
         if optimizer is not None:
-            state = _SavedState(as_one(optimizer), source, everyone)
+            state = _SavedState(optimizer, source, everyone)
             what = f"load {source.path}"
             problems += done_by_all(everyone, what, lambda: state.problems(stored_tensors(model, units)))
         problem = RuntimeError(does_not_fit(source.path, model, problems)) if problems else None
@@ -115,7 +115,7 @@ class _SavedState:
         self._optimizer, self._rest, self._everyone = optimizer, source.optimizer_rest, everyone
         self._what = f"read the optimizer's state in {source.path}"
         self._files = source.optimizer
-        self._plan = StatePlan([], [], [], [])
+        self._plan: StatePlan  # made by `problems`
 
     def problems(self, tensors: dict[str, Stored]) -> list[str]:
         """Return what does not fit."""
@@ -124,9 +124,9 @@ class _SavedState:
 
     def load(self) -> None:
         """Collective. Read it, and have the optimizer go on with it if every rank could."""
-        found = done_by_all(self._everyone, self._what, lambda: read_state(self._optimizer, self._plan, self._files))
+        found = done_by_all(self._everyone, self._what, lambda: read_state(self._plan, self._files))
         _compare(self._files, self._everyone)
-        give_state(self._optimizer, self._plan, found)
+        give_state(self._plan, found)
 
 
 def _opened(path: str | os.PathLike[str], everyone: Sequence[Ranks], with_optimizer: bool) -> Source:

@@ -133,8 +133,8 @@ class Manifest:
     @classmethod
     def _of(cls, path: str, text: bytes) -> Manifest:
         try:
-            whole = json.loads(text)
-            content, digest = whole["checkpoint"], whole["sha256"]
+            found = json.loads(text)
+            content, digest = found["checkpoint"], found["sha256"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is damaged: it cannot be read: {error!r}") from None
         if hashlib.sha256(_text(content).encode()).hexdigest() != digest:

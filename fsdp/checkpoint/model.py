@@ -10,18 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp.checkpoint.model_tensors import SlotTensor, WholeTensor, paths_in, tensors_in
+from fsdp.checkpoint.model_tensors import SlotTensor, UnshardedTensor, paths_in, tensors_in
 from fsdp.checkpoint.safetensors import Entry, Part
 from fsdp.distributed.collectives import LONE_RANK, communicator
-from fsdp.distributed.process_groups import default_group
-from fsdp.engine.agreement import Ranks, number_among
+from fsdp.distributed.communicator import default_group
+from fsdp.distributed.consensus import Ranks, number_among
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.layout import Interval
 from fsdp.engine.names import plain_name
 from fsdp.engine.precision import BATCH_NORMS
 from fsdp.engine.unit import Unit
 
-Stored = SlotTensor | WholeTensor
+Stored = SlotTensor | UnshardedTensor
 
 
 def all_ranks(everyone: Sequence[Ranks]) -> Ranks:

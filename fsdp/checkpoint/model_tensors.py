@@ -1,18 +1,18 @@
-"""The tensors of a model as files have them, by name: sharded parameters, and what every rank has whole."""
+"""The tensors of a model as files have them, by name: sharded parameters, and unsharded tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from fsdp.checkpoint.formats.source import TensorReader
+from fsdp.distributed.consensus import Ranks
 from fsdp.distributed.dtensor import MeshPart, local_part
-from fsdp.engine.agreement import Ranks
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
@@ -22,27 +22,12 @@ from fsdp.engine.unit import TrainingState, Unit, own_modules, unit_of
 from fsdp.state_dict.full import ensure_agreed
 
 
-class Target(Protocol):
-    """A tensor of the model."""
-
-    names: list[str]
-    aliases: list[str]  # it may be stored under these, too
-
-    @property
-    def shape(self) -> torch.Size: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def part(self) -> MeshPart | None: ...
-    def fill(self, files: TensorReader, key: str) -> None: ...
-
-
 @dataclass
 class SlotTensor:
     """A sharded parameter."""
 
     names: list[str]
-    aliases: list[str]
+    aliases: list[str]  # it may be stored under these, too
     handle: FlatParamHandle
     slot: int
 
@@ -65,7 +50,7 @@ class SlotTensor:
 
 
 @dataclass
-class WholeTensor:
+class UnshardedTensor:
     """A buffer, or a parameter that is not sharded."""
 
     names: list[str]
@@ -92,7 +77,7 @@ class WholeTensor:
 
     @property
     def is_missing_memory(self) -> bool:
-        """Whether it is a parameter without values, which others may hold and would not see replaced."""
+        """It is a parameter without values, which others may hold and would not see replaced."""
         return self.tensor.is_meta and isinstance(self.tensor, nn.Parameter)
 
     def fill(self, files: TensorReader, key: str) -> None:
@@ -108,8 +93,11 @@ class WholeTensor:
         increment_version(self.tensor)
 
 
+Target = SlotTensor | UnshardedTensor
+
+
 def _read_part(files: TensorReader, key: str, into: Tensor, start: int, part: MeshPart | None) -> None:
-    """Fill `into` from its element `start` on of a whole tensor, or of this rank's `part` of one."""
+    """Fill `into` from its element `start` on of an unsharded tensor, or of this rank's `part` of one."""
     if part is None:
         files.read(key, into, start)
         return
@@ -120,7 +108,7 @@ def _read_part(files: TensorReader, key: str, into: Tensor, start: int, part: Me
 
 
 def prepared(model: nn.Module, what: str) -> tuple[list[Unit], list[Ranks]]:
-    """Collective the first time. The units of a model at rest, whose shards are as users see them, and their ranks.
+    """Collective the first time. Return the units of a model at rest, with shards as users see them, and their ranks.
 
     Args:
         model: with units, or without.
@@ -149,13 +137,13 @@ def prepared(model: nn.Module, what: str) -> tuple[list[Unit], list[Ranks]]:
     return units, list(dict.fromkeys(unit.everyone for unit in outermost))
 
 
-def tensors_in(model: nn.Module, units: Sequence[Unit]) -> list[SlotTensor | WholeTensor]:
-    """All that files have of a model."""
+def tensors_in(model: nn.Module, units: Sequence[Unit]) -> list[Target]:
+    """Return all that files have of a model."""
     return [*sharded_tensors(model, units), *unsharded_tensors(model, units)]
 
 
 def sharded_tensors(model: nn.Module, units: Sequence[Unit]) -> Iterator[SlotTensor]:
-    """Each parameter that units took, with all of its names."""
+    """Yield each parameter that units took, with all of its names."""
     paths = paths_in(model)
     for handle in handles_of(units):
         for slot, places in enumerate(handle.places):
@@ -163,8 +151,8 @@ def sharded_tensors(model: nn.Module, units: Sequence[Unit]) -> Iterator[SlotTen
             yield SlotTensor(*_with_aliases(names), handle, slot)
 
 
-def unsharded_tensors(model: nn.Module, units: Sequence[Unit]) -> Iterator[WholeTensor]:
-    """Each tensor once, with all of its names."""
+def unsharded_tensors(model: nn.Module, units: Sequence[Unit]) -> Iterator[UnshardedTensor]:
+    """Yield each tensor that is not sharded once, with all of its names."""
     devices = {module: unit.device for unit in units for module in own_modules(unit.module)}
     found: dict[int, tuple[list[str], list[tuple[dict[str, Any], str]], torch.device]] = {}
     for module, paths in paths_in(model).items():
@@ -183,11 +171,11 @@ def unsharded_tensors(model: nn.Module, units: Sequence[Unit]) -> Iterator[Whole
                     names += [path + name for path in paths]
                     places.append((entries, name))
     for names, places, device in found.values():
-        yield WholeTensor(*_with_aliases(names), places, device)
+        yield UnshardedTensor(*_with_aliases(names), places, device)
 
 
 def extra_states(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that have state which is no tensor (``get_extra_state``), by the names of that state."""
+    """Return the modules that have state which is no tensor (``get_extra_state``), by the names of that state."""
     return {
         plain_name(f"{paths[0]}_extra_state"): module
         for module, paths in paths_in(model).items()
@@ -196,7 +184,7 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def paths_in(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Before what a module's tensors have their own names, in plain names."""
+    """Return the prefixes of a module's tensors, in plain names."""
     paths: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         plain = clean_name(name)
@@ -210,12 +198,12 @@ def _with_aliases(names: list[str]) -> tuple[list[str], list[str]]:
 
 
 def handles_of(units: Sequence[Unit]) -> list[FlatParamHandle]:
-    """All that the modules of some units see, each once."""
-    return list(dict.fromkeys(handle for unit in units for handle in unit.seen))
+    """Return all handles that the modules of some units see, each once."""
+    return list(dict.fromkeys(handle for unit in units for handle in unit.visible_handles))
 
 
 def outermost_units(module: nn.Module) -> Iterator[Unit]:
-    """The units in a tree that lie in no other one, each once."""
+    """Yield the units in a tree that lie in no other one, each once."""
     seen: set[nn.Module] = set()
     ahead = [module]
     while ahead:
@@ -230,17 +218,14 @@ def outermost_units(module: nn.Module) -> Iterator[Unit]:
 
 
 def require_rest(model: nn.Module, units: Sequence[Unit], what: str) -> None:
-    """Make sure that every shard is whole and nobody uses it.
+    """Make sure that every shard is complete and not in use.
 
     Raises:
         RuntimeError: in a forward or backward, inside `summon_full_params`, or for a part of a wrapped module.
     """
     for unit in units:
-        if unit.access.close_loading is not None:
-            unit.access.close_loading()  # a load that was given up by an exception
-        if unit.runtime is not None:
-            unit.runtime.ensure_idle(what)
-        if unit.state is TrainingState.SUMMON_FULL_PARAMS or any(handle.is_exposed for handle in unit.seen):
+        unit.require_idle(what)
+        if unit.state is TrainingState.SUMMON_FULL_PARAMS or any(handle.is_exposed for handle in unit.visible_handles):
             raise RuntimeError(
                 f"{unit.name}: inside summon_full_params() there are only copies of the parameters. "
                 f"{what.capitalize()} outside of it."

@@ -21,8 +21,8 @@ from fsdp.checkpoint.model import Stored, parts_of
 from fsdp.checkpoint.model_tensors import SlotTensor
 from fsdp.checkpoint.safetensors import DTYPES, KINDS, Entry
 from fsdp.checkpoint.untrusted import short
+from fsdp.distributed.consensus import Ranks
 from fsdp.distributed.dtensor import local_part
-from fsdp.engine.agreement import Ranks
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.optim_utils.state import (
     Elements,
@@ -43,21 +43,74 @@ from fsdp.optim_utils.state import (
     release,
 )
 
-ELEMENTS, NUMBER, VALUE = "elements", "number", "value"
-
-
 Groups = list[list[OptimParam]]
 
 
-def params_in(optimizer: Any, tensors: Mapping[str, Stored]) -> Groups:
-    """Return what is in each parameter group of an optimizer of a model with these tensors.
+class Optimizers:
+    """The `Optimizers` of one model, each with parameters of its own, are as the one that a checkpoint holds.
+
+    Args:
+        given: an optimizer, or a list or tuple of several.
 
     Raises:
         TypeError: for what is no optimizer.
+        ValueError: if there are none, or two step the same parameter.
+    """
+
+    def __init__(self, given: Any) -> None:
+        is_list = isinstance(given, (list, tuple))
+        self._all: Sequence[Any] = given if is_list else [given]
+        if not self._all:
+            raise ValueError("an empty list of optimizers: give None to leave out what there is of one")
+        self._by_param: dict[nn.Parameter, Any] = {}
+        for number, optimizer in enumerate(self._all):
+            if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "load_state_dict")):
+                needed = "an optimizer with param_groups, state and load_state_dict is needed, got"
+                raise TypeError(
+                    f"{f'number {number} in the list of optimizers is none:' if is_list else needed} {optimizer!r}"
+                )
+            for param in (param for group in optimizer.param_groups for param in group["params"]):
+                if self._by_param.setdefault(param, optimizer) is not optimizer:
+                    raise ValueError(
+                        f"a parameter of shape {list(param.shape)} is in two of the optimizers, the second one number "
+                        f"{number}: a checkpoint holds one state for each"
+                    )
+
+    @property
+    def name(self) -> str:
+        """Return the names of their classes."""
+        return ", ".join(type(optimizer).__name__ for optimizer in self._all)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return all groups, one after the other."""
+        return [group for optimizer in self._all for group in optimizer.param_groups]
+
+    def state_of(self, param: nn.Parameter) -> dict[str, Any]:
+        """Return the state of a parameter; empty if there is none."""
+        return self._by_param[param].state.get(param) or {}  # asking for it by its key would make one
+
+    def load(self, states: Mapping[nn.Parameter, dict[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
+        """Give each its states, and the options of its groups."""
+        ahead = iter(options)
+        for optimizer in self._all:
+            held = [group["params"] for group in optimizer.param_groups]
+            numbers = {param: number for number, param in enumerate(param for params in held for param in params)}
+            groups = [{**next(ahead), "params": [numbers[param] for param in params]} for params in held]
+            own = {number: dict(states[param]) for param, number in numbers.items() if param in states}
+            optimizer.load_state_dict({"state": own, "param_groups": groups})
+            for param in numbers.keys() & states.keys():
+                for key, value in states[param].items():
+                    if isinstance(value, Tensor) and value.shape == param.shape and value.dim() > 0:
+                        optimizer.state[param][key] = value  # torch casts it to the parameter's dtype
+
+
+def params_in(optimizers: Optimizers, tensors: Mapping[str, Stored]) -> Groups:
+    """Return what is in each parameter group of optimizers of a model with these tensors.
+
+    Raises:
         ValueError: for parameters that are not the model's.
     """
-    if not all(hasattr(optimizer, name) for name in ("param_groups", "state", "load_state_dict")):
-        raise TypeError(f"an optimizer with param_groups, state and load_state_dict is needed, got {optimizer!r}")
     found: dict[int, tuple[nn.Parameter, FlatParamHandle | None, list[Original]]] = {}
     for name, target in tensors.items():
         param, handle, slot = _place(target)
@@ -65,7 +118,7 @@ def params_in(optimizer: Any, tensors: Mapping[str, Stored]) -> Groups:
             original = Original(name, target.shape, slot, target.part, (*target.names, *target.aliases))
             found.setdefault(id(param), (param, handle, []))[2].append(original)
     known = {key: OptimParam(param, handle, tuple(originals)) for key, (param, handle, originals) in found.items()}
-    return grouped(optimizer, class_of(optimizer), lambda param: known.get(id(param)))
+    return grouped(optimizers, optimizers.name, lambda param: known.get(id(param)))
 
 
 def _place(target: Stored) -> tuple[Tensor, FlatParamHandle | None, int]:
@@ -91,11 +144,11 @@ def kind_to_json(kind: Kind, where: str) -> list[Any]:
         TypeError: for a value that no checkpoint can hold.
     """
     if isinstance(kind, Value):
-        return [VALUE, encoded(kind.value, where)]
+        return ["value", encoded(kind.value, where)]
     if kind.dtype not in KINDS:
         raise ValueError(f"{where} is of {kind.dtype}, which safetensors files cannot hold")
     word = KINDS[kind.dtype]
-    return [ELEMENTS, word] if isinstance(kind, Elements) else [NUMBER, word, encoded(kind.value, where)]
+    return ["elements", word] if isinstance(kind, Elements) else ["number", word, encoded(kind.value, where)]
 
 
 def kinds_to_json(kinds: Kinds, name: str) -> dict[str, list[Any]]:
@@ -133,7 +186,7 @@ def _kind_from_json(key: str, saved: Any) -> Kind:
 # --- saving ---------------------------------------------------------------------------------------------------------
 
 
-def pickled_kinds(optimizer: Any, groups: Groups) -> bytes:
+def pickled_kinds(optimizers: Optimizers, groups: Groups) -> bytes:
     """Return what this rank has of the state of each parameter, for `shared_kinds`.
 
     Raises:
@@ -141,7 +194,7 @@ def pickled_kinds(optimizer: Any, groups: Groups) -> bytes:
         TypeError: for values that no checkpoint can hold.
     """
     params = list(_each(groups))
-    own = own_kinds(params, {one: optimizer.state.get(one.param) or {} for one in params}, "saving")
+    own = own_kinds(params, {one: optimizers.state_of(one.param) for one in params}, "saving")
     for each in own:
         kinds_to_json(each.kinds, each.name)
     return pickle.dumps(own)
@@ -161,13 +214,15 @@ def shared_kinds(ranks: Ranks, pickled: bytes) -> list[Kinds]:
 
 
 def state_entries(
-    optimizer: Any, groups: Groups, kinds: Sequence[Kinds], tensors: Mapping[str, Stored], ranks: Ranks
+    optimizers: Optimizers, groups: Groups, kinds: Sequence[Kinds], tensors: Mapping[str, Stored], ranks: Ranks
 ) -> tuple[list[Entry], Any]:
-    """Return the tensors of an optimizer's state, with this rank's shards, and the rest of it for the manifest."""
+    """Return the tensors of optimizers' states, with this rank's shards, and the rest of it for the manifest."""
     entries, states = [], {}
     for one, known in zip(_each(groups), kinds, strict=True):
-        own = optimizer.state.get(one.param) or {}
-        vectors = {key: local_part(own[key]).detach().reshape(-1) for key in own if isinstance(known[key], Elements)}
+        own = {
+            key: state for key, state in optimizers.state_of(one.param).items() if isinstance(known.get(key), Elements)
+        }
+        vectors = {key: local_part(state).detach().reshape(-1) for key, state in own.items()}
         encoded_kinds = kinds_to_json(known, one.name)
         for original in one.originals:
             states[original.name] = encoded_kinds
@@ -177,7 +232,7 @@ def state_entries(
                     parts = parts_of(target, vectors[key], interval, ranks) if key in vectors else []
                     entries.append(Entry(f"{original.name}/{key}", kind.dtype, original.shape, parts))
     named = [[original.name for one in group for original in one.originals] for group in groups]
-    return entries, rest_of(class_of(optimizer), zip(optimizer.param_groups, named, strict=True), states)
+    return entries, rest_of(optimizers.name, zip(optimizers.param_groups, named, strict=True), states)
 
 
 def rest_of(
@@ -242,28 +297,31 @@ def state_problems(rest: Any, tensors: Container[str]) -> Iterator[str]:
 
 @dataclass(frozen=True, eq=False)
 class StatePlan:
-    """A `StatePlan` is what an optimizer is to get of a checkpoint.
+    """A `StatePlan` is what optimizers are to get of a checkpoint.
 
     Attributes:
-        states: for each parameter that it sees, the names of the originals in the checkpoint, and their state.
+        optimizers: that are to get it.
+        states: for each parameter that they see, the names of the originals in the checkpoint, and their state.
         options: for each group those that were saved, encoded; None for a group without parameters.
         groups: what is in each.
-        problems: the reasons why it cannot get it.
+        problems: the reasons why they cannot get it.
     """
 
+    optimizers: Optimizers
     states: list[tuple[OptimParam, dict[Original, str], Kinds]]
     options: list[Any]
     groups: Groups
     problems: list[str]
 
 
-def plan_state(optimizer: Any, tensors: Mapping[str, Stored], files: TensorReader, rest: Any) -> StatePlan:
-    """Return what an optimizer is to get of a checkpoint, and what does not fit.
+def plan_state(given: Any, tensors: Mapping[str, Stored], files: TensorReader, rest: Any) -> StatePlan:
+    """Return what an optimizer, or several, are to get of a checkpoint, and what does not fit.
 
     Raises:
-        TypeError, ValueError: as `params_in`.
+        TypeError, ValueError: as `Optimizers` and `params_in`.
     """
-    groups = params_in(optimizer, tensors)
+    optimizers = Optimizers(given)
+    groups = params_in(optimizers, tensors)
     saved_in = {name: number for number, group in enumerate(rest["groups"]) for name in group["params"]}
     names = {
         original: next((name for name in (original.name, *original.aliases) if name in saved_in), "")
@@ -272,14 +330,14 @@ def plan_state(optimizer: Any, tensors: Mapping[str, Stored], files: TensorReade
     }
     numbers, problems = match_groups(groups, lambda each: saved_in.get(names[each]), "that of the checkpoint")
     options = [None if number is None else rest["groups"][number]["options"] for number in numbers]
-    plan = StatePlan([], options, groups, problems)
+    plan = StatePlan(optimizers, [], options, groups, problems)
     for one in _each(groups):
         saved = {original: names[original] for original in one.originals if names[original]}
         if len(saved) == len(one.originals):
             kinds = {original: kinds_from_json(rest["state"][name]) for original, name in saved.items()}
             plan.problems.extend(_misfits(saved, kinds, files))
             plan.states.append((one, saved, kinds[one.originals[0]]))
-    plan.problems.extend(_other_settings(optimizer, rest))
+    plan.problems.extend(_other_settings(optimizers, rest))
     used = set(names.values())
     left = [name for name in saved_in if name not in used]
     if left:
@@ -287,13 +345,13 @@ def plan_state(optimizer: Any, tensors: Mapping[str, Stored], files: TensorReade
     return plan
 
 
-def _other_settings(optimizer: Any, rest: Any) -> list[str]:
+def _other_settings(optimizers: Optimizers, rest: Any) -> list[str]:
     """Return a problem if the state is another optimizer's, which the next step would miss in words that say nothing.
 
     Settings tell, since subclasses may share them, and with torch's versions the same class may get more.
     """
-    own, saved = class_of(optimizer), rest.get("optimizer")
-    wanted = {key for group in optimizer.param_groups for key in options_of(group)}
+    own, saved = optimizers.name, rest.get("optimizer")
+    wanted = {key for group in optimizers.param_groups for key in options_of(group)}
     given = {key for group in rest["groups"] for key in decoded(group["options"])}
     if not saved or own == saved or wanted == given:
         return []
@@ -320,15 +378,15 @@ def _misfits(names: Mapping[Original, str], kinds: Mapping[Original, Kinds], fil
 
 
 @torch.no_grad()
-def read_state(optimizer: Any, plan: StatePlan, files: TensorReader) -> dict[nn.Parameter, dict[str, Any]]:
-    """Return this rank's shard of the state, by parameter. It is read into what the optimizer has of the same kind.
+def read_state(plan: StatePlan, files: TensorReader) -> dict[nn.Parameter, dict[str, Any]]:
+    """Return this rank's shard of the state, by parameter. It is read into what there is of the same kind.
 
     Raises:
         ValueError, OSError: if it cannot be read.
     """
     found: dict[nn.Parameter, dict[str, Any]] = {}
     for one, names, kinds in plan.states:
-        held, state = optimizer.state.get(one.param) or {}, {}
+        held, state = plan.optimizers.state_of(one.param), {}
         for key, kind in kinds.items():
             if isinstance(kind, Elements):
                 state[key] = one.memory(held.get(key), kind.dtype)
@@ -344,98 +402,8 @@ def read_state(optimizer: Any, plan: StatePlan, files: TensorReader) -> dict[nn.
     return found
 
 
-def give_state(optimizer: Any, plan: StatePlan, found: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-    """Have the optimizer go on with what was read."""
-    numbers = {one.param: number for number, one in enumerate(_each(plan.groups))}
-    groups = []
-    for options, own, group in zip(plan.options, optimizer.param_groups, plan.groups, strict=True):
-        saved = options_of(own) if options is None else decoded(options)
-        groups.append({**saved, "params": [numbers[one.param] for one in group]})
-    optimizer.load_state_dict(
-        {"state": {numbers[param]: dict(state) for param, state in found.items()}, "param_groups": groups}
-    )
-    for param, state in found.items():
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.shape == param.shape and value.dim() > 0:
-                optimizer.state[param][key] = value  # torch casts it to the parameter's dtype
+def give_state(plan: StatePlan, found: Mapping[nn.Parameter, dict[str, Any]]) -> None:
+    """Have the optimizers go on with what was read."""
+    saved = zip(plan.options, plan.optimizers.param_groups, strict=True)
+    plan.optimizers.load(found, [options_of(own) if options is None else decoded(options) for options, own in saved])
     release(_each(plan.groups))
-
-
-# --- several optimizers ---------------------------------------------------------------------------------------------
-
-
-class Several:
-    """`Several` optimizers of one model, each with parameters of its own, are as the one that a checkpoint holds.
-
-    Raises:
-        TypeError: for what is no optimizer.
-        ValueError: if there are none, or two step the same parameter.
-    """
-
-    def __init__(self, optimizers: Sequence[Any]) -> None:
-        if not optimizers:
-            raise ValueError("an empty list of optimizers: give None to leave out what there is of one")
-        self._optimizers = optimizers
-        self._by_param: dict[nn.Parameter, Any] = {}
-        for number, optimizer in enumerate(optimizers):
-            if not hasattr(optimizer, "param_groups"):
-                raise TypeError(f"number {number} in the list of optimizers is none: {optimizer!r}")
-            for param in (param for group in optimizer.param_groups for param in group["params"]):
-                if self._by_param.setdefault(param, optimizer) is not optimizer:
-                    raise ValueError(
-                        f"a parameter of shape {list(param.shape)} is in two of the optimizers, the second one number "
-                        f"{number}: a checkpoint holds one state for each"
-                    )
-
-    @property
-    def kind(self) -> str:
-        """Return their classes' names."""
-        return ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Return all groups, as `torch.optim.Optimizer` has them."""
-        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
-
-    @property
-    def state(self) -> Mapping[nn.Parameter, dict[str, Any]]:
-        """Return the state by parameter, as `torch.optim.Optimizer` has it."""
-        return _States(self._by_param)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give each its groups, and the states of what is in them."""
-        groups = iter(state["param_groups"])
-        for optimizer in self._optimizers:
-            own = [next(groups) for _ in optimizer.param_groups]
-            numbers = [number for group in own for number in group["params"]]
-            states = {number: state["state"][number] for number in numbers if number in state["state"]}
-            optimizer.load_state_dict({"state": states, "param_groups": own})
-
-
-class _States(Mapping[nn.Parameter, dict[str, Any]]):
-    """`_States` find the state of a parameter in the one of several optimizers that has it."""
-
-    def __init__(self, by_param: Mapping[nn.Parameter, Any]) -> None:
-        self._by_param = by_param
-
-    def __getitem__(self, param: nn.Parameter) -> dict[str, Any]:
-        states: Mapping[nn.Parameter, dict[str, Any]] = self._by_param[param].state
-        if param not in states:
-            raise KeyError(param)  # of an optimizer, asking makes one
-        return states[param]
-
-    def __iter__(self) -> Iterator[nn.Parameter]:
-        return (param for param, optimizer in self._by_param.items() if param in optimizer.state)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def as_one(optimizer: Any) -> Any:
-    """Return an optimizer, or a list or tuple of several, as one."""
-    return Several(optimizer) if isinstance(optimizer, (list, tuple)) else optimizer
-
-
-def class_of(optimizer: Any) -> str:
-    """Return the name of its class, or of theirs."""
-    return optimizer.kind if isinstance(optimizer, Several) else type(optimizer).__name__

@@ -8,7 +8,7 @@ and the reference implementation, whose limits are these.
 
 [Note: several writers] `plan` is arithmetic: from names, dtypes and shapes it makes headers and places, the same on
 every rank. Then each rank writes its ranges where they belong (`write_parts`), from the memory that they are in; values
-that are not on the CPU, or of another dtype, go through one block. Nothing is gathered.
+that are not on the CPU, or of another dtype, go through one block. Nothing is all-gathered.
 """
 
 from __future__ import annotations
@@ -85,7 +85,6 @@ class SafetensorsFiles(TensorReader):
     Attributes:
         path: the file or index.
         tensors: where each is.
-        metadata: strings that were saved with them.
 
     Raises:
         FileNotFoundError: if a file is missing.
@@ -94,15 +93,9 @@ class SafetensorsFiles(TensorReader):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(_resolve(path), {})
-        self.metadata: dict[str, str] = {}
         with reading(self.path):
-            self._stored = self._of_index() if self.path.endswith(".json") else self._of_file(self.path)
+            self._stored = self._of_index() if self.path.endswith(".json") else _read_header(self.path)
         self.tensors = {name: FoundTensor(name, each.file.path, each) for name, each in self._stored.items()}
-
-    def _of_file(self, path: str) -> dict[str, StridedTensor]:
-        tensors, metadata = _read_header(path)
-        self.metadata |= metadata
-        return tensors
 
     def _of_index(self) -> dict[str, StridedTensor]:
         try:
@@ -119,7 +112,7 @@ class SafetensorsFiles(TensorReader):
                 place = beside(self.path, file)
                 if not os.path.exists(place):
                     raise FileNotFoundError(f"{self.path} names {place} for {name}, and there is no such file")
-                files[file] = self._of_file(place)
+                files[file] = _read_header(place)
             if name not in files[file]:
                 raise ValueError(f"{self.path} says that {name} is in {file}, but it is not")
             found[name] = files[file][name]
@@ -135,8 +128,8 @@ class SafetensorsFiles(TensorReader):
         return hashlib.sha256(json.dumps(places).encode()).hexdigest()
 
 
-def _read_header(path: str) -> tuple[dict[str, StridedTensor], dict[str, str]]:
-    """Return the tensors and the metadata of one file.
+def _read_header(path: str) -> dict[str, StridedTensor]:
+    """Return the tensors of one file.
 
     Raises:
         FileNotFoundError: if it is missing.
@@ -153,12 +146,12 @@ def _read_header(path: str) -> tuple[dict[str, StridedTensor], dict[str, str]]:
             )
         header = _parsed(path, file.read(length))
     metadata = header.pop("__metadata__", {})
-    if not _maps(metadata, str):
+    if not (isinstance(metadata, dict) and all(isinstance(each, str) for each in metadata.values())):
         raise ValueError(f"{path}: __metadata__ of a safetensors file must map strings to strings")
     first = _LENGTH_BYTES + length
     tensors = {name: _stored(seen, name, entry, first) for name, entry in header.items()}
     _check_places(path, tensors, first, size)
-    return tensors, metadata
+    return tensors
 
 
 def _parsed(path: str, text: bytes) -> dict[str, Any]:
@@ -177,10 +170,6 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise ValueError(f"{readable(name, 200)} is in it twice")
     return found
-
-
-def _maps(value: Any, kind: type) -> bool:
-    return isinstance(value, dict) and all(isinstance(each, kind) for each in value.values())
 
 
 def _stored(file: SeenFile, name: str, entry: Any, first: int) -> StridedTensor:
@@ -227,16 +216,16 @@ def _resolve(path: str | os.PathLike[str]) -> str:
     if not os.path.isdir(place):
         return place
     names = sorted(os.listdir(place))
-    whole = [name for name in names if name.endswith(".safetensors")]
+    files = [name for name in names if name.endswith(SUFFIX)]
     indices = [name for name in names if name.endswith(INDEX_SUFFIX)]
     # Checkpoints have the optimizer's tensors beside the model's.
     models = [[name for name in names if name == wanted] for wanted in (_ONE_FILE, f"model{INDEX_SUFFIX}")]
-    for candidates in (*models, indices, whole):
+    for candidates in (*models, indices, files):
         if len(candidates) == 1:
             return os.path.join(place, candidates[0])
-    if not whole and not indices:
+    if not files and not indices:
         raise FileNotFoundError(f"{place} has no .safetensors file, and no {INDEX_SUFFIX[1:]} of several")
-    shown = readable(", ".join(indices or whole), 500)
+    shown = readable(", ".join(indices or files), 500)
     raise ValueError(f"{place} has several safetensors files, {shown}: name the one that is meant")
 
 
@@ -246,8 +235,8 @@ def _resolve(path: str | os.PathLike[str]) -> str:
 class CheckedFiles(SafetensorsFiles):
     """Files of which every byte that is read is compared with checksums; reading what is damaged raises ValueError.
 
-    Blocks that this rank reads as a whole are compared at once. Of those at the ends of its ranges it knows fragments,
-    which are put together with the other ranks' when all have read.
+    Blocks that this rank reads from end to end are compared at once. Of those at the ends of its ranges it knows
+    fragments, which are put together with the other ranks' when all have read.
 
     Args:
         path: a file, or an index of several.
@@ -315,9 +304,9 @@ class CheckedFiles(SafetensorsFiles):
         try:
             return of_block(known, begin, end)
         except HoleError:
-            return self.block_checksum(mine[0].name, begin, end)
+            return self._block_checksum(mine[0].name, begin, end)
 
-    def block_checksum(self, name: str, begin: int, end: int) -> int:
+    def _block_checksum(self, name: str, begin: int, end: int) -> int:
         """Read bytes ``begin:end`` of a tensor, and return their checksum."""
         found = self.tensors[name]
         size = found.dtype.itemsize
@@ -332,7 +321,7 @@ class CheckedFiles(SafetensorsFiles):
         for name, tensor in self.tensors.items():
             for number, (begin, end) in enumerate(blocks(tensor.nbytes)):
                 advance(end - begin)
-                if self.block_checksum(name, begin, end) != self._expected[name][number]:
+                if self._block_checksum(name, begin, end) != self._expected[name][number]:
                     yield f"{tensor} is damaged: bytes {begin} to {end} of it are not what was saved"
 
 
@@ -369,7 +358,7 @@ class PlannedFile:
         name: in its folder.
         head: all that is before the data.
         begins: by a tensor's name, the byte of the file at which it begins.
-        nbytes: of the whole file.
+        nbytes: the size of the file.
     """
 
     name: str

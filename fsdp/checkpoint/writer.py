@@ -40,7 +40,7 @@ from fsdp.checkpoint.model import (
     stored_tensors,
 )
 from fsdp.checkpoint.model_tensors import extra_states, handles_of, outermost_units, prepared
-from fsdp.checkpoint.optim import Groups, as_one, params_in, pickled_kinds, shared_kinds, state_entries
+from fsdp.checkpoint.optim import Groups, Optimizers, params_in, pickled_kinds, shared_kinds, state_entries
 from fsdp.checkpoint.safetensors import (
     Entry,
     PlannedFile,
@@ -53,7 +53,7 @@ from fsdp.checkpoint.safetensors import (
     write_parts,
     written,
 )
-from fsdp.engine.agreement import Ranks, agree_on, done_by_all, from_everyone, number_among
+from fsdp.distributed.consensus import Ranks, agree_on, done_by_all, from_everyone, number_among
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.unit import Unit
 from fsdp.state_dict.full import ensure_same_values
@@ -212,7 +212,7 @@ def prepare(
 
     found, tensors = done_by_all([ranks], "prepare its part of a checkpoint", look)
     if optimizer is not None:
-        found = _with_optimizer(found, as_one(optimizer), tensors, ranks, max_file_bytes)
+        found = _with_optimizer(found, optimizer, tensors, ranks, max_file_bytes)
     content = [json.dumps(found.optimizer_rest).encode(), *(file.head for each in found.sets for file in each.files)]
     digest = hashlib.sha256(b"".join(content)).hexdigest()
     count = sum(len(each.entries) for each in found.sets)
@@ -225,15 +225,16 @@ def _with_optimizer(
 ) -> Plan:
     """Collective. Return the same with the state of an optimizer."""
 
-    def look() -> tuple[Groups, bytes]:
-        groups = params_in(optimizer, tensors)
-        return groups, pickled_kinds(optimizer, groups)
+    def look() -> tuple[Optimizers, Groups, bytes]:
+        optimizers = Optimizers(optimizer)
+        groups = params_in(optimizers, tensors)
+        return optimizers, groups, pickled_kinds(optimizers, groups)
 
-    groups, pickled = done_by_all([ranks], "prepare its optimizer's state", look)
+    optimizers, groups, pickled = done_by_all([ranks], "prepare its optimizer's state", look)
     kinds = shared_kinds(ranks, pickled)
 
     def add() -> Plan:
-        entries, rest = state_entries(optimizer, groups, kinds, tensors, ranks)
+        entries, rest = state_entries(optimizers, groups, kinds, tensors, ranks)
         return replace(found.with_set("optimizer", entries, max_file_bytes), optimizer_rest=rest)
 
     return done_by_all([ranks], "prepare its optimizer's state", add)

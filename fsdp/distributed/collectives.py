@@ -34,13 +34,21 @@ from torch import Tensor
 
 from fsdp.distributed.communicator import LONE_RANK as LONE_RANK
 from fsdp.distributed.communicator import Communicator as Communicator
+from fsdp.distributed.communicator import (
+    Group,
+    Messages,
+    backend_names,
+    behind,
+    finish,
+    incomplete,
+    own_rank,
+    present_call,
+)
 from fsdp.distributed.communicator import LoneRank as LoneRank
-from fsdp.distributed.communicator import Messages, finish, incomplete, own_rank, present_call
 from fsdp.distributed.communicator import MissingRanks as MissingRanks
 from fsdp.distributed.communicator import Pending as Pending
 from fsdp.distributed.communicator import Tag as Tag
 from fsdp.distributed.communicator import during as during
-from fsdp.distributed.process_groups import Group, backend_names, behind
 
 # torch 2.12 renamed these; both are looked up at each call, because tools count collectives by replacing them.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"

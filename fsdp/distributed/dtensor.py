@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp.distributed.process_groups import Group
+from fsdp.distributed.communicator import Group
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: Any) -> bool:
-    """Whether a value is a `DTensor`."""
+    """Return whether a value is a `DTensor`."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a `DTensor`; a plain tensor is its own part. Shares memory."""
+    """Return this rank's local part of a `DTensor`, in the same memory; a plain tensor is its own."""
     if is_dtensor(tensor):
         with torch.no_grad():
             tensor = tensor.to_local()  # type: ignore[attr-defined]
@@ -92,7 +92,7 @@ def _is_in_flight(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class MeshPart:
-    """What a `DTensor` knows beside its local part.
+    """The mesh, placements and shape that a `DTensor` has beside its local part.
 
     Attributes:
         mesh: the ranks that it is spread over.
@@ -133,12 +133,12 @@ class MeshPart:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where the local part begins in the whole, along each dimension."""
+        """The first index of the local part along each dimension of the unsharded tensor."""
         return tuple(first for first, _ in self._extents)
 
     @property
     def kind(self) -> Hashable:
-        """What parameters of one flat parameter have in common: which ranks hold the same elements of them."""
+        """A key that parameters of one flat parameter share: it tells which ranks hold the same elements of them."""
         return self.mesh, self.sharded_dims
 
     def __str__(self) -> str:
@@ -210,7 +210,7 @@ class MeshPart:
         return dims.pop() if dims else None
 
     def ranges(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Where elements ``start:stop`` of the row-major local part are in the row-major whole, in their order.
+        """Return where elements ``start:stop`` of the row-major local part are in the row-major unsharded tensor.
 
         One range if it is cut along dimension 0, otherwise one for each row of what is before the dimension.
         """
@@ -355,13 +355,13 @@ class MeshGroups:
 
 
 def _groups_of(mesh: DeviceMesh) -> dict[int, tuple[tuple[int, ...], Any]]:
-    """For each dimension of a mesh, this rank's group with its ranks."""
+    """Return for each dimension of a mesh this rank's group, with its ranks."""
     groups = {number: mesh.get_group(number) for number in range(mesh.ndim)}
     return {number: (tuple(sorted(dist.get_process_group_ranks(group))), group) for number, group in groups.items()}
 
 
 def is_on_many_ranks(parts: Iterable[MeshPart | None]) -> bool:
-    """Whether other ranks hold the same parameters, or other parts of them."""
+    """Return whether other ranks hold the same parameters, or other parts of them."""
     return any(part is not None and part.mesh.size() > 1 for part in parts)
 
 

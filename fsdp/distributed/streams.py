@@ -17,24 +17,24 @@ from torch import Tensor
 
 
 class Arrival:
-    """What a fork has queued; on a CPU it has happened."""
+    """The copies that a fork has queued; on a CPU they have happened."""
 
     def wait(self) -> None:
-        """What is queued from now on runs after it."""
+        """Have what is queued from now on run after it."""
 
     def synchronize(self) -> None:
         """Block until it has happened."""
 
 
 class CopyStream:
-    """Where everything happens in order: on a CPU, and on devices whose streams we do not know."""
+    """A stream on which everything happens in order: on a CPU, and on devices whose streams we do not know."""
 
     def fork(self) -> AbstractContextManager[None]:
-        """What is queued inside runs after what was queued before, and beside what is queued next."""
+        """Queue what is inside after what was queued before, and beside what is queued next."""
         return nullcontext()
 
     def arrival(self) -> Arrival:
-        """Of what was queued in forks until now."""
+        """Return that of all that was queued in forks until now."""
         return Arrival()
 
     def to_host(self, source: Tensor, use: Callable[[Tensor], None]) -> None:
@@ -122,5 +122,5 @@ def copy_stream_of(device: torch.device) -> CopyStream:
 
 
 def new_copy_stream(device: torch.device) -> CopyStream:
-    """One besides, for copies that nothing else should wait for."""
+    """Return one besides, for copies that nothing else should wait for."""
     return CudaCopyStream(device) if device.type == "cuda" else _CPU_COPY_STREAM

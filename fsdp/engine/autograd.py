@@ -20,12 +20,12 @@ from torch.autograd.graph import increment_version
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward on this thread now: a forward that starts here computes again."""
+    """Return whether autograd runs a backward on this thread now: a forward that starts here recomputes."""
     return torch._C._current_graph_task_id() != -1
 
 
 def will_run(node: Any) -> bool:
-    """Whether the run of autograd that this is called in will come to a node."""
+    """Return whether the run of autograd that this is called in will come to a node."""
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:
@@ -69,16 +69,17 @@ class FreedLeaves:
         self._versions: tuple[int, ...] | None = None  # while they are sealed: those that autograd knows
 
     def seal(self) -> None:
-        """Their memory is given back, and a graph may have saved them."""
+        """The leaves lose their memory, and a graph may have saved them."""
         if self._versions is None:
             self._versions = tuple([leaf._version for leaf in self._leaves])
             increment_version(self._leaves)
 
-    def unseal(self) -> None:
-        """They have their values again."""
-        if self._versions is not None:
-            torch._C._autograd._unsafe_set_version_counter(self._leaves, self._versions)
-            self._versions = None
+    def unseal(self) -> tuple[int, ...] | None:
+        """They have their values again, and the versions that are returned; None if they were not sealed."""
+        versions, self._versions = self._versions, None
+        if versions is not None:
+            torch._C._autograd._unsafe_set_version_counter(self._leaves, versions)
+        return versions
 
 
 def differentiable_tensors(tree: Any) -> list[Tensor]:

@@ -8,14 +8,20 @@ in their place until groups are assigned.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fsdp.distributed.collectives import MissingRanks, communicator
-from fsdp.distributed.process_groups import Group
-from fsdp.engine.sharding_strategy import Groups
+from fsdp.distributed.communicator import Group
+from fsdp.engine.placeholder import depart
+from fsdp.engine.sharding_strategy import Groups, group_to_reduce_over
 from fsdp.engine.unit import TrainingState, Unit
 
 MISSING = "MISSING"  # what FairScale puts in the place of a process group
+END = "_end_of_state"  # the last attribute of a pickled wrapper
+# The attributes of a wrapper that are process groups, and those of them that users assign.
+GROUPS = ("process_group", "process_group_reduce_scatter", "replicate_group")
+ASSIGNED = GROUPS[:2]
 
 
 def is_missing(group: Any) -> bool:
@@ -46,14 +52,21 @@ def prepare_to_copy(unit: Unit) -> None:
         handle.absorb()  # or a copy would have the values from before users replaced them
 
 
-def refuse_to_pickle_dtensors(unit: Unit) -> None:
-    """Raise NotImplementedError if a unit has parameters whose mesh is of these processes."""
+def state_to_pickle(unit: Unit, attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a unit's wrapper as they are pickled: without process groups.
+
+    Raises:
+        NotImplementedError: for `DTensor`s, whose mesh is of these processes.
+    """
+    prepare_to_copy(unit)
     for handle in unit.handles:
         if any(handle.flat_param.parts):
             raise NotImplementedError(
                 f"{handle.name} has parameters that are DTensors, whose mesh is of these processes: it cannot be "
                 "pickled. Save its state_dict(), or copy it with copy.deepcopy."
             )
+    groups = [name for name in GROUPS if attributes[name] is not None]
+    return {**attributes, **dict.fromkeys(groups, MISSING), END: depart()}
 
 
 def require_same_place(unit: Unit, groups: Groups) -> None:
@@ -70,6 +83,35 @@ def require_same_place(unit: Unit, groups: Groups) -> None:
             f"{unit.name} divides gradients by its {replicas} replicas, and this process group makes it "
             f"{groups.replicas}. Load a state dict into a newly wrapped model to train with other ranks."
         )
+
+
+def assign_group(groups_now: Mapping[str, Any], unit: Unit, name: str, given: Any) -> dict[str, Any]:
+    """Have a wrapper's unit communicate over a group that was assigned, once there are all.
+
+    Args:
+        groups_now: the wrapper's groups, by its attributes' names, and its sharding strategy.
+        unit: the wrapper's.
+        name: the attribute that is assigned, ``process_group`` or ``process_group_reduce_scatter``.
+        given: the group.
+
+    Returns:
+        The new values of attributes.
+    """
+    was_missing, strategy = is_missing(groups_now["process_group"]), groups_now["sharding_strategy"]
+    if name == "process_group":
+        groups = Groups.resolve(given, strategy)
+        require_same_place(unit, groups)
+        reduce_over = groups_now["process_group_reduce_scatter"] if was_missing else None
+        reduce_over = None if is_missing(reduce_over) else reduce_over
+    elif was_missing:
+        return {name: given}  # until there is a group to compare it with
+    else:
+        groups = Groups(groups_now["process_group"], groups_now["replicate_group"], strategy, unit.ranks)
+        reduce_over = given
+    reduce_group = group_to_reduce_over(reduce_over, groups.shard, unit.device)
+    connect(unit, groups, reduce_group)
+    found = {"process_group": groups.shard, "replicate_group": groups.replicate}
+    return found | {"process_group_reduce_scatter": reduce_group}
 
 
 def connect(unit: Unit, groups: Groups, reduce_group: Group) -> None:

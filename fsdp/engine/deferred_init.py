@@ -1,14 +1,24 @@
-"""What has no values yet is not computed with, and not saved: an error names it and the ways to give it values."""
+"""Deferred initialization: parameters and buffers that have no values yet, and how it is found out that values came.
+
+What is on the meta device when it is wrapped gets memory, and no values. It is not computed with, and not saved: an
+error names it and the ways to give it values. Memory that waits for values carries a mark, a value that no
+initialization gives all of a tensor. So whatever was written is seen, also through ``.data``, which leaves no other
+trace: many models initialize themselves with ``module.weight.data.normal_()``, which no version counter counts.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp.engine.agreement import from_everyone, number_among, peers_answer
-from fsdp.engine.blanks import blanks_in
+from fsdp.distributed.consensus import from_everyone, number_among, peers_answer
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name
 from fsdp.engine.unit import Unit, own_modules, unit_of, units_in
 
@@ -17,6 +27,10 @@ _REMEDY = (
     "Give them values first, on every rank: fsdp.materialize(model), with param_init_fn=... for modules without "
     "reset_parameters(); or load them (load_state_dict, fsdp.load_safetensors)."
 )
+Place = tuple[nn.Module, str]
+
+# Memory that `to_empty` gave, with its version then, until values are found in it.
+_empty: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def require_values(module: nn.Module, what: str, recurse: bool = True) -> None:
@@ -47,7 +61,7 @@ def require_values(module: nn.Module, what: str, recurse: bool = True) -> None:
 
 
 def require_values_everywhere(root: Unit, what: str, recurse: bool = True) -> None:
-    """Collective until all ranks have all values. As `require_values`, on every rank if one lacks any.
+    """Collective until all ranks have all values. Raise what `require_values` raises on every rank if one lacks any.
 
     Or the others would wait, in their next gather, for a rank that has raised an error.
 
@@ -81,11 +95,151 @@ def require_values_everywhere(root: Unit, what: str, recurse: bool = True) -> No
 
 
 def valueless_in(unit: Unit) -> Iterator[str]:
-    """The names, from its module, of what a unit took or its modules list and that has no values."""
-    for handle in unit.own:
+    """Yield the names, from its module, of what a unit took or its modules list and that has no values."""
+    for handle in unit.owned_handles:
         handle.absorb()  # what users have assigned counts
         yield from (handle.layout.slots[slot].name for slot in sorted(handle.valueless))
     names = {inner: name for name, inner in unit.module.named_modules()}
-    for blank in blanks_in(own_modules(unit.module)):
-        inner, name = blank.places[0]
+    for each in uninitialized_in(own_modules(unit.module)):
+        inner, name = each.places[0]
         yield f"{names[inner]}.{name}" if names[inner] else name
+
+
+# Memory that waits for values
+
+
+def mark(tensor: Tensor) -> None:
+    """Fill memory that has no values yet with what `is_marked` knows again."""
+    with torch.no_grad():
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.fill_(float("nan"))
+        elif tensor.dtype is not torch.bool:
+            tensor.fill_(torch.iinfo(tensor.dtype).min or torch.iinfo(tensor.dtype).max)
+
+
+def is_marked(tensor: Tensor) -> bool:
+    """Return True if nothing was written to any element since `mark`; of booleans, which have no mark, always."""
+    flat = tensor.detach().reshape(-1)
+    # The first element says no in most cases, and costs nothing.
+    return flat.numel() > 0 and bool(_marks(flat[:1]).all()) and bool(_marks(flat).all())
+
+
+def _marks(flat: Tensor) -> Tensor:
+    if flat.is_floating_point() or flat.is_complex():
+        return torch.isnan(flat.float() if flat.dtype.itemsize == 1 else flat)
+    if flat.dtype is torch.bool:
+        return torch.ones_like(flat)
+    return flat == (torch.iinfo(flat.dtype).min or torch.iinfo(flat.dtype).max)
+
+
+def note_empty(tensor: Tensor) -> Tensor:
+    """Remember that memory waits for values, and return it."""
+    mark(tensor)
+    _empty[tensor] = tensor._version
+    return tensor
+
+
+def _waits(tensor: Tensor) -> bool:
+    if tensor.is_meta:
+        return True
+    version = _empty.get(tensor)
+    if version is None:
+        return False
+    if tensor._version == version if tensor.dtype is torch.bool else is_marked(tensor):
+        return True
+    del _empty[tensor]
+    return False
+
+
+class Uninitialized:
+    """A parameter or buffer without values, while it is given some.
+
+    Args:
+        places: all modules that have it, with the name there.
+        tensor: what these list, on the meta device or in memory that waits for values; None for a unit's parameter,
+            which is shown in marked memory.
+        handle, slot: the handle of a unit's parameter, and its number there.
+    """
+
+    def __init__(
+        self, places: list[Place], tensor: Tensor | None, handle: FlatParamHandle | None = None, slot: int = 0
+    ) -> None:
+        self.places, self.handle, self.slot = places, handle, slot
+        self.shape = torch.Size() if tensor is None else tensor.shape
+        self._before, self._given = tensor, tensor
+        self._version = 0
+
+    @property
+    def value(self) -> Tensor | None:
+        """The tensor in the first of its places."""
+        module, name = self.places[0]
+        return module._parameters.get(name, module._buffers.get(name))
+
+    @torch.inference_mode(False)  # or what is made in inference could not be used in training
+    def give_memory(self, device: torch.device) -> None:
+        """Put marked memory into all of its places; a unit's parameters have it already."""
+        if self._before is not None:
+            made = torch.empty_like(self._before, device=device, requires_grad=False)
+            is_parameter = isinstance(self._before, nn.Parameter)
+            made = nn.Parameter(made, self._before.requires_grad) if is_parameter else made
+            mark(made)
+            self.put(made)
+        self._given = self.value
+        if self._given is not None:
+            self.shape, self._version = self._given.shape, self._given._version
+
+    def put(self, value: Tensor) -> None:
+        """Have `value` in all of its places."""
+        for module, name in self.places:
+            entries = module._parameters if name in module._parameters else module._buffers
+            if entries.get(name) is not value:
+                setattr(module, name, value)  # which also reaches the lists that recurrent modules keep
+
+    @property
+    def is_filled(self) -> bool:
+        """Values came since it got memory."""
+        value = self.value
+        if value is None or value.is_meta:
+            return False
+        if value.dtype is torch.bool:
+            return value is not self._given or value._version != self._version
+        # Not the version: batch norms load their count of batches from itself where a state dict has none.
+        return value.numel() == 0 or not is_marked(value)
+
+    def take_back(self) -> None:
+        """Undo `give_memory`."""
+        if self._before is not None:
+            self.put(self._before)
+
+    def keep_if_filled(self) -> None:
+        """Leave the values there, or what was there before if none came."""
+        value = self.value
+        if value is not None and self.is_filled:
+            self.put(value)
+        else:
+            self.take_back()
+
+
+def uninitialized_in(modules: Iterable[nn.Module]) -> list[Uninitialized]:
+    """Return the tensors without values that modules list themselves, each once."""
+    found: dict[int, Uninitialized] = {}
+    for module in modules:
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and not is_ours(tensor) and _waits(tensor):
+                found.setdefault(id(tensor), Uninitialized([], tensor)).places.append((module, name))
+    return list(found.values())
+
+
+@contextmanager
+def memory_to_load_into(units: Iterable[Unit]) -> Iterator[list[Uninitialized]]:
+    """Give memory to what modules list without values; where values came inside, it stays."""
+    found = []
+    for unit in units:
+        for each in uninitialized_in(own_modules(unit.module)) if unit.awaits_values else ():
+            each.give_memory(unit.device)
+            found.append(each)
+    try:
+        yield found
+    finally:
+        for each in found:
+            each.keep_if_filled()

@@ -25,7 +25,7 @@ from fsdp.engine.orig_params import Pieces
 
 
 def placements_on(mesh: DeviceMesh, slot: Slot) -> tuple[Placement, ...]:
-    """Of a parameter that is cut over the last dimension of a mesh, if it has any, and replicated over those before."""
+    """Return those of a parameter that is sharded over a mesh's last dimension, and replicated over the others."""
     last = Shard(slot.dim) if slot.shape else Replicate()
     return (*(Replicate() for _ in range(mesh.ndim - 1)), last)
 

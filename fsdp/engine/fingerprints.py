@@ -68,7 +68,7 @@ def _weights(device: torch.device, count: int) -> Tensor:
 
 
 class Fingerprints:
-    """Of the parameters of one flat parameter, as this rank has seen them.
+    """Fingerprints of the parameters of one flat parameter, as this rank has seen them.
 
     Args:
         wholes: of each, when it was whole; None if it had no values, or others than were seen.
@@ -80,7 +80,7 @@ class Fingerprints:
 
     @classmethod
     def of(cls, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> Fingerprints:
-        """Of whole parameters (of `DTensor`s, local parts), and of what this rank keeps of each."""
+        """Take them of unsharded parameters (of `DTensor`s, local parts), and of this rank's shard of each."""
         seen = [not whole.is_meta for whole in wholes]
         return cls(
             (fingerprint(whole) if is_seen else None for whole, is_seen in zip(wholes, seen, strict=True)),

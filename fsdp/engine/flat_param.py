@@ -16,7 +16,7 @@ from fsdp.engine.placeholder import Placeholder, gradient_elsewhere
 
 
 class ParamInfo(NamedTuple):
-    """Where a parameter is used: attribute `name` of `module`, `fqn` as seen from the unit's module."""
+    """A place where a parameter is used: attribute `name` of `module`, `fqn` as seen from the unit's module."""
 
     module: nn.Module
     name: str
@@ -36,7 +36,7 @@ Attributes = dict[str, Any]
 
 
 def attributes_of(param: Tensor) -> Attributes:
-    """What users have set on a parameter, and not its class."""
+    """Return the attributes that users have set on a parameter, and not its class."""
     own = {name for kind in type(param).__mro__ for name in vars(kind).get("__annotations__", ())}
     return {name: value for name, value in vars(param).items() if name not in own and not name.startswith(_NOT_SET)}
 
@@ -66,6 +66,7 @@ class CountedParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        self.__dict__.pop("_vector", None)
         _set_data(self, value)
 
 
@@ -97,6 +98,7 @@ class FlatParameter(CountedParameter):
     attributes: tuple[Attributes, ...]  # what users had set on its parameters
     group: Hashable = None  # what `group_by` said of its parameters
     fingerprints: Fingerprints | None = None  # of what it was cut from, until a handle takes them over
+    _vector: Tensor | None = None  # the last one that was asked for
 
     def __new__(
         cls, params: Sequence[nn.Parameter], requires_grad: bool = True, names: Sequence[str] | None = None
@@ -211,13 +213,17 @@ class FlatParameter(CountedParameter):
         pass
 
     def make_layout(self, world_size: int = 1) -> Layout:
-        """How the parameters lie in the vector when `world_size` ranks share it."""
+        """Return the layout of the parameters in the vector when `world_size` ranks share it."""
         return self._cut.of(zip(self._names, self._shapes, strict=True), world_size, self._align, self._dims)
 
     @property
     def vector(self) -> Tensor:
         """Its elements in one dimension, in the same memory."""
-        return self.detach().as_subclass(Tensor).view(-1)
+        known = self._vector
+        if known is None or known.data_ptr() != self.data_ptr() or known.dtype is not self.dtype:
+            with torch.inference_mode(False):
+                known = self._vector = self.detach().as_subclass(Tensor).view(-1)
+        return known
 
     @property
     def owner(self) -> FlatParameter:
@@ -226,7 +232,7 @@ class FlatParameter(CountedParameter):
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether gradients wait for their reduction, and were not zeroed."""
+        """True if gradients wait for their reduction, and were not zeroed."""
         return self._has_unreduced and self.grad is not None
 
     @property
@@ -283,7 +289,7 @@ class FlatParameter(CountedParameter):
         return self._names, self._shapes, tuple(shape.numel() for shape in self._shapes)
 
     def __setstate__(self, state: Any) -> None:
-        """Of a pickle that FairScale made, the only ones that have a state: numels, shapes, and where each was."""
+        """Take the state of a pickle that FairScale made (only those have one): numels, shapes, and places."""
         numels, shapes, infos, _ = state
         names = (".".join(filter(None, (path, name))) for path, _, name in infos)
         self._names = tuple(names) or tuple(map(str, range(len(shapes))))
@@ -344,7 +350,7 @@ class PieceParameter(CountedParameter):
 
     @property
     def group(self) -> Hashable:
-        """What `group_by` said of it."""
+        """The key that `group_by` gave it."""
         return self.owner.group
 
     @property
@@ -353,7 +359,7 @@ class PieceParameter(CountedParameter):
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether gradients wait for their reduction, and this one was not zeroed."""
+        """True if gradients wait for their reduction, and this one was not zeroed."""
         return self.owner._has_unreduced and self.grad is not None
 
     @property

@@ -131,15 +131,15 @@ class FlattenParamsWrapper(nn.Module):
 
     @property
     def is_flattened(self) -> bool:
-        """Whether parameters are stored flat now; False without any, and inside `unflatten_params`."""
+        """Return whether parameters are stored flat now; False without any, and inside `unflatten_params`."""
         return bool(self.flat_params) and not self._unflattened
 
     def metadata(self, index: int = 0) -> tuple[tuple[str, ...], tuple[torch.Size, ...], tuple[int, ...]]:
-        """Names, shapes and numbers of elements in flat parameter `index`."""
+        """Return names, shapes and numbers of elements in flat parameter `index`."""
         return self.flat_params[index].metadata()
 
     def get_param_views(self, external_data_list: Sequence[Tensor | None] | None = None) -> Iterator[Tensor]:
-        """Views of all original parameters in the flat ones, or in external data of the same sizes.
+        """Yield views of all original parameters in the flat ones, or in external data of the same sizes.
 
         Raises:
             ValueError: if the data does not fit the flat parameters.
@@ -218,7 +218,7 @@ class FlattenParamsWrapper(nn.Module):
 
     @contextmanager
     def unflatten_params(self, flat_params: Sequence[Tensor] | None = None) -> Iterator[None]:
-        """The module's parameters are ordinary ones inside; changes are kept, unless `flat_params` gave the values."""
+        """Have the module list ordinary parameters inside; changes are kept, unless `flat_params` gave the values."""
         self._refuse_managed("unflatten_params")
         if self._unflattened or not self.flat_params:
             yield
@@ -238,13 +238,13 @@ class FlattenParamsWrapper(nn.Module):
     # --- nn.Module ----------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's forward, with its parameters as views of the flat ones."""
+        """Run the wrapped module's forward, with its parameters as views of the flat ones."""
         if not self._is_managed and self.is_flattened:
             self._show_views()
         return self._fpw_module(*args, **kwargs)
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """The wrapped module's state under its plain names."""
+        """Return the wrapped module's state under its plain names."""
         self._refuse_managed("state_dict")
         if not self.is_flattened:
             return self._fpw_module.state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
@@ -255,7 +255,7 @@ class FlattenParamsWrapper(nn.Module):
             self._flatten_again(keep_changes=False)
 
     def flat_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The state with flat parameters under their own names."""
+        """Return the state with flat parameters under their own names."""
         self._refuse_managed("flat_state_dict")
         state = super().state_dict(*args, **kwargs)
         for key in list(state):
@@ -315,7 +315,7 @@ class FlattenParamsWrapper(nn.Module):
 
 
 def _as_groups(param_list: Sequence[Any]) -> list[list[nn.Parameter]]:
-    """Groups of parameters, from a list of parameters or of lists of them; empty groups are left out."""
+    """Return groups of parameters, from a list of parameters or of lists of them; empty groups are left out."""
     if all(isinstance(item, Tensor) for item in param_list):
         param_list = [param_list]
     return [list(dict.fromkeys(group)) for group in param_list if len(group)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec
+from typing import Any, NoReturn, ParamSpec
 
 _Arguments = ParamSpec("_Arguments")
 
@@ -74,6 +74,14 @@ def refuse_foreign(owner: type, name: str) -> None:
     for others, table in (("torch's", METHODS), ("FairScale's", PRIVATE)):
         if name in table:
             raise AttributeError(f"{owner.__name__} has no {name}, which {others} has: {table[name]}")
+
+
+def refuse_data_parallel(name: str, instead: str) -> NoReturn:
+    """Raise RuntimeError where `nn.DataParallel` asks a module for a replica."""
+    raise RuntimeError(
+        f"DataParallel has been given {name}, which is sharded over processes and cannot be copied to several devices "
+        f"of one. Call {instead}, in one process for each device."
+    )
 
 
 class ForeignMethod:

@@ -1,4 +1,4 @@
-"""A unit's forward: what its module's hooks report, and what of one call its backward will meet again.
+"""The hooks around the forward of a unit's module, and its calls, which backward meets again.
 
 Hooks sit on the wrapped module itself, so calling it through the wrapper, directly, or from its own ``generate()``
 is the same.
@@ -118,7 +118,7 @@ class ForwardHooks:
                 self._unit.runtime.give_up_forward(self._unit)
 
     def _is_inside_its_call(self) -> bool:
-        """Whether the module runs further down the stack, and was not left there by an exception that nobody saw.
+        """Return whether the module runs further down the stack, and was not left there by an unseen exception.
 
         A backward may have a stack of its own, but what computes again in one, while a forward runs, is inside of that.
         """
@@ -144,7 +144,7 @@ class ForwardHooks:
         return cast_floats(inputs, own)
 
     def _outlive_buffers(self, tensor: Tensor) -> Tensor:
-        # A module may return a parameter, or a part of it: its memory will be given back.
+        # A module may return a parameter, or a view of it, and the unit is resharded.
         shows = tensor._is_view() or isinstance(tensor, nn.Parameter)
         for handle in self._unit.handles:
             # What comes of a DTensor doesn't show whether it is a view of its local part.

@@ -1,13 +1,20 @@
-"""The flat, unsharded gradient of one handle, filled parameter by parameter as autograd delivers."""
+"""The two gradients of one handle: the unsharded one, filled as autograd delivers, and the shard's, which is reduced.
+
+`GradientBuffer` collects the gradients of a handle's parameters in a flat tensor, which a reduce-scatter takes away.
+What that makes of it goes through a `ShardGradient` into ``flat_param.grad``, where the optimizer finds it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.layout import Layout
+from fsdp.engine.orig_params import Pieces
+from fsdp.engine.placeholder import Placeholder, unreduced_gradient
 
 
 class GradientBuffer:
@@ -54,7 +61,7 @@ class GradientBuffer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every parameter's gradient has arrived in this backward."""
+        """True if every parameter's gradient has arrived in this backward."""
         return self._missing == 0
 
     def begin_backward(self, is_summing: bool) -> None:
@@ -91,17 +98,17 @@ class GradientBuffer:
 
     @property
     def filled(self) -> bytes:
-        """For which parameters something is accumulated, here or on other ranks."""
+        """A flag for each parameter: something is accumulated for it, here or on other ranks."""
         return b"\1" * len(self._filled) if self._owes else bytes(self._filled)
 
     @property
     def arrived(self) -> list[bool]:
-        """For which parameters something is accumulated here, or was taken since the last backward began."""
+        """A flag for each parameter: something is accumulated for it here, or was taken since backward began."""
         return [bool(used or filled) for used, filled in zip(self.used, self._filled, strict=True)]
 
     @property
     def missed(self) -> list[bool]:
-        """Which gradients were `awaited`, but autograd came with nothing: a function of a user's returned None."""
+        """A flag for each parameter: it was `awaited`, but a function of a user's returned None for it."""
         return [awaited and not used for awaited, used in zip(self.awaited, self.used)]  # noqa: B905 (none awaited)
 
     def forget(self, slots: Sequence[int]) -> None:
@@ -114,7 +121,7 @@ class GradientBuffer:
         self._expected = self._missing = sum(expected)
 
     def fits(self, dtype: torch.dtype, sum_dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether it was made for these."""
+        """Return whether it was made for these."""
         return (self.dtype, self._sum_dtype, self._device) == (dtype, torch.promote_types(dtype, sum_dtype), device)
 
     def rescale(self, factor: float) -> None:
@@ -138,7 +145,7 @@ class GradientBuffer:
             for place in () if filled[slot] else places:
                 place.zero_()
         self._layout.clear_gaps(flat)
-        return flat.to(self.dtype)
+        return flat if flat.dtype is self.dtype else flat.to(self.dtype)
 
     def drop(self) -> None:
         self._flat, self._places, self._owes = None, [], False
@@ -155,3 +162,93 @@ def _put(place: Tensor, grad: Tensor, divisor: float, *, is_filled: bool) -> Non
         torch.div(grad, divisor, out=place)  # in the wider dtype: narrowed first, it might overflow
     else:
         place.copy_(grad).div_(divisor)  # dividing first would lose what only the wider dtype can hold
+
+
+class ShardGradient:
+    """The reduced gradient of one flat parameter, on its way to where optimizers look for it.
+
+    It is added to ``flat_param.grad`` as soon as it is reduced. Where users have registered hooks on what the optimizer
+    lists, it waits until backward has ended, because a hook is to see the whole gradient of this backward, once.
+
+    Args:
+        flat_param: this rank's shard.
+        pieces: the local shards of its original parameters, if these are listed in its place.
+    """
+
+    def __init__(self, flat_param: FlatParameter, pieces: Pieces | None) -> None:
+        self._flat_param, self._pieces = flat_param, pieces
+        self._waiting: Tensor | None = None  # [shard_numel], until hooks are called with it
+        self._delivered: Sequence[nn.Parameter] = ()  # whose gradients this backward has brought, and have hooks
+
+    @property
+    def _listed(self) -> Sequence[nn.Parameter]:
+        return [self._flat_param] if self._pieces is None else self._pieces.params
+
+    def accept(self, reduced: Tensor) -> None:
+        """Add a reduced gradient ``[shard_numel]`` to the shard's, or keep it for the hooks in `deliver`."""
+        for param in self._listed:
+            if param._backward_hooks or param._post_accumulate_grad_hooks:
+                self._waiting = reduced if self._waiting is None else self._waiting + reduced
+                return
+        self._flat_param.shard_storage.accept(self._flat_param, reduced)
+
+    def deliver(self, used: Sequence[int], missed: Sequence[int]) -> None:
+        """Call the hooks of `Tensor.register_hook`, and show gradients: all those of this backward are reduced.
+
+        Args:
+            used, missed: of the original parameters, see `Pieces.show_gradients`.
+        """
+        reduced, self._waiting = self._waiting, None
+        if reduced is not None:
+            params, pieces = self._listed, self._pieces
+            slots = [slot for slot in range(len(params)) if pieces is None or used[slot]]
+            for slot in slots:
+                if params[slot]._backward_hooks:
+                    part, grad = (reduced, reduced) if pieces is None else pieces.gradient_in(reduced, slot)
+                    after = _after_hooks(params[slot], grad)
+                    if after is not grad:
+                        part.copy_(after if pieces is None else pieces.vector_of(slot, after))
+            self._flat_param.shard_storage.accept(self._flat_param, reduced)
+            self._delivered = [params[slot] for slot in slots]
+        if self._pieces is not None:
+            self._pieces.show_gradients(used, missed)
+
+    def call_hooks(self) -> None:
+        """Call the hooks of `Tensor.register_post_accumulate_grad_hook`, of what this backward has brought."""
+        delivered, self._delivered = self._delivered, ()
+        if any(param._post_accumulate_grad_hooks for param in delivered):
+            self._flat_param.shard_storage.copy_stream.settle()
+            self._flat_param.bring_gradient()
+            for param in (each for each in delivered if each.grad is not None):
+                for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+                    hook(param)
+
+    def mark_unreduced(self, name: str, filled: Sequence[int]) -> None:
+        """Let missing gradients say why they are missing: something is accumulated and not reduced.
+
+        Args:
+            name: the handle's, for messages.
+            filled: for each parameter, whether that is of it.
+        """
+        self._flat_param._has_unreduced = True
+        if self._flat_param.grad is None:
+            self._flat_param.grad = unreduced_gradient(name, self._flat_param)
+        if self._pieces is not None:
+            self._pieces.mark_unreduced(filled)
+
+    def drop_unreduced(self) -> None:
+        """Forget what is accumulated and not reduced, or not delivered."""
+        self._waiting, self._delivered = None, ()
+        self._flat_param._has_unreduced = False
+        if isinstance(self._flat_param.grad, Placeholder) and self._flat_param.held_gradient is None:
+            self._flat_param.grad = None
+        if self._pieces is not None:
+            self._pieces.show_gradients([False] * len(self._pieces.params))
+
+
+def _after_hooks(param: nn.Parameter, grad: Tensor) -> Tensor:
+    """Return what the hooks of `Tensor.register_hook` make of a gradient."""
+    for hook in list((param._backward_hooks or {}).values()):
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    return grad

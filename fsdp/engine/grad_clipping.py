@@ -71,7 +71,7 @@ def norm_over_ranks(root: Unit, units: Sequence[Unit], owned: Owned, norm_type: 
     Args:
         root: of the model.
         units: all of them.
-        owned: shards or pieces of them, of whichever parameters of the units, and parts of others.
+        owned: local shards of any parameters of the units, and of others.
         norm_type: p of the p-norm.
 
     Raises:
@@ -140,7 +140,7 @@ def clip_grad_value(root: Unit, units: Sequence[Unit], clip_value: float) -> Non
 
 
 def require_reduced(handles: Iterable[FlatParamHandle]) -> None:
-    """Have the gradients of shards and pieces where their parameters are.
+    """Have the gradients of shards where their parameters are.
 
     Raises:
         RuntimeError: if gradients are not reduced yet.

@@ -1,40 +1,71 @@
-"""`FlatParamHandle` keeps one flat parameter sharded, shows it whole, and takes in its gradients.
+"""`FlatParamHandle` runs one flat parameter: it shards it, unshards it, and takes in its gradients.
+
+A unit has one handle for each kind of parameter that it flattens (dtype, device, `requires_grad`, precision), as FSDP2
+has a parameter group. It knows how, and nothing of when: the runtime decides in which order collectives happen.
 
 The tensors of a handle, for W ranks (P is the layout's padded number of elements):
 
 - ``flat_param`` ``[P / W]``, in the parameters' own dtype: this rank's shard, the only thing that lives between steps
-  and all that the optimizer sees. Registered in modules, so `parameters()` finds it. Its ``storage``
-  says where it lives.
-- ``unsharded.full`` ``[P]``, in the dtype of the computation and on its device: the gathered parameters, see
-  `UnshardedParameters`. What is gathered is a shard that was cast and moved just in time, and is freed afterwards.
-  In the rows layout they are copied there from what was gathered, which is freed at once.
-- ``gradients`` ``[P]``, in the dtype of the reduction; the reduced gradient is of the shard's.
+  and all that the optimizer sees. It is registered in modules, so that `parameters()` finds it, or the local shards of
+  the original parameters are, which are views of it. Its `storage` keeps it on the device, the host, or in files.
+- ``unsharded.full`` ``[P]``, in the dtype and on the device of the computation: the all-gathered parameters. Leaves,
+  one for each parameter, are views of it made once; resharding frees the buffer's storage and keeps the tensors.
+- ``gradients`` ``[P]``, in the dtype of the reduction: each leaf's gradient is copied there when autograd has it.
+  ``shard_gradient`` is what a reduce-scatter makes of it, in the shard's dtype, for the optimizer.
 
-In a world of one ``full`` is the shard itself, and stays, unless the shard is of another dtype or elsewhere.
+In forward, and again in backward, a handle is `SHARDED`, then `UNSHARDING` (`unshard` has started the all-gather), then
+`UNSHARDED` (`wait_for_unshard` has shown the leaves to the modules), and `SHARDED` again after `reshard`. In a world of
+one the buffer is the shard itself and nothing is gathered, unless the shard is of another dtype or elsewhere.
+
+Users may change parameters between steps: assign others, write to them, cast, move or freeze them. The handle notices
+when it is needed next (`absorb`, `follow_shard`) and stores what it finds in the shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+import traceback
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator, Pending
+from fsdp.distributed.comm_hooks import CommHook, HookCall
+from fsdp.distributed.communicator import label
 from fsdp.distributed.dtensor import is_dtensor
-from fsdp.engine.errors import InternalError
 from fsdp.engine.flat_param import FlatParameter, ParamInfo, SharedParamInfo
-from fsdp.engine.grad_buffer import GradientBuffer
-from fsdp.engine.handle_changes import FollowsChanges
-from fsdp.engine.handle_gradients import TakesGradients
-from fsdp.engine.handle_state import Phase
-from fsdp.engine.labels import label
+from fsdp.engine.grad_buffer import GradientBuffer, ShardGradient
+from fsdp.engine.layout import ContiguousLayout
+from fsdp.engine.managed_params import text_of_key
 from fsdp.engine.orig_params import NewPieces
-from fsdp.engine.post_forward_shard import PostForwardShard
 from fsdp.engine.precision import Precision
 from fsdp.engine.registration import Registry
-from fsdp.engine.unsharded_params import UnshardedParameters
+from fsdp.engine.unsharded_params import PostForwardShard, UnshardedParameters
+
+
+class InternalError(RuntimeError):
+    """An invariant of the library is broken: a bug in the library, not in the code that uses it.
+
+    The message and the stack are printed as well as raised, because autograd may swallow what a hook raises.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        print(f"fsdp internal error: {message}", file=sys.stderr)
+        traceback.print_stack(file=sys.stderr)
+
+
+class Phase(Enum):
+    """Each member says what is true of a handle's unsharded buffer."""
+
+    SHARDED = auto()  # it has no memory; modules see placeholders
+    UNSHARDING = auto()  # allocated, the all-gather is in flight; nobody may read it
+    UNSHARDED = auto()  # complete and valid; modules see the leaves
+
 
 _LEGAL = {
     Phase.SHARDED: (Phase.UNSHARDING,),
@@ -43,22 +74,43 @@ _LEGAL = {
 }
 
 
-class FlatParamHandle(TakesGradients, FollowsChanges):
-    """Runs one flat parameter: shards it, shows it whole, and takes in its gradients.
-
-    It knows how, and nothing of when: which collectives happen in which order is the runtime's.
+class FlatParamHandle:
+    """Runs one flat parameter: shards it, unshards it, and takes in its gradients.
 
     Args:
-        flat_param: this rank's shard (`FlatParameter.shard_of`).
-        infos: for each of its parameters, the places where it is used, first the one that names it.
-        comm, reduce_comm: the ranks to gather from, and to reduce over.
-        replicas: the ranks that hold the same shard, over which what was reduced is summed.
+        infos: for each parameter, the places where it is used, first the one that names it.
         registered: the modules, with the name, that are to list `flat_param` among their parameters.
-        precision: the dtypes of computation and reduction.
-        on_gradient: called with the handle, a parameter's number and its leaf when autograd has finished that gradient.
+        new_pieces: makes this rank's shards of the original parameters, which are listed in their places instead.
         post_forward_comm: the ranks that keep it together between forward and backward; see `PostForwardShard`.
-        new_pieces: makes this rank's pieces of the original parameters, which are listed in their places instead.
+
+    Attributes:
+        flat_param: ``[shard_numel]`` (or the parameter's shape, for one that keeps it), the parameters' own dtype.
+        storage: keeps the shard and its gradient: on the device, on the host, or in files.
+        layout: where each parameter is in the unsharded buffer and in every rank's shard.
+        comm, reduce_comm: the ranks to gather from, and to reduce over; the lone rank where there are no others.
+        replicas: the ranks that hold the same shard, over which what was reduced is summed.
+        number, tag, reduce_tag, replica_tag: its place among all handles of the root, and tags that are its own on each
+            of the communicators. They are alike on all ranks, and 0 until the ranks have agreed on their units.
+        name, unit_name: what messages call it and its unit.
+        places: for each parameter, where modules use it.
+        registry: the entries of `flat_param`, or of the local shards, in the ``_parameters`` of modules.
+        pieces: local shards of the original parameters; None without ``use_orig_params``.
+        precision: the dtypes of computation and reduction.
+        phase: what is true of the unsharded buffer.
+        unsharded: the buffer ``[P]``, in `dtype`, and its leaves.
+        post_forward_shard: what is kept of the buffer between forward and backward; None if that is all or nothing.
+        gradients: ``[P]``, in the dtype of the reduction; has no memory while nothing is accumulated.
+        shard_gradient: ``[shard_numel]``, the reduced gradient on its way into ``flat_param.grad``.
+        has_frozen: some of its parameters are not trained.
+        comm_hook: the user's own reduce-scatter; None for ours.
+        fingerprints: of the parameters as this rank has seen them at wrapping; None once the ranks have compared them,
+            and where there is nobody to compare with.
+        is_exposed: modules hold unsharded, ordinary parameters in its places, for a state dict or `summon_full_params`.
+        on_gradient: called with the handle, a parameter's number and its leaf when autograd has finished that gradient.
     """
+
+    comm_hook: CommHook | None = None
+    is_exposed = False
 
     def __init__(
         self,
@@ -75,31 +127,33 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
     ) -> None:
         self.flat_param = flat_param
         self.storage = flat_param.shard_storage
-        self.post_forward_shard = None
-        if post_forward_comm is not None and post_forward_comm.world_size > 1:
-            self.post_forward_shard = PostForwardShard(post_forward_comm)
         self.fingerprints, flat_param.fingerprints = flat_param.fingerprints, None
         self.connect(comm, reduce_comm, replicas)
         self.layout = flat_param.make_layout(self.comm.world_size)
-        self.name, self._unit_name = "", "its unit"
-        self.phase = Phase.SHARDED
-        self.pieces = None if new_pieces is None else new_pieces(flat_param, self.layout, comm.rank, infos)
-        self.places = [list(places) for places in infos]
-        entries: list[tuple[nn.Module, str, nn.Parameter]] = [(*place, flat_param) for place in registered]
-        if self.pieces is not None:
-            entries = self.pieces.entries
-        self.registry = Registry(self.places, entries, looks=self)
-        self._precision = precision
-        self._in_full_precision = False
-        self._on_gradient = on_gradient
+        self.name, self.unit_name = "", "its unit"
         self.number = self.tag = self.reduce_tag = self.replica_tag = 0
+        self.places = [list(places) for places in infos]
+        self.pieces = None if new_pieces is None else new_pieces(flat_param, self.layout, comm.rank, infos)
+        entries: list[tuple[nn.Module, str, nn.Parameter]] = [(*place, flat_param) for place in registered]
+        self.registry = Registry(self.places, entries if self.pieces is None else self.pieces.entries, looks=self)
+        self.precision = precision
+        self.phase = Phase.SHARDED
+        self.post_forward_shard: PostForwardShard | None = None
+        if post_forward_comm is not None and post_forward_comm.world_size > 1:
+            self.post_forward_shard = PostForwardShard(post_forward_comm)
+        self.shard_gradient = ShardGradient(flat_param, self.pieces)
+        self.on_gradient = on_gradient
+        self._in_full_precision = False
+        self._gathered: Hashable = None  # the state of the shard that the unsharded parameters are of
         flat_param._is_managed = True
         self.gradients = self._new_gradients()
         self._build()
 
+    # --- what there is to know ----------------------------------------------------------------------------------
+
     @property
     def param_infos(self) -> list[ParamInfo]:
-        """Of each parameter the place that names it."""
+        """The places that name each parameter."""
         return [places[0] for places in self.places]
 
     @property
@@ -107,23 +161,109 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         """All other places."""
         return [SharedParamInfo(*place, primary=places[0]) for places in self.places for place in places[1:]]
 
-    def use_at(self, places: Sequence[ParamInfo]) -> None:
-        """Have its only parameter seen and listed in more places, where nothing is now."""
-        self.reshard()
-        self.places[0] += places
-        for unsharded in self._unsharded_by_dtype.values():
-            unsharded.use_at(0, places)
-        self.registry.add(places, self.flat_param if self.pieces is None else self.pieces.params[0])
-        self.fill_places()
+    @property
+    def comms(self) -> tuple[Communicator, ...]:
+        """All ways by which its values go to other ranks."""
+        return self.comm, self.replicas, *([] if self.post_forward_shard is None else [self.post_forward_shard.comm])
 
     @property
-    def precision(self) -> Precision:
-        """The dtypes of computation and reduction."""
-        return self._precision
+    def is_sharded(self) -> bool:
+        """True if other ranks hold other shards of it."""
+        return self.comm.world_size > 1
 
-    def report_to(self, on_gradient: Callable[[FlatParamHandle, int, Tensor], None]) -> None:
-        """Have gradients announced there from now on."""
-        self._on_gradient = on_gradient
+    @property
+    def is_replicated(self) -> bool:
+        """True if other ranks hold the same shard, and train it together with this one."""
+        return self.replicas.world_size > 1
+
+    @property
+    def is_local(self) -> bool:
+        """True if no other rank has anything to do with it."""
+        return not self.is_sharded and not self.is_replicated
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.flat_param.requires_grad
+
+    @property
+    def requires_grad_each(self) -> list[bool]:
+        """Return for each parameter whether it is trained."""
+        if self.pieces is not None:
+            return self.pieces.requires_grad
+        return [self.flat_param.requires_grad] * len(self.layout.slots)
+
+    @property
+    def valueless(self) -> set[int]:
+        """The numbers of the parameters that have no values yet; the shard holds zeros for them."""
+        return self.flat_param.valueless
+
+    @property
+    def forms(self) -> Collection[UnshardedParameters]:
+        """The unsharded parameters for each dtype of computation."""
+        return self._unsharded_by_dtype.values()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the computation."""
+        own = self.flat_param.dtype
+        return own if self._in_full_precision else self.precision.compute_dtype(own)
+
+    @property
+    def is_cast(self) -> bool:
+        """True if it is computed with in another dtype than the optimizer steps it in."""
+        return self.precision.compute_dtype(self.flat_param.dtype) != self.flat_param.dtype
+
+    @property
+    def reduced_dtype(self) -> torch.dtype:
+        """The shard's dtype, in which `reduce` sums; or a wider one if replicas are still to be added."""
+        own = self.flat_param.dtype
+        return torch.promote_types(own, self.gradients.dtype) if self.is_replicated else own
+
+    @property
+    def shard_state(self) -> Hashable:
+        """A value that changes when the shard is written, cast, moved, frozen or released."""
+        shard = self.flat_param
+        pieces = (shard.requires_grad,) if self.pieces is None else (*self.pieces.requires_grad, self.pieces.versions)
+        return shard._version, shard.data_ptr(), shard.dtype, shard.device, pieces
+
+    @property
+    def is_unsharded(self) -> bool:
+        """True if the unsharded parameters are here, and of the shard as it is now."""
+        return self.unsharded.is_shard or (self.phase is Phase.UNSHARDED and self.shard_state == self._gathered)
+
+    @property
+    def local_shards(self) -> list[Tensor]:
+        """This rank's shard of each parameter: flat views of `flat_param`, empty where it has nothing of it."""
+        return self.layout.parts(self.flat_param.vector, self.comm.rank)
+
+    def describe(self) -> str:
+        """Return all that the ranks must agree on, as text."""
+        slots = ", ".join(
+            f"{slot.name}{list(slot.shape)}{f' along {slot.dim}' if slot.dim else ''}"
+            + (f" ({part})" if part else "")
+            + (" frozen" if self.requires_grad and not needs else "")
+            for slot, part, needs in zip(self.layout.slots, self.flat_param.parts, self.requires_grad_each, strict=True)
+        )
+        kind = f"{self.flat_param.dtype} requires_grad={self.requires_grad}"
+        if self.is_cast or self.gradients.dtype != self.flat_param.dtype:
+            computed = self.precision.compute_dtype(self.flat_param.dtype)
+            kind += f" computed in {computed}, reduced in {self.gradients.dtype},"
+        if self.flat_param.group is not None:
+            kind += f" of group {text_of_key(self.flat_param.group)}"
+        ranks = f"over {self.layout.world_size} ranks by {type(self.comm).__name__}"
+        if not isinstance(self.layout, ContiguousLayout):
+            kind += " in rows"
+        if self.is_replicated:
+            ranks += f" and {self.replicas.world_size} replicas by {type(self.replicas).__name__}"
+        if self.post_forward_shard is not None:
+            ranks += f", kept among {self.post_forward_shard.comm.world_size} of them"
+        return f"{kind} {ranks}: {slots}"
+
+    def rename(self, name: str, unit: str) -> None:
+        """Go by this name, as one of those of `unit`, in messages."""
+        self.name, self.unit_name = name, unit
+        for unsharded in self._unsharded_by_dtype.values():
+            unsharded.name_unit(unit)
 
     def connect(self, comm: Communicator, reduce_comm: Communicator, replicas: Communicator) -> None:
         """Gather from, reduce over, and then sum over these ranks."""
@@ -138,13 +278,23 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         if self.post_forward_shard is not None:
             self.post_forward_shard.tag = self.post_forward_shard.comm.new_tag()
 
+    def use_at(self, places: Sequence[ParamInfo]) -> None:
+        """Have its only parameter seen and listed in more places, where nothing is now."""
+        self.reshard()
+        self.places[0] += places
+        for unsharded in self._unsharded_by_dtype.values():
+            unsharded.use_at(0, places)
+        self.registry.add(places, self.flat_param if self.pieces is None else self.pieces.params[0])
+        self.fill_places()
+
     def __getstate__(self) -> dict[str, Any]:
-        rebuilt = ("gradients", "unsharded", "_unsharded_by_dtype", "_pending", "_built_for", "_on_gradient")
+        rebuilt = ("gradients", "unsharded", "_unsharded_by_dtype", "_pending", "_built_for", "on_gradient")
         kept = {name: value for name, value in self.__dict__.items() if name not in rebuilt}
         return kept | {"phase": Phase.SHARDED, "_gathered": None}
 
-    def wake(self) -> None:
+    def wake(self, on_gradient: Callable[[FlatParamHandle, int, Tensor], None]) -> None:
         """After it was copied or unpickled, with the modules it is for: build what was left behind."""
+        self.on_gradient = on_gradient
         shard = self.flat_param
         shard.shard_storage, shard._is_managed = self.storage, True
         self.storage.adopt(shard)
@@ -154,51 +304,52 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         self.gradients = self._new_gradients()
         self._build()
 
-    def rename(self, name: str, unit: str) -> None:
-        """Go by this name, as one of those of `unit`, in messages."""
-        self.name, self._unit_name = name, unit
-        for unsharded in self._unsharded_by_dtype.values():
-            unsharded.name_unit(unit)
-
     # --- buffers ------------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
         """Make everything beside the shard anew, for its present dtype and the present device."""
         shard = self.flat_param
-        self._built_for = (shard.dtype, self.requires_grad_each, shard.data_ptr(), self.storage.device)
+        self._built_for = self._kind_of_shard()
         self.has_frozen = not all(self.requires_grad_each)
-        if self.gradients.fits(self._precision.reduce_dtype(shard.dtype), shard.dtype, self.storage.device):
+        if self.gradients.fits(self.precision.reduce_dtype(shard.dtype), shard.dtype, self.storage.device):
             self.gradients.expect(self.requires_grad_each)  # frozen or thawed in the middle of an accumulation
         else:
             self.gradients = self._new_gradients()
-        if self._precision.keeps_low_gradients:
+        if self.precision.keeps_low_gradients:
             for param in (shard, *self.registry.params):
                 param.grad_dtype = None  # any
         self._unsharded_by_dtype: dict[torch.dtype, UnshardedParameters] = {}
         self._gathered = None
         self._choose_unsharded()
 
+    def _kind_of_shard(self) -> tuple[Any, ...]:
+        """Return all that the buffers are made for, and last the shard's address."""
+        shard = self.flat_param
+        return shard.dtype, self.requires_grad_each, self.storage.device, shard.numel(), shard.data_ptr()
+
     def _new_gradients(self) -> GradientBuffer:
         own = self.flat_param.dtype
-        dtype, needs = self._precision.reduce_dtype(own), self.requires_grad_each
+        dtype, needs = self.precision.reduce_dtype(own), self.requires_grad_each
         return GradientBuffer(self.layout, dtype, own, self.storage.device, needs)
 
     def _choose_unsharded(self) -> None:
         if self.dtype not in self._unsharded_by_dtype:
             self._unsharded_by_dtype[self.dtype] = self._new_unsharded()
-            self._unsharded_by_dtype[self.dtype].name_unit(self._unit_name)
+            self._unsharded_by_dtype[self.dtype].name_unit(self.unit_name)
         self.unsharded = self._unsharded_by_dtype[self.dtype]
         self.unsharded.fill_places(is_unsharded=False)
 
     @torch.inference_mode(False)  # or what is first needed in inference could not be used in training
     def _new_unsharded(self) -> UnshardedParameters:
-        shard = self.flat_param
+        shard, numel = self.flat_param, self.layout.unsharded_numel
         is_shard = not self.is_sharded and self.dtype == shard.dtype and not self.storage.is_elsewhere
+        if self.post_forward_shard is not None:
+            numel = self.post_forward_shard.padded(numel)
         return UnshardedParameters(
             self.layout,
             self.places,
             shard.parts,
-            shard.vector if is_shard else self._new_buffer(self.dtype, self._unsharded_numel),
+            shard.vector if is_shard else torch.empty(numel, dtype=self.dtype, device=self.storage.device),
             is_shard=is_shard,
             requires_grad=self.requires_grad_each,
             valueless=self.valueless,
@@ -208,43 +359,8 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
             absent=self.pieces.absent if self.pieces is not None else None,
         )
 
-    def present(self, slot: int) -> Tensor:
-        """What modules see of a parameter in this phase."""
-        return self.unsharded.front(slot, self.phase is Phase.UNSHARDED)
-
-    def is_own(self, slot: int, value: Any) -> bool:
-        """Whether modules may have seen this of a parameter."""
-        kinds = self._unsharded_by_dtype.values()
-        return any(
-            value is unsharded.front(slot, is_unsharded) for unsharded in kinds for is_unsharded in (True, False)
-        )
-
-    def lendable(self, slot: int, tensor: Tensor) -> Tensor:
-        """What modules can compute with of a tensor that takes the place of a parameter for one call.
-
-        Raises:
-            RuntimeError: if it is not of the parameter's shape, as this rank's part is not.
-        """
-        name, part = self.layout.slots[slot].name, self.flat_param.parts[slot]
-        shape = self.layout.slots[slot].shape if part is None else part.shape
-        if tensor.shape != shape or (part is None and is_dtensor(tensor)):
-            raise RuntimeError(
-                f"{name} of {self._unit_name} was given a {type(tensor).__name__} of shape {tuple(tensor.shape)} to "
-                f"compute with (by torch.func.functional_call?): give a whole, ordinary tensor of shape {tuple(shape)} "
-                "under the original parameter's name. Inside `with model.summon_full_params():` the model lists such."
-            )
-        return tensor.to(self.dtype) if self.is_cast and tensor.dtype == self.flat_param.dtype else tensor
-
-    @property
-    def _unsharded_numel(self) -> int:
-        numel = self.layout.unsharded_numel
-        return numel if self.post_forward_shard is None else self.post_forward_shard.padded(numel)
-
-    def _new_buffer(self, dtype: torch.dtype, numel: int) -> Tensor:
-        return torch.empty(numel, dtype=dtype, device=self.storage.device)
-
     def compute_in_full(self, wanted: bool) -> None:
-        """Whether to gather the parameters in the shard's own dtype from now on."""
+        """Choose whether parameters are gathered in the shard's own dtype from now on."""
         if wanted is self._in_full_precision or not self.is_cast:
             return
         self.absorb()
@@ -261,13 +377,8 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
             )
         self.phase = phase
 
-    @property
-    def is_unsharded(self) -> bool:
-        """Whether the whole parameter is here, and as the shard is now."""
-        return self.unsharded.is_shard or (self.phase is Phase.UNSHARDED and self.shard_state == self._gathered)
-
     def unshard(self) -> None:
-        """Start to fetch the whole parameter; nothing happens if it is here or on its way."""
+        """Start the all-gather; nothing happens if the parameters are here or on their way."""
         if self.is_exposed:
             raise RuntimeError(
                 f"{self.name}: another unit that shares its parameter is inside summon_full_params() or a load. Leave "
@@ -300,31 +411,35 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         return pending.after(copy_stream.arrival())
 
     def _exchange(self, full: Tensor) -> Pending:
-        if self.is_sharded or full.dtype != self.flat_param.dtype:
+        shard = self.flat_param.vector  # in a world of one it is copied to its place directly
+        if full.dtype != shard.dtype or (self.is_sharded and self.storage.is_elsewhere):
             shard = self.storage.staged(self.flat_param, full.dtype)
-        else:
-            shard = self.flat_param.vector  # copied to its place directly
-        with label("all_gather", self._unit_name):
+        with label("all_gather", self.unit_name):
             return self.comm.all_gather(full, shard, f"all-gather of {self.name}", self.tag)
 
     def wait_for_unshard(self) -> None:
-        """Whole and visible in the modules when this returns (on CUDA: for work on the current stream)."""
-        self.unshard()
+        """Wait for the all-gather, and show the parameters to the modules (on CUDA: to work on the current stream)."""
+        if self.phase is not Phase.UNSHARDING:
+            self.unshard()
         if self.phase is Phase.UNSHARDING:
             if not self.unsharded.is_shard:
-                with label("all_gather_wait", self._unit_name):
+                with label("all_gather_wait", self.unit_name):
                     self._pending.wait()
                     self.unsharded.end_gather()
                 self.storage.release()
-            self.check_places()
-            self.unsharded.show()
+            for slot in self.unsharded.show():
+                self.unsharded.hide()
+                raise RuntimeError(
+                    f"{self.name}: {self.layout.slots[slot].name} was replaced while its unit was computing. Change "
+                    "parameters between steps, or inside `with model.summon_full_params():`."
+                )
             self._enter(Phase.UNSHARDED)
 
     def reshard(self, *, keeps_post_forward_shard: bool = False) -> None:
-        """Give the memory of the whole parameter back.
+        """Free the unsharded parameters.
 
         Args:
-            keeps_post_forward_shard: backward will need it: if there are ranks to keep it among, do so.
+            keeps_post_forward_shard: backward will need them: if there are ranks to keep them among, do so.
         """
         if self.post_forward_shard is not None:
             if keeps_post_forward_shard and self.phase is Phase.UNSHARDED and not self.unsharded.is_shard:
@@ -343,9 +458,10 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
         self.unsharded.free()
         self._enter(Phase.SHARDED)
 
-    def gathered(self) -> Tensor:
-        """Collective. A buffer of its own with the whole parameter, in the shard's dtype."""
-        full = self._new_buffer(self.flat_param.dtype, self.layout.padded_numel)
+    def gathered(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Collective. Return a buffer of its own with the unsharded parameters, by default in the shard's dtype."""
+        dtype = dtype or self.flat_param.dtype
+        full = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.storage.device)
         self._gather_into(full).wait()
         self.storage.release()
         return full
@@ -356,13 +472,324 @@ class FlatParamHandle(TakesGradients, FollowsChanges):
             self.absorb()
             self.follow_shard()
             self.storage.check(self.name)
-            self._gather_into(self._new_buffer(self.dtype, self.layout.padded_numel)).wait()
-            self.storage.release()
+            self.gathered(self.dtype)
 
     def settle(self) -> None:
         """Block until the shard may be written: what was sent and copied from it has arrived."""
         self.comm.settle()
         self.storage.copy_stream.settle()
 
+    def present(self, slot: int) -> Tensor:
+        """Return what modules see of a parameter in this phase."""
+        return self.unsharded.front(slot, self.phase is Phase.UNSHARDED)
+
+    def is_own(self, slot: int, value: Any) -> bool:
+        """Return whether modules may have seen this of a parameter."""
+        kinds = self._unsharded_by_dtype.values()
+        return any(value is unsharded.front(slot, is_shown) for unsharded in kinds for is_shown in (True, False))
+
+    def lendable(self, slot: int, tensor: Tensor) -> Tensor:
+        """Return what modules can compute with of a tensor that takes the place of a parameter for one call.
+
+        Raises:
+            RuntimeError: if it is not of the parameter's shape, as this rank's shard is not.
+        """
+        name, part = self.layout.slots[slot].name, self.flat_param.parts[slot]
+        shape = self.layout.slots[slot].shape if part is None else part.shape
+        if tensor.shape != shape or (part is None and is_dtensor(tensor)):
+            raise RuntimeError(
+                f"{name} of {self.unit_name} was given a {type(tensor).__name__} of shape {tuple(tensor.shape)} to "
+                f"compute with (by torch.func.functional_call?): give a whole, ordinary tensor of shape {tuple(shape)} "
+                "under the original parameter's name. Inside `with model.summon_full_params():` the model lists such."
+            )
+        return tensor.to(self.dtype) if self.is_cast and tensor.dtype == self.flat_param.dtype else tensor
+
+    def fill_places(self) -> None:
+        """Put where the modules look for their parameters what belongs there in this phase, whatever is there."""
+        self.unsharded.fill_places(self.phase is Phase.UNSHARDED)
+
+    def refuse_lent(self, what: str) -> None:
+        """Raise RuntimeError if modules compute with tensors that are not ours and were given for one call."""
+        for module, name in self.registry.lent:
+            raise RuntimeError(
+                f"{self.unit_name}: cannot {what}: '{name}' of a {type(module).__name__} was given other tensors to "
+                "compute with, which have not been taken back. Do it outside of torch.func.functional_call; and assign "
+                "new values as attributes (module.weight = nn.Parameter(...)), not in `_parameters`."
+            )
+
+    # --- gradients ----------------------------------------------------------------------------------------------
+
+    def begin_backward(self, is_summing: bool = False) -> None:
+        """Expect every gradient; `is_summing` if this backward's are added to, and not reduced at its end."""
+        if self.pieces is not None:
+            self.gradients.forget(self.pieces.zeroed)
+            self.pieces.collect_gradients()
+        # `mark_unreduced` left no None behind: the user has zeroed the gradients since, accumulated ones included.
+        if self.flat_param.grad is None:
+            self.flat_param.forget_gradient()
+            self.gradients.drop()
+        self.gradients.begin_backward(is_summing)
+
     def _leaf_has_gradient(self, slot: int, leaf: Tensor) -> None:
-        self._on_gradient(self, slot, leaf)
+        self.on_gradient(self, slot, leaf)
+
+    def take_gradient(self, slot: int, leaf: Tensor, divisor: float) -> bool:
+        """Move a leaf's gradient into the flat buffer; True when it was the last one missing in this backward."""
+        gradient, leaf.grad = leaf.grad, None
+        if gradient is not None:
+            if gradient.layout is not torch.strided:
+                raise RuntimeError(
+                    f"{self.layout.slots[slot].name} has a gradient of layout {gradient.layout}: flat gradients are "
+                    "dense. Make the embedding with sparse=False."
+                )
+            part = self.flat_param.parts[slot]
+            self.gradients.add(slot, gradient if part is None else part.gradient(gradient), divisor)
+        return self.gradients.is_complete
+
+    def reduce(self) -> Pending:
+        """Start to sum the accumulated gradient over the ranks; the result is the shard's, in `reduced_dtype`.
+
+        With a hook it is an average, and here when this returns.
+        """
+        with label("reduce_scatter", self.unit_name):
+            what, gradient, dtype = f"reduce-scatter of {self.name}", self.gradients.take(), self.reduced_dtype
+            if self.comm_hook is None or not self.layout.numel:
+                return self.reduce_comm.reduce_scatter(gradient, what, self.reduce_tag, dtype)
+            shard = self.comm_hook.reduce(gradient, HookCall(self.name, self.reduce_comm, self.reduce_tag), dtype)
+            return Pending(what, (), lambda: shard)
+
+    def accept(self, reduced: Tensor) -> None:
+        """Add a reduced gradient to the shard's; if there are hooks to be called with it, when it is delivered."""
+        self.flat_param._has_unreduced = False
+        if not any(self.gradients.used) and any(self.gradients.missed) and not reduced.any():
+            return  # no rank has anything of what all awaited
+        self.storage.check(self.name)
+        self.shard_gradient.accept(reduced.to(self.gradients.dtype) if self.precision.keeps_low_gradients else reduced)
+
+    def mark_unreduced(self) -> None:
+        """Let the shard's missing gradient say why it is missing, if it is and something is accumulated."""
+        if not self.gradients.is_empty:
+            self.shard_gradient.mark_unreduced(self.name, self.gradients.filled)
+
+    @property
+    def has_unreduced(self) -> bool:
+        """True if gradients wait for their reduction, and were not zeroed."""
+        if self.pieces is not None:
+            self.pieces.forget_zeroed()
+        return self.flat_param.has_unreduced
+
+    def drop_unreduced(self) -> None:
+        """Forget what is accumulated and not reduced, or not delivered."""
+        self.gradients.drop()
+        self.shard_gradient.drop_unreduced()
+        for unsharded in self._unsharded_by_dtype.values():
+            for leaf in unsharded.leaves:
+                leaf.grad = None
+
+    def full_gradients(self) -> list[Tensor | None]:
+        """Collective. Return the unsharded reduced gradients, with memory of their own; None for parameters without."""
+        if self.has_unreduced:
+            raise RuntimeError(
+                f"the gradients of {self.name} accumulated under no_sync() are not reduced over the ranks yet, so none "
+                "can be shown. Run the last backward of the step outside no_sync()."
+            )
+        if self.pieces is not None:
+            self.pieces.collect_gradients()
+        self.flat_param.bring_gradient()
+        grad = self.flat_param.grad
+        if grad is None:
+            return [None] * len(self.places)
+        shard = grad.detach().view(-1).to(self.storage.device)
+        full = shard.new_empty(self.layout.padded_numel)
+        self.comm.all_gather(full, shard, f"all-gather of the gradient of {self.name}", ("gradient", self.tag)).wait()
+        self.comm.settle()
+        shown: list[Tensor | None] = []
+        for slot, (view, part) in enumerate(zip(self.layout.unpack(full), self.flat_param.parts, strict=True)):
+            has_none = self.pieces is not None and self.pieces.params[slot].grad is None
+            shown.append(None if has_none else part.dtensor(view.clone()) if part else view.clone())
+        return shown
+
+    def keep_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Have this rank's shards of unsharded gradients, in the place of those that it has."""
+        self.zero_grad()
+        self.flat_param.forget_gradient()
+        if all(gradient is None for gradient in gradients):
+            return
+        dtype = self.gradients.dtype if self.precision.keeps_low_gradients else self.flat_param.dtype
+        shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=self.storage.device)
+        for slot, gradient in enumerate(gradients):
+            if gradient is not None:
+                part, local = self.flat_param.parts[slot], gradient.detach()
+                local = local if part is None else part.cut(self.layout.slots[slot].name, local)
+                self.layout.shard_of(slot, local, shard, self.comm.rank)
+        self.storage.accept(self.flat_param, shard)
+        if self.pieces is not None:
+            self.storage.copy_stream.settle()
+            self.pieces.show_gradients([gradient is not None for gradient in gradients])
+
+    @property
+    def has_no_gradient(self) -> bool:
+        """True if nothing is there that the next gradient would be added to."""
+        return all(param.grad is None for param in self.registry.params)
+
+    def zero_grad(self) -> None:
+        """Have no gradient, as after an optimizer's ``zero_grad()``."""
+        for param in self.registry.params:
+            param.grad = None
+
+    # --- what users change between steps ------------------------------------------------------------------------
+
+    def absorb(self) -> None:
+        """Write to the shard what users have put in the places of parameters, or assigned to ``.data`` of shards.
+
+        Raises:
+            RuntimeError: for what cannot be written; it is left where it is.
+        """
+        if self.is_exposed or self.phase is Phase.UNSHARDING:
+            return  # kept, or not, when that ends; or the shard is being sent, and `wait_for_unshard` reports it
+        replaced = list(dict.fromkeys([*self.unsharded.disturbed(), *self.registry.missing()]))
+        # Where the buffer is the shard, what is written to it is there already.
+        written = self.unsharded.moved() if self.unsharded.is_shard else self.unsharded.written()
+        if replaced or written:
+            self._store_changes(replaced, written)
+        if self.pieces is not None:
+            for slot in self.pieces.absorb():
+                self.note_written([slot])
+                self._note_values(slot)
+
+    def _store_changes(self, replaced: list[int], written: list[int]) -> None:
+        try:
+            for slot in written:
+                self.keep(slot, self.unsharded.leaves[slot])
+            for slot in replaced:
+                self.keep(slot, self.registry.assigned(slot))
+            self.note_written([*written, *replaced])
+        except ValueError as error:
+            raise RuntimeError(
+                f"{self.name}: a parameter was replaced after wrapping by what cannot be kept: {error}. Assign an "
+                "nn.Parameter of the parameter's shape, on every rank."
+            ) from None
+        if written:
+            self.unsharded.restore(written)
+        if replaced:
+            self.registry.withdraw(replaced)
+            self.fill_places()
+
+    @property
+    def was_written(self) -> bool:
+        """True if modules or users have written to the unsharded parameters what the shards do not have."""
+        return bool(self.unsharded.written()) and not (self.unsharded.is_shard and not self.is_replicated)
+
+    def accept_written(self, slots: Sequence[int]) -> None:
+        """Take note that the shards have what forwards on all ranks have written to the leaves of these parameters."""
+        self.note_written(slots)
+        self.storage.release()
+        self.unsharded.rest()
+        if not self.unsharded.is_shard:
+            self._gathered = None  # other ranks may have written other elements
+
+    def keep(self, slot: int, value: nn.Parameter) -> None:
+        """Store this rank's shard of what a user has made of an unsharded parameter.
+
+        Raises:
+            ValueError: if it has another shape or `requires_grad`, or no values.
+        """
+        if value.is_meta:
+            raise ValueError(f"{self.layout.slots[slot].name} has no values now: what was assigned is on meta")
+        if value.requires_grad is not self.requires_grad_each[slot]:
+            raise ValueError(
+                f"{self.layout.slots[slot].name} has requires_grad={value.requires_grad} now: set that on the "
+                "parameters that the wrapped model lists, not on a new value"
+            )
+        self.store(slot, value)
+
+    def follow_shard(self) -> None:
+        """Follow a shard that was moved, cast or frozen (`module.to(...)`): buffer and leaves are made anew."""
+        shard, before = self.flat_param, self._built_for
+        if self._kind_of_shard() == before:
+            return
+        if shard.numel() != self.layout.shard_numel:
+            raise RuntimeError(
+                f"{self.name}: the flat parameter's shard has {shard.numel()} elements instead of "
+                f"{self.layout.shard_numel}: its .data was replaced by something else. Change parameters inside "
+                "`with model.summon_full_params():`."
+            )
+        self.storage.adopt(shard)
+        device = self.storage.device
+        if device != before[2]:
+            self.comm, self.reduce_comm = self.comm.for_device(device), self.reduce_comm.for_device(device)
+            self.replicas = self.replicas.for_device(device)
+            if self.post_forward_shard is not None:
+                self.post_forward_shard.comm = self.post_forward_shard.comm.for_device(device)
+        now = self._kind_of_shard()
+        if self.pieces is not None and now != before:
+            self.pieces.alias()
+        if now[:-1] != before[:-1] or (self.unsharded.is_shard and now != before):
+            self.precision.check(self.name, shard.dtype, shard.requires_grad)
+            self._build()
+        self._built_for = now
+
+    def store(self, slot: int, value: Tensor) -> None:
+        """Store this rank's shard of an unsharded parameter's new value."""
+        part = self.flat_param.parts[slot]
+        with torch.no_grad():
+            if part is not None:
+                value = part.cut(self.layout.slots[slot].name, value)
+            rows = None if self.pieces is None else self.pieces.part_of(slot, value)
+            if rows is None:
+                self.layout.shard_of(slot, value, self.flat_param.vector, self.comm.rank)
+            else:
+                self.local_shards[slot].copy_(rows)
+        self.touch()
+        self._note_values(slot)
+
+    def fill(self, slot: int, read: Callable[[Tensor, int], None]) -> None:
+        """Have `read` write this rank's shard of a parameter: it gets that, and the number of its first element.
+
+        It is not called on ranks that keep nothing of the parameter.
+        """
+        interval = self.layout.interval(slot, self.comm.rank)
+        if interval is not None:
+            read(self.flat_param.vector[interval.offset : interval.offset + interval.numel], interval.start)
+        self.touch()  # also because memory may be written past its counter
+        self.note_written([slot])
+        self._note_values(slot)
+
+    def fill_local(self, value: Tensor, slot: int | None = None) -> None:
+        """Have these values in this rank's shard, or in that of one parameter. `touch` it on every rank."""
+        with torch.no_grad():
+            own = self.flat_param.vector if slot is None else self.local_shards[slot]
+            own.copy_(value.detach().reshape(-1))
+        slots = range(len(self.layout.slots)) if slot is None else [slot]
+        self.note_written(slots)
+        for each in slots:
+            self._note_values(each)
+        self.storage.release()
+
+    def touch(self) -> None:
+        """Count as changed, on ranks too that keep nothing of what was: else they would not take part in a gather."""
+        increment_version(self.flat_param)
+
+    def _note_values(self, slot: int) -> None:
+        """The shard has this parameter's values now, if it had none."""
+        if slot in self.valueless:
+            self.valueless.discard(slot)
+            for unsharded in self._unsharded_by_dtype.values():
+                unsharded.reveal(slot)
+
+    def note_written(self, slots: Iterable[int]) -> None:
+        """These parameters were given new values, on purpose."""
+        if self.fingerprints is not None:
+            self.fingerprints.forget(slots)
+
+    def settle_fingerprints(self) -> None:
+        """Forget those of parameters that were written in ways which nobody announced."""
+        if self.fingerprints is not None and self.flat_param.numel() == self.layout.shard_numel:
+            self.fingerprints.forget_written(self.local_shards)
+            self.storage.release()
+
+    def renew_fingerprints(self) -> None:
+        """Take them again: the shard was cast or moved since `settle_fingerprints`."""
+        if self.fingerprints is not None:
+            self.fingerprints.follow(self.local_shards)
+            self.storage.release()

@@ -1,4 +1,4 @@
-"""How parameters are packed into flat vectors, padded, and cut into one equal shard per rank.
+"""Layouts pack parameters into a flat vector, pad it, and divide it into one equal shard per rank.
 
 Pure arithmetic over shapes: no process group, no device, no tensor is needed to ask a layout anything. Views,
 gradient buffers, state dicts and checkpoints are all computed from here, and nowhere is this arithmetic repeated.
@@ -12,6 +12,7 @@ contiguous range of the row-major parameter*, found at one contiguous place of t
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,17 +40,22 @@ class Slot:
 
     @cached_property
     def kept_shape(self) -> torch.Size:
-        """As it lies."""
+        """The shape with dimension `dim` moved to the front, as it lies in the vector."""
         if not self.dim:
             return self.shape
         return torch.Size([self.shape[self.dim], *self.shape[: self.dim], *self.shape[self.dim + 1 :]])
 
+    @cached_property
+    def kept_stride(self) -> tuple[int, ...]:
+        """The strides of a contiguous tensor of `kept_shape`."""
+        return torch.empty(self.kept_shape, device="meta").stride()
+
     def kept(self, value: Tensor) -> Tensor:
-        """A view of a value of the parameter's shape, as it lies."""
+        """Return a view of a value of the parameter's shape with `dim` moved to the front."""
         return value.movedim(self.dim, 0) if self.dim else value
 
     def shown(self, kept: Tensor) -> Tensor:
-        """The other way round."""
+        """Return a view of a value of the kept shape in the parameter's own."""
         return kept.movedim(0, self.dim) if self.dim else kept
 
     @cached_property
@@ -121,7 +127,7 @@ class Layout(ABC):
 
     @abstractmethod
     def interval(self, slot: int, rank: int) -> Interval | None:
-        """What `rank` keeps of parameter number `slot`; None if it keeps nothing of it."""
+        """Return what `rank` keeps of parameter number `slot`; None if it keeps nothing of it."""
 
     @property
     def padded_numel(self) -> int:
@@ -150,7 +156,7 @@ class Layout(ABC):
         return {i.slot: shard[i.offset : i.offset + i.numel] for i in self.intervals(rank)}
 
     def parts(self, shard: Tensor, rank: int) -> list[Tensor]:
-        """As `pieces`, of every parameter: empty where the rank has nothing of it."""
+        """Return the same as `pieces`, for every parameter: empty where the rank has nothing of it."""
         pieces = self.pieces(shard, rank)
         return [pieces.get(slot, shard[:0]) for slot in range(len(self.slots))]
 
@@ -161,26 +167,29 @@ class Layout(ABC):
     @property
     @abstractmethod
     def gathers_in_order(self) -> bool:
-        """Whether parameters lie in a gathered buffer as they do in a whole one, so that it can be used as it is."""
+        """True if parameters lie in a gathered buffer as they do in an unsharded one, which it then is."""
 
     @property
     def unsharded_numel(self) -> int:
-        """Elements of a whole buffer, in which all parameters lie one after the other."""
+        """Elements of an unsharded buffer, in which all parameters lie one after the other."""
         return self.padded_numel if self.gathers_in_order else self.numel
 
     def views(self, whole: Tensor) -> list[Tensor]:
-        """Every parameter in its shape, as views of a whole buffer ``[unsharded_numel]``."""
-        self._check(whole, self.unsharded_numel, "whole buffer")
-        return [slot.shown(whole[slot.start : slot.stop].view(slot.kept_shape)) for slot in self.slots]
+        """Every parameter in its shape, as views of an unsharded buffer ``[unsharded_numel]``."""
+        self._check(whole, self.unsharded_numel, "unsharded buffer")
+        first = int(whole.storage_offset())
+        return [
+            slot.shown(whole.as_strided(slot.kept_shape, slot.kept_stride, first + slot.start)) for slot in self.slots
+        ]
 
     @property
     def is_row_major(self) -> bool:
-        """Whether intervals are ranges of row-major parameters, as they are in files."""
+        """True if intervals are ranges of row-major parameters, as they are in files."""
         return not any(slot.dim for slot in self.slots)
 
     @abstractmethod
     def places(self, full: Tensor) -> list[list[Tensor]]:
-        """For every parameter, the views of a gathered buffer that hold it, in the shapes of those of `divided`."""
+        """Return for every parameter the views of a gathered buffer that hold it, shaped like those of `divided`."""
 
     @abstractmethod
     def divided(self, slot: int, value: Tensor) -> list[Tensor]:
@@ -240,14 +249,17 @@ class ContiguousLayout(Layout):
 
     @cached_property
     def gaps(self) -> list[int]:
-        """How many elements of a gathered buffer lie between each parameter and the next, or the end."""
+        """The number of elements of a gathered buffer between each parameter and the next, or the end."""
         nexts = [*(slot.start for slot in self.slots[1:]), self.padded_numel]
         return [start - slot.stop for slot, start in zip(self.slots, nexts, strict=True)] if self.slots else []
 
+    @cached_property
+    def _empty_ranges(self) -> list[tuple[int, int]]:
+        return [(slot.stop, slot.stop + gap) for slot, gap in zip(self.slots, self.gaps, strict=True) if gap]
+
     def clear_gaps(self, full: Tensor) -> None:
-        for slot, gap in zip(self.slots, self.gaps, strict=True):
-            if gap:
-                full[slot.stop : slot.stop + gap].zero_()
+        for start, stop in self._empty_ranges:
+            full[start:stop].zero_()
 
     @property
     def gathers_in_order(self) -> bool:
@@ -266,7 +278,7 @@ class ContiguousLayout(Layout):
 
 @dataclass(frozen=True)
 class Chunk:
-    """What every rank has room for of one parameter, in the rows layout.
+    """The rows of one parameter that every rank has room for, in the rows layout.
 
     Attributes:
         total: rows of the parameter.
@@ -290,7 +302,7 @@ class Chunk:
 
     @cached_property
     def full_ranks(self) -> int:
-        """How many ranks have a full chunk."""
+        """The number of ranks that have a full chunk."""
         return self.total // self.rows if self.rows and self.row_numel else 0
 
     @cached_property
@@ -308,7 +320,7 @@ class RowsLayout(Layout):
 
     @cached_property
     def _chunks(self) -> tuple[Chunk, ...]:
-        """Of each parameter."""
+        """The chunks of each parameter."""
         chunks, offset = [], 0
         for slot in self.slots:
             shape = slot.kept_shape or torch.Size([1])
@@ -353,7 +365,7 @@ class RowsLayout(Layout):
 
     @cached_property
     def _geometry(self) -> tuple[tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...], ...]:
-        """For each parameter, its places: size, stride and beginning."""
+        """The places of each parameter: size, stride and beginning."""
         found = []
         for chunk in self._chunks:
             inner = torch.empty(chunk.row_shape, device="meta").stride()
@@ -378,7 +390,7 @@ class RowsLayout(Layout):
 
     @cached_property
     def _gaps(self) -> tuple[tuple[int, int, int], ...]:
-        """From which rank on, which range of their shards holds nothing."""
+        """The ranges of shards that hold nothing, each with the rank from which on."""
         found, stop = [], 0
         for chunk in self._chunks:
             found.append((0, stop, chunk.offset))
@@ -395,3 +407,60 @@ class RowsLayout(Layout):
 
 def _split_rows(value: Tensor, size: tuple[int, ...]) -> Tensor:
     return value.view(size) if value.is_contiguous() else value.unflatten(0, size[:2])
+
+
+# --- boxes ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Box:
+    """Elements ``offsets[d]:offsets[d] + sizes[d]`` along every dimension d of a tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    def moved(self, by: Sequence[int]) -> Box:
+        """The same box in a tensor in which its own one begins at `by`."""
+        return Box(tuple(begin + more for begin, more in zip(self.offsets, by, strict=True)), self.sizes)
+
+
+def boxes_of(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Elements ``start:stop`` of a row-major tensor as boxes, each of which is a contiguous part of the range.
+
+    In the order of the range: at most the rest of a row, whole rows, and the beginning of one, and so on for each
+    row that is not whole. So there are at most ``2 * len(shape) - 1``, and none of an empty range.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row, inner = math.prod(shape[1:]), shape[1:]
+    first, last = -(-start // row), stop // row  # the rows that are whole
+    if first > last:  # within one row
+        yield from _in_row(inner, last, start - last * row, stop - last * row)
+        return
+    yield from _in_row(inner, first - 1, start - (first - 1) * row, row if start < first * row else 0)
+    if first < last:
+        yield Box((first, *(0 for _ in inner)), (last - first, *inner))
+    yield from _in_row(inner, last, 0, stop - last * row)
+
+
+def _in_row(inner: Sequence[int], row: int, start: int, stop: int) -> Iterator[Box]:
+    for box in boxes_of(inner, start, stop):
+        yield Box((row, *box.offsets), (1, *box.sizes))
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """Return the box that lies in both; None if they have nothing in common."""
+    begins = tuple(map(max, one.offsets, other.offsets))
+    ends = (
+        min(first + size, second + more)
+        for first, size, second, more in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    )
+    sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+    return Box(begins, sizes) if all(size > 0 for size in sizes) else None

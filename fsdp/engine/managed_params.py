@@ -1,4 +1,4 @@
-"""Which parameters a unit takes, in which groups, and how they leave the modules that they belonged to."""
+"""The parameters that a unit takes: found, grouped, and taken out of the modules that they belonged to."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _checked(argument: str, given: Any, kind: type[Any]) -> list[Any]:
 
 
 class Taken(NamedTuple):
-    """What became of a parameter. All is held weakly: knowing of it keeps nobody's memory."""
+    """A record of what a parameter has become. It holds all weakly, and so keeps nobody's memory."""
 
     param: weakref.ref[nn.Parameter]
     description: str
@@ -102,7 +102,7 @@ def collect(
     *,
     with_values: bool = True,
 ) -> dict[nn.Parameter, Places]:
-    """The parameters below `module` that no inner unit took, each with every place where it is used.
+    """Return the parameters below `module` that no inner unit took, each with every place where it is used.
 
     Args:
         module: the root to look below.
@@ -193,19 +193,19 @@ _PLAIN = (nn.Parameter,)
 
 
 def taken_over(param: Tensor) -> Taken | None:
-    """What became of this original parameter, None if no unit took it over."""
+    """Return what this original parameter has become, None if no unit took it over."""
     taken = _taken.get(id(param))
     return taken if taken is not None and taken.param() is param else None
 
 
 def taken_by(param: Tensor) -> str | None:
-    """The name under which a unit took over this original parameter, None if none did."""
+    """Return the name under which a unit took over this original parameter, None if none did."""
     taken = taken_over(param)
     return None if taken is None else taken.description
 
 
 def lender_of(param: Tensor) -> Any | None:
-    """The unit that took over this original parameter alone, and can share it with others; None if none did."""
+    """Return the unit that took over this original parameter alone, and can share it with others; None if none did."""
     taken = taken_over(param)
     return None if taken is None or taken.lender is None else taken.lender()
 
@@ -224,7 +224,7 @@ def note_stale(
 
 
 def follow_flat_param(old: FlatParameter, now: Mapping[int, tuple[FlatParameter, int]]) -> None:
-    """What was in a flat parameter is in others now: for each number, in which one and under which number."""
+    """Note that what was in a flat parameter is in others now: for each number in which, and under which number."""
     for key, taken in _taken.items():
         if taken.flat_param is not None and taken.flat_param() is old:
             flat_param, slot = now[taken.slot]
@@ -232,12 +232,12 @@ def follow_flat_param(old: FlatParameter, now: Mapping[int, tuple[FlatParameter,
 
 
 def is_ours(param: Tensor) -> bool:
-    """Whether what a module lists is a shard, or a piece of one."""
+    """Return whether what a module lists is a shard, or the local shard of an original parameter."""
     return owner_of(param) is not None
 
 
 def owner_of(param: Tensor) -> FlatParameter | None:
-    """The shard that something listed is, or is a piece of; None for other parameters."""
+    """Return the shard that something listed is, or is a view of; None for other parameters."""
     owner = getattr(param, "owner", None)  # and not by __dict__, which compilers of optimizers cannot trace
     return owner if isinstance(owner, FlatParameter) else None
 
@@ -245,9 +245,9 @@ def owner_of(param: Tensor) -> FlatParameter | None:
 def group(
     params: dict[nn.Parameter, Places], kind: Callable[[Places], Hashable], key: GroupKey | None
 ) -> list[tuple[Hashable, list[nn.Parameter]]]:
-    """Parameters that can share one flat parameter: of one dtype, device, `requires_grad` and key, and used alike.
+    """Group parameters that can share a flat parameter: of one dtype, device, `requires_grad` and key, and used alike.
 
-    `DTensor`s only with others that are spread over the same ranks.
+    `DTensor`s share one only with others that are spread over the same ranks.
 
     Args:
         params: with the places where each is used.
@@ -276,12 +276,12 @@ def group(
 
 
 def device_of(params: Iterable[nn.Parameter]) -> torch.device | None:
-    """Where the first of the parameters is that has values; None if none has."""
+    """Return the device of the first of the parameters that has values; None if none has."""
     return next((param.device for param in params if not param.is_meta), None)
 
 
 def key_of(param: nn.Parameter, places: Places, key: GroupKey | None) -> Hashable:
-    """What the user's `group_by` says of a parameter."""
+    """Return what the user's `group_by` says of a parameter."""
     found = None if key is None else key(places[0].fqn, param)
     try:
         hash(found)
@@ -294,7 +294,7 @@ def key_of(param: nn.Parameter, places: Places, key: GroupKey | None) -> Hashabl
 
 
 def text_of_key(key: Hashable) -> str:
-    """A key as ranks can compare it: texts of other objects than plain values may differ though the keys are equal."""
+    """Return a key as ranks can compare it: texts of other objects than plain values may differ for equal keys."""
     if isinstance(key, tuple):
         return f"({', '.join(map(text_of_key, key))})"
     return repr(key) if isinstance(key, (str, int, float)) else type(key).__name__
@@ -320,5 +320,5 @@ def take_over(
 
 
 def names_of(params: Sequence[nn.Parameter], places: dict[nn.Parameter, Places]) -> list[str]:
-    """The names of parameters at their first places."""
+    """Return the names of parameters at their first places."""
     return [places[param][0].fqn for param in params]

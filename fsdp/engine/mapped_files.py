@@ -131,12 +131,12 @@ class MappedFiles:
         return made[:numel], region
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of those made here."""
+        """Return whether a tensor is one of those made here."""
         region = self._regions.get(tensor.data_ptr())
         return region is not None and region.is_alive
 
     def regions_of(self, tensors: Iterable[Any]) -> list[Region]:
-        """Where those of `tensors` that were made here lie."""
+        """Return the regions of those of `tensors` that were made here."""
         ours = (each for each in tensors if isinstance(each, Tensor) and self.holds(each))
         return [self._regions[each.data_ptr()] for each in ours]
 

@@ -1,4 +1,4 @@
-"""What the operating system is told about memory on CPU."""
+"""Requests to the operating system about memory on CPU."""
 
 from __future__ import annotations
 

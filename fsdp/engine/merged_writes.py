@@ -1,4 +1,8 @@
-"""Values that several ranks may have written, each some of them, made one."""
+"""Merge what a module's own forward has written to its parameters, as an embedding with ``max_norm`` does.
+
+Each rank's forward writes to its unsharded parameters, from its own part of the batch. An element is then what the
+ranks that wrote it made of it, whether others did or not: what a forward over all ranks' batches would have made of it.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,50 @@ import torch
 from torch import Tensor
 
 from fsdp.distributed.communicator import Communicator
+from fsdp.distributed.dtensor import local_part
+from fsdp.engine.handle import FlatParamHandle
+
+
+def merge_written(handle: FlatParamHandle) -> None:
+    """Collective if a forward has written to the parameters of a handle: store that in the shards.
+
+    Raises:
+        RuntimeError: on all ranks, if some made different values of one element.
+    """
+    if not handle.was_written:
+        return
+    unsharded, layout, comm, replicas = handle.unsharded, handle.layout, handle.comm, handle.replicas
+    slots, parts = unsharded.written(), handle.local_shards
+    made = {slot: local_part(unsharded.leaves[slot]).detach() for slot in slots}
+    own = [parts[slot].data for slot in slots]  # `.data`: it is not the user who changes it between two passes
+    before = None if unsharded.is_shard else [part.to(handle.storage.device, handle.dtype) for part in own]
+    dealt = [[layout.part_of(slot, made[slot], rank) for slot in slots] for rank in range(comm.world_size)]
+    merged = Merged(before, dealt[comm.rank])
+    what = f"values that the forward of {handle.unit_name} wrote to its parameters"
+    merged.exchange(comm, dealt, what, handle.tag)
+    merged.exchange(replicas, [merged.values] * replicas.world_size, what, handle.replica_tag)
+    handle.settle()
+    clashes = merged.clashes((comm, replicas))
+    if clashes:
+        names = ", ".join(layout.slots[slots[number]].name for number in clashes)
+        raise RuntimeError(
+            f"{handle.unit_name}: its forward wrote to {names}, and other values on other ranks, from their own "
+            "part of the batch: there is no right one to keep. Let all ranks write the same (sum over the ranks "
+            "what it is computed from), keep it in a buffer, or change it between steps inside "
+            "`with model.summon_full_params():`."
+        )
+    if before is not None:
+        for part, value, was in zip(own, merged.values, before, strict=True):
+            part.copy_(torch.where(differs(value, was).to(part.device), value.to(part.device, part.dtype), part))
+    handle.accept_written(slots)
 
 
 class Merged:
-    """This rank's parts of parameters that every rank has a copy of, and may have written to.
+    """This rank's shards of parameters that every rank has a copy of, and may have written to.
 
     Args:
-        before: what they were; None if nobody knows, so that all ranks must have written the same.
-        values: what this rank made of them.
+        before: the values that they had; None if nobody knows, so that all ranks must have written the same.
+        values: those that this rank made of them.
     """
 
     def __init__(self, before: Sequence[Tensor] | None, values: Sequence[Tensor]) -> None:
@@ -24,12 +64,12 @@ class Merged:
         self._clashes = torch.zeros(len(values), dtype=torch.uint8, device=values[0].device)
 
     def exchange(self, comm: Communicator, parts: Sequence[Sequence[Tensor]], what: str, tag: int) -> None:
-        """Collective. Send every rank what is made of its parts, and add what others made of these.
+        """Collective. Send every rank what is made of its shards, and add what others made of these.
 
         Args:
             comm: the ranks.
-            parts: for each of them.
-            what: it is, for messages.
+            parts: for each of them, its shards.
+            what: what is sent, for messages.
             tag: of a handle.
         """
         peers = [rank for rank in range(comm.world_size) if rank != comm.rank]
@@ -53,7 +93,7 @@ class Merged:
         self._clashes[number] |= clashing.any()
 
     def clashes(self, comms: Sequence[Communicator]) -> list[int]:
-        """Collective. The numbers of those of which any ranks made different values."""
+        """Collective. Return the numbers of those of which any ranks made different values."""
         found = self._clashes
         for comm in comms:
             found = comm.all_reduce(found, "max").wait()
@@ -61,5 +101,5 @@ class Merged:
 
 
 def differs(one: Tensor, other: Tensor) -> Tensor:
-    """Which elements are not the same; NaN is the same as NaN."""
+    """Return for each element whether it is another; NaN is the same as NaN."""
     return (one != other) & ~(one.isnan() & other.isnan())

@@ -1,4 +1,4 @@
-"""What users do to modules inside of a unit, past its wrapper: cast, move and freeze them, and take their state.
+"""Overrides of modules inside of a unit, for what users do past its wrapper: cast, move, freeze, call and save them.
 
 `.to()`, `.half()` and `.cuda()` all come down to `nn.Module._apply`, which changes the parameters that a module lists.
 A unit's are packed into vectors that follow as a whole, so its modules get an ``_apply`` of our own; and a
@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fsdp.distributed.dtensor import is_dtensor
-from fsdp.engine.blanks import note_empty
+from fsdp.distributed.dtensor import check_device, is_dtensor
+from fsdp.engine.deferred_init import note_empty
 from fsdp.engine.forward_hooks import Hook
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name
-from fsdp.engine.unit import TrainingState, Unit, own_modules, units_in
+from fsdp.engine.state_requests import Converting, Filling, LocalState
+from fsdp.engine.unit import TrainingState, Unit, own_modules, serving, unit_of, unit_of_wrapper, units_in
 
 Conversion = Callable[[Tensor], Tensor]
 
@@ -46,7 +49,7 @@ def guard(unit: Unit, *, lists_parts: bool = False, names_shards: bool = False) 
 
 
 def move_values(module: nn.Module, device: torch.device) -> None:
-    """As ``module.to(device)``, but what has no values stays on the meta device."""
+    """Move a module as ``module.to(device)`` does, but leave what has no values on the meta device."""
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
@@ -60,7 +63,7 @@ def refuse_shared_modules(module: nn.Module) -> None:
             there = [clean_name(name) for name, found in _named_modules(owner.module) if found is submodule]
             raise ValueError(
                 f"{' = '.join(here)} is the same {kind} as {there[0]} of {owner.name}, a unit that has taken over its "
-                "parameters and would not gather them here. Wrap the shared module itself first, once, and put the "
+                "parameters and would not unshard them here. Wrap the shared module itself first, once, and put the "
                 "wrapper in every place; or leave the modules that share it unwrapped (auto_wrap does so by itself)."
             )
 
@@ -70,7 +73,7 @@ def _named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _refuse_partial_state(unit: Unit, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    if unit.state is not TrainingState.SUMMON_FULL_PARAMS and not unit.access.is_local:
+    if unit.state is not TrainingState.SUMMON_FULL_PARAMS and unit.request(LocalState) is None:
         raise RuntimeError(
             f"{unit.name}: state_dict() of a {type(module).__name__} inside a FullyShardedDataParallel would hold "
             "this rank's shards, or nothing. Call state_dict() of the wrapper, or be inside summon_full_params()."
@@ -78,15 +81,15 @@ def _refuse_partial_state(unit: Unit, module: nn.Module, prefix: str, keep_vars:
 
 
 class Conversions:
-    """What a unit's module has as ``_apply``."""
+    """The ``_apply`` of a unit's module."""
 
     def __init__(self, unit: Unit, module: nn.Module, *, gives_memory: bool = False) -> None:
         self.unit, self._module, self._gives_memory = unit, module, gives_memory
 
     def __call__(self, fn: Conversion, recurse: bool = True) -> nn.Module:
-        if self.unit.access.is_filling:
+        if self.unit.request(Filling) is not None:
             return self._convert(fn, recurse)  # `to_empty` in an initialisation, of tensors that are nobody's yet
-        if not self.unit.access.is_converting:
+        if self.unit.request(Converting) is None:
             self._check(fn)
             if self._module is self.unit.module:
                 return self._convert_unit(fn, recurse)
@@ -110,7 +113,7 @@ class Conversions:
         """Raise before anything is changed by what cannot be followed.
 
         Raises:
-            RuntimeError: for a part of a unit, for whole parameters, and in the middle of a forward or backward.
+            RuntimeError: for a part of a unit, for summoned parameters, and in the middle of a forward or backward.
             ValueError: for a dtype in which a unit cannot compute as it was asked to.
         """
         unit = self.unit
@@ -118,7 +121,7 @@ class Conversions:
             unit.runtime.ensure_idle("move or cast the module")
         is_whole = self._module is unit.module
         for _, each in units_in(unit) if is_whole else [("", unit)]:
-            changed = [handle for handle in each.seen if _changes(handle, fn)]
+            changed = [handle for handle in each.visible_handles if _changes(handle, fn)]
             is_summoned = each.state is TrainingState.SUMMON_FULL_PARAMS
             if any(is_summoned or handle.is_exposed for handle in changed):
                 raise RuntimeError(
@@ -131,9 +134,9 @@ class Conversions:
                         f"{handle.name}: cannot move or cast gradients that were accumulated under no_sync() and not "
                         "reduced over the ranks yet. Do it after the last backward of the step, or after zero_grad()."
                     )
-                handle.check_cast(fn)
+                _check_cast(handle, fn)
         if not is_whole:
-            self._refuse_part([handle for handle in unit.seen if _changes(handle, fn)], fn)
+            self._refuse_part([handle for handle in unit.visible_handles if _changes(handle, fn)], fn)
 
     def _refuse_part(self, handles: Sequence[FlatParamHandle], fn: Conversion) -> None:
         inside = set(self._module.modules())
@@ -154,26 +157,23 @@ class Conversions:
         unit = self.unit
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
             return self._convert(fn, recurse)  # nothing of the shards changes, or it was refused
-        for handle in unit.seen:
+        for handle in unit.visible_handles:
             handle.absorb()
             handle.settle_fingerprints()
         if unit.runtime is not None:
             unit.runtime.release()
         device = fn(torch.empty(0, device=unit.device)).device
         convert = partial(_convert_tensor, unit, fn, self._gives_memory and unit.awaits_values and _makes_memory(fn))
-        unit.access.is_converting = True
-        try:
+        with serving([unit], Converting()):
             self._convert(convert, recurse)
             for handle in unit.handles:
-                handle.apply_to_hidden(convert)
-        finally:
-            unit.access.is_converting = False
+                _apply_to_hidden(handle, convert)
         unit.follow(device)
         return self._module
 
 
 class Freezing:
-    """What a module in a unit has as ``requires_grad_``."""
+    """The ``requires_grad_`` of a module in a unit."""
 
     def __init__(self, unit: Unit, module: nn.Module) -> None:
         self.unit, self._module = unit, module
@@ -203,7 +203,7 @@ def _changes(handle: FlatParamHandle, fn: Conversion) -> bool:
 
 
 def _makes_memory(fn: Conversion) -> bool:
-    """Whether it is that of `to_empty`, and not one that copies."""
+    """Return whether it is that of `to_empty`, and not one that copies."""
     try:
         return not fn(torch.empty(0, device="meta")).is_meta
     except RuntimeError:  # what is on the meta device cannot be copied
@@ -211,7 +211,7 @@ def _makes_memory(fn: Conversion) -> bool:
 
 
 def _convert_tensor(unit: Unit, fn: Conversion, gives_memory: bool, tensor: Tensor) -> Tensor:
-    """`fn`, which only casts what is offloaded (shards, gradients) or has no values: that stays where it is.
+    """Apply `fn`; what is offloaded (shards, gradients) or has no values is cast, and stays where it is.
 
     But `to_empty` gives memory to what has no values, where the modules themselves list what has.
     """
@@ -220,9 +220,71 @@ def _convert_tensor(unit: Unit, fn: Conversion, gives_memory: bool, tensor: Tens
     if tensor.is_meta:
         return tensor.to(fn(torch.empty(0, dtype=tensor.dtype, device=unit.device)).dtype)
     converted = fn(tensor)
-    for handle in unit.seen:
+    for handle in unit.visible_handles:
         if handle.storage.keeps_shards:
             for param in (handle.flat_param, *handle.registry.params):
                 if tensor is param or tensor is param.grad:
                     return converted.to(tensor.device)
     return converted
+
+
+def _check_cast(handle: FlatParamHandle, fn: Conversion) -> None:
+    """Raise ValueError if the handle could not follow its shard after `fn`."""
+    shard = handle.flat_param
+    if any(shard.parts):
+        check_device(handle.name, shard.parts, fn(torch.empty(0, device=handle.storage.device)).device)
+    cast = fn(torch.empty(0, dtype=shard.dtype, device=shard.device))
+    handle.precision.check(f"after this cast {handle.name}", cast.dtype, shard.requires_grad)
+
+
+def _apply_to_hidden(handle: FlatParamHandle, fn: Conversion) -> None:
+    """Do what `nn.Module._apply` did to registered parameters to a shard that is not registered itself."""
+    if handle.pieces is not None:
+        shard = handle.flat_param
+        with torch.no_grad():
+            grad = None if shard.grad is None else fn(shard.grad)  # which may ask whose gradient it is
+            shard.grad = None
+            shard.data = fn(shard)
+            shard.grad = grad
+        handle.pieces.alias()
+        handle.pieces.show_gradients([0] * len(handle.places))
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let another method of a wrapped module do what calling the module does: unshard, compute, reshard, and train.
+
+    For ``model.encode(x)`` or ``model.decode(z)`` of modules that compute outside of `forward`. A ``generate()`` that
+    only calls the module needs nothing. Called from the module's own forward it is an ordinary method. The name and the
+    idea are those of torch's function for `fully_shard`. Not collective, but call it on every rank; the method itself
+    is collective, as forward is.
+
+    Args:
+        module: a `FullyShardedDataParallel`, or the module that it wraps.
+        method_name: of one of the wrapped module's methods.
+
+    Raises:
+        ValueError: if `module` is not wrapped, or has no such method.
+    """
+    unit = unit_of(module) or unit_of_wrapper(module)
+    if unit is None:
+        raise ValueError(
+            f"register_fsdp_forward_method: this {type(module).__name__} is not wrapped. Give it a "
+            "FullyShardedDataParallel, or the module that one wraps."
+        )
+    if not callable(getattr(type(unit.module), method_name, None)):
+        raise ValueError(f"{type(unit.module).__name__} has no method {method_name!r} to register")
+    unit.module.__dict__[method_name] = ForwardMethod(unit, method_name)
+
+
+class ForwardMethod:
+    """A method of a unit's module that unshards, computes and reshards as calling the module does."""
+
+    def __init__(self, unit: Unit, name: str) -> None:
+        self._unit, self._name = unit, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unit = self._unit
+        method = MethodType(getattr(type(unit.module), self._name), unit.module)
+        if unit.state is TrainingState.FORWARD:
+            return method(*args, **kwargs)
+        return unit.forward.around(method, args, kwargs)

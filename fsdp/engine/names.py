@@ -1,4 +1,4 @@
-"""Names as users know them, without the path parts that wrappers add."""
+"""FQNs as users know them, without the path parts that wrappers add."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def plain_name(name: str) -> str:
 
 
 def foreign_prefix(names: Iterable[str], is_own: Callable[[str], bool]) -> str:
-    """What stands in front of every name and is not the model's, as ``module.``; empty if there is nothing like that.
+    """Return the prefix of all names that is not the model's, such as ``module.``; empty if there is none.
 
     Args:
         names: of a state that is to be loaded.
@@ -55,7 +55,7 @@ def foreign_prefix(names: Iterable[str], is_own: Callable[[str], bool]) -> str:
 
 
 def prefix_problem(prefix: str, remedy: str) -> str:
-    """What to say of a state with something in front of every name."""
+    """Return the message about a state whose names all have a prefix."""
     return (
         f"every key begins with {prefix!r}, which this model does not know (DistributedDataParallel adds 'module.', "
         f"torch.compile '_orig_mod.'): {remedy}"

@@ -1,4 +1,4 @@
-"""What `torch.nn.utils` does with the parameters and gradients of sharded models.
+"""The functions of `torch.nn.utils`, taught to see sharded parameters and gradients.
 
 Its functions are given tensors, and would take what this rank has of them for all there is: each rank would clip by
 the norm of its own shard, and train other weights than the rest. So, once a model was wrapped, they look whether what
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad, convert_parameters, parametrize, prune
 
 from fsdp.distributed.dtensor import MeshPart, is_dtensor, local_part, memory_of, settled_gradient, whole
+from fsdp.engine.backward_inputs import let_backward_find_leaves
 from fsdp.engine.grad_clipping import (
     Owned,
     clip_by_norm,
@@ -52,6 +53,7 @@ def teach_torch() -> None:
         _check_before(owner, name)
     # Called with each parameter by both functions that make vectors of parameters and the other way round.
     convert_parameters._check_param_device = _refuse_shards(convert_parameters._check_param_device)
+    let_backward_find_leaves()
 
 
 def _surround(function: Callable[..., Any], ours: Callable[..., Any]) -> None:
@@ -219,7 +221,7 @@ class Models:
         require_reduced(self._handles)
 
     def gradients(self) -> list[tuple[Tensor, nn.Parameter]]:
-        """What this rank has of the parameters' gradients, to be changed in place; raises as `prepare`."""
+        """Return what this rank has of the parameters' gradients, to be changed in place; raises as `prepare`."""
         self.prepare()
         grads = ((settled_gradient(param), param) for param in self._params)
         return [(grad, param) for grad, param in grads if grad is not None]
@@ -279,7 +281,7 @@ def _models_of(
 
 
 def _is_shard(param: Any) -> bool:
-    """Whether other ranks may have other parts of a parameter."""
+    """Return whether other ranks may have other shards of a parameter."""
     return is_ours(param) and param.owner._is_managed
 
 
@@ -303,6 +305,6 @@ def _listed(tensors: Tensors) -> list[Any]:
 
 
 def _place(tensor: Tensor) -> tuple[int, int] | None:
-    """Where in memory a plain tensor begins, by which a detached gradient is known; None if it cannot be."""
+    """Return where in memory a plain tensor begins, by which a detached gradient is known; None if it has no place."""
     memory = 0 if is_dtensor(tensor) else memory_of(tensor)
     return (memory, int(tensor.storage_offset())) if memory else None

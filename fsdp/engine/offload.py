@@ -1,4 +1,4 @@
-"""Where a unit's shards and their gradients live while they are not computed with: a `ShardStorage`.
+"""A `ShardStorage` keeps a unit's shards and their gradients while they are not computed with.
 
 There are three: the compute device itself, host memory, and files on disk. Each flat parameter has one, which gives it
 memory, brings the shard to the compute device when it is gathered, and takes in the reduced gradients.
@@ -41,17 +41,17 @@ class ShardStorage:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the shard has to be brought to the compute device."""
+        """True if the shard has to be brought to the compute device."""
         return False
 
     @property
     def keeps_shards(self) -> bool:
-        """Whether shards and gradients stay where they are when the module is moved."""
+        """True if shards and gradients stay where they are when the module is moved."""
         return False
 
     @property
     def copy_stream(self) -> CopyStream:
-        """Where copies to and from the compute device are queued."""
+        """The stream for copies to and from the compute device."""
         return copy_stream_of(self.device)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -71,7 +71,7 @@ class ShardStorage:
         """Raise RuntimeError if the values, or those of the optimizer's `state`, are out of reach."""
 
     def staged(self, flat_param: FlatParameter, dtype: torch.dtype) -> Tensor:
-        """The shard on the compute device in `dtype`; the shard itself if it is that already."""
+        """Return the shard on the compute device in `dtype`; the shard itself if it is that already."""
         return flat_param.vector.to(self.device, non_blocking=True).to(dtype)
 
     def accept(self, flat_param: FlatParameter, reduced: Tensor) -> None:
@@ -239,7 +239,7 @@ class DiskStorage(ShardStorage):
 
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """What a unit keeps away from the compute device."""
+    """The shards and gradients that a unit keeps away from the compute device."""
 
     params: bool = False
     grads: bool = False

@@ -9,6 +9,7 @@ import torch
 
 from fsdp.engine.offload import Offload
 from fsdp.engine.precision import MixedPrecision, Precision
+from fsdp.engine.unit import Unit
 
 # Flags that a `MixedPrecision` says in one object, with the values that say nothing.
 _PRECISION_FLAGS: dict[str, tuple[Any, ...]] = {
@@ -31,11 +32,54 @@ _COMPARED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments of `FullyShardedDataParallel` that one unit needs, and what they come to.
+    """The arguments of `FullyShardedDataParallel` that are options of one unit, and what they come to.
+
+    Args:
+        reshard_after_forward: False keeps parameters unsharded until backward is done: more memory, and a third less
+            communication.
+        disable_reshard_on_root: the outermost wrapper keeps its own parameters between forward and backward, which
+            need them at once.
+        flatten_parameters: False makes every parameter a flat parameter of its own, under its own name.
+        bucket_cap_mb: gradients of small units (below 1 MiB) are collected up to this many MiB and reduced by one
+            collective; 0 or less reduces each by itself.
+        mixed_precision: a `MixedPrecision` says in which dtypes to compute and communicate. True is FairScale's way of
+            saying it: compute in `compute_dtype`, with float32 shards, buffers in `buffer_dtype`, and floating-point
+            inputs of the outermost such wrapper cast. False computes in the parameters' own dtype, which may be any.
+        fp32_reduce_scatter: with ``mixed_precision=True``, sum gradients over the ranks in float32.
+        move_params_to_cpu: shards live in host memory, and the optimizer steps there.
+        compute_dtype: with ``mixed_precision=True``, the dtype to compute in; None means float16. Without, the dtype
+            that parameters must have.
+        buffer_dtype: dtype of floating-point buffers; None means `compute_dtype` if that or ``mixed_precision=True`` is
+            given, and otherwise leaves them as they are. State dicts hold them in their own.
+        move_grads_to_cpu: reduced gradients live in host memory; None means as `move_params_to_cpu`.
+        compute_device: None means where the parameters are, or, if those are offloaded and on the host, or on the meta
+            device and the group serves CUDA, the current CUDA device if there is one.
+        state_dict_device: where the tensors of `state_dict` are put, unit by unit; None means `compute_device`.
+        clear_autocast_cache: clear autocast's cache of cast weights after each forward of the module.
+        force_input_to_fp32: in a wrapper of full precision, cast 16-bit inputs to float32.
+        cpu_offload: old name of `move_params_to_cpu`.
+        gradient_predivide_factor: divide gradients by it before they are summed, and by the number of ranks (replicas
+            included) over it afterwards. None: the smallest power of two whose square is at least that number, or that
+            does not divide it.
+        verbose: print more in ``repr``.
+        allow_reset_parameters: let `reset_parameters` reach the module, instead of raising.
+        offload: "cpu" is both `move_params_to_cpu` and `move_grads_to_cpu`. "disk" keeps shards, gradients and
+            optimizer state in mapped files, so that a model larger than memory trains.
+        offload_folder: with "disk", the folder below which the files are made, on a fast local disk.
+        keep_offload_files: with "disk", leave the files when the process ends, however it ends.
+        use_orig_params: optimizers see the original parameters under their own names, each as this rank's shard of it
+            (1-D, empty where the rank has nothing of it), instead of flat ones. A little slower.
+        sync_module_states: collective; take parameters and buffers from the group's rank 0 (with replicas, the first
+            of all), without those of inner wrappers and of what is ignored. Other ranks may have theirs on the meta
+            device; what no rank has values of waits for them.
+        state_dict_on_rank_0_only: `state_dict` is empty on other ranks than the first.
+        no_broadcast_optim_state: leave this wrapper's optimizer state out of the gathered one
+            (`gather_full_optim_state_dict`). A wrapper of one rank inside of a sharded one does so by itself, and then
+            the gathered state has that of the rank that gets it.
 
     Attributes:
-        precision: the dtypes that it computes and communicates in.
-        storage: where shards and gradients are stored.
+        precision: the dtypes that the unit computes and communicates in.
+        storage: where its shards and gradients are stored.
 
     Raises:
         TypeError, ValueError: for a value out of range, or options that contradict each other.
@@ -53,7 +97,7 @@ class Options:
     bucket_cap_mb: float = 25
     compute_device: torch.device | str | None = None
     no_broadcast_optim_state: bool | None = False
-    state_dict_device: torch.device | str | None = None
+    state_dict_device: torch.device | None = None
     clear_autocast_cache: bool = False
     force_input_to_fp32: bool = False
     verbose: bool = False
@@ -130,6 +174,29 @@ class Options:
         while factor * factor < world_size and world_size % factor == 0:
             factor *= 2
         return float(factor)
+
+    def require_no_other_division(self, unit: Unit, strategy: str) -> None:
+        """Raise an error if a communication hook cannot replace what divides and sums the gradients of a unit."""
+        if unit.comm_hook is not None:
+            raise RuntimeError(
+                f"{unit.name}: a communication hook ({unit.comm_hook.name}) is registered already, and there can be "
+                "only one. Write one hook that does both, or change what is in its state."
+            )
+        if unit.replicas.world_size > 1:
+            raise ValueError(
+                f"{unit.name}: gradients are summed over {unit.replicas.world_size} replicas besides "
+                f"({strategy}), and a communication hook does not see that. Wrap with one process_group to shard over; "
+                "or leave the hook out, and say in which dtype to send with MixedPrecision(reduce_dtype=...)."
+            )
+        world_size = unit.comm.world_size
+        usual = self.predivide_factor(world_size)
+        is_usual = (unit.predivide, unit.postdivide) == (usual, world_size / usual)
+        if self.gradient_predivide_factor is not None or not is_usual:
+            raise ValueError(
+                f"{unit.name}: gradients were to be divided by {unit.predivide} and {unit.postdivide}, but a "
+                "communication hook divides them by itself. Leave gradient_predivide_factor at None, don't call "
+                "set_gradient_divide_factors, and have the hook divide by what you want."
+            )
 
 
 # Options that FairScale's users read as attributes of the wrapper.

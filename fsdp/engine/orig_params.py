@@ -78,12 +78,12 @@ class Pieces:
 
     @property
     def requires_grad(self) -> list[bool]:
-        """Of each parameter."""
+        """A flag for each parameter: it is trained."""
         return [piece.requires_grad for piece in self.params]
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """How often each was written, where the shard's own counter does not tell."""
+        """The version of each, where the shard's own counter does not tell."""
         return ()
 
     def alias(self) -> None:
@@ -163,7 +163,7 @@ class Pieces:
 
     @property
     def zeroed(self) -> list[int]:
-        """Which parameters have no gradient: what was accumulated for them, the user has dropped."""
+        """The numbers of those without a gradient: what was accumulated for them, the user has dropped."""
         return [slot for slot, piece in enumerate(self.params) if piece.grad is None]
 
     def forget_zeroed(self) -> None:
@@ -198,5 +198,5 @@ def _pointer(tensor: Tensor) -> int:
 
 
 def _address(tensor: Tensor) -> tuple[int, int]:
-    """Where a tensor lies; also of an empty one, whose own pointer is null."""
+    """Return where a tensor lies; also an empty one, whose own pointer is null."""
     return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())

@@ -20,11 +20,11 @@ class Participation(Protocol):
 
     @property
     def is_uneven(self) -> bool:
-        """Whether ranks run, and recompute, different things in the backward that runs."""
+        """True if ranks run, or recompute, different things in the backward that runs."""
 
     @property
     def is_joining(self) -> bool:
-        """Whether some ranks may have no more batches, and take part in the others' steps and in nothing else."""
+        """True if some ranks may have no more batches, and take part in the others' steps and in nothing else."""
 
     def enter(self, call: Call, *, is_outermost: bool) -> None:
         """Collective. The forward of a unit begins, or (if it `is_outermost`) the forward of all."""

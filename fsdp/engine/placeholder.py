@@ -106,7 +106,7 @@ def under_way() -> Iterator[None]:
 
 
 def is_model_under_way() -> bool:
-    """Whether a model is being pickled or copied."""
+    """Return whether a model is being pickled or copied."""
     return _under_way > 0
 
 
@@ -134,12 +134,12 @@ def _message_in(values: Any) -> str:
 
 
 def sharded_weight(name: str, like: Tensor) -> Placeholder:
-    """What a module finds at a parameter's place while its unit is sharded."""
+    """Make what a module finds at a parameter's place while its unit is sharded."""
     return Placeholder(like, sharded_message(name, "its unit"))
 
 
 def sharded_message(name: str, unit: str) -> str:
-    """What is wrong with a weight that is not there, and what to do; `unit` is what it comes and goes with."""
+    """Say what is wrong with a weight that is not there, and what to do; `unit` is what it comes and goes with."""
     return (
         f"{name} is sharded: outside of the forward and backward of {unit} this rank holds only its part of it, and "
         "not under this name. Call the wrapped module (its forward gathers the weights; another module that reads them "
@@ -150,7 +150,7 @@ def sharded_message(name: str, unit: str) -> str:
 
 
 def valueless_weight(name: str, like: Tensor) -> Placeholder:
-    """What a module finds, in a world of one, at the place of a parameter that has no values yet."""
+    """Make what a module finds, in a world of one, at the place of a parameter that has no values yet."""
     return Placeholder(
         like,
         f"{name} has no values yet: it was on the meta device when it was wrapped. Give it values with "
@@ -159,7 +159,7 @@ def valueless_weight(name: str, like: Tensor) -> Placeholder:
 
 
 def unreduced_gradient(name: str, like: Tensor) -> Placeholder:
-    """What an optimizer finds as gradient after a backward under `no_sync`."""
+    """Make what an optimizer finds as gradient after a backward under `no_sync`."""
     return Placeholder(
         like.detach(),
         f"the gradients of {name} were accumulated under no_sync() and not reduced over the ranks yet. Run the last "
@@ -168,7 +168,7 @@ def unreduced_gradient(name: str, like: Tensor) -> Placeholder:
 
 
 def gradient_elsewhere(name: str, like: Tensor, device: torch.device) -> Placeholder:
-    """What stands for a gradient that is kept on another device than its parameter."""
+    """Make what stands for a gradient that is kept on another device than its parameter."""
     return Placeholder(
         like.detach(),
         f"the gradient of {name} is kept on {device} and the parameter on {like.device}, as move_params_to_cpu and "

@@ -1,6 +1,6 @@
-"""In which dtypes a unit computes, communicates and keeps what it has.
+"""The dtypes of a unit.
 
-There are four: that of the shard, which the optimizer steps (the parameters' own); that of the gathered parameters, in
+There are four: that of the shard, which the optimizer steps (the parameters' own); that of the unsharded parameters, in
 which is computed; that in which gradients are summed; and those of buffers. `MixedPrecision` names the last three, and
 `Precision` is what it, or FairScale's flags, come to for one unit.
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fsdp.engine.trees import map_tensors
 
@@ -28,8 +29,8 @@ class MixedPrecision:
     torch's policies.
 
     Args:
-        param_dtype: of the gathered parameters and so of the computation; it is cast to just before the gather, which
-            moves half the bytes for 16 bits. None: the parameters' own.
+        param_dtype: of the unsharded parameters and so of the computation; shards are cast just before the all-gather,
+            which moves half the bytes for 16 bits. None: the parameters' own.
         reduce_dtype: in which gradients are sent and summed over ranks. None: the dtype of the computation. Where the
             library adds by itself (gloo on CPU, and over micro-batches), it adds in the shard's dtype all the same.
         buffer_dtype: of floating-point buffers. None leaves them as they are, because tables of positions and running
@@ -76,7 +77,7 @@ def check_dtype(name: str, dtype: Any) -> None:
 
 
 class InputCast(Enum):
-    """Which inputs a unit casts to the dtype of its computation."""
+    """The inputs that a unit casts to the dtype of its computation."""
 
     NONE = auto()
     OUTERMOST = auto()  # only where no unit of mixed precision is around it (FairScale's way)
@@ -86,7 +87,7 @@ class InputCast(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """What a unit does about dtypes, every default decided; None stands for "as the parameters are"."""
+    """The dtypes of one unit, every default decided; None stands for "as the parameters are"."""
 
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
@@ -99,7 +100,7 @@ class Precision:
     required: torch.dtype | None = None  # of the parameters that are trained
 
     def describe(self) -> dict[str, str]:
-        """All of it as text, the same on all ranks that have the same."""
+        """Return all of it as text, the same on all ranks that have the same."""
         kept = sorted(kind.__qualname__ for kind in self.kept)  # given in any order
         return {name: str(value) for name, value in (vars(self) | {"kept": kept}).items()}
 
@@ -126,7 +127,7 @@ class Precision:
         buffer_dtype: torch.dtype | None,
         force_input_to_fp32: bool,
     ) -> Precision:
-        """FairScale's arguments, with its defaults.
+        """Return the precision that FairScale's arguments ask for, with its defaults.
 
         Raises:
             ValueError: for flags that contradict each other.
@@ -161,15 +162,15 @@ class Precision:
         return self.compute is not None
 
     def without_casts(self) -> Precision:
-        """What holds for modules that are kept as they are."""
+        """Return the precision of modules that are kept as they are."""
         return replace(self, compute=None, reduce=None, buffers=None, required=None, inputs=InputCast.NONE)
 
     def compute_dtype(self, own: torch.dtype) -> torch.dtype:
-        """In which parameters of dtype `own` are gathered."""
+        """Return the dtype in which parameters of dtype `own` are unsharded."""
         return own if self.compute is None or own.is_complex else self.compute
 
     def reduce_dtype(self, own: torch.dtype) -> torch.dtype:
-        """In which gradients of such parameters are sent."""
+        """Return the dtype in which gradients of such parameters are sent."""
         return self.compute_dtype(own) if self.reduce is None or own.is_complex else self.reduce
 
     def check(self, name: str, dtype: torch.dtype, requires_grad: bool) -> None:
@@ -193,7 +194,7 @@ class Precision:
 
 
 def cast_floats(tree: Any, dtype: torch.dtype | None, only: Iterable[torch.dtype] | None = None) -> Any:
-    """The same nest with its floating-point tensors (those of `only` these dtypes) in `dtype`; None leaves them."""
+    """Return the same nest with its floating-point tensors (of `only` these dtypes) in `dtype`; None leaves them."""
 
     def cast(tensor: Tensor) -> Tensor:
         if dtype is not None and tensor.is_floating_point() and (only is None or tensor.dtype in only):
@@ -204,7 +205,7 @@ def cast_floats(tree: Any, dtype: torch.dtype | None, only: Iterable[torch.dtype
 
 
 class Buffers:
-    """The floating-point buffers of a unit, which are kept in `dtype` for computation and can be shown as they were.
+    """The floating-point buffers of a unit: kept in `dtype` for computation, and shown as they were when asked for.
 
     Args:
         modules: whose buffers they are.
@@ -233,11 +234,11 @@ class Buffers:
         self.__dict__.update(state | {"_sources": sources})
 
     def narrow(self) -> None:
-        """In the dtype of computation."""
+        """Show them in the dtype of computation."""
         self._replace(self._narrowed)
 
     def widen(self) -> None:
-        """In the dtype that they had at first: as they were if nothing was written since."""
+        """Show them in the dtype that they had at first: as they were if nothing was written since."""
         self._replace(self._widened)
         self._sources.clear()
 
@@ -260,3 +261,67 @@ class Buffers:
                 if id(buffer) not in done:
                     done[id(buffer)] = (buffer, new(buffer, own))
                 module._buffers[name] = done[id(buffer)][1]
+
+
+# --- modules that compute in full precision (`MixedPrecision.full_precision_modules`) ------------------------------
+
+
+def kept_modules(modules: Iterable[nn.Module], precision: Precision) -> dict[nn.Module, list[nn.Module]]:
+    """Return those of a unit's modules, outer before inner, that keep their precision, each with all that is inside.
+
+    Modules of which nothing would be cast are not kept: a unit that computes in float32 leaves it to autocast what
+    their inputs are.
+    """
+    kept: dict[nn.Module, list[nn.Module]] = {}
+    seen: set[nn.Module] = set()
+    for module in modules:
+        if isinstance(module, precision.kept) and module not in seen and _would_be_cast(module, precision):
+            kept[module] = list(module.modules())
+            seen.update(kept[module])
+    return kept
+
+
+def _would_be_cast(module: nn.Module, precision: Precision) -> bool:
+    params = [param.dtype for param in module.parameters() if param.is_floating_point()]
+    buffers = [buffer.dtype for buffer in module.buffers() if buffer.is_floating_point()]
+    return (
+        not (params or buffers)
+        or any({precision.compute_dtype(own), precision.reduce_dtype(own)} != {own} for own in params)
+        or any(precision.buffers not in (None, own) for own in buffers)
+    )
+
+
+def compute_in_own_dtype(module: nn.Module) -> list[RemovableHandle]:
+    """Have a module compute in its own dtype whatever comes in, and return what it does in the dtype that came in.
+
+    Returns:
+        What undoes this.
+    """
+    casts = _Casts(module)
+    return [
+        module.register_forward_pre_hook(casts.widen, with_kwargs=True),
+        module.register_forward_hook(casts.narrow),
+    ]
+
+
+class _Casts:
+    def __init__(self, module: nn.Module) -> None:
+        tensors = (
+            (inner, name)
+            for inner in module.modules()
+            for name, tensor in (*inner._parameters.items(), *inner._buffers.items())
+            if tensor is not None and tensor.is_floating_point()
+        )
+        self._first = next(tensors, None)
+        self._came_in: list[torch.dtype | None] = []  # of the calls that are running; a module may call itself
+
+    def widen(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        dtypes: set[torch.dtype] = set()
+        map_tensors(lambda tensor: dtypes.add(tensor.dtype) or tensor, (args, kwargs))  # type: ignore[func-returns-value]
+        floating = [dtype for dtype in dtypes if dtype.is_floating_point]
+        self._came_in.append(floating[0] if len(floating) == 1 else None)
+        return cast_floats((args, kwargs), getattr(*self._first).dtype if self._first else torch.float32)
+
+    def narrow(self, module: nn.Module, args: Any, output: Any) -> Any:
+        dtype = self._came_in.pop()
+        return output if dtype is None else cast_floats(output, dtype)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fsdp.distributed.collectives import Communicator, Pending, Tag
+from fsdp.distributed.communicator import label
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.labels import label
 
 # A reduction above this is limited by bandwidth, not by latency: it gains nothing from waiting for company.
 _SMALL_BYTES = 1 << 20
@@ -46,26 +46,30 @@ class Bucket:
             each = [_reduce_together(handles)]
         if first.reduce_comm.world_size > 1 or not first.is_replicated:
             yield
-        pieces = [each.pop(0).wait() for _ in list(each)]  # whole gradients that were sent are let go
-        if first.is_replicated:  # and has no hook, so that there is one piece
+        shards = [each.pop(0).wait() for _ in list(each)]  # unsharded gradients that were sent are let go
+        if first.is_replicated:  # and has no hook, so that there is one
             what = f"sum over replicas of {first.name}" + (f" to {last.name}" if last is not first else "")
             tag = tuple(handle.replica_tag for handle in handles)
-            summing = summed(first.replicas, pieces.pop(), first.gradients.dtype, what, tag)
-            pieces = [(yield from summing).to(first.flat_param.dtype)]
-        if len(pieces) < len(handles):
-            pieces = list(pieces[0].split([handle.layout.shard_numel for handle in handles]))
-        if not self.is_abandoned:
-            self._accept(handles, pieces)
+            summing = summed(first.replicas, shards.pop(), first.gradients.dtype, what, tag)
+            shards = [(yield from summing).to(first.flat_param.dtype)]
+        if self.is_abandoned:
+            return
+        divisors = [self.divisors[handle] for handle in handles]
+        if len(shards) < len(handles):
+            if len(set(divisors)) == 1:
+                shards, divisors = [_divided(shards[0], divisors[0])], [1.0] * len(handles)
+            shards = list(shards[0].split([handle.layout.shard_numel for handle in handles]))
+        for handle, shard, divisor in zip(handles, shards, divisors, strict=True):
+            handle.accept(_divided(shard, divisor))
 
-    def _accept(self, handles: Sequence[FlatParamHandle], pieces: Sequence[Tensor]) -> None:
-        for handle, piece in zip(handles, pieces, strict=True):
-            divisor = self.divisors[handle]
-            handle.accept(piece if divisor == 1.0 else piece.div_(divisor))
+
+def _divided(sums: Tensor, divisor: float) -> Tensor:
+    return sums if divisor == 1.0 else sums.div_(divisor)
 
 
 def _reduce_together(handles: Sequence[FlatParamHandle]) -> Pending:
     first, *_, last = handles
-    # Row r is what rank r receives: the r-th piece of every gradient, one after the other.
+    # Row r is what rank r receives: the r-th shard of every gradient, one after the other.
     rows = [handle.gradients.take().view(first.reduce_comm.world_size, -1) for handle in handles]
     what = f"reduce-scatter of {first.name} to {last.name}"
     together, dtype = torch.cat(rows, dim=1).view(-1), first.reduced_dtype
@@ -99,8 +103,8 @@ def summed(
     pending = comm.reduce_scatter(tensor, what, tag, wide)
     del tensor
     yield
-    piece = pending.wait().to(dtype)
-    pending = comm.all_gather(piece.new_empty(comm.world_size * piece.numel()), piece, what, tag)
+    shard = pending.wait().to(dtype)
+    pending = comm.all_gather(shard.new_empty(comm.world_size * shard.numel()), shard, what, tag)
     yield
     return pending.wait()[:numel]
 
@@ -126,7 +130,7 @@ class Reductions:
         self._companions.clear()
         filling: dict[tuple[Any, ...], tuple[list[FlatParamHandle], int]] = {}
         for handle in handles:
-            nbytes = handle.reduced_nbytes
+            nbytes = handle.layout.padded_numel * handle.gradients.dtype.itemsize
             if nbytes > min(_SMALL_BYTES, self._bucket_bytes) or handle.is_local or not handle.requires_grad:
                 continue
             ranks = (handle.reduce_comm, handle.replicas)
@@ -177,7 +181,7 @@ class Reductions:
 
     def _start(self, bucket: Bucket, keep: bool = False) -> None:
         # The new one is on its way before older ones are awaited, so the wire is not idle. Of those, only the youngest
-        # can hold a unit's whole gradient, and it is to send across while the others are awaited: so it is the first.
+        # can hold a unit's unsharded gradient, and is to send across replicas meanwhile: it goes first.
         older, started = [] if keep else self._in_flight[::-1], (bucket, bucket.reduce())
         self._in_flight.append(started)
         for reduction in (started, *older):

@@ -1,4 +1,4 @@
-"""What modules list among their parameters while a handle runs them, and what users have put there instead.
+"""A handle enters what it runs among the parameters of modules, and notices what users put there instead.
 
 Two things are told apart. An assignment (``module.weight = nn.Parameter(...)``) is a new value of the parameter, and is
 kept. A tensor that is *lent* for one call, by `torch.func.functional_call` and what is like it, is computed with, gets
@@ -48,7 +48,7 @@ class Listing(dict[str, Any]):
         self._registries[name] = registry
 
     def runs(self, name: object) -> bool:
-        """Whether a handle runs the parameter of this name."""
+        """Return whether a handle runs the parameter of this name."""
         return name in self._registries
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -83,11 +83,11 @@ class Forwarding(dict[str, Any]):
         self._wrapped, self._kind = wrapped, kind
 
     def forwards(self, name: str) -> bool:
-        """Whether a name is the wrapped module's."""
+        """Return whether a name is the wrapped module's."""
         return not super().__contains__(name) and name in self._wrapped().__dict__[self._kind]
 
     def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or self.forwards(str(name))
+        return super().__contains__(name) or name in self._wrapped().__dict__[self._kind]
 
     def __missing__(self, name: str) -> Any:
         if self.forwards(name):
@@ -105,16 +105,16 @@ class Forwarding(dict[str, Any]):
 
 
 class Looks(Protocol):
-    """What modules see of parameters, by their numbers."""
+    """The tensors that modules see of parameters, by their numbers."""
 
     def present(self, slot: int) -> Tensor:
-        """What they are to see now."""
+        """Return what they are to see now."""
 
     def is_own(self, slot: int, value: Any) -> bool:
-        """Whether they may have seen this before."""
+        """Return whether they may have seen this before."""
 
     def lendable(self, slot: int, tensor: Tensor) -> Tensor:
-        """What they can compute with of a tensor that is lent."""
+        """Return what they can compute with of a tensor that is lent."""
 
 
 class Registry:
@@ -153,12 +153,12 @@ class Registry:
 
     @property
     def is_lent(self) -> bool:
-        """Whether modules see none of it, but tensors that are lent in all of its places."""
+        """True if modules see none of it, but tensors that are lent in all of its places."""
         return bool(self.lent) and len(self.lent) == sum(map(len, self._places))
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """What optimizers see, each once."""
+        """The parameters that optimizers see, each once."""
         return list(dict.fromkeys(param for _, _, param in self.entries))
 
     def add(self, places: Sequence[ParamInfo], param: nn.Parameter) -> None:
@@ -256,7 +256,7 @@ class Registry:
         ]
 
     def assigned(self, slot: int) -> nn.Parameter:
-        """As `replacement`, between steps.
+        """Return the `replacement`, between steps.
 
         Raises:
             ValueError: besides, if a tie or hooks would be lost: of the parameter, only the values are kept.

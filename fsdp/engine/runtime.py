@@ -1,13 +1,13 @@
-"""When things happen: one `Runtime` for all units of a root, driven by their hooks.
+"""The runtime of a root: it decides when each unit is unsharded, resharded and reduced, driven by the units' hooks.
 
 A step, as the hooks report it:
 
-1. *Forward of a unit.* Its parameters are awaited; before it computes, the gather of the unit expected next is
-   issued, so that it travels while this one computes. Afterwards its memory is given back, unless backward needs
-   it at once (the root, the last unit of the forward) or the user asked to keep it.
+1. *Forward of a unit.* The unit is unsharded. Before it computes, the all-gather of the unit expected next is issued,
+   so that it travels while this one computes. Afterwards the unit is resharded, unless backward needs it at once (the
+   root, the last unit of the forward) or the user asked to keep it.
 2. *Backward reaches a unit's outputs.* The same, along the order that the last backward took.
-3. *A gradient is complete.* When the last parameter of a handle has its gradient the whole parameters are given
-   back and the reduction is started; it is finished when the next one has been started, or at the end.
+3. *A gradient is complete.* When the last parameter of a handle has its gradient the unit is resharded and the
+   reduction is started; it is finished when the next one has been started, or at the end.
 4. *Backward ends.* What did not complete (unused parameters) is settled, reductions are finished, units are idle.
 
 A backward may run inside of a forward: units whose forward is running stay in that state, and keep their parameters.
@@ -18,15 +18,15 @@ So at most the units in computation, one prefetched unit and two reductions are 
 from __future__ import annotations
 
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp.engine.agreement import agree, agree_on_values
 from fsdp.engine.autograd import BackwardPass, FollowedPass, in_backward
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.forward_hooks import Call
@@ -38,8 +38,9 @@ from fsdp.engine.participation import EvenRanks, Participation
 from fsdp.engine.reduction import Reductions
 from fsdp.engine.schedule import ExecutionOrder
 from fsdp.engine.shared_params import settle_shares
-from fsdp.engine.unit import TrainingState, Unit, own_modules, units_in
+from fsdp.engine.unit import TrainingState, Unit, units_in
 from fsdp.engine.usage import Usage
+from fsdp.engine.verify import agree, agree_on_values
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
 
 class Runtime:
-    """Decides when the units of one tree gather, free and reduce.
+    """The schedule of all units of one tree.
 
     Collective at construction: the ranks compare what they have built; their values at the first forward.
 
@@ -82,7 +83,7 @@ class Runtime:
         self._backward: BackwardPass | FollowedPass | None = None  # the one that is running, or that raised
         self.handles = [handle for unit in self.units for handle in unit.handles]
         self.participation: Participation = EvenRanks()
-        self._contents = {unit: Contents(unit) for unit in self.units}
+        self._contents = Contents(root.module)
         self._await_values = True  # some units, until it was looked at
         self._has_compared_values = False  # not yet: a checkpoint may be loaded before anything is computed
         # Whether a gradient has ever come; None before the first forward that may bring one.
@@ -141,15 +142,11 @@ class Runtime:
 
     def before_forward(self, unit: Unit, inputs: Any) -> None:
         """Hook: `unit` is about to compute."""
-        if unit.access.close_loading is not None:
-            unit.access.close_loading()  # a load that was given up by an exception
+        unit.end_load()
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
             self._refuse_training_while_summoned(unit)
             return
         call = Call(unit, recomputed=self.is_in_backward and in_backward())
-        if not call.recomputed and torch.is_grad_enabled() and self._contents[unit].have_changed():
-            self._refuse_strangers()
-            self._contents[unit] = Contents(unit)
         is_outermost = not call.recomputed and (not self._running or unit is self.root)
         if is_outermost:
             self._begin_forward(unit)
@@ -181,8 +178,13 @@ class Runtime:
                 )
         if DistributedDataParallel._active_ddp_module is not None:
             self._refuse_ddp(DistributedDataParallel._active_ddp_module)
+        if torch.is_grad_enabled() and self._contents.have_changed():
+            self._refuse_strangers()
+            self._contents = Contents(self.root.module)
+        # Not inside of a backward, where a gradient that was reduced and is not shown to the pieces yet looks the same.
         for handle in self.handles:
-            handle.forget_zeroed()
+            if handle.pieces is not None:
+                handle.pieces.forget_zeroed()
         self.trust_values(unit)
         self._forward_order.begin()
 
@@ -202,9 +204,7 @@ class Runtime:
         if not ours.isdisjoint(map(id, ddp._module_parameters)):  # private, and without those that it is to ignore
             raise RuntimeError(ddp_message(self.root.name))
 
-    def _unshard(
-        self, unit: Unit, *, is_backward: bool, is_recomputed: bool = False
-    ) -> ExecutionOrder[Unit] | None:
+    def _unshard(self, unit: Unit, *, is_backward: bool, is_recomputed: bool = False) -> ExecutionOrder[Unit] | None:
         """Unshard a unit, and start what comes next; returns the order that says so, None if ranks have none alike."""
         usual = self._backward_order if is_backward else self._forward_order
         order = self.participation.order(unit, usual, is_backward=is_backward, is_recomputed=is_recomputed)
@@ -280,10 +280,19 @@ class Runtime:
 
     def _end_failed_forward(self, unit: Unit) -> None:
         unit.state = TrainingState.IDLE
-        unit.reshard()
+        self._let_go(unit)
         self.participation.fail(unit)
         if not self._running:
-            self._end_forward(keep=False)
+            for other in self.units:
+                self._let_go(other)
+            with suppress(RuntimeError):
+                self._settle()
+
+    def _let_go(self, unit: Unit) -> None:
+        """Reshard after a failure: that of what is still in flight says no more than the error that is raised."""
+        for handle in unit.handles:
+            with suppress(RuntimeError):
+                handle.reshard()
 
     def give_up_forward(self, unit: Unit) -> None:
         """An exception that torch's hooks do not see (KeyboardInterrupt, say) has ended the unit's forward."""
@@ -338,7 +347,7 @@ class Runtime:
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether a backward of this root is running."""
+        """Return whether a backward of this root is running."""
         return self._backward is not None and self._backward.is_alive
 
     def ensure_backward(self) -> None:
@@ -351,7 +360,6 @@ class Runtime:
         self._begin_backward()
 
     def _begin_backward(self) -> None:
-        self.backward_mode = self.sync_gradients + 2 * all(handle.has_no_gradient for handle in self.handles)
         self._backward_order.begin()
         self.participation.begin_backward()
         for unit in self.units:
@@ -424,7 +432,7 @@ class Runtime:
         with torch.no_grad():
             for unit in reversed(self.units):
                 for handle in unit.handles:
-                    handle.call_hooks()
+                    handle.shard_gradient.call_hooks()
 
     def _reduce_rest(self) -> None:
         """Reduce what did not complete on every rank, and finish all reductions."""
@@ -472,7 +480,7 @@ class Runtime:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside accumulate whole gradients without reducing them."""
+        """Backwards inside accumulate unsharded gradients without reducing them."""
         self.ensure_idle("enter no_sync()", is_served=True)
         outer, self.sync_gradients = self.sync_gradients, False
         try:
@@ -482,7 +490,7 @@ class Runtime:
 
     @property
     def is_computing(self) -> bool:
-        """Whether a forward or backward is running."""
+        """Return whether a forward or backward is running."""
         return bool(self._running) or (self.is_in_backward and in_backward())
 
     def ensure_idle(self, what: str, *, is_served: bool = False) -> None:
@@ -508,7 +516,7 @@ class Runtime:
         self.root.policy.keeps_as_root = False
 
     def release(self) -> None:
-        """Free what is kept whole between passes (after `no_sync` without resharding, or without a backward)."""
+        """Reshard what is kept unsharded between passes (after `no_sync`, or without a backward)."""
         for unit in self.units:
             unit.reshard()
         self._settle()
@@ -544,14 +552,14 @@ class Runtime:
 
 
 class Contents:
-    """Which modules and parameters a unit's own modules hold.
+    """The modules and parameters that the modules of a tree hold.
 
-    Every forward in training asks whether these are others now, so the loops run in C. Modules may get other
+    Each forward in training asks whether these are others now, so the loops run in C. Modules may get other
     dictionaries (`nn.Sequential` does when a part of it is deleted): they are looked up each time.
     """
 
-    def __init__(self, unit: Unit) -> None:
-        self._modules = [module.__dict__ for module in own_modules(unit.module)]
+    def __init__(self, root: nn.Module) -> None:
+        self._modules = [module.__dict__ for module in root.modules()]
         self._held = self._look()
 
     def _look(self) -> tuple[list[Any], list[str]]:
@@ -560,12 +568,12 @@ class Contents:
         return list(chain.from_iterable(children)), list(chain.from_iterable(params))
 
     def have_changed(self) -> bool:
-        """Whether a module or a parameter was put into one of the modules since, or taken out."""
+        """Return whether a module or a parameter was put into one of the modules since, or taken out."""
         return self._look() != self._held
 
 
 def ddp_message(name: str) -> str:
-    """What is wrong with `DistributedDataParallel` around a sharded model, and what to do."""
+    """Return the message about `DistributedDataParallel` around a sharded model, with the remedy."""
     return (
         f"DistributedDataParallel has been given {name}, which is sharded: it takes the ranks' shards for copies of "
         "the same parameters, and overwrites them with those of its first rank. Leave it out: gradients are averaged "
@@ -588,7 +596,7 @@ def runtimes() -> list[Runtime]:
 
 
 def running() -> Runtime | None:
-    """Of the root whose forward or backward runs now; the one that began last, if there are several."""
+    """Return the runtime whose forward or backward runs now; the one that began last, if there are several."""
     runtime = None if _last is None else _last()
     return runtime if runtime is not None and runtime.is_computing else None
 
@@ -602,7 +610,6 @@ def refuse_missing_gradients(optimizer: str, shards: Collection[FlatParameter]) 
         if runtime.has_trained is False and any(one.flat_param in shards for one in runtime.handles):
             raise RuntimeError(
                 f"{optimizer}.step(): nothing in {runtime.root.name} has got a gradient since it was first used. What "
-                "it lists are shards, which backward(inputs=...) and torch.autograd.grad() don't find in the graph. "
-                "Call backward() without inputs, and requires_grad_(False) before the forward on what is to get no "
-                "gradient."
+                "it lists are shards, which torch.autograd.grad() doesn't find in the graph. Call backward(), which "
+                "takes them as its inputs as well."
             )

@@ -1,8 +1,7 @@
-"""In what order units run, learned by watching, so that the next one can be fetched before it is needed."""
+"""The order in which units run, learned by watching, so that the next one can be unsharded before it is needed."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -38,7 +37,8 @@ class ExecutionOrder(Generic[T]):
             self._on_course = self.is_settled = False
             return []
         ahead: list[T] = []
-        for following in itertools.islice(self._last, place + 1, None):
+        for number in range(place + 1, len(self._last)):
+            following = self._last[number]
             # A unit may run several times in a row (recomputed, or shared): what it needs is here already.
             if following is not item and not (ahead and following is ahead[0]):
                 ahead.append(following)
@@ -47,5 +47,5 @@ class ExecutionOrder(Generic[T]):
         return ahead
 
     def at_expected_end(self) -> bool:
-        """Whether the item entered last ended the last two passes as well."""
+        """Return whether the item entered last ended the last two passes as well."""
         return self.is_settled and self._on_course and len(self._current) == len(self._last)

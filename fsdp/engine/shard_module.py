@@ -15,13 +15,14 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fsdp.distributed.collectives import Communicator, communicator
-from fsdp.distributed.dtensor import check_ranks
-from fsdp.distributed.process_groups import Group, served_device
+from fsdp.distributed.collectives import Communicator, communicator, during
+from fsdp.distributed.communicator import Group, served_device
+from fsdp.distributed.consensus import from_everyone, peers_answer
+from fsdp.distributed.dtensor import check_ranks, local_part
 from fsdp.engine.flat_param import FlatParameter
-from fsdp.engine.flatten_params_wrapper import ShardedParamsWrapper
+from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper, ShardedParamsWrapper
 from fsdp.engine.forward_hooks import ForwardHooks
 from fsdp.engine.managed_params import (
     GroupKey,
@@ -35,15 +36,16 @@ from fsdp.engine.managed_params import (
     take_over,
 )
 from fsdp.engine.module_overrides import guard, move_values, refuse_shared_modules
+from fsdp.engine.names import clean_name
 from fsdp.engine.nn_utils import teach_torch
 from fsdp.engine.optimizer_hooks import watch_optimizers
 from fsdp.engine.options import Options
 from fsdp.engine.orig_params import NewPieces, Pieces
-from fsdp.engine.runtime import Runtime
+from fsdp.engine.runtime import Runtime, runtime_of
 from fsdp.engine.sharding_strategy import Groups, group_to_reduce_over
 from fsdp.engine.shared_params import claimed_in, refuse_nothing_own, wanted
-from fsdp.engine.synchronize import take_states_of_first
 from fsdp.engine.unit import Policy, Unit, own_modules, unit_of
+from fsdp.engine.verify import agree_on_plan
 
 # Elements: 16 bytes of any dtype that is trained in. Compilers of CUDA kernels copy what lies less well at every call.
 # Only where no checkpoint of FairScale's flat shards is to be read or written.
@@ -63,7 +65,7 @@ class Shard:
         places: for each original parameter, where it is used.
         listed_at: the modules, and the names there, that list the flat parameter itself.
         new_pieces: makes what modules list in its place.
-        nearby: the ranks that keep it unsharded between forward and backward.
+        post_forward_comm: the ranks that keep it unsharded between forward and backward.
         is_replicated: every rank has all of it.
     """
 
@@ -71,7 +73,7 @@ class Shard:
     places: list[Places]
     listed_at: Sequence[tuple[nn.Module, str]] = ()
     new_pieces: NewPieces | None = None
-    nearby: Communicator | None = None
+    post_forward_comm: Communicator | None = None
     is_replicated: bool = False
 
 
@@ -90,8 +92,8 @@ class ParamForm(Protocol):
     def names_shards(self) -> bool:
         """Return whether modules list, and save, a shard of each parameter under the parameter's name."""
 
-    def check(self, found: Found, tied: Found, module: nn.Module) -> None:
-        """Raise an error for parameters that cannot have this form."""
+    def prepare(self, found: Found, tied: Found, module: nn.Module) -> None:
+        """Raise an error for parameters that cannot have this form; have units inside share those that are tied."""
 
     def shard(self, found: Found, unit: Unit, make: MakeFlatParam) -> list[Shard]:
         """Shard the parameters, and take them out of their modules."""
@@ -129,7 +131,7 @@ def shard_module(
             shard.listed_at,
             reduce_comm,
             shard.new_pieces,
-            shard.nearby,
+            shard.post_forward_comm,
             shard.is_replicated,
         )
     unit.rename(type(module).__name__)
@@ -152,7 +154,7 @@ def _shard_params(
 ) -> tuple[Unit, Group, list[Shard]]:
     tied: Found = {}
     found = collect(module, ignored, tied if form.takes_tied else None, claimed_in(module), with_values=False)
-    form.check(found, tied, module)
+    form.prepare(found, tied, module)
     params_are_on = _device_of(found, module, groups.shard)
     device = options.device_for(params_are_on)
     reduce_group = group_to_reduce_over(reduce_over, groups.shard, device)
@@ -185,7 +187,11 @@ def _shard_params(
 
 def _device_of(found: Iterable[nn.Parameter], module: nn.Module, over: Group) -> torch.device:
     """Return where a module is: its own parameters, or what units inside of it compute on."""
-    inner = (unit for unit in map(unit_of, module.modules()) if unit is not None and (unit.own or unit.borrowed))
+    inner = (
+        unit
+        for unit in map(unit_of, module.modules())
+        if unit is not None and (unit.owned_handles or unit.borrowed_handles)
+    )
     if not found and (first := next(inner, None)) is not None:
         return first.device
     return device_of(found) or served_device(over)
@@ -219,6 +225,159 @@ def _make_unit(module: nn.Module, options: Options, groups: Groups, device: torc
     return unit
 
 
+def refuse_unwrappable(module: Any, ignored: Ignored, fully_sharded: type[Any]) -> None:
+    """Raise an error for what `FullyShardedDataParallel` cannot wrap.
+
+    Args:
+        module: what was given.
+        ignored: what in it is left alone.
+        fully_sharded: the class of modules that `fully_shard` was called on.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"FullyShardedDataParallel wraps an nn.Module, got a {type(module).__name__}")
+    managed = isinstance(module, FlattenParamsWrapper) and module._is_managed
+    if managed or ((unit := unit_of(module)) is not None and not unit.holds_nothing):
+        raise ValueError(
+            f"this {type(module).__name__} is wrapped already, and its wrapper has parameters of its own: wrap that "
+            "wrapper, or the modules around it"
+        )
+    if any(isinstance(inner, fully_sharded) for inner in module.modules()):
+        raise ValueError(
+            f"{type(module).__name__} is, or has inside, what fully_shard has sharded: use it for all modules of a "
+            "model, or the wrapper"
+        )
+    if all(ignored.has(inner, param) for inner in module.modules() for param in inner.parameters(recurse=False)):
+        raise ValueError(
+            f"{type(module).__name__} has no parameters to shard"
+            + (" that are not ignored" if ignored.parameters else "")
+            + ": leave it unwrapped, or wrap the module around it"
+        )
+
+
+def runtime_of_root(unit: Unit, method: str, kind: str = "FullyShardedDataParallel") -> Runtime:
+    """Return the runtime of an outermost unit; a method that is for those raises RuntimeError on others."""
+    runtime = runtime_of(unit)
+    if runtime.root is not unit:
+        raise RuntimeError(
+            f"{method} is for the outermost {kind}; this one ('{unit.name}') lies inside {runtime.root.name}. "
+            "Call it there."
+        )
+    return runtime
+
+
+# --- sync_module_states --------------------------------------------------------------------------------------------
+
+
+@during("FullyShardedDataParallel(sync_module_states=True)")
+def take_states_of_first(
+    module: nn.Module,
+    found: dict[nn.Parameter, Places],
+    ignored: Ignored,
+    ranks: Sequence[Communicator],
+    device: torch.device,
+) -> dict[nn.Parameter, Places]:
+    """Collective. Give a module that is about to be wrapped the values that it has on rank 0, one tensor at a time.
+
+    A rank needs no more memory for it, or that of the largest tensor if that is elsewhere or does not lie in one piece.
+    What is on the meta device, on other ranks than 0, gets memory on `device`; what is on all ranks, waits for values.
+
+    Args:
+        module: its buffers are sent, without those of inner units and of what is ignored.
+        found: the parameters to send, with their places; of `DTensor`s, the local parts.
+        ignored: what is left alone.
+        ranks: those that are to share it, and those that are to hold the same as this one.
+        device: where they communicate.
+
+    Returns:
+        `found`, with the parameters that are there now.
+
+    Raises:
+        RuntimeError: if the ranks have different parameters or buffers, naming the first rank that differs; if rank 0
+            has no values, and another rank has.
+    """
+    buffers = _buffers(module, ignored)
+    tensors: list[tuple[str, Tensor]] = [(places[0].fqn, param) for param, places in found.items()]
+    tensors += [(names[0], buffer) for buffer, names, _ in buffers]
+    described = [f"{name}{list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
+    # Across first, and then within: what the first rank of each group has, when it sends that, is rank 0's.
+    others = [comm for comm in reversed(ranks) if comm.world_size > 1]
+    waiting = [False] * len(tensors)
+    if others and peers_answer(ranks):
+        agree_on_plan(ranks, [(type(module).__name__, {"tensors": described})])
+        waiting = _waiting(tensors, ranks)
+    count = len(found)
+    if others:
+        found = {
+            param if waits else _with_memory(param, places, device): places
+            for (param, places), waits in zip(found.items(), waiting, strict=False)
+        }
+        for (buffer, _, entries), waits in zip(buffers, waiting[count:], strict=True):
+            if buffer.is_meta and not waits:
+                made = torch.empty_like(buffer, device=device)
+                for listed, name in entries:
+                    listed[name] = made
+    every = [*found, *(entries[0][0][entries[0][1]] for _, _, entries in buffers)]
+    sent = [tensor for tensor, waits in zip(every, waiting, strict=True) if not waits]
+    with torch.no_grad():
+        for comm in others:
+            for tensor in sent:
+                _send(comm, local_part(tensor).detach(), device)
+    return found
+
+
+def _waiting(tensors: Sequence[tuple[str, Tensor]], ranks: Sequence[Communicator]) -> list[bool]:
+    """Collective. Return which tensors no rank has values of."""
+    by_rank = from_everyone(ranks, bytes(tensor.is_meta for _, tensor in tensors))
+    waiting = [all(each) for each in zip(*by_rank, strict=True)]
+    for (name, _), waits, is_meta in zip(tensors, waiting, by_rank[0], strict=True):
+        if is_meta and not waits:
+            raise RuntimeError(
+                f"sync_module_states=True: {name} is on the meta device on rank 0, which is to send its values"
+            )
+    return waiting
+
+
+def _with_memory(param: nn.Parameter, places: Places, device: torch.device) -> nn.Parameter:
+    if not param.is_meta:
+        return param
+    made = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
+    for place in places:
+        place.module._parameters[place.name] = made
+    return made
+
+
+def _buffers(module: nn.Module, ignored: Ignored) -> list[tuple[Tensor, list[str], list[tuple[dict[str, Any], str]]]]:
+    """Return each buffer once, with its names and the entries that list it."""
+    names = {inner: clean_name(name) for name, inner in module.named_modules()}
+    found: dict[int, tuple[Tensor, list[str], list[tuple[dict[str, Any], str]]]] = {}
+    for inner in own_modules(module):
+        for name, buffer in inner._buffers.items() if inner not in ignored.modules else ():
+            if buffer is not None:
+                _, known_as, entries = found.setdefault(id(buffer), (buffer, [], []))
+                known_as.append(f"{names[inner]}.{name}".lstrip("."))
+                entries.append((inner._buffers, name))
+    return list(found.values())
+
+
+def _send(comm: Communicator, tensor: Tensor, device: torch.device) -> None:
+    """Overwrite a tensor with that of rank 0: as bytes, since no backend has all dtypes."""
+    if not tensor.numel():
+        return
+    in_place = tensor.device == device and tensor.is_contiguous()
+    if in_place:
+        sent = tensor
+    elif comm.rank == 0:
+        sent = tensor.to(device).contiguous()
+    else:
+        sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    comm.broadcast(sent.view(-1).view(torch.uint8)).wait()
+    if not in_place and comm.rank != 0:
+        tensor.copy_(sent)
+
+
+# --- the wrapper's form --------------------------------------------------------------------------------------------
+
+
 class WrapperForm:
     """The forms of `FullyShardedDataParallel`.
 
@@ -245,7 +404,7 @@ class WrapperForm:
     def names_shards(self) -> bool:
         return not self._flattens
 
-    def check(self, found: Found, tied: Found, module: nn.Module) -> None:
+    def prepare(self, found: Found, tied: Found, module: nn.Module) -> None:
         refuse_nothing_own(found, tied, type(module).__name__)
 
     def shard(self, found: Found, unit: Unit, make: MakeFlatParam) -> list[Shard]:

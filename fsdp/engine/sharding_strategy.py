@@ -1,4 +1,7 @@
-"""Which ranks share a unit's parameters, and which hold the same shards: groups, pairs, meshes and strategies."""
+"""`Groups` are the ranks that share a unit's parameters, and those that hold the same shards.
+
+Users give them as a group, a pair of groups, a mesh, or a strategy.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,23 @@ import torch
 import torch.distributed as dist
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator, communicator, during
-from fsdp.distributed.process_groups import Group, behind, default_group, number_of_groups, reduce_group
-from fsdp.engine.agreement import agree_on
+from fsdp.distributed.communicator import Group, behind, default_group, number_of_groups, reduce_group
+from fsdp.distributed.consensus import agree_on
 
 _HOST = torch.device("cpu")
 
 
 class ShardingStrategy(Enum):
-    """How parameters are spread over ranks, in the names of torch's FSDP1; its own members are taken as well.
+    """The way in which parameters are sharded over ranks; members of torch's enum of this name are taken as well.
 
-    Whole parameters are given back after forward by those that do not say otherwise.
+    Parameters are resharded after forward by those that do not say otherwise.
 
     Members:
         FULL_SHARD: over one group.
-        SHARD_GRAD_OP: the same, and whole parameters are kept from forward to backward (`reshard_after_forward` False).
+        SHARD_GRAD_OP: the same, and parameters stay unsharded from forward to backward (`reshard_after_forward` False).
         NO_SHARD: not; every rank has all of them, and gradients are averaged over the group.
         HYBRID_SHARD: over the ranks of one group, and the same again in each of several such groups.
-        _HYBRID_SHARD_ZERO2: the same, and whole parameters are kept from forward to backward.
+        _HYBRID_SHARD_ZERO2: the same, and parameters stay unsharded from forward to backward.
     """
 
     FULL_SHARD = auto()
@@ -42,12 +45,12 @@ class ShardingStrategy(Enum):
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether there are two groups."""
+        """Return whether there are two groups."""
         return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
     @classmethod
     def of(cls, given: Any) -> ShardingStrategy | None:
-        """What a user gave.
+        """Return the strategy that a user gave.
 
         Raises:
             TypeError: if it is no strategy of ours or of torch's.
@@ -62,7 +65,7 @@ class ShardingStrategy(Enum):
 
 
 def reshards_after_forward(given: Any, asked: bool) -> bool:
-    """`reshard_after_forward` under a strategy.
+    """Return what `reshard_after_forward` is under a strategy.
 
     Raises:
         TypeError: see `ShardingStrategy.of`.
@@ -74,8 +77,8 @@ def reshards_after_forward(given: Any, asked: bool) -> bool:
     if strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD) and not asked:
         other = "SHARD_GRAD_OP" if strategy is ShardingStrategy.FULL_SHARD else "_HYBRID_SHARD_ZERO2"
         raise ValueError(
-            f"sharding_strategy={strategy.name} gives whole parameters back after forward, and "
-            f"reshard_after_forward=False keeps them: leave one of the two out, or ask for {other}"
+            f"sharding_strategy={strategy.name} reshards after forward, and "
+            f"reshard_after_forward=False does not: leave one of the two out, or ask for {other}"
         )
     return asked
 
@@ -137,22 +140,22 @@ class Groups:
 
     @property
     def replicas(self) -> int:
-        """How many ranks hold the same shard."""
+        """Return how many ranks hold the same shard."""
         return 1 if self.replicate is None else self.replicate.size()
 
     def communicators(self, device: torch.device) -> tuple[Communicator, Communicator]:
-        """The ways to the ranks that share, and to those that hold the same."""
+        """Return communicators with the ranks that share parameters, and with those that hold the same shards."""
         replicas = LONE_RANK if self.replicate is None else communicator(self.replicate, device)
         return communicator(self.shard, device), replicas
 
     @classmethod
     def resolve(cls, given: Any, strategy: Any = None, reshards: bool = True) -> Groups:
-        """From the constructor's arguments. Collective over the ranks if two groups are given, or are to be made.
+        """Return the groups that were asked for. Collective over the ranks if two are given, or are to be made.
 
         Args:
             given: `process_group`.
             strategy: `sharding_strategy`, or None.
-            reshards: whether whole parameters are given back after forward.
+            reshards: whether parameters are resharded after forward.
 
         Raises:
             RuntimeError: without `torch.distributed`; if ranks disagree about what a machine is.
@@ -189,7 +192,7 @@ def _kind(given: Any) -> str:
 
 
 def _pair_of(given: Any) -> tuple[Group, Group] | None:
-    """The groups to shard and to replicate over, if two are given."""
+    """Return the groups to shard and to replicate over, if two are given."""
     if _is_mesh(given):
         if given.get_coordinate() is None:
             raise ValueError(
@@ -222,7 +225,7 @@ def _group_of(given: Any) -> Group:
 
 
 def ranks_of(group: Any) -> Sequence[int]:
-    """The numbers of a group's ranks, in its order; of the user's own objects, what can be known of them."""
+    """Return the numbers of a group's ranks, in its order; of the user's own objects, what can be known of them."""
     try:
         return dist.get_process_group_ranks(behind(group))
     except (ValueError, RuntimeError, KeyError, AttributeError, TypeError):
@@ -238,7 +241,7 @@ _post_forward_groups: dict[tuple[Any, int], Group] = {}
 
 @during("FullyShardedDataParallel() or fully_shard()")
 def _all_ranks(shard: Group, replicate: Group) -> frozenset[int]:
-    """Collective the first time. The ranks of the rectangle that two groups of this rank are sides of.
+    """Collective the first time. Return the ranks of the rectangle that two groups of this rank are sides of.
 
     Raises:
         ValueError: if there is none.
@@ -259,7 +262,10 @@ def _all_ranks(shard: Group, replicate: Group) -> frozenset[int]:
 
 
 def _check_rectangle(rows: Sequence[Any], columns: Sequence[Any], shard: Group, replicate: Group) -> None:
-    """Rows are the shard groups of all replicas, columns the replicas of all in the shard group."""
+    """Raise ValueError unless the groups of all ranks are the sides of one rectangle.
+
+    Rows are the shard groups of all replicas, columns the replicas of all in the shard group.
+    """
     flat = [rank for row in rows for rank in row]
     turned = [list(row) for row in zip(*columns, strict=True)] if len({*map(len, columns)}) == 1 else []
     if len(set(flat)) == len(flat) and [list(row) for row in rows] == turned:
@@ -274,7 +280,7 @@ def _check_rectangle(rows: Sequence[Any], columns: Sequence[Any], shard: Group, 
 
 
 def _by_machine(group: Group) -> tuple[Group, Group | None]:
-    """Collective the first time. Within the machine and across, for one group of ranks on several machines."""
+    """Collective the first time. Return the groups within the machine and across machines, for a group over several."""
     if group.size() == 1:
         return group, None
     given = os.environ.get("LOCAL_WORLD_SIZE", "missing")
@@ -294,7 +300,7 @@ def _split(group: Group, local: int, given: str) -> tuple[Group, Group | None]:
     if len({len(row) for row in rows}) != 1:
         raise ValueError(
             f"HYBRID_SHARD over one group shards within each machine, and LOCAL_WORLD_SIZE (which torchrun sets) is "
-            f"{given}: that does not cut ranks {ranks} into equal machines. Start with torchrun, or say which ranks "
+            f"{given}: that does not split ranks {ranks} into equal machines. Start with torchrun, or say which ranks "
             "share: process_group=(shard_group, replicate_group), or a 2-D DeviceMesh."
         )
     if len(rows) == 1:
@@ -308,13 +314,13 @@ def post_forward_group(group: Group, size: int) -> Group | None:
     """Collective the first time. Of this rank and the ones beside it in a group, so many together; None for one or all.
 
     Raises:
-        ValueError: if the group cannot be cut like this.
+        ValueError: if the group cannot be split like this.
     """
     ranks = list(ranks_of(group))
     if size < 1 or len(ranks) % size:
         raise ValueError(
-            f"reshard_after_forward={size} keeps whole parameters among {size} ranks each, and {len(ranks)} ranks "
-            "cannot be cut into such parts: give a number that divides theirs, True or False"
+            f"reshard_after_forward={size} keeps parameters among {size} ranks each, and {len(ranks)} ranks "
+            "cannot be split like this: give a number that divides theirs, True or False"
         )
     if size in (1, len(ranks)):
         return None
@@ -325,7 +331,7 @@ def post_forward_group(group: Group, size: int) -> Group | None:
 
 
 def _new_group(group: Group, parts: Sequence[Sequence[int]]) -> Group:
-    """Collective over `group`. The new group of this rank, when each of the parts becomes one."""
+    """Collective over `group`. Return the new group of this rank, when each of the parts becomes one."""
     mine = dist.get_rank()
     if group.size() == dist.get_world_size():
         made = [dist.new_group(list(part)) for part in parts]

@@ -3,37 +3,40 @@
 A tied parameter belongs into a unit that contains all of its uses. Where modules with a tied parameter are wrapped
 one by one, with ``flatten_parameters=False``, the first one takes it and the others *want* it. When such a wrapper is
 given it, the handle gets the other's places as well: there is one shard, one leaf, one gradient. Before the units are
-used, the handle moves to the lowest unit around all of them, which gathers it for the whole of its own forward and
+used, the handle moves to the lowest unit around all of them, which unshards it during all of its own forward and
 backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
+from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.managed_params import Places, lender_of, taken_over
+from fsdp.engine.managed_params import Places, follow_flat_param, lender_of, taken_over
 from fsdp.engine.names import clean_name
 from fsdp.engine.precision import Precision
+from fsdp.engine.state_requests import Exporting
 from fsdp.engine.unit import Share, TrainingState, Unit, Wanted, unit_of, units_in
 
 
 def wanted(tied: Mapping[nn.Parameter, Places]) -> list[Wanted]:
-    """What `collect` found to be taken by others, with who took it."""
+    """Return what `collect` found to be taken by others, with the units that took it."""
     found = []
     for param, places in tied.items():
         owner, taken = lender_of(param), taken_over(param)
         if owner is not None and taken is not None and taken.flat_param is not None:
             shard = taken.flat_param()
-            found += [Wanted(handle, owner, places) for handle in owner.own if handle.flat_param is shard]
+            found += [Wanted(handle, owner, places) for handle in owner.owned_handles if handle.flat_param is shard]
     return found
 
 
 def claimed_in(module: nn.Module) -> set[tuple[nn.Module, str]]:
-    """The places in a module tree of what units in it want: no unit around them is to take that."""
+    """Return the places in a module tree of what units in it want, which no unit around them is to take."""
     units = filter(None, map(unit_of, module.modules()))
     return {(place.module, place.name) for unit in units for one in unit.wanted for place in one.places}
 
@@ -47,7 +50,7 @@ def share(unit: Unit, param: Any) -> None:
         )
     asked = next((one for one in unit.wanted if _is_of(one.handle, param)), None)
     if asked is None:
-        if any(_is_of(handle, param) for handle in unit.borrowed):
+        if any(_is_of(handle, param) for handle in unit.borrowed_handles):
             return
         open_ones = ", ".join(one.places[0].fqn for one in unit.wanted) or "none"
         raise ValueError(
@@ -91,6 +94,61 @@ def _check(unit: Unit, asked: Wanted) -> None:
                 f"append_shared_param: {name} and {_name(asked.handle)} of {owner.name} are one parameter, but their "
                 f"wrappers differ in {what}. Wrap both with the same."
             )
+
+
+def split_off(param: nn.Parameter, owner: Unit | None) -> None:
+    """Give an original parameter that `owner` took with others a flat parameter of its own. Not collective.
+
+    Under `fully_shard` a module may be tied to one that was sharded before it. What they share has to be a handle by
+    itself, which the unit around both can run.
+
+    Raises:
+        RuntimeError: if the owner was used already.
+    """
+    taken = taken_over(param)
+    shard = None if taken is None or taken.flat_param is None else taken.flat_param()
+    handle = next((one for one in owner.owned_handles if one.flat_param is shard), None) if owner is not None else None
+    if taken is None or owner is None or handle is None or len(handle.places) == 1:
+        return
+    if owner.runtime is not None:
+        raise RuntimeError(
+            f"{taken.description} is tied to a parameter of a module that is sharded now, after its own was used "
+            "already. Call fully_shard on all modules before the first forward."
+        )
+    handle.absorb()
+    rest = [slot for slot in range(len(handle.places)) if slot != taken.slot]
+    parts = [_split_out(owner, handle, slots) for slots in ([taken.slot], rest)]
+    handle.registry.leave()
+    for kept in (owner.owned_handles, owner.handles):
+        at = kept.index(handle)
+        kept[at : at + 1] = parts
+    for part in parts:
+        part.registry.enter()
+        part.fill_places()
+
+
+def _split_out(owner: Unit, handle: FlatParamHandle, slots: Sequence[int]) -> FlatParamHandle:
+    """Return a handle for some of the parameters of another one, with a copy of their part of the shard."""
+    from fsdp.engine.dtensor_params import RowPieces  # imports DTensor, which takes a second
+
+    old, pieces = handle.flat_param, handle.pieces
+    if not isinstance(pieces, RowPieces):
+        raise TypeError(f"{handle.name} is not in rows")
+    flat_param = FlatParameter.part_of_shard(old, slots, handle.comm.rank, handle.comm.world_size)
+    flat_param.fingerprints = handle.fingerprints and handle.fingerprints.only(slots)
+    made = FlatParamHandle(
+        flat_param,
+        [handle.places[slot] for slot in slots],
+        handle.comm,
+        handle.reduce_comm,
+        handle.replicas,
+        [],
+        handle.precision,
+        owner.on_gradient,
+        partial(RowPieces, mesh=pieces.mesh, params=[pieces.params[slot] for slot in slots]),
+    )
+    follow_flat_param(old, {slot: (flat_param, number) for number, slot in enumerate(slots)})
+    return made
 
 
 def refuse_nothing_own(found: Mapping[nn.Parameter, Places], tied: Mapping[nn.Parameter, Places], kind: str) -> None:
@@ -180,7 +238,7 @@ def _lowest_around(members: Sequence[Unit], root: Unit, units: Sequence[Unit]) -
 
 
 def _reaches(root: Unit, modules: set[nn.Module], without: Unit) -> bool:
-    """Whether any of `modules` runs in the root's tree without being inside of the unit `without`."""
+    """Return whether any of `modules` runs in the root's tree without being inside of the unit `without`."""
     seen: set[nn.Module] = set()
     ahead = [root.module]
     while ahead:
@@ -194,15 +252,15 @@ def _reaches(root: Unit, modules: set[nn.Module], without: Unit) -> bool:
 
 
 def exported_around(unit: Unit) -> set[int]:
-    """Addresses of shared parameters that belong to the state dict of a unit around this one, which is being taken."""
-    around = [one for _, inner in units_in(unit) for one in inner.shares if one.holder.access.is_exporting]
+    """Return addresses of shared parameters in the state dict of a unit around this one, which is being taken."""
+    around = [one for _, inner in units_in(unit) for one in inner.shares if one.holder.request(Exporting)]
     places = [one.handle.places[0][0] for one in around if one.handle.is_exposed]
     values = [place.module._parameters[place.name] for place in places]
     return {value.data_ptr() for value in values if value is not None}
 
 
 def keys_of(unit: Unit) -> set[str]:
-    """The names, from the unit's module, of all parameters that its modules see whole when it is exposed."""
+    """Return the names, from the unit's module, of all parameters that its modules see when they are summoned."""
     shared = {one.handle for one in unit.shares}
     keys = {place.fqn for handle in unit.handles if handle not in shared for used in handle.places for place in used}
     if shared:
@@ -219,7 +277,7 @@ def _dtypes(precision: Precision) -> tuple[Any, ...]:
 
 
 def _is_of(handle: FlatParamHandle, param: Any) -> bool:
-    """Whether `param` is the handle's: the original, its shard, or what modules show of it."""
+    """Return whether `param` is the handle's: the original, its shard, or what modules show of it."""
     taken = taken_over(param) if isinstance(param, Tensor) else None
     if taken is not None:
         return taken.flat_param is not None and taken.flat_param() is handle.flat_param

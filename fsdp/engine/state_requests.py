@@ -1,16 +1,19 @@
-"""How a state dict is being taken or loaded, for all units of a tree: decided by the outermost, once."""
+"""Requests: what is being done with the state of units, while it is being done; see `Unit.request`.
+
+A unit has at most one of each kind. How a state dict is taken or loaded is decided by the outermost unit, for all.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from fsdp.engine.agreement import Ranks, from_everyone, number_among
-from fsdp.engine.unit import Unit, units_in
+from fsdp.distributed.consensus import Ranks, from_everyone, number_among
+from fsdp.engine.unit import Unit, serving, units_in
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,32 @@ class Saving:
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank is to have it."""
+        """Return whether this rank is to have it."""
         return not self.rank0_only or number_among(self.ranks) == 0
 
     def is_at_first(self, unit: Unit) -> bool:
-        """Whether only the first of the unit's ranks needs its parameters."""
+        """Return whether only the first of the unit's ranks needs its parameters."""
         return self.rank0_only and tuple(self.ranks) == unit.everyone
+
+
+class Exporting:
+    """The state dict of the unit itself is being taken, not that of one around it."""
+
+
+class LocalState:
+    """State dicts are of the shards."""
+
+
+class ShardedState:
+    """Modules list this rank's parts of parameters, for a sharded state dict."""
+
+
+class Filling:
+    """Modules give their parameters first values."""
+
+
+class Converting:
+    """The module is being cast or moved."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +67,15 @@ class LoadPass:
     """A state dict is being loaded.
 
     Args:
-        is_trial: it is only to be found out whether it fits; there are shapes, and no values.
-        read: units whose values may be read by it.
+        read: units whose values may be read by it; None if it only copies.
         source: the first rank, if only that one has the values.
     """
 
-    is_trial: bool = False
-    read: frozenset[Unit] = frozenset()
+    read: frozenset[Unit] | None = None
     source: FirstRank | None = None
 
     def source_of(self, unit: Unit) -> FirstRank | None:
-        """Who has the values of the unit's parameters; None if every rank, as of units with ranks of their own."""
+        """Return the rank that alone has the values of a unit's parameters; None if every rank has them."""
         return self.source if self.source is not None and self.source.serves(unit) else None
 
 
@@ -64,7 +85,7 @@ class Summoning:
 
     Args:
         keeps_changes: they are sharded again with what was changed.
-        with_grads: whole gradients are shown.
+        with_grads: unsharded gradients are shown.
         rank0_only: only the first rank has them.
         on_host: they are in host memory.
     """
@@ -109,11 +130,11 @@ class FirstRank:
         self.is_over = False  # a rank failed, or all is done
 
     def serves(self, unit: Unit) -> bool:
-        """Whether a unit's parameters are shared by just these ranks."""
+        """Return whether a unit's parameters are shared by just these ranks."""
         return tuple(self.ranks) == unit.everyone
 
     def tell(self, changed: Sequence[Sequence[int]], problem: str = "") -> list[list[int]]:
-        """Collective. What the first rank has changed.
+        """Collective. Return what the first rank has changed.
 
         Raises:
             RuntimeError: on every rank, if one has a problem, naming it.
@@ -144,28 +165,15 @@ class FirstRank:
 
 @contextmanager
 def saving(root: Unit, form: Saving) -> Iterator[Saving]:
-    """All units of the tree take a state dict in this form, or in that which a unit around them has chosen."""
-    if root.access.saving is not None:
-        yield root.access.saving
+    """Have all units of the tree take a state dict in this form, or in that which a unit around them has chosen."""
+    outer = root.request(Saving)
+    if outer is not None:
+        yield outer
         return
-    units = [unit for _, unit in units_in(root)]
-    for unit in units:
-        unit.access.saving = form
-    try:
+    with serving([unit for _, unit in units_in(root)], form):
         yield form
-    finally:
-        for unit in units:
-            unit.access.saving = None
 
 
-@contextmanager
-def loading(root: Unit, form: LoadPass) -> Iterator[None]:
-    """All units of the tree load a state dict in this form."""
-    units = [unit for _, unit in units_in(root)]
-    for unit in units:
-        unit.access.loading = form
-    try:
-        yield
-    finally:
-        for unit in units:
-            unit.access.loading = None
+def loading(root: Unit, form: LoadPass) -> AbstractContextManager[None]:
+    """Have all units of the tree load a state dict in this form."""
+    return serving([unit for _, unit in units_in(root)], form)

@@ -1,4 +1,4 @@
-"""Tensors inside of whatever nest of containers modules take and return."""
+"""Tensors inside of the containers that modules take and return."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _mapped(function: Callable[[Tensor], Tensor], tree: Any) -> tuple[Any, bool]
 
 
 def _changed(function: Callable[[Tensor], Tensor], values: dict[Any, Any]) -> dict[Any, Any]:
-    """Of these values, the new ones of those that change."""
+    """Return the new values of those that change."""
     results = {key: _mapped(function, value) for key, value in values.items()}
     return {key: value for key, (value, changed) in results.items() if changed}
 

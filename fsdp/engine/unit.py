@@ -5,25 +5,25 @@ A unit knows what belongs to it; when its parameters come and go is decided by t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator
-from fsdp.distributed.comm_hook import CommHook
+from fsdp.distributed.comm_hooks import CommHook
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.handle import FlatParamHandle, Phase
 from fsdp.engine.managed_params import Ignored
+from fsdp.engine.merged_writes import merge_written
 from fsdp.engine.names import clean_name, join
 from fsdp.engine.orig_params import NewPieces
-from fsdp.engine.precision import Buffers, Precision
-from fsdp.engine.precision_exclusions import compute_in_own_dtype, kept_modules
-from fsdp.engine.state_access import StateAccess
+from fsdp.engine.precision import Buffers, Precision, compute_in_own_dtype, kept_modules
 
 if TYPE_CHECKING:
     from fsdp.engine.managed_params import Places
@@ -32,8 +32,11 @@ if TYPE_CHECKING:
 _ATTRIBUTE = "_fsdp_unit"
 
 
+_Request = TypeVar("_Request")
+
+
 class TrainingState(Enum):
-    """What a unit is doing, in FairScale's names."""
+    """A unit is in one of these states; the names are FairScale's."""
 
     IDLE = auto()  # between its computations
     FORWARD = auto()  # its module's forward is running
@@ -86,8 +89,8 @@ class Policy:
     """The settings that users make for one unit: when it is resharded, and what is unsharded ahead of its turn.
 
     Attributes:
-        reshard_after_forward, reshard_after_backward: whether whole parameters are given back then.
-        forward_prefetch, backward_prefetch: units to gather ahead; None for those that are expected to come next.
+        reshard_after_forward, reshard_after_backward: whether the unit is resharded then.
+        forward_prefetch, backward_prefetch: units to unshard ahead; None for those that are expected to come next.
         keeps_as_root: it is outermost, and has its parameters from forward to backward, which begins with it.
     """
 
@@ -99,19 +102,19 @@ class Policy:
 
     @property
     def frees_after_forward(self) -> bool:
-        """Whether whole parameters are given back after a forward."""
+        """Return whether the unit is resharded after a forward."""
         return self.reshard_after_forward and not self.keeps_as_root
 
     def frees_after_backward(self, is_synchronised: bool) -> bool:
-        """Whether they are after a backward; what stays after forward also stays while gradients accumulate."""
+        """Return whether it is after a backward; what stays after forward also stays while gradients accumulate."""
         return self.reshard_after_backward and (is_synchronised or self.frees_after_forward)
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
-        """As a user says, also of the outermost unit."""
+        """Follow what a user says, also of the outermost unit."""
         self.reshard_after_forward, self.keeps_as_root = reshard, False
 
     def ahead(self, is_backward: bool) -> Sequence[Unit] | None:
-        """What is to be gathered ahead; None if the user has not said."""
+        """Return the units to unshard ahead; None if the user has not said."""
         return self.backward_prefetch if is_backward else self.forward_prefetch
 
     def of_copy(self) -> Policy:
@@ -184,15 +187,15 @@ class Unit:
         casting = kept if precision.is_mixed else {}
         self.hooks = [hook for outermost in casting for hook in compute_in_own_dtype(outermost)]  # on its modules
         self.precision = precision.without_casts() if module in self._kept else precision
-        self.access = StateAccess()
+        self.requests: dict[type[Any], Any] = {}  # what is being done with its state; see `request`
+        self.unfinished_load: Callable[[], None] | None = None  # shards what a load shows, also one that was given up
         self.buffers = Buffers([inner for inner in ours if inner not in self._kept], precision.buffers)
         self.in_full_precision = False
         self.is_inside_mixed = False  # a unit around it casts inputs
-        self._handles: list[FlatParamHandle] = []
-        self.own: list[FlatParamHandle] = []  # of the parameters that it took, whoever runs them
+        self.handles: list[FlatParamHandle] = []  # those that it runs, one for each flat parameter
+        self.owned_handles: list[FlatParamHandle] = []  # of the parameters that it took, whoever runs them
         self.wanted: list[Wanted] = []  # parameters of its module that another unit took
         self.shares: list[Share] = []  # what it uses together with other units, or runs for them
-        self._is_asleep = False  # its handles are copies and not complete
         self.policy = policy
         self.settings = dict(settings)
         self.predivide, self.postdivide = predivide, postdivide
@@ -211,26 +214,26 @@ class Unit:
         module.__dict__[_ATTRIBUTE] = self
         self.forward: UnitForward  # see `ForwardHooks`
 
-    @property
-    def handles(self) -> list[FlatParamHandle]:
-        """Those that it runs, one for each flat parameter."""
-        if self._is_asleep:
-            self.wake()
-        return self._handles
+    def __getattr__(self, name: str) -> Any:
+        # A copied unit has no `handles`, but incomplete ones, until all of its modules are there.
+        if name != "handles" or "_incomplete_handles" not in self.__dict__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self.wake()
+        return self.__dict__.get("handles", self.__dict__.get("_incomplete_handles"))
 
     @property
     def everyone(self) -> tuple[Communicator, Communicator]:
-        """Over the one and then the other, all ranks are reached that hold a part of it."""
+        """The communicators over which, one after the other, all ranks are reached that hold a part of it."""
         return self.comm, self.replicas
 
     @property
-    def borrowed(self) -> list[FlatParamHandle]:
-        """Of the parameters that it uses and another unit took."""
+    def borrowed_handles(self) -> list[FlatParamHandle]:
+        """The handles of parameters that it uses and another unit took."""
         return [one.handle for one in self.shares if self in one.members[1:]]
 
     @property
-    def seen(self) -> list[FlatParamHandle]:
-        """Those that it runs, and those that others run and its modules see."""
+    def visible_handles(self) -> list[FlatParamHandle]:
+        """The handles that it runs, and those that others run and its modules use."""
         shared = [handle for one in self.shares for handle in one.holder.handles if handle is one.handle]
         return list(dict.fromkeys([*self.handles, *shared]))
 
@@ -241,41 +244,50 @@ class Unit:
             "incomplete": set(),
             "unpassed": set(),
             "policy": self.policy.of_copy(),
-            "access": StateAccess(),
+            "requests": {},
+            "unfinished_load": None,
             # What moved to a unit around it is back: that may not be copied.
-            "_handles": list(self.own),
+            "_incomplete_handles": list(self.owned_handles),
             "shares": [one for one in self.shares if self in one.members],
         }
-        return self.__dict__ | forgotten | {"_is_asleep": True}
+        return {name: value for name, value in self.__dict__.items() if name != "handles"} | forgotten
 
     def wake(self) -> None:
         """Complete the handles of a copied or unpickled unit, if all of its modules are there by now."""
-        if any("places" not in handle.__dict__ for handle in self.__dict__.get("_handles", [self])):
+        handles = self.__dict__.get("_incomplete_handles")
+        if handles is None or any("places" not in handle.__dict__ for handle in handles):
             return  # units that share a parameter are copied from within each other
-        places = [place for handle in self._handles for used in handle.places for place in used]
-        if self._is_asleep and all("_parameters" in place.module.__dict__ for place in places):
-            self._is_asleep = False
-            for handle in self._handles:
-                handle.report_to(self.on_gradient)
-                handle.wake()
+        places = [place for handle in handles for used in handle.places for place in used]
+        if all("_parameters" in place.module.__dict__ for place in places):
+            self.handles = self.__dict__.pop("_incomplete_handles")
+            for handle in self.handles:
+                handle.wake(self.on_gradient)
 
     def ensure_runtime(self) -> UnitRuntime:
-        """The runtime; who has none yet and runs is the outermost unit: inner units' hooks run after outer ones'."""
+        """Return the runtime. A unit that has none and runs is the outermost: hooks of inner ones run later."""
         if self.runtime is None:
             self.runtime = self._new_runtime(self)
         return self.runtime
 
+    def request(self, kind: type[_Request]) -> _Request | None:
+        """Return the request of a kind (see `state_requests`) under which its state is; None if there is none."""
+        return self.requests.get(kind)
+
+    def end_load(self) -> None:
+        """Shard what a load that was given up by an exception has left unsharded."""
+        if self.unfinished_load is not None:
+            self.unfinished_load()
+
     def require_idle(self, what: str) -> None:
         """Raise RuntimeError inside a forward or backward; shard again what a load has left that was given up."""
-        if self.access.close_loading is not None:
-            self.access.close_loading()
+        self.end_load()
         if self.runtime is not None:
             self.runtime.ensure_idle(what)
 
     @property
     def holds_nothing(self) -> bool:
-        """Whether all parameters of its modules are other units'."""
-        return not (self.seen or self.own or self.wanted)
+        """Return whether all parameters of its modules are other units'."""
+        return not (self.visible_handles or self.owned_handles or self.wanted)
 
     def withdraw(self) -> None:
         """Leave the module as it was found: it could not be wrapped, or another unit takes over.
@@ -295,7 +307,7 @@ class Unit:
         del self.module.__dict__[_ATTRIBUTE]
 
     def on_gradient(self, handle: FlatParamHandle, slot: int, leaf: Tensor) -> None:
-        """A leaf's gradient is there (called by the handle's hooks)."""
+        """Hook of the handle: a leaf has its gradient."""
         if self.state in (TrainingState.IDLE, TrainingState.FORWARD) and self.runtime is not None:
             self.runtime.ensure_backward()  # of a parameter that was used outside of its unit's forward, or inside
         if handle.take_gradient(slot, leaf, self.predivide) and self.runtime is not None:
@@ -326,21 +338,21 @@ class Unit:
             new_pieces,
             post_forward_comm,
         )
-        self._handles.append(handle)
-        self.own.append(handle)
+        self.handles.append(handle)
+        self.owned_handles.append(handle)
         self.awaits_values |= bool(handle.valueless)
 
     def adopt(self, handle: FlatParamHandle) -> None:
         """Run a handle that another unit ran."""
         handle.compute_in_full(self.in_full_precision)
-        handle.report_to(self.on_gradient)
+        handle.on_gradient = self.on_gradient
         handle.comm_hook = self.comm_hook
-        self._handles.append(handle)
+        self.handles.append(handle)
 
     def give_up(self, handle: FlatParamHandle) -> None:
         """Leave it to another unit to run this handle."""
         handle.reshard()
-        self._handles.remove(handle)
+        self.handles.remove(handle)
         self.incomplete.discard(handle)
 
     def restore_order(self) -> None:
@@ -350,7 +362,10 @@ class Unit:
 
     def _restore_own_order(self) -> None:
         wanted = [place.module for one in self.wanted for place in one.places]
-        for module in {*wanted, *(place.module for handle in self.seen for used in handle.places for place in used)}:
+        for module in {
+            *wanted,
+            *(place.module for handle in self.visible_handles for used in handle.places for place in used),
+        }:
             params = dict(module._parameters)
             order = self.param_order.get(module, list(params))
             module._parameters.clear()
@@ -363,7 +378,7 @@ class Unit:
         return self.precision.without_casts() if is_kept else self.precision
 
     def places(self) -> Iterator[ParamInfo]:
-        """Where its original parameters are used."""
+        """Yield the places where its original parameters are used."""
         for handle in self.handles:
             for places in handle.places:
                 yield from places
@@ -378,7 +393,7 @@ class Unit:
             handle.renew_fingerprints()
 
     def describe(self) -> dict[str, Any]:
-        """All that the ranks must agree on, by what messages call it."""
+        """Return all that the ranks must agree on, by the names that messages use."""
         return {
             "parameters": [handle.describe() for handle in self.handles],
             **self.settings,
@@ -400,7 +415,7 @@ class Unit:
 
     @property
     def mode(self) -> str:
-        """Of its module, as users set it."""
+        """The mode of its module, as users set it."""
         return "train()" if self.module.training else "eval()"
 
     # --- what the runtime asks for ------------------------------------------------------------------------------
@@ -415,12 +430,15 @@ class Unit:
 
     @property
     def is_lent(self) -> bool:
-        """Whether its modules compute with nothing of it, but with what was given for one call."""
+        """Return whether its modules compute with tensors that were given for one call alone."""
         # What has no parameters of its own has a part if a unit inside of it has.
         units = [self] if self.handles else filter(None, map(unit_of, self.module.modules()))
-        handles = (handle for unit in units for handle in unit.handles)
-        first = next(handles, None)
-        return first is not None and first.registry.is_lent and all(handle.registry.is_lent for handle in handles)
+        handle = None
+        for unit in units:
+            for handle in unit.handles:
+                if not handle.registry.is_lent:
+                    return False
+        return handle is not None
 
     @property
     def is_gathering(self) -> bool:
@@ -428,11 +446,11 @@ class Unit:
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether its parameters are here, and as the shards are now."""
+        """Return whether its unsharded parameters are here, and as the shards are now."""
         return all(handle.is_unsharded for handle in self.handles)
 
     def compute_in_full(self, wanted: bool) -> None:
-        """Whether to compute in the shards' own precision from now on."""
+        """Compute in the shards' own precision from now on, or no longer."""
         if wanted is not self.in_full_precision:
             for handle in self.handles:
                 handle.compute_in_full(wanted)
@@ -469,7 +487,7 @@ class Unit:
             handle.reshard(keeps_post_forward_shard=keeps_post_forward_shard)
 
     def read_ahead(self) -> None:
-        """It will be gathered after the next one."""
+        """Begin to read shards from disk, which are unsharded after the next unit."""
         for handle in self.handles:
             handle.storage.read_ahead()
 
@@ -480,7 +498,7 @@ class Unit:
             handle.begin_backward(is_summing)
 
     def expect_gradients(self) -> None:
-        """Its backward begins, or begins again in a re-entrant checkpoint."""
+        """Expect gradients: a backward begins, or begins again in a re-entrant checkpoint."""
         self.incomplete = {handle for handle in self.handles if handle.requires_grad}
 
     def set_divide_factors(self, pre: float, post: float) -> None:
@@ -506,7 +524,7 @@ class Unit:
             handle.comm_hook = comm_hook
 
     def changed_since(self, shards: Sequence[Hashable]) -> bool:
-        """Whether a shard, or what is whole of it, was changed after a forward that saw it like this."""
+        """Return whether a shard, or its unsharded parameter, was changed after a forward that saw it like this."""
         return shards != [handle.shard_state for handle in self.handles] or any(
             handle.was_written and not handle.unsharded.is_shard for handle in self.handles
         )
@@ -514,13 +532,29 @@ class Unit:
     def take_written(self) -> None:
         """Collective if a forward has written to its weights: keep that."""
         for handle in self.handles:
-            handle.take_written()
+            merge_written(handle)
 
     def forget_written(self) -> None:
-        """What was written to its weights until now is not to be kept."""
+        """Do not keep what was written to its weights until now."""
         for handle in self.handles:
             if handle.phase is Phase.UNSHARDED:
                 handle.unsharded.rest()
+
+
+@contextmanager
+def serving(units: Iterable[Unit], request: object) -> Iterator[None]:
+    """Have the state of units under a request, instead of one of the same kind, while the context lasts."""
+    kind = type(request)
+    outer = {unit: unit.requests.get(kind) for unit in units}
+    for unit in outer:
+        unit.requests[kind] = request
+    try:
+        yield
+    finally:
+        for unit, before in outer.items():
+            del unit.requests[kind]
+            if before is not None:
+                unit.requests[kind] = before
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -553,6 +587,6 @@ def units_in(root: Unit) -> list[tuple[str, Unit]]:
 
 
 def _lists_meta(modules: Sequence[nn.Module]) -> bool:
-    """Whether modules list anything without values themselves."""
+    """Return whether modules list anything without values themselves."""
     tensors = (tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values()))
     return any(tensor is not None and tensor.is_meta for tensor in tensors)

@@ -1,16 +1,20 @@
-"""`UnshardedParameters`: a flat parameter gathered in one buffer, and what modules see of it.
+"""`UnshardedParameters`: a flat parameter gathered in one buffer, and the leaves that modules see of it.
 
 The buffer is one tensor made once, whose *storage* is freed and allocated again. The leaves are one per parameter,
 views of it made once and never again; modules compute with them, and autograd accumulates into them. They are made from
 ``.data``, so each has a version counter of its own: gathering into the buffer does not look to autograd like a change
 of the weights that it saved. The leaf of a parameter that is a `DTensor` is one again, around such a view.
+
+Between keeping the buffer from forward to backward (no second gather) and freeing it (the least memory) lies a
+`PostForwardShard`: the ranks of one machine, say, keep an equal part of it each, and backward gathers from those only.
+The idea is torch's ``reshard_after_forward=<int>``, and that of ZeRO++ (Wang et al., 2023: hierarchical partitioning).
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -18,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from fsdp.distributed.collectives import Communicator, Pending
 from fsdp.distributed.dtensor import MeshPart, local_part, memory_at, memory_of, set_local_part
 from fsdp.engine.autograd import FreedLeaves
 from fsdp.engine.flat_param import Attributes, ParamInfo, attributes_of, give_attributes
@@ -25,8 +30,49 @@ from fsdp.engine.layout import Layout
 from fsdp.engine.placeholder import Placeholder, is_model_under_way, sharded_message, sharded_weight, valueless_weight
 
 
+class PostForwardShard:
+    """This rank's shard of the unsharded parameters between forward and backward, over fewer ranks than usual.
+
+    Args:
+        comm: the ranks that keep the unsharded parameters together.
+
+    Attributes:
+        tag: its own among those of the communicator, once ranks have agreed.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.tag = 0
+        self._shard: Tensor | None = None
+        self._state: Hashable = None
+
+    def padded(self, numel: int) -> int:
+        """Return the size of a buffer that can be divided into equal shards."""
+        return -(-numel // self.comm.world_size) * self.comm.world_size
+
+    def keep(self, full: Tensor, state: Hashable) -> None:
+        """Keep this rank's shard of a buffer ``[padded]``, which was gathered from shards in this state."""
+        self._shard = full.detach().view(self.comm.world_size, -1)[self.comm.rank].clone()
+        self._state = state
+
+    def has(self, state: Hashable) -> bool:
+        """Return whether the parameters of shards in this state can be gathered from what is kept."""
+        return self._shard is not None and self._state == state
+
+    def gather(self, full: Tensor, name: str) -> Pending:
+        """Collective. Start to fill a buffer ``[padded]``; what is kept is let go afterwards."""
+        shard, self._shard = self._shard, None
+        if shard is None:
+            raise ValueError(f"{name}: nothing is kept")
+        return self.comm.all_gather(full, shard, f"all-gather of {name} from ranks nearby", self.tag)
+
+    def forget(self) -> None:
+        """Keep nothing."""
+        self._shard = None
+
+
 class Copies(NamedTuple):
-    """From where parameters are gathered to where they are whole. Like the leaves these views are made once."""
+    """Views from which, and to which, gathered parameters are copied. Like the leaves they are made once."""
 
     gathered: Tensor  # ``[padded_numel]``; its storage has memory during a gather only
     nbytes: int
@@ -35,7 +81,7 @@ class Copies(NamedTuple):
 
     @classmethod
     def between(cls, layout: Layout, full: Tensor) -> Copies:
-        """For a layout that does not gather parameters as they are shown."""
+        """Make those of a layout that does not gather parameters as they are shown."""
         gathered = full.new_empty(layout.padded_numel)
         made = cls(gathered, gathered.nbytes, *layout.pairs(gathered, full.detach()[: layout.unsharded_numel]))
         gathered.untyped_storage().resize_(0)
@@ -56,7 +102,7 @@ class UnshardedParameters:
         on_gradient: a method, held weakly: called with a parameter's number and leaf when autograd has finished its
             gradient.
         lent: the places that show, for one call, tensors that are not ours; see `fsdp.engine.registration`.
-        absent: for each, what modules see while it is not whole; None stands for placeholders, and for the leaves
+        absent: for each, what modules see while it is not unsharded; None stands for placeholders, and for the leaves
             where the buffer is the shard.
     """
 
@@ -94,7 +140,7 @@ class UnshardedParameters:
         self._numbers_placed = [number for number, view in enumerate(views) if view.numel()]
         self._leaves_placed = [self.leaves[number] for number in self._numbers_placed]
         self._offsets = [self._address_of(leaf) - full.data_ptr() for leaf in self._leaves_placed]
-        self._versions: list[int] | None = None
+        self._versions: tuple[int, ...] | None = None  # of the leaves, since when nothing was written
         if is_shard:
             self.rest()
         self._numbers: dict[Tensor, int] = {leaf: number for number, leaf in enumerate(self.leaves)}
@@ -115,6 +161,7 @@ class UnshardedParameters:
             self._swaps += [(place.module.__dict__, place, leaf, hidden) for place in used]
         self._find_rnns()
         self._copies = None if is_shard or layout.gathers_in_order else Copies.between(layout, full)
+        self._gathered = full[: layout.padded_numel] if self._copies is None else self._copies.gathered
         self.free()
 
     def _find_rnns(self) -> None:
@@ -144,12 +191,12 @@ class UnshardedParameters:
         self._is_copied = self._copies is not None and not directly
         if self._copies is not None and self._is_copied:
             self._copies.gathered.untyped_storage().resize_(self._copies.nbytes)
-            return self._copies.gathered
-        self.full.untyped_storage().resize_(self._nbytes)
-        return self.full if directly else self.full[: self._layout.padded_numel]
+        else:
+            self.full.untyped_storage().resize_(self._nbytes)
+        return self.full if directly else self._gathered
 
     def end_gather(self, *, is_wanted: bool = True) -> None:
-        """What was gathered is there: have it in the buffer."""
+        """Have in the buffer what was gathered, which is there now."""
         if self._copies is not None and self._is_copied:
             if is_wanted:
                 self.full.untyped_storage().resize_(self._nbytes)
@@ -157,7 +204,7 @@ class UnshardedParameters:
             self._copies.gathered.untyped_storage().resize_(0)
 
     def free(self) -> None:
-        """Give the buffer's memory back.
+        """Free the buffer's memory.
 
         Through the storage, not by dropping the tensor: autograd may have saved the leaves, and must find the data at
         the same place again after the next gather.
@@ -167,7 +214,7 @@ class UnshardedParameters:
             self._versions = None
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor's memory is the buffer's, and will be freed."""
+        """Return whether a tensor's memory is the buffer's, and will be freed."""
         return not self.is_shard and memory_of(tensor) == self.full.untyped_storage().data_ptr()
 
     def name_unit(self, unit: str) -> None:
@@ -182,19 +229,28 @@ class UnshardedParameters:
                 attributes[place.name] = leaf if is_unsharded else absent
         self.refresh_rnns()
 
-    def show(self) -> None:
-        """Let the modules see the parameters."""
-        self._freed.unseal()
+    def show(self) -> list[int]:
+        """Let the modules see the parameters.
+
+        Returns:
+            The numbers of those in whose places is something else now, as `disturbed` does.
+        """
+        disturbed: list[int] = []
         for attributes, place, leaf, absent in self._swaps:
-            if attributes.get(place.name) is absent:  # else a tensor is lent
+            value = attributes.get(place.name)
+            if value is absent:
                 attributes[place.name] = leaf
+            elif value is not leaf and (place.module, place.name) not in self._lent:
+                disturbed.append(self._numbers[leaf])
+        known = self._freed.unseal()
         if not self.is_shard:
-            self.rest()
+            self._versions = self._versions_now() if known is None else known
         if self._rnns:
             self.refresh_rnns()
+        return disturbed
 
     def hide(self) -> None:
-        """Let the modules see placeholders, or what else they see of parameters that are not whole."""
+        """Let the modules see placeholders, or what else they see of parameters that are sharded."""
         if not self._hides:
             return
         if torch.is_grad_enabled() and not self.is_shard:
@@ -206,12 +262,12 @@ class UnshardedParameters:
             self.refresh_rnns()
 
     def front(self, number: int, is_unsharded: bool) -> Tensor:
-        """What modules see of a parameter."""
+        """Return what modules see of a parameter."""
         own = self.leaves[number]
         return own if is_unsharded else next(absent for _, _, leaf, absent in self._swaps if leaf is own)
 
     def reveal(self, number: int) -> None:
-        """A parameter has values now: where the buffer is the shard, let modules see it from now on."""
+        """Let modules see a parameter that has values now, where the buffer is the shard."""
         shown = self.leaves[number]
         for at, (attributes, place, leaf, absent) in enumerate(self._swaps):
             if self.is_shard and leaf is shown:
@@ -220,19 +276,22 @@ class UnshardedParameters:
                     attributes[place.name] = leaf
 
     def refresh_rnns(self) -> None:
-        """Recurrent modules keep their weights in a list besides: make it what their attributes are."""
+        """Refresh the lists in which recurrent modules keep their weights besides."""
         for module in self._rnns:
             module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
     def rest(self) -> None:
-        """What is written to the leaves from now on is new."""
-        self._versions = [leaf._version for leaf in self.leaves]
+        """Take what is written to the leaves from now on for new."""
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> tuple[int, ...]:
+        return tuple([leaf._version for leaf in self.leaves])
 
     def written(self) -> list[int]:
         """The numbers of the leaves that were written since they are shown, or since `rest`."""
         if self._versions is None:
             return []
-        versions = [leaf._version for leaf in self.leaves]
+        versions = self._versions_now()
         moved = self.moved()
         if versions == self._versions and not moved:  # as after nearly every forward
             return []
@@ -277,7 +336,7 @@ def _reduce_leaf(leaf: weakref.ref[nn.Parameter], placeholder: Placeholder, prot
 
 
 def _apart(leaf: weakref.ref[nn.Parameter], placeholder: Placeholder) -> Tensor:
-    """A copy of a leaf with its values, if it has any: it may be met in a module that does not show it any more."""
+    """Return a copy of a leaf with its values, if it has any: a module may hold one that is not shown any more."""
     found = leaf()
     if found is None or (found.numel() and not local_part(found).untyped_storage().nbytes()):
         return placeholder

@@ -1,4 +1,4 @@
-"""Which parameters get a gradient in a backward, on which ranks: what has to be reduced, when, and what stays None.
+"""Ranks tell each other which parameters get a gradient, and so know what is reduced, and when.
 
 A parameter may be used on some ranks only. Then these complete its flat parameter's gradient at another time than the
 others, or never; but all ranks must reduce the same, at the same time, or they would wait for each other, or sum up
@@ -15,6 +15,8 @@ about again. And where ranks run different modules (`Participation.is_uneven`), 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any
 
 import torch
 
@@ -34,9 +36,9 @@ class _Among:
         self.forecast: Pending | None = None
         self.is_open = True  # not all is known before the end
 
-    def most(self, values: Sequence[int]) -> Pending:
-        """Collective. The largest of all ranks' values (below 256), one by one."""
-        told = torch.tensor(values, dtype=torch.uint8)
+    def largest(self, values: bytearray) -> Pending:
+        """Collective. Start to find the largest of all ranks' values, one by one."""
+        told = torch.frombuffer(values, dtype=torch.uint8)
         *within, last = self._comms
         for comm in within:
             told = comm.all_reduce(told.to(comm.talk_device), "max", "exchange of what gets a gradient").wait()
@@ -44,7 +46,7 @@ class _Among:
 
 
 class Usage:
-    """What the ranks of one root know of each other's gradients in the backward that runs, or ran last."""
+    """The ranks' knowledge of each other's gradients, in the backward of a root that runs or ran last."""
 
     def __init__(self) -> None:
         self._among: list[_Among] = []
@@ -67,7 +69,7 @@ class Usage:
                 by_ranks.setdefault((handle.reduce_comm, handle.replicas), []).append(handle)
         self._among = [_Among(ranks, some) for ranks, some in by_ranks.items()]
         for among in self._among if ranks_begin_together else ():
-            among.forecast = among.most([value for handle in among.handles for value in _forecast(handle)])
+            among.forecast = among.largest(_forecast(among.handles))
 
     def abandon(self) -> None:
         """After a backward that failed: take what other ranks have sent, which the next one would take for its own."""
@@ -77,7 +79,7 @@ class Usage:
                 pending.wait()
 
     def differs(self, handle: FlatParamHandle) -> bool:
-        """Whether ranks use different parameters of it, so that its reduction has to wait until backward has ended."""
+        """Return whether ranks use different parameters of a handle: its reduction waits until backward has ended."""
         self._read_forecasts()
         return handle in self._differing
 
@@ -85,20 +87,24 @@ class Usage:
         for among in self._among:
             if among.forecast is not None:
                 pending, among.forecast, among.is_open = among.forecast, None, False
-                values = iter(pending.wait().tolist())
+                told = pending.wait().tolist()
+                states, lacks = told[: len(told) // 2], told[len(told) // 2 :]
+                start = 0
                 for handle in among.handles:
-                    self._take_in(among, handle, [(next(values), next(values)) for _ in handle.layout.slots])
+                    stop = start + len(handle.layout.slots)
+                    self._take_in(among, handle, states[start:stop], lacks[start:stop])
+                    start = stop
 
-    def _take_in(self, among: _Among, handle: FlatParamHandle, told: Iterable[tuple[int, int]]) -> None:
-        """Of each parameter what the ranks have, and whether it trains on any without that a gradient would come."""
-        used = self._used[handle] = []
-        for has, lacks in told:
-            used.append(has)
-            if lacks and has == _COMING:
-                self._differing.add(handle)
-            elif lacks:
-                among.is_open = True
-        self._times[handle] = int(any(used))
+    def _take_in(self, among: _Among, handle: FlatParamHandle, states: list[int], lacks: list[int]) -> None:
+        """Note of each parameter what the ranks have, and whether it trains on any without that a gradient comes."""
+        self._used[handle] = states
+        self._times[handle] = int(any(states))
+        if any(lacks):
+            for state, is_lacking in zip(states, lacks, strict=True):
+                if is_lacking and state == _COMING:
+                    self._differing.add(handle)
+                elif is_lacking:
+                    among.is_open = True
 
     def end(self) -> None:
         """Collective. Autograd has ended: what was not known before."""
@@ -106,34 +112,47 @@ class Usage:
         for among in self._among:
             if not among.is_open:
                 continue
-            values = iter(among.most([value for handle in among.handles for value in _report(handle)]).wait().tolist())
+            values = iter(among.largest(bytearray(chain.from_iterable(map(_report, among.handles)))).wait().tolist())
             for handle in among.handles:
                 self._times[handle] = next(values)
                 self._used[handle] = [next(values) for _ in handle.layout.slots]
                 handle.gradients.awaited = ()
 
     def is_due(self, handle: FlatParamHandle) -> bool:
-        """Whether it still has to be reduced, with zeros for what there is no gradient of on this rank."""
+        """Return whether a handle has to be reduced yet, with zeros for what has no gradient on this rank."""
         return handle.gradients.times_taken < self._times.get(handle, 0) or not handle.gradients.is_empty
 
     def show_gradients(self) -> None:
         """After all reductions: have handles show their gradients, those of original parameters that any rank used."""
         for handle in self._handles:
             missed = [slot for slot, is_missed in enumerate(handle.gradients.missed) if is_missed]
-            handle.deliver(self._used.get(handle, handle.gradients.used), missed)
+            handle.shard_gradient.deliver(self._used.get(handle, handle.gradients.used), missed)
 
 
-def _forecast(handle: FlatParamHandle) -> Iterable[int]:
-    """For each parameter two numbers: what this rank has of its gradient, and whether none comes though it trains."""
-    coming = [[node is not None and will_run(node) for node in nodes] for nodes in handle.accumulators]
-    trains, *_ = handle.accumulators
-    handle.gradients.awaited = [any(each) for each in zip(*coming, strict=True)]
-    for node, comes, held in zip(trains, handle.gradients.awaited, handle.gradients.arrived, strict=True):
-        yield _COMING if comes else _HELD * held
-        yield node is not None and not comes
+def _forecast(handles: Iterable[FlatParamHandle]) -> bytearray:
+    """Return what this rank has of each parameter's gradient; and behind all, whether none comes though it trains."""
+    states, lacks = bytearray(), bytearray()
+    for handle in handles:
+        first, *others = [form.accumulators for form in handle.forms]
+        awaited = _coming(first)
+        for nodes in others:
+            awaited = [one or other for one, other in zip(awaited, _coming(nodes), strict=True)]
+        handle.gradients.awaited = awaited
+        if all(awaited):
+            states += bytes((_COMING,)) * len(awaited)
+            lacks += bytes(len(awaited))
+        else:
+            held = handle.gradients.arrived
+            states += bytes([_COMING if comes else _HELD * has for comes, has in zip(awaited, held, strict=True)])
+            lacks += bytes([node is not None and not comes for comes, node in zip(awaited, first, strict=True)])
+    return states + lacks
+
+
+def _coming(nodes: Sequence[Any]) -> list[bool]:
+    return [node is not None and will_run(node) for node in nodes]
 
 
 def _report(handle: FlatParamHandle) -> Iterable[int]:
-    """How often this rank reduces it, and for each parameter, whether there was a gradient."""
+    """Yield how often this rank reduces a handle, and for each parameter, whether there was a gradient."""
     yield handle.gradients.times_taken + (not handle.gradients.is_empty)
     yield from handle.gradients.arrived

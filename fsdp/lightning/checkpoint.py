@@ -262,8 +262,8 @@ def _load_numbered_state(model: fsdp.FullyShardedDataParallel, optimizer: Any, s
 
 def _names_in(model: fsdp.FullyShardedDataParallel, optimizer: Any) -> list[str]:
     """Collective. Return the names of an optimizer's parameters, in its order."""
-    whole = full_optim_state_dict(model, optimizer, recipient_rank=None) or {}
-    names = [name for group in whole["param_groups"] for name in group["params"]]
+    full = full_optim_state_dict(model, optimizer, recipient_rank=None) or {}
+    names = [name for group in full["param_groups"] for name in group["params"]]
     if len(names) != sum(len(group["params"]) for group in optimizer.param_groups):
         raise ValueError(
             "the checkpoint's optimizer state goes by the numbers of an unsharded model's parameters, and this "

@@ -75,11 +75,11 @@ class FullyShardedStrategy(DDPStrategy):
         cpu_offload: shards live in host memory, and the optimizer steps there.
         flatten_parameters, reshard_after_forward, move_grads_to_cpu, bucket_cap_mb: see `FullyShardedDataParallel`.
         fp32_reduce_scatter: with ``precision="bf16-mixed"`` or ``"16-mixed"``, sum gradients over the ranks in float32.
-        compute_dtype: with those, what to gather and compute in instead; otherwise the dtype that parameters must have.
+        compute_dtype: with those, the dtype of all-gathers and computation; otherwise that which parameters must have.
         min_num_params: without `auto_wrap_policy`, modules with so many parameters become units. Default: 100 million.
-        state_dict_to_cpu: gather whole states on the host; False: on the device.
+        state_dict_to_cpu: gather full states on the host; False: on the device.
         auto_wrap_policy: which modules become units: a policy as for `fsdp.auto_wrap`, or a set of classes of modules.
-        state_dict_type: "full" writes checkpoints as one file with whole tensors, gathered on the first rank, which
+        state_dict_type: "full" writes checkpoints as one file with unsharded tensors, gathered on the first rank, which
             other strategies read, too. "sharded" writes folders of `fsdp.save`, to which every rank writes its part,
             in the background with the plugin `AsyncCheckpointIO`. Both are read whichever is chosen.
         options: further arguments of `FullyShardedDataParallel`. Unless they say otherwise, optimizers see the original

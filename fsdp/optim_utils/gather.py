@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import Communicator
+from fsdp.distributed.consensus import agree_on_outcome, done_by_all, number_among
 from fsdp.distributed.dtensor import whole
-from fsdp.engine.agreement import agree_on_outcome, done_by_all, number_among
 from fsdp.optim_utils.full import copied_options
 from fsdp.optim_utils.params import OwnState, Parameters, own_state, parameters_of, root_of
 from fsdp.optim_utils.state import (

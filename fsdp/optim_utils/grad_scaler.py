@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from fsdp.distributed.collectives import communicator, during
+from fsdp.distributed.communicator import Group, default_group
 from fsdp.distributed.dtensor import missing_ranks
-from fsdp.distributed.process_groups import Group, default_group
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.runtime import runtimes
 

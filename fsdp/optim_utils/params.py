@@ -17,6 +17,7 @@ from torch import nn
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name, join
+from fsdp.engine.state_requests import Summoning
 from fsdp.engine.unit import TrainingState, Unit, unit_of_wrapper, units_in
 from fsdp.optim_utils.state import OptimParam, Original, grouped, params_of
 
@@ -45,7 +46,7 @@ class Parameters:
         places: dict[tuple[FlatParamHandle, int], Place] = {}
         for path, unit in units:
             prefix = "" if unit is root else f"{path}."
-            for handle in unit.own:
+            for handle in unit.owned_handles:
                 for one in params_of(handle, prefix, is_uncollected(unit)):
                     self._by_param[id(one.param)] = one
                     places |= {(handle, original.slot): (one, original) for original in one.originals}
@@ -55,7 +56,8 @@ class Parameters:
                 unsharded = Original(clean_name(name), param.shape)
                 numbered.append((OptimParam(param, None, (unsharded,)), unsharded))
                 self._by_param[id(param)] = numbered[-1][0]
-        self.listed = [one for param in wrapper.parameters() if (one := self.of(param)) is not None]
+        seen = map(self.of, wrapper.parameters())
+        self.listed = [one for one in seen if one is not None]
         listed = set(self.listed)
         self.by_number = {number: place for number, place in enumerate(numbered) if place[0] in listed}
         self.numbers = {original: number for number, (_, original) in self.by_number.items()}
@@ -78,7 +80,7 @@ class Parameters:
 
 def _in_order(unit: Unit) -> list[tuple[FlatParamHandle, int]]:
     """Return the parameters of a unit, in the order in which its modules listed them before."""
-    every = [(handle, slot) for handle in unit.own for slot in range(len(handle.layout.slots))]
+    every = [(handle, slot) for handle in unit.owned_handles for slot in range(len(handle.layout.slots))]
     at = {(place.module, place.name): key for key in every for place in key[0].places[key[1]]}
     wanted = ((module, name) for module, names in unit.param_order.items() for name in names)
     return list(dict.fromkeys([*(at[place] for place in wanted if place in at), *every]))
@@ -105,6 +107,14 @@ def is_uncollected(unit: Unit, root: Unit) -> bool:
     return is_alone or unit.settings["no_broadcast_optim_state"]
 
 
+def require_shards(root: Unit, what: str) -> None:
+    """Raise RuntimeError inside `summon_full_params`, where modules show no shards."""
+    inside = TrainingState.SUMMON_FULL_PARAMS
+    summoned = [unit.name for _, unit in units_in(root) if unit.state is inside or unit.request(Summoning) is not None]
+    if summoned:
+        raise RuntimeError(f"cannot {what}: {summoned[0]} is inside summon_full_params(). Leave it first.")
+
+
 def parameters_of(model: nn.Module, what: str) -> Parameters:
     """Return what an optimizer of the model may see.
 
@@ -113,10 +123,7 @@ def parameters_of(model: nn.Module, what: str) -> Parameters:
     """
     root = root_of(model)
     root.require_idle(what)
-    inside = TrainingState.SUMMON_FULL_PARAMS
-    summoned = [unit.name for _, unit in units_in(root) if unit.state is inside or unit.access.summoned is not None]
-    if summoned:
-        raise RuntimeError(f"cannot {what}: {summoned[0]} is inside summon_full_params(). Leave it first.")
+    require_shards(root, what)
     return Parameters(model, root, lambda unit: is_uncollected(unit, root))
 
 

@@ -24,8 +24,7 @@ from fsdp.optim_utils.state import (
     common_kinds,
     is_same,
     keys_with_elements,
-    kind_of,
-    odd_shape,
+    kinds_of,
     options_of,
     params_of,
 )
@@ -184,19 +183,13 @@ def _check_groups(optimizer: torch.optim.Optimizer, one: OptimParam, held: Mappi
 
 
 def _kinds(one: OptimParam, original: Original, state: Mapping[str, Any], has_elements: Mapping[str, bool]) -> Kinds:
-    kinds: Kinds = {}
     for key, value in state.items():
         if type(value) is not Tensor and not (value is None or isinstance(value, (int, float, complex))):
             raise ValueError(
                 f"the optimizer's state '{key}' of {original.name} is a {type(value).__name__}: what is neither a "
                 f"plain tensor nor a number cannot be sharded. {_ANEW}"
             )
-        shape = one.local_shape(original)
-        kind = kind_of(key, value, shape, has_elements)
-        if kind is None:
-            raise ValueError(odd_shape(key, original.name, value.shape, f"the parameter {tuple(shape)}", _ANEW))
-        kinds[key] = kind
-    return kinds
+    return kinds_of(original.name, state, one.local_shape(original), has_elements=has_elements, remedy=_ANEW)
 
 
 def _sharded(

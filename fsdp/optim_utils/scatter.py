@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fsdp.engine.agreement import done_by_all, from_everyone
+from fsdp.distributed.consensus import done_by_all, from_everyone
 from fsdp.engine.optimizer_hooks import state_of
 from fsdp.engine.state_requests import FirstRank
 from fsdp.optim_utils.full import ADDED, Given, given
@@ -17,7 +18,6 @@ from fsdp.optim_utils.gather import Window
 from fsdp.optim_utils.params import Parameters, Place, held_by, parameters_of, root_of
 from fsdp.optim_utils.state import (
     APART,
-    ELEMENTWISE,
     Elements,
     Kinds,
     Number,
@@ -26,9 +26,8 @@ from fsdp.optim_utils.state import (
     Value,
     common_kinds,
     keys_with_elements,
-    kind_of,
+    kinds_of,
     match_groups,
-    odd_shape,
     release,
 )
 from fsdp.state_dict.full import ensure_agreed
@@ -42,10 +41,8 @@ def become_shard(model: nn.Module, full: dict[str, Any]) -> dict[str, Any]:
     params = parameters_of(model, "shard an optimizer state")
     read = given(params, full)
     plans, groups = plans_for(params, read), groups_as_saved(read)
-    states = cut_states(plans, read, is_consumed=True)
-    for one, state in states.items():
-        have_types(state, state_of(one.param))
-    full |= dictionary_of(groups, states)
+    states = shard_states(plans, read, is_consumed=True)
+    full |= dictionary_of(groups, states, lambda one: state_of(one.param))
     for key in ADDED:
         full.pop(key, None)
     return full
@@ -56,10 +53,8 @@ def shard_for(model: nn.Module, full: Mapping[str, Any], optim: Any) -> dict[str
     params = parameters_of(model, "shard an optimizer state")
     read = given(params, full)
     plans, groups = plans_for(params, read), groups_as_now(params, read, optim)
-    states = cut_states(plans, read)
-    for one, state in states.items():
-        have_types(state, _live(optim, one))
-    return {**read.beside, **dictionary_of(groups, states)}
+    states = shard_states(plans, read)
+    return {**read.beside, **dictionary_of(groups, states, partial(_live, optim))}
 
 
 def load_full(model: nn.Module, optim: Any, full: Any, rank0_only: bool) -> None:
@@ -84,9 +79,7 @@ def _from_first(params: Parameters, optim: Any, full: Any, source: FirstRank) ->
     plans, found = described_by_first(params, source, read)
     groups = done_by_all([source.ranks], _LOAD, lambda: groups_as_now(params, found, optim))
     states = deal_states(params, plans, found, source, lambda one, key: _live(optim, one).get(key))
-    for one, state in states.items():
-        have_types(state, _live(optim, one))
-    return {**found.beside, **dictionary_of(groups, states)}
+    return {**found.beside, **dictionary_of(groups, states, partial(_live, optim))}
 
 
 def _live(optim: Any, one: OptimParam) -> Mapping[str, Any]:
@@ -117,13 +110,8 @@ def _plan(one: OptimParam, states: Mapping[Place, Mapping[str, Any]], has_elemen
                 f"the optimizer state has something of {there.name} and nothing of {original.name}; the two are in one "
                 f"flat parameter. {APART}"
             )
-        kinds[original] = {}
-        for key, value in states[one, original].items():
-            kind = kind_of(key, value, original.shape, has_elements)
-            if kind is None:
-                wanted = f"the parameter {tuple(original.shape)}"
-                raise ValueError(odd_shape(key, original.name, value.shape, wanted, ELEMENTWISE))
-            kinds[original][key] = kind
+        state = states[one, original]
+        kinds[original] = kinds_of(original.name, state, original.shape, has_elements=has_elements)
     return common_kinds(kinds)
 
 
@@ -131,7 +119,7 @@ def _plan(one: OptimParam, states: Mapping[Place, Mapping[str, Any]], has_elemen
 
 
 @torch.no_grad()
-def cut_states(plans: Plans, full: Given, is_consumed: bool = False) -> dict[OptimParam, dict[str, Any]]:
+def shard_states(plans: Plans, full: Given, is_consumed: bool = False) -> dict[OptimParam, dict[str, Any]]:
     """Return this rank's shard of everything, in tensors of its own on the host, or on disk.
 
     Args:
@@ -168,21 +156,6 @@ def _own(kind: Number | Value, rank: int) -> Any:
     if isinstance(value, list) and value and all(isinstance(each, Tensor) and each.dim() == 0 for each in value):
         return value[rank if rank < len(value) else 0].detach().clone()
     return value
-
-
-def have_types(state: dict[str, Any], live: Mapping[str, Any]) -> None:
-    """Have numbers be tensors, or the other way round, as an optimizer has them now: FairScale counts steps by numbers.
-
-    Args:
-        state: of a parameter, to be loaded; it is changed.
-        live: what the optimizer has of it now.
-    """
-    for key, value in state.items():
-        now = live.get(key)
-        if isinstance(now, Tensor) and now.dim() == 0 and isinstance(value, (int, float)):
-            state[key] = torch.tensor(value, dtype=now.dtype, device=now.device)
-        elif isinstance(value, Tensor) and value.dim() == 0 and isinstance(now, (int, float)):
-            state[key] = type(now)(value.item())
 
 
 # --- dictionaries for the optimizer ---------------------------------------------------------------------------------
@@ -234,15 +207,32 @@ def groups_as_now(params: Parameters, full: Given, optim: Any) -> list[tuple[dic
 
 
 def dictionary_of(
-    groups: Iterable[tuple[Mapping[str, Any], Sequence[OptimParam]]], states: Mapping[OptimParam, dict[str, Any]]
+    groups: Iterable[tuple[Mapping[str, Any], Sequence[OptimParam]]],
+    states: Mapping[OptimParam, dict[str, Any]],
+    live: Callable[[OptimParam], Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Return an optimizer's own dictionary for this rank: parameters are numbered as torch's optimizers do."""
+    """Return an optimizer's own dictionary for this rank: parameters are numbered as torch's optimizers do.
+
+    Numbers are tensors or not as in what the optimizer has now (`live`): FairScale counts steps by plain numbers.
+    """
     groups = list(groups)
     ids = {one: number for number, one in enumerate(one for _, members in groups for one in members)}
+    typed = {
+        one: {key: _as_type_of(live(one).get(key), value) for key, value in state.items()}
+        for one, state in states.items()
+    }
     return {
-        "state": {number: states[one] for one, number in ids.items() if one in states},
+        "state": {number: typed[one] for one, number in ids.items() if one in typed},
         "param_groups": [{**options, "params": [ids[one] for one in members]} for options, members in groups],
     }
+
+
+def _as_type_of(now: Any, value: Any) -> Any:
+    if isinstance(now, Tensor) and now.dim() == 0 and isinstance(value, (int, float)):
+        return torch.tensor(value, dtype=now.dtype, device=now.device)
+    if isinstance(value, Tensor) and value.dim() == 0 and isinstance(now, (int, float)):
+        return type(now)(value.item())
+    return value
 
 
 # --- from the first rank --------------------------------------------------------------------------------------------

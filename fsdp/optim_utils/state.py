@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator
+from fsdp.distributed.consensus import Ranks, from_everyone
 from fsdp.distributed.dtensor import MeshPart
-from fsdp.engine.agreement import Ranks, from_everyone
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.layout import Interval
 from fsdp.engine.offload import DiskStorage
@@ -273,18 +273,6 @@ def is_number(
     return not found and (len(shape) > 0 or not (has_elements or {}).get(key, key not in _NUMBERS))
 
 
-def kind_of(key: str, value: Any, shape: torch.Size, has_elements: Mapping[str, bool] | None = None) -> Kind | None:
-    """Return the kind of an optimizer's state; None for a tensor that is neither of the parameter's shape nor a number.
-
-    The arguments are those of `is_number`; `value` is the state.
-    """
-    if not isinstance(value, Tensor):
-        return Value(value)
-    if is_number(key, value.shape, shape, has_elements):
-        return Number(value.item(), value.dtype)
-    return Elements(value.dtype) if value.shape == shape else None
-
-
 def keys_with_elements(states: Iterable[tuple[torch.Size, Mapping[str, Any]]]) -> dict[str, bool]:
     """Return by key whether parameters with these shapes and states, of those not 0-d, have values for each element."""
     found: dict[str, bool] = {}
@@ -295,18 +283,55 @@ def keys_with_elements(states: Iterable[tuple[torch.Size, Mapping[str, Any]]]) -
     return found
 
 
+ELEMENTWISE = (
+    "Use an optimizer that works element by element (Adam, AdamW, SGD, ...), or leave these parameters unsharded with "
+    "ignored_parameters."
+)
+
+
 def odd_shape(key: str, name: str, found: Sequence[int], wanted: str, remedy: str) -> str:
-    """Return what to say of a tensor that has no kind."""
+    """Return what to say of a tensor that is of no kind."""
     return (
         f"the optimizer's state '{key}' of {name} has shape {tuple(found)}, and {wanted}: what is neither of the "
         f"parameter's shape nor a number cannot be sharded or put together. {remedy}"
     )
 
 
-ELEMENTWISE = (
-    "Use an optimizer that works element by element (Adam, AdamW, SGD, ...), or leave these parameters unsharded with "
-    "ignored_parameters."
-)
+def kinds_of(
+    name: str,
+    state: Mapping[str, Any],
+    shape: torch.Size,
+    whose: str = "the parameter",
+    has_elements: Mapping[str, bool] | None = None,
+    remedy: str = ELEMENTWISE,
+) -> Kinds:
+    """Return the kinds of a parameter's state.
+
+    Args:
+        name: of the parameter.
+        state: of it, or of a shard of it.
+        shape: of that.
+        whose: what messages call that.
+        has_elements: as for `is_number`.
+        remedy: for a tensor that is neither of that shape nor a number.
+
+    Raises:
+        TypeError: for state that is no mapping.
+        ValueError: for such a tensor.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"the optimizer's state of {name} is a {type(state).__name__} and no mapping")
+    kinds: Kinds = {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            kinds[key] = Value(value)
+        elif is_number(key, value.shape, shape, has_elements):
+            kinds[key] = Number(value.item(), value.dtype)
+        elif value.shape == shape:
+            kinds[key] = Elements(value.dtype)
+        else:
+            raise ValueError(odd_shape(key, name, value.shape, f"{whose} {tuple(shape)}", remedy))
+    return kinds
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -373,22 +398,14 @@ def own_kinds(
         TypeError: for state that is no mapping.
         ValueError: for a tensor that is neither of the shard's shape nor a number.
     """
-    return [OwnKinds(one.name, one.is_on(one.comm.rank), _kinds(one, states.get(one) or {}, doing)) for one in params]
-
-
-def _kinds(one: OptimParam, state: Mapping[str, Any], doing: str) -> Kinds:
-    if not isinstance(state, Mapping):
-        raise TypeError(f"the optimizer's state of {one.name} is a {type(state).__name__} and no mapping")
-    if one.handle is not None:
-        one.handle.storage.check(f"{doing} the optimizer's state of {one.name}", state.values())
-    kinds: Kinds = {}
-    for key, value in state.items():
-        kind = kind_of(key, value, one.param.shape)
-        if kind is None:
-            wanted = f"this rank's shard of it {tuple(one.param.shape)}"
-            raise ValueError(odd_shape(key, one.name, value.shape, wanted, ELEMENTWISE))
-        kinds[key] = kind
-    return kinds
+    found = []
+    for one in params:
+        state = states.get(one) or {}
+        kinds = kinds_of(one.name, state, one.param.shape, "this rank's shard of it")
+        if one.handle is not None:
+            one.handle.storage.check(f"{doing} the optimizer's state of {one.name}", state.values())
+        found.append(OwnKinds(one.name, one.is_on(one.comm.rank), kinds))
+    return found
 
 
 @dataclass(frozen=True, eq=False)

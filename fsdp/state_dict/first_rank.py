@@ -1,4 +1,4 @@
-"""What the ranks learn of a state dict that only the first one has: what it looks like, and all that is not sharded."""
+"""A state dict that only the first rank has, as the other ranks get it: its shapes, and all that is not sharded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.engine.agreement import agree_on_outcome, from_everyone
+from fsdp.distributed.consensus import agree_on_outcome, from_everyone
 from fsdp.engine.names import clean_name
 from fsdp.engine.shared_params import keys_of
 from fsdp.engine.state_requests import FirstRank
@@ -28,7 +28,7 @@ class _Described:
 
 
 def received(source: FirstRank, wrapper: nn.Module, unit: Unit, state_dict: Any) -> Mapping[str, Any]:
-    """Collective. The first rank's state dict, on other ranks with sharded parameters on the meta device.
+    """Collective. Return the first rank's state dict, on other ranks with sharded parameters on the meta device.
 
     Buffers and other values are sent, one after the other; sharded parameters come when their units are loaded.
 

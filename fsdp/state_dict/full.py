@@ -1,21 +1,51 @@
-"""The state dict of a wrapped module: whole, in tensors of its own, under the names that it has unwrapped."""
+"""The state dict of a wrapped module: unsharded, in tensors of its own, under the names that it has unwrapped.
+
+Saving is torch's walk over modules that show their unsharded parameters. Loading is torch's walk over modules that list
+`LoadTarget`s, which remember what is copied into them; when all ranks have found that their state dicts fit, each keeps
+its shards of the values. So one that does not fit changes nothing, nothing is gathered, and no unsharded parameter is
+copied. Modules whose own load hooks or methods might read or write values cannot be loaded so: if there is one, units
+are loaded one after the other, and what was loaded before an error stays, as in torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+import functools
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fsdp.distributed.dtensor import is_dtensor, local_part, whole
-from fsdp.engine.agreement import agree, agree_on_values
+from fsdp.distributed.consensus import agree_on_outcome, done_by_all, from_everyone, peers_answer
+from fsdp.distributed.dtensor import is_dtensor, local_part, spread_loaded, whole
+from fsdp.engine.deferred_init import memory_to_load_into, require_values_everywhere
+from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
+from fsdp.engine.names import FLATTEN_PART, FSDP_PART, clean_name, clean_text, foreign_prefix, prefix_problem
 from fsdp.engine.shared_params import exported_around, keys_of, settle_shares
-from fsdp.engine.state_requests import Saving
-from fsdp.engine.unit import TrainingState, Unit, units_in
-from fsdp.state_dict.exposure import shown
+from fsdp.engine.state_requests import (
+    Exporting,
+    FirstRank,
+    LoadPass,
+    LocalState,
+    Saving,
+    ShardedState,
+    Summoning,
+    loading,
+    saving,
+)
+from fsdp.engine.unit import TrainingState, Unit, own_modules, serving, units_in
+from fsdp.engine.verify import agree, agree_on_values
+from fsdp.state_dict.first_rank import received
+from fsdp.state_dict.load_targets import LoadTarget, TensorPart, recorded, recording, store
+from fsdp.state_dict.summon import Exposure, Values, deal_changes, for_each, keep_value, unsharded
+
+Walk = Callable[..., Any]  # `nn.Module.load_state_dict` of a wrapper
 
 
 def ensure_agreed(root: Unit) -> None:
@@ -27,13 +57,61 @@ def ensure_agreed(root: Unit) -> None:
 
 
 def ensure_same_values(root: Unit) -> None:
-    """Collective the first time. As `ensure_agreed`, of what the shards were cut from; for who is about to read it."""
+    """Collective the first time. The ranks compare the values that they were wrapped with, before these are read."""
     if root.state is not TrainingState.SUMMON_FULL_PARAMS:
         agree_on_values(units_in(root))
 
 
-def whole_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool, form: Saving) -> Any:
-    """Collective. The `state_dict` of the unit's module with its parameters whole, in tensors of its own.
+def save_full(wrapper: nn.Module, unit: Unit, asked: Saving, destination: Any, prefix: str, keep_vars: bool) -> Any:
+    """Collective. Return the unsharded state of a wrapper, or of one inside of the wrapper whose state is taken.
+
+    Args:
+        wrapper: whose hooks are called.
+        unit: its own.
+        asked: counts if it is the outermost one.
+        destination, prefix, keep_vars: as for `nn.Module.state_dict`.
+    """
+    if unit.request(ShardedState):  # nothing is to be gathered
+        _run_pre_hooks(wrapper, prefix, keep_vars)
+        state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        return _run_hooks(wrapper, state, prefix)
+    unit.require_idle("take a state dict")
+    summoning = unit.request(Summoning)
+    if summoning is not None and summoning.rank0_only:
+        raise RuntimeError(
+            "state_dict(): inside summon_full_params(rank0_only=True) the other ranks' modules are sharded. Take "
+            "it outside, with state_dict(rank0_only=True)."
+        )
+    is_outermost = unit.request(Saving) is None
+    with saving(unit, asked) as form:
+        _run_pre_hooks(wrapper, prefix, keep_vars)
+        ensure_agreed(unit)
+        require_values_everywhere(unit, "take a state dict")
+        ensure_same_values(unit)
+        state = _run_hooks(wrapper, _full_state(unit, destination, prefix, keep_vars, form), prefix)
+    if is_outermost:
+        for _, each in units_in(unit):
+            each.settle()
+        if not form.is_here:
+            for key in [key for key in state if key.startswith(prefix)]:
+                del state[key]
+    return state
+
+
+def _run_pre_hooks(wrapper: nn.Module, prefix: str, keep_vars: bool) -> None:
+    for before in wrapper._state_dict_pre_hooks.values():
+        before(wrapper, prefix, keep_vars)
+
+
+def _run_hooks(wrapper: nn.Module, state: Any, prefix: str) -> Any:
+    for after in wrapper._state_dict_hooks.values():
+        changed = after(wrapper, state, prefix, state._metadata.get(prefix[:-1], {}))
+        state = state if changed is None else changed
+    return state
+
+
+def _full_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool, form: Saving) -> Any:
+    """Collective. Return the `state_dict` of the unit's module with its parameters unsharded, in tensors of its own.
 
     Args:
         unit: whose state.
@@ -43,14 +121,14 @@ def whole_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool, form
     summoned = unit.state is TrainingState.SUMMON_FULL_PARAMS
     # Exposed parameters belong to nobody else; buffers do, and so do parameters that are ignored or were summoned.
     others = [param for param in unit.module.parameters() if not is_ours(param)]
-    with nullcontext() if summoned else shown(unit, form.is_at_first(unit)):
-        with _exporting(unit):
+    with nullcontext() if summoned else closing(Exposure(unit, unsharded(unit, form.is_at_first(unit)))):
+        with serving([unit], Exporting()):
             state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if not form.is_here:
             _forget(state, prefix)
         elif not keep_vars:
             live = {local_part(tensor).data_ptr() for tensor in (*others, *unit.module.buffers())}
-            _make_whole(state, unit, prefix)
+            _gather_dtensors(state, unit, prefix)
             params = {prefix + key for key in keys_of(unit)}
             left = exported_around(unit)
             moved: dict[Any, Tensor] = {}  # tied tensors stay tied
@@ -71,8 +149,8 @@ def _forget(state: dict[str, Any], prefix: str) -> None:
             state[key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
-def _make_whole(state: dict[str, Any], unit: Unit, prefix: str) -> None:
-    """Collective over their meshes. Whole tensors in the place of `DTensor`s, tied ones once."""
+def _gather_dtensors(state: dict[str, Any], unit: Unit, prefix: str) -> None:
+    """Collective over their meshes. Put plain tensors in the place of `DTensor`s, tied ones once."""
     for handle in unit.handles:
         for places in handle.places:
             names = [prefix + place.fqn for place in places if is_dtensor(state.get(prefix + place.fqn))]
@@ -83,15 +161,361 @@ def _make_whole(state: dict[str, Any], unit: Unit, prefix: str) -> None:
             state[key] = whole(value)
 
 
-@contextmanager
-def _exporting(unit: Unit) -> Iterator[None]:
-    unit.access.is_exporting = True
-    try:
-        yield
-    finally:
-        unit.access.is_exporting = False
-
-
 def _own(value: Tensor, live: set[int], device: torch.device | None, dtype: torch.dtype | None) -> Tensor:
     moved = value.to(device=device, dtype=dtype) if device or dtype else value
     return moved.clone() if moved.data_ptr() in live else moved
+
+
+# --- loading --------------------------------------------------------------------------------------------------------
+
+
+def load_full(
+    wrapper: nn.Module, unit: Unit, walk: Walk, state_dict: Mapping[str, Any], strict: bool, rank0_only: bool
+) -> Any:
+    """Collective. Load an unsharded state dict into a wrapper.
+
+    Args:
+        wrapper: to be loaded.
+        unit: its own.
+        walk: torch's way to load it.
+        state_dict, strict: as for `nn.Module.load_state_dict`.
+        rank0_only: only the first rank's state dict counts.
+
+    Raises:
+        RuntimeError: if it does not fit, on every rank; nothing was changed then, unless modules have load hooks or
+            methods of their own. If another rank failed.
+    """
+    source = FirstRank(unit.everyone) if rank0_only else None
+    if source is not None:
+        state_dict = received(source, wrapper, unit, state_dict)
+
+    def load() -> Any:
+        try:
+            return walk(with_wrapped_metadata(state_dict, wrapper), strict=strict)
+        except Exception as error:
+            explain(error, unit.module, state_dict)
+            raise
+
+    form = LoadPass(read=_agree_to_read(unit, wrapper), source=source)
+    if form.read is None:
+        return _record_and_commit(wrapper, unit, form, load)
+    with loading(unit, form):
+        try:
+            return _done(unit, source, load)
+        finally:
+            for _, each in units_in(unit):
+                each.end_load()
+
+
+def _record_and_commit(wrapper: nn.Module, unit: Unit, form: LoadPass, load: Callable[[], Any]) -> Any:
+    """Collective. Load what fits on all ranks, or nothing."""
+    units = [each for _, each in units_in(unit)]
+    hidden = [each for each in units if each.state is not TrainingState.SUMMON_FULL_PARAMS]
+    with (
+        for_each(hidden, lambda each: closing(_recording(each, form))) as recordings,
+        _beside(wrapper.modules()) as rest,
+    ):
+        result = done_by_all([unit.everyone], "load its state dict", load)
+        values = [recorded(each) for each in recordings]
+
+    def commit() -> None:
+        with stored_buffers(units), torch.no_grad():
+            for entries, name, target in rest.tensors:
+                if target.source is not None:
+                    entries[name].copy_(target.source)
+            for module, state in rest.extra:
+                module.set_extra_state(state)
+        for each, exposure, found in zip(hidden, recordings, values, strict=True):
+            _keep(exposure.handles, found, form.source_of(each))
+
+    _done(unit, form.source, commit)
+    return result
+
+
+def _done(unit: Unit, source: FirstRank | None, job: Callable[[], Any]) -> Any:
+    """Collective. Return what `job` returns, if it raises on no rank."""
+    result, error = None, None
+    try:
+        result = job()
+    except Exception as found:  # noqa: BLE001 - all ranks are told of it first
+        error = found
+    if source is not None:
+        source.finish(error)
+    else:
+        agree_on_outcome([unit.everyone], "load its state dict", error)
+    if error is not None:
+        raise error
+    return result
+
+
+def _agree_to_read(unit: Unit, root: nn.Module) -> frozenset[Unit] | None:
+    """Collective. Return the units whose values a load may read on any rank.
+
+    None means that no module of the tree does more than copying on any rank, so that all of a load can be recorded.
+    """
+    units = [each for _, each in units_in(unit)]
+    others = (tensor for module in root.modules() for *_, tensor in _unsharded(module))
+    is_simple = not any(map(is_customised, root.modules())) and not any(map(is_dtensor, others))
+    told = [[is_simple, *(any(map(is_customised, own_modules(each.module))) for each in units)]]
+    if peers_answer(unit.everyone):
+        told = [json.loads(other) for other in from_everyone(unit.everyone, json.dumps(told[0]).encode())]
+    if all(flags[0] for flags in told):
+        return None
+    return frozenset(each for number, each in enumerate(units, start=1) if any(flags[number] for flags in told))
+
+
+def is_customised(module: nn.Module) -> bool:
+    """Return True if a module's load is more than copying: hooks or a method that are neither ours nor torch's own."""
+    hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
+    return any(_is_users(getattr(one, "hook", one)) for one in (*hooks, module._load_from_state_dict))
+
+
+def _is_users(function: Any) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    origin = getattr(function, "__module__", None) or ""
+    is_lazy = origin == "torch.nn.modules.lazy"
+    return is_lazy or not origin.startswith(("torch.nn.modules.", f"{__name__.partition('.')[0]}."))
+
+
+def _unsharded(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Yield what a module lists that is not ours: the dictionary, the name in it, and the tensor."""
+    for entries in (module._parameters, module._buffers):
+        for name, tensor in entries.items():
+            if tensor is not None and not is_ours(tensor):
+                yield entries, name, tensor
+
+
+# Recording
+
+
+def _recording(unit: Unit, form: LoadPass) -> Exposure:
+    source = form.source_of(unit)
+    is_here = source is None or source.is_here
+
+    def check(handle: FlatParamHandle, slot: int, value: Tensor) -> None:
+        if is_here:  # other ranks get shapes
+            _refuse_meta(value)
+        if isinstance(value, TensorPart):
+            raise NotImplementedError(
+                f"it is a part of a tensor, {value}. Load a sharded state with load_sharded_state_dict()"
+            )
+
+    return recording(unit, check)
+
+
+def _refuse_meta(value: Tensor) -> None:
+    if value.is_meta:
+        raise NotImplementedError("it is on the meta device, and has no values to copy")
+
+
+class _Rest(NamedTuple):
+    """A record of what a load would write beside sharded parameters."""
+
+    tensors: list[tuple[dict[str, Any], str, LoadTarget]]  # where modules list each, by dictionary and name
+    extra: list[tuple[nn.Module, Any]]
+
+
+@contextmanager
+def _beside(modules: Iterable[nn.Module]) -> Iterator[_Rest]:
+    """Modules list targets in the place of tensors that are not sharded inside, and remember extra state."""
+    rest, targets = _Rest([], []), dict[int, LoadTarget]()
+    modules = list(modules)
+    before = [entry for module in modules for entry in _unsharded(module) if not isinstance(entry[2], LoadTarget)]
+    for entries, name, tensor in before:
+        target = targets.setdefault(id(tensor), LoadTarget.like(tensor.shape, tensor, partial(_try, tensor)))
+        rest.tensors.append((entries, name, target))
+        entries.update({name: target})  # which, unlike an item that is set, no registry is told of
+    extra = [module for module in modules if "set_extra_state" not in module.__dict__]
+    for module in extra:
+        module.__dict__["set_extra_state"] = partial(_note, rest.extra, module)
+    try:
+        yield rest
+    finally:
+        for module in extra:
+            del module.__dict__["set_extra_state"]
+        for entries, name, tensor in before:
+            entries.update({name: tensor})
+
+
+def _try(tensor: Tensor, value: Tensor) -> None:
+    """Raise what torch raises where `value` cannot be copied into `tensor`."""
+    _refuse_meta(value)
+    torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").copy_(value)
+
+
+def _note(extra: list[tuple[nn.Module, Any]], module: nn.Module, state: Any) -> None:
+    extra.append((module, state))
+
+
+@contextmanager
+def stored_buffers(units: Sequence[Unit]) -> Iterator[None]:
+    """Buffers are in the dtype in which they are saved, and what has no values has memory to load them into."""
+    try:
+        with memory_to_load_into(units):
+            for unit in units:
+                unit.buffers.widen()
+            yield
+    finally:
+        for unit in units:
+            if not unit.in_full_precision:
+                unit.buffers.narrow()
+
+
+# Keeping
+
+
+def _keep(handles: Sequence[FlatParamHandle], values: Values, source: FirstRank | None) -> None:
+    """Keep what was recorded. Collective if only the first rank has it."""
+    if source is not None and (source.is_over or not source.is_here):
+        values = {}
+    store(values)
+    _tell(handles, values, source)
+
+
+def _tell(handles: Sequence[FlatParamHandle], values: Values, source: FirstRank | None, problem: str = "") -> None:
+    """Collective if only the first rank has values: the others get their shards of those that it has kept."""
+    if source is not None and not source.is_over:
+        changed = [[handles.index(handle), slot] for handle, slot in values]
+        deal_changes(handles, source.tell(changed, problem), values)
+
+
+@contextmanager
+def _loadable(unit: Unit, form: LoadPass) -> Iterator[None]:
+    """A unit's modules can be loaded inside; what was written is kept, also after an exception."""
+    if unit not in (form.read or ()):
+        exposure = _recording(unit, form)
+        try:
+            with stored_buffers([unit]):
+                yield
+        finally:
+            values = recorded(exposure)
+            exposure.close()
+            _keep(exposure.handles, values, form.source_of(unit))
+        return
+    source = form.source_of(unit)
+    is_here = source is None or source.is_here
+    exposure = Exposure(unit, unsharded(unit, at_first=source is not None), by_value=is_here)
+    try:
+        with stored_buffers([unit]):
+            yield
+    finally:
+        _keep_written(exposure, is_here, source)
+
+
+def _keep_written(exposure: Exposure, is_here: bool, source: FirstRank | None) -> None:
+    """Keep what a load has made of values that it could read. If only the first rank has them, all raise as it does."""
+    written = set(exposure.changed())
+    kept: dict[tuple[FlatParamHandle, int], Tensor] = {}
+
+    def keep(handle: FlatParamHandle, slot: int) -> None:
+        if (handle, slot) in written:
+            kept[handle, slot] = handle.registry.replacement(slot)
+            keep_value(handle, slot)
+
+    problem = ""
+    try:
+        exposure.close(keep if is_here and not (source is not None and source.is_over) else None)
+    except RuntimeError as error:
+        if source is None:
+            raise
+        problem = str(error)
+    _tell(exposure.handles, kept, source, problem)
+
+
+def with_wrapped_metadata(state_dict: Any, root: nn.Module) -> Any:
+    """Return a shallow copy whose version metadata is found under wrapped names too, where torch will look for it."""
+    copied = OrderedDict(state_dict)
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        wrapped = {name: metadata[clean_name(name)] for name, _ in root.named_modules() if clean_name(name) in metadata}
+        copied._metadata = type(metadata)({**metadata, **wrapped})  # type: ignore[attr-defined]
+    return copied
+
+
+_adds_path_parts: ContextVar[bool] = ContextVar("_adds_path_parts", default=True)
+
+
+@contextmanager
+def no_pre_load_state_dict_hook() -> Iterator[None]:
+    """Inside, ``load_state_dict`` takes raw names only, with the wrappers' path parts, and adds none to plain ones.
+
+    For a state dict that no wrapper made, such as ``dict(model.named_parameters())`` of a tool that knows them. Keys
+    with path parts are taken as they are outside of it as well. FairScale's name.
+    """
+    token = _adds_path_parts.set(False)
+    try:
+        yield
+    finally:
+        _adds_path_parts.reset(token)
+
+
+def explain(error: Exception, plain: Any, state_dict: Mapping[str, Any]) -> None:
+    """Add to an error of torch's what to do if something stands in front of every key.
+
+    Args:
+        error: that loading a state dict has raised.
+        plain: the module as users know it.
+        state_dict: that was to be loaded.
+    """
+    front = foreign_prefix(state_dict, partial(hasattr, plain)) if isinstance(error, RuntimeError) else ""
+    if front:
+        remedy = f"load {{key.removeprefix({front!r}): value for key, value in state_dict.items()}}"
+        error.args = (f"{error}\n\t{prefix_problem(front, remedy)}",)
+
+
+class Loading:
+    """Lets `nn.Module.load_state_dict` load a wrapped module as if it was not, one unit at a time.
+
+    torch walks the module tree and loads each module from the keys under its path. On entering a wrapper, the keys get
+    the path parts of the wrapper. On entering it, or a module of its unit that is loaded by itself, the unit's
+    parameters are exposed, unless all of the load is recorded; on leaving it they are sharded again.
+    """
+
+    def __init__(self, wrapper: nn.Module, unit: Unit) -> None:
+        self._unit = unit
+        self._entered: nn.Module | None = None
+        self._exit = ExitStack()  # ends what began when that was entered
+        wrapper.register_load_state_dict_pre_hook(self._add_path_parts)
+        wrapper.register_load_state_dict_post_hook(self._clean)
+        for module in (wrapper, *own_modules(unit.module)):
+            unit.hooks += [
+                module.register_load_state_dict_pre_hook(self._enter),
+                module.register_load_state_dict_pre_hook(spread_loaded),
+                module.register_load_state_dict_post_hook(self._leave),
+            ]
+
+    def _add_path_parts(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self._error_msgs = rest[-1]
+        inner = f"{prefix}{FSDP_PART}.{FLATTEN_PART}."
+        for key in [key for key in state_dict if key.startswith(prefix)] if _adds_path_parts.get() else ():
+            if not key.startswith(prefix + FSDP_PART):
+                state_dict[inner + key[len(prefix) :]] = state_dict.pop(key)
+
+    def _clean(self, module: nn.Module, incompatible: object) -> None:
+        if not _adds_path_parts.get():
+            return  # or a key without its path parts would be called missing and unexpected by the same name
+        for keys in (incompatible.missing_keys, incompatible.unexpected_keys):  # type: ignore[attr-defined]
+            keys[:] = [clean_name(key) for key in keys]
+        self._error_msgs[:] = [clean_text(message) for message in self._error_msgs]
+
+    def _enter(self, module: nn.Module, *rest: Any) -> None:
+        unit = self._unit
+        if unit.request(LocalState) or unit.state is TrainingState.SUMMON_FULL_PARAMS:
+            return  # the shards are loaded already, or what is to be written is listed
+        if unit.runtime is not None:
+            unit.runtime.ensure_idle("load a state dict")
+        self._entered, unit.unfinished_load = module, self.close
+        if unit.request(LoadPass) is None:  # it is loaded through a module around it, or inside of it
+            ensure_agreed(unit)
+            self._exit.enter_context(loading(unit, LoadPass(read=_agree_to_read(unit, unit.module))))
+        self._exit.enter_context(_loadable(unit, unit.request(LoadPass) or LoadPass()))
+
+    def _leave(self, module: nn.Module, incompatible: object) -> None:
+        if self._entered is module:
+            self.close()
+
+    def close(self) -> None:
+        """Shard what is still exposed, after an exception too."""
+        self._unit.unfinished_load = self._entered = None
+        self._exit.close()

@@ -1,4 +1,4 @@
-"""One rank's shards as they are: their names, their metadata for consolidating, and their loading. Nobody is asked.
+"""Local state dicts: one rank's shards, their metadata for consolidating, and their loading, without other ranks.
 
 A local state dict is what `nn.Module.state_dict` gives when nothing is gathered: modules list their shards, under the
 names of FairScale's flat parameters. It is loaded in two steps. First everything is compared, key by key, and nothing
@@ -17,18 +17,19 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fsdp.checkpoint.formats.consolidate import mark_shard, shard_mark
 from fsdp.distributed.dtensor import is_dtensor
-from fsdp.engine.blanks import blanks_in
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name, join
+from fsdp.engine.sharding_strategy import ranks_of
 from fsdp.engine.shared_params import settle_shares
-from fsdp.engine.unit import TrainingState, Unit, own_modules, units_in
-from fsdp.state_dict.load import is_customised, with_wrapped_metadata
+from fsdp.engine.state_requests import LocalState
+from fsdp.engine.unit import TrainingState, Unit, serving, unit_of_wrapper, units_in
+from fsdp.state_dict.full import is_customised, stored_buffers, with_wrapped_metadata
 
 _NAMED = 5  # in messages
 _EXTRA = "_extra_state"
+_MARK = "fsdp_shard"  # in a state dict's own metadata of a unit's module: which shard of how many it has
 _REMEDY = (
     "A shard fits the same rank of as many ranks, in a model that is wrapped alike. For others, consolidate the shards "
     "of all ranks (FullyShardedDataParallel.consolidate_shard_weights) and use load_state_dict."
@@ -58,6 +59,21 @@ class Member:
         return f"'{self.path}'" if self.path else f"{self.unit.name}, the outermost"
 
 
+def members_in(wrapper: nn.Module) -> list[Member]:
+    """Return the wrappers in this one, itself first."""
+    found: list[Member] = []
+    for path, module in wrapper.named_modules():
+        unit = unit_of_wrapper(module)
+        if unit is not None:
+            root = found[0].unit if found else unit
+            first = min(root.ranks, default=None)
+            ranks = ranks_of(module.process_group)
+            is_counted = first is None or not ranks or first in ranks
+            is_alone = unit.comm.world_size == 1 < root.comm.world_size
+            found.append(Member(clean_name(path), unit, unit.settings["flatten_parameters"], is_counted, is_alone))
+    return found
+
+
 @contextmanager
 def local(root: Unit, what: str) -> Iterator[None]:
     """State dicts of all units inside are of shards.
@@ -65,45 +81,47 @@ def local(root: Unit, what: str) -> Iterator[None]:
     Raises:
         RuntimeError: inside `summon_full_params`.
     """
-    if root.access.is_local:  # an inner unit's state is taken as a part of this one's, perhaps by a subclass
+    if root.request(LocalState):  # an inner unit's state is taken as a part of this one's, perhaps by a subclass
         yield
         return
     units = [unit for _, unit in units_in(root)]
     summoned = [unit.name for unit in units if unit.state is TrainingState.SUMMON_FULL_PARAMS]
     if summoned:
         raise RuntimeError(
-            f"cannot {what} inside summon_full_params(): {summoned[0]} shows whole parameters and no shards now. Leave "
-            "it first, or use state_dict() and load_state_dict() inside."
+            f"cannot {what} inside summon_full_params(): {summoned[0]} shows unsharded parameters and no shards now. "
+            "Leave it first, or use state_dict() and load_state_dict() inside."
         )
     settle_shares(root, units_in(root), all_inside=False)
     for handle in _handles(units):
         handle.absorb()  # what users have put in the places of parameters belongs to the shards
         handle.refuse_lent("save or load its shards")
         handle.storage.check(handle.name)
-    try:
-        for unit in units:
-            unit.access.is_local = True
+    with serving(units, LocalState()):
         yield
-    finally:
-        for unit in units:
-            unit.access.is_local = False
 
 
 def local_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool) -> Any:
-    """Inside `local`: the `state_dict` of a unit's module, with shards under the names that modules list them by."""
-    with _stored_buffers([unit]):
+    """Return the `state_dict` of a unit's module inside `local`: shards, under the names that modules list them by."""
+    with stored_buffers([unit]):
         state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
     metadata = getattr(state, "_metadata", None)
     if metadata is not None:
-        mark_shard(metadata.setdefault(prefix[:-1], {}), unit.comm.rank, unit.comm.world_size)
+        metadata.setdefault(prefix[:-1], {})[_MARK] = (unit.comm.rank, unit.comm.world_size)
     return state
+
+
+def shard_mark(state_dict: Any, path: str) -> tuple[int, int] | None:
+    """Return which shard of how many the unit at `path` (a plain name) has in a local state dict; None if unknown."""
+    metadata = getattr(state_dict, "_metadata", None) or {}
+    found = metadata.get(path, {}).get(_MARK)
+    return None if found is None else tuple(found)
 
 
 # --- metadata -------------------------------------------------------------------------------------------------------
 
 
 def local_metadata(root: nn.Module, members: Sequence[Member]) -> dict[str, Any]:
-    """What `consolidate` needs to know of this rank's shards, in FairScale's format.
+    """Return what `consolidate` needs to know of this rank's shards, in FairScale's format.
 
     Args:
         root: the outermost wrapper.
@@ -117,7 +135,7 @@ def local_metadata(root: nn.Module, members: Sequence[Member]) -> dict[str, Any]
         paths.setdefault(module, []).append(clean_name(path))
     entries = [_entry(member) for member in members]
     for member, entry in zip(members, entries, strict=True):
-        for handle in member.unit.own:
+        for handle in member.unit.owned_handles:
             for slot, places in zip(handle.layout.slots, handle.places, strict=True):
                 primary = join(member.path, slot.name)
                 names = [join(path, place.name) for place in places for path in paths.get(place.module, ())]
@@ -132,11 +150,11 @@ def local_metadata(root: nn.Module, members: Sequence[Member]) -> dict[str, Any]
 
 def _entry(member: Member) -> dict[str, Any]:
     params: dict[str, dict[str, Any]] = {}
-    for handle in member.unit.own:
+    for handle in member.unit.owned_handles:
         if any(handle.flat_param.parts):
             raise NotImplementedError(
                 f"{member.title}: {handle.layout.slots[0].name} is a DTensor, of which a shard has parts of parts: "
-                "FairScale's format cannot say that. Save state_dict() instead, which is whole on every rank; "
+                "FairScale's format cannot say that. Save state_dict() instead, which is unsharded on every rank; "
                 "local_state_dict() by itself is loaded again by the same ranks."
             )
         params |= dict(_backings(handle, member))
@@ -149,7 +167,7 @@ def _entry(member: Member) -> dict[str, Any]:
 
 
 def _backings(handle: FlatParamHandle, member: Member) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The names under which modules list a handle's parameters, with what is in each."""
+    """Yield the names under which modules list a handle's parameters, with what is in each."""
     slots, rank = handle.layout.slots, handle.comm.rank
     # Each by itself: gaps between the parameters of a vector cannot be said. Pieces have no padding.
     groups = [slots] if handle.pieces is None else [(slot,) for slot in slots]
@@ -174,7 +192,7 @@ def _below(name: str, path: str) -> str:
 
 
 def _entries(root: nn.Module) -> dict[str, Tensor | None]:
-    """What modules save under which plain names: shards, pieces, other parameters, buffers; None for extra state."""
+    """Return what modules save, by plain name: shards, local shards, other tensors; None for extra state."""
     found: dict[str, Tensor | None] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         path = clean_name(path)
@@ -191,7 +209,7 @@ def _entries(root: nn.Module) -> dict[str, Tensor | None]:
 
 
 class LocalLoad:
-    """Inside `local`: one loading of this rank's shards, checked when it is made.
+    """A load of this rank's shards inside `local`, checked when it is made.
 
     Args:
         root: the outermost wrapper.
@@ -224,7 +242,7 @@ class LocalLoad:
         )
 
     def _renamed(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Under plain names; those of old versions of FairScale had no number."""
+        """Return the values by plain names; those of old versions of FairScale had no number."""
         values: dict[str, Any] = {}
         for key, value in state_dict.items():
             name = clean_name(key)
@@ -238,7 +256,7 @@ class LocalLoad:
     # --- checks -------------------------------------------------------------------------------------------------
 
     def _other_ranks(self) -> Iterator[str]:
-        """Shards that say that they are of another rank."""
+        """Yield a problem for each unit whose shard says that it is another rank's."""
         for member in self._members:
             comm, mark = member.unit.comm, shard_mark(self._given, member.path)
             if mark is not None and mark != (comm.rank, comm.world_size):
@@ -248,7 +266,7 @@ class LocalLoad:
                 )
 
     def _misfits(self) -> Iterator[str]:
-        """Values of other sizes."""
+        """Yield a problem for each value of another size."""
         for key, own in self._wanted.items():
             value = self._values.get(key)
             if own is None or value is None or (key not in self._shards and self._is_left_alone(key)):
@@ -281,7 +299,11 @@ class LocalLoad:
         return self._handles[id(listed.owner)]  # type: ignore[attr-defined]
 
     def _unit_of(self, handle: FlatParamHandle) -> str:
-        return next(member.title for member in self._members if handle in (*member.unit.own, *member.unit.borrowed))
+        return next(
+            member.title
+            for member in self._members
+            if handle in (*member.unit.owned_handles, *member.unit.borrowed_handles)
+        )
 
     # --- changes ------------------------------------------------------------------------------------------------
 
@@ -298,7 +320,7 @@ class LocalLoad:
         rest = OrderedDict((key, value) for key, value in self._values.items() if key not in self._shards)
         if hasattr(self._given, "_metadata"):
             rest._metadata = self._given._metadata  # type: ignore[attr-defined]
-        with _stored_buffers([member.unit for member in self._members]):
+        with stored_buffers([member.unit for member in self._members]):
             result = nn.Module.load_state_dict(self._root, with_wrapped_metadata(rest, self._root), strict=False)
         missing = [key for key in self._shards if key not in self._values]
         result.missing_keys[:] = [*missing, *(key for key in result.missing_keys if key not in self._shards)]
@@ -308,41 +330,26 @@ class LocalLoad:
 
 
 def _slot_of(listed: Tensor, handle: FlatParamHandle) -> int | None:
-    """The number of a piece's parameter; None for a whole shard."""
+    """Return the number of the parameter of which a local shard is listed; None for a flat parameter's shard."""
     pieces = handle.pieces.params if handle.pieces is not None else []
     return next((slot for slot, piece in enumerate(pieces) if piece is listed), None)
 
 
 def _fits(value: Tensor, own: Tensor) -> bool:
-    """As torch sees it, which takes one element for a scalar."""
+    """Return True if torch would load it, which takes one element for a scalar."""
     return is_lazy(own) or value.shape == own.shape or (own.dim() == 0 and value.shape == (1,))
 
 
 def _loading_alone(root: nn.Module) -> list[str]:
-    """The plain paths of modules that do what they want with the keys below them, which nobody can know before."""
+    """Return the plain paths of modules that do what they want with the keys below them, which nobody can foresee."""
     named = root.named_modules(remove_duplicate=False)
     return [clean_name(path) for path, module in named if is_customised(module)]
 
 
 def _handles(units: Sequence[Unit]) -> list[FlatParamHandle]:
-    """All that a tree's modules list, whoever runs them."""
-    return list(dict.fromkeys(handle for unit in units for handle in (*unit.own, *unit.borrowed, *unit.handles)))
-
-
-@contextmanager
-def _stored_buffers(units: Sequence[Unit]) -> Iterator[None]:
-    """Buffers are in the dtype in which they are saved, and those that had no values have memory to load them into."""
-    blanks = []
-    for unit in units:
-        for blank in blanks_in(own_modules(unit.module)) if unit.awaits_values else ():
-            blank.give_memory(unit.device)
-            blanks.append(blank)
-        unit.buffers.widen()
-    try:
-        yield
-    finally:
-        for blank in blanks:
-            blank.keep_if_filled()
-        for unit in units:
-            if not unit.in_full_precision:
-                unit.buffers.narrow()
+    """Return all handles that a tree's modules list, whichever unit runs them."""
+    return list(
+        dict.fromkeys(
+            handle for unit in units for handle in (*unit.owned_handles, *unit.borrowed_handles, *unit.handles)
+        )
+    )

@@ -1,7 +1,7 @@
-"""First values for what has none: `materialize`, unit by unit and module by module.
+"""`materialize` gives first values to what has none, unit by unit and module by module.
 
 A unit's parameters are shown to its modules as ordinary tensors in fresh memory, with nothing gathered; each module
-initialises what is directly in it; then each rank cuts its shard, and the memory is given back before the next unit.
+initialises what is directly in it; then each rank cuts its shard, and the memory is released before the next unit.
 
 Modules come children first, as in constructors: a module that changes what its children have drawn (the attention of
 torch zeroes the bias of its projection) has the last word. A tied parameter is initialised once, by the first of its
@@ -11,24 +11,28 @@ modules. Values that are there already are out of reach meanwhile: in their plac
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import during
-from fsdp.engine.blanks import mark
+from fsdp.engine.deferred_init import Uninitialized, mark, uninitialized_in
 from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.managed_params import is_ours
 from fsdp.engine.memory import return_freed_memory
 from fsdp.engine.module_overrides import Conversions
 from fsdp.engine.names import plain_name
-from fsdp.engine.unit import TrainingState, Unit, own_modules, unit_of
-from fsdp.state_dict.exposure import Exposure
-from fsdp.state_dict.lacks import Lack, lacks_in, others_in, out_of_reach
+from fsdp.engine.placeholder import Placeholder
+from fsdp.engine.state_requests import Filling
+from fsdp.engine.unit import TrainingState, Unit, own_modules, serving, unit_of
 from fsdp.state_dict.redistribute import blanks
+from fsdp.state_dict.summon import Exposure, hidden_handles
 
 ParamInit = Callable[[nn.Module], object]
+Lacks = list[Uninitialized]
+Entry = tuple[dict[str, Tensor | None], str, Tensor]  # what a module lists, and under which name
 
 # The second is what torch's own attention has, and models that follow it.
 _RESETS = ("reset_parameters", "_reset_parameters")
@@ -40,9 +44,9 @@ def materialize(model: nn.Module, *, param_init_fn: ParamInit | None = None, see
     """Give values to everything in a model that has none: what was built on the meta device and not loaded since.
 
     To be called on every rank, with the same arguments, before the first use; no rank needs another for it. One unit is
-    whole at a time, on the unit's compute device. Works on any tree of modules, with units in it or without; what is
-    not in a unit is put on the device of the units, or the default device. Parameters and buffers with values, loaded
-    from a file for example, keep them.
+    unsharded at a time, on the unit's compute device. Works on any tree of modules, with units in it or without; what
+    is not in a unit is put on the device of the units, or the default device. Parameters and buffers with values,
+    loaded from a file for example, keep them.
 
     Each module that has parameters or buffers without values *directly* in it is initialised once, children before
     parents, by ``param_init_fn(module)``, or else by its own ``reset_parameters()`` (or ``_reset_parameters()``, as
@@ -76,7 +80,7 @@ def materialize(model: nn.Module, *, param_init_fn: ParamInit | None = None, see
 
 @torch.inference_mode(False)
 def materialize_unit(unit: Unit, param_init_fn: ParamInit) -> None:
-    """`materialize` for a unit's own modules, without those in units inside of it."""
+    """Run `materialize` for a unit's own modules, without those in units inside of it."""
     _Materializing(unit.module, param_init_fn, None).fill_unit(unit)
 
 
@@ -93,11 +97,11 @@ class _Materializing:
         for unit in self._units:
             _require_idle(unit)
         self._device = _device_beside(model, self._units)
-        self._filled: dict[nn.Module, list[Lack]] = {}  # what was filled and modules see, by the module that did it
+        self._filled: dict[nn.Module, Lacks] = {}  # what was filled and modules see, by the module that did it
         self._scratch: set[int] = set()  # by id, parameters that stand for those that have values
-        self._lacks: dict[nn.Module, list[Lack]] = {}  # by the module that is to initialise them
+        self._lacks: dict[nn.Module, Lacks] = {}  # by the module that is to initialise them
         numbers = self._numbers = {module: number for number, module in enumerate(self._order)}
-        for lack in lacks_in(self._order, self._units):
+        for lack in _lacks_in(self._order, self._units):
             inside = [place for place in lack.places if place[0] in numbers]
             if inside:
                 first = min(inside, key=lambda place: numbers[place[0]])
@@ -124,8 +128,7 @@ class _Materializing:
         }
         if not any(found.values()):
             return
-        with _filling(unit, [lack for lacks in found.values() for lack in lacks]) as filling:
-            self._scratch = filling.scratch
+        with _filling(unit, [lack for lacks in found.values() for lack in lacks]) as self._scratch:
             for module in sorted(found, key=self._numbers.__getitem__):
                 self._fill_module(module, found[module], unit.device)
         for module, lacks in found.items():
@@ -133,7 +136,7 @@ class _Materializing:
         unit.awaits_values = True  # until it is looked at
         return_freed_memory()
 
-    def _fill_module(self, module: nn.Module, lacks: Sequence[Lack], device: torch.device) -> None:
+    def _fill_module(self, module: nn.Module, lacks: Lacks, device: torch.device) -> None:
         if not lacks:
             return
         name = self._names[module] or "the root"
@@ -143,25 +146,26 @@ class _Materializing:
             lack.give_memory(device)
         inside = [inner for inner in module.modules() if inner is not module]
         below = [lack for inner in inside for lack in self._filled.get(inner, ())]
-        others = others_in(module, lacks, below, self._scratch)
-        before = [lack.address for lack in below]
+        others = _others_in(module, lacks, below, self._scratch)
+        before = [_address(lack) for lack in below]
         try:
-            with out_of_reach(others), _drawing_from(self._seed, self._names[module], device), torch.no_grad():
+            with _out_of_reach(others), _drawing_from(self._seed, self._names[module], device), torch.no_grad():
                 init(module)
             for lack in lacks:
-                lack.check(text)
+                _require_filled(lack, text)
             _refuse_moved(below, before, text)
         except BaseException:
             for lack in lacks:
                 lack.take_back()
             raise
         for lack in lacks:
-            lack.settle()
+            if lack.value is not None:
+                lack.put(lack.value)
         self._filled[module] = list(lacks)
 
 
 def _children_first(model: nn.Module) -> list[nn.Module]:
-    """All modules, each once, in the order in which constructors finish."""
+    """Return all modules, each once, in the order in which constructors finish."""
     found: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
@@ -175,91 +179,108 @@ def _children_first(model: nn.Module) -> list[nn.Module]:
 
 
 def _require_idle(unit: Unit) -> None:
-    if unit.access.close_loading is not None:
-        unit.access.close_loading()
-    if unit.runtime is not None:
-        unit.runtime.ensure_idle("materialize")
+    unit.require_idle("materialize")
     if unit.state is TrainingState.SUMMON_FULL_PARAMS:
         raise RuntimeError(f"{unit.name}: materialize() cannot be called inside summon_full_params(). Leave it first.")
 
 
 def _device_beside(model: nn.Module, units: Sequence[Unit]) -> torch.device:
-    """Where what is in no unit goes: beside the units, or other values, or where tensors are made."""
+    """Return the device of what is in no unit: that of the units, or of other values, or where tensors are made."""
     devices = [unit.device for unit in units]
     devices += [tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
     devices += [device for device in (torch.get_default_device(),) if device.type != "meta"]
     return devices[0] if devices else torch.device("cpu")
 
 
-def _own_init(module: nn.Module, text: str, lacks: Sequence[Lack]) -> ParamInit:
+def _own_init(module: nn.Module, text: str, lacks: Lacks) -> ParamInit:
     for name in _RESETS:
         if callable(getattr(module, name, None)):
             return lambda each: getattr(each, name)()
     raise RuntimeError(
-        f"{text} has {', '.join(lack.name for lack in lacks)} without values, and no reset_parameters() to draw them. "
+        f"{text} has {', '.join(map(_name, lacks))} without values, and no reset_parameters() to draw them. "
         "Give materialize, or the wrapper, a param_init_fn that initialises such modules, or load the values first."
     )
+
+
+def _lacks_in(modules: Sequence[nn.Module], units: Sequence[Unit]) -> Iterator[Uninitialized]:
+    """Yield all that has no values: of what the units took, and of what the modules list."""
+    for unit in units:
+        for handle in unit.owned_handles:
+            handle.absorb()  # what users have assigned has values
+            for slot in sorted(handle.valueless):
+                places = [(place.module, place.name) for place in handle.places[slot]]
+                yield Uninitialized(places, None, handle, slot)
+    yield from uninitialized_in(modules)
+
+
+def _name(lack: Uninitialized) -> str:
+    """Return its name in the module that is to initialise it."""
+    return lack.places[0][1]
+
+
+def _address(lack: Uninitialized) -> int | None:
+    value = lack.value
+    is_here = value is not None and not is_ours(value) and not isinstance(value, Placeholder)
+    return value.data_ptr() if value is not None and is_here else None
+
+
+def _require_filled(lack: Uninitialized, module: str) -> None:
+    """Raise unless there are values now; `module` was to bring them."""
+    value, name = lack.value, _name(lack)
+    if value is None:
+        raise RuntimeError(f"{module}: its initialisation removed {name}")
+    if value.shape != lack.shape:
+        raise ValueError(
+            f"{module}: its initialisation gave {name} the shape {tuple(value.shape)}; it is "
+            f"{tuple(lack.shape)} in the model that was wrapped"
+        )
+    if value.numel() and not lack.is_filled:
+        where = "on the meta device" if value.is_meta else "without values"
+        raise RuntimeError(
+            f"{module}: its initialisation left {name} {where}. Give a param_init_fn that initialises every "
+            "parameter and buffer that is directly in the module that it is called with."
+        )
 
 
 # --- what modules see -------------------------------------------------------------------------------------------
 
 
 def _shown_by(unit: Unit) -> list[FlatParamHandle]:
-    """The handles that a `_Filling` of a unit shows. `DTensor`s always have values, and nothing stands for them."""
-    return [handle for handle in unit.seen if not handle.is_exposed and not any(handle.flat_param.parts)]
-
-
-class _Filling(Exposure):
-    """A unit's modules with memory in the place of all parameters. Closing it keeps first values, and only those."""
-
-    def __init__(self, unit: Unit, wanted: Sequence[Lack]) -> None:
-        self._wanted = {(lack.handle, lack.slot) for lack in wanted}
-        super().__init__(unit, keep_changes=True)
-        self.scratch = {
-            id(places[0].module._parameters[places[0].name])
-            for handle in self._handles
-            for slot, places in enumerate(handle.places)
-            if (handle, slot) not in self._wanted
-        }
-
-    def _shown(self, unit: Unit) -> list[FlatParamHandle]:
-        return _shown_by(unit)
-
-    def _values(self, handle: FlatParamHandle) -> list[Tensor]:
-        tensors = blanks(handle)
-        for slot, tensor in enumerate(tensors):
-            if (handle, slot) in self._wanted:
-                mark(tensor)
-        return tensors
-
-    def _keep(self, handle: FlatParamHandle, slot: int) -> None:
-        if (handle, slot) in self._wanted:
-            handle.store(slot, handle.registry.replacement(slot))
-
-    def forget(self) -> None:
-        """Close it and keep nothing."""
-        self._wanted.clear()
-        self.close()
+    """Return the handles that are shown for filling. `DTensor`s always have values, and nothing stands for them."""
+    return [handle for handle in hidden_handles(unit) if not any(handle.flat_param.parts)]
 
 
 @contextmanager
-def _filling(unit: Unit, wanted: Sequence[Lack]) -> Iterator[_Filling]:
-    filling = _Filling(unit, wanted)
-    unit.access.is_filling = True
-    try:
-        yield filling
-    except BaseException:
-        filling.forget()
-        raise
-    else:
-        filling.close()
-    finally:
-        unit.access.is_filling = False
+def _filling(unit: Unit, wanted: Lacks) -> Iterator[set[int]]:
+    """Show a unit's modules memory in the place of all parameters, and keep the values that come into those wanted.
+
+    Yields:
+        The ids of the other parameters, which stand for those that have values and are forgotten.
+    """
+    slots = {(lack.handle, lack.slot) for lack in wanted}
+    memory = {handle: blanks(handle) for handle in _shown_by(unit)}
+    for handle, tensors in memory.items():
+        for slot, tensor in enumerate(tensors):
+            if (handle, slot) in slots:
+                mark(tensor)
+
+    def keep(handle: FlatParamHandle, slot: int) -> None:
+        if (handle, slot) in slots:
+            handle.store(slot, handle.registry.replacement(slot))
+
+    exposure = Exposure(unit, memory)
+    is_filled = False
+    with serving([unit], Filling()):
+        try:
+            yield {id(param) for key, param in exposure.numbered() if key not in slots}
+            is_filled = True
+        finally:
+            exposure.close(keep if is_filled else None)
 
 
-def _refuse_moved(below: Sequence[Lack], before: Sequence[int | None], module: str) -> None:
+def _refuse_moved(below: Lacks, before: Sequence[int | None], module: str) -> None:
     """Raise if what children were given is elsewhere now: without values, most likely."""
-    moved = [lack.name for lack, address in zip(below, before, strict=True) if lack.address != address]
+    moved = [_name(lack) for lack, address in zip(below, before, strict=True) if _address(lack) != address]
     if moved:
         raise RuntimeError(
             f"{module}: its initialisation gave other memory to parameters or buffers of modules inside of it, which "
@@ -270,7 +291,7 @@ def _refuse_moved(below: Sequence[Lack], before: Sequence[int | None], module: s
 
 @contextmanager
 def _drawing_from(seed: int | None, name: str, device: torch.device) -> Iterator[None]:
-    """torch's generators start from a number that `seed` and a module's name make, and are put back afterwards."""
+    """Start torch's generators from a number made of `seed` and a module's name, and put them back afterwards."""
     if seed is None:
         yield
         return
@@ -286,3 +307,40 @@ def _drawing_from(seed: int | None, name: str, device: torch.device) -> Iterator
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+
+
+def _others_in(module: nn.Module, lacks: Lacks, below: Lacks, scratch: Collection[int]) -> list[Entry]:
+    """Return where an initialisation of `module` may find values that are not its to change: in itself and below.
+
+    What children were given just now it may change, but not what it has in common with another module.
+
+    Args:
+        module: is to initialise `lacks`.
+        lacks, below: what it gives values to, and what modules inside of it were given before.
+        scratch: ids of parameters that will be forgotten anyway.
+    """
+    own = {id(lack.value) for lack in lacks} | set(scratch)
+    drawn = {id(lack.value) for lack in below} | own
+    found = []
+    for inner in module.modules():
+        entries: dict[str, Tensor | None]
+        for entries in (inner._parameters, inner._buffers):  # type: ignore[assignment]
+            for name, tensor in entries.items():
+                if tensor is None or tensor.is_meta or is_ours(tensor):
+                    continue
+                if id(tensor) not in (own if inner is module else drawn):
+                    found.append((entries, name, tensor))
+    return found
+
+
+@contextmanager
+def _out_of_reach(places: Sequence[Entry]) -> Iterator[None]:
+    """Put copies in the place of tensors, for as long as it lasts."""
+    for entries, name, tensor in places:
+        copy = tensor.detach().clone()
+        entries[name] = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+    try:
+        yield
+    finally:
+        for entries, name, tensor in places:
+            entries[name] = tensor

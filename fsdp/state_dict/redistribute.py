@@ -1,7 +1,7 @@
-"""Whole parameters outside of computation: put together from the parts of all ranks, and dealt out to them again.
+"""Unsharded parameters outside of computation: put together from all ranks' shards, and dealt out to them again.
 
-Where pieces can be sent, each goes straight into its place in the tensors that are returned, or in the shard: no buffer
-of the whole flat parameter is needed, and ranks that only take part need no memory.
+Where intervals can be sent, each goes straight into its place in the tensors that are returned, or in the shard: no
+buffer of the unsharded flat parameter is needed, and ranks that only take part need no memory.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from fsdp.engine.handle import FlatParamHandle
 
 
 def is_first(handle: FlatParamHandle) -> bool:
-    """Whether this is the first of all ranks that hold a part of it: in its process group, of the first replica."""
+    """Return True on the first of all ranks that hold a shard of it: in its process group, of the first replica."""
     return handle.comm.rank == 0 and handle.replicas.rank == 0
 
 
 def assembled(handle: FlatParamHandle, at_first: bool = False) -> list[Tensor]:
-    """Collective. The parameters as modules see them, in the shard's dtype, with memory of their own.
+    """Collective. Return the parameters as modules see them, in the shard's dtype, with memory of their own.
 
     Peers may still be receiving from the shard: `handle.settle` before it is written.
 
@@ -33,31 +33,31 @@ def assembled(handle: FlatParamHandle, at_first: bool = False) -> list[Tensor]:
     handle.refuse_lent("put whole parameters together")
     if at_first and not is_first(handle):
         if not _is_at_hand(handle) and handle.replicas.rank == 0:
-            _send_pieces(handle, [], [0])
+            _send_intervals(handle, [], [0])
         return _shown(handle, shapes_of(handle))
     if _is_at_hand(handle):
         return [leaf.detach().clone() for leaf in handle.unsharded.leaves]
     if at_first or handle.comm.sends_pieces or not handle.is_sharded:
         copies = blanks(handle)
-        _send_pieces(handle, copies, [] if at_first else range(handle.comm.world_size))
+        _send_intervals(handle, copies, [] if at_first else range(handle.comm.world_size))
     else:
         copies = [view.clone() for view in handle.layout.unpack(handle.gathered())]
     return _shown(handle, copies)
 
 
 def _is_at_hand(handle: FlatParamHandle) -> bool:
-    """Whether what is to be put together is here, on all ranks alike."""
+    """Return True if what is to be put together is here, on all ranks alike."""
     return handle.dtype == handle.flat_param.dtype and handle.is_unsharded
 
 
 def blanks(handle: FlatParamHandle) -> list[Tensor]:
-    """Memory for the parameters, of `DTensor`s for their local parts, in the shard's dtype."""
+    """Return memory for the parameters, of `DTensor`s for their local parts, in the shard's dtype."""
     dtype, device = handle.flat_param.dtype, handle.storage.device
     return [torch.empty(slot.shape, dtype=dtype, device=device) for slot in handle.layout.slots]
 
 
 def shapes_of(handle: FlatParamHandle) -> list[Tensor]:
-    """As `blanks`, on the meta device."""
+    """Return the shapes and dtypes of `blanks`, on the meta device."""
     dtype = handle.flat_param.dtype
     return [torch.empty(slot.shape, dtype=dtype, device="meta") for slot in handle.layout.slots]
 
@@ -67,7 +67,7 @@ def _shown(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part.dtensor(tensor) if part else tensor for tensor, part in zip(tensors, parts, strict=True)]
 
 
-def _send_pieces(handle: FlatParamHandle, copies: Sequence[Tensor], receivers: Sequence[int]) -> None:
+def _send_intervals(handle: FlatParamHandle, copies: Sequence[Tensor], receivers: Sequence[int]) -> None:
     """Send this rank's shard to the receivers, and fill `copies`, if there are any, from everyone's."""
     layout, comm = handle.layout, handle.comm
     shard = handle.storage.staged(handle.flat_param, handle.flat_param.dtype)
@@ -83,44 +83,44 @@ def _send_pieces(handle: FlatParamHandle, copies: Sequence[Tensor], receivers: S
     outgoing = {peer: own for peer in peers if peer in receivers}
     pending = comm.exchange(incoming, outgoing, f"gather of {handle.name}", ("whole", handle.tag))
     if copies:
-        for place, piece in zip(places_of(comm.rank), own, strict=True):
-            place.copy_(piece)
+        for place, values in zip(places_of(comm.rank), own, strict=True):
+            place.copy_(values)
     pending.wait()
     handle.storage.release()
 
 
-def deal(handle: FlatParamHandle, slots: Sequence[int], wholes: Mapping[int, Tensor]) -> None:
-    """Collective. Every rank gets its part of new whole values that the first rank has, and has kept already.
+def deal(handle: FlatParamHandle, slots: Sequence[int], given: Mapping[int, Tensor]) -> None:
+    """Collective. Give every rank its shard of new unsharded values that the first rank has, and has kept already.
 
     Args:
         handle: whose parameters.
         slots: the numbers of those that have new values.
-        wholes: on the first rank their values, of `DTensor`s the local parts, of any dtype and device.
+        given: on the first rank their values, of `DTensor`s the local parts, of any dtype and device.
     """
     if handle.layout.numel == 0:
         return
     comm, layout, device = handle.comm, handle.layout, handle.storage.device
     shard = handle.flat_param.vector
-    pieces = {slot: piece.to(device) for slot, piece in layout.pieces(shard, comm.rank).items() if slot in slots}
+    own = {slot: each.to(device) for slot, each in layout.pieces(shard, comm.rank).items() if slot in slots}
     incoming, outgoing = {}, {}
     if is_first(handle):
-        flat = {slot: wholes[slot].detach().reshape(-1) for slot in slots}
+        flat = {slot: given[slot].detach().reshape(-1) for slot in slots}
         for peer in range(1, comm.world_size):
             ranges = [flat[i.slot][i.start : i.stop] for i in layout.intervals(peer) if i.slot in flat]
             outgoing[peer] = [values.to(device, shard.dtype) for values in ranges]
     elif handle.replicas.rank == 0:
-        incoming[0] = list(pieces.values())
+        incoming[0] = list(own.values())
     comm.exchange(incoming, outgoing, f"values of {handle.name}", ("values", handle.tag)).wait()
-    for piece in pieces.values():
+    for each in own.values():
         if handle.is_replicated:
-            handle.replicas.broadcast(piece.view(torch.uint8)).wait()
+            handle.replicas.broadcast(each.view(torch.uint8)).wait()
     if not is_first(handle):
         for slot in slots:
-            handle.fill(slot, lambda part, _, slot=slot: _set(part, pieces[slot]))  # type: ignore[misc]
+            handle.fill(slot, lambda part, _, slot=slot: _set(part, own[slot]))  # type: ignore[misc]
     handle.settle()
     handle.storage.release()
 
 
-def _set(part: Tensor, piece: Tensor) -> None:
-    if part.data_ptr() != piece.data_ptr():
-        part.copy_(piece)
+def _set(part: Tensor, values: Tensor) -> None:
+    if part.data_ptr() != values.data_ptr():
+        part.copy_(values)

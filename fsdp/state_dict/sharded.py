@@ -1,6 +1,6 @@
-"""Sharded state dicts: the state of a model with this rank's parts in the place of whole parameters.
+"""Sharded state dicts: the state of a model with this rank's parts in the place of parameters.
 
-As for whole parameters (`state_dict.exposure`), the parts are registered in the modules for as long as the state is
+As unsharded parameters are (`state_dict.summon`), the parts are registered in the modules for as long as the state is
 taken or loaded, so that names, order and hooks are those of `nn.Module`. Nothing is gathered, and no memory is used.
 """
 
@@ -9,23 +9,23 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fsdp.distributed.consensus import agree_on, agree_on_outcome, number_among
 from fsdp.distributed.dtensor import is_dtensor, local_part
-from fsdp.engine.agreement import agree_on, agree_on_outcome, number_among
-from fsdp.engine.blanks import Blank, blanks_in
+from fsdp.engine.deferred_init import Uninitialized, memory_to_load_into, uninitialized_in
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.precision import BATCH_NORMS
-from fsdp.engine.unit import Unit, own_modules
-from fsdp.state_dict.exposure import Exposure, close_all, listed_at
+from fsdp.engine.state_requests import ShardedState
+from fsdp.engine.unit import Unit, own_modules, serving
 from fsdp.state_dict.full import ensure_agreed, ensure_same_values
-from fsdp.state_dict.tensor_part import Held, Part, Target, TensorPart
+from fsdp.state_dict.load_targets import Held, LoadTarget, Part, TensorPart, part_of, recorded, recording, store
+from fsdp.state_dict.summon import Exposure, for_each, hidden_handles
 
 _VALUELESS = (
     "it has no values yet, because it was on the meta device when it was wrapped. Give it values first "
@@ -33,105 +33,65 @@ _VALUELESS = (
 )
 
 
-class _Parts(Exposure):
-    """One unit's modules with this rank's parts as their parameters, until closed. No rank needs another for it.
+@contextmanager
+def _parts(unit: Unit, rank: int, unfit: str) -> Iterator[list[TensorPart]]:
+    """Show a unit's modules this rank's parts as their parameters inside. No rank needs another for it.
 
     Args:
         unit: whose parameters.
         rank: this rank's number, for messages.
-        kind: of what is shown.
-        unfit: why none of it must be saved; empty if it may be.
+        unfit: why none of them must be saved; empty if they may be.
     """
+    parts = {handle: _parts_of(handle, rank, unfit) for handle in hidden_handles(unit)}
+    with closing(Exposure(unit, parts)):
+        blanks = _show_blanks(unit, rank) if unit.awaits_values else []
+        try:
+            with serving([unit], ShardedState()):
+                yield [part for each in parts.values() for part in each]
+        finally:
+            for blank in blanks:
+                blank.take_back()
 
-    def __init__(self, unit: Unit, rank: int, kind: type[TensorPart], unfit: str = "") -> None:
-        self._rank, self._kind, self._unfit = rank, kind, unfit
-        super().__init__(unit, keep_changes=False)
-        unit.access.shows_parts = True
-        self._blanks: list[Blank] = []
-        if kind is TensorPart and unit.awaits_values:
-            self._show_blanks()
 
-    def close(self) -> None:
-        for blank in self._blanks:
-            blank.take_back()
-        self._unit.access.shows_parts = False
-        super().close()
-
-    @property
-    def unit(self) -> Unit:
-        return self._unit
-
-    @property
-    def parts(self) -> Iterator[TensorPart]:
-        """What stands for the parameters."""
-        params: Iterator[Any] = (listed_at(places[0]) for handle in self._handles for places in handle.places)
-        return (param for param in params if isinstance(param, TensorPart))
-
-    def _values(self, handle: FlatParamHandle) -> list[Tensor]:
-        handle.storage.check(handle.name)
-        handle.absorb()
-        handle.refuse_lent("save or load its shards")
-        handle.follow_shard()
-        shard = handle.flat_param.vector
-        flats = handle.layout.parts(shard, handle.comm.rank)
-        return [
-            self._kind.around(self._part(handle, slot), self._held(handle, slot, flat))
-            for slot, flat in enumerate(flats)
-        ]
-
-    def _part(self, handle: FlatParamHandle, slot: int) -> Part:
-        kept, mesh = handle.layout.slots[slot], handle.flat_param.parts[slot]
-        interval = handle.layout.interval(slot, handle.comm.rank)
-        start, stop = (interval.start, interval.stop) if interval is not None else (0, 0)
-        shape = kept.shape if mesh is None else mesh.shape
-        offsets = (0,) * len(shape) if mesh is None else mesh.offsets
-        is_alone = not handle.is_sharded and (mesh is None or not mesh.sharded_dims)
-        return Part(shape, kept.shape, offsets, start, stop, kept.name, self._rank, is_alone)
-
-    def _held(self, handle: FlatParamHandle, slot: int, flat: Tensor) -> Held:
+def _parts_of(handle: FlatParamHandle, rank: int, unfit: str) -> list[TensorPart]:
+    _require_shards(handle)
+    flats = handle.layout.parts(handle.flat_param.vector, handle.comm.rank)
+    found = []
+    for slot, flat in enumerate(flats):
         is_blank = slot in handle.valueless
-        return Held(
-            flat, lent_by=id(handle.flat_param), is_blank=is_blank, unfit=_VALUELESS if is_blank else self._unfit
-        )
-
-    def _show_blanks(self) -> None:
-        """Buffers and ignored parameters without values: memory that can be loaded, and is not saved by mistake."""
-        for blank in blanks_in(own_modules(self._unit.module)):
-            if is_dtensor(blank.value):
-                continue  # of which DCP takes care
-            blank.give_memory(self._unit.device)
-            given = blank.value
-            if given is not None:
-                part = Part.of_whole(given.shape, blank.places[0][1], self._rank)
-                shown = TensorPart.around(part, Held(given.detach().reshape(-1), is_blank=True, unfit=_VALUELESS))
-                blank.put(nn.Parameter(shown, given.requires_grad) if isinstance(given, nn.Parameter) else shown)
-                self._blanks.append(blank)
-
-    def received(self) -> Iterator[tuple[FlatParamHandle, int, Tensor]]:
-        """What was loaded."""
-        for handle in self._handles:
-            for slot, places in enumerate(handle.places):
-                param: Any = listed_at(places[0])
-                if isinstance(param, Target) and param.received is not None:
-                    yield handle, slot, param.received
+        held = Held(flat, id(handle.flat_param), is_blank, _VALUELESS if is_blank else unfit)
+        found.append(TensorPart.around(part_of(handle, slot, rank), held))
+    return found
 
 
-@contextmanager
-def _parts_of(units: Sequence[Unit], rank: int, kind: type[TensorPart], unfit: str = "") -> Iterator[list[_Parts]]:
-    shown: list[_Parts] = []
-    try:
-        for unit in units:
-            shown.append(_Parts(unit, rank, kind, unfit))
-        yield shown
-    finally:
-        close_all(shown)
+def _show_blanks(unit: Unit, rank: int) -> list[Uninitialized]:
+    """Give buffers and ignored parameters without values memory that can be loaded, and cannot be saved."""
+    found = []
+    for blank in uninitialized_in(own_modules(unit.module)):
+        if is_dtensor(blank.value):
+            continue  # of which DCP takes care
+        blank.give_memory(unit.device)
+        given = blank.value
+        if given is not None:
+            part = Part.of_whole(given.shape, blank.places[0][1], rank)
+            shown = TensorPart.around(part, Held(given.detach().reshape(-1), is_blank=True, unfit=_VALUELESS))
+            blank.put(nn.Parameter(shown, given.requires_grad) if isinstance(given, nn.Parameter) else shown)
+            found.append(blank)
+    return found
+
+
+def _require_shards(handle: FlatParamHandle) -> None:
+    handle.storage.check(handle.name)
+    handle.absorb()
+    handle.refuse_lent("save or load its shards")
+    handle.follow_shard()
 
 
 # Taking
 
 
 def sharded_state(root: Unit, units: Sequence[Unit], take: Callable[[], Any]) -> Any:
-    """Collective the first time. The state that `take` finds in modules which show this rank's parts.
+    """Collective the first time. Return the state that `take` finds in modules which show this rank's parts.
 
     Tensors that are not sharded are copied, since a load writes to what it is given.
     """
@@ -141,9 +101,11 @@ def sharded_state(root: Unit, units: Sequence[Unit], take: Callable[[], Any]) ->
         ensure_same_values(root)
     except RuntimeError as error:
         unfit = str(error)  # it may be taken to load into it, which puts that right
-    with _parts_of(units, number_among(root.everyone), TensorPart, unfit) as shown:
+    rank = number_among(root.everyone)
+    with for_each(units, lambda unit: _parts(unit, rank, unfit)) as shown:
         state = take()
-        _note_apart(state, [part for each in shown if _is_apart(each.unit, root) for part in each.parts])
+        apart = [parts for parts, unit in zip(shown, units, strict=True) if _is_apart(unit, root)]
+        _note_apart(state, [part for parts in apart for part in parts])
     copies: dict[Any, Tensor] = {}  # tied tensors stay tied
     for key, value in state.items():
         if isinstance(value, Tensor) and not isinstance(value, TensorPart):
@@ -155,7 +117,7 @@ def sharded_state(root: Unit, units: Sequence[Unit], take: Callable[[], Any]) ->
 
 
 def _is_apart(unit: Unit, root: Unit) -> bool:
-    """Whether other ranks of the root have other parameters under the names of this unit's."""
+    """Return True if other ranks of the root have other parameters under the names of this unit's."""
     ours, everyones = (math.prod(comm.world_size for comm in each.everyone) for each in (unit, root))
     # Batch norms that each rank trains for itself are saved as buffers are: those of some rank.
     is_own_norm = isinstance(unit.module, BATCH_NORMS) and unit.comm.world_size == 1
@@ -172,7 +134,7 @@ def _note_apart(state: Any, parts: Sequence[TensorPart]) -> None:
 
 
 def load_sharded_state(root: Unit, units: Sequence[Unit], load: Callable[[], Any]) -> Any:
-    """Collective. What `load` loads into modules as if they had whole parameters is kept, if all ranks could load it.
+    """Collective. Keep what `load` loads into modules as if they were not sharded, if all ranks could load it.
 
     Otherwise parameters, and whatever else the modules of the units list, are as they were before.
 
@@ -180,40 +142,27 @@ def load_sharded_state(root: Unit, units: Sequence[Unit], load: Callable[[], Any
         What `load` returns.
     """
     ensure_agreed(root)
-    everyone = root.everyone
-    with _parts_of(units, number_among(everyone), Target) as shown, _kept_if_it_fails(units):
+    everyone, rank = root.everyone, number_among(root.everyone)
+    for handle in dict.fromkeys(handle for unit in units for handle in unit.visible_handles):
+        _require_shards(handle)
+
+    def check(handle: FlatParamHandle, slot: int, value: Tensor) -> None:
+        part_of(handle, slot, rank).check(value, handle.flat_param.dtype)
+
+    with for_each(units, lambda unit: closing(recording(unit, check))) as recordings, _kept_if_it_fails(units):
         error = result = None
         try:
             result = load()
         except Exception as found:  # noqa: BLE001 (whatever a hook raises, the other ranks must hear of it)
             error = found
         agree_on_outcome([everyone], "load its part of a sharded state", error)
-        received = [one for each in shown for one in each.received()]
-        numbers = sorted((handle.number, slot) for handle, slot, _ in received)  # which are alike on all ranks
+        values = {key: value for each in recordings for key, value in recorded(each).items()}
+        numbers = sorted((handle.number, slot) for handle, slot in values)  # which are alike on all ranks
         digest = hashlib.sha256(repr(numbers).encode()).hexdigest()
         shown_as = f"those of {len(numbers)} parameters ({digest[:8]})"
         agree_on(everyone, "keys in the sharded state that they load", digest, shown_as)
-    for handle in dict.fromkeys(handle for handle, _, _ in received):
-        handle.settle()
-    for handle, slot, value in received:
-        _keep(handle, slot, value)
+    store(values)
     return result
-
-
-def _keep(handle: FlatParamHandle, slot: int, value: Tensor) -> None:
-    handle.storage.check(handle.name)
-    if isinstance(value, TensorPart) and value.is_lent_by(handle.flat_param):
-        return  # nothing was loaded, on no rank, so values that ranks were wrapped with are still to be compared
-    if isinstance(value, TensorPart):
-        handle.fill(slot, partial(_copy, value.local))
-    else:
-        handle.store(slot, value)
-        handle.note_written([slot])
-    handle.storage.release()
-
-
-def _copy(flat: Tensor, shard: Tensor, start: int) -> None:
-    shard.copy_(flat)
 
 
 @contextmanager
@@ -223,24 +172,20 @@ def _kept_if_it_fails(units: Sequence[Unit]) -> Iterator[None]:
     What has no values gets memory, which it keeps if values come.
     """
     modules = [module for unit in units for module in own_modules(unit.module)]
-    blanks = [(blank, unit) for unit in units if unit.awaits_values for blank in blanks_in(own_modules(unit.module))]
     listed = (tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values()))
     live = [tensor for tensor in listed if tensor is not None and not tensor.is_meta and not _is_shown(tensor)]
     before = [(tensor, tensor.detach().clone()) for tensor in dict.fromkeys(live)]
-    for blank, unit in blanks:
-        blank.give_memory(unit.device)
-    try:
-        yield
-    except BaseException:
-        with torch.no_grad():
-            for tensor, value in before:
-                tensor.copy_(value)
-        for blank, _ in blanks:
-            blank.take_back()
-        raise
-    for blank, _ in blanks:
-        blank.keep_if_filled()
+    with memory_to_load_into(units) as given:
+        try:
+            yield
+        except BaseException:
+            with torch.no_grad():
+                for tensor, value in before:
+                    tensor.copy_(value)
+            for each in given:
+                each.take_back()
+            raise
 
 
 def _is_shown(tensor: Tensor) -> bool:
-    return isinstance(tensor, TensorPart) or is_ours(tensor)
+    return isinstance(tensor, LoadTarget) or is_ours(tensor)

@@ -1,120 +1,309 @@
-"""`summon_full_params` in all its forms: with gradients, on the host, on the first rank only, unit by unit."""
+"""Unsharded parameters in the modules' own places: for summoning, for state dicts, and for loading.
+
+All three are one thing, an `Exposure`: a unit's parameters are registered in the modules as ordinary parameters, with
+memory of their own or none, so that everything of `nn.Module` (names, hooks, `state_dict`, `_load_from_state_dict`,
+in-place changes) works on them as if nothing was wrapped. Closing it keeps this rank's shards of the values, or forgets
+them. They are not the tensors that the unit computes with, so what a user keeps of them stays valid memory.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import during
-from fsdp.engine.agreement import from_everyone, number_among
+from fsdp.distributed.consensus import from_everyone, number_among
+from fsdp.distributed.dtensor import local_part
+from fsdp.engine.deferred_init import is_marked, mark
+from fsdp.engine.fingerprints import fingerprint
+from fsdp.engine.flat_param import ParamInfo, give_attributes
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.managed_params import is_ours
+from fsdp.engine.managed_params import is_ours, note_stale
 from fsdp.engine.state_requests import Summoning
-from fsdp.engine.unit import TrainingState, Unit
-from fsdp.state_dict.exposure import Exposure, close_all, deal_changes, listed_at
-from fsdp.state_dict.redistribute import shapes_of
+from fsdp.engine.unit import TrainingState, Unit, serving
+from fsdp.state_dict.redistribute import assembled, deal, shapes_of
+
+Values = Mapping[tuple[FlatParamHandle, int], Tensor]  # by the handle, and the parameter's number in it
+_Shown = TypeVar("_Shown")
 
 
-class Summoned(Exposure):
-    """Collective over the unit's ranks and their replicas. An exposure in one of many forms.
+class Exposure:
+    """One unit's modules with ordinary parameters in the place of their sharded ones, until closed.
+
+    Args:
+        unit: whose modules.
+        tensors: what is shown of each handle of `hidden_handles`; None leaves the modules as they are.
+        by_value: see also changes that no version counts, as those through ``.data``.
+    """
+
+    def __init__(
+        self, unit: Unit, tensors: Mapping[FlatParamHandle, Sequence[Tensor] | None], by_value: bool = False
+    ) -> None:
+        self._unit = unit
+        self.handles = list(tensors)
+        self._outer_state, unit.state = unit.state, TrainingState.SUMMON_FULL_PARAMS
+        unit.buffers.widen()
+        self.params = {handle: _install(handle, each) for handle, each in tensors.items() if each is not None}
+        self._looks = {key: _Look.at(param, by_value) for key, param in self.numbered()}
+        for handle in self.handles:
+            handle.is_exposed = True
+        unit.restore_order()
+
+    def numbered(self) -> Iterator[tuple[tuple[FlatParamHandle, int], nn.Parameter]]:
+        """Yield the parameters that are shown, each after its handle and its number there."""
+        for handle, params in self.params.items():
+            for slot, param in enumerate(params):
+                yield (handle, slot), param
+
+    def changed(self) -> list[tuple[FlatParamHandle, int]]:
+        """Return which parameters were written, or replaced."""
+        return [
+            (handle, slot)
+            for (handle, slot), param in self.numbered()
+            if listed_at(handle.places[slot][0]) is not param or not self._looks[handle, slot].is_of(param)
+        ]
+
+    def close(self, keep: Callable[[FlatParamHandle, int], None] | None = None) -> None:
+        """Have the modules list their shards again.
+
+        Args:
+            keep: keeps this rank's shard of what a parameter is now; None forgets all changes.
+
+        Raises:
+            RuntimeError: if a parameter was removed, replaced under one of its names only, or has another
+                shape. Everything else is kept, and the unit is usable.
+        """
+        problems: list[str] = []
+        for handle, slot in () if keep is None else self.changed():
+            handle.note_written([slot])  # what was only looked at, is as the ranks have wrapped it
+        for handle in self.handles:
+            if keep is not None:
+                handle.settle()  # peers may still be receiving from the shard
+            handle.is_exposed = False
+            if handle in self.params:
+                problems += _remove(handle, keep)
+        self._unit.restore_order()
+        if not self._unit.in_full_precision:
+            self._unit.buffers.narrow()
+        self._unit.state = self._outer_state
+        if problems:
+            raise RuntimeError(f"{self._unit.name}: these changes could not be kept: " + "; ".join(problems))
+
+
+def _install(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[nn.Parameter]:
+    pairs = zip(tensors, handle.requires_grad_each, strict=True)
+    params = [each if isinstance(each, nn.Parameter) else nn.Parameter(each, need) for each, need in pairs]
+    for param, places, attributes in zip(params, handle.places, handle.flat_param.attributes, strict=True):
+        note_stale(param, f"a summoned copy of {places[0].fqn}")
+        give_attributes(param, attributes)
+        for place in places:
+            place.module.__dict__.pop(place.name, None)
+            place.module._parameters[place.name] = param
+    handle.registry.leave()
+    handle.unsharded.refresh_rnns()
+    return params
+
+
+def _remove(handle: FlatParamHandle, keep: Callable[[FlatParamHandle, int], None] | None) -> list[str]:
+    problems = []
+    for slot, places in enumerate(handle.places):
+        try:
+            if keep is not None:
+                keep(handle, slot)
+        except ValueError as error:
+            problems.append(str(error))
+        for place in places:
+            place.module._parameters.pop(place.name, None)
+    handle.fill_places()
+    handle.registry.enter()
+    return problems
+
+
+class _Look(NamedTuple):
+    """The facts of a parameter that tell later if it was written."""
+
+    version: int | None  # how often it was written; None if that is not known, in inference mode
+    value: int | None  # a fingerprint, if it was asked for
+
+    @classmethod
+    def at(cls, param: nn.Parameter, by_value: bool) -> _Look:
+        version = None if param.is_inference() else param._version
+        local = local_part(param)
+        return cls(version, fingerprint(local) if by_value and not local.is_meta else None)
+
+    def is_of(self, param: nn.Parameter) -> bool:
+        """Return True if the parameter is still the same."""
+        is_counted = self.version is not None and not param.is_inference() and param._version == self.version
+        return is_counted and (self.value is None or _Look.at(param, by_value=True).value == self.value)
+
+
+def hidden_handles(unit: Unit) -> list[FlatParamHandle]:
+    """Return the handles that a unit's modules see, without those that a unit around it shows already."""
+    return [handle for handle in unit.visible_handles if not handle.is_exposed]
+
+
+def unsharded(
+    unit: Unit, at_first: bool = False, device: torch.device | None = None
+) -> dict[FlatParamHandle, list[Tensor]]:
+    """Collective. Return the values of a unit's parameters, for an `Exposure`; other ranks may have those missing here.
 
     Args:
         unit: whose parameters.
-        form: what is shown, and where; changes are those of values and gradients.
+        at_first: only the first rank needs the values; on others, they are on the meta device.
+        device: where values go.
     """
+    found = {}
+    for handle in hidden_handles(unit):
+        tensors = assembled(handle, at_first)
+        for slot in handle.valueless:
+            mark(tensors[slot])
+        found[handle] = [each if each.is_meta else each.to(device) for each in tensors] if device else tensors
+    return found
 
-    @during("summon_full_params()")
+
+def keep_value(handle: FlatParamHandle, slot: int) -> None:
+    """Keep what an exposed parameter is now; one that had no values, and got none, goes on having none."""
+    value = handle.registry.replacement(slot)
+    if slot not in handle.valueless or not is_marked(value):
+        handle.keep(slot, value)
+
+
+@contextmanager
+def for_each(units: Iterable[Unit], show: Callable[[Unit], AbstractContextManager[_Shown]]) -> Iterator[list[_Shown]]:
+    """Enter a context for each of some units, one after the other, and leave them all in the end."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(show(unit)) for unit in units]
+
+
+def deal_changes(handles: Sequence[FlatParamHandle], changed: Sequence[Sequence[int]], values: Values) -> None:
+    """Collective. All ranks get what was changed on the first one.
+
+    Args:
+        handles: of an exposure.
+        changed: numbers of a handle, and of a parameter of it.
+        values: on the first rank, what it has kept.
+    """
+    for number, handle in enumerate(handles):
+        slots = [slot for which, slot in changed if which == number]
+        kept = {slot: values[handle, slot] for slot in slots if (handle, slot) in values}
+        for slot, value in kept.items():
+            part = handle.flat_param.parts[slot]
+            kept[slot] = value if part is None else local_part(part.cut(handle.layout.slots[slot].name, value))
+        if slots:
+            deal(handle, slots, kept)
+
+
+def listed_at(place: ParamInfo) -> nn.Parameter | None:
+    """Return the parameter that a module lists in a place."""
+    return place.module._parameters.get(place.name)
+
+
+# --- summon_full_params in all its forms ----------------------------------------------------------------------------
+
+
+@contextmanager
+def summoned(units: Sequence[Unit], form: Summoning) -> Iterator[None]:
+    """Collective. The units' modules hold unsharded parameters inside, those that do already included.
+
+    Raises:
+        RuntimeError: if a unit is summoned already, and not in this form.
+    """
+    closed = []
+    for unit in units:
+        if unit.state is TrainingState.SUMMON_FULL_PARAMS:
+            form.require_shown_by(unit.request(Summoning), unit)
+        else:
+            closed.append(unit)
+    with for_each(closed, lambda unit: _summoned(unit, form)):
+        yield
+
+
+@contextmanager
+def _summoned(unit: Unit, form: Summoning) -> Iterator[None]:
+    with during("summon_full_params()"):
+        summoned = _Summoned(unit, form)
+    try:
+        yield
+    finally:
+        with during("summon_full_params()"):
+            summoned.close()
+
+
+class _Summoned:
+    """Collective over the unit's ranks and their replicas. An exposure of values and gradients in one of many forms."""
+
     def __init__(self, unit: Unit, form: Summoning) -> None:
+        self._unit, self._form = unit, form
         self._is_here = not form.rank0_only or number_among(unit.everyone) == 0
-        self._form = form
-        shown = self._shown(unit) if form.with_grads else []
+        handles = hidden_handles(unit)
         if form.on_host:
-            _require_plain(self._shown(unit))
-        self._kept: set[tuple[FlatParamHandle, int]] = set()
-        self._grads: dict[FlatParamHandle, list[Tensor | None]] = {}
-        for handle in shown:
-            gradients = handle.full_gradients()
+            _require_plain(handles)
+        device = torch.device("cpu") if form.on_host else None
+        grads: dict[FlatParamHandle, list[Tensor | None]] = {}
+        for handle in handles if form.with_grads else ():
+            found = handle.full_gradients()
             if self._is_here:
-                self._grads[handle] = [self._placed(gradient) for gradient in gradients]
-        super().__init__(unit, form.keeps_changes, at_first=form.rank0_only)
-        unit.access.summoned = form
+                grads[handle] = [grad if grad is None or device is None else grad.to(device) for grad in found]
+        values = unsharded(unit, form.rank0_only, device)
+        shown = {handle: tensors if self._is_here else None for handle, tensors in values.items()}
+        by_value = form.keeps_changes and form.rank0_only and self._is_here
+        self._exposure = Exposure(unit, shown, by_value)
+        for handle, each in grads.items():
+            for param, grad in zip(self._exposure.params[handle], each, strict=True):
+                param.grad = grad
+        unit.requests[Summoning] = form
 
-    def _values(self, handle: FlatParamHandle) -> list[Tensor]:
-        return [tensor if tensor.is_meta else self._placed(tensor) for tensor in super()._values(handle)]
-
-    @property
-    def _compares_values(self) -> bool:
-        return self._keep_changes and self._form.rank0_only and self._is_here
-
-    def _placed(self, tensor: Any) -> Any:
-        return tensor.cpu() if self._form.on_host and tensor is not None else tensor
-
-    def _install(self, handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[nn.Parameter]:
-        if not self._is_here:
-            handle.is_exposed = True
-            return []
-        params = super()._install(handle, tensors)
-        for param, grad in zip(params, self._grads.pop(handle, [None] * len(params)), strict=True):
-            param.grad = grad
-        return params
-
-    def _keep(self, handle: FlatParamHandle, slot: int) -> None:
-        super()._keep(handle, slot)
-        self._kept.add((handle, slot))
-
-    def _remove(self, handle: FlatParamHandle) -> list[str]:
-        if self._is_here:
-            return super()._remove(handle)
-        handle.is_exposed = False
-        return []
-
-    @during("summon_full_params()")
     def close(self) -> None:
         """Shard the values again; see `Exposure.close`. With ``rank0_only``, all raise what the first rank does."""
-        self._unit.access.summoned = None
-        changed = self._changed() if self._keep_changes else []
-        params = {handle: [listed_at(places[0]) for places in handle.places] for handle in self._handles}
-        self._kept.clear()
+        form, exposure = self._form, self._exposure
+        self._unit.requests.pop(Summoning, None)
+        changed = set(exposure.changed()) if form.keeps_changes else set()
+        params: dict[FlatParamHandle, list[Any]] = {
+            handle: [listed_at(places[0]) for places in handle.places] for handle in exposure.handles
+        }
+        kept: dict[tuple[FlatParamHandle, int], Tensor] = {}
+
+        def keep(handle: FlatParamHandle, slot: int) -> None:
+            keep_value(handle, slot)
+            if (handle, slot) in changed:
+                kept[handle, slot] = params[handle][slot]
+
         problems: list[str] = []
         try:
-            super().close()
+            exposure.close(keep if form.keeps_changes else None)
         except RuntimeError as error:
             problems.append(str(error))
         grads = {handle: [getattr(param, "grad", None) for param in listed] for handle, listed in params.items()}
-        if self._keep_changes and self._form.rank0_only:
-            kept = {(handle, slot): params[handle][slot] for handle, slot in changed if (handle, slot) in self._kept}
+        if form.keeps_changes and form.rank0_only:
             problems = self._share(kept, grads, problems)
-        elif self._keep_changes and self._form.with_grads and not problems:
-            for handle in self._handles:
+        elif form.keeps_changes and form.with_grads and not problems:
+            for handle in exposure.handles:
                 handle.keep_gradients(grads[handle])
         if problems:
             raise RuntimeError(problems[0])
 
-    # --- what the first rank has changed ------------------------------------------------------------------------
-
     def _share(
-        self,
-        values: dict[tuple[FlatParamHandle, int], Any],
-        grads: dict[FlatParamHandle, list[Any]],
-        problems: list[str],
+        self, values: Values, grads: Mapping[FlatParamHandle, Sequence[Tensor | None]], problems: Sequence[str]
     ) -> list[str]:
-        changed = [(self._handles.index(handle), slot) for handle, slot in values]
-        have = [[grad is not None for grad in grads[handle]] for handle in self._handles if self._form.with_grads]
+        """Collective. Give all ranks what the first one has changed, and return what went wrong there."""
+        handles = self._exposure.handles
+        changed = [(handles.index(handle), slot) for handle, slot in values]
+        have = [[grad is not None for grad in grads[handle]] for handle in handles if self._form.with_grads]
         told = from_everyone(self._unit.everyone, json.dumps([changed, have, problems]).encode())
         changed, have, problems = json.loads(told[0])
-        deal_changes(self._handles, changed, values)
-        for handle, flags in zip(self._handles, have, strict=False):
+        deal_changes(handles, changed, values)
+        for handle, flags in zip(handles, have, strict=False):
             own = enumerate(grads[handle])
             handle.keep_gradients([self._sent(handle, slot, grad) if flags[slot] else None for slot, grad in own])
-        return problems
+        return list(problems)
 
     def _sent(self, handle: FlatParamHandle, slot: int, value: Tensor | None) -> Tensor:
-        """A whole tensor of the first rank's, on all; of a `DTensor` its local part, on the ranks of that."""
+        """Return a tensor of the first rank's on all; of a `DTensor` its local part, on the ranks of that."""
         shape, device, part = handle.layout.slots[slot].shape, handle.storage.device, handle.flat_param.parts[slot]
         if value is None or not self._is_here:
             tensor = torch.empty(shape, dtype=handle.flat_param.dtype, device=device)
@@ -137,60 +326,27 @@ def _require_plain(handles: Sequence[FlatParamHandle]) -> None:
 
 
 @contextmanager
-def summoned(units: Sequence[Unit], form: Summoning) -> Iterator[None]:
-    """Collective. The units' modules hold whole parameters inside, those that do already included.
-
-    Raises:
-        RuntimeError: if a unit is summoned already, and not in this form.
-    """
-    closed = []
-    for unit in units:
-        if unit.state is TrainingState.SUMMON_FULL_PARAMS:
-            form.require_shown_by(unit.access.summoned, unit)
-        else:
-            closed.append(unit)
-    exposures: list[Exposure] = []
-    try:
-        for unit in closed:
-            exposures.append(Summoned(unit, form))
+def shapes_summoned(units: Sequence[Unit]) -> Iterator[None]:
+    """Not collective. The units' modules hold parameters on the meta device inside; summoned ones stay so."""
+    with for_each([unit for unit in units if unit.state is not TrainingState.SUMMON_FULL_PARAMS], _shapes):
         yield
-    finally:
-        close_all(exposures)
-
-
-class _Shapes(Exposure):
-    """Not collective. A unit's modules with whole parameters that have no values."""
-
-    def __init__(self, unit: Unit) -> None:
-        super().__init__(unit, keep_changes=False)
-        # As on ranks that have none: nothing that needs values works inside.
-        unit.access.summoned = Summoning(keeps_changes=False, with_grads=False, rank0_only=True, on_host=False)
-
-    def _values(self, handle: FlatParamHandle) -> list[Tensor]:
-        handle.absorb()
-        parts = handle.flat_param.parts
-        return [part.dtensor(each) if part else each for each, part in zip(shapes_of(handle), parts, strict=True)]
-
-    def close(self) -> None:
-        self._unit.access.summoned = None
-        super().close()
 
 
 @contextmanager
-def shapes_summoned(units: Sequence[Unit]) -> Iterator[None]:
-    """Not collective. The units' modules hold parameters on the meta device inside; those that are whole stay so."""
-    exposures: list[Exposure] = []
-    try:
-        for unit in units:
-            if unit.state is not TrainingState.SUMMON_FULL_PARAMS:
-                exposures.append(_Shapes(unit))
+def _shapes(unit: Unit) -> Iterator[None]:
+    shapes = {}
+    for handle in hidden_handles(unit):
+        handle.absorb()
+        pairs = zip(shapes_of(handle), handle.flat_param.parts, strict=True)
+        shapes[handle] = [part.dtensor(shape) if part else shape for shape, part in pairs]
+    # As on ranks that have none: nothing that needs values works inside.
+    form = Summoning(keeps_changes=False, with_grads=False, rank0_only=True, on_host=False)
+    with closing(Exposure(unit, shapes)), serving([unit], form):
         yield
-    finally:
-        close_all(exposures)
 
 
 def params_shown(unit: Unit, prefix: str) -> dict[str, nn.Parameter]:
-    """The parameters that a summoned unit shows on this rank, by their names with a prefix, tied ones once."""
-    places = [places[0] for handle in unit.seen if handle.is_exposed for places in handle.places]
+    """Return the parameters that a summoned unit shows on this rank, by their names with a prefix, tied ones once."""
+    places = [places[0] for handle in unit.visible_handles if handle.is_exposed for places in handle.places]
     listed = {prefix + place.fqn: listed_at(place) for place in places}
     return {name: param for name, param in listed.items() if param is not None and not is_ours(param)}

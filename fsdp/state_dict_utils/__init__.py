@@ -1,10 +1,11 @@
-"""Functions of state trees: gather, offload, copy, compare, broadcast, distribute, flatten. They know nothing of FSDP.
+"""Functions of state trees: gather, offload, copy, stage, compare, broadcast, distribute, flatten.
 
-A *state tree* is any nest of mappings, lists and tuples (named ones too) whose leaves are tensors, `DTensor`s, numbers,
-strings, bytes, `io.BytesIO` or None; the state dict of a model or an optimizer is one. Containers keep their types. A
-leaf of another type is a TypeError that names its path, unless ``type_check=False``: then leaves of unknown types are
-carried along, tensors inside of them untouched, as they are where a result shares memory with its source, and as deep
-copies otherwise. Tensors that are not dense (sparse, quantised, nested, wrappers of others) are of unknown types.
+They know nothing of sharding. A *state tree* is any nest of mappings, lists and tuples (named ones too) whose leaves
+are tensors, `DTensor`s, numbers, strings, bytes, `io.BytesIO` or None; the state dict of a model or an optimizer is
+one. Containers keep their types. A leaf of another type is a TypeError that names its path, unless
+``type_check=False``: then leaves of unknown types are carried along, tensors inside of them untouched, as they are
+where a result shares memory with its source, and as deep copies otherwise. Tensors that are not dense (sparse,
+quantised, nested, wrappers of others) are of unknown types.
 
 What cannot be done is an error that names the path, raised before anything is changed; where ranks take part, on every
 one of them.
@@ -15,15 +16,14 @@ Names and arguments are those of torch's private `torch.distributed._state_dict_
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fsdp.distributed.collectives import LONE_RANK, during
-from fsdp.distributed.dtensor import is_dtensor
-from fsdp.distributed.process_groups import Group
+from fsdp.distributed.communicator import Group
+from fsdp.distributed.dtensor import is_dtensor, local_part
 from fsdp.state_dict_utils.broadcast import (
     Arrivals,
     agree,
@@ -34,20 +34,23 @@ from fsdp.state_dict_utils.broadcast import (
     shared_description,
     unpacked,
 )
-from fsdp.state_dict_utils.flat import FlatMapping as FlatMapping
-from fsdp.state_dict_utils.flat import flatten_state_dict as flatten_state_dict
-from fsdp.state_dict_utils.flat import unflatten_state_dict as unflatten_state_dict
 from fsdp.state_dict_utils.gather import Gathering, odd_local_part
 from fsdp.state_dict_utils.host_memory import require_pinning
-from fsdp.state_dict_utils.kinds import TensorInfo, is_tensor, why_unknown, without_values
+from fsdp.state_dict_utils.stager import PendingCopy as PendingCopy
+from fsdp.state_dict_utils.stager import StateDictStager as StateDictStager
+from fsdp.state_dict_utils.stager import origins as origins
+from fsdp.state_dict_utils.stager import restore as restore
 from fsdp.state_dict_utils.tensors import (
-    copied,
+    TensorInfo,
     differ_as_parts,
     differ_as_values,
     differ_in_form,
     has_part,
     host_twin,
+    is_tensor,
     placed,
+    why_unknown,
+    without_values,
 )
 from fsdp.state_dict_utils.tree import CompanionMismatch as CompanionMismatch
 from fsdp.state_dict_utils.tree import (
@@ -61,6 +64,9 @@ from fsdp.state_dict_utils.tree import (
     with_own_leaves,
     written,
 )
+from fsdp.state_dict_utils.tree import FlatMapping as FlatMapping
+from fsdp.state_dict_utils.tree import flatten_state_dict as flatten_state_dict
+from fsdp.state_dict_utils.tree import unflatten_state_dict as unflatten_state_dict
 
 _CPU = torch.device("cpu")
 
@@ -76,7 +82,7 @@ def gather_state_dict(
     ranks_only: Collection[int] = (),
     type_check: bool = True,
 ) -> Any:
-    """Collective. A tree in which every `DTensor` has become a whole, plain tensor.
+    """Collective. Return a tree in which every `DTensor` has become an unsharded, plain tensor.
 
     All ranks of the tensors' meshes call it, with the same `DTensor`s in the same order; `Partial` ones are reduced.
     They tell each other first whether their trees can be gathered: if one cannot, every rank raises.
@@ -157,7 +163,7 @@ def _check_values(tree: Any) -> None:
 
 @torch.no_grad()
 def offload_state_dict_to_cpu(state_dict: Any, *, ranks_only: Collection[int] = (), type_check: bool = True) -> Any:
-    """A tree with all tensors on CPU; a `DTensor` stays one, around a local part on CPU.
+    """Return a tree with all tensors on CPU; a `DTensor` stays one, around a local part on CPU.
 
     Copies from a device are queued, into pinned memory on CUDA, and awaited once at the end. Tensors that are on CPU
     already are **not** copied: they share memory with the result. For a tree of its own memory, see
@@ -217,14 +223,21 @@ def copy_state_dict(source: Any, into: Any, *, non_blocking: bool = False, type_
     check_types(source, type_check)
     check_types(into, type_check)
     Comparison(("the source", "the target"), differ_as_parts).check(source, into)
-    return written(with_own_leaves(source), into, partial(copied, non_blocking=non_blocking))
+
+    def copied(path: Path, leaf: Any, target: Any) -> Any:
+        if not is_tensor(leaf):
+            return leaf
+        local_part(target).detach().copy_(local_part(leaf).detach(), non_blocking=non_blocking)
+        return target
+
+    return written(with_own_leaves(source), into, copied)
 
 
 @torch.no_grad()
 def create_cpu_state_dict(
     state_dict: Any, *, pin_memory: bool = False, share_memory: bool = False, type_check: bool = True
 ) -> Any:
-    """A tree of the same structure with new, contiguous tensors on CPU, to be filled by `copy_state_dict`.
+    """Return a tree of the same structure with new, contiguous CPU tensors, to be filled by `copy_state_dict`.
 
     The tensors' values are undefined. A `DTensor` becomes one around a local part on CPU. Other leaves are copied.
 
@@ -246,7 +259,12 @@ def create_cpu_state_dict(
     check_types(state_dict, type_check)
 
     def twin(path: Path, leaf: Any) -> Any:
-        return host_twin(path, leaf, pin_memory, share_memory) if is_tensor(leaf) else leaf
+        if not is_tensor(leaf):
+            return leaf
+        try:
+            return host_twin(leaf, pin_memory, share_memory)
+        except RuntimeError as error:
+            raise RuntimeError(f"{spelled(path)}: {error}") from error
 
     return mapped(twin, with_own_leaves(state_dict))
 
@@ -254,7 +272,7 @@ def create_cpu_state_dict(
 def check_state_dict_similarity(
     state_dict: Any, compared_state_dict: Any, *, raise_error: bool = False, type_check: bool = True
 ) -> bool:
-    """Whether two trees have the same structure, and tensors of the same shapes and dtypes; no communication.
+    """Return True if two trees have the same structure, and tensors of the same shapes and dtypes; no communication.
 
     The order of keys, devices and values do not matter; nor which kind of mapping it is, of list, or of tuple.
     `DTensor`s must be on equal meshes with equal placements, and other leaves of one type.
@@ -291,7 +309,7 @@ def broadcast_state_dict(
     max_coalesced_bytes: int = 0,
     type_check: bool = True,
 ) -> Any:
-    """Collective over `pg`. The values of rank 0's tree into the trees of all ranks.
+    """Collective over `pg`. Write the values of rank 0's tree into the trees of all ranks.
 
     Tensors of `local` keep their memory, device and dtype, and take the values; a `DTensor` takes this rank's part of
     them. A plain tensor of the same dtype on `device` is received in place. Tensors on the meta device, keys that
@@ -361,7 +379,7 @@ def distribute_state_dict(
     cpu_offload: bool = False,
     type_check: bool = True,
 ) -> Any:
-    """The values of a tree that every rank has whole into this rank's tree; no data is communicated.
+    """Write the values of an unsharded tree, which every rank has, into this rank's tree; no data is communicated.
 
     As `broadcast_state_dict`, but each rank takes from its own `full`: slices are copied straight into the local parts
     of `DTensor`s, also from host to device, and nothing else is allocated than what `local` lacks.

@@ -1,4 +1,4 @@
-"""A state tree from one rank to all: its description first, then its tensors one by one, or several in one buffer.
+"""Broadcast of a state tree: its description first, then its tensors one by one, or several in one buffer.
 
 Everyone knows the description before the first tensor travels, and the ranks tell each other whether their trees fit.
 So a tree that does not fit on one rank is an error on all, and nothing has been changed by then.
@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator, communicator
+from fsdp.distributed.communicator import Group, backend_names
 from fsdp.distributed.dtensor import arrived, is_dtensor
-from fsdp.distributed.process_groups import Group, backend_names
-from fsdp.state_dict_utils.kinds import TensorInfo, cannot, is_tensor, without_values
+from fsdp.state_dict_utils.gather import as_bytes
+from fsdp.state_dict_utils.tensors import TensorInfo, cannot, is_tensor, without_values
 from fsdp.state_dict_utils.tree import CompanionMismatch, Path, check_types, leaves, mapped, spelled
 
 Result = TypeVar("Result")
@@ -27,7 +28,7 @@ _ALIGNMENT = 16  # bytes; that of the widest dtype, so that a part of a buffer c
 
 
 def ranks_of(pg: Group | None, device: torch.device) -> Communicator:
-    """The way to the ranks of `group_of` for tensors on a device.
+    """Return the way to the ranks of `group_of` for tensors on a device.
 
     Raises:
         ValueError: for a device that the group does not serve.
@@ -42,7 +43,7 @@ def ranks_of(pg: Group | None, device: torch.device) -> Communicator:
 
 
 def group_of(pg: Group | None) -> Group | None:
-    """The ranks that are meant: None means all. None is returned where this process is alone.
+    """Return the ranks that are meant, where None means all; None where this process is alone.
 
     Raises:
         TypeError: for something that is no group that this rank is in.
@@ -55,7 +56,7 @@ def group_of(pg: Group | None) -> Group | None:
 
 
 def place_in(comm: Communicator) -> str:
-    """What other ranks of a group call this one."""
+    """Return what other ranks of a group call this one."""
     return f"rank {comm.rank} of the group"
 
 
@@ -63,7 +64,7 @@ def place_in(comm: Communicator) -> str:
 
 
 def description(tree: Any, type_check: bool = True) -> Any:
-    """The tree with a `TensorInfo` for each tensor."""
+    """Return the tree with a `TensorInfo` for each tensor."""
     check_types(tree, type_check)
     return mapped(_info, tree)
 
@@ -77,7 +78,7 @@ def _info(path: Path, leaf: Any) -> Any:
 
 
 def shared_description(comm: Communicator, full: Any, type_check: bool) -> bytes:
-    """Collective. The description of rank 0's tree, or what is wrong with it, for `unpacked`."""
+    """Collective. Return the description of rank 0's tree, or what is wrong with it, for `unpacked`."""
     letter = b""
     if comm.rank == 0:
         try:
@@ -108,7 +109,7 @@ def _saved(value: Any) -> bytes:
 
 
 def unpacked(letter: bytes, device: torch.device) -> Any:
-    """The description that a letter has; raises what was wrong with it on rank 0.
+    """Return the description that a letter has; raise what was wrong with it on rank 0.
 
     Args:
         device: where tensors inside of leaves of unknown types go.
@@ -134,7 +135,7 @@ def _broadcast_bytes(comm: Communicator, payload: bytes) -> bytes:
 
 
 class _Failure:
-    """What went wrong on one rank, for the others."""
+    """An error of one rank, for the others."""
 
     def __init__(self, error: Exception, where: str) -> None:
         self._path = error.path if isinstance(error, CompanionMismatch) else None
@@ -175,7 +176,7 @@ def agree(ways: Sequence[Communicator], where: str, check: Callable[[], Result])
 
 
 class Arrivals:
-    """Collective. The whole tensors of rank 0's tree, in the order of the description.
+    """Collective. The unsharded tensors of rank 0's tree, in the order of the description.
 
     Args:
         device: where they travel.
@@ -196,7 +197,7 @@ class Arrivals:
         self._unpacked: deque[Tensor] = deque()
 
     def take(self, target: Tensor | None) -> tuple[Tensor, bool]:
-        """The next tensor, and whether its memory is the caller's to keep.
+        """Return the next tensor, and True if its memory is the caller's to keep.
 
         It is received into `target` itself, on ranks other than 0, where that is of the right kind.
         """
@@ -216,7 +217,7 @@ class Arrivals:
         else:
             tensor = torch.empty(info.shape, dtype=info.dtype, device=self._device)
         if info.nbytes:
-            self._comm.broadcast(_as_bytes(tensor)).wait()
+            self._comm.broadcast(as_bytes(tensor)).wait()
         return tensor, self._sources is None
 
     def _can_receive(self, info: TensorInfo, target: Tensor) -> bool:
@@ -242,7 +243,7 @@ class Arrivals:
 
 
 def _messages(infos: list[TensorInfo], budget: int) -> list[list[TensorInfo]]:
-    """What travels together: neighbours, as many as the budget has room for."""
+    """Return what travels together: neighbours, as many as the budget has room for."""
     messages: list[list[TensorInfo]] = []
     room = 0
     for info in infos:
@@ -256,7 +257,3 @@ def _messages(infos: list[TensorInfo], budget: int) -> list[list[TensorInfo]]:
 
 def _padded(info: TensorInfo) -> int:
     return -(-info.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)

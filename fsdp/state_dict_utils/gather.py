@@ -1,4 +1,4 @@
-"""A `DTensor` made whole, with as little memory as that takes.
+"""Gather of a `DTensor` into a plain tensor, with as little memory as that takes.
 
 `DTensor.full_tensor` (torch 2.11 and 2.13) pads what does not divide evenly and keeps the padding in the result's
 storage, where `torch.save` writes it as well; it holds up to three whole tensors on every rank, also where nobody wants
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp.distributed.collectives import Communicator, communicator
+from fsdp.distributed.communicator import Group
 from fsdp.distributed.dtensor import MeshPart, arrived, local_part, whole
-from fsdp.distributed.process_groups import Group
 
 _WHAT = "the gather of a state dict"
 
@@ -46,7 +46,7 @@ class Gathering:
         self._used: set[Communicator] = set()
 
     def ways(self, tensors: Iterable[Tensor]) -> list[Communicator]:
-        """To the ranks of these tensors' meshes, along each dimension of each."""
+        """Return the ways to the ranks of these tensors' meshes, along each dimension of each."""
         meshes = dict.fromkeys(part.mesh for part in map(MeshPart.of, tensors) if part is not None)
         return [
             communicator(mesh.get_group(dim), torch.device(mesh.device_type))
@@ -61,7 +61,7 @@ class Gathering:
             comm.settle()
 
     def whole(self, tensor: Tensor) -> Tensor | None:
-        """Collective over the tensor's mesh. The whole of it where its local part is, or None if it is not wanted.
+        """Collective over the tensor's mesh. Return all of it where its local part is, or None if it is not wanted.
 
         A plain tensor is whole already. The result has no memory beside its elements, unless it shares that of
         `tensor`.
@@ -82,7 +82,7 @@ class Gathering:
         return full.to(home) if self.is_wanted and full is not None else None
 
     def _joined(self, local: Tensor, part: MeshPart) -> Tensor | None:
-        """Over one mesh dimension after the other, from the innermost, which was cut last."""
+        """Gather over one mesh dimension after the other, from the innermost, which was cut last."""
         full: Tensor | None = local
         for left, cut in reversed(list(enumerate(cuts(part)))):
             group = part.mesh.get_group(cut.mesh_dim)
@@ -106,15 +106,15 @@ class Gathering:
 
 
 def has_only_usual_placements(part: MeshPart) -> bool:
-    """Whether it is cut into plain pieces, of which this rank's place is known without asking torch."""
+    """Return True if it is sharded plainly, so that this rank's place is known without asking torch."""
     from torch.distributed.tensor import Replicate, Shard
 
     return all(type(placement) in (Replicate, Shard) for placement in part.placements)
 
 
 def usual_part(value: Tensor, part: MeshPart) -> Tensor:
-    """Of a whole value, this rank's plain piece; shares memory."""
-    for cut in cuts(part):
+    """Return this rank's shard of an unsharded value that is sharded plainly; shares memory."""
+    for cut in cuts(part):  # by coordinates, which `MeshPart.cut` does not need: meshes may number ranks in any order
         value = value.narrow(cut.dim, *cut.range(cut.place))
     return value
 
@@ -145,7 +145,7 @@ def _put_together_by_torch(tensor: Tensor, part: MeshPart) -> Tensor:
 
 @dataclass(frozen=True)
 class Cut:
-    """How one mesh dimension cuts a tensor, of which outer mesh dimensions may have left a part.
+    """The sharding of a tensor along one mesh dimension; outer mesh dimensions may have left a part of it.
 
     Attributes:
         mesh_dim: the dimension of the mesh.
@@ -163,13 +163,13 @@ class Cut:
     place: int
 
     def range(self, place: int) -> tuple[int, int]:
-        """Where a part begins, and how long it is."""
+        """Return the first element of a part, and its length."""
         start = min(place * self.each, self.total)
         return start, min(self.each, self.total - start)
 
 
 def cuts(part: MeshPart) -> list[Cut]:
-    """From the outermost mesh dimension, which cuts first."""
+    """Return the cuts of a tensor from the outermost mesh dimension, which cuts first."""
     shape, found = list(part.shape), []
     place = part.mesh.get_coordinate() or ()
     for number in part.sharded_dims:
@@ -183,8 +183,8 @@ def cuts(part: MeshPart) -> list[Cut]:
 def _joined_by_messages(
     comm: Communicator, cut: Cut, piece: Tensor, places: list[int], wants: list[bool]
 ) -> Tensor | None:
-    """Each part straight to those who want it, and into its place where that is one range of memory."""
-    outgoing = {rank: [_as_bytes(piece)] for rank, wanted in enumerate(wants) if wanted and rank != comm.rank}
+    """Send each part to those who want it, straight into its place where that is one range of memory."""
+    outgoing = {rank: [as_bytes(piece)] for rank, wanted in enumerate(wants) if wanted and rank != comm.rank}
     incoming: dict[int, list[Tensor]] = {}
     beside: list[tuple[Tensor, Tensor]] = []
     full: Tensor | None = None
@@ -197,7 +197,7 @@ def _joined_by_messages(
             elif target.numel():
                 # Not empty_like, which would keep the strides.
                 received = target if target.is_contiguous() else target.new_empty(target.shape)
-                incoming[rank] = [_as_bytes(received)]
+                incoming[rank] = [as_bytes(received)]
                 beside.append((target, received))
     # As bytes: no backend has all dtypes, and nothing is computed.
     comm.exchange(incoming, outgoing if piece.numel() else {}, _WHAT, "state dict").wait()
@@ -210,12 +210,12 @@ def _joined_by_messages(
 def _joined_by_all_gather(
     comm: Communicator, cut: Cut, piece: Tensor, places: list[int], wants: list[bool]
 ) -> Tensor | None:
-    """All parts, padded to one size, to all ranks."""
+    """Send all parts, padded to one size, to all ranks."""
     if piece.shape[cut.dim] < cut.each:
         piece = _padded(piece, cut.dim, cut.each)
     pieces = piece.new_empty([comm.world_size, *piece.shape])
     if piece.numel():
-        comm.all_gather(_as_bytes(pieces), _as_bytes(piece), _WHAT, "state dict").wait()
+        comm.all_gather(as_bytes(pieces), as_bytes(piece), _WHAT, "state dict").wait()
     if cut.dim == 0 and cut.total == comm.world_size * cut.each and places == sorted(places):
         return pieces.flatten(0, 1)
     full = _blank(cut, piece)
@@ -230,7 +230,7 @@ def _blank(cut: Cut, piece: Tensor) -> Tensor:
 
 
 def _places(part: MeshPart, cut: Cut, ranks: list[int]) -> list[int]:
-    """For each rank of a mesh dimension's group, in the group's order, the number of its part."""
+    """Return the number of its part for each rank of a mesh dimension's group, in the group's order."""
     line = list(part.mesh.get_coordinate() or ())
     lines = part.mesh.mesh.movedim(cut.mesh_dim, -1)
     del line[cut.mesh_dim]
@@ -244,12 +244,13 @@ def _padded(piece: Tensor, dim: int, size: int) -> Tensor:
     return padded
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor as a vector of bytes, which any backend sends; shares memory."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def odd_local_part(tensor: Tensor) -> str | None:
-    """What is wrong with the size of a `DTensor`'s local part, where somebody made it by hand; None if nothing is."""
+    """Return what is wrong with the size of a `DTensor`'s local part, if it was made by hand; None if nothing is."""
     part = MeshPart.of(tensor)
     if part is None or part.mesh.get_coordinate() is None or not has_only_usual_placements(part):
         return None

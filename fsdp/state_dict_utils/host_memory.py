@@ -33,7 +33,7 @@ _POLL_SECONDS = 0.005
 
 
 class _Account:
-    """How many bytes exist. Storages die in any thread and at any time: their deaths are noted, and counted later."""
+    """A count of the bytes that exist. Storages die in any thread at any time: that is noted, and counted later."""
 
     def __init__(self) -> None:
         self._bytes = 0
@@ -83,7 +83,7 @@ class _Kept:
         self.blocks: list[_Block] = []
 
     def free(self, nbytes: int) -> _Block | None:
-        """A block of this size that nobody holds. Others that nobody holds, or that have another size, are given up."""
+        """Return a block of this size that nobody holds. Others that nobody holds, or of another size, are given up."""
         free: _Block | None = None
         lent = []
         for block in self.blocks:
@@ -115,11 +115,11 @@ class HostMemory:
 
     @property
     def held_bytes(self) -> int:
-        """Of all blocks that exist: lent, lent by originals that are gone, and kept to be used again."""
+        """Bytes of all blocks that exist: lent, lent by originals that are gone, and kept to be used again."""
         return self._account.bytes
 
     def take(self, original: UntypedStorage, wanted: Callable[[], int]) -> UntypedStorage:
-        """A block of the original's size that nobody else holds.
+        """Return a block of the original's size that nobody else holds.
 
         Args:
             original: a storage that is not empty.
@@ -158,7 +158,7 @@ class HostMemory:
             time.sleep(_POLL_SECONDS)  # nobody tells when a tensor is dropped
 
     def _evict(self, nbytes: int) -> bool:
-        """Whether there is room, after giving up as many free blocks as it takes."""
+        """Give up as many free blocks as it takes, and return True if there is room then."""
         most = (self._max_bytes or 0) - nbytes
         for kept in list(self._kept.values()):
             if self.held_bytes <= most:
@@ -199,7 +199,7 @@ def require_pinning() -> None:
 
 
 def allocate(nbytes: int, pin: bool, share: bool) -> UntypedStorage:
-    """New host memory, of more than no bytes.
+    """Return new host memory, of more than no bytes.
 
     Raises:
         RuntimeError: if the system grants no more shared or page-locked memory.

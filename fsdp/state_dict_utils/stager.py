@@ -1,25 +1,55 @@
 """Copies of states in host memory, from which a checkpoint is written while training goes on.
 
-``StateDictStager().stage(tree)`` copies any nest of Python objects. What a checkpoint makes training wait for is then
-one copy of memory into memory that is there already; writing it to disk is up to a thread or a process of yours.
+``StateDictStager().stage(tree)`` copies any nest of Python objects. A checkpoint then makes training wait for one copy
+of memory into memory that is there already; writing it to disk is up to a thread or a process of yours.
+
+`copy.deepcopy` would leave tensors on their devices. `TreeCopy` sees a tensor as ``torch.save`` does: a storage, and a
+way to look at it. Each storage is replaced once, by a function that the caller gives, and every tensor that looked at
+it looks at the replacement in the same way. For all other objects the rules are those of `copy.deepcopy`. Staging,
+restoring and counting are this one walk with three functions.
+
+Classes may have code of their own that runs while they are copied (a constructor, ``__setstate__``, ``__deepcopy__``,
+``__hash__``), and that code may read values. So replacements are filled before such code sees them; as long as there
+are only tensors and plain containers, they may be filled later.
 """
 
 from __future__ import annotations
 
+import copyreg
 import threading
-from collections.abc import Iterable
+import types
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch
-from torch import UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 
 from fsdp.distributed.streams import Arrival, CopyStream, new_copy_stream
 from fsdp.state_dict_utils.host_memory import HostMemory, require_pinning
-from fsdp.state_dict_utils.tree_copy import TreeCopy
+from fsdp.state_dict_utils.tensors import by_class, class_name, is_wrapper, missing_memory
 
 Tree = TypeVar("Tree")
 _META = "meta"
+# Nothing in them can change, or (functions, classes) they stand for themselves.
+_ATOMIC: frozenset[type] = frozenset(
+    {
+        *(type(None), type(Ellipsis), type(NotImplemented), bool, int, float, complex, str, bytes, range),
+        *(type, property, weakref.ref, types.CodeType, types.FunctionType, types.BuiltinFunctionType),
+        *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format),
+    }
+)
+_COMPRESSED = {
+    torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
+    torch.sparse_bsr: (Tensor.crow_indices, Tensor.col_indices),
+    torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices),
+    torch.sparse_bsc: (Tensor.ccol_indices, Tensor.row_indices),
+}
+_MISSING = object()
+# They store what they are given without looking at it.
+_STORING: frozenset[Any] = frozenset({list.append, deque.append, dict.__setitem__, OrderedDict.__setitem__})
 
 
 class PendingCopy(Generic[Tree]):
@@ -37,7 +67,7 @@ class PendingCopy(Generic[Tree]):
         return self._tree
 
     def protect(self) -> None:
-        """What is queued from now on, on the current streams, runs after the copies, and may change the originals.
+        """Let what is queued from now on, on the current streams, run after the copies: it may change the originals.
 
         It does not block. Call it before ``optimizer.step()``, say.
         """
@@ -46,7 +76,7 @@ class PendingCopy(Generic[Tree]):
 
 
 class StateDictStager:
-    """Copies trees of tensors to host memory that is used again.
+    """A copier of trees of tensors to host memory that is used again.
 
     A copy is what ``torch.load(map_location="cpu")`` gives of what ``torch.save`` has written: storages that were
     shared are shared, views are views, classes survive, gradients and graphs stay behind. Whatever is no tensor is
@@ -186,7 +216,7 @@ class StateDictStager:
 
 
 def origins(copied: Any) -> list[str]:
-    """The devices that a copy came from, to be saved with it: one for each of its storages, in the order of the tree.
+    """Return the devices that a copy came from, to be saved with it: one for each storage, in the order of the tree.
 
     A list of strings passes through any file, where what a copy knows about its devices is lost.
 
@@ -197,7 +227,7 @@ def origins(copied: Any) -> list[str]:
 
 
 def restore(copied: Tree, devices: Iterable[str | torch.device] | None = None) -> Tree:
-    """A copy of a staged tree with its tensors on the devices that they came from.
+    """Return a copy of a staged tree with its tensors on the devices that they came from.
 
     As `stage` it keeps sharing, views and classes. What belongs on the CPU is not copied once more.
 
@@ -242,7 +272,7 @@ def _bytes_in(tree: Any) -> int:
 
 
 def _storages_of(tree: Any) -> list[UntypedStorage]:
-    """As a copy meets them."""
+    """Return the storages of a tree, in the order in which a copy meets them."""
     found: list[UntypedStorage] = []
 
     def note(storage: UntypedStorage) -> UntypedStorage:
@@ -252,3 +282,290 @@ def _storages_of(tree: Any) -> list[UntypedStorage]:
     with torch.inference_mode(False), torch.no_grad():
         TreeCopy(note).copy(tree)
     return found
+
+
+class TreeCopy:
+    """One copy of one nest; aliases and cycles are those of the original.
+
+    Args:
+        place: given a storage of the original, the one that stands for it. Called once for each storage, and for each
+            tensor without memory.
+        fill: give all storages that `place` has returned so far the values of their originals. Called before code that
+            is not ours sees them. The storages that were placed since the last such call are for the caller to fill.
+    """
+
+    def __init__(
+        self, place: Callable[[UntypedStorage], UntypedStorage], fill: Callable[[], None] = lambda: None
+    ) -> None:
+        self._place, self._fill = place, fill
+        # As `copy.deepcopy` has it, because objects' own `__deepcopy__` take it. It keeps the originals, too: what
+        # lives only while it is copied must not leave its id to others.
+        self._originals: list[Any] = []
+        self._memo: dict[int, Any] = {}
+        self._memo[id(self._memo)] = self._originals
+        self._path: list[Any] = []
+        self._copiers: dict[type, Callable[[TreeCopy, Any], Any]] = dict(_COPIERS)  # and of classes that were met
+
+    def copy(self, original: Any) -> Any:
+        """Return the copy of a part of the nest.
+
+        Raises:
+            TypeError: for what cannot be copied; says where it is.
+            RuntimeError: for a tensor whose memory was freed; says where it is.
+        """
+        kind = type(original)
+        if kind in _ATOMIC:
+            return original
+        known = self._memo.get(id(original), _MISSING)
+        if known is not _MISSING:
+            return known
+        copier = self._copiers.get(kind)
+        if copier is None:
+            copier = self._copiers[kind] = _copier_of(kind)
+        return copier(self, original)
+
+    def _remember(self, original: Any, copied: Any) -> Any:
+        self._memo[id(original)] = copied
+        self._originals.append(original)
+        return copied
+
+    def _where(self) -> str:
+        return "the tree" + "".join(f"[{key!r}]" for key in self._path)
+
+    # --- containers and objects ---------------------------------------------------------------------------------
+
+    def _part(self, key: Any, original: Any) -> Any:
+        self._path.append(key)
+        copied = self.copy(original)
+        self._path.pop()
+        return copied
+
+    def _dict(self, original: dict[Any, Any]) -> Any:
+        copied = self._remember(original, {})
+        for key, value in original.items():
+            copied[self._key(key)] = self._part(key, value)
+        return copied
+
+    def _key(self, original: Any) -> Any:
+        copied = self.copy(original)
+        if copied is not original:  # its hash may depend on values
+            self._fill()
+        return copied
+
+    def _list(self, original: list[Any]) -> Any:
+        copied = self._remember(original, [])
+        for index, value in enumerate(original):
+            copied.append(self._part(index, value))
+        return copied
+
+    def _tuple(self, original: tuple[Any, ...]) -> Any:
+        copied = tuple(self._part(index, value) for index, value in enumerate(original))
+        if id(original) in self._memo:  # one of its parts holds it, and has copied it already
+            return self._memo[id(original)]
+        if all(one is other for one, other in zip(original, copied, strict=True)):
+            return original
+        return self._remember(original, copied)
+
+    def _method(self, original: types.MethodType) -> Any:
+        return types.MethodType(original.__func__, self.copy(original.__self__))
+
+    def _by_itself(self, original: Any) -> Any:
+        # It will hand its parts to `copy.deepcopy`, which looks into the memo first.
+        for found in tensors_in(original):
+            self.copy(found)
+        self._fill()
+        copied = original.__deepcopy__(self._memo)
+        if copied is original:
+            return original
+        for found in tensors_in(copied):
+            if isinstance(found, Tensor) and found.device.type not in ("cpu", "meta"):
+                raise TypeError(
+                    f"{self._where()}: the __deepcopy__ of {class_name(type(original))} makes a tensor on "
+                    f"{found.device}, which is not in its attributes. Have it copy its tensors with "
+                    "copy.deepcopy(tensor, memo)."
+                )
+        return self._remember(original, copied)
+
+    def _by_reducing(self, original: Any) -> Any:
+        reduce = copyreg.dispatch_table.get(type(original))
+        try:
+            rebuilt = reduce(original) if reduce else original.__reduce_ex__(4)
+        except TypeError as error:
+            raise TypeError(f"{self._where()}: a {class_name(type(original))} cannot be copied: {error}") from error
+        if isinstance(rebuilt, str):  # a global
+            return original
+        build, args, state, items, pairs, set_state = (*rebuilt, None, None, None, None)[:6]
+        own_args = [self.copy(arg) for arg in args]
+        if any(own is not arg for own, arg in zip(own_args, args, strict=True)):
+            self._fill()
+        copied = self._remember(original, build(*own_args))
+        if state is not None:
+            own_state = self.copy(state)
+            if set_state is not None or hasattr(copied, "__setstate__"):
+                self._fill()
+            _give_state(copied, own_state, set_state)
+        for item in items or ():
+            own_item = self.copy(item)
+            if type(copied).append not in _STORING:
+                self._fill()
+            copied.append(own_item)
+        for key, value in pairs or ():
+            own_value, own_key = self._part(key, value), self._key(key)
+            if type(copied).__setitem__ not in _STORING:
+                self._fill()
+            copied[own_key] = own_value
+        return copied
+
+    def _same(self, original: Any) -> Any:
+        return original
+
+    # --- tensors ------------------------------------------------------------------------------------------------
+
+    def _storage(self, original: UntypedStorage) -> UntypedStorage:
+        if original.nbytes() == 0:
+            return self._place(original)
+        placed = self._memo.get(id(original))
+        return self._remember(original, self._place(original)) if placed is None else placed
+
+    def _plain(self, original: Tensor) -> Tensor:
+        view = self._view(original)
+        if original.requires_grad:
+            view.requires_grad_()
+        self._remember(original, view)
+        return self._with_attributes(original, view) if original.__dict__ else view
+
+    def _subclass(self, original: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():  # what a class does with operations is not meant for us
+            copied = Tensor._make_subclass(type(original), self._view(original), original.requires_grad)
+        return self._with_attributes(original, self._remember(original, copied))
+
+    def _wrapper(self, original: Any) -> Tensor:
+        names, context = original.__tensor_flatten__()
+        parts = {name: getattr(original, name) for name in names}
+        for name, part in parts.items():
+            if isinstance(part, Tensor):  # else it belongs to the process, as the mesh of a `DTensor` does
+                parts[name] = self._part(name, part)
+        if not type(original).__module__.startswith("torch."):  # those of torch do not look at values
+            self._fill()
+        copied = type(original).__tensor_unflatten__(parts, context, original.size(), original.stride())
+        if copied.requires_grad != original.requires_grad:
+            copied.requires_grad_(original.requires_grad)
+        return self._with_attributes(original, self._remember(original, copied))
+
+    def _awaited(self, original: Any) -> Any:
+        return self._remember(original, self.copy(original.trigger_wait()))
+
+    def _with_attributes(self, original: Tensor, copied: Tensor) -> Tensor:
+        for name, value in original.__dict__.items():
+            if name not in copied.__dict__:  # a wrapper was given its parts already
+                copied.__dict__[name] = self._part(name, value)
+        for name in _slots(type(original)):
+            if hasattr(original, name) and not hasattr(copied, name):
+                setattr(copied, name, self._part(name, getattr(original, name)))
+        return copied
+
+    def _view(self, original: Tensor) -> Tensor:
+        """Return a tensor of no special class that looks at its storage as the original does."""
+        if original.layout != torch.strided:
+            return self._sparse(original)
+        try:
+            storage = original.untyped_storage()
+        except (NotImplementedError, RuntimeError) as error:
+            raise TypeError(f"{self._where()}: {by_class(original)} has no storage to copy: {error}") from error
+        self._check(original)
+        placed = self._storage(storage)
+        if original.is_quantized:
+            view = torch.empty_quantized(original.shape, original, device=placed.device)
+        else:
+            view = torch.empty(0, dtype=original.dtype, device=placed.device)
+        view.set_(placed, original.storage_offset(), original.size(), original.stride())
+        if original.is_conj():
+            view = view.conj()
+        return torch._neg_view(view) if original.is_neg() else view
+
+    def _check(self, original: Tensor) -> None:
+        if original.is_nested or is_wrapper(original):
+            raise TypeError(
+                f"{self._where()}: {by_class(original)} keeps its values where nobody sees them. A class that wraps "
+                "tensors needs __tensor_flatten__ and __tensor_unflatten__, or a __reduce_ex__ of its own."
+            )
+        if missing := missing_memory(original):
+            raise RuntimeError(f"{self._where()}: {missing}. Stage what state_dict() returns.")
+
+    def _sparse(self, original: Tensor) -> Tensor:
+        if original.layout == torch.sparse_coo:
+            indices, values = self._plain(original._indices()), self._plain(original._values())
+            # Unchecked, because the values may still be on their way.
+            return torch.sparse_coo_tensor(
+                indices, values, original.shape, is_coalesced=original.is_coalesced(), check_invariants=False
+            )
+        if original.layout not in _COMPRESSED:
+            raise TypeError(f"{self._where()}: {by_class(original)} has a layout that cannot be copied by its memory")
+        first, second = (self._plain(indices(original)) for indices in _COMPRESSED[original.layout])
+        values = self._plain(original.values())
+        return torch.sparse_compressed_tensor(
+            first, second, values, original.shape, layout=original.layout, check_invariants=False
+        )
+
+
+# By name and not bound, or a copy would be garbage that holds on to its tensors.
+_COPIERS: dict[type, Callable[[TreeCopy, Any], Any]] = {
+    dict: TreeCopy._dict,
+    list: TreeCopy._list,
+    tuple: TreeCopy._tuple,
+    types.MethodType: TreeCopy._method,
+    Tensor: TreeCopy._plain,
+    UntypedStorage: TreeCopy._storage,
+}
+
+
+def _copier_of(kind: type) -> Callable[[TreeCopy, Any], Any]:
+    if issubclass(kind, Tensor):
+        # Those that pickle in a way of their own know how they are rebuilt.
+        is_torchs = kind.__reduce_ex__ in (Tensor.__reduce_ex__, nn.Parameter.__reduce_ex__)
+        if kind in copyreg.dispatch_table or not is_torchs:
+            return TreeCopy._by_reducing
+        if hasattr(kind, "trigger_wait"):  # the result of a collective that may be under way
+            return TreeCopy._awaited
+        return TreeCopy._wrapper if hasattr(kind, "__tensor_flatten__") else TreeCopy._subclass
+    if issubclass(kind, type):
+        return TreeCopy._same
+    return TreeCopy._by_itself if hasattr(kind, "__deepcopy__") else TreeCopy._by_reducing
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor | UntypedStorage]:
+    """Yield tensors and storages in containers and attributes of objects, each once; not those inside of tensors."""
+    seen: dict[int, Any] = {}
+    pending = [tree]
+    while pending:
+        found = pending.pop()
+        if type(found) in _ATOMIC or isinstance(found, (type, types.ModuleType)) or id(found) in seen:
+            continue
+        seen[id(found)] = found
+        if isinstance(found, (Tensor, UntypedStorage)):
+            yield found
+            continue
+        if isinstance(found, dict):
+            pending += [*found.keys(), *found.values()]
+        elif isinstance(found, (list, tuple, set, frozenset)):
+            pending += found
+        pending += getattr(found, "__dict__", {}).values()
+        pending += [getattr(found, name) for name in _slots(type(found)) if hasattr(found, name)]
+
+
+def _slots(kind: type) -> list[str]:
+    return copyreg._slotnames(kind)  # type: ignore[attr-defined]
+
+
+def _give_state(copied: Any, state: Any, set_state: Callable[[Any, Any], None] | None) -> None:
+    """Give a copy its state by pickle's rules, in the form in which `__reduce_ex__` gave it."""
+    if set_state is not None:
+        set_state(copied, state)
+    elif hasattr(copied, "__setstate__"):
+        copied.__setstate__(state)
+    else:
+        attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+        if attributes:
+            copied.__dict__.update(attributes)
+        for name, value in (slots or {}).items():
+            setattr(copied, name, value)

@@ -1,22 +1,184 @@
-"""What is done with one tensor of a state tree, plain or a `DTensor`: placed, compared, given host memory."""
+"""The leaves of state trees: which of them are tensors, how two of them compare, and how a value is stored in one.
+
+A leaf counts as a tensor if its elements lie in memory one by one, so that they can be cut, sent and written: a dense
+tensor of a dtype that torch copies, a plain subclass of one, a `DTensor` around one. All other tensors (sparse,
+quantised, nested ones, wrappers of other tensors) are, like objects of unknown types, not looked into.
+"""
 
 from __future__ import annotations
 
+import copy
+import io
 import math
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fsdp.distributed.dtensor import MeshPart, is_dtensor, local_part, set_local_part
+from fsdp.distributed.dtensor import MeshPart, arrived, is_dtensor, local_part, set_local_part
 from fsdp.state_dict_utils.gather import has_only_usual_placements, odd_local_part, usual_part
 from fsdp.state_dict_utils.host_memory import allocate
-from fsdp.state_dict_utils.kinds import casts, described, is_tensor, not_writable, without_values
-from fsdp.state_dict_utils.tree import Path, spelled
+
+PLAIN_LEAVES = (int, float, complex, str, bytes, io.BytesIO, type(None))
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """The shape and dtype of a tensor that will arrive."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+def is_tensor(leaf: Any) -> bool:
+    """Return True if a leaf is a tensor, or stands for one, whose elements can be sharded, sent and written."""
+    return isinstance(leaf, TensorInfo) or (isinstance(leaf, Tensor) and _special(leaf) is None)
+
+
+def why_unknown(leaf: Any) -> str | None:
+    """Return why a leaf is only carried along; None for a tensor and a plain value."""
+    if isinstance(leaf, Tensor):
+        if (special := _special(leaf)) is None:
+            return None
+        return (
+            f"a tensor {special[0]}, and only strided (dense) ones are known. {special[1]}, take it out of the tree, "
+            "or pass type_check=False."
+        )
+    if isinstance(leaf, (TensorInfo, *PLAIN_LEAVES)):
+        return None
+    return (
+        f"a {type(leaf).__name__} is neither a container (a mapping, list or tuple) nor a tensor, number, str, bytes, "
+        "io.BytesIO or None. Take it out of the tree, or pass type_check=False."
+    )
+
+
+def _special(tensor: Tensor) -> tuple[str, str] | None:
+    """Return what makes a tensor special whose elements do not lie in memory one by one, and what to do about it."""
+    local = arrived(local_part(tensor))
+    if local.is_nested:
+        return "that is nested", "Take it apart with unbind()"
+    if local.layout is not torch.strided:
+        return f"of layout {local.layout}", "Convert it with to_dense()"
+    if local.is_quantized:
+        return f"of quantised {local.dtype}", "Convert it with dequantize(), or take int_repr() and its scales"
+    if is_wrapper(local):
+        return f"of the class {type(local).__name__}, which wraps others", "Put the tensors into the tree that it wraps"
+    if not casts(local.dtype, local.dtype):
+        return f"of {local.dtype}, which torch cannot copy", "View it as torch.uint8"
+    return None
+
+
+@cache
+def casts(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return True if values of one dtype can be stored in another one without losing their kind."""
+    if not torch.can_cast(source, target):
+        return False
+    try:
+        torch.empty(1, dtype=target, device="cpu").copy_(torch.empty(1, dtype=source, device="cpu"))
+    except RuntimeError:  # torch has no kernel for it
+        return False
+    return True
+
+
+def described(value: Any) -> str:
+    """Describe a node for messages. Leaves that are only carried along are alike if this is."""
+    if not isinstance(value, (Tensor, TensorInfo)):
+        return "None" if value is None else type(value).__name__
+    kind = "DTensor" if is_dtensor(value) else "tensor"
+    if isinstance(value, Tensor) and (special := _special(value)) is not None:
+        kind += f" {special[0]}"
+        if value.is_nested:
+            return f"{kind}, of {str(value.dtype).removeprefix('torch.')}"
+    return f"{kind} {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Return True if the storage has a size and no memory, or memory that is not the tensor's."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return False
+    try:
+        storage = tensor.untyped_storage()
+        if storage.device != tensor.device:
+            return True
+        return storage.data_ptr() == 0 and storage.nbytes() > 0 and not tensor.is_meta
+    except (NotImplementedError, RuntimeError):
+        return True
+
+
+def missing_memory(tensor: Tensor) -> str | None:
+    """Return what a dense tensor lacks if its memory was freed or is too small; None if nothing."""
+    extent = tensor.numel()
+    if extent and not tensor.is_contiguous():
+        extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + extent) * tensor.itemsize if extent else 0
+    there = tensor.untyped_storage().nbytes()
+    if needed <= there:
+        return None
+    return (
+        f"{by_class(tensor)} needs {needed} bytes of its storage, which has {there}: its memory was freed "
+        "(a sharded parameter, say)"
+    )
+
+
+def by_class(tensor: Tensor) -> str:
+    """Describe a tensor by its class, shape and dtype."""
+    shape = "several shapes" if tensor.is_nested else f"shape {tuple(tensor.shape)}"
+    return f"a {class_name(type(tensor))} of {shape} and dtype {tensor.dtype}"
+
+
+def class_name(kind: type) -> str:
+    """Return the name of a class, with its module unless it is built in."""
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def without_values(tensor: Tensor) -> str | None:
+    """Return why a tensor cannot be read; None if it can."""
+    if tensor.is_meta:
+        return "on the meta device, where there are no values"
+    missing = missing_memory(arrived(local_part(tensor))) if is_tensor(tensor) else None
+    return f"without its memory: {missing}" if missing else None
+
+
+def not_writable(tensor: Tensor) -> str | None:
+    """Return why nothing can be written into a tensor that is not on the meta device; None if it can."""
+    local = local_part(tensor)
+    if local.numel() and any(step == 0 and size > 1 for size, step in zip(local.shape, local.stride(), strict=True)):
+        return "several elements of the target lie in one place (it was expanded): clone() it"
+    return missing_memory(local)
+
+
+def own_copy(leaf: Any) -> Any:
+    """Return a copy of a leaf that is no tensor; a value that cannot change is its own copy.
+
+    Raises:
+        TypeError: if it cannot be copied.
+    """
+    try:
+        if isinstance(leaf, io.BytesIO):
+            return io.BytesIO(leaf.getvalue())
+        if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_nested):
+            return (
+                leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            )  # torch's deepcopy does not know all of them
+        return leaf if isinstance(leaf, PLAIN_LEAVES) else copy.deepcopy(leaf)
+    except Exception as error:
+        raise TypeError(cannot(leaf, "be copied", error)) from error
+
+
+def cannot(leaf: Any, what: str, error: Exception) -> str:
+    """Return a message about a leaf that is only carried along, and cannot be."""
+    reason = next(iter(str(error).splitlines()), type(error).__name__)  # torch's go on with a list of all kernels
+    return f"a {described(leaf)} cannot {what}: {reason}. Take it out of the tree."
 
 
 def has_part(tensor: Tensor) -> bool:
-    """Whether this rank holds something of a tensor: not of a `DTensor` on other ranks' mesh."""
+    """Return True if this rank holds something of a tensor: not of a `DTensor` on other ranks' mesh."""
     part = MeshPart.of(tensor)
     return part is None or part.mesh.get_coordinate() is not None
 
@@ -25,7 +187,7 @@ def has_part(tensor: Tensor) -> bool:
 
 
 def own_part(value: Tensor, target: Tensor) -> Tensor:
-    """Of a whole value, what this rank holds in `target`. Without communication; shares memory where it can."""
+    """Return what this rank holds of an unsharded value in `target`. No communication; shares memory where it can."""
     part = MeshPart.of(target)
     if part is None:
         return value
@@ -74,7 +236,7 @@ def placed(value: Tensor, target: Tensor | None, home: torch.device, is_ours: bo
 
 
 def differ_as_values(full: Any, local: Any) -> str | None:
-    """Why a whole value cannot be stored in a leaf; None if it can."""
+    """Return why an unsharded value cannot be stored in a leaf; None if it can."""
     difference = _differ_in_kind(full, local, casting=True)
     if difference is not None or not is_tensor(local):
         return difference
@@ -87,7 +249,7 @@ def differ_as_values(full: Any, local: Any) -> str | None:
 
 
 def differ_as_parts(source: Any, into: Any) -> str | None:
-    """Why a leaf cannot be copied into another one, each rank its part; None if it can."""
+    """Return why a leaf cannot be copied into another one, each rank its part; None if it can."""
     difference = _differ_in_kind(source, into, casting=True) or _differ_in_spread(source, into)
     if difference is not None or not is_tensor(source):
         return difference
@@ -98,14 +260,14 @@ def differ_as_parts(source: Any, into: Any) -> str | None:
 
 
 def differ_in_form(first: Any, second: Any) -> str | None:
-    """What two leaves differ in beside their values; None if in nothing."""
+    """Return what two leaves differ in beside their values; None if in nothing."""
     if not isinstance(first, Tensor) and not isinstance(second, Tensor):
         return None if type(first) is type(second) else f"{described(first)} and {described(second)}"
     return _differ_in_kind(first, second, casting=False) or _differ_in_spread(first, second)
 
 
 def _differ_in_kind(first: Any, second: Any, casting: bool) -> str | None:
-    """Where one of them is a tensor of any kind."""
+    """Return the difference in kind where one of them is a tensor of any kind; None if there is none."""
     if not is_tensor(first) or not is_tensor(second):
         special = isinstance(first, Tensor) or isinstance(second, Tensor) or is_tensor(first)
         names = described(first), described(second)
@@ -126,21 +288,17 @@ def _differ_in_spread(first: Any, second: Any) -> str | None:
     return None if shapes[0] == shapes[1] else f"local parts {list(shapes[0])} and {list(shapes[1])}"
 
 
-def copied(path: Path, leaf: Any, into: Any, non_blocking: bool) -> Any:
-    """`into` with the values of `leaf`, or a leaf that is no tensor."""
-    if not is_tensor(leaf):
-        return leaf
-    local_part(into).detach().copy_(local_part(leaf).detach(), non_blocking=non_blocking)
-    return into
-
-
 # Host memory
 
 
-def host_twin(path: Path, tensor: Tensor, pin_memory: bool, share_memory: bool) -> Tensor:
-    """A tensor of the same shape, dtype and placements in new host memory, its values undefined."""
+def host_twin(tensor: Tensor, pin_memory: bool, share_memory: bool) -> Tensor:
+    """Return a tensor of the same shape, dtype and placements in new host memory; its values are undefined.
+
+    Raises:
+        RuntimeError: if the system grants no more shared or pinned memory.
+    """
     local = local_part(tensor)
-    new = host_memory(path, local.shape, local.dtype, pin_memory, share_memory)
+    new = _host_memory(local.shape, local.dtype, pin_memory, share_memory)
     if not is_dtensor(tensor):
         return new
     twin = torch.empty_like(tensor.detach(), device="cpu")
@@ -148,20 +306,11 @@ def host_twin(path: Path, tensor: Tensor, pin_memory: bool, share_memory: bool) 
     return twin
 
 
-def host_memory(path: Path, shape: torch.Size, dtype: torch.dtype, pin_memory: bool, share_memory: bool) -> Tensor:
-    """A new tensor on the host. Without elements it has no memory, so there is nothing to pin.
-
-    Raises:
-        RuntimeError: if the system grants no more shared or pinned memory.
-    """
-    strides = torch.empty(shape, device="meta").stride()
-    nbytes = math.prod(shape) * dtype.itemsize
+def _host_memory(shape: torch.Size, dtype: torch.dtype, pin_memory: bool, share_memory: bool) -> Tensor:
+    nbytes = math.prod(shape) * dtype.itemsize  # without elements there is no memory, and nothing to pin
     if not share_memory:
         return torch.empty(shape, dtype=dtype, pin_memory=pin_memory and nbytes > 0)
     if nbytes == 0:
         return torch.empty(shape, dtype=dtype).share_memory_()
-    try:
-        storage = allocate(nbytes, pin_memory, share=True)
-    except RuntimeError as error:
-        raise RuntimeError(f"{spelled(path)}: {error}") from error
-    return torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)
+    strides = torch.empty(shape, device="meta").stride()
+    return torch.empty(0, dtype=dtype).set_(allocate(nbytes, pin_memory, share=True), 0, shape, strides)

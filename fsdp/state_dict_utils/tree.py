@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp.state_dict_utils.kinds import described, is_tensor, own_copy, why_unknown
+from fsdp.state_dict_utils.tensors import described, is_tensor, own_copy, why_unknown
 
 Path = tuple[Any, ...]
 
@@ -19,12 +19,12 @@ _SHOWN = 5  # keys in one message
 
 
 def spelled(path: Path) -> str:
-    """A path as messages have it."""
+    """Spell a path for messages."""
     return ".".join(map(str, path)) if path else "the whole tree"
 
 
 class CompanionMismatch(ValueError):  # noqa: N818  # a name that torch has
-    """Two trees that must match do not.
+    """Two trees do not match that must.
 
     Attributes:
         path: the keys and indices that lead to the place; empty for the whole tree.
@@ -44,7 +44,7 @@ class CompanionMismatch(ValueError):  # noqa: N818  # a name that torch has
 
 
 def children(node: Any) -> dict[Any, Any] | None:
-    """What is in a container, by key or index; None for a leaf."""
+    """Return what is in a container, by key or index; None for a leaf."""
     if isinstance(node, Mapping):
         return dict(node.items())
     if isinstance(node, (list, tuple)):
@@ -53,7 +53,7 @@ def children(node: Any) -> dict[Any, Any] | None:
 
 
 def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every leaf with its path, in order."""
+    """Yield every leaf with its path, in order."""
     inside = children(tree)
     if inside is None:
         yield path, tree
@@ -63,7 +63,7 @@ def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def mapped(function: Callable[[Path, Any], Any], tree: Any, path: Path = ()) -> Any:
-    """A new tree of the same containers, with `function` of path and leaf in the place of each leaf."""
+    """Return a new tree of the same containers, with `function` of path and leaf in the place of each leaf."""
     inside = children(tree)
     if inside is None:
         return function(path, tree)
@@ -71,7 +71,7 @@ def mapped(function: Callable[[Path, Any], Any], tree: Any, path: Path = ()) -> 
 
 
 def rebuilt(like: Any, values: dict[Any, Any]) -> Any:
-    """A new container of the type of `like` with these children; of a plain type where its own cannot be built."""
+    """Return a new container of the type of `like` with these children; a plain one where its own cannot be built."""
     if isinstance(like, Mapping):
         return _rebuilt_mapping(like, values)
     plain: type = list if isinstance(like, list) else tuple
@@ -100,7 +100,7 @@ def _rebuilt_mapping(like: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping
 
 
 def emptied(tree: Any) -> Any:
-    """What ranks get that do not want a result: the outermost container without its contents; None for a leaf."""
+    """Return the outermost container without its contents, for ranks that want no result; None for a leaf."""
     if isinstance(tree, Mapping):
         return rebuilt(tree, {})
     return [] if isinstance(tree, list) else () if isinstance(tree, tuple) else None
@@ -114,7 +114,7 @@ def check_types(tree: Any, type_check: bool = True) -> None:
 
 
 def with_own_leaves(tree: Any) -> Any:
-    """The tree with a copy of each leaf that is no tensor.
+    """Return the tree with a copy of each leaf that is no tensor.
 
     Raises:
         TypeError: for a leaf that cannot be copied.
@@ -134,7 +134,7 @@ def with_own_leaves(tree: Any) -> Any:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two trees must have in common.
+    """The rules by which two trees must match.
 
     Attributes:
         names: what messages call them.
@@ -185,7 +185,7 @@ def _kind(node: Any) -> type:
 
 
 def written(source: Any, target: Any, put: Callable[[Path, Any, Any], Any], path: Path = ()) -> Any:
-    """`target` with what `put` makes of each leaf of `source` and the leaf in its place (None where there is none).
+    """Return `target` with what `put` makes of each leaf of `source` and the leaf in its place (or None).
 
     Mutable mappings and lists of `target` are changed in place and stay the same objects; a tuple in which something
     is replaced is made anew.
@@ -202,3 +202,108 @@ def written(source: Any, target: Any, put: Callable[[Path, Any, Any], Any], path
     for key, value in changed.items():
         target[key] = value
     return target
+
+
+class FlatMapping(dict[str, Path]):
+    """The paths that the keys of a flattened tree stand for, and the containers on the way.
+
+    A path is a tuple of the keys and indices that lead to the value. It is a dict of paths, compares as one, and can be
+    pickled.
+
+    Attributes:
+        containers: by path, an empty container of the type that is there.
+    """
+
+    containers: dict[Path, Any]
+
+    def __init__(self, paths: Mapping[str, Path] | None = None) -> None:
+        super().__init__(paths or {})
+        self.containers = {}
+
+
+def flatten_state_dict(tree: Any, *, type_check: bool = True) -> tuple[dict[str, Any], FlatMapping]:
+    """Return the leaves of a nested tree by dotted keys, ``"state.0.exp_avg"``, in order; no communication.
+
+    The flat dict holds the leaves themselves, not copies. A container that is empty has a key of its own, with an empty
+    container as its value, so that it comes back.
+
+    Args:
+        tree: a mapping, list or tuple; it is not changed.
+        type_check: see `fsdp.state_dict_utils`.
+
+    Returns:
+        The flat dict, and the mapping that `unflatten_state_dict` needs: for each of its keys the path, a tuple of keys
+        and indices.
+
+    Raises:
+        ValueError: if two paths give the same key (``{"a": {"b": 1}, "a.b": 2}``, or ``1`` beside ``"1"``).
+        TypeError: if `tree` is no container, and for a leaf of an unknown type.
+    """
+    if children(tree) is None:
+        raise TypeError(f"a mapping, list or tuple can be flattened, got a {type(tree).__name__}")
+    check_types(tree, type_check)
+    flat: dict[str, Any] = {}
+    mapping = FlatMapping()
+    for path, leaf in _ends(tree, (), mapping.containers):
+        key = spelled(path)
+        if key in mapping:
+            raise ValueError(
+                f"two values would have the key {key!r}: those at {mapping[key]} and at {path}. Rename one of them."
+            )
+        flat[key], mapping[key] = leaf, path
+    return flat, mapping
+
+
+def _ends(node: Any, path: Path, containers: dict[Path, Any]) -> Iterator[tuple[Path, Any]]:
+    """Yield leaves and empty containers below the root, and note all containers on the way."""
+    inside = children(node)
+    if inside is not None:
+        containers[path] = _without_contents(node)
+    if inside or not path:
+        for key, child in (inside or {}).items():
+            yield from _ends(child, (*path, key), containers)
+    else:
+        yield path, node if inside is None else _without_contents(node)
+
+
+def _without_contents(node: Any) -> Any:
+    # A named tuple cannot be empty.
+    return type(node)._make([None] * len(node)) if hasattr(node, "_fields") else rebuilt(node, {})
+
+
+def unflatten_state_dict(flat: Mapping[str, Any], mapping: FlatMapping) -> Any:
+    """Return the nested tree that `flatten_state_dict` took apart, with the values of `flat`; no communication.
+
+    Args:
+        flat: a value for each key of the mapping; not changed. Values may have been replaced since.
+        mapping: what `flatten_state_dict` returned. Where it is a plain dict of paths, all containers become dicts.
+
+    Returns:
+        The tree, of new containers in which keys have their old order.
+
+    Raises:
+        ValueError: for keys that only one of the two has.
+    """
+    for name, keys, others in (("flat dict", flat, mapping), ("mapping", mapping, flat)):
+        if only := [key for key in keys if key not in others]:
+            raise ValueError(f"keys of the {name} only: {only[:5]}. Both must come from one flatten_state_dict.")
+    containers = mapping.containers if isinstance(mapping, FlatMapping) else {}
+    nested: dict[Any, Any] = {}
+    for key, path in mapping.items():
+        node = nested
+        for step in path[:-1]:
+            node = node.setdefault(step, _Inner())
+        node[path[-1]] = flat[key]
+    return _assembled(nested, (), containers)
+
+
+class _Inner(dict[Any, Any]):
+    """A container that is being put together: values that are dicts themselves must not be taken for one."""
+
+
+def _assembled(node: Any, path: Path, containers: Mapping[Path, Any]) -> Any:
+    values = {
+        key: _assembled(child, (*path, key), containers) if isinstance(child, _Inner) else child
+        for key, child in node.items()
+    }
+    return rebuilt(containers.get(path, {}), values)

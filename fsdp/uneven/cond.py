@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fsdp.engine.runtime import Runtime, running, runtime_of
+from fsdp.engine.shard_module import runtime_of_root
 from fsdp.engine.unit import unit_of, unit_of_wrapper
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp.uneven.join import Joining
@@ -23,9 +24,9 @@ def cond(module: nn.Module, run_here: bool, /, *args: Any, **kwargs: Any) -> Any
     the outermost wrapper call it, at the same place and for the same module, inside of that one's forward. They tell
     each other with one small message whether they run it:
 
-    - if no rank does, nothing else happens, and no parameter of it is gathered;
+    - if no rank does, nothing else happens, and no parameter of it is all-gathered;
     - if all do, it runs as if it was called directly;
-    - otherwise, those that run it compute, and the others gather with them, in forward and in backward, and contribute
+    - otherwise, those that run it compute, and the others join their all-gathers, in forward and in backward, and add
       zeros to its gradients: these are the sum over the ranks that ran it, divided by the number of all ranks.
 
     Calls may be inside of each other, and in modules under activation checkpointing. Backward has to come before the
@@ -68,7 +69,7 @@ def join(
                 optimizer.step()
                 optimizer.zero_grad()
 
-    A rank whose loop has ended waits at the end of the context. Until all have, it gathers with the others, contributes
+    A rank whose loop has ended waits at the end of the context. Until all have, it joins their all-gathers, contributes
     zeros to gradients, clips, steps and zeroes its own shards whenever the others do, with their learning rates.
 
     Gradients stay sums over ranks divided by the number of *all* ranks, so a batch has the same weight whether other
@@ -97,7 +98,7 @@ def join(
         raise TypeError(f"fsdp.join needs the outermost FullyShardedDataParallel, got a {type(model).__name__}")
     if not optimizers:
         raise ValueError("fsdp.join: give it the optimizer, which ranks that have finished step as well")
-    runtime = model._runtime_as_root("join")
+    runtime = runtime_of_root(model._unit, "join")
     runtime.ensure_idle("begin fsdp.join")
     joining = Joining(runtime, model, optimizers, after_step)
     joining.begin()

@@ -1,4 +1,4 @@
-"""What a rank does that has run out of batches, while others go on (`fsdp.join`)."""
+"""Ranks that have run out of batches serve those that go on (`fsdp.join`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other where they may do different things: short messages from each to all, in rounds.
+"""Short messages from each rank to all, in rounds, where ranks may do different things.
 
 A round is one small all-gather over all ranks of a root. In each of them a rank either *announces* what it is about to
 do, or *waits* at a position. Of what was announced, one thing is done by all ranks: those that announced it go on, the
@@ -15,17 +15,17 @@ from typing import NamedTuple
 import torch
 
 from fsdp.distributed.collectives import Communicator
-from fsdp.engine.agreement import from_everyone
+from fsdp.distributed.consensus import from_everyone
 
 
 class Kind(IntEnum):
-    """What a message says."""
+    """The kinds of messages."""
 
     WAIT = auto()  # at position `subject`
     FINISHED = auto()  # out of batches; takes part in what others do
     VISIT = auto()  # comes to region `subject`; `argument`: to run it
-    FORWARD = auto()  # gathers unit `subject` for its forward
-    BACKWARD = auto()  # gathers unit `subject` for its backward
+    FORWARD = auto()  # all-gathers unit `subject` for its forward
+    BACKWARD = auto()  # all-gathers unit `subject` for its backward
     REDUCE = auto()  # has the gradient of handle `subject`
     LEAVE = auto()  # has run region `subject`; `argument`: a backward may come
     FAILED = auto()  # raised inside of region `subject`
@@ -51,12 +51,12 @@ class Message(NamedTuple):
 
     @property
     def is_event(self) -> bool:
-        """Whether ranks that wait have to do something."""
+        """Return whether ranks that wait have to do something."""
         return self.kind not in _PASSIVE
 
     @property
     def topic(self) -> tuple[int, ...]:
-        """What is alike in messages about the same thing, whoever sends them."""
+        """The part that is alike in messages about the same thing, from all ranks."""
         return self.kind, self.subject, 0 if self.kind == Kind.LEAVE else self.extra
 
 
@@ -90,7 +90,7 @@ class Talk:
         return from_everyone(self._comms, payload)
 
     def event_in(self, messages: Sequence[Message]) -> Message | None:
-        """What all ranks do next: of what was announced, gathers come first, then gradients, then all else.
+        """Return the message that all ranks follow next: all-gathers come first, then gradients, then all else.
 
         Raises:
             RuntimeError: naming ranks and what they do, if there is nothing that can be done first.

@@ -136,7 +136,7 @@ class Directory:
         return clean_name(self._modules[number][0]) or self._root.name
 
     def describe(self, message: Message) -> str:
-        """What a rank does, as text."""
+        """Return what a rank does, as text."""
         kind, subject = Kind(message.kind), message.subject
         if kind in (Kind.VISIT, Kind.LEAVE, Kind.FAILED):
             return ("the end of " if kind is Kind.LEAVE else "") + f"fsdp.cond of {self.name(subject)}"
@@ -208,6 +208,7 @@ class Visits:
         self.talk = Talk(runtime.root.everyone, self._directory.describe)
         self.joining: StepsOfOthers | None = None
         self.is_uneven = False
+        self._mode = 0  # of the backward that runs, for ranks that begin one to take part in it
         self._open: list[Visit] = []  # that are running, the innermost last
         self._owed: list[Visit] = []  # mixed ones whose backward may come
         self._mixed: set[Unit] = set()  # units of mixed visits, which may be unsharded on some ranks only
@@ -224,7 +225,7 @@ class Visits:
 
     @property
     def is_joining(self) -> bool:
-        """Whether some ranks may have no more batches."""
+        """True if some ranks may have no more batches."""
         return self.joining is not None
 
     def enter(self, call: Call, *, is_outermost: bool) -> None:
@@ -332,7 +333,7 @@ class Visits:
         if missing:
             unit.reshard()  # a part of it may be unsharded, here and not elsewhere
         number, kind = self._directory.units.index(unit), Kind.BACKWARD if is_backward else Kind.FORWARD
-        mode = self._runtime.backward_mode if is_backward else 0
+        mode = self._mode if is_backward else 0
         noted = 0 if region is None else region.number + 1
         message = Message(kind, number, missing, mode | noted << 2)
         self.announce(message)
@@ -369,6 +370,7 @@ class Visits:
         for visit in self._owed:
             visit.reduced.clear()
         self.is_uneven = bool(self._owed)
+        self._mode = self._runtime.sync_gradients + 2 * all(one.has_no_gradient for one in self._directory.handles)
 
     def reach(self, call: Call) -> None:
         """Backward has reached a call: serve until no rank is further from the end than this one.
@@ -399,7 +401,7 @@ class Visits:
         if visit is not None:
             visit.reduced.add(handle)
             number = self._directory.handles.index(handle)
-            self.announce(Message(Kind.REDUCE, number, 0, self._runtime.backward_mode))
+            self.announce(Message(Kind.REDUCE, number, 0, self._mode))
         return True
 
     def end_backward(self) -> None:
@@ -454,7 +456,7 @@ class Visits:
                 continue
             if event.argument and not message.argument and event.kind in (Kind.FORWARD, Kind.BACKWARD):
                 for handle in self._directory.units[event.subject].handles:
-                    handle.serve_gather()  # it is whole here already, and not there
+                    handle.serve_gather()  # it is unsharded here already, and not there
             return rows
 
     def round(self, message: Message) -> tuple[list[Message], Message | None]:
@@ -562,7 +564,7 @@ class Visits:
 
     def _recompute(self, region: Region, run_here: bool, compute: Callable[[], Any]) -> Any:
         # Checkpointing may stop before the end, at another place on each rank: so this must not wait for others. What
-        # there was to agree on is known from the forward, and what is gathered again is announced as in backward.
+        # there was to agree on is known from the forward, and what is unsharded again is announced as in backward.
         visit = region.last
         if run_here is not (visit is not None and visit.runs_here):
             raise RuntimeError(

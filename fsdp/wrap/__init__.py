@@ -1,4 +1,4 @@
-"""Which modules become units: one by one with `wrap`, or by a policy with `auto_wrap`.
+"""`wrap` makes one module a unit, and `auto_wrap` those that a policy picks.
 
 Nothing here knows what a wrapper does: its class comes by argument, from `enable_wrap`. `auto_wrap` first
 settles what becomes a unit (`wrap.plan`), then makes the wrappers, inner ones first, and puts each in every
@@ -87,7 +87,7 @@ def config_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: 
 
 
 def module_wrap_policy(classes: Iterable[type[nn.Module]], exclude: Iterable[type[nn.Module]] = ()) -> AutoWrapPolicy:
-    """A policy that wraps the instances of the given classes, such as a model's transformer block.
+    """Return a policy that wraps the instances of the given classes, such as a model's transformer block.
 
     The returned policy goes wherever a policy goes. It never wraps a container (a module without a `forward`
     of its own, such as nn.ModuleList), since a unit works only when its module is called, and it wraps
@@ -134,7 +134,7 @@ def _module_classes(argument: str, classes: Iterable[type[nn.Module]]) -> tuple[
 
 
 def lambda_wrap_policy(predicate: Callable[[nn.Module], bool]) -> AutoWrapPolicy:
-    """A policy that wraps the modules for which `predicate(module)` is true.
+    """Return a policy that wraps the modules for which `predicate(module)` is true.
 
     The returned policy goes wherever a policy goes. As with `module_wrap_policy`, containers are looked into
     and never wrapped (the predicate is not asked), and a module of
@@ -245,7 +245,7 @@ class ConfigAutoWrap:
         keep_wrapped: bool = False,
         **kwargs: Any,
     ) -> tuple[nn.Module, int]:
-        """What `auto_wrap` does, returning also the number of parameters that are in a unit now.
+        """Do what `auto_wrap` does, and return also the number of parameters that are in a unit now.
 
         Raises RuntimeError outside of a context, otherwise as `auto_wrap` does.
         """
@@ -270,7 +270,7 @@ class ConfigAutoWrap:
 
 @contextmanager
 def enable_wrap(auto_wrap_policy: AutoWrapPolicy | None = None, **kwargs: Any) -> Iterator[None]:
-    """Context in which `wrap` and `auto_wrap` wrap; outside of it they return their module unchanged.
+    """Have `wrap` and `auto_wrap` wrap inside of the context; outside of it they return their module unchanged.
 
     A model whose constructor calls `wrap(layer)` can so be built plain or sharded, and layer by layer, so
     that never more than one layer exists unsharded. The settings are those of the whole process, also for
@@ -311,7 +311,7 @@ def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
     """
     wrapper_cls = ConfigAutoWrap.wrapper_cls
     if not ConfigAutoWrap.in_autowrap_context or wrapper_cls is None:
-        _warn_outside("wrap", module)
+        _warn_unwrapped("wrap() outside of enable_wrap", module, _ENTER)
         return module
     own_config = getattr(module, "wrapper_config", {})
     if not isinstance(own_config, Mapping):
@@ -367,21 +367,26 @@ def auto_wrap(
         RuntimeError: as `wrap` raises.
     """
     if not ConfigAutoWrap.in_autowrap_context:
-        _warn_outside("auto_wrap", module)
+        _warn_unwrapped("auto_wrap() outside of enable_wrap", module, _ENTER)
         return module
-    wrapped, _ = ConfigAutoWrap.recursive_wrap(
+    wrapped, numel = ConfigAutoWrap.recursive_wrap(
         module, auto_wrap_policy, module_is_root=True, keep_wrapped=keep_wrapped, **kwargs
     )
+    if not numel and not keep_wrapped and any(True for _ in module.parameters()):
+        _warn_unwrapped("auto_wrap() with a policy that picks nothing in it", module, _PICK)
     return wrapped
 
 
-def _warn_outside(function: str, module: nn.Module) -> None:
+_ENTER = "Call it inside of `with enable_wrap(wrapper_cls=FullyShardedDataParallel):`."
+_PICK = "Give a policy that picks parts of it: fsdp.module_wrap_policy({Block}), or a smaller min_num_params."
+
+
+def _warn_unwrapped(what: str, module: nn.Module, remedy: str) -> None:
     """Warn if several ranks run and nothing has been wrapped, so that each would train its own model."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         warnings.warn(
-            f"{function}() outside of enable_wrap leaves this {type(module).__name__} as it is: unless it is wrapped "
-            f"otherwise, each of the {dist.get_world_size()} ranks trains its own. Call it inside of "
-            "`with enable_wrap(wrapper_cls=FullyShardedDataParallel):`.",
+            f"{what} leaves this {type(module).__name__} as it is: unless it is wrapped otherwise, each of the "
+            f"{dist.get_world_size()} ranks trains its own. {remedy}",
             stacklevel=3,
         )
 

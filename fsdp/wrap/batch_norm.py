@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from fsdp.distributed.process_groups import Group
+from fsdp.distributed.communicator import Group
 from fsdp.engine.precision import BATCH_NORMS
 from fsdp.engine.sharding_strategy import LoneGroup
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
-from fsdp.wrap import auto_wrap, enable_wrap, module_wrap_policy
+from fsdp.wrap import ConfigAutoWrap, enable_wrap, module_wrap_policy
 
 
 def auto_wrap_bn(
@@ -58,7 +58,7 @@ def auto_wrap_bn(
         }
     if wrap_it:
         with enable_wrap(module_wrap_policy(BATCH_NORMS), wrapper_cls=FullyShardedDataParallel, **config):
-            return auto_wrap(module)
+            return ConfigAutoWrap.recursive_wrap(module, None)[0]  # without a warning where there is none
     norms = [(name, child) for name, child in module.named_modules() if isinstance(child, BATCH_NORMS)]
     for name, child in norms:
         if assert_on_collision and hasattr(child, "wrapper_config"):

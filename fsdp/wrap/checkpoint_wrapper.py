@@ -45,7 +45,7 @@ def checkpoint_wrapper(module: M, offload_to_cpu: bool = False) -> M:
     gradients, and inside `disable_checkpointing`, the module simply runs.
 
     Not collective. The recomputation of a module that contains units, or is one, is: as any backward of units. It
-    gathers all units inside, each of which stays whole until it has its gradients.
+    unshards all units inside, each of which stays unsharded until it has its gradients.
 
     Args:
         module: the module; it is changed in place. Wrapping it again is allowed and does nothing.
@@ -75,7 +75,7 @@ def checkpoint_wrapper(module: M, offload_to_cpu: bool = False) -> M:
 
 
 class _CheckpointedForward:
-    """What a module has as ``forward`` once it is wrapped.
+    """The ``forward`` of a module that is wrapped.
 
     A weak reference, because a module that refers to itself is freed only by the garbage collector, late.
     """
@@ -196,7 +196,7 @@ class _Call:
 
 
 class _Modes(threading.local):
-    """Of this thread; on CUDA, backward and its recomputations run in another one."""
+    """Modes of this thread; on CUDA, backward and its recomputations run in another one."""
 
     checkpointing = False
     recomputing = False
@@ -217,17 +217,17 @@ def _mode(**changes: bool) -> Iterator[None]:
 
 
 def is_checkpointing() -> bool:
-    """Whether a checkpointed module is computing for the first time, so that its activations are not kept."""
+    """Return whether a checkpointed module computes for the first time, so that its activations are not kept."""
     return _modes.checkpointing
 
 
 def is_recomputing() -> bool:
-    """Whether a checkpointed module is computing again, for backward."""
+    """Return whether a checkpointed module computes again, for backward."""
     return _modes.recomputing
 
 
 def disable_checkpointing() -> AbstractContextManager[None]:
-    """Inside, on this thread, modules keep their activations, as if they were not wrapped.
+    """Have modules keep their activations inside, on this thread, as if they were not wrapped.
 
     It is the forward that counts: a backward may be called inside or outside.
     """
@@ -268,7 +268,7 @@ class _Offloaded:
 
 
 def _offloading() -> saved_tensors_hooks:
-    """What autograd saves inside goes to the host. That is inputs: a checkpoint takes the rest before us."""
+    """Move what autograd saves inside to the host. That is inputs: a checkpoint takes the rest before us."""
     return saved_tensors_hooks(_pack, lambda packed: packed.get())
 
 
@@ -332,7 +332,7 @@ def _put_back(norm: nn.Module, inputs: Any = None, output: Any = None) -> None:
 
 @contextmanager
 def _statistics_kept(module: nn.Module) -> Iterator[None]:
-    """What batch norms in a module learn inside is forgotten."""
+    """Forget what batch norms in a module learn inside."""
     kept = [(norm, _use_copies(norm)) for norm in _norms(module) if norm.training]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Which modules of a tree become units, settled before the first wrapper is made.
+"""`make_plan` settles which modules of a tree become units, before the first wrapper is made.
 
 A wrapper takes its module's parameters away, so whatever depends on the original tree has to be known before.
 Here a policy is asked and ties are found; nothing is changed.
@@ -42,7 +42,7 @@ def _join(path: str, name: str) -> str:
 
 
 class ModuleGraph:
-    """Who contains what below a module, where modules and parameters may occur more than once; `ignored` left out."""
+    """The modules and parameters below a module, which may occur more than once, without what is ignored."""
 
     def __init__(self, root: nn.Module, ignored: Ignored) -> None:
         self.root = root
@@ -84,11 +84,11 @@ class ModuleGraph:
         self.modules.append(module)
 
     def children(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
-        """The modules in a module, without those that are ignored."""
+        """Return the modules in a module, without those that are ignored."""
         return [(name, child) for name, child in _children(module) if child not in self._ignored.modules]
 
     def _meet(self, modules: list[nn.Module]) -> nn.Module:
-        """The nearest module that dominates all of these, each module counting as dominating itself."""
+        """Return the nearest module that dominates all of these, each module counting as dominating itself."""
         meeting, *others = modules
         for other in others:
             while meeting is not other:
@@ -102,12 +102,12 @@ class ModuleGraph:
         return self._meet([module, *self.holders[parameter]]) is module
 
     def module_names(self) -> dict[nn.Module, str]:
-        """The first name of every module, quoted and with its class, for messages."""
+        """Return the first name of every module, quoted and with its class, for messages."""
         names = {module: f"{name!r} ({type(module).__name__})" for name, module in self.root.named_modules()}
         return names | {self.root: f"'' (the root, {type(self.root).__name__})"}
 
     def parameter_names(self) -> dict[nn.Parameter, list[str]]:
-        """All names of every parameter."""
+        """Return all names of every parameter."""
         names: dict[nn.Parameter, list[str]] = {}
         for path, module in self.root.named_modules(remove_duplicate=False):
             for name, parameter in _own_parameters(module):
@@ -173,7 +173,7 @@ def _modules_to_enter(graph: ModuleGraph, policy: AutoWrapPolicy, module_is_root
 
 
 def log_ties(graph: ModuleGraph, plan: WrapPlan) -> None:
-    """One line at INFO for every parameter with several holders, or that kept a module from being wrapped."""
+    """Log a line at INFO for every parameter with several holders, or that kept a module from being wrapped."""
     tied = [p for p, holders in graph.holders.items() if len(holders) > 1 or p in plan.turned_down]
     if not tied or not _log.isEnabledFor(logging.INFO):
         return

@@ -266,7 +266,7 @@ def _save_and_refuse(folder: Path) -> None:
         fsdp.load(folder / "run", model, other)
     for text in (
         "in one parameter group (0), and that of the checkpoint has them in groups 0 and 1",
-        "the optimizer has entry.bias, and that of the checkpoint has not",
+        "the optimizer has entry.bias in its parameter group 0, and that of the checkpoint has not",
         "the optimizer of the checkpoint has exit.bias, and this one has not",
     ):
         assert text in str(caught.value)

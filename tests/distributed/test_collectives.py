@@ -20,11 +20,12 @@ from fsdp.distributed.collectives import (
     Communicator,
     DirectExchange,
     LoneRank,
+    Pending,
     StagedExchange,
     TorchCollectives,
     communicator,
 )
-from fsdp.distributed.process_groups import default_group, reduce_group
+from fsdp.distributed.communicator import default_group, reduce_group
 from tests.helpers.parity import Alone
 from tests.helpers.ranks import RankPool
 
@@ -297,6 +298,20 @@ def _wait_in_vain(store: Path) -> list[str]:
                 work.wait()
         dist.barrier()
     return messages
+
+
+class Lost:
+    """A message that does not come."""
+
+    def wait(self) -> None:
+        raise RuntimeError("nobody has sent it")
+
+
+def test_a_collective_that_has_failed_stays_failed() -> None:
+    pending = Pending("all-gather of blocks.1", [Lost()], lambda: torch.ones(3))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"all-gather of blocks\.1 did not complete: nobody has sent it"):
+            pending.wait()
 
 
 # Which way is taken

@@ -161,7 +161,7 @@ def _find_the_unit() -> None:
     runs_shared = [
         wrapper.module.module
         for wrapper in get_fsdp_instances(model)
-        if any(handle not in wrapper._unit.own for handle in wrapper._unit.handles)
+        if any(handle not in wrapper._unit.owned_handles for handle in wrapper._unit.handles)
     ]
     assert runs_shared == [model.body[0].module.module, model.body[1].module.module]
 

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from fsdp import FlatParameter, FullyShardedDataParallel
 from fsdp.distributed.collectives import LONE_RANK, Communicator, LoneRank, communicator
-from fsdp.engine.errors import InternalError
-from fsdp.engine.handle import FlatParamHandle, Phase
+from fsdp.engine.handle import FlatParamHandle, InternalError, Phase
 from fsdp.engine.layout import ContiguousLayout
 from fsdp.engine.managed_params import collect, names_of, take_over
 from fsdp.engine.offload import ShardStorage
@@ -255,7 +254,6 @@ def _shard() -> list[float]:
     handle = handle_of(module)
     assert_sharded(handle, module)
     assert dict(module.named_parameters()) == {"flat_param_0": handle.flat_param}
-    assert handle.intervals == handle.layout.intervals(dist.get_rank())
     return handle.flat_param.tolist()
 
 

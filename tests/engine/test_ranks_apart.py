@@ -5,6 +5,7 @@ On gloo, a message that meets a buffer of another size ends the process, and one
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -96,8 +97,10 @@ def train_in_double(model: Any) -> None:
 
 def apart(on_first: Act, on_second: Act, model: Any) -> str:
     """The error of this rank."""
-    with pytest.raises(RuntimeError) as caught:
-        (on_first if dist.get_rank() == 0 else on_second)(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "module forward hook with .* raised an exception that was silenced")
+        with pytest.raises(RuntimeError) as caught:
+            (on_first if dist.get_rank() == 0 else on_second)(model)
     message = str(caught.value)
     assert message.startswith(f"rank {dist.get_rank()}: ")
     return message

@@ -254,7 +254,7 @@ def test_in_a_world_of_one_all_are_the_same(strategy: ShardingStrategy) -> None:
     ("machine", "message"),
     [
         (None, r"LOCAL_WORLD_SIZE \(which torchrun sets\) is missing"),
-        (3, r"is 3: that does not cut ranks \[0, 1, 2, 3\] into equal machines.*or a 2-D DeviceMesh"),
+        (3, r"is 3: that does not split ranks \[0, 1, 2, 3\] into equal machines.*or a 2-D DeviceMesh"),
         (0, "is 0: that does not cut"),
     ],
 )

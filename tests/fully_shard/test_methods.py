@@ -20,8 +20,8 @@ import fsdp
 from fsdp import FSDPModule, UnshardHandle
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.placeholder import Placeholder
-from fsdp.engine.post_forward_shard import PostForwardShard
 from fsdp.engine.unit import unit_of
+from fsdp.engine.unsharded_params import PostForwardShard
 from tests.helpers.dtensor_twins import (
     Uneven,
     adamw_at_once,
@@ -140,7 +140,7 @@ def gathers() -> Iterator[list[str]]:
     seen: list[str] = []
 
     def exchange(handle: FlatParamHandle, full: Tensor, do: Callable[..., Any] = FlatParamHandle._exchange) -> Any:
-        seen.append(handle._unit_name.removeprefix("root (").removesuffix(")"))
+        seen.append(handle.unit_name.removeprefix("root (").removesuffix(")"))
         return do(handle, full)
 
     with mock.patch.object(FlatParamHandle, "_exchange", exchange):

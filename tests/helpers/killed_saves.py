@@ -18,7 +18,7 @@ from unittest import mock
 # Code that is followed line by line: ours that writes, and the library's that it has do so.
 FOLLOWED = (
     "/checkpoint/folder.py",
-    "/checkpoint/safetensors_writer.py",
+    "/checkpoint/safetensors.py",
     "/checkpoint/writer.py",
     "/shutil.py",
     "/pathlib.py",

@@ -58,4 +58,5 @@ def counted_reads() -> Iterator[list[int]]:
 def shard_bytes(model: nn.Module) -> int:
     """Of this rank's parameters, without padding."""
     handles = [handle for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]
-    return sum(each.numel * handle.flat_param.element_size() for handle in handles for each in handle.intervals)
+    kept = [(handle, handle.layout.intervals(handle.comm.rank)) for handle in handles]
+    return sum(each.numel * handle.flat_param.element_size() for handle, intervals in kept for each in intervals)

@@ -18,7 +18,7 @@ from torch import nn
 
 import fsdp
 from fsdp.compat import fairscale as compat
-from fsdp.compat.fairscale.names import INSTEAD, PROVIDED
+from fsdp.compat.fairscale import INSTEAD, PROVIDED
 from tests.helpers.fairscale_paths import fairscale_installed
 from tests.helpers.paths import DATA, ROOT
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel
-from fsdp.compat.fairscale.bucketer import ReduceScatterBucketer
 from fsdp.compat.fairscale.parts import (
     DummyProcessGroup,
+    ReduceScatterBucketer,
     apply_to_tensors,
     pack_kwargs,
     split_non_tensors,

@@ -200,7 +200,7 @@ def _load_other_groups() -> None:
     some = momentum(model)
     whole = optim_utils.full_optim_state_dict(model, some, recipient_rank=None)
     with pytest.raises(
-        ValueError, match=r"has frozen.weight in its parameter group 0, and the optimizer state has it in"
+        ValueError, match=r"has frozen.weight in its parameter group 0, and the optimizer state has not"
     ):
         optim_utils.load_full_optim_state_dict(model, adam(model), whole)
     few = torch.optim.AdamW([dict(model.named_parameters())["idle"]])

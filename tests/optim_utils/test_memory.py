@@ -121,5 +121,6 @@ def _count_what_is_sent() -> None:
         for kept in handle.layout.intervals(rank)
         if rank == dist.get_rank() or dist.get_rank() == 0
     )
-    own = sum(kept.numel * 2 * 4 for unit in model._units() for handle in unit.handles for kept in handle.intervals)
+    layouts = [handle.layout for unit in model._units() for handle in unit.handles]
+    own = sum(kept.numel * 2 * 4 for layout in layouts for kept in layout.intervals(dist.get_rank()))
     assert (for_gathering, for_loading) == ((0, held - own) if dist.get_rank() == 0 else (own, 0))

@@ -425,6 +425,57 @@ def _outcome(model: nn.Module, name: str, strict: bool) -> tuple[Any, dict[str, 
     return said, after
 
 
+@pytest.mark.parametrize("key", ["tokens.weight", "trunk.1.running_mean"])
+def test_values_that_cannot_be_copied_are_refused_before_anything_is_changed(ranks: RankPool, key: str) -> None:
+    ranks(2).run(_load_without_values, key)
+
+
+def _load_without_values(key: str) -> None:
+    model, state = zoo(fully_sharded()), zoo(seed=1).state_dict()
+    if dist.get_rank() == 1:
+        state[key] = state[key].to("meta")
+    with pytest.raises(RuntimeError, match=f'rank 1 could not load.*"{key}".*no values to copy|"{key}".*no values to'):
+        model.load_state_dict(state)
+    assert_same_state(model.state_dict(), zoo().state_dict())
+    assert not model.state_dict()["tokens.weight"].is_meta
+
+
+class Extra(nn.Linear):
+    """Has extra state, which it copies into a buffer."""
+
+    def __init__(self, seen: float = 0.0) -> None:
+        super().__init__(3, 2)
+        self.register_buffer("seen", torch.tensor(seen))
+
+    def get_extra_state(self) -> float:
+        return float(self.seen) + 1
+
+    def set_extra_state(self, state: float) -> None:
+        if state < 0:
+            raise ValueError("below zero")
+        assert self.seen == state - 1, "buffers are loaded before"
+        self.seen.fill_(state)
+
+
+def test_extra_state_is_set_when_all_ranks_can_load(ranks: RankPool) -> None:
+    ranks(2).run(_load_extra_state)
+
+
+def _load_extra_state() -> None:
+    model = fully_sharded()(nn.Sequential(fully_sharded()(Extra()), Extra()))
+    state = nn.Sequential(Extra(4.0), Extra(5.0)).state_dict()
+    misfit = {**state, "1.weight": torch.ones(7)} if dist.get_rank() == 0 else state
+    with pytest.raises(RuntimeError, match=r"size mismatch for 1\.weight"):
+        model.load_state_dict(misfit)
+    assert [float(model.state_dict()[f"{number}.seen"]) for number in (0, 1)] == [0, 0]
+    model.load_state_dict(state)
+    assert [float(model.state_dict()[f"{number}.seen"]) for number in (0, 1)] == [5, 6]
+    refused = {**state, "1._extra_state": -1.0} if dist.get_rank() == 0 else state
+    with pytest.raises((ValueError, RuntimeError), match="below zero"):
+        model.load_state_dict(refused)
+    model(torch.ones(2, 3)).sum().backward()
+
+
 def test_loading_with_assign_is_refused(ranks: RankPool) -> None:
     ranks(2).run(_load_with_assign)
 

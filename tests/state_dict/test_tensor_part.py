@@ -18,14 +18,16 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from fsdp.state_dict.tensor_part import Held, Part, Target, TensorPart
+from fsdp.engine.layout import Box
+from fsdp.state_dict.load_targets import Held, LoadTarget, Part, TensorPart
 
 WHOLE = torch.arange(20.0).view(4, 5)
 
 
 def part_of(whole: Tensor = WHOLE, start: int = 3, stop: int = 17, **facts: Any) -> Any:
     """Rank 1's part of a tensor, in the memory of it."""
-    part = Part(whole.shape, whole.shape, (0,) * whole.dim(), start, stop, "layer.weight", 1, is_alone=False)
+    block = Box((0,) * whole.dim(), tuple(whole.shape))
+    part = Part(whole.shape, block, start, stop, "layer.weight", 1, is_alone=False)
     return TensorPart.around(part, Held(whole.view(-1)[start:stop], lent_by=id(whole), **facts))
 
 
@@ -60,7 +62,7 @@ def test_boxes_are_views_of_what_it_was_taken_from() -> None:
 
 def test_a_block_of_the_whole_is_saved_at_its_place() -> None:
     block = WHOLE[2:, 1:4].contiguous()
-    facts = Part(WHOLE.shape, block.shape, (2, 1), 1, 5, "weight", 0, is_alone=False)
+    facts = Part(WHOLE.shape, Box((2, 1), tuple(block.shape)), 1, 5, "weight", 0, is_alone=False)
     tensor = TensorPart.around(facts, Held(block.view(-1)[1:5]))
     for (row, column), value in shards(tensor):
         assert torch.equal(value, WHOLE[row : row + value.shape[0], column : column + value.shape[1]])
@@ -217,16 +219,22 @@ def test_another_part_does_not_fit() -> None:
 # Targets
 
 
+def memory_of(value: Any) -> int:
+    return (value.local if isinstance(value, TensorPart) else value).data_ptr()
+
+
 def target() -> Any:
-    return Target.around(part_of().part, Held(WHOLE.view(-1)[3:17]))
+    return LoadTarget.like(WHOLE.shape, WHOLE, lambda value: part_of().part.check(value, WHOLE.dtype))
 
 
 @pytest.mark.parametrize("value", [part_of(), torch.ones(4, 5), torch.ones(4, 5, dtype=torch.float64)])
 def test_a_target_notes_what_fits_and_copies_nothing(value: Tensor) -> None:
     found = target()
     found.copy_(value)
-    assert found.received is value
-    assert torch.equal(found.local, WHOLE.view(-1)[3:17])
+    found.copy_(found)  # as a module does that loads what a state dict lacks from itself
+    assert type(found.source) is type(value)
+    assert memory_of(found.source) == memory_of(value)
+    assert (found.shape, found.dtype, found.device, found.is_meta) == (WHOLE.shape, WHOLE.dtype, WHOLE.device, False)
 
 
 @pytest.mark.parametrize(
@@ -251,4 +259,4 @@ def test_a_target_refuses_what_does_not_fit(value: Tensor, error: type[Exception
     found = target()
     with pytest.raises(error, match=message):
         found.copy_(value)
-    assert found.received is None
+    assert found.source is None

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp import StateDictStager
-from fsdp.state_dict_utils.stager import origins, restore
+from fsdp.state_dict_utils import origins, restore
 from tests.helpers.pairs import parametrize_pairs
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp import StateDictStager
-from fsdp.state_dict_utils.stager import origins, restore
+from fsdp.state_dict_utils import origins, restore
 from tests.helpers.ranks import RankPool
 
 

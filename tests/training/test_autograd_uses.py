@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.helpers.dtensor_twins import ours
+from tests.helpers.dtensor_twins import assert_trains_as_plain, ours
 from tests.helpers.models import Wrap
 from tests.helpers.module_kinds import seeded
 from tests.helpers.parity import fully_sharded
@@ -292,7 +292,9 @@ def _differentiate_penalty() -> None:
 
 
 @pytest.mark.parametrize("form", [*EVERY_FORM[::2], EVERY_FORM[3], None], ids=["flat", "unflattened", "pieces", "rows"])
-def test_gradients_of_listed_parameters_alone_are_refused(ranks: RankPool, form: dict[str, Any] | None) -> None:
+def test_gradients_of_listed_parameters_without_backward_are_refused(
+    ranks: RankPool, form: dict[str, Any] | None
+) -> None:
     """They are not in the graph: torch says so, or nothing, and then the step does."""
     ranks(2).run(_differentiate_listed, form)
 
@@ -306,16 +308,16 @@ def _differentiate_listed(form: dict[str, Any] | None) -> None:
     listed = list(model.parameters())
 
     def refuse_step() -> None:
-        with pytest.raises(RuntimeError, match=r"SGD\.step\(\): nothing in root .* has got a gradient.*without inputs"):
+        with pytest.raises(RuntimeError, match=r"SGD\.step\(\): nothing in root .* has got a gradient.*Call backward"):
             optimizer.step()
 
     optimizer.step()  # before anything was computed
     with pytest.raises(RuntimeError, match="not have been used in the graph"):
         torch.autograd.grad(model(inputs).sum(), listed)
     refuse_step()
-    model(inputs).sum().backward(inputs=listed)
+    assert set(torch.autograd.grad(model(inputs).sum(), listed, allow_unused=True)) == {None}
     refuse_step()
-    model(inputs).sum().backward(inputs=[*listed, inputs])
+    model(inputs).sum().backward(inputs=inputs)
     refuse_step()
     model(inputs).sum().backward()
     optimizer.step()
@@ -326,3 +328,60 @@ def _differentiate_listed(form: dict[str, Any] | None) -> None:
         model(inputs).sum().backward()
     optimizer.zero_grad()
     optimizer.step()
+
+
+def _layers(wrap: Wrap) -> nn.Module:
+    return wrap(seeded(lambda: nn.Sequential(wrap(nn.Linear(5, 5)), nn.Tanh(), nn.Linear(5, 5))))
+
+
+def _backward_to(some: Callable[[str], bool], model: nn.Module, inputs: Tensor) -> None:
+    listed = [param for name, param in model.named_parameters() if some(name)]
+    output = model(inputs).sin()
+    output.mean().backward(inputs=listed, retain_graph=True)
+    torch.autograd.backward([output.square().mean()], inputs=(listed[0], *listed[1:]))
+
+
+def _any(name: str) -> bool:
+    return True
+
+
+def _of_the_unit(name: str) -> bool:
+    return "0" in name.split(".")
+
+
+def _weight(name: str) -> bool:
+    return name.endswith("2.weight")
+
+
+@pytest.mark.parametrize("form", [*EVERY_FORM, None], ids=["flat", "kept", "unflattened", "pieces", "rows"])
+def test_backward_takes_listed_parameters_as_inputs(ranks: RankPool, form: dict[str, Any] | None) -> None:
+    ranks(2).run(_train_listed, form)
+
+
+def _train_listed(form: dict[str, Any] | None) -> None:
+    of_one = [_weight] if form is None or "use_orig_params" in form or "flatten_parameters" in form else []
+    for some in (_any, _of_the_unit, *of_one):
+        step = partial(_backward_to, some)
+        if form is None:
+            assert_trains_as_plain(_layers, step, once)
+        else:
+            assert_trains_like_plain(_layers, step, once, options=form)
+
+
+def test_backward_finds_inputs_beside_sharded_ones(ranks: RankPool) -> None:
+    ranks(2).run(_differentiate_beside)
+
+
+def _differentiate_beside() -> None:
+    model = _layers(fully_sharded())
+    inputs, unrelated = torch.ones(2, 5, requires_grad=True), torch.ones(3, requires_grad=True)
+    model(inputs).sum().backward(inputs=[*model.parameters(), inputs])
+    assert inputs.grad is not None
+    assert all(param.grad is not None for param in model.parameters())
+    model.zero_grad()
+    (model(inputs).sum() + unrelated.sum()).backward(inputs=[unrelated])
+    assert unrelated.grad is not None
+    assert all(param.grad is None for param in model.parameters())
+    frozen = list(model.requires_grad_(False).parameters())
+    with pytest.raises(RuntimeError, match="requires_grad=False"):
+        model(inputs).sum().backward(inputs=frozen)

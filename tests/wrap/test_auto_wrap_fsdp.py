@@ -365,6 +365,15 @@ def _train_apart() -> None:
         module = nn.Linear(2, 2)
         with pytest.warns(UserWarning, match=rf"^{name}\(\) outside of enable_wrap.*each of the 2 ranks"):
             assert wrap_outside(module) is module
+    with fsdp.enable_wrap(wrapper_cls=fsdp.FullyShardedDataParallel):
+        with pytest.warns(UserWarning, match=r"^auto_wrap\(\) with a policy that picks nothing .*2 ranks"):
+            fsdp.auto_wrap(nn.Linear(2, 2), fsdp.module_wrap_policy({nn.Conv1d}))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fsdp.auto_wrap(nn.Linear(2, 2), fsdp.module_wrap_policy({nn.Linear}))
+            fsdp.auto_wrap(nn.Linear(2, 2), fsdp.module_wrap_policy({nn.Conv1d}), keep_wrapped=True)
+            fsdp.auto_wrap(nn.Tanh(), fsdp.module_wrap_policy({nn.Conv1d}))
+            fsdp.auto_wrap_bn(nn.Linear(2, 2))
     # The outermost module was forgotten: what no unit took is stepped beside shards.
     for ignored, is_noticed in ((False, True), (True, False)):
         model = nn.Sequential(fsdp.FullyShardedDataParallel(nn.Linear(2, 2)), nn.Linear(2, 2), nn.Linear(2, 2))

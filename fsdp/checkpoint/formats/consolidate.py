@@ -1,7 +1,7 @@
 """Unsharded weights from all ranks' shards, offline: no process group, no wrapped model, one parameter at a time.
 
 A rank's shards come with metadata that say what they are made of (`local_metadata_dict`). What a parameter's ranks hold
-of it, without their padding, is its elements in rank order; so nothing here knows how shards are cut. The format is
+of it, without their padding, is its elements in rank order; so nothing here knows the layout of shards. The format is
 FairScale's, whose shards are read as well.
 """
 
@@ -15,19 +15,39 @@ import torch
 
 from fsdp.checkpoint.formats.source import Elements, Stitched, is_tensor, memory_of, split_vector, stitched
 from fsdp.engine.names import clean_name, join
+from fsdp.state_dict.local import shard_mark
 
 _ENTRY = ("fsdp_path", "params", "no_broadcast_optim_state", "shared_param_info")
 _BACKING = ("names", "shapes", "numels", "padding")
-_MARK = "fsdp_shard"  # where a state dict's own metadata say which shard of how many each unit's is
 
 
 def consolidate(
     shard_weights: Sequence[Mapping[str, Any]],
     shard_metadata: Sequence[Mapping[str, Any]],
-    with_module_buffers: bool,
-    strict: bool,
+    with_module_buffers: bool = True,
+    strict: bool = True,
 ) -> dict[str, Any]:
-    """Return the full state; see `FullyShardedDataParallel.consolidate_shard_weights`."""
+    """Return unsharded weights under plain names from all ranks' shards, FairScale's too. No process group is needed.
+
+    Tensors are new, on the device of the first rank's, and made one parameter at a time: beyond what is given and
+    the result, nothing is held. Tied parameters are one tensor under all their names. Nothing given is changed.
+
+    Args:
+        shard_weights: each rank's `local_state_dict`, in rank order; with hybrid sharding of all ranks or of the
+            first replica.
+        shard_metadata: the same ranks' `local_metadata_dict`.
+        with_module_buffers: whether to add the first rank's buffers, and whatever else is not sharded.
+        strict: False leaves out parameters and buffers that the first rank's weights lack, and keys that no
+            metadata name.
+
+    Returns:
+        What `state_dict` would give on the first rank: of a unit with fewer ranks than the outermost, those values
+        that the first rank's group has.
+
+    Raises:
+        ValueError: for lists that are empty or not of one length; for missing, cut, reordered or superfluous
+            shards, and those of different models: with the rank and the key.
+    """
     if len(shard_weights) != len(shard_metadata) or not shard_weights:
         raise ValueError(
             "consolidating takes the weights and the metadata of every rank, at least of one: got "
@@ -57,19 +77,19 @@ def put_together(shards: Sequence[Shard], with_module_buffers: bool, strict: boo
     first = shards[0]
     for other in shards[1:]:
         other.check_alike(first)
-    whole: dict[str, Any] = {}
+    full: dict[str, Any] = {}
     for backing in backings_of(shards, strict):
-        whole |= {each.name: each for each in backing.parameters()}
+        full |= {each.name: each for each in backing.cut(backing.pieces)}
     for entry in first.entries:
         for source, copy in entry["shared_param_info"]:
-            if join(entry["fsdp_path"], source) in whole:
-                whole[join(entry["fsdp_path"], copy)] = whole[join(entry["fsdp_path"], source)]
+            if join(entry["fsdp_path"], source) in full:
+                full[join(entry["fsdp_path"], copy)] = full[join(entry["fsdp_path"], source)]
     for name in first.buffer_names if with_module_buffers else ():
         if first.has(name) or strict:
             value = first.get(name)
-            whole[name] = stitched(name, value) if is_tensor(value) else value
-    _add_unlisted(whole, first, with_module_buffers, strict)
-    return whole
+            full[name] = stitched(name, value) if is_tensor(value) else value
+    _add_unlisted(full, first, with_module_buffers, strict)
+    return full
 
 
 def backings_of(shards: Sequence[Shard], strict: bool) -> Iterator[Backing]:
@@ -79,18 +99,6 @@ def backings_of(shards: Sequence[Shard], strict: bool) -> Iterator[Backing]:
         for name in entry["params"]:
             if strict or shards[0].has(join(entry["fsdp_path"], name)):
                 yield Backing(number, name, holders)
-
-
-def mark_shard(metadata: dict[str, Any], rank: int, world_size: int) -> None:
-    """Note in a state dict's own metadata of a module which shard of how many it has."""
-    metadata[_MARK] = (rank, world_size)
-
-
-def shard_mark(weights: Any, path: str) -> tuple[int, int] | None:
-    """Which shard of how many the unit at `path` (a plain name) has here; None if nobody noted that."""
-    metadata = getattr(weights, "_metadata", None) or {}
-    found = metadata.get(path, {}).get(_MARK)
-    return None if found is None else tuple(found)
 
 
 class Shard:
@@ -239,10 +247,6 @@ class Backing:
             )
         )
 
-    def parameters(self) -> Iterator[Stitched]:
-        """Yield the original parameters."""
-        return self.cut(self.pieces)
-
     def cut(self, pieces: Sequence[Elements]) -> Iterator[Stitched]:
         """Yield tensors that lie in a vector as the parameters lie in this one."""
         return split_vector(pieces, self.names, self._described["shapes"])
@@ -261,7 +265,7 @@ def _checked(entry: Any) -> dict[str, Any]:
     return found
 
 
-def _add_unlisted(whole: dict[str, Any], first: Shard, with_module_buffers: bool, strict: bool) -> None:
+def _add_unlisted(full: dict[str, Any], first: Shard, with_module_buffers: bool, strict: bool) -> None:
     """Add what FairScale's metadata leave out: second names, which are known by their memory, and extra state."""
     gives = {key: [join(path, name) for name in names] for key, path, names in first.backings()}
     gives |= {name: [name] for name in first.buffer_names}
@@ -270,11 +274,11 @@ def _add_unlisted(whole: dict[str, Any], first: Shard, with_module_buffers: bool
         value = first.get(key)
         source = at.get(memory_of(value))
         if source is not None:
-            whole |= {new: whole[old] for old, new in _renamed(source, key, gives[source]).items() if old in whole}
-        elif key in whole or any(_renamed(one, key, names).values() & whole.keys() for one, names in gives.items()):
+            full |= {new: full[old] for old, new in _renamed(source, key, gives[source]).items() if old in full}
+        elif key in full or any(_renamed(one, key, names).values() & full.keys() for one, names in gives.items()):
             continue  # a second name that the metadata do name, of a shard that was copied since
         elif key.rpartition(".")[2] == "_extra_state":
-            whole |= {key: value} if with_module_buffers else {}
+            full |= {key: value} if with_module_buffers else {}
         elif strict:
             raise ValueError(
                 f"{first.title}: {key!r} is in its weights, and its metadata do not name it: they are of another "

@@ -29,9 +29,8 @@ from fsdp.checkpoint.formats.torch_file import TorchArchive
 from fsdp.checkpoint.formats.trees import MODEL_KEYS, OPTIMIZER_KEYS, VALUES
 from fsdp.checkpoint.json_values import decoded
 from fsdp.checkpoint.manifest import Manifest, TensorFiles, files_of
-from fsdp.checkpoint.optim import ELEMENTS, NUMBER
+from fsdp.checkpoint.optim import kinds_from_json
 from fsdp.checkpoint.safetensors import (
-    DTYPES,
     SUFFIX,
     Entry,
     create,
@@ -41,6 +40,7 @@ from fsdp.checkpoint.safetensors import (
     write_at,
     written,
 )
+from fsdp.optim_utils.state import Elements
 
 MODEL, OPTIMIZER = MODEL_KEYS[0], OPTIMIZER_KEYS[0]
 Advance = Callable[[int], None]
@@ -192,16 +192,14 @@ def tree_of(
 def _optimizer_tree(content: Content, make: Callable[[Item], Tensor]) -> dict[str, Any]:
     rest = content.source.optimizer_rest
     items = {item.name: item for item in content.optimizer or ()}
-    states: dict[str, dict[str, Any]] = {}
-    for name, kinds in rest["state"].items():
-        for key, kind in kinds.items():
-            if kind[0] == ELEMENTS:
-                value: Any = make(items[f"{name}/{key}"])
-            elif kind[0] == NUMBER:
-                value = torch.tensor(decoded(kind[2]), dtype=DTYPES[kind[1]])
-            else:
-                value = decoded(kind[1])
-            states.setdefault(name, {})[key] = value
+    states = {
+        name: {
+            key: make(items[f"{name}/{key}"]) if isinstance(kind, Elements) else kind.held
+            for key, kind in kinds_from_json(saved).items()
+        }
+        for name, saved in rest["state"].items()
+        if saved
+    }
     groups = [{**decoded(group["options"]), "params": list(group["params"])} for group in rest["groups"]]
     return {"state": states, "param_groups": groups}
 

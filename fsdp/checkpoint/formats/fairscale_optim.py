@@ -12,7 +12,7 @@ from typing import Any
 
 from fsdp.checkpoint.formats.consolidate import Backing, Shard, backings_of
 from fsdp.checkpoint.formats.optim import FoundState, NamedState, SavedOptimizer, is_single
-from fsdp.checkpoint.formats.source import Elements, is_tensor, stitched
+from fsdp.checkpoint.formats.source import Elements, is_tensor
 from fsdp.engine.names import clean_name
 
 _ADDED = ("param_id_map", "uncollected_local_ids")
@@ -59,14 +59,10 @@ def _add_full(state: NamedState, saved: SavedOptimizer, shard: Shard) -> Iterato
         )
     for number, (name, shape) in enumerate(described):
         for key, value in saved.content["state"].get(number, {}).items():
-            if is_tensor(value) and value.shape == shape and not is_single(key, value, shape):
-                state.add_elements(name, key, stitched(name, value))
-            elif isinstance(value, list) and value and all(is_single(key, each, shape) for each in value):
+            if isinstance(value, list) and value and all(is_single(key, each, shape) for each in value):
                 state.add_single([name], key, value)  # 0-d tensors, one of each rank
-            elif is_single(key, value, shape):
-                state.add_single([name], key, [value])
             else:
-                raise ValueError(state.odd_shape(name, key, value.shape, shape))
+                state.add(name, key, value, shape)
     for group in saved.content["param_groups"]:
         yield group, [described[number][0] for number in group["params"]]
 

@@ -357,15 +357,15 @@ def _rows(name: str, value: Any, shape: torch.Size, file: str) -> Iterator[_Shar
     """Yield the shard in a `DTensor`."""
     local, spec = value.fields["_local_tensor"], value.fields["_spec"].fields
     kinds = [each.origin.rpartition(".")[2] for each in spec["placements"]]
-    cut = [dim for dim, kind in enumerate(kinds) if kind != "Replicate"]
-    if not cut:
+    sharded = [dim for dim, kind in enumerate(kinds) if kind != "Replicate"]
+    if not sharded:
         yield _Shard(0, local, file)
         return
-    if len(cut) > 1 or kinds[cut[0]] != "Shard" or spec["placements"][cut[0]].fields["dim"] != 0:
+    if len(sharded) > 1 or kinds[sharded[0]] != "Shard" or spec["placements"][sharded[0]].fields["dim"] != 0:
         dims = [each.fields.get("dim", "") for each in spec["placements"]]
         shown = ", ".join(f"{kind}({dim})" for kind, dim in zip(kinds, dims, strict=True))
         raise ValueError(_not_of_fsdp1(name, file, f"placements {shown}"))
-    ranks, number = _place_in_mesh(spec["mesh"].fields, cut[0])
+    ranks, number = _place_in_mesh(spec["mesh"].fields, sharded[0])
     rows = -(-shape[0] // ranks)  # as `torch.chunk`
     yield _Shard(min(number * rows, shape[0]) * shape[1:].numel(), local, file)
 
@@ -383,6 +383,6 @@ def _place_in_mesh(mesh: Mapping[str, Any], dim: int) -> tuple[int, int]:
 
 def _not_of_fsdp1(name: str, file: str, what: str) -> str:
     return (
-        f"{name} in {file} has {what}, and FSDP1 cuts the first dimension over one group of ranks: save such a model "
+        f"{name} in {file} has {what}, and FSDP1 shards the first dimension over one group of ranks: save such a model "
         "with torch.distributed.checkpoint"
     )

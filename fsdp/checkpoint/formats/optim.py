@@ -127,6 +127,20 @@ class NamedState:
                     "it is of different steps"
                 )
 
+    def add(self, name: str, key: str, value: Any, shape: torch.Size) -> None:
+        """Add state of a parameter of that shape.
+
+        Raises:
+            ValueError: for a tensor that is neither of that shape nor a number, or of a dtype that no checkpoint holds.
+            TypeError: for values that no checkpoint holds.
+        """
+        if is_single(key, value, shape):
+            self.add_single([name], key, [value])
+        elif value.shape == shape:
+            self.add_elements(name, key, value)
+        else:
+            raise ValueError(self.odd_shape(name, key, value.shape, shape))
+
     def _add(self, names: Sequence[str], key: str, kind: Kind) -> None:
         for name in names:
             self._state.setdefault(name, {})[key] = self._json(name, key, kind)
@@ -225,13 +239,7 @@ def optimizer_state(
         for name in held:
             state.add_parameter(name)
             for key, value in states.get(name, {}).items():
-                shape = model.tensors[name].shape
-                if is_single(key, value, shape):
-                    state.add_single([name], key, [value])
-                elif value.shape == shape:
-                    state.add_elements(name, key, value)
-                else:
-                    raise ValueError(state.odd_shape(name, key, value.shape, shape))
+                state.add(name, key, value, model.tensors[name].shape)
         return state.tensors, state.rest((group, [names[key] for key in group["params"]]) for group in groups)
     except TypeError as error:
         raise ValueError(str(error)) from None

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fsdp.checkpoint.checksums import BLOCK_BYTES, spans
 from fsdp.checkpoint.untrusted import descriptor, readable
-from fsdp.engine.boxes import Box, boxes_of, overlap
+from fsdp.engine.layout import Box, boxes_of, overlap
 
 _MOST_OPEN = 64  # of files at once: thousands of ranks may have written one each
 _Reader = TypeVar("_Reader", bound="TensorReader")
@@ -126,20 +126,22 @@ class TensorReader:
                 changed since it was looked at.
             OSError: if the file cannot be read.
         """
-        found = self.tensors[name]
-        if not target.is_contiguous() or not 0 <= start <= found.shape.numel() - target.numel():
+        found, numel = self.tensors[name], target.numel()
+        if not target.is_contiguous() or not 0 <= start <= found.shape.numel() - numel:
             raise ValueError(
-                f"{found}: cannot read elements {start} to {start + target.numel()} of {found.shape.numel()} into a "
-                f"tensor of shape {list(target.shape)} and strides {list(target.stride())}"
+                f"{found}: cannot read elements {start} to {start + numel} of {found.shape.numel()} into a tensor of "
+                f"shape {list(target.shape)} and strides {list(target.stride())}"
             )
-        flat = target.detach().as_strided((target.numel(),), (1,))  # one element may have any stride
-        size = found.dtype.itemsize
-        is_ready = flat.device.type == "cpu" and flat.dtype == found.dtype
-        buffer = torch.empty(0 if is_ready else min(BLOCK_BYTES // size, flat.numel()), dtype=found.dtype, device="cpu")
-        for begin, end in spans(start * size, (start + flat.numel()) * size):
-            into = flat[begin // size - start : end // size - start]
-            read = into if is_ready else buffer[: into.numel()]
-            self._fill(found, read, begin // size)
+        flat = target.detach().as_strided((numel,), (1,))  # one element may have any stride
+        dtype = found.dtype
+        size = dtype.itemsize
+        is_ready = flat.device.type == "cpu" and flat.dtype == dtype
+        buffer = flat if is_ready else torch.empty(min(BLOCK_BYTES // size, numel), dtype=dtype, device="cpu")
+        for begin, end in spans(start * size, (start + numel) * size):
+            first, last = begin // size, end // size
+            into = flat[first - start : last - start]
+            read = into if is_ready else buffer[: last - first]
+            self._fill(found, read, first)
             if not is_ready:
                 into.copy_(read)
 

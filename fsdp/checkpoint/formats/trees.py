@@ -7,7 +7,7 @@ for everybody else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,19 +216,13 @@ def _model(path: str, tree: Any, notes: list[str]) -> tuple[Names, dict[str, Any
     return Names(tensors, cleaned), extra
 
 
-class _Cleaned:
-    """A `_Cleaned` takes out of a name what wrappers put before and into it."""
+def _cleaner(names: Mapping[str, Any], notes: list[str]) -> Callable[[str], str]:
+    """Return what takes out of a name what wrappers put before and into it."""
+    prefix = _DDP if all(name.startswith(_DDP) for name in names) else ""
 
-    def __init__(self, is_ddp: bool) -> None:
-        self._is_ddp = is_ddp
+    def cleaned(name: str) -> str:
+        return plain_name(name.removeprefix(prefix))
 
-    def __call__(self, name: str) -> str:
-        return plain_name(name.removeprefix(_DDP) if self._is_ddp else name)
-
-
-def _cleaner(names: Mapping[str, Any], notes: list[str]) -> _Cleaned:
-    is_ddp = bool(names) and all(name.startswith(_DDP) for name in names)
-    cleaned = _Cleaned(is_ddp)
     changed = [name for name in names if cleaned(name) != name]
     if changed:
         notes.append(f"what wrappers add to names was left out ({changed[0]} is {cleaned(changed[0])})")

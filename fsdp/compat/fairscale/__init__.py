@@ -22,15 +22,184 @@ from typing import Any
 
 from torch.serialization import add_safe_globals
 
-from fsdp.compat.fairscale.names import INSTEAD, PROVIDED, VERSION
+from fsdp.compat.fairscale.parts import (
+    OSS,
+    DummyProcessGroup,
+    ReduceScatterBucketer,
+    ShardedDataParallel,
+    apply_to_tensors,
+    apply_to_type,
+    build_unflat_state_dict,
+    check_param_counts_before_sharding,
+    flatten_optim_state_dict,
+    is_singleton_tensor,
+    pack_kwargs,
+    split_non_tensors,
+    unpack_kwargs,
+    unpack_non_tensors,
+)
 from fsdp.engine.flat_param import FlatParameter
+from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper
 from fsdp.engine.unit import TrainingState
+from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel, ProcessGroupName, get_fsdp_instances
+from fsdp.optim_utils.grad_scaler import ShardedGradScaler
+from fsdp.state_dict.full import no_pre_load_state_dict_hook
+from fsdp.wrap import (
+    ConfigAutoWrap,
+    auto_wrap,
+    config_auto_wrap_policy,
+    default_auto_wrap_policy,
+    enable_wrap,
+    wrap,
+)
+from fsdp.wrap.batch_norm import auto_wrap_bn
+from fsdp.wrap.checkpoint_wrapper import (
+    checkpoint_wrapper,
+    disable_checkpointing,
+    is_checkpointing,
+    is_recomputing,
+    patch_batchnorm,
+)
 
 _ROOT = "fairscale"
 
+# The last one that FairScale had. Clients compare it with those from which on they use something.
+VERSION = "0.4.13"
+
+_WRAP: dict[str, Any] = {
+    "auto_wrap": auto_wrap,
+    "config_auto_wrap_policy": config_auto_wrap_policy,
+    "default_auto_wrap_policy": default_auto_wrap_policy,
+    "enable_wrap": enable_wrap,
+    "wrap": wrap,
+}
+_DATA_PARALLEL: dict[str, Any] = {
+    "FullyShardedDataParallel": FullyShardedDataParallel,
+    "TrainingState": TrainingState,
+    "auto_wrap_bn": auto_wrap_bn,
+    "get_fsdp_instances": get_fsdp_instances,
+    "no_pre_load_state_dict_hook": no_pre_load_state_dict_hook,
+}
+_CHECKPOINT: dict[str, Any] = {
+    "checkpoint_wrapper": checkpoint_wrapper,
+    "is_checkpointing": is_checkpointing,
+    "is_recomputing": is_recomputing,
+}
+_CHECKPOINT_FILE = {**_CHECKPOINT, "disable_checkpointing": disable_checkpointing}
+_FLATTEN: dict[str, Any] = {"FlattenParamsWrapper": FlattenParamsWrapper, "FlatParameter": FlatParameter}
+# torch's own scaler would let ranks take different steps, so both names stand for the one that does not.
+_SCALERS: dict[str, Any] = {
+    "GradScaler": ShardedGradScaler,
+    "ShardedGradScaler": ShardedGradScaler,
+}
+_TESTING: dict[str, Any] = {"DummyProcessGroup": DummyProcessGroup}
+_CONTAINERS: dict[str, Any] = {
+    "apply_to_tensors": apply_to_tensors,
+    "apply_to_type": apply_to_type,
+    "pack_kwargs": pack_kwargs,
+    "unpack_kwargs": unpack_kwargs,
+    "split_non_tensors": split_non_tensors,
+    "unpack_non_tensors": unpack_non_tensors,
+}
+_BUCKETER: dict[str, Any] = {"ReduceScatterBucketer": ReduceScatterBucketer}
+_PARALLEL: dict[str, Any] = {"ProcessGroupName": ProcessGroupName}
+
+# Old paths and new ones: `fairscale.utils` became `fairscale.internal` and `fairscale.fair_dev`.
+PROVIDED: dict[str, dict[str, Any]] = {
+    "fairscale": {"__version__": VERSION, "__version_tuple__": tuple(map(int, VERSION.split(".")))},
+    "fairscale.version": {"__version_tuple__": tuple(map(int, VERSION.split("."))), "__version__": VERSION},
+    "fairscale.nn": {
+        **_WRAP,
+        "FullyShardedDataParallel": FullyShardedDataParallel,
+        "FlattenParamsWrapper": FlattenParamsWrapper,
+        "ShardedDataParallel": ShardedDataParallel,
+        "checkpoint_wrapper": checkpoint_wrapper,
+    },
+    "fairscale.nn.data_parallel": {**_DATA_PARALLEL, "ShardedDataParallel": ShardedDataParallel},
+    "fairscale.nn.data_parallel.fully_sharded_data_parallel": {
+        **_DATA_PARALLEL,
+        **_FLATTEN,
+        **_BUCKETER,
+        **_PARALLEL,
+    },
+    "fairscale.nn.data_parallel.fsdp_optim_utils": {
+        "flatten_optim_state_dict": flatten_optim_state_dict,
+        "build_unflat_state_dict": build_unflat_state_dict,
+        "check_param_counts_before_sharding": check_param_counts_before_sharding,
+        "is_singleton_tensor": is_singleton_tensor,
+    },
+    "fairscale.nn.data_parallel.sharded_ddp": {"ShardedDataParallel": ShardedDataParallel},
+    "fairscale.nn.wrap": _WRAP,
+    "fairscale.nn.wrap.auto_wrap": {**_WRAP, "ConfigAutoWrap": ConfigAutoWrap},
+    "fairscale.nn.misc": {
+        "FlattenParamsWrapper": FlattenParamsWrapper,
+        "checkpoint_wrapper": checkpoint_wrapper,
+    },
+    "fairscale.nn.misc.flatten_params_wrapper": _FLATTEN,
+    "fairscale.nn.misc.checkpoint_activations": _CHECKPOINT_FILE,
+    "fairscale.nn.checkpoint": _CHECKPOINT,
+    "fairscale.nn.checkpoint.checkpoint_activations": _CHECKPOINT_FILE,
+    "fairscale.nn.checkpoint.checkpoint_utils": {"patch_batchnorm": patch_batchnorm},
+    "fairscale.optim": {"GradScaler": ShardedGradScaler, "OSS": OSS},
+    "fairscale.optim.oss": {"OSS": OSS},
+    "fairscale.optim.grad_scaler": _SCALERS,
+    "fairscale.utils": {},
+    "fairscale.utils.testing": _TESTING,
+    "fairscale.utils.containers": _CONTAINERS,
+    "fairscale.utils.parallel": _PARALLEL,
+    "fairscale.utils.reduce_scatter_bucketer": _BUCKETER,
+    "fairscale.internal": {},
+    "fairscale.internal.containers": _CONTAINERS,
+    "fairscale.internal.parallel": _PARALLEL,
+    "fairscale.internal.reduce_scatter_bucketer": _BUCKETER,
+    "fairscale.fair_dev": {},
+    "fairscale.fair_dev.testing": {},
+    "fairscale.fair_dev.testing.testing": _TESTING,
+}
+
+_PIPELINES = "pipelines are not part of this library; torch.distributed.pipelining has them"
+_TENSOR_PARALLEL = "use DTensors (torch.distributed.tensor.parallel) and wrap them, see docs/tensor_parallel.md"
+_EXPERTS = "write the layer yourself and give its wrapper a process_group of its own"
+_OPTIMIZERS = "torch.optim has optimizers; wrapped by FullyShardedDataParallel, all of them are sharded"
+_LEARNING_RATES = "scale the learning rate in your own code; nothing here does so"
+_BUCKETS = "these belong to ShardedDataParallel; ReduceScatterBucketer is what FullyShardedDataParallel has"
+_TORCH_GROUPS = "make the group with torch.distributed.new_group, once"
+_NUMPY = "apply_to_tensors(lambda tensor: tensor.cpu().numpy(), container), or the other way round"
+
+# By a name in the path, a module's or an object's.
+INSTEAD = {
+    "pipe": _PIPELINES,
+    "Pipe": _PIPELINES,
+    "PipeRPCWrapper": _PIPELINES,
+    "model_parallel": _TENSOR_PARALLEL,
+    "moe": _EXPERTS,
+    "MOELayer": _EXPERTS,
+    "Top2Gate": _EXPERTS,
+    "adam": _OPTIMIZERS,
+    "Adam": _OPTIMIZERS,
+    "Precision": _OPTIMIZERS,
+    "adascale": _LEARNING_RATES,
+    "AdaScale": _LEARNING_RATES,
+    "AdaScaleWrapper": _LEARNING_RATES,
+    "layerwise_gradient_scaler": "ShardedGradScaler has one scale for all layers",
+    "param_bucket": _BUCKETS,
+    "GradBucket": _BUCKETS,
+    "ParamBucket": _BUCKETS,
+    "Bucket": _BUCKETS,
+    "get_process_group_cached": _TORCH_GROUPS,
+    "validate_process_group": "FullyShardedDataParallel checks its groups by itself",
+    "chunk_and_pad": "torch.chunk, and torch.nn.functional.pad for the last piece",
+    "enable_pytorch_sync_bn": "current versions of torch need no such patch",
+    "OffloadConfig": 'pass offload="disk" and offload_folder to FullyShardedDataParallel',
+    "ssd_offload": 'pass offload="disk" and offload_folder to FullyShardedDataParallel',
+    "to_np": _NUMPY,
+    "from_np": _NUMPY,
+    "experimental": "what FairScale called experimental is not part of this library",
+}
+
 
 def install(force: bool = False) -> None:
-    """From now on, ``import fairscale...`` finds this library. Doing it twice changes nothing.
+    """Have ``import fairscale...`` find this library from now on. Doing it twice changes nothing.
 
     For the process; call it at the top of the program, in every process that imports `fairscale` or unpickles what
     names it. `docs/fairscale.md` has the table of what is found where. Everything else below `fairscale` is an error
@@ -103,7 +272,7 @@ class _Finder(MetaPathFinder, Loader):
         module.__dict__["__getattr__"] = missing
 
     def find_distributions(self, context: DistributionFinder.Context) -> Iterable[Distribution]:
-        """So that those who ask for the version of the installed package get an answer."""
+        """Answer those who ask for the version of the installed package."""
         return [_AsInstalled()] if context.name in (None, _ROOT) else []
 
 

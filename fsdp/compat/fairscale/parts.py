@@ -11,9 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from fsdp.distributed.collectives import Communicator, communicator
+from fsdp.distributed.communicator import Group, default_group
+
+Callback = Callable[[Tensor], None]
+
 
 class DummyProcessGroup:
-    """A group that says of what size it is and which rank this is, and brings nothing to anybody.
+    """A group that knows its size and this rank, and communicates nothing.
 
     With ``size=1`` it is enough for a wrapper, without `torch.distributed`.
     """
@@ -29,7 +34,7 @@ class DummyProcessGroup:
 
 
 def apply_to_type(type_fn: Callable[[Any], bool], fn: Callable[[Any], Any], container: Any) -> Any:
-    """A copy of a nest of containers with `fn` applied to whatever `type_fn` is true of."""
+    """Return a copy of a nest of containers with `fn` applied to whatever `type_fn` is true of."""
     if type_fn(container):
         return fn(container)
     if isinstance(container, PackedSequence):
@@ -47,17 +52,17 @@ def apply_to_type(type_fn: Callable[[Any], bool], fn: Callable[[Any], Any], cont
 
 
 def apply_to_tensors(fn: Callable[[Tensor], Any], container: Any) -> Any:
-    """A copy of a nest of containers with `fn` applied to its tensors."""
+    """Return a copy of a nest of containers with `fn` applied to its tensors."""
     return apply_to_type(torch.is_tensor, fn, container)
 
 
 def pack_kwargs(*args: Any, **kwargs: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """The names of keyword arguments, and all values in one tuple, which ends with theirs."""
+    """Return the names of keyword arguments, and all values in one tuple, which ends with theirs."""
     return tuple(kwargs), (*args, *kwargs.values())
 
 
 def unpack_kwargs(kwarg_keys: Sequence[str], flat_args: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """What `pack_kwargs` was given.
+    """Return what `pack_kwargs` was given.
 
     Raises:
         ValueError: for more names than values.
@@ -69,7 +74,7 @@ def unpack_kwargs(kwarg_keys: Sequence[str], flat_args: Sequence[Any]) -> tuple[
 
 
 def split_non_tensors(mixed: Any) -> tuple[tuple[Tensor, ...], dict[str, list[Any]] | None]:
-    """The tensors of a tuple, and what `unpack_non_tensors` needs to put the rest back; None for a single tensor."""
+    """Return the tensors of a tuple, and the rest for `unpack_non_tensors`; None in its place for a single tensor."""
     if isinstance(mixed, Tensor):
         return (mixed,), None
     rest = {
@@ -80,7 +85,7 @@ def split_non_tensors(mixed: Any) -> tuple[tuple[Tensor, ...], dict[str, list[An
 
 
 def unpack_non_tensors(tensors: Sequence[Tensor], packed_non_tensors: dict[str, list[Any]] | None) -> Any:
-    """What `split_non_tensors` was given, with these tensors.
+    """Return what `split_non_tensors` was given, with these tensors.
 
     Raises:
         ValueError: for another number of tensors.
@@ -113,6 +118,108 @@ class OSS(_Refused):
     """Stands in for FairScale's optimizer, which shards its state by whole parameters."""
 
     instead = "wrap with FullyShardedDataParallel, after which any optimizer of its parameters() is sharded"
+
+
+# A bucketer of its own; training here has the buckets of `engine.reduction`
+
+
+class _Bucket:
+    """The tensors that wait for one reduction.
+
+    Args:
+        comm: the ranks.
+        capacity: how many elements it takes for each rank.
+    """
+
+    def __init__(self, comm: Communicator, capacity: int) -> None:
+        self.waiting: list[tuple[Sequence[Tensor], Callback | None]] = []
+        self.offset = 0  # elements for each rank that wait
+        self._comm, self._capacity = comm, capacity
+        self._tag = comm.new_tag()
+
+    def fits(self, numel: int) -> bool:
+        return self.offset + numel <= self._capacity
+
+    def add(self, input_list: Sequence[Tensor], callback: Callback | None) -> None:
+        # Copies, because callers free their gradients as soon as they have handed them over.
+        self.waiting.append(([each.clone() for each in input_list], callback))
+        self.offset += input_list[0].numel()
+
+    def flush(self) -> None:
+        waiting, self.waiting, self.offset = self.waiting, [], 0
+        if waiting:
+            self.reduce(waiting)
+
+    def reduce(self, waiting: Sequence[tuple[Sequence[Tensor], Callback | None]]) -> None:
+        ranks = range(self._comm.world_size)
+        full = torch.cat([inputs[rank].reshape(-1) for rank in ranks for inputs, _ in waiting])
+        reduced = self._comm.reduce_scatter(full, "a bucket of reductions", self._tag).wait()
+        self._comm.settle()
+        parts = reduced.split([inputs[0].numel() for inputs, _ in waiting])
+        for part, (inputs, callback) in zip(parts, waiting, strict=True):
+            if callback is not None:
+                callback(part.view_as(inputs[0]))
+
+
+class ReduceScatterBucketer:
+    """Sum lists of tensors over ranks, each rank getting its own; small ones wait for each other.
+
+    Args:
+        bucket_cap_mb: MiB that wait at most for one reduction, over all ranks; with 0 or less nothing waits.
+    """
+
+    def __init__(self, bucket_cap_mb: float = 25) -> None:
+        self.bucket_cap_mb = bucket_cap_mb
+        self.buckets: dict[tuple[torch.dtype, torch.device, Any], _Bucket] = {}
+
+    @torch.no_grad()
+    def reduce_scatter_async(
+        self, input_list: Sequence[Tensor], group: Group | None, callback_fn: Callback | None = None
+    ) -> None:
+        """Collective. Sum over ranks what each has for this one, now or at a later call.
+
+        Args:
+            input_list: a tensor for each rank of `group`, alike in shape, dtype and device.
+            group: the ranks.
+            callback_fn: called with this rank's sum, as soon as there is one.
+
+        Raises:
+            ValueError: for another number of tensors, or different ones.
+        """
+        group = default_group(group)
+        first = input_list[0] if input_list else None
+        if first is None or len(input_list) != group.size():
+            raise ValueError(f"reduce_scatter_async needs a tensor for each of {group.size()}, got {len(input_list)}")
+        if {(each.shape, each.dtype, each.device) for each in input_list} != {(first.shape, first.dtype, first.device)}:
+            raise ValueError("reduce_scatter_async needs tensors of one shape, dtype and device for all ranks")
+        key = (first.dtype, first.device, group)
+        capacity = int(max(self.bucket_cap_mb, 0) * 2**20) // first.element_size() // group.size()
+        if key not in self.buckets:
+            self.buckets[key] = _Bucket(communicator(group, first.device), capacity)
+        bucket = self.buckets[key]
+        if first.numel() > capacity:
+            bucket.reduce([(input_list, callback_fn)])
+            return
+        if not bucket.fits(first.numel()):
+            bucket.flush()
+        bucket.add(input_list, callback_fn)
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Collective. Reduce what waits, and call the callbacks."""
+        for bucket in self.buckets.values():
+            bucket.flush()
+
+    def teardown(self) -> None:
+        """Let go of all memory, after `flush`.
+
+        Raises:
+            RuntimeError: if something waits.
+        """
+        for (dtype, _, _), bucket in self.buckets.items():
+            if bucket.waiting:
+                raise RuntimeError(f"teardown: {len(bucket.waiting)} reductions of {dtype} wait; call flush() first")
+        self.buckets.clear()
 
 
 # Of `fsdp_optim_utils`: functions of state dictionaries

@@ -1,41 +1,48 @@
-"""A tensor of which this rank holds a part: the values of sharded state dicts.
+"""Tensors that stand for parameters while a state is saved or loaded: `TensorPart` and `LoadTarget`.
 
-`torch.distributed.checkpoint` asks what it is to save, or to load, what is to be written where
-(``torch.distributed._checkpointable``): a `TensorPart` answers with the boxes that make up its range. So nothing is
-gathered, ranks may be more or fewer when it is loaded, and who loads need not know of flat parameters.
+A `TensorPart` is a tensor of which this rank holds a range: the values of sharded state dicts.
+`torch.distributed.checkpoint` asks it what is to be written where (``torch.distributed._checkpointable``), and it
+answers with the boxes that make up its range. So nothing is gathered, ranks may be more or fewer when it is loaded, and
+a loader need not know of flat parameters.
+
+Loading is in three steps: record, agree, commit. In a `recording`, modules list a `LoadTarget` for each parameter, so
+`nn.Module.load_state_dict` finds keys, shapes and all errors as ever, and the targets remember the values. The ranks
+tell each other the outcome. Then each one stores its shards of the values, or none does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import is_dtensor
-from fsdp.engine.boxes import Box, boxes_of
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.layout import Box, boxes_of
+from fsdp.engine.unit import Unit
+from fsdp.state_dict.summon import Exposure, Values, hidden_handles
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Part:
-    """Which elements of a tensor a rank holds: a range of a row-major *block*, which is the whole, but of a `DTensor`.
+    """A range of a row-major *block*, which is the whole tensor, but of a `DTensor`: the elements that a rank holds.
 
     Attributes:
-        shape: of the whole.
-        block_shape, block_offsets: of the block, and where it begins in the whole.
+        shape: of the whole tensor.
+        block: where in it the elements lie.
         start, stop: the range.
         name, rank: of the tensor, and the rank's number, for messages.
         is_alone: no other rank holds anything of it.
     """
 
     shape: torch.Size
-    block_shape: torch.Size
-    block_offsets: tuple[int, ...]
+    block: Box
     start: int
     stop: int
     name: str = field(compare=False)
@@ -44,30 +51,50 @@ class Part:
 
     @classmethod
     def of_whole(cls, shape: torch.Size, name: str, rank: int) -> Part:
-        """All of a tensor, which is on every rank."""
-        return cls(shape, shape, (0,) * len(shape), 0, shape.numel(), name, rank, is_alone=True)
+        """Return the part that is all of a tensor, which is on every rank."""
+        return cls(shape, Box((0,) * len(shape), tuple(shape)), 0, shape.numel(), name, rank, is_alone=True)
 
     @cached_property
     def boxes(self) -> tuple[tuple[Box, int], ...]:
-        """Where the elements are in the whole, each box with the place of its first element among them."""
+        """The elements' places in the whole tensor, each box with the place of its first element among them."""
         if self.shape.numel() == 0:
             return ((Box((0,) * len(self.shape), tuple(self.shape)), 0),)  # or checkpoints would not have it at all
         found, done = [], 0
-        for box in boxes_of(self.block_shape, self.start, self.stop):
-            found.append((box.moved(self.block_offsets), done))
+        for box in boxes_of(self.block.sizes, self.start, self.stop):
+            found.append((box.moved(self.block.offsets), done))
             done += box.numel
         return tuple(found)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """The elements ``[stop - start]`` of a whole value; a view where possible."""
-        for dim, (begin, size) in enumerate(zip(self.block_offsets, self.block_shape, strict=True)):
+        """Return the elements ``[stop - start]`` of an unsharded value; a view where possible."""
+        for dim, (begin, size) in enumerate(zip(self.block.offsets, self.block.sizes, strict=True)):
             whole = whole.narrow(dim, begin, size)
         return whole.detach().reshape(-1)[self.start : self.stop]
 
+    def check(self, value: Tensor, dtype: torch.dtype) -> None:
+        """Raise ValueError or TypeError if the elements, which are of this dtype, cannot be taken from a value."""
+        here = f"rank {self.rank}: {self.name}"
+        if isinstance(value, TensorPart):
+            if value.part != self:
+                raise ValueError(
+                    f"{here}: this rank keeps {self}, and was given {value.part}. A sharded state fits ranks that "
+                    "are as many and wrapped alike: load it with torch.distributed.checkpoint into what "
+                    "sharded_state_dict() returns here."
+                )
+        elif type(value) not in (Tensor, nn.Parameter):
+            raise TypeError(
+                f"{here}: a {type(value).__name__} cannot be cut into shards here. Load it with "
+                "torch.distributed.checkpoint into what sharded_state_dict() returns, or give a whole, plain tensor."
+            )
+        elif value.is_meta or value.shape != self.shape:
+            raise ValueError(f"{here}: expected a tensor of {list(self.shape)} with values, got {list(value.shape)}")
+        if value.is_complex() and not dtype.is_complex:
+            raise ValueError(f"{here} is of {dtype}, and was given {value.dtype}")
+
     def __str__(self) -> str:
         block = ""
-        if self.block_shape != self.shape:
-            block = f"the block {list(self.block_shape)} at {list(self.block_offsets)} of "
+        if self.block.sizes != tuple(self.shape):
+            block = f"the block {list(self.block.sizes)} at {list(self.block.offsets)} of "
         return f"elements {self.start}:{self.stop} of {block}{list(self.shape)}"
 
 
@@ -91,7 +118,7 @@ class Held:
     apart: set[str] = field(default_factory=set)
 
     def copied(self, change: Callable[[Tensor], Tensor]) -> Held:
-        """With what `change` makes of the elements, in memory of its own."""
+        """Return a copy with what `change` makes of the elements, in memory of its own."""
         return Held(change(self.flat), 0, self.is_blank, self.unfit, set(self.apart))
 
 
@@ -114,7 +141,7 @@ class TensorPart(Tensor):
 
     @classmethod
     def around(cls, part: Part, held: Held) -> Any:
-        """One that holds `held`, without copying it."""
+        """Return a tensor that holds `held`, without copying it."""
         flat = held.flat
         made = Tensor._make_wrapper_subclass(cls, part.shape, dtype=flat.dtype, device=flat.device)
         made.part, made._held = part, held
@@ -127,15 +154,15 @@ class TensorPart(Tensor):
 
     @property
     def is_blank(self) -> bool:
-        """Whether it stands for a tensor without values, and nothing was loaded."""
+        """It stands for a tensor without values, and nothing was loaded."""
         return self._held.is_blank
 
     def is_alias_of(self, other: TensorPart) -> bool:
-        """Whether both are the same, under different names."""
+        """Return True if both are the same, under different names."""
         return self._held is other._held
 
     def is_lent_by(self, tensor: Tensor) -> bool:
-        """Whether it lies in the memory of `tensor` still, since nothing was loaded."""
+        """Return True if it lies in the memory of `tensor` still, since nothing was loaded."""
         return self._held.lent_by == id(tensor)
 
     def refuse_key(self, key: str) -> None:
@@ -154,8 +181,8 @@ class TensorPart(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         part, held = self.part, self._held
-        range_ = (part.shape, part.block_shape, part.block_offsets, part.start, part.stop)
-        facts = (*range_, part.name, part.rank, part.is_alone)
+        range_ = (part.block.offsets, part.block.sizes, part.start, part.stop)
+        facts = (part.shape, *range_, part.name, part.rank, part.is_alone)
         return _rebuild, (facts, held.flat, held.is_blank, held.unfit, sorted(held.apart))
 
     @classmethod
@@ -172,7 +199,7 @@ class TensorPart(Tensor):
     # --- what torch.distributed.checkpoint asks -----------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, obj: object) -> list[Any]:
-        """What is to be written: one item for each box, none on a rank that holds nothing.
+        """Return what is to be written: one item for each box, none on a rank that holds nothing.
 
         Raises:
             RuntimeError: for what must not be saved.
@@ -190,7 +217,7 @@ class TensorPart(Tensor):
         return items
 
     def __create_chunk_list__(self) -> list[Any]:
-        """What is to be loaded, into memory that is its own from now on."""
+        """Return what is to be loaded, into memory that is its own from now on."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         held = self._held
@@ -200,7 +227,7 @@ class TensorPart(Tensor):
         return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in self.part.boxes]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """The elements of one box, in its shape; a view."""
+        """Return the elements of one box, in its shape; a view."""
         for box, begin in self.part.boxes:
             if index.offset is not None and tuple(index.offset) == box.offsets:
                 return self.local[begin : begin + box.numel].view(box.sizes)
@@ -217,43 +244,20 @@ class TensorPart(Tensor):
             )
 
 
-class Target(TensorPart):
-    """Takes note of the value that is copied into it, if that fits, and copies nothing.
-
-    So a whole state can be checked before anything is changed.
-    """
-
-    received: Tensor | None = None
-
-    def receive(self, value: Tensor) -> None:
-        """Note `value`.
-
-        Raises:
-            ValueError: if this rank cannot take its part from it.
-            TypeError: for other kinds of tensors.
-        """
-        part, here = self.part, f"rank {self.part.rank}: {self.part.name}"
-        if isinstance(value, TensorPart):
-            if value.part != part:
-                raise ValueError(
-                    f"{here}: this rank keeps {part}, and was given {value.part}. A sharded state fits ranks that "
-                    "are as many and wrapped alike: load it with torch.distributed.checkpoint into what "
-                    "sharded_state_dict() returns here."
-                )
-        elif type(value) not in (Tensor, nn.Parameter):
-            raise TypeError(
-                f"{here}: a {type(value).__name__} cannot be cut into shards here. Load it with "
-                "torch.distributed.checkpoint into what sharded_state_dict() returns, or give a whole, plain tensor."
-            )
-        elif value.is_meta or value.shape != part.shape:
-            raise ValueError(f"{here}: expected a tensor of {list(part.shape)} with values, got {list(value.shape)}")
-        if value.is_complex() and not self.is_complex():
-            raise ValueError(f"{here} is of {self.dtype}, and was given {value.dtype}")
-        self.received = value
+def part_of(handle: FlatParamHandle, slot: int, rank: int) -> Part:
+    """Return which elements of a parameter this rank keeps; `rank` is its number for messages."""
+    kept, mesh = handle.layout.slots[slot], handle.flat_param.parts[slot]
+    interval = handle.layout.interval(slot, handle.comm.rank)
+    start, stop = (interval.start, interval.stop) if interval is not None else (0, 0)
+    shape = kept.shape if mesh is None else mesh.shape
+    offsets = (0,) * len(shape) if mesh is None else mesh.offsets
+    is_alone = not handle.is_sharded and (mesh is None or not mesh.sharded_dims)
+    return Part(shape, Box(offsets, tuple(kept.shape)), start, stop, kept.name, rank, is_alone)
 
 
 def _rebuild(facts: tuple[Any, ...], flat: Tensor, is_blank: bool, unfit: str, apart: list[str]) -> TensorPart:
-    return TensorPart.around(Part(*facts), Held(flat, 0, is_blank, unfit, set(apart)))
+    shape, offsets, sizes, *rest = facts
+    return TensorPart.around(Part(shape, Box(offsets, sizes), *rest), Held(flat, 0, is_blank, unfit, set(apart)))
 
 
 # So that `torch.load` with its default, `weights_only=True`, reads a sharded state dict back.
@@ -287,9 +291,7 @@ def _like(make: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 def _copy(into: Tensor, value: Tensor, non_blocking: bool = False) -> Tensor:
-    if isinstance(into, Target):
-        into.receive(value)
-    elif isinstance(into, TensorPart):
+    if isinstance(into, TensorPart):
         _copy_into(into, value, non_blocking)
     elif isinstance(value, TensorPart) and value.part.is_alone:
         into.copy_(value.local.view(value.part.shape), non_blocking)
@@ -327,3 +329,92 @@ _MEANINGFUL: dict[Any, Callable[..., Any]] = {
     aten.new_zeros.default: _like(torch.zeros_like),
     aten.is_pinned.default: lambda tensor, *_: tensor.local.is_pinned(),
 }
+
+
+# --- what a load writes to ------------------------------------------------------------------------------------------
+
+
+class LoadTarget(nn.Parameter):
+    """A tensor that stands for another one while a state is loaded: it remembers in `source` the value copied into it.
+
+    It has no memory. A rank keeps its shard of the value when all ranks could load theirs; so of a file that is mapped
+    into memory, nothing else is ever read.
+    """
+
+    source: Tensor | None
+    _check: Callable[[Tensor], None]
+    _device: torch.device
+    is_meta = False  # or torch's load would warn that copying into it does nothing
+
+    @classmethod
+    def like(
+        cls, shape: torch.Size, tensor: Tensor, check: Callable[[Tensor], None], requires_grad: bool = False
+    ) -> LoadTarget:
+        """Return a target of this shape, with the dtype and device of `tensor`.
+
+        Args:
+            check: raises an exception for a value that could not be kept.
+        """
+        empty = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        made = Tensor._make_subclass(cls, empty, requires_grad)
+        made.source, made._check, made._device = None, check, tensor.device
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._device
+
+    def copy_(self, value: Tensor, non_blocking: bool = False) -> LoadTarget:
+        # Batch norms load their count of batches from itself where a state dict has none.
+        if not isinstance(value, LoadTarget):
+            self._check(value)
+            self.source = value.detach()
+        return self
+
+
+def recording(unit: Unit, check: Callable[[FlatParamHandle, int, Tensor], None]) -> Exposure:
+    """Show a unit's modules a `LoadTarget` for each parameter. No rank needs another for it.
+
+    Args:
+        unit: whose modules.
+        check: raises an exception for a value that cannot be kept; it is told the handle and the parameter's number.
+    """
+    targets: dict[FlatParamHandle, list[Tensor]] = {}
+    for handle in hidden_handles(unit):
+        handle.storage.check(handle.name)
+        handle.absorb()
+        shard = handle.flat_param
+        targets[handle] = [
+            LoadTarget.like(kept.shape if mesh is None else mesh.shape, shard, partial(check, handle, slot), need)
+            for slot, (kept, mesh, need) in enumerate(
+                zip(handle.layout.slots, shard.parts, handle.requires_grad_each, strict=True)
+            )
+        ]
+    return Exposure(unit, targets)
+
+
+def recorded(exposure: Exposure) -> Values:
+    """Return the values that were copied into the targets of a `recording`."""
+    return {
+        key: param.source
+        for key, param in exposure.numbered()
+        if isinstance(param, LoadTarget) and param.source is not None
+    }
+
+
+def store(values: Values) -> None:
+    """Keep this rank's shards of the values that a load has brought."""
+    for handle in dict.fromkeys(handle for handle, _ in values):
+        handle.settle()  # peers may still be receiving from the shard
+    for (handle, slot), value in values.items():
+        handle.storage.check(handle.name)
+        if not isinstance(value, TensorPart):
+            handle.store(slot, value)
+            handle.note_written([slot])
+        elif not value.is_lent_by(handle.flat_param):  # else nothing was loaded, on no rank
+            handle.fill(slot, partial(_fill, value.local))
+        handle.storage.release()
+
+
+def _fill(values: Tensor, shard: Tensor, start: int) -> None:
+    shard.copy_(values)

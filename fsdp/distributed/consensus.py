@@ -1,0 +1,98 @@
+"""Ranks tell each other what they have or did, to go on together or to raise an error together.
+
+Whoever compares what ranks have, or does what may fail on one of them, does it by these functions: everybody hears
+everybody, so that no rank raises an error while others wait for it in a collective until they time out.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from fsdp.distributed.communicator import Communicator
+
+_T = TypeVar("_T")
+# Over each in turn, all that hold a shard of something are reached: those that share it, and then their replicas.
+Ranks = Sequence[Communicator]
+
+
+def peers_answer(ranks: Ranks) -> bool:
+    """Return whether there is somebody to compare with: other ranks may only be simulated."""
+    return all(comm.peers_answer for comm in ranks)
+
+
+def number_among(ranks: Ranks) -> int:
+    """Return which of the payloads of `from_everyone` is this rank's."""
+    number = 0
+    for comm in reversed(ranks):
+        number = number * comm.world_size + comm.rank
+    return number
+
+
+def from_everyone(ranks: Ranks, payload: bytes) -> list[bytes]:
+    """Collective. Return the payloads of all that `ranks` reach in turn; those of the first change fastest."""
+    payloads = [payload]
+    for comm in ranks:
+        payloads = [heard for other in comm.all_gather_bytes(pickle.dumps(payloads)) for heard in pickle.loads(other)]
+    return payloads
+
+
+def agree_on(ranks: Ranks, things: str, name: str, shown: str = "") -> None:
+    """Collective. Make sure that all ranks have chosen the same one of some `things`, by its name.
+
+    Args:
+        ranks: that choose.
+        things: what they have.
+        name: which one this rank has.
+        shown: what messages call it, if not by that name.
+
+    Raises:
+        RuntimeError: naming the first rank that differs from rank 0, and what the two have.
+    """
+    if not peers_answer(ranks):
+        return
+    found = [json.loads(other) for other in from_everyone(ranks, json.dumps([name, shown or name]).encode())]
+    for rank, (other, text) in enumerate(found):
+        if other != found[0][0]:
+            raise RuntimeError(
+                f"rank {number_among(ranks)}: the ranks have different {things}: rank 0 has {found[0][1]} and rank "
+                f"{rank} has {text}. Every rank must have the same."
+            )
+
+
+def agree_on_outcome(everyone: Iterable[Ranks], what: str, error: Exception | None) -> None:
+    """Collective. Go on only if all ranks have done what they were to do.
+
+    Args:
+        everyone: the ranks; of several, each is told what was heard of those before.
+        what: they did.
+        error: what went wrong on this rank.
+
+    Raises:
+        Exception: `error`, on the rank that has one.
+        RuntimeError: on the others, naming the first rank that failed.
+    """
+    heard = own = ""
+    for ranks in everyone:
+        if not peers_answer(ranks):
+            continue
+        own = f"rank {number_among(ranks)}"
+        mine = heard if error is None else f"{own} could not {what}. {type(error).__name__}: {error}"
+        heard = heard or next((text.decode() for text in from_everyone(ranks, mine.encode()) if text), "")
+    if error is not None:
+        raise error
+    if heard:
+        raise RuntimeError(f"{own}: {heard}")
+
+
+def done_by_all(everyone: Iterable[Ranks], what: str, job: Callable[[], _T]) -> _T:
+    """Collective. Return what `job` returns if it raises on no rank; otherwise raise as `agree_on_outcome`."""
+    try:
+        result = job()
+    except Exception as error:
+        agree_on_outcome(everyone, what, error)
+        raise
+    agree_on_outcome(everyone, what, None)
+    return result

@@ -1,0 +1,151 @@
+"""The ranks compare their units before they trust each other: shards of different models would be glued together.
+
+When a tree is used first, all ranks must have the same units with the same options (`agree`), and must have wrapped the
+same values (`agree_on_values`, by `engine.fingerprints`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from fsdp import __version__
+from fsdp.distributed.collectives import Communicator
+from fsdp.distributed.consensus import Ranks, from_everyone, number_among, peers_answer
+from fsdp.engine.fingerprints import first_difference
+from fsdp.engine.handle import FlatParamHandle
+
+# Of each unit, by its name, what the ranks must have alike, by what messages call that.
+Plan = list[tuple[str, dict[str, Any]]]
+
+
+class Compared(Protocol):
+    """A unit, as far as ranks compare theirs."""
+
+    is_agreed: bool
+
+    @property
+    def handles(self) -> list[FlatParamHandle]: ...
+
+    @property
+    def mode(self) -> str: ...
+
+    def describe(self) -> dict[str, Any]:
+        """Return all that the ranks must agree on, by what messages call it."""
+
+
+def agree(ranks: Ranks, units: Sequence[tuple[str, Compared]], *, to_run: bool = False) -> None:
+    """Collective. Make sure that all ranks have the same units with the same parameters, and number them alike.
+
+    Handles get tags that nobody else on their communicators has, so that messages of different units never mix.
+
+    Args:
+        ranks: that hold a part of the root.
+        units: all in the root, with their names.
+        to_run: they are about to compute, so that it matters whether they train or evaluate.
+
+    Raises:
+        RuntimeError: naming the first rank that differs from rank 0, the unit, and what each of the two has; or if a
+            handle has no way to the ranks.
+    """
+    for _, unit in units:
+        for handle in unit.handles:
+            handle.comm.ensure_connected()
+            handle.reduce_comm.ensure_connected()
+            handle.replicas.ensure_connected()
+    if peers_answer(ranks):
+        outside = "none, outside of forward"
+        plan: Plan = [(name, unit.describe() | {"mode": unit.mode if to_run else outside}) for name, unit in units]
+        versions = {"torch": torch.__version__.split("+")[0], "fsdp": __version__}  # whatever torch was built for
+        agree_on_plan(ranks, [(plan[0][0], plan[0][1] | versions), *plan[1:]])
+    for _, unit in units:
+        unit.is_agreed = True
+    for number, handle in enumerate(handle for _, unit in units for handle in unit.handles):
+        handle.number_as(number)
+
+
+def agree_on_plan(ranks: Ranks, plan: Plan) -> None:
+    """Collective. Make sure that all ranks have the same units, of which the same is to be said.
+
+    Raises:
+        RuntimeError: naming the first rank that differs from rank 0, the unit, and what each of the two has.
+    """
+    text = json.dumps(plan, default=str).encode()
+    digests = from_everyone(ranks, hashlib.sha256(text).digest())
+    if len(set(digests)) == 1:
+        return
+    plans = [json.loads(other) for other in from_everyone(ranks, text)]
+    for rank, other in enumerate(plans):
+        if other != plans[0]:
+            raise RuntimeError(
+                f"rank {number_among(ranks)}: the ranks have built different models. "
+                f"{_difference(plans[0], other, rank)} "
+                "Build and wrap the same modules in the same order and with the same options on every rank."
+            )
+
+
+def _difference(first: Plan, other: Plan, rank: int) -> str:
+    for number, (ours, theirs) in enumerate(zip(first, other, strict=False)):
+        if ours[0] != theirs[0]:
+            return f"Unit number {number} is '{ours[0]}' on rank 0 and '{theirs[0]}' on rank {rank}."
+        for what, value in ours[1].items():
+            if theirs[1].get(what) != value:
+                return f"Unit '{ours[0]}' has {what} {value} on rank 0 and {theirs[1].get(what)} on rank {rank}."
+    longer, more, fewer = (0, first, other) if len(first) > len(other) else (rank, other, first)
+    missing = more[len(fewer)][0]
+    return f"Rank 0 has {len(first)} units and rank {rank} has {len(other)}: unit '{missing}' is only on rank {longer}."
+
+
+def agree_on_values(units: Sequence[tuple[str, Compared]]) -> None:
+    """Collective while there are parameters whose values the ranks have not compared. Make sure that they were equal.
+
+    Each group of ranks, with its replicas, compares what its ranks have seen at wrapping, in one exchange for all
+    units, once. Parameters that any rank has written since are left out, and so are those that no other rank has a
+    part of, and buffers.
+
+    Raises:
+        RuntimeError: naming the first rank that differs from rank 0, the unit and the parameter.
+    """
+    pending: dict[tuple[Communicator, Communicator], list[tuple[str, FlatParamHandle]]] = {}
+    for name, unit in units:
+        for handle in unit.handles:
+            if handle.fingerprints is not None:
+                handle.absorb()
+                handle.settle_fingerprints()
+                pending.setdefault((handle.comm, handle.replicas), []).append((name, handle))
+    # All before anybody raises: other ranks of the next ones may have found nothing to raise here.
+    problems = [_difference_of_values(ranks, handles) for ranks, handles in pending.items() if peers_answer(ranks)]
+    for problem in filter(None, problems):
+        raise RuntimeError(problem)
+    for handles in pending.values():
+        for _, handle in handles:
+            handle.fingerprints = None
+
+
+def _difference_of_values(ranks: Ranks, handles: Sequence[tuple[str, FlatParamHandle]]) -> str:
+    """Collective. Return what is wrong if ranks were wrapped with different values; empty if nothing is."""
+    seen = [(unit, handle, slot) for unit, handle in handles for slot in range(len(handle.layout.slots))]
+    found = [handle.fingerprints.wholes[slot] for _, handle, slot in seen if handle.fingerprints is not None]
+    known = bytes(one is not None for one in found)
+    payload = known + struct.pack(f"<{len(found)}Q", *(one or 0 for one in found))
+    by_rank = []
+    for other in from_everyone(ranks, payload):
+        values = struct.unpack(f"<{len(found)}Q", other[len(found) :])
+        by_rank.append([one if is_known else None for one, is_known in zip(values, other[: len(found)], strict=True)])
+    difference = first_difference(by_rank)
+    if difference is None:
+        return ""
+    rank, number, count = difference
+    unit, handle, slot = seen[number]
+    more = f" (and of {count - 1} more)" if count > 1 else ""
+    return (
+        f"rank {number_among(ranks)}: the ranks were wrapped with different values. Rank {rank} has other values than "
+        f"rank 0 of {handle.layout.slots[slot].name} of unit '{unit}'{more}: their shards are of different models. "
+        "Seed all ranks alike before the model is built (torch.manual_seed), wrap with sync_module_states=True, or "
+        "load a checkpoint before the first use."
+    )

@@ -1,0 +1,44 @@
+"""The names of the package: as attributes after `import fsdp`, and as modules to import from."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+import fsdp
+
+MODULES = ("checkpoint", "optim_utils", "state_dict_utils")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_is_an_attribute_and_can_be_imported_from(name: str) -> None:
+    module = importlib.import_module(f"fsdp.{name}")
+    assert isinstance(module, ModuleType)
+    assert getattr(fsdp, name) is module
+
+
+def test_importing_the_package_is_enough() -> None:
+    asked = [f"fsdp.{name}.__doc__" for name in MODULES] + ["fsdp.wrap(1)", "fsdp.__version__"]
+    code = f"import fsdp; print(all([{', '.join(asked)}]))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "True\n"
+
+
+def test_wrap_is_the_function_as_an_attribute_and_the_module_to_import_from() -> None:
+    module = importlib.import_module("fsdp.wrap")
+    importlib.import_module("fsdp.wrap.plan")
+    assert isinstance(module, ModuleType)
+    assert fsdp.wrap is module.wrap
+    from fsdp.wrap import auto_wrap
+
+    assert auto_wrap is fsdp.auto_wrap
+
+
+def test_the_options_are_explained_where_the_wrapper_is_made() -> None:
+    for text in (fsdp.FullyShardedDataParallel.__init__.__doc__, fsdp.FullyShardedDataParallel.__doc__):
+        assert text is not None
+    assert "reshard_after_forward: " in (fsdp.FullyShardedDataParallel.__init__.__doc__ or "")
