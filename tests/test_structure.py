@@ -38,8 +38,9 @@ INDEXES = {"distributed", "engine", "state_dict", "uneven", "compat"}
 # Of the integrations, those that are written as a user's own code would be.
 CLIENTS = {"accelerate", "transformers", "lightning"}
 PUBLIC_PACKAGES = {"", "checkpoint", "state_dict_utils", "optim_utils", "wrap"}
-# Known imports that still go up, to be turned round; a new one fails.
-UPWARD = {}
+# The files that one reads to know how the library works, listed in docs/architecture.md.
+ENGINE_PROPER = re.compile(r"^\| `((?:engine|distributed)/\w+\.py)` \|", re.MULTILINE)
+MAX_ENGINE_FILES, MAX_ENGINE_LINES = 12, 4_400
 
 MAX_MODULE_LINES = 800  # of the central ones; a class is never cut in two to stay below it
 MAX_FUNCTION_LINES = 60  # of its body, without its docstring
@@ -169,23 +170,12 @@ def test_every_entry_at_the_top_has_a_room() -> None:
 
 @every_source
 def test_imports_go_down_the_list_of_rooms(path: Path) -> None:
-    name = name_of(path)
-    wrong = [above for above in upward(name, parse(path)) if (name, above) not in UPWARD]
+    wrong = upward(name_of(path), parse(path))
     assert not wrong, f"fsdp/{path.relative_to(PACKAGE)} imports {', '.join(wrong)}, which stand above it in ROOMS"
 
 
-@pytest.mark.parametrize(("name", "above"), sorted(UPWARD))
-def test_what_is_listed_as_upward_is_so(name: str, above: str) -> None:
-    place = PACKAGE / name.replace(".", "/")
-    path = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
-    assert above in upward(name, parse(path)), f"take fsdp.{name} -> fsdp.{above} out of UPWARD: it is no more"
-
-
-def test_no_modules_import_each_other() -> None:
-    graph = {
-        name_of(path): {name for name, for_types_only in imports(parse(path)) if not for_types_only}
-        for path in sources()
-    }
+def test_no_modules_import_each_other_not_even_for_types() -> None:
+    graph = {name_of(path): {name for name, _ in imports(parse(path))} for path in sources() if name_of(path)}
     assert not cycle(graph), f"a ring of imports: {' -> '.join(cycle(graph))}"
 
 
@@ -271,6 +261,29 @@ def test_only_comm_talks_to_other_ranks(path: Path) -> None:
     assert not used, f"fsdp/{path.relative_to(PACKAGE)} uses {', '.join(used)}: go through fsdp.distributed"
 
 
+# Words
+
+_HALF_SENTENCE = re.compile(r"(What|Whether|How|Where|Which|Who|Whose|When|Of|As|For|The other)\b")
+
+
+def half_sentences(tree: ast.Module) -> list[str]:
+    """Return the first lines of docstrings that begin as half a sentence, without a subject or a verb."""
+    documented = (node for node in ast.walk(tree) if isinstance(node, (Function, ast.ClassDef, ast.Module)))
+    docstrings = (ast.get_docstring(node) or "" for node in documented)
+    return [docstring.splitlines()[0] for docstring in docstrings if _HALF_SENTENCE.match(docstring)]
+
+
+def test_a_half_sentence_is_found() -> None:
+    tree = ast.parse('"""What users want."""\ndef f():\n    """Return it."""\nclass A:\n    """Whose it is."""')
+    assert half_sentences(tree) == ["What users want.", "Whose it is."]
+
+
+@every_source
+def test_docstrings_are_sentences(path: Path) -> None:
+    found = half_sentences(parse(path))
+    assert not found, f"fsdp/{path.relative_to(PACKAGE)}: begin with a verb or a subject: {found}"
+
+
 # Sizes and asserts
 
 
@@ -295,6 +308,13 @@ def test_a_function_is_measured_without_its_signature_and_docstring() -> None:
 def test_a_module_can_be_read_in_one_sitting(path: Path) -> None:
     length = len(path.read_text(encoding="utf-8").splitlines())
     assert length <= MAX_MODULE_LINES, f"fsdp/{path.relative_to(PACKAGE)} has {length} lines"
+
+
+def test_the_engine_proper_is_listed_and_stays_small() -> None:
+    listed = ENGINE_PROPER.findall((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
+    lines = sum(len((PACKAGE / file).read_text(encoding="utf-8").splitlines()) for file in listed)
+    assert 8 <= len(listed) <= MAX_ENGINE_FILES
+    assert lines <= MAX_ENGINE_LINES, f"what docs/architecture.md asks one to read has {lines} lines"
 
 
 @every_source
