@@ -357,8 +357,8 @@ def _optimizer(reader: TensorReader, rest: Mapping[str, Any]) -> Iterator[str]:
         )
         yield f"  group {number}: {len(group['params']):,} parameters, {options}"
     keys: dict[str, list[Kind]] = {}
-    for saved in rest["state"].values():
-        for key, kind in kinds_from_json(saved).items():
+    for name, saved in rest["state"].items():
+        for key, kind in kinds_from_json(saved, name).items():
             keys.setdefault(key, []).append(kind)
     for key, kinds in keys.items():
         yield f"  state {key!r} of {len(kinds):,} parameters: {_summary(kinds)}"

@@ -156,18 +156,18 @@ def kinds_to_json(kinds: Kinds, name: str) -> dict[str, list[Any]]:
     return {key: kind_to_json(kind, f"the optimizer's state '{key}' of {name}") for key, kind in kinds.items()}
 
 
-def kinds_from_json(saved: Any) -> Kinds:
-    """Return the state of a parameter that `kinds_to_json` was given.
+def kinds_from_json(saved: Any, name: str) -> Kinds:
+    """Return the state of the parameter `name` that `kinds_to_json` was given.
 
     Raises:
         ValueError: for what it never returns.
     """
     if not isinstance(saved, dict):
-        raise ValueError(f"it is {short(saved)}")
-    return {key: _kind_from_json(key, kind) for key, kind in saved.items()}
+        raise ValueError(f"the optimizer's state of {short(name)} is {short(saved)}")
+    return {key: _kind_from_json(kind, key, name) for key, kind in saved.items()}
 
 
-def _kind_from_json(key: str, saved: Any) -> Kind:
+def _kind_from_json(saved: Any, key: str, name: str) -> Kind:
     try:
         match saved:
             case ["elements", str(dtype)]:
@@ -180,7 +180,7 @@ def _kind_from_json(key: str, saved: Any) -> Kind:
                 return Value(decoded(value))
     except (ValueError, TypeError, KeyError, RuntimeError, OverflowError):
         pass
-    raise ValueError(f"under {short(key)} it is {short(saved)}")
+    raise ValueError(f"the optimizer's state {short(key)} of {short(name)} is {short(saved)}")
 
 
 # --- saving ---------------------------------------------------------------------------------------------------------
@@ -286,9 +286,9 @@ def state_problems(rest: Any, tensors: Container[str]) -> Iterator[str]:
             yield f"group {number} of the optimizer has the options {short(options)}"
     for name, saved in states.items():
         try:
-            kinds = kinds_from_json(saved)
+            kinds = kinds_from_json(saved, name)
         except ValueError as error:
-            yield f"of the optimizer's state of {short(name)}, {error}"
+            yield str(error)
             continue
         for key, kind in kinds.items():
             if isinstance(kind, Elements) and f"{name}/{key}" not in tensors:
@@ -334,7 +334,7 @@ def plan_state(given: Any, tensors: Mapping[str, Stored], files: TensorReader, r
     for one in _each(groups):
         saved = {original: names[original] for original in one.originals if names[original]}
         if len(saved) == len(one.originals):
-            kinds = {original: kinds_from_json(rest["state"][name]) for original, name in saved.items()}
+            kinds = {original: kinds_from_json(rest["state"][name], name) for original, name in saved.items()}
             plan.problems.extend(_misfits(saved, kinds, files))
             plan.states.append((one, saved, kinds[one.originals[0]]))
     plan.problems.extend(_other_settings(optimizers, rest))

@@ -195,7 +195,7 @@ def _optimizer_tree(content: Content, make: Callable[[Item], Tensor]) -> dict[st
     states = {
         name: {
             key: make(items[f"{name}/{key}"]) if isinstance(kind, Elements) else kind.held
-            for key, kind in kinds_from_json(saved).items()
+            for key, kind in kinds_from_json(saved, name).items()
         }
         for name, saved in rest["state"].items()
         if saved
