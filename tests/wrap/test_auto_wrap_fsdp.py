@@ -373,7 +373,9 @@ def _train_apart() -> None:
             fsdp.auto_wrap(nn.Linear(2, 2), fsdp.module_wrap_policy({nn.Linear}))
             fsdp.auto_wrap(nn.Linear(2, 2), fsdp.module_wrap_policy({nn.Conv1d}), keep_wrapped=True)
             fsdp.auto_wrap(nn.Tanh(), fsdp.module_wrap_policy({nn.Conv1d}))
-            fsdp.auto_wrap_bn(nn.Linear(2, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fsdp.auto_wrap_bn(nn.Linear(2, 2))
     # The outermost module was forgotten: what no unit took is stepped beside shards.
     for ignored, is_noticed in ((False, True), (True, False)):
         model = nn.Sequential(fsdp.FullyShardedDataParallel(nn.Linear(2, 2)), nn.Linear(2, 2), nn.Linear(2, 2))
