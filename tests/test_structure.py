@@ -73,7 +73,9 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
-every_source = pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def shown(path: Path) -> str:
+    """A module as messages name it."""
+    return str(path.relative_to(ROOT))
 
 
 # Rooms
@@ -168,10 +170,10 @@ def test_every_entry_at_the_top_has_a_room() -> None:
     assert len(entries) <= MAX_ENTRIES
 
 
-@every_source
-def test_imports_go_down_the_list_of_rooms(path: Path) -> None:
-    wrong = upward(name_of(path), parse(path))
-    assert not wrong, f"fsdp/{path.relative_to(PACKAGE)} imports {', '.join(wrong)}, which stand above it in ROOMS"
+def test_imports_go_down_the_list_of_rooms() -> None:
+    found = {name_of(path): upward(name_of(path), parse(path)) for path in sources()}
+    wrong = {name: above for name, above in found.items() if above}
+    assert not wrong, f"these modules import others, which stand above them in ROOMS: {wrong}"
 
 
 def test_no_modules_import_each_other_not_even_for_types() -> None:
@@ -255,10 +257,10 @@ def test_collectives_are_found_under_any_name(code: str, found: list[str]) -> No
     assert collectives(ast.parse(code)) == found
 
 
-@every_source
-def test_only_comm_talks_to_other_ranks(path: Path) -> None:
-    used = [] if name_of(path) in MAY_COMMUNICATE else collectives(parse(path))
-    assert not used, f"fsdp/{path.relative_to(PACKAGE)} uses {', '.join(used)}: go through fsdp.distributed"
+def test_only_comm_talks_to_other_ranks() -> None:
+    used = {shown(path): collectives(parse(path)) for path in sources() if name_of(path) not in MAY_COMMUNICATE}
+    wrong = {path: names for path, names in used.items() if names}
+    assert not wrong, f"go through fsdp.distributed: {wrong}"
 
 
 # Words
@@ -278,10 +280,9 @@ def test_a_half_sentence_is_found() -> None:
     assert half_sentences(tree) == ["What users want.", "Whose it is."]
 
 
-@every_source
-def test_docstrings_are_sentences(path: Path) -> None:
-    found = half_sentences(parse(path))
-    assert not found, f"fsdp/{path.relative_to(PACKAGE)}: begin with a verb or a subject: {found}"
+def test_docstrings_are_sentences() -> None:
+    found = {shown(path): half for path in sources() if (half := half_sentences(parse(path)))}
+    assert not found, f"docstrings that begin without a verb or a subject: {found}"
 
 
 # Sizes and asserts
@@ -304,10 +305,10 @@ def test_a_function_is_measured_without_its_signature_and_docstring() -> None:
     assert [function_lines(function) for function in functions(tree)] == [2]
 
 
-@every_source
-def test_a_module_can_be_read_in_one_sitting(path: Path) -> None:
-    length = len(path.read_text(encoding="utf-8").splitlines())
-    assert length <= MAX_MODULE_LINES, f"fsdp/{path.relative_to(PACKAGE)} has {length} lines"
+def test_a_module_can_be_read_in_one_sitting() -> None:
+    lengths = {shown(path): len(path.read_text(encoding="utf-8").splitlines()) for path in sources()}
+    long = {path: length for path, length in lengths.items() if length > MAX_MODULE_LINES}
+    assert not long, f"modules longer than {MAX_MODULE_LINES} lines: {long}"
 
 
 def test_the_engine_proper_is_listed_and_stays_small() -> None:
@@ -317,19 +318,24 @@ def test_the_engine_proper_is_listed_and_stays_small() -> None:
     assert lines <= MAX_ENGINE_LINES, f"what docs/architecture.md asks one to read has {lines} lines"
 
 
-@every_source
-def test_a_function_fits_on_a_screen(path: Path) -> None:
-    lengths = {f"{node.name} (line {node.lineno})": function_lines(node) for node in functions(parse(path))}
+def test_a_function_fits_on_a_screen() -> None:
+    lengths = {
+        f"{shown(path)}:{node.lineno} {node.name}": function_lines(node)
+        for path in sources()
+        for node in functions(parse(path))
+    }
     long = {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES}
-    assert not long, f"fsdp/{path.relative_to(PACKAGE)}: longer than {MAX_FUNCTION_LINES} lines: {long}"
+    assert not long, f"functions longer than {MAX_FUNCTION_LINES} lines: {long}"
 
 
-@every_source
-def test_errors_are_raised_and_not_asserted(path: Path) -> None:
-    lines = [node.lineno for node in ast.walk(parse(path)) if isinstance(node, ast.Assert)]
-    assert not lines, (
-        f"fsdp/{path.relative_to(PACKAGE)} asserts in lines {lines}: raise an error, which `python -O` keeps"
-    )
+def test_errors_are_raised_and_not_asserted() -> None:
+    found = [
+        f"{shown(path)}:{node.lineno}"
+        for path in sources()
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Assert)
+    ]
+    assert not found, f"{found}: raise an error, which `python -O` keeps"
 
 
 # Public names
@@ -361,9 +367,6 @@ def documentation() -> str:
     return "\n".join(page.read_text(encoding="utf-8") for page in pages if page.exists())
 
 
-every_public_name = pytest.mark.parametrize(("name", "module"), sorted(public_names().items()))
-
-
 def test_the_package_is_nothing_but_its_public_names() -> None:
     for node in parse(PACKAGE / "__init__.py").body:
         code = ast.unparse(node)
@@ -375,15 +378,15 @@ def test_the_package_is_nothing_but_its_public_names() -> None:
             assert docstring or code.startswith("__version__ ="), f"fsdp/__init__.py is no place for: {code}"
 
 
-@every_public_name
-def test_a_public_name_has_a_docstring(name: str, module: str) -> None:
-    node = definition(name, module)
-    assert node is not None, f"fsdp/{module}.py defines no {name}"
-    if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.Module)):
-        assert ast.get_docstring(node), f"fsdp/{module}.py: {name} has no docstring"
+def test_public_names_have_docstrings() -> None:
+    for name, module in public_names().items():
+        node = definition(name, module)
+        assert node is not None, f"fsdp/{module}.py defines no {name}"
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.Module)):
+            assert ast.get_docstring(node), f"fsdp/{module}.py: {name} has no docstring"
 
 
-@every_public_name
-def test_a_public_name_is_documented(name: str, module: str) -> None:
-    mentioned = re.search(rf"(?<!\w){re.escape(name)}(?!\w)", documentation())
-    assert mentioned, f"{name} (fsdp/{module}.py) is mentioned neither in README.md nor in docs/*.md"
+def test_public_names_are_documented() -> None:
+    text = documentation()
+    missing = [name for name in public_names() if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text)]
+    assert not missing, "these names are mentioned neither in README.md nor in docs/*.md"
