@@ -259,8 +259,7 @@ def runtime_of_root(unit: Unit, method: str, kind: str = "FullyShardedDataParall
     runtime = runtime_of(unit)
     if runtime.root is not unit:
         raise RuntimeError(
-            f"{method} is for the outermost {kind}; this one ('{unit.name}') lies inside {runtime.root.name}. "
-            "Call it there."
+            f"{method} is for the outermost {kind}; '{unit.name}' lies inside {runtime.root.name}. Call it there."
         )
     return runtime
 
