@@ -444,7 +444,7 @@ class Extra(nn.Linear):
     """Has extra state, which it copies into a buffer."""
 
     def __init__(self, seen: float = 0.0) -> None:
-        super().__init__(3, 2)
+        super().__init__(3, 3)
         self.register_buffer("seen", torch.tensor(seen))
 
     def get_extra_state(self) -> float:
