@@ -1,4 +1,4 @@
-"""One kind of model beside its plain twin: ten steps, every loss, the state there and back.
+"""One kind of model beside its plain twin: some steps, every loss, the state there and back.
 
 In float64, so that rounding hides nothing. The plain twin sees the global batch at once, as one process would; so
 modules that count their forwards (spectral norm) are as far as on every rank. What rounds to 16 bits on its way sees
@@ -152,7 +152,7 @@ def assert_trains_like_plain(
     make_optimizer: MakeOptimizer = sgd_with_momentum,
     options: dict[str, Any] | None = None,
     *,
-    steps: int = 10,
+    steps: int = 4,
     apart: bool = False,
 ) -> None:
     """Collective. Losses of each step, weights at the end, and the state loaded back."""

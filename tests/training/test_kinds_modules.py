@@ -1,6 +1,6 @@
 """Modules that hold or find their weights in ways of their own train and evaluate as without the wrapper.
 
-Each kind as one unit and in units of its parts, in every form of parameters; for ten steps.
+Each kind as one unit and in units of its parts, in every form of parameters.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ KINDS: dict[str, Make] = {
     make_optimizer=[sgd_with_momentum, adamw],
     reshard_after_forward=[True, False],
 )
-def test_ten_steps_equal_the_plain_module(
+def test_training_equals_the_plain_module(
     ranks: RankPool,
     kind: str,
     options: dict[str, Any],
