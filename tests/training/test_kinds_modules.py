@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.equality import assert_close
 from tests.helpers.models import Wrap
 from tests.helpers.module_kinds import (
     FORMS,
@@ -25,7 +26,6 @@ from tests.helpers.module_kinds import (
     Make,
     SideBySide,
     Units,
-    assert_close,
     assert_trains_like_plain,
     whole,
     wrapped_parts,
