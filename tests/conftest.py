@@ -17,7 +17,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 import pytest
 import torch
 
-pytest.register_assert_rewrite("tests.helpers.parity")
+pytest.register_assert_rewrite("tests.helpers.parity", "tests.helpers.equality")
 
 from tests.helpers import sessions  # noqa: E402
 from tests.helpers.ranks import RankPool, Ranks  # noqa: E402

@@ -22,11 +22,11 @@ import fsdp
 from fsdp import FullyShardedDataParallel, checkpoint
 from fsdp.checkpoint.folder import Destination
 from tests.helpers.checkpoint_models import content
+from tests.helpers.equality import assert_same_state
 from tests.helpers.killed_saves import counted_steps
 from tests.helpers.models import Wrap, keep
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankError, RankPool
-from tests.helpers.safetensors_files import assert_equal_states
 
 OLD, NEW, NEXT = 1, 2, 3  # versions
 
@@ -51,7 +51,7 @@ def _save(path: Path, version: int, background: bool = False) -> None:
 def _version(path: Path) -> int:
     model = small(fully_sharded())
     version = fsdp.load(path, model).values
-    assert_equal_states(model.state_dict(), small(seed=version).state_dict())
+    assert_same_state(model.state_dict(), small(seed=version).state_dict())
     return version
 
 
@@ -131,7 +131,7 @@ def test_a_full_disk(ranks: RankPool, small_disk: Path, background: bool) -> Non
     ranks(2).run(_fill_disk, small_disk, background)
     loaded = _square(0)
     fsdp.load(small_disk / "run", loaded)
-    assert_equal_states(loaded.state_dict(), _square(1).state_dict())
+    assert_same_state(loaded.state_dict(), _square(1).state_dict())
 
 
 def _square(seed: int) -> nn.Module:
@@ -213,7 +213,7 @@ def _load_what_nobody_may(folder: Path) -> None:
         pytest.raises((PermissionError, RuntimeError), match=r"Permission denied: '.*run/model\.safetensors'"),
     ):
         fsdp.load(folder / "run", model)
-    assert_equal_states(model.state_dict(), small().state_dict())
+    assert_same_state(model.state_dict(), small().state_dict())
 
 
 # What the disk has promised to keep
@@ -307,7 +307,7 @@ def _whole_version(path: Path) -> int:
     """Which one is there, to the last bit; in one process."""
     model = small()
     version = fsdp.load(path, model).values
-    assert_equal_states(model.state_dict(), small(seed=version).state_dict())
+    assert_same_state(model.state_dict(), small(seed=version).state_dict())
     return version
 
 

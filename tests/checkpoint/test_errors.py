@@ -24,10 +24,10 @@ from torch import nn
 import fsdp
 from fsdp import FullyShardedDataParallel, checkpoint
 from tests.helpers.checkpoint_models import content, flip, save_in
+from tests.helpers.equality import assert_same_state
 from tests.helpers.models import nested_mlp
 from tests.helpers.parity import Alone, adam, fully_sharded
 from tests.helpers.ranks import RankPool
-from tests.helpers.safetensors_files import assert_equal_states
 
 # Saving
 
@@ -72,7 +72,7 @@ def test_a_rank_that_cannot_write_tells_the_others_and_the_old_checkpoint_stays(
     ranks(3).run(_fail_to_save, tmp_path / "run", failure, rank)
     assert content(tmp_path) == before
     ranks(3).run(save_in, tmp_path / "run", nested_mlp, fully_sharded(), seed=3)
-    assert_equal_states(_loaded(tmp_path / "run"), nested_mlp(seed=3).state_dict())
+    assert_same_state(_loaded(tmp_path / "run"), nested_mlp(seed=3).state_dict())
 
 
 def _fail_to_save(path: Path, failure: str, rank: int) -> None:
@@ -133,7 +133,7 @@ def test_a_folder_with_other_things_in_it_is_refused(tmp_path: Path, name: str) 
 def test_an_empty_folder_is_used(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     fsdp.save(tmp_path / "run", nested_mlp(seed=1))
-    assert_equal_states(_loaded(tmp_path / "run"), nested_mlp(seed=1).state_dict())
+    assert_same_state(_loaded(tmp_path / "run"), nested_mlp(seed=1).state_dict())
 
 
 def test_what_users_have_put_into_a_checkpoint_is_in_the_next_one(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_what_users_have_put_into_a_checkpoint_is_in_the_next_one(tmp_path: Path
     assert content(tmp_path / "run")["config.json"] == b"{}"
     assert content(tmp_path / "run")["tokenizer/words"] == b"a b"
     assert (tmp_path / "run" / "data").readlink() == tmp_path / "data"
-    assert_equal_states(_loaded(tmp_path / "run"), nested_mlp(seed=1).state_dict())
+    assert_same_state(_loaded(tmp_path / "run"), nested_mlp(seed=1).state_dict())
 
 
 def test_the_range_of_a_rank_that_writes_nothing_is_missed(ranks: RankPool, tmp_path: Path) -> None:
@@ -334,7 +334,7 @@ def _refuse(folder: Path, message: str) -> None:
     with pytest.raises((OSError, ValueError), match=message):
         fsdp.load(folder, model, optimizer)
     assert not optimizer.state
-    assert_equal_states(model.state_dict(), nested_mlp().state_dict())
+    assert_same_state(model.state_dict(), nested_mlp().state_dict())
 
 
 def test_another_model_is_refused_before_anything_is_changed(ranks: RankPool, tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ def _load_another(folder: Path) -> None:
         "unexpected: more.weight, more.bias",
     ):
         assert text in str(caught.value)
-    assert_equal_states(model.state_dict(), nested_mlp().state_dict())
+    assert_same_state(model.state_dict(), nested_mlp().state_dict())
 
 
 def test_without_strict_the_result_says_what_was_missing(tmp_path: Path) -> None:

@@ -24,12 +24,12 @@ from fsdp import FullyShardedDataParallel, checkpoint, load_safetensors, optim_u
 from fsdp.checkpoint.checksums import by_name, fragment, joined, of_tensor, spans
 from tests.helpers.checkpoint_models import content, flip
 from tests.helpers.dcp_folders import everything
+from tests.helpers.equality import assert_same_state
 from tests.helpers.models import nested_mlp
 from tests.helpers.optimizers import assert_same
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import adam, fully_sharded
 from tests.helpers.ranks import RankPool
-from tests.helpers.safetensors_files import assert_equal_states
 
 # Several files
 
@@ -50,7 +50,7 @@ def test_large_models_are_divided_as_hugging_face_divides_them(
         index = json.loads((tmp_path / "run" / "model.safetensors.index.json").read_text())
         assert index["metadata"] == {"total_size": total}
         found = _of_index(tmp_path / "run", index["weight_map"])
-        assert_equal_states({name: found[name] for name in nested_mlp().state_dict()}, nested_mlp(seed=1).state_dict())
+        assert_same_state({name: found[name] for name in nested_mlp().state_dict()}, nested_mlp(seed=1).state_dict())
         for name in files:
             sizes = [value.nbytes for key, value in found.items() if index["weight_map"][key] == name]
             assert sum(sizes) <= max_file_bytes or len(sizes) == 1
@@ -82,12 +82,12 @@ def _load_divided(folder: Path) -> None:
     model = nested_mlp(fully_sharded())
     optimizer = adam(model.parameters())
     fsdp.load(folder / "run", model, optimizer)
-    assert_equal_states(model.state_dict(), nested_mlp(seed=1).state_dict())
+    assert_same_state(model.state_dict(), nested_mlp(seed=1).state_dict())
     state = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
     assert_same(state, torch.load(folder / "optimizer.pt", weights_only=True))
     other = nested_mlp(fully_sharded())
     load_safetensors(other, folder / "run")
-    assert_equal_states(other.state_dict(), nested_mlp(seed=1).state_dict())
+    assert_same_state(other.state_dict(), nested_mlp(seed=1).state_dict())
 
 
 def test_a_damaged_index_is_found(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def _load_there(folder: Path, size: str) -> None:
     model, expected = _model(size, seed=2), _model(size, seed=1)
     optimizer, other = adam(model.parameters()), adam(expected.parameters())
     fsdp.load(folder, model, optimizer)
-    assert_equal_states(model.state_dict(), expected.state_dict())
+    assert_same_state(model.state_dict(), expected.state_dict())
     _step(expected, other)
     for found, wanted in zip(optimizer.state.values(), other.state.values(), strict=True):
         torch.testing.assert_close(found, wanted)

@@ -15,11 +15,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, load_safetensors
+from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import TOKENS, Alone, assert_parity, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
-from tests.helpers.safetensors_files import assert_equal_states, counted_reads, other_values, save, shard_bytes
+from tests.helpers.safetensors_files import counted_reads, other_values, save, shard_bytes
 
 FOLDER = "offload folder"
 
@@ -54,7 +55,7 @@ def _load(path: Path, options: dict[str, Any], nested: bool) -> None:
     model = nested_mlp(fully_sharded(**options), nested=nested)
     result = load_safetensors(model, path)
     assert (result.missing_keys, result.unexpected_keys) == ([], [])
-    assert_equal_states(model.state_dict(), other_values())
+    assert_same_state(model.state_dict(), other_values())
 
 
 @parametrize_pairs(options=OPTIONS, world_size=[2, 3])
@@ -127,7 +128,7 @@ def _assign_and_load(path: Path) -> None:
     with counted_reads() as sizes:
         load_safetensors(model, path)
     assert sum(sizes) == shard_bytes(model)
-    assert_equal_states(model.state_dict(), other_values())
+    assert_same_state(model.state_dict(), other_values())
 
 
 # Other dtypes
@@ -142,7 +143,7 @@ def test_values_of_another_dtype_are_cast(ranks: RankPool, tmp_path: Path, dtype
 def _load_cast(path: Path, dtype: torch.dtype) -> None:
     model = nested_mlp(fully_sharded())
     load_safetensors(model, path)
-    assert_equal_states(model.state_dict(), {name: v.to(dtype).float() for name, v in other_values().items()})
+    assert_same_state(model.state_dict(), {name: v.to(dtype).float() for name, v in other_values().items()})
 
 
 def test_shards_keep_the_precision_of_the_optimizer(ranks: RankPool, tmp_path: Path) -> None:
@@ -154,7 +155,7 @@ def _load_under_policy(path: Path) -> None:
     policy = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
     model = nested_mlp(fully_sharded(mixed_precision=policy))
     load_safetensors(model, path)
-    assert_equal_states(model.state_dict(), other_values())
+    assert_same_state(model.state_dict(), other_values())
 
 
 # What is not flat
@@ -203,7 +204,7 @@ def _load_buffers(path: Path, options: dict[str, Any]) -> None:
     with counted_reads() as sizes:
         load_safetensors(model, path)
     assert sum(sizes) == shard_bytes(model) + sum(b.nbytes for b in WithBuffers().buffers()) - 2 * 4
-    assert_equal_states(model.state_dict(), state_with_buffers())
+    assert_same_state(model.state_dict(), state_with_buffers())
     assert torch.equal(model.module.own, torch.ones(2, dtype=model.module.own.dtype))
     inputs = torch.rand(4, 3)
     plain = WithBuffers().eval()
@@ -231,7 +232,7 @@ def _load_ignored(path: Path) -> None:
     model = FullyShardedDataParallel(plain, ignored_modules=[plain.entry], ignored_parameters=[plain.scale])
     weight = plain.entry.weight
     load_safetensors(model, path)
-    assert_equal_states(model.state_dict(), other_values())
+    assert_same_state(model.state_dict(), other_values())
     assert plain.entry.weight is weight
 
 
@@ -245,7 +246,7 @@ def _load_plain_around_units(path: Path) -> None:
     model.trunk = FullyShardedDataParallel(model.trunk)
     model.gate = FullyShardedDataParallel(model.gate, flatten_parameters=False)
     load_safetensors(model, path)
-    assert_equal_states(model.state_dict(), other_values())
+    assert_same_state(model.state_dict(), other_values())
 
 
 def test_a_model_without_units_is_loaded_in_place(tmp_path: Path) -> None:
@@ -253,7 +254,7 @@ def test_a_model_without_units_is_loaded_in_place(tmp_path: Path) -> None:
     model = nested_mlp()
     before = {name: (id(param), param._version) for name, param in model.named_parameters()}
     load_safetensors(model, tmp_path)
-    assert_equal_states(model.state_dict(), other_values())
+    assert_same_state(model.state_dict(), other_values())
     assert {name: (id(param), param._version - 1) for name, param in model.named_parameters()} == before
 
 
@@ -267,7 +268,7 @@ def _load_one_unit(path: Path) -> None:
     model = nested_mlp(fully_sharded())
     load_safetensors(model.trunk, path)
     own, other = nested_mlp().state_dict(), other_values()
-    assert_equal_states(model.state_dict(), {name: (other if "trunk." in name else own)[name] for name in own})
+    assert_same_state(model.state_dict(), {name: (other if "trunk." in name else own)[name] for name in own})
 
 
 def test_frozen_parameters_are_loaded_and_stay_frozen(ranks: RankPool, tmp_path: Path) -> None:
@@ -281,7 +282,7 @@ def _load_frozen(path: Path) -> None:
     model = FullyShardedDataParallel(plain)
     needs = [param.requires_grad for param in model.parameters()]
     load_safetensors(model, path)
-    assert_equal_states(model.state_dict(), other_values())
+    assert_same_state(model.state_dict(), other_values())
     assert [param.requires_grad for param in model.parameters()] == needs == [True, False]
 
 
@@ -305,7 +306,7 @@ def _load_tied(path: Path, options: dict[str, Any]) -> None:
     model = tiny_transformer(fully_sharded(**options), tied=True)
     result = load_safetensors(model, path)
     assert (result.missing_keys, result.unexpected_keys) == ([], [])
-    assert_equal_states(model.state_dict(), tiny_transformer(tied=True, seed=1).state_dict())
+    assert_same_state(model.state_dict(), tiny_transformer(tied=True, seed=1).state_dict())
 
 
 def test_a_tied_model_trains_on(ranks: RankPool, tmp_path: Path) -> None:

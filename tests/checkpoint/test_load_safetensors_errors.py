@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import FullyShardedDataParallel, load_safetensors
+from tests.helpers.equality import assert_same_state
 from tests.helpers.models import nested_mlp
 from tests.helpers.parity import Alone, fully_sharded
 from tests.helpers.ranks import RankPool
-from tests.helpers.safetensors_files import assert_equal_states, other_values, save
+from tests.helpers.safetensors_files import other_values, save
 
 
 def test_without_strict_the_result_says_what_does_not_fit(ranks: RankPool, tmp_path: Path) -> None:
@@ -31,7 +32,7 @@ def _load_loosely(path: Path) -> None:
     result = load_safetensors(model, path, strict=False)
     assert (result.missing_keys, result.unexpected_keys) == (["entry.bias"], ["more"])
     expected = other_values() | {"entry.bias": nested_mlp().state_dict()["entry.bias"]}
-    assert_equal_states(model.state_dict(), {name: expected[name] for name in other_values()})
+    assert_same_state(model.state_dict(), {name: expected[name] for name in other_values()})
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -53,7 +54,7 @@ def _refuse(path: Path, strict: bool) -> None:
     assert "has shape [7, 11], and the model's [11, 7]" in message
     assert ("missing: entry.bias" in message) is strict
     assert ("unexpected: more" in message) is strict
-    assert_equal_states(model.state_dict(), nested_mlp().state_dict())
+    assert_same_state(model.state_dict(), nested_mlp().state_dict())
 
 
 def test_a_model_in_use_is_left_alone(ranks: RankPool, tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ def _load_in_use(path: Path) -> None:
         load()
     assert "cannot load safetensors files in the middle of a forward" in errors[0]
     assert "inside summon_full_params() there are only copies" in errors[1]
-    assert_equal_states(model.state_dict(), nested_mlp().state_dict())
+    assert_same_state(model.state_dict(), nested_mlp().state_dict())
 
 
 def test_a_shard_that_was_replaced_by_something_else_is_named(tmp_path: Path) -> None:

@@ -16,11 +16,12 @@ import fsdp
 from fsdp import FullyShardedDataParallel, MixedPrecision
 from tests.helpers.checkpoint_models import counted_writes, save_in, stored_state
 from tests.helpers.dcp_folders import everything
+from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
 from tests.helpers.pairs import every_pair, parametrize_pairs
 from tests.helpers.parity import Alone, adamw, fully_sharded
 from tests.helpers.ranks import RankPool
-from tests.helpers.safetensors_files import assert_equal_states, counted_reads, shard_bytes
+from tests.helpers.safetensors_files import counted_reads, shard_bytes
 
 OPTIONS = [
     {},
@@ -63,7 +64,7 @@ def _load(folder: Path, options: dict[str, Any]) -> None:
     model = everything(fully_sharded(**options))
     loaded = fsdp.load(folder, model)
     assert (loaded.missing_keys, loaded.unexpected_keys) == ([], [])
-    assert_equal_states(model.state_dict(), everything(seed=1).state_dict())
+    assert_same_state(model.state_dict(), everything(seed=1).state_dict())
 
 
 @parametrize_pairs(saved_by=[3, 1, 2, 4], options=OPTIONS)
@@ -75,16 +76,16 @@ def test_the_file_is_the_plain_models_state(
     expected = tied_state(everything, seed=1)
     found = stored_state(tmp_path / "run")
     assert found.keys() == expected.keys()
-    assert_equal_states({name: found[name] for name in expected}, expected)
+    assert_same_state({name: found[name] for name in expected}, expected)
     plain = everything(seed=2)
     fsdp.load(tmp_path / "run", plain)
-    assert_equal_states(plain.state_dict(), everything(seed=1).state_dict())
+    assert_same_state(plain.state_dict(), everything(seed=1).state_dict())
 
 
 def test_training_goes_on_from_what_was_trained(ranks: RankPool, tmp_path: Path) -> None:
     states = ranks(3).run(_train_and_save, tmp_path)
     found = ranks(2).run(_loaded_state, tmp_path)
-    assert_equal_states(found[0], states[0])
+    assert_same_state(found[0], states[0])
 
 
 def _train_and_save(folder: Path) -> dict[str, Tensor]:
@@ -114,13 +115,13 @@ def _save_and_load_tied(folder: Path, options: dict[str, Any]) -> None:
     fsdp.save(folder / "run", tiny_transformer(fully_sharded(**options), tied=True, seed=1))
     model = tiny_transformer(fully_sharded(**options), tied=True)
     fsdp.load(folder / "run", model)
-    assert_equal_states(model.state_dict(), tiny_transformer(tied=True, seed=1).state_dict())
+    assert_same_state(model.state_dict(), tiny_transformer(tied=True, seed=1).state_dict())
 
 
 def test_replicas_write_once(ranks: RankPool, tmp_path: Path) -> None:
     written = ranks(4).run(_save_hybrid, tmp_path)
     assert sum(written) == sum(value.nbytes for value in tied_state(everything, seed=1).values())
-    assert_equal_states(stored_state(tmp_path / "run"), _sorted_as(tmp_path, tied_state(everything, seed=1)))
+    assert_same_state(stored_state(tmp_path / "run"), _sorted_as(tmp_path, tied_state(everything, seed=1)))
     assert ranks(4).run(_load_hybrid, tmp_path) == [True] * 4
 
 
@@ -144,7 +145,7 @@ def _save_hybrid(folder: Path) -> int:
 def _load_hybrid(folder: Path) -> bool:
     model = everything(_hybrid())
     fsdp.load(folder / "run", model)
-    assert_equal_states(model.state_dict(), everything(seed=1).state_dict())
+    assert_same_state(model.state_dict(), everything(seed=1).state_dict())
     return True
 
 
@@ -164,7 +165,7 @@ def test_a_plain_model_needs_no_process_group(tmp_path: Path) -> None:
     fsdp.save(tmp_path / "run", everything(seed=1))
     model = FullyShardedDataParallel(everything(), Alone())
     fsdp.load(tmp_path / "run", model)
-    assert_equal_states(model.state_dict(), everything(seed=1).state_dict())
+    assert_same_state(model.state_dict(), everything(seed=1).state_dict())
 
 
 @pytest.mark.parametrize("stride", [4, 2])

@@ -14,10 +14,10 @@ from torch import nn
 
 import fsdp
 from fsdp import load_safetensors
+from tests.helpers.equality import assert_same_state
 from tests.helpers.hugging_face import FAMILIES, from_pretrained, logits, made, needs, sharded, wrapped
 from tests.helpers.parity import adamw
 from tests.helpers.ranks import RankPool
-from tests.helpers.safetensors_files import assert_equal_states
 
 pytestmark = needs("transformers")
 
@@ -49,7 +49,7 @@ def _train_and_save(folder: Path, family: str, max_file_bytes: int | None) -> No
     expected, weights = logits(model), model.state_dict()
     if dist.get_rank() == 0:
         loaded = from_pretrained(family, folder)
-        assert_equal_states(loaded.state_dict(), weights)
+        assert_same_state(loaded.state_dict(), weights)
         assert torch.equal(logits(loaded), expected)
         assert not torch.equal(logits(made(family)[0]), expected)
 
@@ -82,7 +82,7 @@ def _export(folder: Path) -> None:
     if dist.get_rank() == 0:
         model.config.save_pretrained(folder)
         loaded = from_pretrained("llama", folder, dtype=torch.bfloat16)
-        assert_equal_states(loaded.state_dict(), {name: value.bfloat16() for name, value in weights.items()})
+        assert_same_state(loaded.state_dict(), {name: value.bfloat16() for name, value in weights.items()})
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,20 +13,9 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp import ShardingStrategy
+from tests.helpers.equality import assert_same_state
 from tests.helpers.hybrid import assert_replicas_agree, mesh_of
-from tests.helpers.meta_models import (
-    FORMS,
-    Norms,
-    Rotary,
-    Zoo,
-    assert_same_bits,
-    initialise,
-    mlp,
-    on_meta,
-    sharded,
-    started,
-    state_of,
-)
+from tests.helpers.meta_models import FORMS, Norms, Rotary, Zoo, initialise, mlp, on_meta, sharded, started, state_of
 from tests.helpers.models import Wrap, keep, nested_mlp
 from tests.helpers.ranks import RankPool
 from tests.helpers.safetensors_files import save
@@ -79,7 +68,7 @@ def test_all_replicas_begin_with_the_values_of_rank_0(ranks: RankPool, layout: s
 def _begin_as_rank_0(layout: str) -> None:
     model = nested_mlp(sharded(sync_module_states=True, **spread(layout)), seed=dist.get_rank())
     assert_replicas_agree(model)
-    assert_same_bits(state_of(model), nested_mlp(seed=0).state_dict())
+    assert_same_state(state_of(model), nested_mlp(seed=0).state_dict())
 
 
 @every_form
@@ -99,7 +88,7 @@ def _only_rank_0_has_values(form: dict[str, Any]) -> None:
     whole = _norms_with_values()
     expected = state_of(whole)
     model = _wrapped(whole, wrap) if dist.get_rank() == 0 else on_meta(Norms, wrap)
-    assert_same_bits(state_of(model), expected)
+    assert_same_state(state_of(model), expected)
     model(INPUTS).sum().backward()
 
 
@@ -142,7 +131,7 @@ def _nobody_has_values(form: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match="meta device"):
         model(INPUTS)
     model.load_state_dict(expected)
-    assert_same_bits(state_of(model), expected)
+    assert_same_state(state_of(model), expected)
     model(INPUTS).sum().backward()
 
 
@@ -156,7 +145,7 @@ def test_a_seed_gives_the_same_bits_with_replicas(
 ) -> None:
     expected = state_of(started(make))
     for found in ranks(4).run(_start, layout, make):
-        assert_same_bits(found, expected)
+        assert_same_state(found, expected)
 
 
 def _start(layout: str, make: Callable[[Wrap], nn.Module]) -> dict[str, Tensor]:
@@ -184,7 +173,7 @@ def _load_and_complete(folder: Path, form: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match=r"1 of its parameters and buffers have no values yet.*: inv_freq\."):
         model(INPUTS)
     fsdp.materialize(model, param_init_fn=initialise)
-    assert_same_bits(state_of(model), state_of(expected))
+    assert_same_state(state_of(model), state_of(expected))
     assert torch.equal(model(INPUTS), expected(INPUTS))
 
 
@@ -209,7 +198,7 @@ def _load_replicas(folder: Path, layout: str) -> None:
     fsdp.load_safetensors(model, folder)
     fsdp.materialize(model, param_init_fn=initialise)
     assert_replicas_agree(model)
-    assert_same_bits(state_of(model), state_of(expected))
+    assert_same_state(state_of(model), state_of(expected))
 
 
 @every_layout

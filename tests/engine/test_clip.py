@@ -151,9 +151,7 @@ def _clip_nothing() -> None:
         assert float(model.clip_grad_norm_(1.0, norm_type)) == 0.0
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("world_size", [2, 3])
+@parametrize_pairs(norm_type=[1.0, 2.0, math.inf], value=[math.nan, math.inf], world_size=[2, 3])
 def test_a_gradient_that_is_not_finite_shows_on_every_rank(
     ranks: RankPool, world_size: int, value: float, norm_type: float
 ) -> None:

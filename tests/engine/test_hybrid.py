@@ -216,9 +216,7 @@ def _divide() -> None:
 # The sum over replicas
 
 
-@pytest.mark.parametrize("torchs", [False, True], ids=["pieces", "torch's"])
-@pytest.mark.parametrize("numel", [1, 5, 6])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@parametrize_pairs(torchs=[False, True], numel=[1, 5, 6], dtype=[torch.float32, torch.bfloat16])
 def test_a_sum_in_stages(ranks: RankPool, numel: int, dtype: torch.dtype, torchs: bool) -> None:
     sums = ranks(3).run(_sum_in_stages, numel, dtype, torchs)
     assert sums[0] == sums[1] == sums[2]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.models import nested_mlp
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import toolbox
 from tests.training.test_orig_params import (
@@ -27,9 +28,7 @@ from tests.training.test_orig_params import (
 )
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("sync", [True, False], ids=["reduced", "no_sync"])
-@pytest.mark.parametrize("zeroed", ["all", "one", "unused", "one optimizer's"])
+@parametrize_pairs(world_size=[1, 3], sync=[True, False], zeroed=["all", "one", "unused", "one optimizer's"])
 def test_zeroing_drops_what_was_accumulated(ranks: RankPool, world_size: int, sync: bool, zeroed: str) -> None:
     ranks(world_size).run(_zero_between_backwards, sync, zeroed)
 

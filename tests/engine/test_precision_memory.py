@@ -168,9 +168,7 @@ def live_bytes(dtype: torch.dtype) -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-@pytest.mark.parametrize("flatten_parameters", [True, False])
+@parametrize_pairs(world_size=[1, 2, 3], reshard_after_forward=[True, False], flatten_parameters=[True, False])
 def test_gathered_parameters_take_half_and_are_freed(
     ranks: RankPool, world_size: int, reshard_after_forward: bool, flatten_parameters: bool
 ) -> None:

@@ -181,9 +181,7 @@ def _compare_placements() -> None:
 # Activation checkpointing
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("recompute", ["inside", "outside"])
+@parametrize_pairs(reshard_after_forward=[True, False], reentrant=[True, False], recompute=["inside", "outside"])
 def test_activation_checkpointing(
     ranks: RankPool, recompute: str, reentrant: bool, reshard_after_forward: bool
 ) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 import fsdp
 from tests.helpers.dtensor_twins import assert_same, conv_net, local, ours, torchs, uneven, whole, wholes
 from tests.helpers.models import Wrap
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import adamw, fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import once
@@ -83,9 +84,7 @@ def _look_at_state() -> None:
     assert_equal_states(wholes(model), expected)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("form", ["dtensors", "whole", "whole_float64"])
+@parametrize_pairs(world_size=[1, 3], assign=[False, True], form=["dtensors", "whole", "whole_float64"])
 def test_loading_a_state_dict(ranks: RankPool, form: str, assign: bool, world_size: int) -> None:
     if form == "whole_float64" and assign:
         pytest.skip("a parameter that is assigned has the dtype of the value")

@@ -1,4 +1,4 @@
-"""Our `fully_shard` trains as torch's does: ten steps of the same models on the same batches, rank by rank.
+"""Our `fully_shard` trains as torch's does: the same models on the same batches, rank by rank.
 
 Losses, gradients and weights are compared after every step, to the last bit where sums have one order.
 """

@@ -26,7 +26,6 @@ from tests.helpers.copied_twins import (
     Travel,
     Twins,
     assert_goes_on_alike,
-    assert_same,
     every_form,
     every_travel,
     handles_of,
@@ -36,6 +35,7 @@ from tests.helpers.copied_twins import (
     tied_and_frozen,
     train,
 )
+from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Wrap
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
@@ -235,7 +235,7 @@ def _copy_inside(travel: Travel, options: dict[str, Any]) -> None:
     for rank in range(dist.get_world_size()):
         found = inner(batch(4, rank))
         torch.testing.assert_close(found, plain(batch(4, rank)), rtol=1e-9, atol=1e-11)
-    assert_same(state_of(first.sharded), before)
+    assert_same_state(state_of(first.sharded), before)
 
 
 def test_a_part_of_a_unit_that_is_copied_still_says_that_it_is_sharded(ranks: RankPool) -> None:
@@ -301,7 +301,7 @@ def _copy_shallowly(options: dict[str, Any]) -> None:
     assert all(one is other for one, other in zip(shallow.parameters(), model.parameters(), strict=True))
     assert shallow.process_group is model.process_group is dist.group.WORLD
     train(shallow, sgd_with_momentum(shallow.parameters()), 0)
-    assert_same(state_of(shallow), state_of(model))
+    assert_same_state(state_of(shallow), state_of(model))
 
 
 def test_ranks_of_an_own_group_are_shared_and_no_group_is_copied() -> None:

@@ -16,7 +16,6 @@ from fsdp.distributed.collectives import DirectExchange
 from tests.helpers.copied_twins import (
     Travel,
     Twins,
-    assert_same,
     every_form,
     every_travel,
     handles_of,
@@ -26,6 +25,7 @@ from tests.helpers.copied_twins import (
     state_of,
     train,
 )
+from tests.helpers.equality import assert_same_state
 from tests.helpers.parity import fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch, score
@@ -110,7 +110,7 @@ def _distill(options: dict[str, Any]) -> None:
             (_loss(student.plain, teachers[1], batch(number, rank)) / world).backward()
         student.optimize()
     student.assert_equal()
-    assert_same(state_of(teachers[0]), dict(nested().state_dict()))
+    assert_same_state(state_of(teachers[0]), dict(nested().state_dict()))
 
 
 def _loss(student: nn.Module, teacher: nn.Module, inputs: Tensor) -> Tensor:

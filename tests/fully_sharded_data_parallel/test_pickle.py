@@ -27,7 +27,6 @@ from tests.helpers.copied_twins import (
     UNFLATTENED,
     Twins,
     assert_goes_on_alike,
-    assert_same,
     connected,
     every_form,
     handles_of,
@@ -40,6 +39,7 @@ from tests.helpers.copied_twins import (
     train,
     wrappers_in,
 )
+from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Wrap
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
@@ -102,7 +102,7 @@ def test_each_rank_goes_on_from_its_file(ranks: RankPool, tmp_path: Path, world_
     there = ranks(world_size).run(_save, tmp_path)
     here = ranks(world_size).run(_load_and_train, tmp_path)
     for expected, found in zip(there, here, strict=True):
-        assert_same(found, expected)
+        assert_same_state(found, expected)
 
 
 def _save(folder: Path) -> Any:
@@ -130,7 +130,7 @@ def _map_file(folder: Path) -> None:
     models = [connected(torch.load(path, weights_only=False, mmap=mapped)) for mapped in (True, False)]
     for model in models:
         train(model, sgd_with_momentum(model.parameters()), 0)
-    assert_same(state_of(models[0]), state_of(models[1]))
+    assert_same_state(state_of(models[0]), state_of(models[1]))
 
 
 @every_form
@@ -231,7 +231,7 @@ def _use_early(use: str, options: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match=ASK_FOR_GROUPS):
         USES[use](model)
     connected(model)
-    assert_same(state_of(model), state_of(original))
+    assert_same_state(state_of(model), state_of(original))
     train(model, sgd_with_momentum(model.parameters()), 0)
 
 
@@ -404,7 +404,7 @@ def _travel_twice() -> None:
     expected = state_of(original)
     for model in (copy.deepcopy(pickled(original)), pickled(pickled(original)), copy.copy(pickled(original))):
         assert not model.is_connected
-        assert_same(state_of(connected(model)), expected)
+        assert_same_state(state_of(connected(model)), expected)
 
 
 def test_a_rank_s_file_can_be_looked_at_without_ranks(ranks: RankPool, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fsdp import get_fsdp_instances
 from fsdp.engine.placeholder import Placeholder
+from tests.helpers.equality import assert_same_state
 from tests.helpers.models import NestedMlp, Wrap, keep
 from tests.helpers.parity import MakeOptimizer, fully_sharded
 from tests.helpers.twins import batch, score
@@ -184,14 +185,6 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    """To the bit, names and dtypes included."""
-    assert list(one) == list(other)
-    for name, value in one.items():
-        assert value.dtype == other[name].dtype, name
-        assert torch.equal(value, other[name]), name
-
-
 def assert_goes_on_alike(model: Any, make_optimizer: MakeOptimizer, travel: Travel) -> Any:
     """Collective. A copy made after two steps ends up as its original does after two more, and neither minds the other.
 
@@ -202,14 +195,14 @@ def assert_goes_on_alike(model: Any, make_optimizer: MakeOptimizer, travel: Trav
     train(model, optimizer, 0, 1)
     before = state_of(model)
     copied, its_optimizer = travel((model, optimizer))
-    assert_same(state_of(copied), before)
+    assert_same_state(state_of(copied), before)
     train(copied, its_optimizer, 2, 3)
     after = state_of(copied)
     assert any(not torch.equal(value, before[name]) for name, value in after.items())
-    assert_same(state_of(model), before)
+    assert_same_state(state_of(model), before)
     train(model, optimizer, 2, 3)
-    assert_same(state_of(model), after)
-    assert_same(state_of(copied), after)
+    assert_same_state(state_of(model), after)
+    assert_same_state(state_of(copied), after)
     return copied
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Wrap, keep
 
 HEADER = 2048  # bytes: each piece is in a zip file of its own
@@ -63,14 +64,6 @@ def load_sharded(model: Any, folder: Path) -> Any:
     state = model.sharded_state_dict()
     dcp.load(state, checkpoint_id=folder)
     return model.load_sharded_state_dict(state)
-
-
-def assert_same_state(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """The same names in the same order, with the same bits."""
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype, name
-        assert torch.equal(found[name], value), name
 
 
 def assert_whole_state(model: nn.Module, make: Callable[..., nn.Module], seed: int) -> None:

@@ -140,7 +140,7 @@ class Plan:
     make_model: MakeModel
     make_optimizer: MakeOptimizer = sgd_with_momentum
     task: Task = REGRESSION
-    steps: int = 10
+    steps: int = 4
     rows: int = 2
     accumulate: int = 1
     sync_each: bool = False  # also reduce after the batches of a step that are not its last

@@ -99,9 +99,3 @@ def started(make: Callable[[Wrap], nn.Module], wrap: Wrap = keep, seed: int | No
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """The state and the buffers that are not in it."""
     return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name

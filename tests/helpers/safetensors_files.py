@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -34,12 +33,6 @@ def save(folder: Path, state: dict[str, Tensor], files: int = 1) -> Path:
 def other_values() -> dict[str, Tensor]:
     """A state of `nested_mlp` that no model is made with."""
     return nested_mlp(seed=1).state_dict()
-
-
-def assert_equal_states(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
 
 
 @contextmanager

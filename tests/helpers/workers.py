@@ -191,7 +191,7 @@ def _rewrite_asserts() -> None:
     except ImportError:  # a failing assert then shows its line, without values
         return
     install_importhook(get_config())
-    pytest.register_assert_rewrite("tests.helpers.parity")
+    pytest.register_assert_rewrite("tests.helpers.parity", "tests.helpers.equality")
 
 
 def _answer(request: Request) -> bytes:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp import ShardedGradScaler, fully_shard
+from tests.helpers.equality import assert_same_state
 from tests.helpers.hugging_face import (
     FORMS,
     PATIENCE,
@@ -28,7 +29,6 @@ from tests.helpers.hugging_face import (
     whole_state,
 )
 from tests.helpers.ranks import RankPool
-from tests.helpers.safetensors_files import assert_equal_states
 
 pytestmark = needs("transformers", "accelerate")
 
@@ -119,7 +119,7 @@ def _by_hand(folder: Path) -> None:
     again = sharded("llama", seed=1)
     loaded = fsdp.load(folder, again, optimizer_of(again))
     assert loaded.values["last_epoch"] == 2 * ROWS // (BATCH * TURNS * 2)
-    assert_equal_states(again.state_dict(), model.state_dict())
+    assert_same_state(again.state_dict(), model.state_dict())
 
 
 @pytest.mark.parametrize("form", [*FORMS, "fully_shard"])
@@ -163,7 +163,7 @@ def _autocast() -> None:
             found = logits(model)
             assert found.dtype is torch.float32
             assert torch.equal(found, expected)
-        assert_equal_states(accelerator.get_state_dict(plain), made("llama")[0].state_dict())
+        assert_same_state(accelerator.get_state_dict(plain), made("llama")[0].state_dict())
 
 
 # Saving
@@ -211,7 +211,7 @@ def _load_state(folder: Path, form: str, saved: dict[str, Any]) -> None:
         accelerator.prepare(model, optimizer, scheduler_of(optimizer))
         accelerator.load_state(folder)
         assert accelerator._schedulers[0].get_lr() == rate
-    assert_equal_states(model.state_dict(), saved)
+    assert_same_state(model.state_dict(), saved)
     parts = [optimizer.state[param]["momentum_buffer"] for param in model.parameters() if param.numel()]
     assert all(part.abs().sum() > 0 for part in parts)
     assert optimizer.param_groups[0]["lr"] != 0.5
@@ -260,7 +260,7 @@ def _save_by_number(folder: Path) -> None:
         accelerator.save_state(max_file_bytes=4000)
         model.load_state_dict({name: torch.zeros_like(value) for name, value in weights.items()})
         accelerator.load_state()
-    assert_equal_states(model.state_dict(), weights)
+    assert_same_state(model.state_dict(), weights)
     assert (folder / "checkpoints" / "checkpoint_0" / "model.safetensors.index.json").exists()
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
+from tests.helpers.equality import assert_same_state
 from tests.helpers.hugging_face import (
     FORMS,
     PATIENCE,
@@ -27,7 +28,6 @@ from tests.helpers.hugging_face import (
     whole_state,
 )
 from tests.helpers.ranks import RankPool
-from tests.helpers.safetensors_files import assert_equal_states
 from tests.integrations.test_transformers_trainer import trainer_of
 
 pytestmark = [
@@ -113,12 +113,12 @@ def _train_and_save(folder: Path, family: str, form: str) -> None:
     with model.disable_adapter(), plain.disable_adapter():
         torch.testing.assert_close(logits(model), logits(plain))
     if form == "fully_shard":
-        assert_equal_states(whole_state_of(get_peft_model_state_dict(model)), kept)
+        assert_same_state(whole_state_of(get_peft_model_state_dict(model)), kept)
         plain_of(model).save_pretrained(folder, state_dict=state, is_main_process=dist.get_rank() == 0)
         dist.barrier()
     else:
         with model.summon_full_params():
-            assert_equal_states(get_peft_model_state_dict(plain_of(model)), kept)
+            assert_same_state(get_peft_model_state_dict(plain_of(model)), kept)
         recipe("adapters").save_adapters(model, folder)
     again = PeftModel.from_pretrained(made(family)[0], folder)
     assert torch.equal(logits(again), logits(model))
@@ -190,14 +190,14 @@ def _merge(folder: Path, family: str, form: str) -> None:
         inner.merge_adapter()
     plain.merge_adapter()
     assert torch.equal(logits(model), logits(plain))
-    assert_equal_states(whole_state(model), plain.state_dict())
+    assert_same_state(whole_state(model), plain.state_dict())
     with model.summon_full_params():
         inner.unmerge_adapter()
         inner.merge_and_unload()
     plain.unmerge_adapter()
     merged = plain.merge_and_unload()
     assert torch.equal(logits(model), logits(plain))
-    assert_equal_states(whole_state(model), plain.state_dict())
+    assert_same_state(whole_state(model), plain.state_dict())
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
     torch.testing.assert_close(logits(loaded), logits(merged))
 
@@ -312,7 +312,7 @@ def _merge_in_wrapped(form: str) -> None:
     model = fully_shard(inner) if form == "fully_shard" else FullyShardedDataParallel(inner, **FORMS[form])
     inputs = torch.ones(2, 5)
     state = whole_state(model)
-    assert_equal_states(get_peft_model_state_dict(inner, state_dict=state), get_peft_model_state_dict(plain))
+    assert_same_state(get_peft_model_state_dict(inner, state_dict=state), get_peft_model_state_dict(plain))
     if form == "fully_shard":
         model.merge_and_unload()
     else:

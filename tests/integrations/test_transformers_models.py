@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp import MixedPrecision, fully_shard, register_fsdp_forward_method
+from tests.helpers.equality import assert_same_state
 from tests.helpers.hugging_face import (
     FAMILIES,
     FORMS,
@@ -28,7 +29,6 @@ from tests.helpers.hugging_face import (
     wrapped,
 )
 from tests.helpers.ranks import RankPool
-from tests.helpers.safetensors_files import assert_equal_states
 
 pytestmark = needs("transformers")
 
@@ -90,7 +90,7 @@ def _train(folder: Path, family: str, form: str) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
     recipe("finetune").save(model, folder / "saved", optimizer)
     if dist.get_rank() == 0:
-        assert_equal_states(from_pretrained(family, folder / "saved").state_dict(), found)
+        assert_same_state(from_pretrained(family, folder / "saved").state_dict(), found)
 
 
 def _batches(rank: int) -> list[dict[str, Tensor]]:
@@ -134,7 +134,7 @@ def _save_gathered(folder: Path, form: str) -> None:
 
 def test_the_initialisation_of_transformers_gives_values_from_nothing(ranks: RankPool) -> None:
     found = [ranks(size, timeout=PATIENCE).run(_initialise)[0] for size in (1, 2)]
-    assert_equal_states(*found)  # type: ignore[arg-type]
+    assert_same_state(*found)  # type: ignore[arg-type]
 
 
 def _initialise() -> dict[str, Tensor]:
@@ -161,7 +161,7 @@ def _apply() -> None:
     for one in (model, plain):
         torch.manual_seed(2)
         one.apply(plain._init_weights)
-    assert_equal_states(model.state_dict(), plain.state_dict())
+    assert_same_state(model.state_dict(), plain.state_dict())
 
 
 # Generating

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.helpers.equality import assert_same_state
 from tests.helpers.hugging_face import (
     PATIENCE,
     as_launched,
@@ -26,7 +27,6 @@ from tests.helpers.hugging_face import (
     sharded,
 )
 from tests.helpers.ranks import RankPool
-from tests.helpers.safetensors_files import assert_equal_states
 
 pytestmark = needs("transformers", "accelerate")
 
@@ -175,7 +175,7 @@ def _resume_without_optimizer(folder: Path) -> None:
         again = trainer_of(sharded("llama"), folder, **SAVING | {"max_steps": 6, "learning_rate": 0.0})
         again.train(resume_from_checkpoint=True)
         assert again.state.global_step == 6
-        assert_equal_states(again.model_wrapped.state_dict(), weights)
+        assert_same_state(again.model_wrapped.state_dict(), weights)
 
 
 @pytest.mark.parametrize("form", ["flat", "fully_shard"])
@@ -293,4 +293,4 @@ def _run_recipe(folder: Path) -> None:
     assert trainer.state.global_step == 3
     if dist.get_rank() == 0:
         found = from_pretrained("gpt2", folder).state_dict()
-        assert_equal_states({name: found[name] for name in whole}, whole)
+        assert_same_state({name: found[name] for name in whole}, whole)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from fsdp import ShardedGradScaler
 from fsdp.distributed.collectives import DirectExchange
 from tests.helpers.models import nested_mlp, tiny_transformer
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import REGRESSION, TOKENS, Task, Training, fully_sharded, sgd_with_momentum, train_sharded
 from tests.helpers.precision_twins import PRECISIONS, InPrecision, Measured, fast_sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -180,9 +181,7 @@ def assert_skips_together(
     assert outcomes == list(zip(TAKEN, SCALES, strict=True))
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("place", ["batch", "shard"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@parametrize_pairs(value=[math.inf, -math.inf, math.nan], place=["batch", "shard"], world_size=[2, 3])
 def test_pain_point_17_all_ranks_skip_the_steps_that_one_cannot_take(
     ranks: RankPool, world_size: int, place: str, value: float
 ) -> None:

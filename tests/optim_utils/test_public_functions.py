@@ -27,6 +27,7 @@ from tests.helpers.optimizers import (
     stateless,
     train,
 )
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.helpers.tensor_parallel import SENTENCES, gpt, over_data
@@ -288,9 +289,7 @@ def _gather_from_some_ranks() -> None:
 # Where state and parameters may be
 
 
-@pytest.mark.parametrize("offload", ["cpu", "disk"])
-@pytest.mark.parametrize("form", [{}, {"use_orig_params": True}], ids=str)
-@pytest.mark.parametrize("rank0_only", [True, False])
+@parametrize_pairs(offload=["cpu", "disk"], form=[{}, {"use_orig_params": True}], rank0_only=[True, False])
 def test_offloaded_state(ranks: RankPool, tmp_path: Path, offload: str, form: dict[str, Any], rank0_only: bool) -> None:
     folder = {"offload_folder": tmp_path} if offload == "disk" else {}
     ranks(2).run(_gather_offloaded, {"offload": offload, **folder, **form}, rank0_only)

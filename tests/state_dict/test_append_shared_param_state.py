@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import MixedPrecision
-from tests.helpers.module_kinds import SideBySide, assert_same_state, seeded
+from tests.helpers.equality import assert_close_state
+from tests.helpers.module_kinds import SideBySide, seeded
 from tests.helpers.parity import Alone, fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.helpers.tied_siblings import (
@@ -51,13 +52,13 @@ def _save(kind: int, is_used: bool) -> None:
     if is_used:
         pair.step(0)
     expected = pair.plain.state_dict()
-    assert_same_state(pair.sharded.state_dict(), expected)
+    assert_close_state(pair.sharded.state_dict(), expected)
     _assert_ties(pair.sharded.state_dict(), expected)
     narrow = pair.sharded.state_dict(dtype=torch.bfloat16)
     assert {value.dtype for value in narrow.values()} == {torch.bfloat16}
     with pair.sharded.summon_full_params():
         summoned = pair.sharded.state_dict()
-        assert_same_state(summoned, expected)
+        assert_close_state(summoned, expected)
         _assert_ties(summoned, expected)
         live = {param.data_ptr() for param in pair.sharded.parameters()}
         assert live.isdisjoint(value.data_ptr() for value in summoned.values())
@@ -105,7 +106,7 @@ def _save_one(sibling: str, is_used: bool) -> None:
     if is_used:
         pair.step(0)
     ours, plain = getattr(pair.sharded, sibling), getattr(pair.plain, sibling)
-    assert_same_state(ours.state_dict(), plain.state_dict())
+    assert_close_state(ours.state_dict(), plain.state_dict())
     changed = {name: value + 1 for name, value in plain.state_dict().items()}
     pair.on_both(lambda model: getattr(model, sibling).load_state_dict(changed))
     with ours.summon_full_params(), torch.no_grad():
@@ -128,7 +129,7 @@ def _save_block(block: str, is_used: bool) -> None:
     if is_used:
         pair.step(0)
     ours, plain = getattr(pair.sharded, block), getattr(pair.plain, block)
-    assert_same_state(ours.state_dict(), plain.state_dict())
+    assert_close_state(ours.state_dict(), plain.state_dict())
     assert {value.dtype for value in ours.state_dict(dtype=torch.float16).values()} == {torch.float16}
     with pytest.raises(RuntimeError, match=r"state_dict\(\) of a .* inside a FullyShardedDataParallel"):
         ours.module.module.state_dict()

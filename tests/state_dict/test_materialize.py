@@ -13,18 +13,8 @@ from torch import nn
 import fsdp
 from fsdp import FullyShardedDataParallel
 from fsdp.engine.placeholder import Placeholder
-from tests.helpers.meta_models import (
-    FORMS,
-    Norms,
-    Rotary,
-    Zoo,
-    assert_same_bits,
-    initialise,
-    mlp,
-    on_meta,
-    sharded,
-    state_of,
-)
+from tests.helpers.equality import assert_same_state
+from tests.helpers.meta_models import FORMS, Norms, Rotary, Zoo, initialise, mlp, on_meta, sharded, state_of
 from tests.helpers.models import Wrap, keep
 from tests.helpers.parity import Alone
 from tests.helpers.ranks import RankPool
@@ -83,7 +73,7 @@ def test_the_second_time_nobody_is_asked(wrap: Wrap) -> None:
     before, init = state_of(model), Recorded()
     fsdp.materialize(model, param_init_fn=init)
     assert init.modules == []
-    assert_same_bits(state_of(model), before)
+    assert_same_state(state_of(model), before)
 
 
 @either
@@ -181,7 +171,7 @@ def _start_on_all_but_one() -> None:
         fsdp.materialize(model, seed=0)
     expected = on_meta(Zoo)
     fsdp.materialize(expected, seed=0)
-    assert_same_bits(model.state_dict(), dict(expected.state_dict()))
+    assert_same_state(model.state_dict(), dict(expected.state_dict()))
 
 
 # What is kept
@@ -207,7 +197,7 @@ def test_values_that_are_there_are_kept(wrap: Wrap) -> None:
     half = HalfLoaded(wrap)
     fsdp.materialize(half.model)
     state = half.model.state_dict()
-    assert_same_bits({name: state[name] for name in half.loaded}, half.loaded)
+    assert_same_state({name: state[name] for name in half.loaded}, half.loaded)
     assert state["norm.running_var"].eq(1).all()  # which the same call of reset_parameters has set
     assert not state["entry.bias"].isnan().any()
 

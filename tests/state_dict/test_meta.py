@@ -22,6 +22,7 @@ import fsdp
 from fsdp import EMA, FlattenParamsWrapper, FullyShardedDataParallel, MixedPrecision
 from fsdp.engine.placeholder import Placeholder
 from tests.helpers.copied_twins import live_bytes, through_pickle
+from tests.helpers.equality import assert_same_state
 from tests.helpers.meta_models import (
     FLAT,
     FORMS,
@@ -30,7 +31,6 @@ from tests.helpers.meta_models import (
     Norms,
     Rotary,
     Zoo,
-    assert_same_bits,
     initialise,
     mlp,
     on_meta,
@@ -208,7 +208,7 @@ def _train_with_early_optimizer(form: dict[str, Any]) -> None:
             model(INPUTS + step).square().mean().backward()
             stepping.step()
             stepping.zero_grad()
-    assert_same_bits(state_of(early), state_of(late))
+    assert_same_state(state_of(early), state_of(late))
     assert not torch.equal(early.state_dict()["scale"], torch.tensor(1.25))
 
 
@@ -220,7 +220,7 @@ def test_mixed_precision_starts_from_values_in_full(ranks: RankPool, world_size:
 
 def _start_mixed(policy: Any) -> None:
     model = started(Norms, sharded(mixed_precision=policy, compute_dtype=torch.bfloat16 if policy is True else None))
-    assert_same_bits(state_of(model), state_of(started(Norms)))
+    assert_same_state(state_of(model), state_of(started(Norms)))
     assert model(INPUTS).isfinite().all()
 
 
@@ -266,7 +266,7 @@ def _load(make: Any, form: dict[str, Any]) -> None:
     model = on_meta(make, sharded(**form))
     result = model.load_state_dict(expected)
     assert (result.missing_keys, result.unexpected_keys) == ([], [])
-    assert_same_bits(state_of(model), expected)
+    assert_same_state(state_of(model), expected)
 
 
 @every_form
@@ -281,7 +281,7 @@ def test_what_a_state_dict_has_not_stays_without_values(form: dict[str, Any]) ->
         model(INPUTS)
     fsdp.materialize(model)
     found = model.state_dict()
-    assert_same_bits({name: found[name] for name in state}, state)
+    assert_same_state({name: found[name] for name in state}, state)
 
 
 def test_buffers_that_are_not_saved_are_missed_after_loading() -> None:

@@ -12,17 +12,8 @@ from torch import nn
 
 import fsdp
 from fsdp import MixedPrecision, auto_wrap_bn, checkpoint_wrapper
-from tests.helpers.meta_models import (
-    FORMS,
-    UNFLATTENED,
-    Norms,
-    Zoo,
-    assert_same_bits,
-    on_meta,
-    sharded,
-    started,
-    state_of,
-)
+from tests.helpers.equality import assert_same_state
+from tests.helpers.meta_models import FORMS, UNFLATTENED, Norms, Zoo, on_meta, sharded, started, state_of
 from tests.helpers.models import Wrap, keep
 from tests.helpers.parity import Alone
 from tests.helpers.ranks import RankPool
@@ -55,7 +46,7 @@ def _start_shared() -> None:
     model = wrap(tied)
     fsdp.materialize(model, seed=0)
     found, expected = state_of(model), state_of(started(TiedAcross))
-    assert_same_bits(dict(sorted(found.items())), dict(sorted(expected.items())))
+    assert_same_state(dict(sorted(found.items())), dict(sorted(expected.items())))
 
 
 def test_an_optimizer_from_before_wrapping_is_handed_over(ranks: RankPool) -> None:
@@ -86,7 +77,7 @@ def _load_where_ranks_differ(form: dict[str, Any]) -> None:
     plain = started(Norms) if dist.get_rank() == 1 else on_meta(Norms)
     model = sharded(**form)(plain)
     model.load_state_dict(expected)
-    assert_same_bits(state_of(model), expected)
+    assert_same_state(state_of(model), expected)
 
 
 @pytest.mark.parametrize("by", ["materialize", "load_state_dict"])
@@ -98,7 +89,7 @@ def test_what_is_given_values_in_inference_mode_can_be_trained(by: str) -> None:
         else:
             model.load_state_dict(state_of(started(Norms)))
     model(INPUTS).sum().backward()
-    assert_same_bits(
+    assert_same_state(
         {name: value for name, value in state_of(model).items() if "running" not in name and "num" not in name},
         {
             name: value
@@ -117,7 +108,7 @@ def _start_checkpointed() -> None:
     plain.entry = checkpoint_wrapper(plain.entry)
     model = sharded()(auto_wrap_bn(plain))
     fsdp.materialize(model, seed=0)
-    assert_same_bits(state_of(model), state_of(started(Norms)))
+    assert_same_state(state_of(model), state_of(started(Norms)))
 
 
 @every_form
@@ -148,7 +139,7 @@ def test_ignored_modules_are_missed_and_loaded() -> None:
         model(torch.ones(1, 2))
     state = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).state_dict()
     model.load_state_dict(state)
-    assert_same_bits(state_of(model), dict(state))
+    assert_same_state(state_of(model), dict(state))
 
 
 def test_full_precision_in_eval_computes_with_the_values(ranks: RankPool) -> None:
@@ -169,4 +160,4 @@ def test_units_by_auto_wrap_are_started_like_any(kind: type[nn.Module]) -> None:
         fsdp.auto_wrap(model)
     assert fsdp.get_fsdp_instances(model)
     fsdp.materialize(model, seed=0)
-    assert_same_bits(state_of(model), state_of(started(make)))
+    assert_same_state(state_of(model), state_of(started(make)))

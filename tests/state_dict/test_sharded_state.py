@@ -19,13 +19,13 @@ from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from tests.helpers.dcp_folders import (
     Everything,
     alone_warning,
-    assert_same_state,
     assert_whole_state,
     everything,
     load_sharded,
     save_sharded,
     state_in,
 )
+from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Wrap, keep, nested_mlp
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, assert_parity, fully_sharded, sgd_with_momentum

@@ -17,7 +17,6 @@ from torch.distributed.tensor import Replicate, Shard
 from fsdp import FullyShardedDataParallel, ShardingStrategy, auto_wrap_bn
 from tests.helpers.dcp_folders import (
     alone_warning,
-    assert_same_state,
     assert_whole_state,
     assert_written_once,
     everything,
@@ -25,6 +24,7 @@ from tests.helpers.dcp_folders import (
     save_sharded,
     state_in,
 )
+from tests.helpers.equality import assert_same_state
 from tests.helpers.hybrid import assert_replicas_agree, mesh_of, neighbours
 from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
 from tests.helpers.pairs import parametrize_pairs

@@ -23,7 +23,6 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.helpers.dcp_folders import (
     alone_warning,
-    assert_same_state,
     assert_whole_state,
     assert_written_once,
     everything,
@@ -31,6 +30,7 @@ from tests.helpers.dcp_folders import (
     save_sharded,
     state_in,
 )
+from tests.helpers.equality import assert_same_state
 from tests.helpers.models import nested_mlp, tiny_transformer
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool

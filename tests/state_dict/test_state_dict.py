@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp import FullyShardedDataParallel, TrainingState, get_fsdp_instances
 from fsdp.engine.names import clean_name
+from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Wrap, keep
 from tests.helpers.parity import RanksTestCase, fully_sharded, nested_mlp, sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -84,17 +85,6 @@ def train(model: nn.Module) -> None:
         optimizer.zero_grad()
         model(tokens()).square().mean().backward()
         optimizer.step()
-
-
-def assert_same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Names, their order, shapes, dtypes and values to the last bit."""
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        if isinstance(value, Tensor):
-            assert found[name].dtype is value.dtype, name
-            assert torch.equal(found[name], value), name
-        else:
-            assert found[name] == value, name
 
 
 every_world = pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp import FullyShardedDataParallel
-from tests.helpers.dcp_folders import alone_warning, assert_same_state, everything, load_sharded, save_sharded, state_in
+from tests.helpers.dcp_folders import alone_warning, everything, load_sharded, save_sharded, state_in
+from tests.helpers.equality import assert_same_state
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool

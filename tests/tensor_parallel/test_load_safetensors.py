@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fsdp import FullyShardedDataParallel, load_safetensors
 from fsdp.distributed.dtensor import MeshPart
+from tests.helpers.equality import assert_same_state
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
-from tests.helpers.safetensors_files import assert_equal_states, counted_reads, save, shard_bytes
+from tests.helpers.safetensors_files import counted_reads, save, shard_bytes
 from tests.helpers.tensor_parallel import cube, gpt, mesh_of, over_data
 
 OPTIONS = [{}, {"use_orig_params": True}, {"flatten_parameters": False}, {"move_params_to_cpu": True}]
@@ -39,7 +40,7 @@ def _load(path: Path, shape: tuple[int, int], how: dict[str, Any], options: dict
     with counted_reads() as sizes:
         load_safetensors(model, path)
     assert sum(sizes) == shard_bytes(model) + sum(buffer.nbytes for _, buffer in model.named_buffers())
-    assert_equal_states(model.state_dict(), gpt(seed=1).state_dict())
+    assert_same_state(model.state_dict(), gpt(seed=1).state_dict())
 
 
 def test_ignored_dtensors_are_read_in_part(ranks: RankPool, tmp_path: Path) -> None:

@@ -54,9 +54,9 @@ BRAIN, SINGLE = torch.bfloat16, torch.float32
 
 
 def trained(hook: CommHook | None, make_optimizer: MakeOptimizer, **options: Any) -> Trained:
-    """Collective. Ten steps of the nested model."""
+    """Collective. Steps of the nested model."""
     make_model = nested_mlp if hook is None else partial(with_hook, nested_mlp, hook)
-    training = Training(make_model=make_model, make_optimizer=make_optimizer, steps=10)
+    training = Training(make_model=make_model, make_optimizer=make_optimizer, steps=4)
     return train_sharded(training, fully_sharded(**options))
 
 
@@ -176,7 +176,7 @@ def test_optimizers_of_original_parameters_train_with_a_hook(ranks: RankPool) ->
 
 def _train_original() -> None:
     twins = Twins(partial(with_hook, nested_mlp, average), decay_matrices_only)
-    for number in range(10):
+    for number in range(4):
         twins.step(number)
         twins.assert_same_gradients()
     twins.assert_same_weights()

@@ -38,7 +38,7 @@ from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch, score
 
-STEPS = 10
+STEPS = 4
 
 # Ways to compile. Each returns the model, and what computes its loss.
 

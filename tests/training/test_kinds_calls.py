@@ -17,17 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.models import Wrap
-from tests.helpers.module_kinds import (
-    FORMS,
-    SideBySide,
-    Units,
-    assert_close,
-    assert_same_state,
-    auto_wrapped,
-    whole,
-    wrapped_parts,
-)
+from tests.helpers.module_kinds import FORMS, SideBySide, Units, auto_wrapped, whole, wrapped_parts
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -93,7 +85,7 @@ def test_pain_point_13_a_generate_method_calls_the_model_in_a_loop(
 
 def _generate_between_steps(options: dict[str, Any], units: Units, mode: Callable[[], Any]) -> None:
     pair = SideBySide(Generator, units, **options)
-    for number in range(10):
+    for number in range(4):
         with mode():  # before the first step, too
             found = pair.sharded.generate(batch(number, 0), count=3)
             assert_close(found, pair.plain.generate(batch(number, 0), count=3), "generated")
@@ -124,7 +116,7 @@ def test_pain_point_13_training_through_a_method(ranks: RankPool, options: dict[
 
 def _train_through_a_method(options: dict[str, Any]) -> None:
     pair = SideBySide(Generator, by_parts, **options)
-    for number in range(10):
+    for number in range(4):
         parts = [batch(number, rank) for rank in range(dist.get_world_size())]
         score(pair.sharded.generate(parts[dist.get_rank()], count=2)).backward()
         score(pair.plain.generate(torch.cat(parts), count=2)).backward()
@@ -257,8 +249,8 @@ def _step_in_turn(
 ) -> None:
     twins = Twins.of(make, **options)
     twins.optimizers = [make_optimizer(model.parameters()) for model in (twins.sharded, twins.plain)]
-    for number in range(10):
+    for number in range(4):
         twins.step(number, step if number % 3 else once)
     assert_at_rest(twins.sharded)
     twins.share_plain()
-    assert_same_state(twins.sharded.state_dict(), twins.plain.state_dict())
+    assert_close_state(twins.sharded.state_dict(), twins.plain.state_dict())

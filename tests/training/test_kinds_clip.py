@@ -97,7 +97,7 @@ def _train_clipped(
     options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer, max_norm: float, norm_type: float
 ) -> None:
     pair = SideBySide(all_kinds, units, make_optimizer, apart=True, **options)
-    for number in range(10):
+    for number in range(4):
         pair.backward(number)
         found, expected = clip_both(pair, max_norm, norm_type)
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=0.0)
@@ -228,7 +228,7 @@ def test_pain_point_07_clipping_by_value_equals_torchs(
 
 def _clip_values(options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer, clip_value: float) -> None:
     pair = SideBySide(RealKinds, units, make_optimizer, apart=True, **options)
-    for number in range(10):
+    for number in range(4):
         pair.backward(number)
         pair.sharded.clip_grad_value_(clip_value)
         nn.utils.clip_grad_value_(pair.plain.parameters(), clip_value)

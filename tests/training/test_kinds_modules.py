@@ -1,6 +1,6 @@
 """Modules that hold or find their weights in ways of their own train and evaluate as without the wrapper.
 
-Each kind as one unit and in units of its parts, in every form of parameters; for ten steps.
+Each kind as one unit and in units of its parts, in every form of parameters.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.equality import assert_close
 from tests.helpers.models import Wrap
 from tests.helpers.module_kinds import (
     FORMS,
@@ -25,7 +26,6 @@ from tests.helpers.module_kinds import (
     Make,
     SideBySide,
     Units,
-    assert_close,
     assert_trains_like_plain,
     whole,
     wrapped_parts,
@@ -257,7 +257,7 @@ KINDS: dict[str, Make] = {
     make_optimizer=[sgd_with_momentum, adamw],
     reshard_after_forward=[True, False],
 )
-def test_ten_steps_equal_the_plain_module(
+def test_training_equals_the_plain_module(
     ranks: RankPool,
     kind: str,
     options: dict[str, Any],

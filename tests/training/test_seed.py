@@ -14,19 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp
-from tests.helpers.meta_models import (
-    FLAT,
-    FORMS,
-    Norms,
-    Zoo,
-    assert_same_bits,
-    mlp,
-    on_meta,
-    sharded,
-    started,
-    state_of,
-    transformer,
-)
+from tests.helpers.equality import assert_same_state
+from tests.helpers.meta_models import FLAT, FORMS, Norms, Zoo, mlp, on_meta, sharded, started, state_of, transformer
 from tests.helpers.models import Wrap
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone
@@ -39,7 +28,7 @@ def test_pain_point_19_initial_values_do_not_depend_on_the_number_of_ranks(
 ) -> None:
     expected = state_of(started(make))
     for found in ranks(world_size).run(_start, make, form):
-        assert_same_bits(found, expected)
+        assert_same_state(found, expected)
 
 
 def _start(make: Callable[[Wrap], nn.Module], form: dict[str, Any]) -> dict[str, Tensor]:
@@ -49,7 +38,7 @@ def _start(make: Callable[[Wrap], nn.Module], form: dict[str, Any]) -> dict[str,
 def test_pain_point_19_initial_values_do_not_depend_on_what_ranks_have_drawn_before(ranks: RankPool) -> None:
     expected = state_of(started(Zoo))
     for found in ranks(3).run(_start_after_drawing):
-        assert_same_bits(found, expected)
+        assert_same_state(found, expected)
 
 
 def _start_after_drawing() -> dict[str, Tensor]:
@@ -62,7 +51,7 @@ def test_values_do_not_depend_on_what_is_wrapped() -> None:
     expected = state_of(started(Zoo))
     whole = sharded(process_group=Alone())(on_meta(Zoo))
     fsdp.materialize(whole, seed=0)
-    assert_same_bits(state_of(whole), expected)
+    assert_same_state(state_of(whole), expected)
 
 
 def test_values_do_not_depend_on_the_order_in_which_modules_are_given_some() -> None:
@@ -72,7 +61,7 @@ def test_values_do_not_depend_on_the_order_in_which_modules_are_given_some() -> 
     model.entry = entry  # it is the last now
     fsdp.materialize(model, seed=0)
     found = model.state_dict()
-    assert_same_bits({name: found[name] for name in expected}, expected)
+    assert_same_state({name: found[name] for name in expected}, expected)
 
 
 def test_values_do_not_depend_on_torchs_wrappers_of_modules() -> None:
@@ -123,7 +112,7 @@ def test_without_a_seed_values_are_drawn_as_constructors_draw_them() -> None:
         model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     torch.manual_seed(3)
     fsdp.materialize(model)
-    assert_same_bits(model.state_dict(), dict(expected))
+    assert_same_state(model.state_dict(), dict(expected))
 
 
 @pytest.mark.parametrize("seed", [1.5, "0", True])

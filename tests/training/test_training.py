@@ -44,7 +44,7 @@ from tests.helpers.parity import (
 )
 from tests.helpers.ranks import RankPool
 
-STEPS = 10
+STEPS = 4
 
 OPTIMIZERS = {"sgd": sgd_with_momentum, "adam": adam, "adamw": adamw}
 MODELS: dict[str, MakeModel] = {

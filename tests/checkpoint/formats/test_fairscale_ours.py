@@ -16,6 +16,7 @@ from fsdp.checkpoint.formats.fairscale import open_fairscale
 from fsdp.optim_utils import full_optim_state_dict
 from tests.helpers.legacy_sources import assert_same_state, groups_of, state_of, weights_of
 from tests.helpers.models import keep
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -63,9 +64,7 @@ def save(folder: Path, way: str, grouped: bool) -> None:
         torch.save({**whole, "order": order}, folder / "whole.pt")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+@parametrize_pairs(world_size=[1, 2, 3], grouped=[False, True], way=list(WAYS))
 def test_our_files_are_whole_weights_and_state(
     ranks: RankPool, tmp_path: Path, way: str, grouped: bool, world_size: int
 ) -> None:

@@ -26,7 +26,7 @@ from tests.helpers.convert_formats import (
     trained,
 )
 from tests.helpers.dcp_folders import alone_warning
-from tests.helpers.safetensors_files import assert_equal_states
+from tests.helpers.equality import assert_same_state
 
 WAYS = {
     "fsdp": ["--to", "fsdp"],
@@ -155,7 +155,7 @@ def test_safetensors_files_are_divided(tmp_path: Path) -> None:
     assert len(list(place.glob("*.safetensors"))) > 2
     model = kinds(seed=1)
     fsdp.load_safetensors(model, place)
-    assert_equal_states(tensors_of(model), tensors_of(trained()[0]))
+    assert_same_state(tensors_of(model), tensors_of(trained()[0]))
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
