@@ -37,13 +37,13 @@ from fsdp.engine.managed_params import (
 )
 from fsdp.engine.module_overrides import guard, move_values, refuse_shared_modules
 from fsdp.engine.names import clean_name
-from fsdp.engine.nn_utils import teach_torch
 from fsdp.engine.optimizer_hooks import watch_optimizers
 from fsdp.engine.options import Options
 from fsdp.engine.orig_params import NewPieces, Pieces
 from fsdp.engine.runtime import Runtime, runtime_of
 from fsdp.engine.sharding_strategy import Groups, group_to_reduce_over
 from fsdp.engine.shared_params import claimed_in, refuse_nothing_own, wanted
+from fsdp.engine.torch_functions import teach_torch
 from fsdp.engine.unit import Policy, Unit, own_modules, unit_of
 from fsdp.engine.verify import agree_on_plan
 

@@ -1,10 +1,13 @@
-"""The functions of `torch.nn.utils`, taught to see sharded parameters and gradients.
+"""Functions of torch, taught to see sharded parameters and gradients.
 
-Its functions are given tensors, and would take what this rank has of them for all there is: each rank would clip by
-the norm of its own shard, and train other weights than the rest. So, once a model was wrapped, they look whether what
-they were given is ours. `DTensor`s (`fully_shard`) know by themselves what they are parts of, and are left to torch;
-but for the infinity norm, which fails there on ranks that have no rows of one. What takes a parameter out of its
+Those of `torch.nn.utils` are given tensors, and would take what this rank has of them for all there is: each rank would
+clip by the norm of its own shard, and train other weights than the rest. So, once a model was wrapped, they look whether
+what they were given is ours. `DTensor`s (`fully_shard`) know by themselves what they are parts of, and are left to
+torch; but for the infinity norm, which fails there on ranks that have no rows of one. What takes a parameter out of its
 module, to compute it from others (weight norm, pruning), is refused before it changes anything.
+
+``loss.backward(inputs=...)`` is given the parameters that a model lists, to say which of them are to get gradients.
+Autograd knows the leaves that modules compute with, and not the shards that they list; so it is given the leaves.
 
 The functions stay the objects that they are, also for whoever has imported them before: torch's decorator keeps the
 function that it calls in a cell, and there ours goes, around it.
@@ -21,10 +24,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.nn.utils import clip_grad, convert_parameters, parametrize, prune
 
 from fsdp.distributed.dtensor import MeshPart, is_dtensor, local_part, memory_of, settled_gradient, whole
-from fsdp.engine.backward_inputs import let_backward_find_leaves
 from fsdp.engine.grad_clipping import (
     Owned,
     clip_by_norm,
@@ -53,7 +56,7 @@ def teach_torch() -> None:
         _check_before(owner, name)
     # Called with each parameter by both functions that make vectors of parameters and the other way round.
     convert_parameters._check_param_device = _refuse_shards(convert_parameters._check_param_device)
-    let_backward_find_leaves()
+    torch.autograd.backward = _with_leaves(torch.autograd.backward)
 
 
 def _surround(function: Callable[..., Any], ours: Callable[..., Any]) -> None:
@@ -308,3 +311,43 @@ def _place(tensor: Tensor) -> tuple[int, int] | None:
     """Return where in memory a plain tensor begins, by which a detached gradient is known; None if it has no place."""
     memory = 0 if is_dtensor(tensor) else memory_of(tensor)
     return (memory, int(tensor.storage_offset())) if memory else None
+
+
+# --- backward --------------------------------------------------------------------------------------------------------
+
+
+def _with_leaves(torchs: Callable[..., None]) -> Callable[..., None]:
+    arguments = inspect.signature(torchs)
+
+    @wraps(torchs)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        given = arguments.bind(*args, **kwargs)
+        inputs = given.arguments.get("inputs")
+        if inputs is not None:
+            given.arguments["inputs"] = _leaves_of_all(inputs)
+        torchs(*given.args, **given.kwargs)
+
+    return backward
+
+
+def _leaves_of_all(inputs: Any) -> Any:
+    listed: list[Any]
+    if isinstance(inputs, (Tensor, GradientEdge)):  # the latter is a tuple
+        listed = [inputs]
+    else:
+        listed = list(inputs.values() if isinstance(inputs, Mapping) else inputs)
+    owners = [owner_of(one) if isinstance(one, Tensor) else None for one in listed]
+    if not any(owner is not None for owner in owners):
+        return inputs
+    handles: dict[Any, FlatParamHandle] = {one.flat_param: one for runtime in runtimes() for one in runtime.handles}
+    found: list[Any] = []
+    for one, owner in zip(listed, owners, strict=True):
+        found += _leaves_of(one, handles[owner]) if owner in handles else [one]
+    return found
+
+
+def _leaves_of(param: Any, handle: FlatParamHandle) -> list[Tensor]:
+    """Return what autograd knows in the place of a shard, or of a piece of it, for each dtype of computation."""
+    listed = [handle.flat_param] * len(handle.layout.slots) if handle.pieces is None else handle.pieces.params
+    slots = [slot for slot, each in enumerate(listed) if each is param]
+    return [form.leaves[slot] for form in handle.forms for slot in slots]
