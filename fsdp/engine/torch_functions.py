@@ -1,7 +1,7 @@
 """Functions of torch, taught to see sharded parameters and gradients.
 
 Those of `torch.nn.utils` are given tensors, and would take what this rank has of them for all there is: each rank would
-clip by the norm of its own shard, and train other weights than the rest. So, once a model was wrapped, they look whether
+clip by the norm of its own shard, and train other weights than the rest. So, once a model was wrapped, they see whether
 what they were given is ours. `DTensor`s (`fully_shard`) know by themselves what they are parts of, and are left to
 torch; but for the infinity norm, which fails there on ranks that have no rows of one. What takes a parameter out of its
 module, to compute it from others (weight norm, pruning), is refused before it changes anything.
