@@ -85,6 +85,7 @@ class SafetensorsFiles(TensorReader):
     Attributes:
         path: the file or index.
         tensors: where each is.
+        metadata: strings that were saved with them.
 
     Raises:
         FileNotFoundError: if a file is missing.
@@ -93,9 +94,15 @@ class SafetensorsFiles(TensorReader):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(_resolve(path), {})
+        self.metadata: dict[str, str] = {}
         with reading(self.path):
-            self._stored = self._of_index() if self.path.endswith(".json") else _read_header(self.path)
+            self._stored = self._of_index() if self.path.endswith(".json") else self._of_file(self.path)
         self.tensors = {name: FoundTensor(name, each.file.path, each) for name, each in self._stored.items()}
+
+    def _of_file(self, path: str) -> dict[str, StridedTensor]:
+        tensors, metadata = _read_header(path)
+        self.metadata |= metadata
+        return tensors
 
     def _of_index(self) -> dict[str, StridedTensor]:
         try:
@@ -112,7 +119,7 @@ class SafetensorsFiles(TensorReader):
                 place = beside(self.path, file)
                 if not os.path.exists(place):
                     raise FileNotFoundError(f"{self.path} names {place} for {name}, and there is no such file")
-                files[file] = _read_header(place)
+                files[file] = self._of_file(place)
             if name not in files[file]:
                 raise ValueError(f"{self.path} says that {name} is in {file}, but it is not")
             found[name] = files[file][name]
@@ -128,8 +135,8 @@ class SafetensorsFiles(TensorReader):
         return hashlib.sha256(json.dumps(places).encode()).hexdigest()
 
 
-def _read_header(path: str) -> dict[str, StridedTensor]:
-    """Return the tensors of one file.
+def _read_header(path: str) -> tuple[dict[str, StridedTensor], dict[str, str]]:
+    """Return the tensors and the metadata of one file.
 
     Raises:
         FileNotFoundError: if it is missing.
@@ -146,12 +153,12 @@ def _read_header(path: str) -> dict[str, StridedTensor]:
             )
         header = _parsed(path, file.read(length))
     metadata = header.pop("__metadata__", {})
-    if not (isinstance(metadata, dict) and all(isinstance(each, str) for each in metadata.values())):
+    if not _maps(metadata, str):
         raise ValueError(f"{path}: __metadata__ of a safetensors file must map strings to strings")
     first = _LENGTH_BYTES + length
     tensors = {name: _stored(seen, name, entry, first) for name, entry in header.items()}
     _check_places(path, tensors, first, size)
-    return tensors
+    return tensors, metadata
 
 
 def _parsed(path: str, text: bytes) -> dict[str, Any]:
@@ -170,6 +177,10 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise ValueError(f"{readable(name, 200)} is in it twice")
     return found
+
+
+def _maps(value: Any, kind: type) -> bool:
+    return isinstance(value, dict) and all(isinstance(each, kind) for each in value.values())
 
 
 def _stored(file: SeenFile, name: str, entry: Any, first: int) -> StridedTensor:
@@ -304,9 +315,9 @@ class CheckedFiles(SafetensorsFiles):
         try:
             return of_block(known, begin, end)
         except HoleError:
-            return self._block_checksum(mine[0].name, begin, end)
+            return self.block_checksum(mine[0].name, begin, end)
 
-    def _block_checksum(self, name: str, begin: int, end: int) -> int:
+    def block_checksum(self, name: str, begin: int, end: int) -> int:
         """Read bytes ``begin:end`` of a tensor, and return their checksum."""
         found = self.tensors[name]
         size = found.dtype.itemsize
@@ -321,7 +332,7 @@ class CheckedFiles(SafetensorsFiles):
         for name, tensor in self.tensors.items():
             for number, (begin, end) in enumerate(blocks(tensor.nbytes)):
                 advance(end - begin)
-                if self._block_checksum(name, begin, end) != self._expected[name][number]:
+                if self.block_checksum(name, begin, end) != self._expected[name][number]:
                     yield f"{tensor} is damaged: bytes {begin} to {end} of it are not what was saved"
 
 
