@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # For patterns of modules, the tests that concern them: folders of tests, or files without `test_`. Random cases concern
 # all of them.
 CONCERNS = {
-    "engine/layout engine/boxes": "engine/layout engine/boxes engine/flat_param fully_shard/training engine/clip",
+    "engine/layout": "engine/layout engine/boxes engine/flat_param fully_shard/training engine/clip",
     "engine/flat_param engine/orig_params engine/dtensor_params engine/unsharded_params engine/registration "
     "engine/grad_buffer": (
         "engine/flat_param engine/orig_params* training/orig_params fully_shard/training fully_shard/uses "
@@ -51,7 +51,7 @@ CONCERNS = {
         "training/kinds_* engine/append_shared_param engine/ignored* engine/group_by fully_shard/uses wrap/wrap "
         "engine/units"
     ),
-    "engine/agreement engine/fingerprints": (
+    "engine/verify engine/fingerprints": (
         "engine/errors engine/different_values engine/sync_module_states engine/hybrid distributed/starts_together"
     ),
     "state_dict/*": "state_dict tensor_parallel/state fully_shard/state checkpoint/formats/consolidate*",

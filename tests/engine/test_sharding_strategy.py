@@ -255,7 +255,7 @@ def test_in_a_world_of_one_all_are_the_same(strategy: ShardingStrategy) -> None:
     [
         (None, r"LOCAL_WORLD_SIZE \(which torchrun sets\) is missing"),
         (3, r"is 3: that does not split ranks \[0, 1, 2, 3\] into equal machines.*or a 2-D DeviceMesh"),
-        (0, "is 0: that does not cut"),
+        (0, "is 0: that does not split"),
     ],
 )
 def test_machines_that_nobody_knows(ranks: RankPool, machine: int | None, message: str) -> None:
@@ -303,8 +303,8 @@ def _split_after_odd_groups() -> None:
 
 
 @pytest.mark.parametrize("strategy", [FULL, HYBRID], ids=lambda strategy: strategy.name)
-def test_what_gives_back_cannot_keep(strategy: ShardingStrategy) -> None:
-    with pytest.raises(ValueError, match=rf"{strategy.name} gives .*reshard_after_forward=False keeps them: .*ask for"):
+def test_a_strategy_that_reshards_after_forward_cannot_keep_parameters(strategy: ShardingStrategy) -> None:
+    with pytest.raises(ValueError, match=rf"{strategy.name} reshards after forward, and reshard_after_forward=False does not: .*ask for"):
         wrapped(process_group=Alone(), sharding_strategy=strategy, reshard_after_forward=False)
 
 
