@@ -184,9 +184,11 @@ class Uninitialized:
             made = nn.Parameter(made, self._before.requires_grad) if is_parameter else made
             mark(made)
             self.put(made)
-        self._given = self.value
-        if self._given is not None:
-            self.shape, self._version = self._given.shape, self._given._version
+        value = self.value
+        if value is not None:
+            self.shape, self._version = value.shape, value._version
+            # Held no longer than needed: a unit's parameter is unsharded, and other units are filled after it.
+            self._given = value if value.dtype is torch.bool else None
 
     def put(self, value: Tensor) -> None:
         """Have `value` in all of its places."""

@@ -107,9 +107,10 @@ def test_the_error_names_what_is_left(ranks: RankPool, world_size: int) -> None:
 
 def _use_half_loaded() -> None:
     model = on_meta(Norms, sharded())
+    # A batch norm that is loaded from a state of no version sets its count of batches to zero; so six of nine are left.
     model.load_state_dict({"exit.bias": torch.ones(1), "entry.bias": torch.ones(6)}, strict=False)
     for use in (forward, state_dict, summon):
-        with pytest.raises(RuntimeError, match=r"7 of its .*: norm\.weight, norm\.bias, exit\.weight, norm\.run"):
+        with pytest.raises(RuntimeError, match=r"6 of its .*: norm\.weight, norm\.bias, exit\.weight, norm\.run"):
             use(model)
 
 
