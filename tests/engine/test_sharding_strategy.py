@@ -304,7 +304,10 @@ def _split_after_odd_groups() -> None:
 
 @pytest.mark.parametrize("strategy", [FULL, HYBRID], ids=lambda strategy: strategy.name)
 def test_a_strategy_that_reshards_after_forward_cannot_keep_parameters(strategy: ShardingStrategy) -> None:
-    with pytest.raises(ValueError, match=rf"{strategy.name} reshards after forward, and reshard_after_forward=False does not: .*ask for"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{strategy.name} reshards after forward, and reshard_after_forward=False does not: .*ask for",
+    ):
         wrapped(process_group=Alone(), sharding_strategy=strategy, reshard_after_forward=False)
 
 
