@@ -28,8 +28,8 @@ from fsdp.engine.managed_params import Ignored, group, lender_of, take_over
 from fsdp.engine.options import Options
 from fsdp.engine.placeholder import under_way
 from fsdp.engine.precision import MixedPrecision
-from fsdp.engine.runtime import runtime_of
-from fsdp.engine.shard_module import ALIGNED, Found, MakeFlatParam, Shard, runtime_of_root, shard_module
+from fsdp.engine.runtime import runtime_of, runtime_of_root
+from fsdp.engine.shard_module import ALIGNED, Found, MakeFlatParam, Shard, shard_module
 from fsdp.engine.sharding_strategy import Groups, post_forward_group
 from fsdp.engine.shared_params import share, split_off
 from fsdp.engine.unit import TrainingState, Unit, unit_of, unit_of_wrapper, units_in

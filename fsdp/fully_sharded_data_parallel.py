@@ -32,8 +32,8 @@ from fsdp.engine.options import PUBLIC, Options
 from fsdp.engine.placeholder import under_way
 from fsdp.engine.precision import MixedPrecision, check_dtype
 from fsdp.engine.registration import Forwarding
-from fsdp.engine.runtime import ddp_message, runtime_of
-from fsdp.engine.shard_module import WrapperForm, refuse_unwrappable, runtime_of_root, shard_module
+from fsdp.engine.runtime import ddp_message, runtime_of, runtime_of_root
+from fsdp.engine.shard_module import WrapperForm, refuse_unwrappable, shard_module
 from fsdp.engine.sharding_strategy import Groups, ProcessGroupName, ShardingStrategy, reshards_after_forward
 from fsdp.engine.shared_params import share
 from fsdp.engine.state_requests import LocalState, Saving, Summoning

@@ -340,7 +340,7 @@ def _shaped(tensor: Tensor, shape: torch.Size) -> Tensor:
 
 
 class PieceParameter(CountedParameter):
-    """This rank's piece of an original parameter: elements ``offset:offset + numel()`` of it in row-major order.
+    """This rank's local shard of an original parameter: elements ``offset:offset + numel()`` of it in row-major order.
 
     1-D, and empty on ranks that have nothing of it. Of a `DTensor` it is a piece of the local part.
     """

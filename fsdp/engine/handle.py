@@ -88,7 +88,7 @@ class FlatParamHandle:
         flat_param: ``[shard_numel]`` (or the parameter's shape, for one that keeps it), the parameters' own dtype.
         storage: keeps the shard and its gradient: on the device, on the host, or in files.
         layout: where each parameter is in the unsharded buffer and in every rank's shard.
-        comm, reduce_comm: the ranks to gather from, and to reduce over; the lone rank where there are no others.
+        comm, reduce_comm: the ranks to all-gather from, and to reduce over; the lone rank where there are no others.
         replicas: the ranks that hold the same shard, over which what was reduced is summed.
         number, tag, reduce_tag, replica_tag: its place among all handles of the root, and tags that are its own on each
             of the communicators. They are alike on all ranks, and 0 until the ranks have agreed on their units.
@@ -267,7 +267,7 @@ class FlatParamHandle:
             unsharded.name_unit(unit)
 
     def connect(self, comm: Communicator, reduce_comm: Communicator, replicas: Communicator) -> None:
-        """Gather from, reduce over, and then sum over these ranks."""
+        """All-gather from, reduce over, and then sum over these ranks."""
         if self.flat_param.make_layout().numel == 0:
             comm = reduce_comm = replicas = LONE_RANK  # there is nothing to say to other ranks
         self.comm, self.reduce_comm, self.replicas = comm, reduce_comm, replicas

@@ -145,7 +145,7 @@ torch.serialization.add_safe_globals([DiskFlatParameter])
 
 
 class DiskPieceParameter(_OnDisk, PieceParameter):
-    """A piece of a shard in a mapped file."""
+    """A local shard of an original parameter, in a mapped file."""
 
 
 _LIKENESSES: dict[Any, Callable[[Tensor, Any, Any], Tensor]] = {

@@ -316,9 +316,9 @@ class Runtime:
         """Hook: backward has reached an output of a call of `unit`."""
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"{unit.name}: backward with create_graph=True is not supported: the second backward would need whole "
-                "parameters that nobody gathers. Compute such gradients on the unwrapped module, inside "
-                "summon_full_params()."
+                f"{unit.name}: backward with create_graph=True is not supported: the second backward would need "
+                "unsharded parameters, and nothing unshards them. Compute such gradients on the unwrapped module, "
+                "inside summon_full_params()."
             )
         if unit.changed_since(call.shards):
             raise RuntimeError(
@@ -588,6 +588,16 @@ _all: weakref.WeakSet[Runtime] = weakref.WeakSet()
 def runtime_of(unit: Unit) -> Runtime:
     """Return the runtime of a unit, which becomes the root if none around it has run."""
     return cast("Runtime", unit.ensure_runtime())
+
+
+def runtime_of_root(unit: Unit, method: str, kind: str = "FullyShardedDataParallel") -> Runtime:
+    """Return the runtime of an outermost unit; a method that is for those raises RuntimeError on others."""
+    runtime = runtime_of(unit)
+    if runtime.root is not unit:
+        raise RuntimeError(
+            f"{method} is for the outermost {kind}; '{unit.name}' lies inside {runtime.root.name}. Call it there."
+        )
+    return runtime
 
 
 def runtimes() -> list[Runtime]:

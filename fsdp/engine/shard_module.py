@@ -5,6 +5,8 @@ device are settled; parameters that are alike are put into groups, and each grou
 parameter; the original parameters leave their modules, and their memory; the unit gets a handle for each flat
 parameter; and the modules are watched for what users do to them. What optimizers see, and what modules list in the
 places of the original parameters, is what the two front doors differ in, and a `ParamForm` decides it.
+
+With ``sync_module_states`` the first rank's values are sent before anything is sharded, one tensor at a time.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from fsdp.engine.names import clean_name
 from fsdp.engine.optimizer_hooks import watch_optimizers
 from fsdp.engine.options import Options
 from fsdp.engine.orig_params import NewPieces, Pieces
-from fsdp.engine.runtime import Runtime, runtime_of
+from fsdp.engine.runtime import Runtime
 from fsdp.engine.sharding_strategy import Groups, group_to_reduce_over
 from fsdp.engine.shared_params import claimed_in, refuse_nothing_own, wanted
 from fsdp.engine.torch_functions import teach_torch
@@ -252,16 +254,6 @@ def refuse_unwrappable(module: Any, ignored: Ignored, fully_sharded: type[Any]) 
             + (" that are not ignored" if ignored.parameters else "")
             + ": leave it unwrapped, or wrap the module around it"
         )
-
-
-def runtime_of_root(unit: Unit, method: str, kind: str = "FullyShardedDataParallel") -> Runtime:
-    """Return the runtime of an outermost unit; a method that is for those raises RuntimeError on others."""
-    runtime = runtime_of(unit)
-    if runtime.root is not unit:
-        raise RuntimeError(
-            f"{method} is for the outermost {kind}; '{unit.name}' lies inside {runtime.root.name}. Call it there."
-        )
-    return runtime
 
 
 # --- sync_module_states --------------------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ class UnshardedParameters:
         self._find_rnns()
 
     def begin_gather(self, *, directly: bool = False) -> Tensor:
-        """Memory ``[padded_numel]`` to gather into: the buffer's own if parameters lie there as they are gathered.
+        """Return memory ``[padded_numel]`` to all-gather into: the buffer's own if parameters lie there in that order.
 
         Args:
             directly: it is the buffer itself, all of it, that will come.
@@ -206,8 +206,8 @@ class UnshardedParameters:
     def free(self) -> None:
         """Free the buffer's memory.
 
-        Through the storage, not by dropping the tensor: autograd may have saved the leaves, and must find the data at
-        the same place again after the next gather.
+        Through the storage, not by dropping the tensor: autograd may have saved the leaves, and must find the data in
+        the same storage again after the next all-gather.
         """
         if not self.is_shard:
             self.full.untyped_storage().resize_(0)

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp.engine.runtime import Runtime, running, runtime_of
-from fsdp.engine.shard_module import runtime_of_root
+from fsdp.engine.runtime import Runtime, running, runtime_of, runtime_of_root
 from fsdp.engine.unit import unit_of, unit_of_wrapper
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp.uneven.join import Joining

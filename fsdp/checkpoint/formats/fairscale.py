@@ -20,7 +20,6 @@ from fsdp.checkpoint.formats.optim import FoundState, NamedState, SavedOptimizer
 from fsdp.checkpoint.formats.rank_files import Paths, likely_files, rank_files, source_of_ranks, title_of
 from fsdp.checkpoint.formats.source import Elements, Source, Stitched, is_tensor, memory_of, stitched
 from fsdp.checkpoint.formats.torch_file import TorchArchive
-from fsdp.checkpoint.formats.trees import Choices
 from fsdp.checkpoint.formats.values import shown, values_of
 from fsdp.engine.names import clean_name, join
 
@@ -92,21 +91,6 @@ def open_fairscale(
     values = values_of(first.file.content, first.keys | first.optimizers.keys(), notes)
     world_size = None if is_whole else len(files)
     return source_of_ranks(FORMAT, title, found, state, values, notes, world_size, is_in_order=is_in_order)
-
-
-def read_fairscale(path: str, choices: Choices) -> Source:
-    """Open a checkpoint as `open_fairscale`, with what the user has said.
-
-    Raises:
-        ValueError: also for choices that are none here.
-    """
-    choices.refuse_keys(path)
-    return open_fairscale(
-        path,
-        optimizer=choices.optimizer_files,
-        optimizer_params=choices.param_order,
-        with_optimizer=choices.only != "model",
-    )
 
 
 def read_rank_file(path: str | os.PathLike[str]) -> RankFile:

@@ -31,7 +31,6 @@ from fsdp.checkpoint.formats.optim import (
 from fsdp.checkpoint.formats.rank_files import Paths, likely_files, rank_files, source_of_ranks, title_of
 from fsdp.checkpoint.formats.source import Elements, LazyTensor, Source, Stitched, is_tensor, memory_of, stitched
 from fsdp.checkpoint.formats.torch_file import Foreign, TorchArchive
-from fsdp.checkpoint.formats.trees import Choices
 from fsdp.checkpoint.formats.values import shown, values_of
 from fsdp.engine.names import plain_name
 
@@ -113,21 +112,6 @@ def open_fsdp1(
         notes.append("there are no weights of a model in it")
     world_size = len(files) if models and _has_shards(models[0]) else None
     return source_of_ranks(FORMAT, title, found, state, values, notes, world_size)
-
-
-def read_fsdp1(path: str, choices: Choices) -> Source:
-    """Open a checkpoint as `open_fsdp1`, with what the user has said.
-
-    Raises:
-        ValueError: also for choices that are none here.
-    """
-    choices.refuse_keys(path)
-    return open_fsdp1(
-        path,
-        optimizer=choices.optimizer_files,
-        optimizer_params=choices.param_order,
-        with_optimizer=choices.only != "model",
-    )
 
 
 # --- what is where --------------------------------------------------------------------------------------------------

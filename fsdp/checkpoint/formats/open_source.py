@@ -9,8 +9,8 @@ from typing import NamedTuple
 from fsdp.checkpoint.folder import found as found_ours
 from fsdp.checkpoint.folder import is_left_behind, newest
 from fsdp.checkpoint.formats.dcp import is_dcp, read_dcp
-from fsdp.checkpoint.formats.fairscale import is_fairscale, read_fairscale
-from fsdp.checkpoint.formats.fsdp1 import has_fsdp1_shards, read_fsdp1
+from fsdp.checkpoint.formats.fairscale import is_fairscale, open_fairscale
+from fsdp.checkpoint.formats.fsdp1 import has_fsdp1_shards, open_fsdp1
 from fsdp.checkpoint.formats.source import Source
 from fsdp.checkpoint.formats.torch_file import TorchArchive, is_torch_file
 from fsdp.checkpoint.formats.trees import Choices, source_of_tree
@@ -55,6 +55,21 @@ def _is_ours(path: str) -> bool:
     return found_ours(path) is not None
 
 
+def _of_ranks(opener: Callable[..., Source]) -> Callable[[str, Choices], Source]:
+    """Return how a checkpoint of a file for each rank is opened with what the user has said of it."""
+
+    def read(path: str, choices: Choices) -> Source:
+        choices.refuse_keys(path)
+        return opener(
+            path,
+            optimizer=choices.optimizer_files,
+            optimizer_params=choices.param_order,
+            with_optimizer=choices.only != "model",
+        )
+
+    return read
+
+
 def _read_ours(path: str, choices: Choices) -> Source:
     return read_ours(path, with_optimizer=choices.only != "model")
 
@@ -92,14 +107,14 @@ FORMATS = (
         "fairscale",
         "a file of each rank, with FairScale's local_state_dict() and local_metadata_dict()",
         is_fairscale,
-        read_fairscale,
+        _of_ranks(open_fairscale),
         examine_ranks,
     ),
     Format(
         "fsdp1",
         "a file of each rank, with sharded state dicts of torch's FSDP1",
         has_fsdp1_shards,
-        read_fsdp1,
+        _of_ranks(open_fsdp1),
         examine_ranks,
     ),
     Format("torch", "a file of torch.save", _is_torch, _read_torch, examine_torch),
