@@ -164,7 +164,7 @@ def modules_of(patterns: str) -> list[Path]:
 
 
 def files_of(patterns: str, copy: Path, first: str = "") -> list[str]:
-    """The files of tests of one row of the table, in a copy of the repository, that of the `first` name before others."""
+    """The files of tests of one row of the table, in a copy of the repository; those of the `first` name in front."""
     found: set[Path] = set()
     for pattern in patterns.split():
         room, _, name = pattern.rpartition("/")
