@@ -169,7 +169,7 @@ class MeshPart:
                 gradient = gradient.redistribute(placements=self.placements)  # type: ignore[attr-defined]
         return arrived(local_part(gradient))
 
-    def cut(self, name: str, value: Tensor) -> Tensor:
+    def to_local(self, name: str, value: Tensor) -> Tensor:
         """This rank's part of a whole value, sharing its memory, or of a `DTensor` of whatever placements.
 
         Collective over the value's mesh if it is a `DTensor` of other placements.
@@ -182,7 +182,7 @@ class MeshPart:
         if is_dtensor(value):
             if MeshPart.of(value) == self:
                 return arrived(local_part(value))
-            value = whole(value)
+            value = full_tensor(value)
         for number, placement in enumerate(self.placements):
             if placement.is_shard():
                 dim = placement.dim  # type: ignore[attr-defined]
@@ -229,7 +229,7 @@ class MeshPart:
             start += count
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Collective over its mesh. A `DTensor` as a plain tensor, which may share memory; others are whole already."""
     if not is_dtensor(tensor):
         return tensor
@@ -382,5 +382,5 @@ def spread_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_
     for name, own in (*module._parameters.items(), *module._buffers.items()):
         value, part = state_dict.get(prefix + name), None if own is None else MeshPart.of(own)
         if part is not None and isinstance(value, Tensor) and value.shape == part.shape:
-            local = part.cut(name, value)
+            local = part.to_local(name, value)
             state_dict[prefix + name] = part.dtensor(local if local.is_meta else local.to(part.mesh.device_type))
