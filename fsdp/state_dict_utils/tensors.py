@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import MeshPart, arrived, is_dtensor, local_part, set_local_part
-from fsdp.state_dict_utils.gather import has_only_usual_placements, odd_local_part, usual_part
+from fsdp.state_dict_utils.gather import has_only_usual_placements, odd_local_part
 from fsdp.state_dict_utils.host_memory import allocate
 
 PLAIN_LEAVES = (int, float, complex, str, bytes, io.BytesIO, type(None))
@@ -192,7 +192,7 @@ def own_part(value: Tensor, target: Tensor) -> Tensor:
     if part is None:
         return value
     if has_only_usual_placements(part):
-        return usual_part(value, part)
+        return part.held_of(value)
     # Interleaved shards (fully_shard over tensor parallelism): torch knows which indices are ours, for each dimension.
     for dim in sorted({each.dim for each in part.placements if hasattr(each, "dim")}):
         size = part.shape[dim]
