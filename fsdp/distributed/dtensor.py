@@ -116,8 +116,12 @@ class MeshPart:
 
     @cached_property
     def sharded_dims(self) -> tuple[int, ...]:
-        """The dimensions of the mesh along which ranks hold different elements."""
-        return tuple(number for number, placement in enumerate(self.placements) if placement.is_shard())
+        """The dimensions of the mesh along which ranks hold different elements, in the order in which they shard.
+
+        A `_StridedShard` divides what is left by the dimensions to its right, so it comes after them.
+        """
+        dims = [number for number, placement in enumerate(self.placements) if hasattr(placement, "dim")]
+        return tuple(sorted(dims, key=lambda number: (0, number) if self.placements[number].is_shard() else (1, -number)))
 
     @cached_property
     def _extents(self) -> tuple[tuple[int, int], ...]:
@@ -183,12 +187,11 @@ class MeshPart:
             if MeshPart.of(value) == self:
                 return arrived(local_part(value))
             value = whole(value)
-        for number, placement in enumerate(self.placements):
-            if placement.is_shard():
-                dim = placement.dim  # type: ignore[attr-defined]
-                total, each = value.shape[dim], -(-value.shape[dim] // self.mesh.size(number))
-                start = min(self.mesh.get_local_rank(number) * each, total)
-                value = value.narrow(dim, start, min(each, total - start))
+        for number in self.sharded_dims:
+            dim = self.placements[number].dim  # type: ignore[attr-defined]
+            total, each = value.shape[dim], -(-value.shape[dim] // self.mesh.size(number))
+            start = min(self.mesh.get_local_rank(number) * each, total)
+            value = value.narrow(dim, start, min(each, total - start))
         return value
 
     def cut_dim(self, name: str) -> int | None:
@@ -295,6 +298,21 @@ def check_ranks(name: str, param: Tensor, group: Group, device: torch.device) ->
             'ranks. Pass the group of the data-parallel dimension, process_group=mesh["dp"].get_group(), and have '
             'DTensors on the other dimensions only, mesh["tp"].'
         )
+
+
+def joint_mesh(name: str, part: MeshPart, mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of the ranks over which a `DTensor` is spread when its local part is sharded over `mesh`.
+
+    Raises:
+        ValueError: if it is on some of these ranks already, or the meshes are not of one root.
+    """
+    try:
+        return mesh._concatenate([mesh, part.mesh])  # private, as torch's `fully_shard` does it (torch 2.11 and 2.13)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"{name} is a DTensor ({part}), and its local parts cannot be sharded over {mesh}: {error}. Make one mesh, "
+            'init_device_mesh(..., mesh_dim_names=("dp", "tp")), have DTensors on mesh["tp"] and pass mesh=mesh["dp"].'
+        ) from None
 
 
 def check_device(name: str, parts: Iterable[MeshPart | None], device: torch.device) -> None:

@@ -734,10 +734,9 @@ class FlatParamHandle:
         """Store this rank's shard of an unsharded parameter's new value."""
         part = self.flat_param.parts[slot]
         with torch.no_grad():
-            if part is not None:
-                value = part.cut(self.layout.slots[slot].name, value)
             rows = None if self.pieces is None else self.pieces.part_of(slot, value)
             if rows is None:
+                value = value if part is None else part.cut(self.layout.slots[slot].name, value)
                 self.layout.shard_of(slot, value, self.flat_param.vector, self.comm.rank)
             else:
                 self.local_shards[slot].copy_(rows)
