@@ -307,12 +307,13 @@ def joint_mesh(name: str, part: MeshPart, mesh: DeviceMesh) -> DeviceMesh:
         ValueError: if it is on some of these ranks already, or the meshes are not of one root.
     """
     try:
-        return mesh._concatenate([mesh, part.mesh])  # private, as torch's `fully_shard` does it (torch 2.11 and 2.13)
-    except (RuntimeError, ValueError) as error:
+        return mesh._concatenate([mesh, part.mesh])  # private, as in torch's `fully_shard` (torch 2.11 and 2.13)
+    except (RuntimeError, ValueError, TypeError) as error:  # one root, dimensions of their own, names
         raise ValueError(
-            f"{name} is a DTensor ({part}), and its local parts cannot be sharded over {mesh}: {error}. Make one mesh, "
-            'init_device_mesh(..., mesh_dim_names=("dp", "tp")), have DTensors on mesh["tp"] and pass mesh=mesh["dp"].'
-        ) from None
+            f"{name} is a DTensor ({part}), and its local parts cannot be sharded over {mesh}, which is no other "
+            'dimension of the same mesh. Make one mesh of both, init_device_mesh(..., mesh_dim_names=("dp", "tp")), '
+            'have DTensors on mesh["tp"], and pass mesh=mesh["dp"] to fully_shard.'
+        ) from error
 
 
 def check_device(name: str, parts: Iterable[MeshPart | None], device: torch.device) -> None:
