@@ -738,10 +738,9 @@ class FlatParamHandle:
         """Store this rank's shard of an unsharded parameter's new value."""
         part = self.flat_param.parts[slot]
         with torch.no_grad():
-            if part is not None:
-                value = part.to_local(self.layout.slots[slot].name, value)
             rows = None if self.orig_params is None else self.orig_params.local_shard_of(slot, value)
             if rows is None:
+                value = value if part is None else part.to_local(self.layout.slots[slot].name, value)
                 self.layout.shard_of(slot, value, self.flat_param.vector, self.comm.rank)
             else:
                 self.local_shards[slot].copy_(rows)
