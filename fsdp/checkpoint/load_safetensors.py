@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,12 +15,10 @@ from fsdp.checkpoint.model_tensors import Target, UnshardedTensor, prepared, ten
 from fsdp.checkpoint.safetensors import SafetensorsFiles
 from fsdp.checkpoint.untrusted import readable
 from fsdp.distributed.collectives import during
-from fsdp.distributed.consensus import Ranks, agree_on, agree_on_outcome
+from fsdp.distributed.consensus import agree_on, done_by_all
 from fsdp.engine.names import foreign_prefix, prefix_problem
 from fsdp.engine.unit import Unit
 from fsdp.state_dict.full import stored_buffers
-
-Files = TypeVar("Files", bound=SafetensorsFiles)
 
 
 @during("fsdp.load_safetensors()")
@@ -52,37 +49,16 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
         NotImplementedError: for a `DTensor` that is cut along several dimensions.
     """
     units, everyone = prepared(model, "load safetensors files")
-    with opened(lambda: SafetensorsFiles(path), everyone) as files:
+    files = done_by_all(everyone, "open its safetensors files", lambda: SafetensorsFiles(path))
+    with files:
+        for ranks in everyone:
+            agree_on(ranks, "safetensors files", files.digest, f"{files.path} with {len(files.tensors)} tensors")
         targets = tensors_in(model, units)
         missing, unexpected, problems = misfits(targets, files, strict)
         if problems:
             raise RuntimeError(does_not_fit(files.path, model, problems))
-        error = None
-        try:
-            read(targets, units, files)
-        except (OSError, ValueError) as found:
-            error = found
-        agree_on_outcome(everyone, f"read {files.path}", error)
+        done_by_all(everyone, f"read {files.path}", lambda: read(targets, units, files))
     return _IncompatibleKeys(missing, unexpected)
-
-
-# What can go wrong
-
-
-@contextmanager
-def opened(make: Callable[[], Files], everyone: Sequence[Ranks]) -> Iterator[Files]:
-    """Collective. Open the files, which every rank has, with equal headers."""
-    files, error = None, None
-    try:
-        files = make()
-    except (OSError, ValueError) as found:
-        error = found
-    agree_on_outcome(everyone, "open its safetensors files", error)
-    if files is not None:
-        for ranks in everyone:
-            agree_on(ranks, "safetensors files", files.digest, f"{files.path} with {len(files.tensors)} tensors")
-        with files:
-            yield files
 
 
 def misfits(targets: Sequence[Target], files: TensorReader, strict: bool) -> tuple[list[str], list[str], list[str]]:
@@ -133,15 +109,8 @@ def _misfit(target: Target, stored: FoundTensor) -> list[str]:
     return found
 
 
-# Reading
-
-
 def read(targets: Sequence[Target], units: Sequence[Unit], files: TensorReader) -> None:
-    """Fill what is in the files.
-
-    Raises:
-        OSError, ValueError: if that cannot be read.
-    """
+    """Fill what is in the files."""
     with stored_buffers(units), torch.no_grad():
         for target in targets:
             key = _key(target, files.tensors)

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,7 @@ from fsdp.checkpoint.formats.source import Source, TensorReader
 from fsdp.checkpoint.json_values import decoded
 from fsdp.checkpoint.load_safetensors import does_not_fit, misfits, read
 from fsdp.checkpoint.manifest import read_ours
-from fsdp.checkpoint.model import Stored, size_of, stored_tensors
-from fsdp.checkpoint.model_tensors import extra_states, prepared, tensors_in
+from fsdp.checkpoint.model_tensors import extra_states, named_tensors, prepared, size_of, tensors_in
 from fsdp.checkpoint.optim import StatePlan, give_state, plan_state, read_state
 from fsdp.checkpoint.safetensors import CheckedFiles
 from fsdp.checkpoint.untrusted import readable, reading
@@ -34,6 +34,7 @@ from fsdp.distributed.consensus import (
     number_among,
     peers_answer,
 )
+from fsdp.engine.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -76,17 +77,19 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
         missing, unexpected, problems = misfits(targets, source.model, strict)
         extra = extra_states(model)
         problems += _extra_problems(extra, source) if strict else []
-        state = None
+        plan = None
         if optimizer is not None:
-            state = _SavedState(optimizer, source, everyone)
-            what = f"load {source.path}"
-            problems += done_by_all(everyone, what, lambda: state.problems(stored_tensors(model, units)))
+            plan = done_by_all(everyone, f"load {source.path}", lambda: _plan(optimizer, source, model, units))
+            problems += plan.problems
         problem = RuntimeError(does_not_fit(source.path, model, problems)) if problems else None
         agree_on_outcome(everyone, f"load {source.path}", problem)
         done_by_all(everyone, f"read {source.path}", lambda: read(targets, units, source.model))
         _compare(source.model, everyone)
-        if state is not None:
-            state.load()
+        if plan is not None and source.optimizer is not None:
+            what, files = f"read the optimizer's state in {source.path}", source.optimizer
+            found = done_by_all(everyone, what, partial(read_state, plan, files))
+            _compare(files, everyone)
+            give_state(plan, found)
     for name in extra.keys() & source.extra.keys():
         extra[name].set_extra_state(decoded(source.extra[name]))
     if states is not None:
@@ -100,33 +103,10 @@ def _extra_problems(extra: Mapping[str, nn.Module], source: Source) -> list[str]
     return [f"{what}: {readable(', '.join(sorted(names)))}" for names, what in both if names]
 
 
-class _SavedState:
-    """An optimizer's state in a checkpoint.
-
-    Args:
-        optimizer: that is to get it.
-        source: the checkpoint.
-        everyone: the ranks.
-    """
-
-    def __init__(self, optimizer: Any, source: Source, everyone: Sequence[Ranks]) -> None:
-        if source.optimizer is None:
-            raise ValueError(f"{source.path} has no optimizer in it: load it without one")
-        self._optimizer, self._rest, self._everyone = optimizer, source.optimizer_rest, everyone
-        self._what = f"read the optimizer's state in {source.path}"
-        self._files = source.optimizer
-        self._plan: StatePlan  # made by `problems`
-
-    def problems(self, tensors: dict[str, Stored]) -> list[str]:
-        """Return what does not fit."""
-        self._plan = plan_state(self._optimizer, tensors, self._files, self._rest)
-        return self._plan.problems
-
-    def load(self) -> None:
-        """Collective. Read it, and have the optimizer go on with it if every rank could."""
-        found = done_by_all(self._everyone, self._what, lambda: read_state(self._plan, self._files))
-        _compare(self._files, self._everyone)
-        give_state(self._plan, found)
+def _plan(optimizer: Any, source: Source, model: nn.Module, units: Sequence[Unit]) -> StatePlan:
+    if source.optimizer is None:
+        raise ValueError(f"{source.path} has no optimizer in it: load it without one")
+    return plan_state(optimizer, named_tensors(model, units), source.optimizer, source.optimizer_rest)
 
 
 def _opened(path: str | os.PathLike[str], everyone: Sequence[Ranks], with_optimizer: bool) -> Source:
@@ -183,12 +163,6 @@ class GeneratorStates:
     """The states of this process's random number generators, checked so that they can be set without harm.
 
     NumPy takes any position, torch some that do not fit together, and then they read memory that is not their own.
-
-    Args:
-        states: as `fsdp.checkpoint.writer.generator_states` gives them.
-
-    Raises:
-        ValueError: if they are not; it says of which generator.
     """
 
     states: dict[str, Any]

@@ -77,15 +77,7 @@ KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 
 
 class SafetensorsFiles(TensorReader):
-    """The tensors of one or several files, by name.
-
-    Args:
-        path: a file, an index of several (``*.safetensors.index.json``), or a folder that has either.
-
-    Attributes:
-        path: the file or index.
-        tensors: where each is.
-        metadata: strings that were saved with them.
+    """The tensors of a file, of several with an index (``*.safetensors.index.json``), or of a folder that has either.
 
     Raises:
         FileNotFoundError: if a file is missing.
@@ -134,14 +126,20 @@ class SafetensorsFiles(TensorReader):
         )
         return hashlib.sha256(json.dumps(places).encode()).hexdigest()
 
+    def damaged(self, advance: Callable[[int], None]) -> Iterator[str]:
+        """Yield what is wrong with the tensors, each read once, a block at a time; `advance` is told of the bytes."""
+        buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        for name, tensor in self.tensors.items():
+            try:
+                for begin, end in blocks(tensor.nbytes):
+                    self.read(name, buffer[: end - begin].view(tensor.dtype), begin // tensor.dtype.itemsize)
+                    advance(end - begin)
+            except (ValueError, OSError) as error:
+                yield str(error)
+
 
 def _read_header(path: str) -> tuple[dict[str, StridedTensor], dict[str, str]]:
-    """Return the tensors and the metadata of one file.
-
-    Raises:
-        FileNotFoundError: if it is missing.
-        ValueError: if it is not a whole safetensors file.
-    """
+    """Return the tensors and the metadata of one file."""
     with opened(path) as file:
         seen = SeenFile.of(path, file.fileno())
         size = seen.nbytes
@@ -248,10 +246,6 @@ class CheckedFiles(SafetensorsFiles):
 
     Blocks that this rank reads from end to end are compared at once. Of those at the ends of its ranges it knows
     fragments, which are put together with the other ranks' when all have read.
-
-    Args:
-        path: a file, or an index of several.
-        checksums: by a tensor's name, those of its blocks as text.
     """
 
     def __init__(self, path: str | os.PathLike[str], checksums: Mapping[str, str]) -> None:
@@ -298,9 +292,6 @@ class CheckedFiles(SafetensorsFiles):
         """Compare the blocks that this rank has read in part, with what all ranks have read of them.
 
         Bytes that none of them has read (of `DTensor`s, of which they are not all the ranks) are read again.
-
-        Raises:
-            ValueError: for a damaged block.
         """
         others = by_name(each for payload in heard for each in pickle.loads(payload))
         for name, by_block in by_name(self._fragments).items():
@@ -323,12 +314,7 @@ class CheckedFiles(SafetensorsFiles):
         size = found.dtype.itemsize
         return self._read_fragment(found, torch.empty((end - begin) // size, dtype=found.dtype), begin // size).checksum
 
-    def damaged(self, advance: Callable[[int], None]) -> Iterable[str]:
-        """Yield what is wrong with the tensors, each read once, a block at a time.
-
-        Args:
-            advance: is told how many bytes were read.
-        """
+    def damaged(self, advance: Callable[[int], None]) -> Iterator[str]:
         for name, tensor in self.tensors.items():
             for number, (begin, end) in enumerate(blocks(tensor.nbytes)):
                 advance(end - begin)
@@ -363,32 +349,18 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class PlannedFile:
-    """A file that is to be written.
+    """A file that is to be written."""
 
-    Attributes:
-        name: in its folder.
-        head: all that is before the data.
-        begins: by a tensor's name, the byte of the file at which it begins.
-        nbytes: the size of the file.
-    """
-
-    name: str
-    head: bytes
-    begins: dict[str, int]
+    name: str  # in its folder
+    head: bytes  # all that is before the data
+    begins: dict[str, int]  # by a tensor's name, the byte of the file at which it begins
     nbytes: int
 
 
 def plan(entries: Sequence[Entry], stem: str, max_file_bytes: int | None = None) -> list[PlannedFile]:
     """Plan the files for some tensors: ``model.safetensors``, or ``model-00001-of-00003.safetensors`` and so on.
 
-    Args:
-        entries: the tensors, in their order.
-        stem: the first part of the files' names.
-        max_file_bytes: begin a new file before there are more bytes of tensors in one; one tensor may be larger.
-
-    Raises:
-        TypeError: for a dtype that the format has not.
-        ValueError: for two tensors of one name, or too many for a header.
+    A new file begins before there are more than `max_file_bytes` of tensors in one; one tensor may be larger.
     """
     names = [entry.name for entry in entries]
     twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
@@ -462,11 +434,7 @@ def create(folder: str, file: PlannedFile) -> None:
 
 
 def write_parts(folder: str, files: Sequence[PlannedFile], entries: Sequence[Entry]) -> list[Fragment]:
-    """Write this rank's parts into files that are there, have the disk keep them, and return their checksums.
-
-    Raises:
-        OSError: if that fails; it names the file.
-    """
+    """Write this rank's parts into files that are there, have the disk keep them, and return their checksums."""
     fragments: list[Fragment] = []
     for file in files:
         mine = [entry for entry in entries if entry.name in file.begins and entry.parts]

@@ -30,16 +30,19 @@ from fsdp.checkpoint.checksums import BLOCK_BYTES, Fragment, HoleError, as_text,
 from fsdp.checkpoint.folder import Destination, numbered, rotate, write_synced
 from fsdp.checkpoint.json_values import encoded
 from fsdp.checkpoint.manifest import Manifest, TensorFiles, files_of
-from fsdp.checkpoint.model import (
-    Stored,
+from fsdp.checkpoint.model_tensors import (
+    Target,
     all_ranks,
     buffers_in_own_precision,
     entries_of,
+    extra_states,
+    handles_of,
+    named_tensors,
+    outermost_units,
+    prepared,
     require_one_model,
     size_of,
-    stored_tensors,
 )
-from fsdp.checkpoint.model_tensors import extra_states, handles_of, outermost_units, prepared
 from fsdp.checkpoint.optim import Groups, Optimizers, params_in, pickled_kinds, shared_kinds, state_entries
 from fsdp.checkpoint.safetensors import (
     Entry,
@@ -80,23 +83,14 @@ class TensorSet:
 
 @dataclass(frozen=True)
 class Plan:
-    """The content of a checkpoint. All ranks have the same but for the parts of entries, and the generators.
+    """The content of a checkpoint. All ranks have the same but for the parts of entries, and the generators."""
 
-    Attributes:
-        sets: the model's tensors, and the optimizer's if there is one.
-        optimizer_rest: what else is in the optimizer's state, encoded.
-        extra: what modules have of extra state, encoded.
-        values: the user's, encoded.
-        generators: the states of this rank's random number generators, encoded; None if they are not to be saved.
-        cast: by name, the dtype that parameters have which are saved in another one.
-    """
-
-    sets: list[TensorSet]
-    optimizer_rest: Any
-    extra: dict[str, Any]
+    sets: list[TensorSet]  # of the model, and of the optimizer if there is one
+    optimizer_rest: Any  # what else is in its state; encoded, as the following ones
+    extra: dict[str, Any]  # state of modules that is no tensor
     values: Any
-    generators: Any
-    cast: dict[str, torch.dtype]
+    generators: Any  # the states of this rank's; None if they are not to be saved
+    cast: dict[str, torch.dtype]  # by name, the dtype that parameters have which are saved in another one
 
     def with_set(self, stem: str, entries: list[Entry], max_file_bytes: int | None) -> Plan:
         """Return the same with more tensors, in files of their own."""
@@ -125,17 +119,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a checkpoint that is to be saved.
-
-    Attributes:
-        path: the folder; with a step, the one that has the folders of several steps.
-        step: the number among those; None for a folder by itself.
-        keep: how many of them to keep; None for all.
-
-    Raises:
-        TypeError: for what is no number.
-        ValueError: for numbers that make no sense, and an empty path.
-    """
+    """The place of a checkpoint: a folder, or with a step one in a folder that keeps so many of them."""
 
     path: str | os.PathLike[str]
     step: int | None = None
@@ -175,11 +159,7 @@ def prepare(
     max_file_bytes: int | None,
     generators: bool,
 ) -> tuple[Plan, Ranks, list[Unit]]:
-    """Collective. Return what is to be written, the ranks that write, and the units whose memory it is in.
-
-    Raises:
-        RuntimeError: on every rank, naming what the ranks were given, if that is not the same.
-    """
+    """Collective. Return what is to be written, the ranks that write, and the units whose memory it is in."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
     _require_number("max_file_bytes", max_file_bytes)
@@ -199,9 +179,9 @@ def prepare(
         require_values_everywhere(unit, _WHAT)
         ensure_same_values(unit)
 
-    def look() -> tuple[Plan, dict[str, Stored]]:
+    def look() -> tuple[Plan, dict[str, Target]]:
         with buffers_in_own_precision(units):
-            tensors = stored_tensors(model, units)
+            tensors = named_tensors(model, units)
             entries = entries_of(tensors, ranks, dtype)
         cast = {entry.name: tensors[entry.name].dtype for entry in entries if entry.dtype != tensors[entry.name].dtype}
         states = encoded(generator_states(), "generators") if generators else None
@@ -221,7 +201,7 @@ def prepare(
 
 
 def _with_optimizer(
-    found: Plan, optimizer: Any, tensors: dict[str, Stored], ranks: Ranks, max_file_bytes: int | None
+    found: Plan, optimizer: Any, tensors: dict[str, Target], ranks: Ranks, max_file_bytes: int | None
 ) -> Plan:
     """Collective. Return the same with the state of an optimizer."""
 
@@ -268,11 +248,7 @@ def release(units: Sequence[Unit]) -> None:
 
 
 def write(place: Place, found: Plan, ranks: Ranks) -> Saved:
-    """Collective. Have a checkpoint at a place, or what was there before if that raises an error.
-
-    Raises:
-        OSError: if the files cannot be written, on the rank that cannot; a RuntimeError with the reason on the others.
-    """
+    """Collective. Have a checkpoint at a place, or what was there before if that raises an error."""
     destination = Destination(place.folder)
     is_first = number_among(ranks) == 0
     try:
@@ -356,12 +332,7 @@ def sees_folder(destination: Destination, ranks: Ranks) -> bool:
 
 
 class Senders:
-    """The ranks that do not see the folder and have something to write. Made on all ranks together.
-
-    Args:
-        ranks: all.
-        entries: what this rank has to send.
-    """
+    """The ranks that do not see the folder and have something to write. Made on all ranks together."""
 
     def __init__(self, ranks: Ranks, entries: Sequence[Entry]) -> None:
         self._comm = ranks[0].for_device(ranks[0].talk_device)
@@ -379,11 +350,7 @@ class Senders:
                 )
 
     def send(self, destination: Destination, files: Sequence[PlannedFile], entries: Sequence[Entry]) -> list[Fragment]:
-        """Collective. Have the first rank write what all senders have.
-
-        Returns:
-            The checksums of what this rank has sent.
-        """
+        """Collective. Have the first rank write what all senders have; return the checksums of what was sent."""
         if self._own in self.ranks:
             return [self._send_block(entry.name, *block) for entry in entries for block in chunks_of(entry)]
         if self._own == 0:

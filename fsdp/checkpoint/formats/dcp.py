@@ -40,12 +40,7 @@ def is_dcp(path: str) -> bool:
 
 
 def read_dcp(path: str, choices: Choices) -> Source:
-    """Open a folder that `torch.distributed.checkpoint` has written.
-
-    Raises:
-        ValueError: if it is damaged, or its model or optimizer cannot be made out.
-        OSError: if it cannot be read.
-    """
+    """Open a folder that `torch.distributed.checkpoint` has written."""
     folder = DcpFolder(path)
     problem = next(folder.misplaced(), None)
     if problem is not None:
@@ -91,15 +86,7 @@ class _Chunk:
 
 
 class DcpFolder:
-    """The content of a folder.
-
-    Args:
-        path: of the folder.
-
-    Raises:
-        ValueError: if its metadata cannot be understood.
-        OSError: if they cannot be read.
-    """
+    """A folder that `torch.distributed.checkpoint` has written."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -198,11 +185,7 @@ class DcpFolder:
         return sum(item.nbytes for item in self._items.values())
 
     def damaged(self, advance: Callable[[int], None]) -> Iterator[str]:
-        """Yield what is wrong, each archive read once, 4 MiB at a time, and compared with the checksums that it has.
-
-        Args:
-            advance: is told how many bytes were read.
-        """
+        """Yield what is wrong, each archive read once, and compared with the checksums that it has."""
         yield from self.misplaced()
         for item in self._items.values():
             if os.path.exists(item.path) and os.path.getsize(item.path) >= item.begin + item.nbytes:
@@ -247,12 +230,7 @@ def _with_lists(tree: Any) -> Any:
 
 
 def write_dcp(path: str, content: Content, *, is_flat: bool, overwrite: bool, advance: Advance) -> None:
-    """Write a folder with ``model.<name>``, ``optimizer.state.<name>.<key>``, and the values, a tensor at a time.
-
-    Raises:
-        ValueError: if the source is damaged.
-        OSError: if it cannot be written.
-    """
+    """Write a folder with ``model.<name>``, ``optimizer.state.<name>.<key>``, and the values, a tensor at a time."""
     import torch.distributed.checkpoint as dcp  # which takes long
     from torch.distributed.checkpoint.api import CheckpointException
 

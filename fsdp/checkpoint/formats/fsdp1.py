@@ -20,28 +20,28 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp.checkpoint.formats.optim import (
-    FoundState,
     NamedState,
     SavedOptimizer,
     is_optimizer_state,
     is_single,
-    left_out,
+    names_by_key,
     optimizers_in,
 )
-from fsdp.checkpoint.formats.rank_files import Paths, likely_files, rank_files, source_of_ranks, title_of
+from fsdp.checkpoint.formats.rank_files import (
+    Paths,
+    likely_files,
+    optimizers_of,
+    rank_files,
+    source_of_ranks,
+    title_of,
+)
 from fsdp.checkpoint.formats.source import Elements, LazyTensor, Source, Stitched, is_tensor, memory_of, stitched
 from fsdp.checkpoint.formats.torch_file import Foreign, TorchArchive
 from fsdp.checkpoint.formats.values import shown, values_of
 from fsdp.engine.names import plain_name
 
-FORMAT = "fsdp1"
 _FLAT = "_flat_param"
 _MODELS = ("model", "state_dict", "model_state_dict", "module")
-
-
-def is_fsdp1(path: str | os.PathLike[str]) -> bool:
-    """Return whether users of FSDP1 have saved files at a path: shards, or an optimizer's state by names."""
-    return any(_goes_by_names(each) if is_optimizer_state(each) else _has_shards(each) for each in _dicts_at(path))
 
 
 def has_fsdp1_shards(path: str | os.PathLike[str]) -> bool:
@@ -67,10 +67,6 @@ def _is_local(state_dict: Mapping[Any, Any]) -> bool:
     return any(str(key).rpartition(".")[2] == _FLAT for key in state_dict)
 
 
-def _goes_by_names(optimizer: Mapping[str, Any]) -> bool:
-    return bool(optimizer["state"]) and all(isinstance(key, str) for key in optimizer["state"])
-
-
 def open_fsdp1(
     path: Paths,
     *,
@@ -78,25 +74,11 @@ def open_fsdp1(
     optimizer_params: Sequence[str] | None = None,
     with_optimizer: bool = True,
 ) -> Source:
-    """Open a checkpoint of FSDP1. Close it when it is read.
-
-    Args:
-        path: a file; or files of ranks: a folder of them, one of them, or all in rank order
-            (`fsdp.checkpoint.formats.rank_files.rank_files`).
-        optimizer: files with the optimizer's state, if they are others.
-        optimizer_params: for an optimizer's state by numbers: the parameters' names in their order.
-        with_optimizer: look for the state of one.
-
-    Raises:
-        FileNotFoundError: for missing files.
-        ValueError: for files that are damaged, of other ranks, or of other models, and for what does not say what it
-            is; names the file, and says what to do.
-        TypeError: for state of an optimizer that no checkpoint holds.
-    """
+    """Open a file or ranks' files of FSDP1, as `open_fairscale`; close it when it is read."""
     files = [TorchArchive(each) for each in rank_files(path)]
-    title = title_of(path)
     key = _model_key(files[0])
-    saved, notes = _optimizers(files, optimizer) if with_optimizer else ([], [])
+    notes: list[str] = []
+    saved = optimizers_of(files, optimizer, notes) if with_optimizer else []
     models = [] if key is None and not _is_state_dict(files[0].content) else [_model(file, key) for file in files]
     if models and _is_local(models[0]):
         raise ValueError(
@@ -105,13 +87,12 @@ def open_fsdp1(
         )
     found = _whole(models, files)
     state = _state(saved, optimizer_params, found) if saved else None
-    keys = {key, *(each.key for each in saved), *found} if isinstance(files[0].content, Mapping) else ()
-    is_alone = is_optimizer_state(files[0].content)
-    values = {} if is_alone or key is None else values_of(files[0].content, keys, notes)
+    left = {key, *(each.key for each in optimizers_in(files[0]))}
+    values = {} if key is None else values_of(files[0].content, left, notes)
     if not models:
         notes.append("there are no weights of a model in it")
     world_size = len(files) if models and _has_shards(models[0]) else None
-    return source_of_ranks(FORMAT, title, found, state, values, notes, world_size)
+    return source_of_ranks("fsdp1", title_of(path), found, saved, state, values, notes, world_size)
 
 
 # --- what is where --------------------------------------------------------------------------------------------------
@@ -127,11 +108,7 @@ def _is_state_dict(value: Any) -> bool:
 
 
 def _model_key(file: TorchArchive) -> str | None:
-    """Return the key under which the model is; None if it is not under one.
-
-    Raises:
-        ValueError: if there are several.
-    """
+    """Return the key under which the model is; None if it is not under one."""
     if not isinstance(file.content, Mapping):
         raise ValueError(f"{file} has a {shown(file.content)} in it, not a dict")
     if _is_state_dict(file.content) or is_optimizer_state(file.content):
@@ -148,22 +125,6 @@ def _model(file: TorchArchive, key: str | None) -> Mapping[str, Any]:
     if not isinstance(found, Mapping):
         raise ValueError(f"{file} has no state dict of the model{'' if key is None else f' under {key!r}'}")
     return {plain_name(name): value for name, value in found.items()}
-
-
-def _optimizers(files: Sequence[TorchArchive], given: Paths | None) -> tuple[list[SavedOptimizer], list[str]]:
-    """Return the dictionary of an optimizer in each file, and what is to be told."""
-    sources = files if given is None else [TorchArchive(each) for each in rank_files(given)]
-    found: list[SavedOptimizer] = []
-    for file in sources:
-        inside = optimizers_in(file)
-        if len(inside) > 1:
-            return [], [left_out(inside)]
-        found += inside
-    if given is not None and not found:
-        raise ValueError(f"{sources[0]} has no dictionary of an optimizer in it")
-    if found and len(found) < len(sources) and found[0].file is not sources[0]:
-        raise ValueError(f"{sources[0]} has no dictionary of an optimizer in it, and {found[0].file} has")
-    return found, []
 
 
 # --- unsharded tensors ------------------------------------------------------------------------------------------------
@@ -186,10 +147,10 @@ def _whole(models: Sequence[Mapping[str, Any]], files: Sequence[TorchArchive]) -
     return found
 
 
-def _state(saved: Sequence[SavedOptimizer], order: Sequence[str] | None, model: Mapping[str, Any]) -> FoundState:
+def _state(saved: Sequence[SavedOptimizer], order: Sequence[str] | None, model: Mapping[str, Any]) -> NamedState:
     """Return an optimizer's state that goes by names."""
     first = saved[0]
-    names = _names_by_key(first, order)
+    names = names_by_key(str(first), first.content, order, plain_name)
     state = NamedState(str(first))
     for number, name in names.items():
         entries = [each.content["state"].get(number) or {} for each in saved]
@@ -206,31 +167,8 @@ def _state(saved: Sequence[SavedOptimizer], order: Sequence[str] | None, model: 
                 if name in model and each.shape != shape:
                     raise ValueError(state.odd_shape(name, key, each.shape, shape))
                 state.add_elements(name, key, each)
-    groups = [(group, [names[number] for number in group["params"]]) for group in first.content["param_groups"]]
-    return state.found(first, groups)
-
-
-def _names_by_key(saved: SavedOptimizer, order: Sequence[str] | None) -> dict[Any, str]:
-    """Return the names of the parameters, by what the dictionary calls them.
-
-    Raises:
-        ValueError: if it calls them by numbers, and nothing says what these stand for.
-    """
-    groups = saved.content["param_groups"]
-    keys = [*dict.fromkeys([*(key for group in groups for key in group["params"]), *saved.content["state"]])]
-    if all(isinstance(key, str) for key in keys):
-        return {key: plain_name(key) for key in keys}
-    named = [name for group in groups for name in group.get("param_names", ())]
-    names = list(order or named)
-    if not names:
-        raise ValueError(
-            f"{saved} calls {len(keys)} parameters by their numbers, and nothing says what these stand for. Save "
-            "FSDP.full_optim_state_dict(model, optimizer) instead of optimizer.state_dict(); of a state by numbers, "
-            "name a file with the names in their order (--param-order)."
-        )
-    if len(names) != len(keys):
-        raise ValueError(f"{saved} has {len(keys)} parameters, and there are {len(names)} names for them")
-    return dict(zip(keys, map(plain_name, names), strict=True))
+    state.groups = [(group, [names[number] for number in group["params"]]) for group in first.content["param_groups"]]
+    return state
 
 
 # --- shards of tensors ------------------------------------------------------------------------------------------------
@@ -261,16 +199,7 @@ def _is_of_torch(value: Any, name: str) -> bool:
 
 
 def _merged(name: str, values: Sequence[Any], files: Sequence[str]) -> Stitched:
-    """Return a tensor of which each file has a shard, or all files all of it.
-
-    Args:
-        name: its.
-        values: of each file.
-        files: their names.
-
-    Raises:
-        ValueError: if shards are missing or do not fit; names a file.
-    """
+    """Return a tensor of which each file has a shard, or all files all of it."""
     first = values[0]
     if not _is_sharded(first):
         return stitched(name, first)
@@ -302,11 +231,7 @@ def _check_follows(name: str, start: int, reached: int, file: str, count: int) -
 
 
 def _shards_of(name: str, value: Any, file: str) -> tuple[torch.Size, list[_Shard]]:
-    """Return the shape of an unsharded tensor, and its shards in a file.
-
-    Raises:
-        ValueError: for what FSDP1 does not save.
-    """
+    """Return the shape of an unsharded tensor, and its shards in a file."""
     try:
         if _is_sharded_tensor(value):
             shape = torch.Size(value.state[1].fields["size"])

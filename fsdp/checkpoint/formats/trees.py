@@ -36,21 +36,13 @@ Path = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Choices:
-    """`Choices` are what a user may say of a checkpoint where the rules do not find it.
+    """A user may say of a checkpoint what the rules do not find."""
 
-    Attributes:
-        model_key, optimizer_key: their places in the tree, with dots between the keys; None to find them.
-        param_order: the names of the parameters in the order of ``model.named_parameters()``, for optimizers that go by
-            numbers; None if nobody said.
-        only: "model" or "optimizer", if the other one is not wanted.
-        optimizer_files: for files of ranks, where those of the optimizer's state are, if they are others.
-    """
-
-    model_key: str | None = None
+    model_key: str | None = None  # its place in the tree, with dots between the keys
     optimizer_key: str | None = None
-    param_order: Sequence[str] | None = None
-    only: str | None = None
-    optimizer_files: str | None = None
+    param_order: Sequence[str] | None = None  # names of parameters, for optimizers that go by numbers
+    only: str | None = None  # "model" or "optimizer", if the other one is not wanted
+    optimizer_files: str | None = None  # for files of ranks, if those of the optimizer's state are others
 
     def refuse_keys(self, path: str) -> None:
         """Raise ValueError if the user has said where something is in a tree that is not searched."""
@@ -59,11 +51,7 @@ class Choices:
 
 
 def source_of_tree(word: str, path: str, tree: Any, choices: Choices) -> Source:
-    """Return the source for a tree of mappings and lists with lazy tensors.
-
-    Raises:
-        ValueError: if the model is not found, or the optimizer's state cannot be understood; it says what to do.
-    """
+    """Return the source for a tree of mappings and lists with lazy tensors."""
     notes: list[str] = []
     model_path, optimizer_path = _places(path, tree, choices, notes)
     model_tree, rest = _model_and_rest(tree, model_path, optimizer_path)
@@ -72,8 +60,8 @@ def source_of_tree(word: str, path: str, tree: Any, choices: Choices) -> Source:
     optimizer, optimizer_rest = None, None
     if optimizer_path is not None and choices.only != "model":
         state = materialised(_at(tree, optimizer_path), keep_state=True)
-        tensors, optimizer_rest = optimizer_state(path, state, model, choices.param_order, notes)
-        optimizer = TensorReader(path, tensors)
+        named = optimizer_state(path, state, model, choices.param_order, notes)
+        optimizer, optimizer_rest = TensorReader(path, named.tensors), named.rest()
     values = _values(rest, notes)
     return Source(word, path, reader, optimizer, optimizer_rest, extra, values, notes=tuple(notes))
 

@@ -15,9 +15,7 @@ _NAMESPACE = "argparse.Namespace"
 def materialised(value: Any, *, keep_state: bool = False) -> Any:
     """Return the same tree with small tensors read, and with dictionaries for ``argparse.Namespace``s.
 
-    Args:
-        value: a tree with lazy tensors.
-        keep_state: leave what is under ``state`` alone.
+    `keep_state` leaves what is under ``state`` alone.
     """
     if is_lazy(value) and value.shape.numel() * value.dtype.itemsize <= MAX_TENSOR_BYTES:
         return whole(value)
@@ -36,13 +34,7 @@ def materialised(value: Any, *, keep_state: bool = False) -> Any:
 
 
 def values_of(content: Mapping[Any, Any], leave: Iterable[Any], notes: list[str]) -> dict[Any, Any]:
-    """Return what else a user has saved, as far as a checkpoint of ours can hold it (`fsdp.checkpoint.json_values`).
-
-    Args:
-        content: of the checkpoint, by keys.
-        leave: keys that are no such values.
-        notes: are told what was left out.
-    """
+    """Return what else a user has saved, as far as a checkpoint of ours can hold it; notes say what was left out."""
     left, found = set(leave), {}
     for key, value in content.items():
         if key not in left:
