@@ -7,7 +7,7 @@ from fsdp import optim_utils as optim_utils
 from fsdp import state_dict_utils as state_dict_utils
 from fsdp.checkpoint import load as load
 from fsdp.checkpoint import save as save
-from fsdp.checkpoint.load_safetensors import load_safetensors as load_safetensors
+from fsdp.checkpoint.loader import load_safetensors as load_safetensors
 from fsdp.distributed.collectives import use_torch_collectives as use_torch_collectives
 from fsdp.distributed.comm_hooks import bf16_compress_hook as bf16_compress_hook
 from fsdp.engine.flat_param import FlatParameter as FlatParameter

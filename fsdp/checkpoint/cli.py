@@ -125,9 +125,6 @@ def _said(message: str, code: int) -> int:
     return code
 
 
-# --- arguments ------------------------------------------------------------------------------------------------------
-
-
 class _Removed(argparse.Action):
     """An option of earlier versions; `const` says what to do instead."""
 
@@ -250,9 +247,6 @@ def _pair(text: str) -> tuple[str, str]:
     if not (name and equal and other):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=OTHER")
     return name, other
-
-
-# --- inspect --------------------------------------------------------------------------------------------------------
 
 
 def _inspect(args: argparse.Namespace, choices: Choices) -> int:
@@ -384,9 +378,6 @@ def _values(source: Source) -> Iterator[str]:
         yield f"values: {short(values)}"
 
 
-# --- verify ---------------------------------------------------------------------------------------------------------
-
-
 def _verify(args: argparse.Namespace, choices: Choices) -> int:
     found = format_of(args.path, args.format)
     with Progress("verifying") as progress:
@@ -399,9 +390,6 @@ def _verify(args: argparse.Namespace, choices: Choices) -> int:
         return WRONG
     say(f"{args.path} ({found.word}) is fine: {size_text(nbytes)}, {how}")
     return FINE
-
-
-# --- convert --------------------------------------------------------------------------------------------------------
 
 
 def _convert(args: argparse.Namespace, choices: Choices) -> int:
@@ -477,9 +465,6 @@ def _lost(content: Content, word: str) -> Iterator[str]:
             yield f"left out, since safetensors files have no place for it: {', '.join(names)}"
     if word != "fsdp" and source.generators is not None:
         yield "left out: the states of random number generators, which only fsdp has"
-
-
-# --- output ---------------------------------------------------------------------------------------------------------
 
 
 def size_text(nbytes: float) -> str:

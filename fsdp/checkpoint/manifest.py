@@ -61,12 +61,11 @@ def _entrance(stem: str, files: Collection[str]) -> str:
     return f"{stem}{SUFFIX}" if len(files) == 1 else index_name(stem)
 
 
-def files_of(stem: str, files: list[PlannedFile], index: bytes, checksums: Mapping[str, str]) -> TensorFiles:
+def files_of(stem: str, files: list[PlannedFile], checksums: Mapping[str, str]) -> TensorFiles:
     """Describe files that were planned and written."""
-    heads = {file.name: (file.nbytes, len(file.head), zlib.crc32(file.head)) for file in files}
-    if len(files) > 1:
-        heads[index_name(stem)] = (len(index), len(index), zlib.crc32(index))
-    return TensorFiles(stem, heads, checksums)
+    return TensorFiles(
+        stem, {file.name: (file.nbytes, len(file.head), zlib.crc32(file.head)) for file in files}, checksums
+    )
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,28 @@ class SlotTensor:
     def part(self) -> MeshPart | None:
         return self.handle.flat_param.parts[self.slot]
 
+    @property
+    def param(self) -> nn.Parameter:
+        """Return what an optimizer sees of it."""
+        pieces = self.handle.pieces
+        return self.handle.flat_param if pieces is None else pieces.params[self.slot]
+
+    @property
+    def interval(self) -> Interval | None:
+        """Return the elements that this rank has, and their place in `vector`."""
+        return self.handle.layout.interval(self.slot, self.handle.comm.rank)
+
+    def vector(self, name: str) -> Tensor:
+        """Return this rank's shard of the flat parameter."""
+        self.handle.storage.check(self.handle.name)
+        return self.handle.flat_param.vector
+
+    def is_written_here(self, ranks: Ranks) -> bool:
+        """Return whether this rank is to write its elements: of replicas the first does."""
+        if self.handle.comm.world_size * self.handle.replicas.world_size < size_of(ranks):
+            return number_among(ranks) == 0
+        return self.handle.replicas.rank == 0
+
     def fill(self, files: TensorReader, key: str) -> None:
         self.handle.storage.check(self.handle.name)
         self.handle.fill(self.slot, lambda shard, start: _read_part(files, key, shard, start, self.part))
@@ -82,6 +104,22 @@ class UnshardedTensor:
     @property
     def part(self) -> MeshPart | None:
         return MeshPart.of(self.tensor)
+
+    @property
+    def param(self) -> Tensor:
+        return self.tensor
+
+    @property
+    def interval(self) -> Interval | None:
+        return Interval(0, 0, self.shape.numel(), 0) if self.shape.numel() else None
+
+    def vector(self, name: str) -> Tensor:
+        if self.tensor.is_meta:
+            raise RuntimeError(f"cannot save a checkpoint: {name} is on the meta device and has no values")
+        return self.tensor.detach().reshape(-1)
+
+    def is_written_here(self, ranks: Ranks) -> bool:
+        return number_among(ranks) == 0
 
     @property
     def is_missing_memory(self) -> bool:
@@ -234,9 +272,6 @@ def require_rest(model: nn.Module, units: Sequence[Unit], what: str) -> None:
             )
 
 
-# --- what each rank writes --------------------------------------------------------------------------------------------
-
-
 def all_ranks(everyone: Sequence[Ranks]) -> Ranks:
     """Return the ranks that save a checkpoint together; of a model without units, all ranks."""
     if len(everyone) > 1:
@@ -294,12 +329,8 @@ def require_one_model(units: Sequence[Unit], ranks: Ranks) -> None:
             )
 
 
-def entries_of(tensors: dict[str, Target], ranks: Ranks, dtype: torch.dtype | None) -> list[Entry]:
-    """Return a model's tensors that are to be written, with this rank's ranges of them; `dtype` is of parameters."""
-    return [_entry(name, target, ranks, dtype) for name, target in tensors.items()]
-
-
-def _entry(name: str, target: Target, ranks: Ranks, dtype: torch.dtype | None) -> Entry:
+def entry_of(name: str, target: Target, ranks: Ranks, dtype: torch.dtype | None) -> Entry:
+    """Return a tensor that is to be written, with this rank's ranges of it; `dtype` is of parameters."""
     if target.part is not None and target.part.mesh.size() > 1:
         raise NotImplementedError(
             f"{name} is a DTensor ({target.part}): checkpoints of tensor-parallel models are saved with "
@@ -307,41 +338,13 @@ def _entry(name: str, target: Target, ranks: Ranks, dtype: torch.dtype | None) -
         )
     is_parameter = isinstance(target, SlotTensor) or isinstance(target.tensor, nn.Parameter)
     kept = dtype if dtype is not None and is_parameter and target.dtype.is_floating_point else target.dtype
-    return Entry(name, kept, target.shape, parts_of(target, values_of(name, target), interval_of(target), ranks))
-
-
-def values_of(name: str, target: Target) -> Tensor:
-    """Return this rank's shard of the flat parameter, or all of a tensor; flat."""
-    if isinstance(target, SlotTensor):
-        target.handle.storage.check(target.handle.name)
-        return target.handle.flat_param.vector
-    if target.tensor.is_meta:
-        raise RuntimeError(f"cannot save a checkpoint: {name} is on the meta device and has no values")
-    return target.tensor.detach().reshape(-1)
+    return Entry(name, kept, target.shape, parts_of(target, target.vector(name), target.interval, ranks))
 
 
 def parts_of(target: Target, flat: Tensor, interval: Interval | None, ranks: Ranks) -> list[Part]:
     """Return the ranges that this rank writes of a tensor; its elements in `interval`, if it has any, are in `flat`."""
-    if interval is None or not _writes(target, ranks):
+    if interval is None or not target.is_written_here(ranks):
         return []
     if flat.stride(0) != 1:  # a buffer that is every other element of something
         flat = flat.clone(memory_format=torch.contiguous_format)
     return [Part(interval.start, flat[interval.offset : interval.offset + interval.numel])]
-
-
-def interval_of(target: Target) -> Interval | None:
-    """Return the elements that this rank has of a tensor, and their place."""
-    if isinstance(target, SlotTensor):
-        return target.handle.layout.interval(target.slot, target.handle.comm.rank)
-    return Interval(0, 0, target.shape.numel(), 0) if target.shape.numel() else None
-
-
-def _writes(target: Target, ranks: Ranks) -> bool:
-    """Return whether this rank writes it: the first replica of a shard, and the first rank of what all ranks have."""
-    if isinstance(target, SlotTensor) and _reach(target.handle) == size_of(ranks):
-        return target.handle.replicas.rank == 0
-    return number_among(ranks) == 0
-
-
-def _reach(handle: FlatParamHandle) -> int:
-    return handle.comm.world_size * handle.replicas.world_size

@@ -100,7 +100,9 @@ def params_in(optimizers: Optimizers, tensors: Mapping[str, Target]) -> Groups:
     """Return what is in each parameter group of optimizers of a model with these tensors."""
     found: dict[int, tuple[nn.Parameter, FlatParamHandle | None, list[Original]]] = {}
     for name, target in tensors.items():
-        param, handle, slot = _place(target)
+        param, handle, slot = target.param, None, 0
+        if isinstance(target, SlotTensor):
+            handle, slot = target.handle, target.slot
         if isinstance(param, nn.Parameter):
             original = Original(name, target.shape, slot, target.part, (*target.names, *target.aliases))
             found.setdefault(id(param), (param, handle, []))[2].append(original)
@@ -108,19 +110,8 @@ def params_in(optimizers: Optimizers, tensors: Mapping[str, Target]) -> Groups:
     return grouped(optimizers, optimizers.name, lambda param: known.get(id(param)))
 
 
-def _place(target: Target) -> tuple[Tensor, FlatParamHandle | None, int]:
-    """Return what an optimizer sees of a tensor, and where it is in a flat parameter."""
-    if not isinstance(target, SlotTensor):
-        return target.tensor, None, 0
-    pieces = target.handle.pieces
-    return target.handle.flat_param if pieces is None else pieces.params[target.slot], target.handle, target.slot
-
-
 def _each(groups: Groups) -> Iterator[OptimParam]:
     return (one for group in groups for one in group)
-
-
-# --- kinds in the manifest ------------------------------------------------------------------------------------------
 
 
 def kind_to_json(kind: Kind, where: str) -> list[Any]:
@@ -159,9 +150,6 @@ def _kind_from_json(saved: Any, key: str, name: str) -> Kind:
     except (ValueError, TypeError, KeyError, RuntimeError, OverflowError):
         pass
     raise ValueError(f"the optimizer's state {short(key)} of {short(name)} is {short(saved)}")
-
-
-# --- saving ---------------------------------------------------------------------------------------------------------
 
 
 def pickled_kinds(optimizers: Optimizers, groups: Groups) -> bytes:
@@ -219,9 +207,6 @@ def rest_of(
         ],
         "state": dict(states),
     }
-
-
-# --- loading --------------------------------------------------------------------------------------------------------
 
 
 def state_problems(rest: Any, tensors: Container[str]) -> Iterator[str]:

@@ -51,28 +51,14 @@ _LENGTH_BYTES = 8  # of the header's length, before it
 # the two lie differently in lines of the processor's cache, copying to and from the system's took twice the time.
 _LINE = 64
 
-_NAMES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "C64": "complex64",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
+_NAMES = (
+    "F64 float64, F32 float32, F16 float16, BF16 bfloat16, F8_E4M3 float8_e4m3fn, F8_E5M2 float8_e5m2, "
+    "F8_E8M0 float8_e8m0fnu, F8_E4M3FNUZ float8_e4m3fnuz, F8_E5M2FNUZ float8_e5m2fnuz, C64 complex64, I64 int64, "
+    "I32 int32, I16 int16, I8 int8, U64 uint64, U32 uint32, U16 uint16, U8 uint8, BOOL bool"
+)
+DTYPES: dict[str, torch.dtype] = {
+    key: getattr(torch, name) for key, name in map(str.split, _NAMES.split(", ")) if hasattr(torch, name)
 }
-DTYPES: dict[str, torch.dtype] = {key: getattr(torch, name) for key, name in _NAMES.items() if hasattr(torch, name)}
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 
 
@@ -238,9 +224,6 @@ def _resolve(path: str | os.PathLike[str]) -> str:
     raise ValueError(f"{place} has several safetensors files, {shown}: name the one that is meant")
 
 
-# --- files with checksums ---------------------------------------------------------------------------------------------
-
-
 class CheckedFiles(SafetensorsFiles):
     """Files of which every byte that is read is compared with checksums; reading what is damaged raises ValueError.
 
@@ -322,9 +305,6 @@ class CheckedFiles(SafetensorsFiles):
                     yield f"{tensor} is damaged: bytes {begin} to {end} of it are not what was saved"
 
 
-# --- writing ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class Part:
     """Elements of a tensor, from number `start` on in row-major order; `values` is flat, of any dtype and device."""
@@ -360,7 +340,8 @@ class PlannedFile:
 def plan(entries: Sequence[Entry], stem: str, max_file_bytes: int | None = None) -> list[PlannedFile]:
     """Plan the files for some tensors: ``model.safetensors``, or ``model-00001-of-00003.safetensors`` and so on.
 
-    A new file begins before there are more than `max_file_bytes` of tensors in one; one tensor may be larger.
+    A new file begins before there are more than `max_file_bytes` of tensors in one; one tensor may be larger. Several
+    have an index behind them.
     """
     names = [entry.name for entry in entries]
     twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
@@ -378,11 +359,16 @@ def plan(entries: Sequence[Entry], stem: str, max_file_bytes: int | None = None)
                 room = max_file_bytes
             room -= entry.nbytes
         bundles[-1].append(entry)
-    count = len(bundles)
-    return [
-        _planned(f"{stem}{SUFFIX}" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}{SUFFIX}", bundle)
+    if len(bundles) == 1:
+        return [_planned(f"{stem}{SUFFIX}", entries)]
+    files = [
+        _planned(f"{stem}-{number:05d}-of-{len(bundles):05d}{SUFFIX}", bundle)
         for number, bundle in enumerate(bundles, start=1)
     ]
+    weight_map = {name: file.name for file in files for name in file.begins}
+    total = sum(entry.nbytes for entry in entries)
+    index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1).encode()
+    return [*files, PlannedFile(index_name(stem), index, {}, len(index))]
 
 
 def _planned(name: str, entries: Sequence[Entry]) -> PlannedFile:
@@ -409,13 +395,6 @@ def _planned(name: str, entries: Sequence[Entry]) -> PlannedFile:
     head = len(text).to_bytes(_LENGTH_BYTES, "little") + text
     begins = {key: len(head) + begin for key, begin in offsets.items()}
     return PlannedFile(name, head, begins, len(head) + offset)
-
-
-def index_of(files: Sequence[PlannedFile], entries: Sequence[Entry]) -> bytes:
-    """Return the text of the index of several files (``model.safetensors.index.json``)."""
-    weight_map = {name: file.name for file in files for name in file.begins}
-    total = sum(entry.nbytes for entry in entries)
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1).encode()
 
 
 def index_name(stem: str) -> str:

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import pickle
-import random
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -22,19 +21,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from fsdp.checkpoint.checksums import BLOCK_BYTES, Fragment, HoleError, as_text, by_name, fragment, of_tensor, spans
-from fsdp.checkpoint.folder import Destination, numbered, rotate, write_synced
+from fsdp.checkpoint.folder import Destination, numbered, rotate
+from fsdp.checkpoint.generators import generator_states
 from fsdp.checkpoint.json_values import encoded
 from fsdp.checkpoint.manifest import Manifest, TensorFiles, files_of
 from fsdp.checkpoint.model_tensors import (
     Target,
     all_ranks,
     buffers_in_own_precision,
-    entries_of,
+    entry_of,
     extra_states,
     handles_of,
     named_tensors,
@@ -45,12 +44,11 @@ from fsdp.checkpoint.model_tensors import (
 )
 from fsdp.checkpoint.optim import Groups, Optimizers, params_in, pickled_kinds, shared_kinds, state_entries
 from fsdp.checkpoint.safetensors import (
+    SUFFIX,
     Entry,
     PlannedFile,
     chunks_of,
     create,
-    index_name,
-    index_of,
     plan,
     write_at,
     write_parts,
@@ -75,11 +73,6 @@ class TensorSet:
     entries: list[Entry]
     files: list[PlannedFile]
 
-    @property
-    def index(self) -> bytes:
-        """Return the text of the index of several files."""
-        return index_of(self.files, self.entries)
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -99,7 +92,7 @@ class Plan:
     @property
     def nbytes(self) -> int:
         """Return the size of all files with tensors."""
-        return sum(file.nbytes for each in self.sets for file in each.files)
+        return sum(file.nbytes for each in self.sets for file in each.files if file.name.endswith(SUFFIX))
 
 
 @dataclass(frozen=True)
@@ -146,9 +139,6 @@ class Place:
             rotate(self.path, self.keep, self.step)
 
 
-# --- what is to be written --------------------------------------------------------------------------------------------
-
-
 def prepare(
     place: Place,
     model: nn.Module,
@@ -182,7 +172,7 @@ def prepare(
     def look() -> tuple[Plan, dict[str, Target]]:
         with buffers_in_own_precision(units):
             tensors = named_tensors(model, units)
-            entries = entries_of(tensors, ranks, dtype)
+            entries = [entry_of(name, target, ranks, dtype) for name, target in tensors.items()]
         cast = {entry.name: tensors[entry.name].dtype for entry in entries if entry.dtype != tensors[entry.name].dtype}
         states = encoded(generator_states(), "generators") if generators else None
         extra = {name: encoded(module.get_extra_state(), name) for name, module in extra_states(model).items()}
@@ -220,19 +210,6 @@ def _with_optimizer(
     return done_by_all([ranks], "prepare its optimizer's state", add)
 
 
-def generator_states() -> dict[str, Any]:
-    """Return the states of Python's, NumPy's and torch's generators in this process, as values that `encoded` takes."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    states: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": [str(kind), np.asarray(keys).tobytes(), int(position), int(has_gauss), float(gauss)],
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
 def _require_number(name: str, value: Any) -> None:
     if value is not None and not isinstance(value, int):
         raise TypeError(f"{name} must be a whole number or None, got {value!r}")
@@ -242,9 +219,6 @@ def release(units: Sequence[Unit]) -> None:
     """Tell storages that their shards, which were read, are not wanted soon."""
     for handle in handles_of(units):
         handle.storage.release()
-
-
-# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 def write(place: Place, found: Plan, ranks: Ranks) -> Saved:
@@ -273,8 +247,6 @@ def _begin(destination: Destination, found: Plan) -> None:
     for each in found.sets:
         for file in each.files:
             create(destination.folder, file)
-        if len(each.files) > 1:
-            write_synced(os.path.join(destination.folder, index_name(each.stem)), each.index)
 
 
 def _written(destination: Destination, found: Plan, ranks: Ranks) -> list[list[Fragment]]:
@@ -319,10 +291,7 @@ def _summary(each: TensorSet, fragments: Sequence[Fragment]) -> TensorFiles:
             checksums[entry.name] = as_text(of_tensor(known.get(entry.name, {}), entry.nbytes))
         except HoleError as hole:
             raise RuntimeError(f"{hole} of {entry.name} were written by no rank") from None
-    return files_of(each.stem, each.files, each.index if len(each.files) > 1 else b"", checksums)
-
-
-# --- ranks that do not see the folder ---------------------------------------------------------------------------------
+    return files_of(each.stem, each.files, checksums)
 
 
 def sees_folder(destination: Destination, ranks: Ranks) -> bool:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from fsdp.checkpoint.cli import described, lines
 from fsdp.checkpoint.formats.open_source import examine, format_of, open_source
+from fsdp.checkpoint.generators import GeneratorStates
 from fsdp.checkpoint.json_values import decoded
-from fsdp.checkpoint.loader import GeneratorStates
 from fsdp.checkpoint.untrusted import reading
 from tests.helpers.convert_formats import bits, whole
 

@@ -12,8 +12,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fsdp.checkpoint.formats.source import Elements, Stitched, is_tensor, memory_of, split_vector, stitched
+from fsdp.checkpoint.formats.source import Elements, Stitched, is_tensor, memory_of, split_vector, whole
 from fsdp.engine.names import clean_name, join
 from fsdp.state_dict.local import shard_mark
 
@@ -57,8 +58,14 @@ def consolidate(
     shards = [Shard(f"rank {rank}", *each) for rank, each in given]
     found = put_together(shards, with_module_buffers, strict)
     # What has several names is made once.
-    made = {id(each): each.whole() for each in found.values() if isinstance(each, Stitched)}
+    made = {id(each): _copied(each) for each in found.values() if is_tensor(each)}
     return {name: made.get(id(each), each) for name, each in found.items()}
+
+
+def _copied(tensor: Any) -> Tensor:
+    if isinstance(tensor, Tensor):
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+    return tensor.whole() if isinstance(tensor, Stitched) else whole(tensor)
 
 
 def put_together(shards: Sequence[Shard], with_module_buffers: bool, strict: bool) -> dict[str, Any]:
@@ -68,15 +75,14 @@ def put_together(shards: Sequence[Shard], with_module_buffers: bool, strict: boo
         other.check_alike(first)
     full: dict[str, Any] = {}
     for backing in backings_of(shards, strict):
-        full |= {each.name: each for each in backing.cut(backing.pieces)}
+        full |= backing.cut(backing.pieces)
     for entry in first.entries:
         for source, copy in entry["shared_param_info"]:
             if join(entry["fsdp_path"], source) in full:
                 full[join(entry["fsdp_path"], copy)] = full[join(entry["fsdp_path"], source)]
     for name in first.buffer_names if with_module_buffers else ():
         if first.has(name) or strict:
-            value = first.get(name)
-            full[name] = stitched(name, value) if is_tensor(value) else value
+            full[name] = first.get(name)
     _add_unlisted(full, first, with_module_buffers, strict)
     return full
 
@@ -216,9 +222,9 @@ class Backing:
             )
         )
 
-    def cut(self, pieces: Sequence[Elements]) -> Iterator[Stitched]:
-        """Yield tensors that lie in a vector as the parameters lie in this one."""
-        return split_vector(pieces, self.names, self._described["shapes"])
+    def cut(self, pieces: Sequence[Elements]) -> dict[str, Stitched]:
+        """Return the tensors that lie in a vector as the parameters lie in this one."""
+        return dict(split_vector(pieces, self.names, self._described["shapes"]))
 
 
 def _checked(entry: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fsdp.checkpoint.checksums import BLOCK_BYTES, as_text, fragment, spans
-from fsdp.checkpoint.folder import Destination, sync, write_synced
+from fsdp.checkpoint.folder import Destination, sync
 from fsdp.checkpoint.formats.source import Source, StridedTensor, TensorReader
 from fsdp.checkpoint.formats.torch_file import TorchArchive
 from fsdp.checkpoint.formats.trees import MODEL_KEYS, OPTIMIZER_KEYS, VALUES
@@ -35,8 +35,6 @@ from fsdp.checkpoint.safetensors import (
     SUFFIX,
     Entry,
     create,
-    index_name,
-    index_of,
     plan,
     write_at,
     written,
@@ -48,7 +46,6 @@ Advance = Callable[[int], None]
 _WRITING, _REPLACED = ".converting", ".replaced"
 # Names of files that a folder may have which is replaced.
 _SAFETENSORS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
-_NOTHING = re.compile("")
 _DESCRIPTOR = b"PK\7\x08"  # in an archive, behind a record
 
 
@@ -129,9 +126,6 @@ def require_apart(source: Source, target: str) -> None:
         raise ValueError(f"{target} is where the checkpoint is: convert to another place")
 
 
-# --- as a tree of dictionaries ----------------------------------------------------------------------------------------
-
-
 def tree_of(
     content: Content, make: Callable[[Item], Tensor], *, by_number: bool = False, is_flat: bool = False
 ) -> dict[str, Any]:
@@ -196,9 +190,6 @@ def _flattened(full: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-# --- as safetensors files, ours and plain ones ------------------------------------------------------------------------
-
-
 def write_ours(path: str, content: Content, *, max_file_bytes: int | None, overwrite: bool, advance: Advance) -> None:
     """Write a folder as `fsdp.save` does."""
     if content.model is None:
@@ -234,11 +225,11 @@ def write_safetensors(
         if max_file_bytes is not None:
             raise ValueError(f"--max-file-bytes makes several files, and {path} is one: name a folder")
         stem = os.path.basename(path).removesuffix(SUFFIX)
-        with new_place(path, is_folder=False, overwrite=overwrite, own=_SAFETENSORS) as part:
+        with new_place(path, overwrite=overwrite) as part:
             folder, name = os.path.split(part)
             _write_set(folder, stem, content.model, None, advance, one_file=name)
     else:
-        with new_place(path, is_folder=True, overwrite=overwrite, own=_SAFETENSORS) as part:
+        with new_place(path, overwrite=overwrite, own=_SAFETENSORS) as part:
             _write_set(part, "model", content.model, max_file_bytes, advance)
 
 
@@ -257,10 +248,7 @@ def _write_set(
         with written(folder, file) as fd:
             for name, begin in file.begins.items():
                 checksums[name] = as_text(_write_item(fd, by_name[name], begin, advance))
-    index = index_of(files, entries) if len(files) > 1 else b""
-    if index:
-        write_synced(os.path.join(folder, index_name(stem)), index)
-    return files_of(stem, files, index, {item.name: checksums[item.name] for item in items})
+    return files_of(stem, files, {item.name: checksums[item.name] for item in items})
 
 
 def _write_item(fd: int, item: Item, place: int, advance: Advance) -> list[int]:
@@ -277,9 +265,6 @@ def _write_item(fd: int, item: Item, place: int, advance: Advance) -> list[int]:
     return checksums
 
 
-# --- as a file of torch.save ------------------------------------------------------------------------------------------
-
-
 def write_torch(path: str, content: Content, *, by_number: bool, overwrite: bool, advance: Advance) -> None:
     """Write one file. An optimizer alone is its state, without a dictionary around it."""
     items: dict[int, Item] = {}
@@ -294,7 +279,7 @@ def write_torch(path: str, content: Content, *, by_number: bool, overwrite: bool
 
     tree = tree_of(content, make, by_number=by_number)
     whole = tree[OPTIMIZER] if content.model is None else tree
-    with new_place(path, is_folder=False, overwrite=overwrite, own=_NOTHING) as part:
+    with new_place(path, overwrite=overwrite) as part:
         _save_in_pieces(part, whole, items, advance)
 
 
@@ -357,20 +342,18 @@ def _note_checksums(path: str, archive: TorchArchive, checksums: Mapping[int, in
             place += 46 + sum(struct.unpack("<HHH", file.read(6)))  # of the name, of more fields, and of a comment
 
 
-# --- the place of a converted checkpoint ------------------------------------------------------------------------------
-
-
 @contextmanager
-def new_place(path: str, *, is_folder: bool, overwrite: bool, own: re.Pattern[str]) -> Iterator[str]:
+def new_place(path: str, *, overwrite: bool, own: re.Pattern[str] | None = None) -> Iterator[str]:
     """Give a file or folder to write to, which is at `path` if the block succeeds, and nowhere if it fails.
 
-    A folder is replaced (`overwrite`) if all files in it have names of its `own`.
+    It is a folder if its files have names of their `own`, with which alone a folder is replaced.
     """
+    is_folder = own is not None
     place = os.path.realpath(path)
     part = place + _WRITING
     require_free(path, overwrite)
     if os.path.lexists(place):
-        _require_own(place, is_folder, own)
+        _require_own(place, own)
     if os.path.lexists(part):
         raise FileExistsError(f"{part} is in the way: another conversion is writing it, or was killed. Remove it.")
     os.makedirs(part if is_folder else os.path.dirname(part), exist_ok=True)
@@ -392,10 +375,10 @@ def require_free(path: str, overwrite: bool) -> None:
         raise FileExistsError(f"{path} is there already: name another place, or replace it (--overwrite)")
 
 
-def _require_own(place: str, is_folder: bool, own: re.Pattern[str]) -> None:
-    if os.path.isdir(place) != is_folder:
-        raise FileExistsError(f"{place} is a {'file' if is_folder else 'folder'}: move it away first")
-    others = [name for name in os.listdir(place) if not own.fullmatch(name)] if is_folder else []
+def _require_own(place: str, own: re.Pattern[str] | None) -> None:
+    if os.path.isdir(place) != (own is not None):
+        raise FileExistsError(f"{place} is a {'folder' if own is None else 'file'}: move it away first")
+    others = [name for name in os.listdir(place) if not own.fullmatch(name)] if own is not None else []
     if others:
         raise FileExistsError(f"{place} has other files in it ({', '.join(sorted(others)[:3])}): it is not replaced")
 

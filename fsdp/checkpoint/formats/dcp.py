@@ -8,12 +8,11 @@ read, so that nothing in the folder is executed.
 from __future__ import annotations
 
 import hashlib
-import math
 import mmap
 import os
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import index
@@ -23,11 +22,11 @@ import torch
 from torch import Tensor
 
 from fsdp.checkpoint.formats.convert import Advance, Content, Item, new_place, tree_of
-from fsdp.checkpoint.formats.source import ChunkedTensor, Source, StridedTensor
+from fsdp.checkpoint.formats.source import ChunkedTensor, Source, StridedTensor, are_all_of
 from fsdp.checkpoint.formats.torch_file import Foreign, TorchArchive, unpickled
 from fsdp.checkpoint.formats.trees import MODEL_KEYS, OPTIMIZER_KEYS, Choices, source_of_tree
 from fsdp.checkpoint.untrusted import beside, content_of, reading, short
-from fsdp.engine.layout import Box, overlap
+from fsdp.engine.layout import Box
 
 _METADATA = ".metadata"
 _OF_RANK = re.compile(r"__(\d+)_")
@@ -127,7 +126,7 @@ class DcpFolder:
             box = Box(tuple(map(index, chunk.state["offsets"])), tuple(map(index, chunk.state["sizes"])))
             chunks.append(_Chunk(self._items[name, box.offsets], dtype, box))
         found = ChunkedTensor(dtype, shape, chunks)
-        if not _fill(shape, {chunk.box for chunk in chunks}):
+        if not are_all_of(shape, {chunk.box for chunk in chunks}):
             raise ValueError(f"the chunks of {name} do not make a tensor of shape {list(shape)}")
         return found
 
@@ -200,22 +199,6 @@ class DcpFolder:
         return all(item.archive.has_checksums for item in self._items.values())
 
 
-def _fill(shape: torch.Size, boxes: Collection[Box]) -> bool:
-    """Return whether boxes fill a tensor: they lie in it, not over each other, and have as many elements."""
-    if any(size < 0 for size in shape) or sum(box.numel for box in boxes) != math.prod(shape):
-        return False
-    inside = Box((0,) * len(shape), tuple(shape))
-    if any(min((0, *box.sizes)) < 0 or (box.numel and overlap(box, inside) != box) for box in boxes):
-        return False
-    open_ones: list[Box] = []  # that have rows in common with the next one
-    for box in sorted((box for box in boxes if box.numel), key=lambda each: each.offsets):
-        open_ones = [each for each in open_ones if not shape or each.offsets[0] + each.sizes[0] > box.offsets[0]]
-        if any(overlap(box, each) is not None for each in open_ones):
-            return False
-        open_ones.append(box)
-    return True
-
-
 def _with_lists(tree: Any) -> Any:
     """Return the same with lists where all keys are numbers."""
     if not isinstance(tree, dict):
@@ -224,9 +207,6 @@ def _with_lists(tree: Any) -> Any:
     if made and all(isinstance(key, int) for key in made):
         return [made[key] for key in sorted(made)]
     return made
-
-
-# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 def write_dcp(path: str, content: Content, *, is_flat: bool, overwrite: bool, advance: Advance) -> None:
@@ -263,7 +243,7 @@ def write_dcp(path: str, content: Content, *, is_flat: bool, overwrite: bool, ad
             return tensor
 
     state = tree_of(content, make, is_flat=is_flat)
-    with new_place(path, is_folder=True, overwrite=overwrite, own=_OWN) as part, warnings.catch_warnings():
+    with new_place(path, overwrite=overwrite, own=_OWN) as part, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         # Without copying ahead, tensors are asked for one after the other.
         writer = dcp.FileSystemWriter(part, per_thread_copy_ahead=0)

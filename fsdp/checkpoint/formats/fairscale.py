@@ -24,9 +24,8 @@ from fsdp.checkpoint.formats.rank_files import (
     source_of_ranks,
     title_of,
 )
-from fsdp.checkpoint.formats.source import Elements, Source, Stitched, is_tensor, memory_of, stitched
-from fsdp.checkpoint.formats.torch_file import TorchArchive
-from fsdp.checkpoint.formats.values import shown, values_of
+from fsdp.checkpoint.formats.source import Elements, Source, is_tensor, memory_of
+from fsdp.checkpoint.formats.torch_file import TorchArchive, shown, values_of
 from fsdp.engine.names import clean_name, join
 
 _NAMES = "param_names"
@@ -65,14 +64,14 @@ def open_fairscale(
     shards, keys = zip(*map(_shard_in, files), strict=True)
     is_whole = len(shards) == 1 and not any(shards[0].has(key) for key, _, _ in shards[0].backings())
     found = dict(_whole(shards[0])) if is_whole else put_together(shards, True, strict)
-    found, is_in_order = _in_order(found, shards[0])
+    order, is_in_order = _order(shards[0])
     notes: list[str] = []
     saved = _optimizers(files, optimizer, notes) if with_optimizer else []
     state = _state_of(saved, shards, optimizer_params) if saved else None
     values = values_of(files[0].content, {*keys[0], *(each.key for each in optimizers_in(files[0]))}, notes)
     world_size = None if is_whole else len(files)
     return source_of_ranks(
-        "fairscale", title_of(path), found, saved, state, values, notes, world_size, is_in_order=is_in_order
+        "fairscale", title_of(path), found, saved, state, values, notes, world_size, order, is_in_order=is_in_order
     )
 
 
@@ -125,17 +124,13 @@ def _fits(value: Any, metadata: Mapping[str, Any]) -> bool:
 
 def _whole(shard: Shard) -> Iterator[tuple[str, Any]]:
     """Yield weights that were not sharded when they were saved, as fairseq does by default; tied ones as one."""
-    known: dict[Any, Stitched] = {}
+    known: dict[Any, Any] = {}
     for key, value in shard.weights.items():
-        name = clean_name(key)
-        if is_tensor(value):
-            yield name, known.setdefault(memory_of(value), stitched(name, value))
-        else:
-            yield name, value
+        yield clean_name(key), known.setdefault(memory_of(value), value)
 
 
-def _in_order(found: Mapping[str, Any], shard: Shard) -> tuple[dict[str, Any], bool]:
-    """Return the same in the order of the modules, and whether that is known.
+def _order(shard: Shard) -> tuple[dict[str, int], bool]:
+    """Return the places of tensors in the order of the modules, and whether it is known.
 
     State dicts have it. Of flat parameters they say only where the units are, so that parameters of a unit that come
     after another one in it cannot be told from those before.
@@ -143,11 +138,7 @@ def _in_order(found: Mapping[str, Any], shard: Shard) -> tuple[dict[str, Any], b
     units = [path for _, path, _ in shard.backings()]
     is_flat = any(len(names) > 1 for _, _, names in shard.backings())
     order = {name: number for number, name in enumerate(map(clean_name, shard.weights))}
-    names = sorted(found, key=lambda name: order.get(name, -1))  # those of a flat parameter stay where they are
-    return {name: found[name] for name in names}, not is_flat or len(set(units)) == 1
-
-
-# --- the state of an optimizer --------------------------------------------------------------------------------------
+    return order, not is_flat or len(set(units)) == 1
 
 
 def _is_full(saved: SavedOptimizer) -> bool:
@@ -245,8 +236,8 @@ def _add_backing(
         pieces = [_piece(backing, key, rank, entries[rank][key], holders) for rank in parts]
         if len({piece.dtype for piece in pieces}) > 1:
             raise ValueError(f"{state.where(backing.key, key)} has another dtype on some ranks")
-        for each in backing.cut(pieces):
-            state.add_elements(each.name, key, each)
+        for name, each in backing.cut(pieces).items():
+            state.add_elements(name, key, each)
 
 
 def _piece(

@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -35,9 +35,18 @@ from fsdp.checkpoint.formats.rank_files import (
     source_of_ranks,
     title_of,
 )
-from fsdp.checkpoint.formats.source import Elements, LazyTensor, Source, Stitched, is_tensor, memory_of, stitched
-from fsdp.checkpoint.formats.torch_file import Foreign, TorchArchive
-from fsdp.checkpoint.formats.values import shown, values_of
+from fsdp.checkpoint.formats.source import (
+    ChunkedTensor,
+    KnownChunk,
+    LazyTensor,
+    Source,
+    are_all_of,
+    is_lazy,
+    is_tensor,
+    memory_of,
+)
+from fsdp.checkpoint.formats.torch_file import Foreign, TorchArchive, shown, values_of
+from fsdp.engine.layout import Box
 from fsdp.engine.names import plain_name
 
 _FLAT = "_flat_param"
@@ -77,8 +86,6 @@ def open_fsdp1(
     """Open a file or ranks' files of FSDP1, as `open_fairscale`; close it when it is read."""
     files = [TorchArchive(each) for each in rank_files(path)]
     key = _model_key(files[0])
-    notes: list[str] = []
-    saved = optimizers_of(files, optimizer, notes) if with_optimizer else []
     models = [] if key is None and not _is_state_dict(files[0].content) else [_model(file, key) for file in files]
     if models and _is_local(models[0]):
         raise ValueError(
@@ -86,6 +93,8 @@ def open_fsdp1(
             "are made of. Load it with FSDP1 on as many ranks, and save SHARDED_STATE_DICT or FULL_STATE_DICT."
         )
     found = _whole(models, files)
+    notes: list[str] = []
+    saved = optimizers_of(files, optimizer, notes) if with_optimizer else []
     state = _state(saved, optimizer_params, found) if saved else None
     left = {key, *(each.key for each in optimizers_in(files[0]))}
     values = {} if key is None else values_of(files[0].content, left, notes)
@@ -93,9 +102,6 @@ def open_fsdp1(
         notes.append("there are no weights of a model in it")
     world_size = len(files) if models and _has_shards(models[0]) else None
     return source_of_ranks("fsdp1", title_of(path), found, saved, state, values, notes, world_size)
-
-
-# --- what is where --------------------------------------------------------------------------------------------------
 
 
 def _is_state_dict(value: Any) -> bool:
@@ -127,13 +133,10 @@ def _model(file: TorchArchive, key: str | None) -> Mapping[str, Any]:
     return {plain_name(name): value for name, value in found.items()}
 
 
-# --- unsharded tensors ------------------------------------------------------------------------------------------------
-
-
 def _whole(models: Sequence[Mapping[str, Any]], files: Sequence[TorchArchive]) -> dict[str, Any]:
     """Return the tensors by name; those that lie in the same memory are one."""
     found: dict[str, Any] = {}
-    known: dict[Any, Stitched] = {}
+    known: dict[Any, LazyTensor] = {}
     for name, value in models[0].items() if models else ():
         missing = [file for model, file in zip(models, files, strict=True) if name not in model]
         if missing:
@@ -142,8 +145,8 @@ def _whole(models: Sequence[Mapping[str, Any]], files: Sequence[TorchArchive]) -
             found[name] = value
             continue
         each = _merged(name, [model[name] for model in models], [file.path for file in files])
-        places = tuple(memory_of(piece.tensor) for piece in each.pieces) if _is_sharded(value) else memory_of(value)
-        found[name] = known.setdefault(places, each)
+        chunks = each.chunks if isinstance(each, ChunkedTensor) else ()
+        found[name] = known.setdefault(tuple(memory_of(chunk.tensor) for chunk in chunks) or memory_of(each), each)
     return found
 
 
@@ -154,7 +157,7 @@ def _state(saved: Sequence[SavedOptimizer], order: Sequence[str] | None, model: 
     state = NamedState(str(first))
     for number, name in names.items():
         entries = [each.content["state"].get(number) or {} for each in saved]
-        shape = model[name].shape if isinstance(model.get(name), Stitched) else torch.Size([1])
+        shape = model[name].shape if is_lazy(model.get(name)) else torch.Size([1])
         for key, value in entries[0].items():
             missing = [file for file, entry in zip(saved, entries, strict=True) if key not in entry]
             if missing:
@@ -169,17 +172,6 @@ def _state(saved: Sequence[SavedOptimizer], order: Sequence[str] | None, model: 
                 state.add_elements(name, key, each)
     state.groups = [(group, [names[number] for number in group["params"]]) for group in first.content["param_groups"]]
     return state
-
-
-# --- shards of tensors ------------------------------------------------------------------------------------------------
-
-
-class _Shard(NamedTuple):
-    """The shard of a tensor in one file: the number of its first element, its values, and the file."""
-
-    start: int
-    values: LazyTensor
-    file: str
 
 
 def _is_sharded(value: Any) -> bool:
@@ -198,46 +190,40 @@ def _is_of_torch(value: Any, name: str) -> bool:
     return last == name and f"{module}.".startswith("torch.distributed.")
 
 
-def _merged(name: str, values: Sequence[Any], files: Sequence[str]) -> Stitched:
+def _merged(name: str, values: Sequence[Any], files: Sequence[str]) -> LazyTensor:
     """Return a tensor of which each file has a shard, or all files all of it."""
     first = values[0]
     if not _is_sharded(first):
-        return stitched(name, first)
-    shape, found = _shards_of(name, first, files[0])
-    for value, file in list(zip(values, files, strict=True))[1:]:
-        other, more = _shards_of(name, value, file) if _is_sharded(value) else (None, [])
+        return first
+    shape, _ = _shards_of(name, first, files[0])
+    chunks: dict[Box, KnownChunk] = {}  # replicas have the same
+    for value, file in zip(values, files, strict=True):
+        other, found = _shards_of(name, value, file) if _is_sharded(value) else (None, [])
         if other != shape:
             raise ValueError(
                 f"{name} in {file} is another tensor than in {files[0]}, which has shards of {list(shape)}"
             )
-        found += more
-    shards = sorted({shard.start: shard for shard in reversed(found) if shard.values.shape.numel()}.values())
-    reached = 0
-    for shard in shards:
-        _check_follows(name, shard.start, reached, shard.file, len(files))
-        reached += shard.values.shape.numel()
-    _check_follows(name, shape.numel(), reached, files[-1], len(files))
-    pieces = tuple(Elements.of(shard.values) for shard in shards)
-    dtype = pieces[0].dtype if pieces else _dtype_of(first)
-    return Stitched(name, shape, dtype, pieces or (Elements.of(torch.empty(0, dtype=dtype)),))
-
-
-def _check_follows(name: str, start: int, reached: int, file: str, count: int) -> None:
-    if start != reached:
+        for chunk in found:
+            if tuple(chunk.tensor.shape) != chunk.box.sizes:
+                raise ValueError(f"{name} in {file} has shape {list(chunk.tensor.shape)}, not {list(chunk.box.sizes)}")
+            chunks.setdefault(chunk.box, chunk)
+    if not are_all_of(shape, chunks.keys()):
+        held = sum(box.numel for box in chunks)
         raise ValueError(
-            f"{name}: up to {file}, the {count} files given have its elements to {reached}, and the next ones begin at "
-            f"{start}. A rank's file is missing, or one is of another number of ranks."
+            f"{name}: the {len(files)} files given have {held} of its {shape.numel()} elements, or some twice. A "
+            "rank's file is missing, or one is of another number of ranks."
         )
+    dtype = next((chunk.tensor.dtype for chunk in chunks.values()), None) or _dtype_of(first)
+    return ChunkedTensor(dtype, shape, [chunk for chunk in chunks.values() if chunk.box.numel])
 
 
-def _shards_of(name: str, value: Any, file: str) -> tuple[torch.Size, list[_Shard]]:
+def _shards_of(name: str, value: Any, file: str) -> tuple[torch.Size, list[KnownChunk]]:
     """Return the shape of an unsharded tensor, and its shards in a file."""
     try:
         if _is_sharded_tensor(value):
-            shape = torch.Size(value.state[1].fields["size"])
-            return shape, list(_shards(name, value, shape, file))
+            return torch.Size(value.state[1].fields["size"]), [_chunk(each.fields) for each in value.state[0]]
         shape = torch.Size(value.args[2])
-        return shape, list(_rows(name, value, shape, file))
+        return shape, [_rows(name, value, shape, file)]
     except (AttributeError, KeyError, IndexError, TypeError) as error:
         raise ValueError(
             f"{name} in {file} is a {value.origin} of a form that is not known here ({error!r}): load it with the "
@@ -252,31 +238,30 @@ def _dtype_of(value: Any) -> torch.dtype:
     return properties.state[0] if isinstance(properties.state, tuple) else properties.state["dtype"]
 
 
-def _shards(name: str, value: Any, shape: torch.Size, file: str) -> Iterator[_Shard]:
-    """Yield the shards in a `ShardedTensor`."""
-    for shard in (each.fields for each in value.state[0]):
-        where = shard["metadata"].fields
-        offsets, sizes = list(where["shard_offsets"]), list(where["shard_sizes"])
-        if any(offsets[1:]) or sizes[1:] != list(shape[1:]):
-            raise ValueError(_not_of_fsdp1(name, file, f"shards at {offsets} of sizes {sizes}"))
-        yield _Shard(offsets[0] * shape[1:].numel() if offsets else 0, shard["tensor"], file)
+def _chunk(shard: Mapping[str, Any]) -> KnownChunk:
+    """Return a shard in a `ShardedTensor`."""
+    where = shard["metadata"].fields
+    return KnownChunk(Box(tuple(where["shard_offsets"]), tuple(where["shard_sizes"])), shard["tensor"])
 
 
-def _rows(name: str, value: Any, shape: torch.Size, file: str) -> Iterator[_Shard]:
-    """Yield the shard in a `DTensor`."""
+def _rows(name: str, value: Any, shape: torch.Size, file: str) -> KnownChunk:
+    """Return the shard in a `DTensor`."""
     local, spec = value.fields["_local_tensor"], value.fields["_spec"].fields
     kinds = [each.origin.rpartition(".")[2] for each in spec["placements"]]
     sharded = [dim for dim, kind in enumerate(kinds) if kind != "Replicate"]
     if not sharded:
-        yield _Shard(0, local, file)
-        return
+        return KnownChunk(Box((0,) * len(shape), tuple(shape)), local)
     if len(sharded) > 1 or kinds[sharded[0]] != "Shard" or spec["placements"][sharded[0]].fields["dim"] != 0:
         dims = [each.fields.get("dim", "") for each in spec["placements"]]
         shown = ", ".join(f"{kind}({dim})" for kind, dim in zip(kinds, dims, strict=True))
-        raise ValueError(_not_of_fsdp1(name, file, f"placements {shown}"))
+        raise ValueError(
+            f"{name} in {file} has placements {shown}, and FSDP1 shards the first dimension over one group of ranks: "
+            "save such a model with torch.distributed.checkpoint"
+        )
     ranks, number = _place_in_mesh(spec["mesh"].fields, sharded[0])
     rows = -(-shape[0] // ranks)  # as `torch.chunk`
-    yield _Shard(min(number * rows, shape[0]) * shape[1:].numel(), local, file)
+    first, last = (min(each * rows, shape[0]) for each in (number, number + 1))
+    return KnownChunk(Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])), local)
 
 
 def _place_in_mesh(mesh: Mapping[str, Any], dim: int) -> tuple[int, int]:
@@ -288,10 +273,3 @@ def _place_in_mesh(mesh: Mapping[str, Any], dim: int) -> tuple[int, int]:
         sizes = [each.fields["shape"] for each in layout["axes"]] if "axes" in layout else layout["shape"]
     size = sizes[dim]
     return size if isinstance(size, int) else math.prod(size), mesh["_coordinate_on_dim"][dim]
-
-
-def _not_of_fsdp1(name: str, file: str, what: str) -> str:
-    return (
-        f"{name} in {file} has {what}, and FSDP1 shards the first dimension over one group of ranks: save such a model "
-        "with torch.distributed.checkpoint"
-    )

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp.checkpoint.formats.source import LazyTensor, is_tensor, whole
-from fsdp.checkpoint.formats.torch_file import TorchArchive
-from fsdp.checkpoint.formats.values import materialised, values_of
+from fsdp.checkpoint.formats.torch_file import TorchArchive, materialised, values_of
 from fsdp.checkpoint.json_values import encoded
 from fsdp.checkpoint.optim import kind_to_json, rest_of
 from fsdp.optim_utils.state import Elements, Kind, Number, Value, is_number, odd_shape, options_of

@@ -9,10 +9,9 @@ from itertools import islice
 from typing import Any
 
 from fsdp.checkpoint.formats.optim import NamedState, SavedOptimizer, optimizers_in
-from fsdp.checkpoint.formats.source import Source, Stitched, TensorReader, reader_of
-from fsdp.checkpoint.formats.torch_file import TorchArchive, is_torch_file
-from fsdp.checkpoint.formats.values import materialised, shown
-from fsdp.checkpoint.json_values import MAX_TENSOR_BYTES, encoded
+from fsdp.checkpoint.formats.source import Source, TensorReader, is_lazy
+from fsdp.checkpoint.formats.torch_file import TorchArchive, is_torch_file, materialised, shown
+from fsdp.checkpoint.json_values import encoded
 
 # What is before a number, the number, and what is after it: the last one, but for a total (``rank3-of-8``).
 _NUMBER = re.compile(r"^(.*?)(\d+)((?:[-_.]?of[-_.]?\d+)?\D*)$", re.DOTALL)
@@ -119,9 +118,6 @@ def _in_order(place: str, after: str, group: Mapping[int, str]) -> list[str]:
     return [group[number] for number in sorted(group)]
 
 
-# --- one checkpoint of all files --------------------------------------------------------------------------------------
-
-
 def optimizers_of(files: Sequence[TorchArchive], given: Paths | None, notes: list[str]) -> list[SavedOptimizer]:
     """Return the optimizer's dictionaries, which the first file alone may have. Of several it has none, but a note."""
     sources = files if given is None else [TorchArchive(each) for each in rank_files(given)]
@@ -149,17 +145,19 @@ def source_of_ranks(
     values: dict[Any, Any],
     notes: Sequence[str],
     world_size: int | None,
+    order: Mapping[str, int] | None = None,
     *,
     is_in_order: bool = True,
 ) -> Source:
     """Return one checkpoint: the model by plain names, the optimizer's dictionaries and their state, and values."""
     tensors, aliases, extra = _sorted_out(found, title)
+    names = sorted(tensors, key=lambda name: (order or {}).get(name, -1))  # those of a flat parameter stay first
     if saved and saved[0].others:
         values[saved[0].key] = saved[0].others
     return Source(
         format=word,
         path=title,
-        model=reader_of(title, tensors),
+        model=TensorReader(title, {name: tensors[name] for name in names}),
         optimizer=None if state is None else TensorReader(title, state.tensors),
         optimizer_rest=None if state is None else state.rest(),
         extra=extra,
@@ -171,17 +169,18 @@ def source_of_ranks(
     )
 
 
-def _sorted_out(found: Mapping[str, Any], title: str) -> tuple[list[Stitched], dict[str, str], dict[str, Any]]:
+def _sorted_out(found: Mapping[str, Any], title: str) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
     """Return tensors, second names of some, and modules' extra state, encoded."""
-    tensors, aliases, extra = [], {}, {}
+    tensors: dict[str, Any] = {}
+    aliases, extra = {}, {}
+    names: dict[int, str] = {}  # by the id of a tensor, the first one
     for name, value in found.items():
         if name.rpartition(".")[2] == _EXTRA:
-            is_small = isinstance(value, Stitched) and value.shape.numel() * value.dtype.itemsize <= MAX_TENSOR_BYTES
-            extra[name] = encoded(value.whole() if is_small else materialised(value), f"{title}: {name}")
-        elif not isinstance(value, Stitched):
+            extra[name] = encoded(materialised(value), f"{title}: {name}")
+        elif not is_lazy(value):
             raise ValueError(f"{title}: {name} is a {shown(value)}, not a tensor")
-        elif value.name == name:
-            tensors.append(value)
+        elif names.setdefault(id(value), name) == name:
+            tensors[name] = value
         else:
-            aliases[name] = value.name
+            aliases[name] = names[id(value)]
     return tensors, aliases, extra

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -196,9 +196,6 @@ def _opened(file: SeenFile) -> int:
     return fd
 
 
-# --- tensors in files -----------------------------------------------------------------------------------------------
-
-
 class LazyTensor(Protocol):
     """A tensor that is read by ranges."""
 
@@ -272,6 +269,13 @@ class Chunk(Protocol):
     def tensor(self) -> StridedTensor: ...
 
 
+class KnownChunk(NamedTuple):
+    """A box of a tensor, of which it is known where it lies."""
+
+    box: Box
+    tensor: StridedTensor
+
+
 @dataclass(frozen=True, eq=False)
 class ChunkedTensor:
     """A tensor that is divided into boxes, each somewhere in a file."""
@@ -290,9 +294,25 @@ class ChunkedTensor:
                     chunk.tensor.fill_box(files, target, common.moved([-begin for begin in chunk.box.offsets]))
 
 
+def are_all_of(shape: torch.Size, boxes: Collection[Box]) -> bool:
+    """Return whether boxes fill a tensor: they lie in it, not over each other, and have as many elements."""
+    if any(size < 0 for size in shape) or sum(box.numel for box in boxes) != math.prod(shape):
+        return False
+    inside = Box((0,) * len(shape), tuple(shape))
+    if any(min((0, *box.sizes)) < 0 or (box.numel and overlap(box, inside) != box) for box in boxes):
+        return False
+    open_ones: list[Box] = []  # that have rows in common with the next one
+    for box in sorted((box for box in boxes if box.numel), key=lambda each: each.offsets):
+        open_ones = [each for each in open_ones if not shape or each.offsets[0] + each.sizes[0] > box.offsets[0]]
+        if any(overlap(box, each) is not None for each in open_ones):
+            return False
+        open_ones.append(box)
+    return True
+
+
 def is_lazy(value: Any) -> bool:
     """Return whether it is a tensor in a file."""
-    return isinstance(value, (StridedTensor, ChunkedTensor))
+    return isinstance(value, (StridedTensor, ChunkedTensor, Stitched))
 
 
 def is_tensor(value: Any) -> bool:
@@ -347,9 +367,6 @@ def _bytes_of(flat: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-# --- tensors of which ranks hold elements ---------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class Elements:
     """Some elements of a tensor, in memory or in a file, one after the other in row-major order."""
@@ -383,7 +400,6 @@ class Elements:
 class Stitched:
     """A tensor as the elements that ranks hold of it (a `LazyTensor`): nothing is put together before it is read."""
 
-    name: str
     shape: torch.Size
     dtype: torch.dtype
     pieces: tuple[Elements, ...]  # in row-major order
@@ -404,14 +420,9 @@ class Stitched:
             skipped += piece.numel
 
 
-def stitched(name: str, tensor: Tensor | LazyTensor) -> Stitched:
-    """Return a tensor whose elements are all in another one."""
-    return Stitched(name, tensor.shape, tensor.dtype, (Elements.of(tensor),))
-
-
 def split_vector(
     pieces: Iterable[Elements], names: Sequence[str], shapes: Sequence[Sequence[int]]
-) -> Iterator[Stitched]:
+) -> Iterator[tuple[str, Stitched]]:
     """Yield the tensors that lie one after the other in a vector, of which ranks hold these elements, in order."""
     held = list(pieces)
     dtype, ahead = held[0].dtype, iter([piece for piece in held if piece.numel])
@@ -423,9 +434,4 @@ def split_vector(
             parts.append(rest.part(0, min(missing, rest.numel)))
             missing -= parts[-1].numel
             rest = rest.part(parts[-1].numel, rest.numel - parts[-1].numel)
-        yield Stitched(name, shape, dtype, tuple(parts or [rest.part(0, 0)]))
-
-
-def reader_of(path: str, tensors: Iterable[Stitched]) -> TensorReader:
-    """Return what reads tensors by their names."""
-    return TensorReader(path, {each.name: each for each in tensors})
+        yield name, Stitched(shape, dtype, tuple(parts or [rest.part(0, 0)]))

@@ -24,7 +24,7 @@ import struct
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from operator import index
 from typing import IO, Any, ClassVar, NamedTuple
@@ -32,34 +32,22 @@ from typing import IO, Any, ClassVar, NamedTuple
 import torch
 
 from fsdp.checkpoint.checksums import BLOCK_BYTES
-from fsdp.checkpoint.formats.source import SeenFile, StridedTensor, is_lazy
+from fsdp.checkpoint.formats.source import SeenFile, StridedTensor, is_lazy, whole
+from fsdp.checkpoint.json_values import MAX_TENSOR_BYTES, encoded
 from fsdp.checkpoint.untrusted import BROKEN, opened, readable, short
 
 _ZIP = b"PK\3\4"
 _LOCAL_HEADER = 30  # bytes, and then the name and extra fields, whose lengths are at 26
 # Files of torch before 1.6 begin with a pickle of their magic number.
 _OLD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-_STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
-    "UntypedStorage": torch.uint8,
-}
+_KINDS = (
+    "Double float64, Float float32, Half float16, BFloat16 bfloat16, Long int64, Int int32, Short int16, Char int8, "
+    "Byte uint8, Bool bool, ComplexFloat complex64, ComplexDouble complex128, Untyped uint8"
+)
+_STORAGES = {f"{kind}Storage": getattr(torch, name) for kind, name in map(str.split, _KINDS.split(", "))}
 _PLAIN_TYPES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 _PATHS_PER_BYTE = 100  # of a pickle: objects that are mentioned several times count as often
 _FREE_PATHS = 1 << 20  # in small ones
-
-
-# --- archives ---------------------------------------------------------------------------------------------------
 
 
 def is_torch_file(path: str | os.PathLike[str]) -> bool:
@@ -242,9 +230,6 @@ def _record(file: IO[bytes], begin: int, info: zipfile.ZipInfo) -> Record:
     if info.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{info.filename} in it is compressed, as torch.save never does")
     return Record(info.filename, place, info.file_size, info.CRC)
-
-
-# --- pickles ----------------------------------------------------------------------------------------------------
 
 
 class Foreign:
@@ -461,3 +446,53 @@ def _objects_in(value: Any) -> list[Any]:
         return list(value)
     state = getattr(value, "state", None)  # of an object that was not made
     return [state, getattr(value, "args", ())] if state is not None else []
+
+
+def materialised(value: Any, *, keep_state: bool = False) -> Any:
+    """Return the same tree with small tensors read, and with dictionaries for ``argparse.Namespace``s.
+
+    `keep_state` leaves what is under ``state`` alone.
+    """
+    if is_lazy(value) and value.shape.numel() * value.dtype.itemsize <= MAX_TENSOR_BYTES:
+        return whole(value)
+    if isinstance(value, Foreign) and value.origin == "argparse.Namespace" and isinstance(value.state, Mapping):
+        return materialised(value.state)
+    if isinstance(value, Mapping):
+        kept = "state" if keep_state else None
+        return {
+            key: each if key == kept or str(key).startswith(f"{kept}.") else materialised(each)
+            for key, each in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        made = [materialised(each) for each in value]
+        return made if isinstance(value, list) else tuple(made)
+    return value
+
+
+def values_of(content: Mapping[Any, Any], leave: Iterable[Any], notes: list[str]) -> dict[Any, Any]:
+    """Return what else a user has saved, as far as a checkpoint of ours can hold it; notes say what was left out."""
+    left, found = set(leave), {}
+    for key, value in content.items():
+        if key not in left:
+            try:
+                read = materialised(value)
+                encoded(read, str(key))
+            except (TypeError, RecursionError) as error:
+                has_tensors = isinstance(error, TypeError) and _has_tensors(value)
+                what = f"{key}, with tensors that are not the model's" if has_tensors else str(error).partition(":")[0]
+                notes.append(f"left out: {what}")
+            else:
+                found[key] = read
+    return found
+
+
+def shown(value: Any) -> str:
+    """Return what messages call a value of its kind."""
+    if isinstance(value, Foreign):
+        return value.origin
+    return "Tensor" if is_lazy(value) else type(value).__name__
+
+
+def _has_tensors(tree: Any) -> bool:
+    values = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
+    return is_lazy(tree) or any(map(_has_tensors, values))

@@ -13,21 +13,13 @@ from typing import Any
 
 from fsdp.checkpoint.formats.optim import Names, optimizer_state
 from fsdp.checkpoint.formats.source import LazyTensor, Source, TensorReader, is_lazy
-from fsdp.checkpoint.formats.values import materialised, shown, values_of
+from fsdp.checkpoint.formats.torch_file import materialised, shown, values_of
 from fsdp.checkpoint.json_values import encoded
 from fsdp.engine.names import plain_name
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network", "weights")
-OPTIMIZER_KEYS = (
-    "optimizer",
-    "optim",
-    "optimizer_state_dict",
-    "optim_state_dict",
-    "optimizer_state",
-    "optim_state",
-    "optimizer_states",
-    "opt",
-)
+OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")
+OPTIMIZER_KEYS += ("optimizer_state", "optim_state", "optimizer_states", "opt")
 VALUES = "values"  # under which values are that have no names of their own
 _EXTRA = "_extra_state"
 _DDP = "module."
@@ -62,11 +54,9 @@ def source_of_tree(word: str, path: str, tree: Any, choices: Choices) -> Source:
         state = materialised(_at(tree, optimizer_path), keep_state=True)
         named = optimizer_state(path, state, model, choices.param_order, notes)
         optimizer, optimizer_rest = TensorReader(path, named.tensors), named.rest()
-    values = _values(rest, notes)
+    found = values_of(rest, (), notes)
+    values = encoded(found[VALUES] if [*found] == [*rest] == [VALUES] else found, VALUES) if found else None
     return Source(word, path, reader, optimizer, optimizer_rest, extra, values, notes=tuple(notes))
-
-
-# Places
 
 
 def _places(path: str, tree: Any, choices: Choices, notes: list[str]) -> tuple[Path | None, Path | None]:
@@ -177,9 +167,6 @@ def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, tree
 
 
-# The model
-
-
 def _model(path: str, tree: Any, notes: list[str]) -> tuple[Names, dict[str, Any]]:
     """Return the model's tensors by plain names, and its extra state."""
     leaves = {".".join(map(str, place)): value for place, value in _leaves(tree)}
@@ -217,14 +204,3 @@ def _cleaner(names: Mapping[str, Any], notes: list[str]) -> Callable[[str], str]
     if len({cleaned(name) for name in names}) < len(names):
         raise ValueError("two tensors have the same name without what wrappers add to it: " + ", ".join(changed[:4]))
     return cleaned
-
-
-# Values
-
-
-def _values(rest: Any, notes: list[str]) -> Any:
-    """Return what else was saved, encoded, as far as that can be done."""
-    found = values_of(rest, (), notes) if rest else {}
-    if not found:
-        return None
-    return encoded(found[VALUES] if list(rest) == [VALUES] else found, VALUES)
