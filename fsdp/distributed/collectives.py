@@ -143,18 +143,14 @@ class _Sending:
     """A shard on its way to the peers."""
 
     def __init__(self, works: Sequence[Any], kept: Any, what: str) -> None:
-        self._works = works
+        self._works, self._what = works, what
         self._kept = kept  # what is being sent lives until then
-        self._what = what
-
-    @property
-    def is_finished(self) -> bool:
-        return self._kept is None
+        self.is_finished = False
 
     def finish(self) -> None:
         works, self._works = self._works, ()
         _finish_all(works, self._what)
-        self._kept = None
+        self._kept, self.is_finished = None, True
 
 
 class DirectExchange(TorchCollectives):
@@ -265,21 +261,12 @@ class DirectExchange(TorchCollectives):
         return tensor if host is tensor else tensor.copy_(host)
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        call = present_call().encode()[:_CALL_BYTES].ljust(_CALL_BYTES)
-        header = _as_tensor(len(payload).to_bytes(_LENGTH_BYTES, "little") + call)
+        own_call = present_call().encode()[:_CALL_BYTES].ljust(_CALL_BYTES)
+        header = _as_tensor(len(payload).to_bytes(_LENGTH_BYTES, "little") + own_call)
         works, headers = self._swap(_TALK, "header", "", [header] * self.world_size)
         _finish_all(works, _TALK)
         heard = [_as_bytes(each) for each in headers]
-        self._require_one_call([each[_LENGTH_BYTES:].decode(errors="replace").strip() for each in heard])
-        bodies = [_blank(int.from_bytes(each[:_LENGTH_BYTES], "little")) for each in heard]
-        bodies[self.rank] = _as_tensor(payload)
-        incoming = {peer: [bodies[peer]] for peer in self._peers if len(bodies[peer])}
-        outgoing = {peer: [bodies[self.rank]] for peer in self._peers if payload}
-        asked, sent = self._post(_TALK, "body", "", incoming, outgoing)
-        _finish_all(asked + sent, _TALK)
-        return [_as_bytes(each) for each in bodies]
-
-    def _require_one_call(self, calls: Sequence[str]) -> None:
+        calls = [each[_LENGTH_BYTES:].decode(errors="replace").strip() for each in heard]
         for number, call in enumerate(calls):
             if call != calls[0]:
                 ranks = dist.get_process_group_ranks(self._known)
@@ -288,6 +275,13 @@ class DirectExchange(TorchCollectives):
                     f"and rank {ranks[number]} in {call or _TRAINING}. Make the same calls on every rank, in the same "
                     "order."
                 )
+        bodies = [_blank(int.from_bytes(each[:_LENGTH_BYTES], "little")) for each in heard]
+        bodies[self.rank] = _as_tensor(payload)
+        incoming = {peer: [bodies[peer]] for peer in self._peers if len(bodies[peer])}
+        outgoing = {peer: [bodies[self.rank]] for peer in self._peers if payload}
+        asked, sent = self._post(_TALK, "body", "", incoming, outgoing)
+        _finish_all(asked + sent, _TALK)
+        return [_as_bytes(each) for each in bodies]
 
     def meet(self, what: str, tag: Tag) -> None:
         works, _ = self._swap(what, "meeting", tag, [_blank(1)] * self.world_size)
@@ -340,20 +334,13 @@ def communicator(group: Group, device: torch.device) -> Communicator:
     # Kept for the life of the process: torch 2.13 may deadlock when a gloo group dies while the GIL is held.
     key = (group, device.type, _only_torch)
     if key not in _communicators:
-        _communicators[key] = _kind_of(group, device)(group)
+        is_gloo = backend_names(group).get(device.type) == "gloo" and hasattr(group, "send")
+        # A user's object in front of a group is there to see collectives.
+        if _only_torch or behind(group) is not group or not is_gloo:
+            _communicators[key] = TorchCollectives(group)
+        else:
+            _communicators[key] = DirectExchange(group) if device.type == "cpu" else StagedExchange(group)
     return _communicators[key]
-
-
-def _kind_of(group: Group, device: torch.device) -> type[TorchCollectives]:
-    # A user's object in front of a group is there to see collectives.
-    if (
-        _only_torch
-        or behind(group) is not group
-        or not hasattr(group, "send")
-        or backend_names(group).get(device.type) != "gloo"
-    ):
-        return TorchCollectives
-    return DirectExchange if device.type == "cpu" else StagedExchange
 
 
 def _after_use_of(sent: Tensor, result: Tensor) -> Tensor:
