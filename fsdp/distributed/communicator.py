@@ -95,7 +95,7 @@ class Communicator(ABC):
     def __deepcopy__(self, memo: Any) -> Communicator:
         return self  # the ranks are the same ones
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> str | tuple[Any, ...]:
         return MissingRanks, (self.rank, self.world_size)
 
     @abstractmethod
@@ -168,8 +168,8 @@ class MissingRanks(Communicator):
 class LoneRank(Communicator):
     """A world of one: what is gathered and reduced is already here."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _lone_rank, ()
+    def __reduce__(self) -> str:
+        return "LONE_RANK"
 
     def __init__(self) -> None:
         super().__init__(rank=0, world_size=1)
@@ -196,10 +196,6 @@ class LoneRank(Communicator):
 
 
 LONE_RANK = LoneRank()
-
-
-def _lone_rank() -> LoneRank:
-    return LONE_RANK
 
 
 def finish(work: Any, what: str) -> None:

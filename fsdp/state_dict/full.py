@@ -397,24 +397,23 @@ def _tell(handles: Sequence[FlatParamHandle], values: Values, source: FirstRank 
 @contextmanager
 def _loadable(unit: Unit, form: LoadPass) -> Iterator[None]:
     """A unit's modules can be loaded inside; what was written is kept, also after an exception."""
-    if unit not in (form.read or ()):
-        exposure = _recording(unit, form)
-        try:
-            with stored_buffers([unit]):
-                yield
-        finally:
-            values = recorded(exposure)
-            exposure.close()
-            _keep(exposure.handles, values, form.source_of(unit))
-        return
     source = form.source_of(unit)
     is_here = source is None or source.is_here
-    exposure = Exposure(unit, unsharded(unit, at_first=source is not None), by_value=is_here)
+    is_read = unit in (form.read or ())
+    if is_read:
+        exposure = Exposure(unit, unsharded(unit, at_first=source is not None), by_value=is_here)
+    else:
+        exposure = _recording(unit, form)
     try:
         with stored_buffers([unit]):
             yield
     finally:
-        _keep_written(exposure, is_here, source)
+        if is_read:
+            _keep_written(exposure, is_here, source)
+        else:
+            values = recorded(exposure)
+            exposure.close()
+            _keep(exposure.handles, values, source)
 
 
 def _keep_written(exposure: Exposure, is_here: bool, source: FirstRank | None) -> None:
