@@ -122,13 +122,14 @@ class TorchCollectives(Communicator):
         return Pending("broadcast", (work,), lambda: tensor)
 
     def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: Tag) -> Pending:
-        asked = [self._message(dist.irecv, tensor, peer) for peer, tensors in incoming.items() for tensor in tensors]
-        sent = [self._message(dist.isend, tensor, peer) for peer, tensors in outgoing.items() for tensor in tensors]
-        works = dist.batch_isend_irecv(asked + sent) if asked or sent else []
+        operations = [
+            dist.P2POp(way, tensor, group=self._known, group_peer=peer)
+            for way, messages in ((dist.irecv, incoming), (dist.isend, outgoing))
+            for peer, tensors in messages.items()
+            for tensor in tensors
+        ]
+        works = dist.batch_isend_irecv(operations) if operations else []
         return Pending(what, works, lambda: torch.empty(0))
-
-    def _message(self, way: Any, tensor: Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(way, tensor, group=self._known, group_peer=peer)
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         payloads: list[Any] = [None] * self.world_size
@@ -149,7 +150,7 @@ class _Sending:
 
     def finish(self) -> None:
         works, self._works = self._works, ()
-        _finish_all(works, self._what)
+        finish(works, self._what)
         self._kept, self.is_finished = None, True
 
 
@@ -249,7 +250,7 @@ class DirectExchange(TorchCollectives):
 
         def through(incoming: Messages, outgoing: Messages) -> None:
             asked, sent = self._post("broadcast", "broadcast", source, incoming, outgoing)
-            _finish_all(asked + sent, "broadcast")
+            finish(asked + sent, "broadcast")
 
         def rank_at(place: int) -> int:
             return (place + source) % self.world_size
@@ -264,7 +265,7 @@ class DirectExchange(TorchCollectives):
         own_call = present_call().encode()[:_CALL_BYTES].ljust(_CALL_BYTES)
         header = _as_tensor(len(payload).to_bytes(_LENGTH_BYTES, "little") + own_call)
         works, headers = self._swap(_TALK, "header", "", [header] * self.world_size)
-        _finish_all(works, _TALK)
+        finish(works, _TALK)
         heard = [_as_bytes(each) for each in headers]
         calls = [each[_LENGTH_BYTES:].decode(errors="replace").strip() for each in heard]
         for number, call in enumerate(calls):
@@ -280,12 +281,12 @@ class DirectExchange(TorchCollectives):
         incoming = {peer: [bodies[peer]] for peer in self._peers if len(bodies[peer])}
         outgoing = {peer: [bodies[self.rank]] for peer in self._peers if payload}
         asked, sent = self._post(_TALK, "body", "", incoming, outgoing)
-        _finish_all(asked + sent, _TALK)
+        finish(asked + sent, _TALK)
         return [_as_bytes(each) for each in bodies]
 
     def meet(self, what: str, tag: Tag) -> None:
         works, _ = self._swap(what, "meeting", tag, [_blank(1)] * self.world_size)
-        _finish_all(works, what)
+        finish(works, what)
 
     def settle(self) -> None:
         self._answered = None
@@ -346,11 +347,6 @@ def communicator(group: Group, device: torch.device) -> Communicator:
 def _after_use_of(sent: Tensor, result: Tensor) -> Tensor:
     """`result`; `sent` is named only so that it lives until the collective that reads it has been awaited."""
     return result
-
-
-def _finish_all(works: Sequence[Any], what: str) -> None:
-    for work in works:
-        finish(work, what)
 
 
 @lru_cache(maxsize=1 << 14)

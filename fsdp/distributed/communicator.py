@@ -50,8 +50,7 @@ class Pending:
         if self._result is not None:
             works, self._works = self._works, ()  # gloo would wait for another message the second time
             try:
-                for work in works:
-                    finish(work, self._what)
+                finish(works, self._what)
                 # What was sent is held by this until now, and not a moment longer.
                 result, self._result = self._result, None
                 self._arrived = result()
@@ -198,11 +197,11 @@ class LoneRank(Communicator):
 LONE_RANK = LoneRank()
 
 
-def finish(work: Any, what: str) -> None:
-    if work is None:
-        return
+def finish(works: Sequence[Any], what: str) -> None:
     try:
-        work.wait()
+        for work in works:
+            if work is not None:
+                work.wait()
     except RuntimeError as error:
         raise incomplete(what, error) from error
 

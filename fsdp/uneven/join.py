@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +14,7 @@ from torch import nn
 from fsdp.engine.grad_clipping import clip_grad_norm, clip_grad_value
 from fsdp.engine.runtime import Runtime, runtime_of_root
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
-from fsdp.uneven.messages import Kind, Message
+from fsdp.uneven.messages import Kind, Message, float_of
 from fsdp.uneven.regions import END, visits_of
 
 _MODEL = -1  # in the place of an optimizer's number
@@ -135,14 +134,6 @@ class Joining:
         self._visits.announce(Message(kind, subject, argument, extra))
         return True
 
-    def tell_clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
-        """This rank is about to clip by the norm."""
-        self.tell(Kind.CLIP_NORM, int(error_if_nonfinite), _bits(max_norm), _bits(norm_type))
-
-    def tell_clip_value(self, clip_value: float) -> None:
-        """This rank is about to clip by value."""
-        self.tell(Kind.CLIP_VALUE, 0, _bits(clip_value))
-
     def _before_step(self, number: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise NotImplementedError(
@@ -175,8 +166,7 @@ class Joining:
                 "fsdp.join: the ranks step with different options (learning rates, say), so ranks that have finished "
                 "cannot know theirs. Set the same options of the optimizer on all ranks."
             )
-        options: list[dict[str, Any]] = pickle.loads(given[0])
-        return options
+        return pickle.loads(given[0])
 
     # --- what ranks without batches do --------------------------------------------------------------------------
 
@@ -184,10 +174,10 @@ class Joining:
         """Do what the others have announced."""
         root, units = self._runtime.root, self._runtime.units
         if event.kind == Kind.CLIP_NORM:
-            numbers = _float(event.argument), _float(event.extra)
+            numbers = float_of(event.argument), float_of(event.extra)
             clip_grad_norm(root, units, *numbers, error_if_nonfinite=bool(event.subject))
         elif event.kind == Kind.CLIP_VALUE:
-            clip_grad_value(root, units, _float(event.argument))
+            clip_grad_value(root, units, float_of(event.argument))
         elif event.kind == Kind.ZERO_GRAD:
             owner: Any = self._model if event.subject == _MODEL else self._optimizers[event.subject]
             owner.zero_grad(set_to_none=bool(event.argument))
@@ -202,11 +192,3 @@ class Joining:
 
 def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-
-
-def _bits(number: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", number))[0])
-
-
-def _float(bits: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

@@ -8,6 +8,7 @@ a collective that never comes.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from enum import IntEnum, auto
 from typing import NamedTuple
@@ -58,6 +59,16 @@ class Message(NamedTuple):
     def topic(self) -> tuple[int, ...]:
         """The part that is alike in messages about the same thing, from all ranks."""
         return self.kind, self.subject, 0 if self.kind == Kind.LEAVE else self.extra
+
+
+def bits_of(number: float) -> int:
+    """Return a number as the integer that a message takes."""
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+def float_of(bits: int) -> float:
+    """Return the number of `bits_of`."""
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
 
 
 class Talk:

@@ -34,7 +34,7 @@ from fsdp.engine.names import clean_name
 from fsdp.engine.runtime import Runtime, running, runtime_of
 from fsdp.engine.schedule import ExecutionOrder
 from fsdp.engine.unit import TrainingState, Unit, unit_of, unit_of_wrapper
-from fsdp.uneven.messages import Kind, Message, Talk
+from fsdp.uneven.messages import Kind, Message, Talk, bits_of
 
 
 def cond(module: nn.Module, run_here: bool, /, *args: Any, **kwargs: Any) -> Any:
@@ -212,9 +212,7 @@ class StepsOfOthers(Protocol):
     is_uneven: bool
     running_ranks: int
 
-    def tell_clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None: ...
-
-    def tell_clip_value(self, clip_value: float) -> None: ...
+    def tell(self, kind: Kind, subject: int = 0, argument: int = 0, extra: int = 0) -> bool: ...
 
     def perform(self, event: Message) -> None: ...
 
@@ -371,12 +369,12 @@ class Visits:
     def announce_clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
         """Have ranks that have finished clip by the norm as well."""
         if self.joining is not None:
-            self.joining.tell_clip_norm(max_norm, norm_type, error_if_nonfinite)
+            self.joining.tell(Kind.CLIP_NORM, int(error_if_nonfinite), bits_of(max_norm), bits_of(norm_type))
 
     def announce_clip_value(self, clip_value: float) -> None:
         """Have ranks that have finished clip by value as well."""
         if self.joining is not None:
-            self.joining.tell_clip_value(clip_value)
+            self.joining.tell(Kind.CLIP_VALUE, 0, bits_of(clip_value))
 
     def end_join(self) -> None:
         """All ranks go on alike."""
