@@ -141,12 +141,17 @@ class MeshPart:
 
     @cached_property
     def sharded_dims(self) -> tuple[int, ...]:
-        """The dimensions of the mesh along which ranks hold different elements."""
-        return tuple(number for number, placement in enumerate(self.placements) if placement.is_shard())
+        """The dimensions of the mesh along which ranks hold different elements, in the order in which they shard.
+
+        A `_StridedShard` divides what is left by the dimensions to its right, so it comes after them.
+        """
+        dims = [number for number, placement in enumerate(self.placements) if hasattr(placement, "dim")]
+        strided = [number for number in dims if not self.placements[number].is_shard()]
+        return (*(number for number in dims if number not in strided), *reversed(strided))
 
     @cached_property
     def cuts(self) -> tuple[Cut, ...]:
-        """The cuts from the outermost mesh dimension, which cuts first."""
+        """The cuts, in the order of `sharded_dims`: each divides what those before it have left."""
         sizes, found = list(self.shape), []
         place = self.mesh.get_coordinate() or ()
         for number in self.sharded_dims:
@@ -203,8 +208,8 @@ class MeshPart:
                 gradient = gradient.redistribute(placements=self.placements)  # type: ignore[attr-defined]
         return arrived(local_part(gradient))
 
-    def cut(self, name: str, value: Tensor) -> Tensor:
-        """This rank's part of a whole value, sharing its memory, or of a `DTensor` of whatever placements.
+    def to_local(self, name: str, value: Tensor) -> Tensor:
+        """This rank's part of an unsharded value, sharing its memory, or of a `DTensor` of whatever placements.
 
         Collective over the value's mesh if it is a `DTensor` of other placements. Another shape is a ValueError.
         """
@@ -213,7 +218,7 @@ class MeshPart:
         if is_dtensor(value):
             if MeshPart.of(value) == self:
                 return arrived(local_part(value))
-            value = whole(value)
+            value = full_tensor(value)
         return self.held_of(value)
 
     def held_of(self, value: Tensor) -> Tensor:
@@ -256,7 +261,7 @@ class MeshPart:
             start += count
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Collective over its mesh. A `DTensor` as a plain tensor, which may share memory; others are whole already."""
     if not is_dtensor(tensor):
         return tensor
@@ -322,6 +327,22 @@ def check_ranks(name: str, param: Tensor, group: Group, device: torch.device) ->
             'ranks. Pass the group of the data-parallel dimension, process_group=mesh["dp"].get_group(), and have '
             'DTensors on the other dimensions only, mesh["tp"].'
         )
+
+
+def joint_mesh(name: str, part: MeshPart, mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of the ranks over which a `DTensor` is spread when its local part is sharded over `mesh`.
+
+    Raises:
+        ValueError: if it is on some of these ranks already, or the meshes are not of one root.
+    """
+    try:
+        return mesh._concatenate([mesh, part.mesh])  # private, as in torch's `fully_shard` (torch 2.11 and 2.13)
+    except (RuntimeError, ValueError, TypeError) as error:  # one root, dimensions of their own, names
+        raise ValueError(
+            f"{name} is a DTensor ({part}), and its local parts cannot be sharded over {mesh}, which is no other "
+            'dimension of the same mesh. Make one mesh of both, init_device_mesh(..., mesh_dim_names=("dp", "tp")), '
+            'have DTensors on mesh["tp"], and pass mesh=mesh["dp"] to fully_shard.'
+        ) from error
 
 
 def check_device(name: str, parts: Iterable[MeshPart | None], device: torch.device) -> None:
@@ -402,5 +423,5 @@ def spread_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_
     for name, own in (*module._parameters.items(), *module._buffers.items()):
         value, part = state_dict.get(prefix + name), None if own is None else MeshPart.of(own)
         if part is not None and isinstance(value, Tensor) and value.shape == part.shape:
-            local = part.cut(name, value)
+            local = part.to_local(name, value)
             state_dict[prefix + name] = part.dtensor(local if local.is_meta else local.to(part.mesh.device_type))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fsdp.distributed.collectives import Communicator, during
 from fsdp.distributed.consensus import agree_on_outcome, done_by_all, number_among
-from fsdp.distributed.dtensor import whole
+from fsdp.distributed.dtensor import full_tensor
 from fsdp.optim_utils.full import copied_options
 from fsdp.optim_utils.params import OwnState, Parameters, own_state, parameters_of, root_of
 from fsdp.optim_utils.state import (
@@ -164,7 +164,7 @@ class OptimStream:
                     comm.settle()  # what was copied only to be sent can go
             if not self.is_wanted:
                 return original, key, made
-            tensor = made if original.part is None else whole(original.part.dtensor(made))
+            tensor = made if original.part is None else full_tensor(original.part.dtensor(made))
             return original, key, tensor.cpu()
 
         return finish

@@ -94,7 +94,7 @@ class OptimParam:
         if self.handle is None:
             return Interval(0, 0, original.shape.numel(), 0) if original.shape.numel() else None
         found = self.handle.layout.interval(original.slot, rank)
-        if found is None or self.handle.pieces is None:
+        if found is None or self.handle.orig_params is None:
             return found
         return Interval(found.slot, found.start, found.stop, 0)
 
@@ -108,7 +108,7 @@ class OptimParam:
 
     def local_vector(self, original: Original, value: Tensor) -> Tensor:
         """Return what the flat parameter has of an unsharded value, as a vector that shares memory if it can."""
-        local = value if original.part is None else original.part.cut(original.name, value)
+        local = value if original.part is None else original.part.to_local(original.name, value)
         return local.detach().reshape(-1)
 
     def shard(self, original: Original, vector: Tensor, into: Tensor) -> None:
@@ -135,10 +135,10 @@ def params_of(handle: FlatParamHandle, prefix: str = "", is_uncollected: bool = 
         Original(prefix + kept.name, kept.shape if part is None else part.shape, slot, part)
         for slot, (kept, part) in enumerate(zip(slots, parts, strict=True))
     )
-    if handle.pieces is None:
+    if handle.orig_params is None:
         return [OptimParam(handle.flat_param, handle, originals, is_uncollected)]
-    pieces = zip(handle.pieces.params, originals, strict=True)
-    return [OptimParam(piece, handle, (original,), is_uncollected) for piece, original in pieces]
+    listed = zip(handle.orig_params.params, originals, strict=True)
+    return [OptimParam(param, handle, (original,), is_uncollected) for param, original in listed]
 
 
 def grouped(optimizer: Any, title: str, known: Callable[[Any], OptimParam | None]) -> list[list[OptimParam]]:

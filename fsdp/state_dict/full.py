@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.consensus import agree_on_outcome, done_by_all, from_everyone, peers_answer, sent_by_first
-from fsdp.distributed.dtensor import is_dtensor, local_part, spread_loaded, whole
+from fsdp.distributed.dtensor import full_tensor, is_dtensor, local_part, spread_loaded
 from fsdp.engine.deferred_init import memory_to_load_into, require_values_everywhere
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
@@ -145,10 +145,10 @@ def _gather_dtensors(state: dict[str, Any], unit: Unit, prefix: str) -> None:
         for places in handle.places:
             names = [prefix + place.fqn for place in places if is_dtensor(state.get(prefix + place.fqn))]
             if names:
-                state.update(dict.fromkeys(names, whole(state[names[0]])))
+                state.update(dict.fromkeys(names, full_tensor(state[names[0]])))
     for key, value in state.items():
         if key.startswith(prefix) and is_dtensor(value):
-            state[key] = whole(value)
+            state[key] = full_tensor(value)
 
 
 def _own(value: Tensor, live: set[int], device: torch.device | None, dtype: torch.dtype | None) -> Tensor:

@@ -156,12 +156,12 @@ def _entry(member: Member) -> dict[str, Any]:
 def _backings(handle: FlatParamHandle, member: Member) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the names under which modules list a handle's parameters, with what is in each."""
     slots, rank = handle.layout.slots, handle.comm.rank
-    # Each by itself: gaps between the parameters of a vector cannot be said. Pieces have no padding.
-    groups = [slots] if handle.pieces is None else [(slot,) for slot in slots]
+    # Each by itself: gaps between the parameters of a vector cannot be said. Local shards have no padding.
+    groups = [slots] if handle.orig_params is None else [(slot,) for slot in slots]
     for number, group in enumerate(groups):
-        listed = handle.flat_param if handle.pieces is None else handle.pieces.params[number]
-        padding = handle.layout.padding(rank) if handle.pieces is None else 0
-        is_one = handle.pieces is not None or not member.is_flat
+        listed = handle.flat_param if handle.orig_params is None else handle.orig_params.params[number]
+        padding = handle.layout.padding(rank) if handle.orig_params is None else 0
+        is_one = handle.orig_params is not None or not member.is_flat
         yield (
             group[0].name if is_one else handle.registry.entries[0][1],
             {
@@ -298,8 +298,8 @@ class LocalLoad:
             if key in self._values and id(own) not in done:
                 done.add(id(own))
                 handle = self._handle(own)
-                pieces = handle.pieces.params if handle.pieces is not None else []
-                slot = next((slot for slot, piece in enumerate(pieces) if piece is own), None)  # None: all of the shard
+                shards = handle.orig_params.params if handle.orig_params is not None else []
+                slot = next((slot for slot, each in enumerate(shards) if each is own), None)  # None: the flat one
                 handle.fill_local(self._values[key], slot)
         rest = OrderedDict((key, value) for key, value in self._values.items() if key not in self._shards)
         if hasattr(self._given, "_metadata"):

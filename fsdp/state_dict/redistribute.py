@@ -85,7 +85,8 @@ def deal(handle: FlatParamHandle, slots: Sequence[int], given: Mapping[int, Tens
         return
     comm, layout, device = handle.comm, handle.layout, handle.storage.device
     shard = handle.flat_param.vector
-    own = {slot: each.to(device) for slot, each in layout.pieces(shard, comm.rank).items() if slot in slots}
+    mine = layout.local_shards(shard, comm.rank)
+    own = {slot: mine[slot].to(device) for slot in slots if mine[slot].numel()}
     incoming, outgoing = {}, {}
     if is_first(handle):
         flat = {slot: given[slot].detach().reshape(-1) for slot in slots}

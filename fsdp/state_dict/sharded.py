@@ -51,7 +51,7 @@ def _parts(unit: Unit, rank: int, unfit: str) -> Iterator[list[TensorPart]]:
 
 def _parts_of(handle: FlatParamHandle, rank: int, unfit: str) -> list[TensorPart]:
     _require_shards(handle)
-    flats = handle.layout.parts(handle.flat_param.vector, handle.comm.rank)
+    flats = handle.layout.local_shards(handle.flat_param.vector, handle.comm.rank)
     found = []
     for slot, flat in enumerate(flats):
         is_blank = slot in handle.valueless

@@ -180,7 +180,7 @@ def deal_changes(handles: Sequence[FlatParamHandle], changed: Sequence[Sequence[
         kept = {slot: values[handle, slot] for slot in slots if (handle, slot) in values}
         for slot, value in kept.items():
             part = handle.flat_param.parts[slot]
-            kept[slot] = value if part is None else local_part(part.cut(handle.layout.slots[slot].name, value))
+            kept[slot] = value if part is None else local_part(part.to_local(handle.layout.slots[slot].name, value))
         if slots:
             deal(handle, slots, kept)
 

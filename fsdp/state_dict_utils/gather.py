@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsdp.distributed.collectives import Communicator, communicator
 from fsdp.distributed.communicator import Group
-from fsdp.distributed.dtensor import Cut, MeshPart, arrived, local_part, whole
+from fsdp.distributed.dtensor import Cut, MeshPart, arrived, full_tensor, local_part
 
 _WHAT = "the gather of a state dict"
 
@@ -124,7 +124,7 @@ def _put_together_by_torch(tensor: Tensor, part: MeshPart) -> Tensor:
     local = arrived(local_part(tensor)).resolve_conj().resolve_neg().contiguous().unsqueeze(-1).view(torch.uint8)
     shape = torch.Size([*part.shape, tensor.dtype.itemsize])
     sent = MeshPart(part.mesh, part.placements, shape).dtensor(local)
-    full = whole(sent).contiguous().view(tensor.dtype).squeeze(-1)
+    full = full_tensor(sent).contiguous().view(tensor.dtype).squeeze(-1)
     return full.clone() if full.untyped_storage().nbytes() > full.nbytes else full
 
 
