@@ -28,7 +28,8 @@ from fsdp.optim_utils.grad_scaler import ShardedGradScaler
 from fsdp.state_dict.full import no_pre_load_state_dict_hook
 from fsdp.state_dict.materialize import materialize
 from fsdp.state_dict_utils.stager import StateDictStager
-from fsdp.uneven.cond import cond, join
+from fsdp.uneven.join import join
+from fsdp.uneven.regions import cond
 from fsdp.wrap import (
     ConfigAutoWrap,
     auto_wrap,
