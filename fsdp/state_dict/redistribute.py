@@ -34,7 +34,7 @@ def assembled(handle: FlatParamHandle, at_first: bool = False) -> list[Tensor]:
     if at_first and not is_first(handle):
         if not _is_at_hand(handle) and handle.replicas.rank == 0:
             _send_intervals(handle, [], [0])
-        return _shown(handle, shapes_of(handle))
+        return shown(handle, shapes_of(handle))
     if _is_at_hand(handle):
         return [leaf.detach().clone() for leaf in handle.unsharded.leaves]
     if at_first or handle.comm.sends_pieces or not handle.is_sharded:
@@ -42,7 +42,7 @@ def assembled(handle: FlatParamHandle, at_first: bool = False) -> list[Tensor]:
         _send_intervals(handle, copies, [] if at_first else range(handle.comm.world_size))
     else:
         copies = [view.clone() for view in handle.layout.unpack(handle.gathered())]
-    return _shown(handle, copies)
+    return shown(handle, copies)
 
 
 def _is_at_hand(handle: FlatParamHandle) -> bool:
@@ -62,7 +62,8 @@ def shapes_of(handle: FlatParamHandle) -> list[Tensor]:
     return [torch.empty(slot.shape, dtype=dtype, device="meta") for slot in handle.layout.slots]
 
 
-def _shown(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[Tensor]:
+def shown(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return parameters as modules see them: `DTensor`s around local parts."""
     parts = handle.flat_param.parts
     return [part.dtensor(tensor) if part else tensor for tensor, part in zip(tensors, parts, strict=True)]
 

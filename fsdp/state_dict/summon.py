@@ -26,7 +26,7 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours, note_stale
 from fsdp.engine.state_requests import Summoning
 from fsdp.engine.unit import TrainingState, Unit, serving
-from fsdp.state_dict.redistribute import assembled, deal, shapes_of
+from fsdp.state_dict.redistribute import assembled, deal, shapes_of, shown
 
 Values = Mapping[tuple[FlatParamHandle, int], Tensor]  # by the handle, and the parameter's number in it
 _Shown = TypeVar("_Shown")
@@ -337,8 +337,7 @@ def _shapes(unit: Unit) -> Iterator[None]:
     shapes = {}
     for handle in hidden_handles(unit):
         handle.absorb()
-        pairs = zip(shapes_of(handle), handle.flat_param.parts, strict=True)
-        shapes[handle] = [part.dtensor(shape) if part else shape for shape, part in pairs]
+        shapes[handle] = shown(handle, shapes_of(handle))
     # As on ranks that have none: nothing that needs values works inside.
     form = Summoning(keeps_changes=False, with_grads=False, rank0_only=True, on_host=False)
     with closing(Exposure(unit, shapes)), serving([unit], form):
