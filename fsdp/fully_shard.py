@@ -189,9 +189,9 @@ class DTensorForm:
             split_off(param, lender_of(param))
 
     def shard(self, found: Found, unit: Unit, make: MakeFlatParam) -> list[Shard]:
-        from fsdp.engine.dtensor_params import RowPieces  # imports DTensor, which takes a second
+        from fsdp.engine.dtensor_params import DTensorParams  # imports DTensor, which takes a second
 
-        new_pieces, shards = partial(RowPieces, mesh=self._mesh), []
+        new_orig_params, shards = partial(DTensorParams, mesh=self._mesh), []
         groups = [params for _, params in group(found, unit.precision_at, lambda _, param: param.dim() == 0)]
         for params in groups:
             dims = tuple(self._dims[found[param][0].fqn] for param in params)
@@ -200,7 +200,7 @@ class DTensorForm:
             ranks = {"rank": 0, "world_size": 1, "replicas": unit.comm.world_size} if is_replicated else {}
             flat_param = make(params, align=ALIGNED, layout_type=RowsLayout, dims=dims, **ranks)
             places = [found[param] for param in params]
-            shards.append(Shard(flat_param, places, (), new_pieces, self._post_forward, is_replicated))
+            shards.append(Shard(flat_param, places, (), new_orig_params, self._post_forward, is_replicated))
         ordered = {param: found[param] for params in groups for param in params}
         take_over(ordered, [shard.flat_param for shard in shards], unit.name, unit)
         return shards

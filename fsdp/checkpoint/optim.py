@@ -125,8 +125,9 @@ def _place(target: Stored) -> tuple[Tensor, FlatParamHandle | None, int]:
     """Return what an optimizer sees of a tensor, and where it is in a flat parameter."""
     if not isinstance(target, SlotTensor):
         return target.tensor, None, 0
-    pieces = target.handle.pieces
-    return target.handle.flat_param if pieces is None else pieces.params[target.slot], target.handle, target.slot
+    handle = target.handle
+    listed = handle.flat_param if handle.orig_params is None else handle.orig_params.params[target.slot]
+    return listed, handle, target.slot
 
 
 def _each(groups: Groups) -> Iterator[OptimParam]:

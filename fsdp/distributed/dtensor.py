@@ -94,6 +94,31 @@ def _is_in_flight(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """The sharding of a tensor along one mesh dimension; outer mesh dimensions may have left a part of it.
+
+    Attributes:
+        mesh_dim: the dimension of the mesh.
+        dim: that of the tensor.
+        total: its size before the cut.
+        each: that of a part; of the last ones less is left, or nothing.
+        place: the number of this rank's part. By its coordinate in the mesh: a group numbers its ranks in rising order,
+            and a mesh need not.
+    """
+
+    mesh_dim: int
+    dim: int
+    total: int
+    each: int
+    place: int
+
+    def range(self, place: int) -> tuple[int, int]:
+        """Return the first element of a part, and its length."""
+        start = min(place * self.each, self.total)
+        return start, min(self.each, self.total - start)
+
+
+@dataclass(frozen=True)
 class MeshPart:
     """The mesh, placements and shape that a `DTensor` has beside its local part.
 
@@ -124,18 +149,28 @@ class MeshPart:
         A `_StridedShard` divides what is left by the dimensions to its right, so it comes after them.
         """
         dims = [number for number, placement in enumerate(self.placements) if hasattr(placement, "dim")]
-        return tuple(sorted(dims, key=lambda number: (0, number) if self.placements[number].is_shard() else (1, -number)))
+        strided = [number for number in dims if not self.placements[number].is_shard()]
+        return (*(number for number in dims if number not in strided), *reversed(strided))
+
+    @cached_property
+    def cuts(self) -> tuple[Cut, ...]:
+        """The cuts, in the order of `sharded_dims`: each divides what those before it have left."""
+        sizes, found = list(self.shape), []
+        place = self.mesh.get_coordinate() or ()
+        for number in self.sharded_dims:
+            dim = self.placements[number].dim  # type: ignore[attr-defined]
+            cut = Cut(number, dim, sizes[dim], -(-sizes[dim] // self.mesh.size(number)), place[number])
+            sizes[dim] = cut.range(cut.place)[1]
+            found.append(cut)
+        return tuple(found)
 
     @cached_property
     def _extents(self) -> tuple[tuple[int, int], ...]:
-        """Along each dimension, where the local part begins in the whole, and its size."""
+        """Along each dimension, where the local part begins in the unsharded tensor, and its size."""
         found = [(0, size) for size in self.shape]
-        for number in self.sharded_dims:
-            dim = self.placements[number].dim  # type: ignore[attr-defined]
-            first, size = found[dim]
-            each = -(-size // self.mesh.size(number))
-            begin = min(self.mesh.get_local_rank(number) * each, size)
-            found[dim] = first + begin, min(each, size - begin)
+        for cut in self.cuts:
+            begin, size = cut.range(cut.place)
+            found[cut.dim] = found[cut.dim][0] + begin, size
         return tuple(found)
 
     @property
@@ -176,33 +211,27 @@ class MeshPart:
                 gradient = gradient.redistribute(placements=self.placements)  # type: ignore[attr-defined]
         return arrived(local_part(gradient))
 
-    def cut(self, name: str, value: Tensor) -> Tensor:
-        """This rank's part of a whole value, sharing its memory, or of a `DTensor` of whatever placements.
+    def to_local(self, name: str, value: Tensor) -> Tensor:
+        """This rank's part of an unsharded value, sharing its memory, or of a `DTensor` of whatever placements.
 
-        Collective over the value's mesh if it is a `DTensor` of other placements.
-
-        Raises:
-            ValueError: for another shape.
+        Collective over the value's mesh if it is a `DTensor` of other placements. Another shape is a ValueError.
         """
         if value.shape != self.shape:
             raise ValueError(f"{name}: expected shape {tuple(self.shape)}, got {tuple(value.shape)}")
         if is_dtensor(value):
             if MeshPart.of(value) == self:
                 return arrived(local_part(value))
-            value = whole(value)
-        for number in self.sharded_dims:
-            dim = self.placements[number].dim  # type: ignore[attr-defined]
-            total, each = value.shape[dim], -(-value.shape[dim] // self.mesh.size(number))
-            start = min(self.mesh.get_local_rank(number) * each, total)
-            value = value.narrow(dim, start, min(each, total - start))
+            value = full_tensor(value)
+        return self.held_of(value)
+
+    def held_of(self, value: Tensor) -> Tensor:
+        """This rank's part of an unsharded, plain value; shares its memory."""
+        for cut in self.cuts:
+            value = value.narrow(cut.dim, *cut.range(cut.place))
         return value
 
     def cut_dim(self, name: str) -> int | None:
-        """The only dimension along which it is cut; None if every rank of the mesh has all of it.
-
-        Raises:
-            NotImplementedError: if it is sharded along several, or is neither sharded nor replicated.
-        """
+        """The only dimension along which it is cut; None if every rank of the mesh has all of it."""
         if not all(placement.is_shard() or placement.is_replicate() for placement in self.placements):
             raise NotImplementedError(
                 f"{name} has placements {list(self.placements)}: only Shard and Replicate are read"
@@ -235,7 +264,7 @@ class MeshPart:
             start += count
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Collective over its mesh. A `DTensor` as a plain tensor, which may share memory; others are whole already."""
     if not is_dtensor(tensor):
         return tensor
@@ -352,11 +381,7 @@ class MeshGroups:
 
     @classmethod
     def of(cls, parts: Iterable[MeshPart | None]) -> MeshGroups:
-        """Those of some parameters.
-
-        Raises:
-            NotImplementedError: if two of them have several ranks in common without being the same.
-        """
+        """Those of some parameters, of which no two may have several ranks in common without being the same."""
         groups: dict[tuple[int, ...], Any] = {}
         for mesh in {part.mesh: None for part in parts if part is not None}:
             groups |= {ranks: group for ranks, group in _groups_of(mesh).values() if len(ranks) > 1}
@@ -397,12 +422,9 @@ def missing_ranks(parts: Iterable[MeshPart | None], group: Group) -> list[int]:
 
 
 def spread_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Hook: what is about to be loaded into `DTensor`s of a module is a whole tensor: leave this rank's part of it.
-
-    torch reports other shapes and missing keys by itself.
-    """
+    """Hook: leave this rank's part of unsharded tensors to be loaded into `DTensor`s; torch says what does not fit."""
     for name, own in (*module._parameters.items(), *module._buffers.items()):
         value, part = state_dict.get(prefix + name), None if own is None else MeshPart.of(own)
         if part is not None and isinstance(value, Tensor) and value.shape == part.shape:
-            local = part.cut(name, value)
+            local = part.to_local(name, value)
             state_dict[prefix + name] = part.dtensor(local if local.is_meta else local.to(part.mesh.device_type))

@@ -4,7 +4,7 @@ A parameter that is a `DTensor` already (tensor parallelism) becomes one on the 
 plain tensor, is sharded like any other, over the dimensions that come first in that mesh.
 
 Each is made around this rank's rows, which lie in the shard, with a version counter of its own; so a step on the
-`DTensor`s is a step on the shard, as it is with other pieces (`fsdp.engine.orig_params`).
+`DTensor`s is a step on the shard, as it is with other local shards (`fsdp.engine.orig_params`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from fsdp.distributed.dtensor import MeshPart, become, beside, held_part, is_dtensor, joint_mesh, set_local_part
 from fsdp.engine.flat_param import FlatParameter, ParamInfo, attributes_of, give_attributes
 from fsdp.engine.layout import Layout, RowsLayout, Slot
-from fsdp.engine.orig_params import Pieces
+from fsdp.engine.orig_params import OrigParams
 
 
 def spread_over(mesh: DeviceMesh, slot: Slot, part: MeshPart | None) -> MeshPart:
@@ -47,7 +47,7 @@ def spread_over(mesh: DeviceMesh, slot: Slot, part: MeshPart | None) -> MeshPart
     return MeshPart(joint_mesh(slot.name, part, mesh), (*replicated, last, *part.placements), part.shape)
 
 
-class RowPieces(Pieces):
+class DTensorParams(OrigParams):
     """This rank's rows of the original parameters of one flat parameter, as `DTensor`s.
 
     Args:
@@ -99,12 +99,12 @@ class RowPieces(Pieces):
         give_attributes(made, self._flat_param.attributes[slot])
         return made
 
-    def _show(self, slot: int, part: Tensor) -> Tensor:
-        rows, param = self._rows(slot, part), self.params[slot]
+    def _show(self, slot: int, local: Tensor) -> Tensor:
+        rows, param = self._rows(slot, local), self.params[slot]
         return beside(param, rows) if rows.dtype == param.dtype else self._parts[slot].dtensor(rows)
 
-    def _have(self, slot: int, part: Tensor) -> None:
-        rows, param = self._rows(slot, part.as_subclass(Tensor)), self.params[slot]
+    def _have(self, slot: int, local: Tensor) -> None:
+        rows, param = self._rows(slot, local.as_subclass(Tensor)), self.params[slot]
         self._lie_at(slot, rows.to("meta") if param.is_meta else rows)
 
     def _lie_at(self, slot: int, rows: Tensor) -> None:
@@ -126,11 +126,11 @@ class RowPieces(Pieces):
     def _flat(self, slot: int, tensor: Tensor) -> Tensor:
         return self._slots[slot].kept(held_part(tensor).detach()).reshape(-1)
 
-    def part_of(self, slot: int, value: Tensor) -> Tensor | None:
+    def local_shard_of(self, slot: int, value: Tensor) -> Tensor | None:
         if not is_dtensor(value) or MeshPart.of(value) == self._cut_before[slot]:
             return None
         kept = self._slots[slot]
-        return kept.kept(self._parts[slot].cut(kept.name, value.detach())).reshape(-1)
+        return kept.kept(self._parts[slot].to_local(kept.name, value.detach())).reshape(-1)
 
     def _rows(self, slot: int, part: Tensor) -> Tensor:
         """A local shard, from where it lies."""
@@ -159,10 +159,10 @@ def _rows_shape(layout: Layout, slot: int, rank: int) -> torch.Size:
 def row_parameter(owner: FlatParameter, rows: Tensor, part: MeshPart, requires_grad: bool, fqn: str) -> nn.Parameter:
     """A parameter around this rank's rows, a view of the shard `owner`.
 
-    An ordinary `DTensor`, since torch's own code asks for the class, with what a `PieceParameter` has.
+    An ordinary `DTensor`, since torch's own code asks for the class, with what a `LocalShard` has.
     """
     param = nn.Parameter(part.dtensor(rows.as_subclass(Tensor)), requires_grad)
-    param.__dict__.update(owner=owner, fqn=fqn, whole_shape=part.shape, offset=0)
+    param.__dict__.update(owner=owner, fqn=fqn, unsharded_shape=part.shape, offset=0)
     itself = weakref.ref(param)
     param.__dict__["__deepcopy__"] = partial(_copied, itself, part)
     param.__dict__["__reduce_ex__"] = partial(_refuse_pickling, fqn)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.utils import clip_grad, convert_parameters, parametrize, prune
 
-from fsdp.distributed.dtensor import MeshPart, is_dtensor, local_part, memory_of, settled_gradient, whole
+from fsdp.distributed.dtensor import MeshPart, full_tensor, is_dtensor, local_part, memory_of, settled_gradient
 from fsdp.engine.grad_clipping import (
     Owned,
     clip_by_norm,
@@ -134,7 +134,7 @@ def _clip_grads_with_norm(
     if models is None:
         torchs(params, max_norm, total_norm, foreach)
     else:
-        norm = whole(total_norm) if is_dtensor(total_norm) else total_norm
+        norm = full_tensor(total_norm) if is_dtensor(total_norm) else total_norm
         scale_to([grad for grad, _ in models.gradients()], norm, float(max_norm), error_if_nonfinite=False)
 
 
@@ -355,7 +355,7 @@ def _leaves_of_all(inputs: Any) -> Any:
 
 
 def _leaves_of(param: Any, handle: FlatParamHandle) -> list[Tensor]:
-    """Return what autograd knows in the place of a shard, or of a piece of it, for each dtype of computation."""
-    listed = [handle.flat_param] * len(handle.layout.slots) if handle.pieces is None else handle.pieces.params
+    """Return what autograd knows in the place of a shard, or a local shard, for each dtype of computation."""
+    listed = [handle.flat_param] * len(handle.layout.slots) if handle.orig_params is None else handle.orig_params.params
     slots = [slot for slot, each in enumerate(listed) if each is param]
     return [form.leaves[slot] for form in handle.forms for slot in slots]

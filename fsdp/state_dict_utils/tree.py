@@ -106,19 +106,21 @@ def emptied(tree: Any) -> Any:
     return [] if isinstance(tree, list) else () if isinstance(tree, tuple) else None
 
 
+def check_leaves(tree: Any, why: Callable[[Any], str | None], kind: type[Exception] = ValueError) -> None:
+    """Raise an error for the first leaf with which something is wrong, and say `why`."""
+    for path, leaf in leaves(tree):
+        if problem := why(leaf):
+            raise kind(f"{spelled(path)}: {problem}")
+
+
 def check_types(tree: Any, type_check: bool = True) -> None:
     """Raise TypeError for the first leaf that is neither a dense tensor nor of a plain type, unless told not to."""
-    for path, leaf in leaves(tree) if type_check else ():
-        if problem := why_unknown(leaf):
-            raise TypeError(f"{spelled(path)}: {problem}")
+    if type_check:
+        check_leaves(tree, why_unknown, TypeError)
 
 
 def with_own_leaves(tree: Any) -> Any:
-    """Return the tree with a copy of each leaf that is no tensor.
-
-    Raises:
-        TypeError: for a leaf that cannot be copied.
-    """
+    """Return the tree with a copy of each leaf that is no tensor."""
 
     def own(path: Path, leaf: Any) -> Any:
         try:
