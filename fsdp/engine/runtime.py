@@ -181,10 +181,10 @@ class Runtime:
         if torch.is_grad_enabled() and self._contents.have_changed():
             self._refuse_strangers()
             self._contents = Contents(self.root.module)
-        # Not inside of a backward, where a gradient that was reduced and is not shown to the pieces yet looks the same.
+        # Not inside of a backward, where a gradient that is reduced and not shown by local shards yet looks the same.
         for handle in self.handles:
-            if handle.pieces is not None:
-                handle.pieces.forget_zeroed()
+            if handle.orig_params is not None:
+                handle.orig_params.forget_zeroed()
         self.trust_values(unit)
         self._forward_order.begin()
 

@@ -317,7 +317,7 @@ def _group_blindly() -> None:
         return not name.endswith(("bias", "scale"))
 
     def by_whole_shape(name: str, param: Any) -> bool:
-        return len(param.whole_shape) >= 2
+        return len(param.unsharded_shape) >= 2
 
     def by_group(name: str, param: Any) -> bool:
         return bool(param.group == "decay")

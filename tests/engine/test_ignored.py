@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, auto_wrap, default_auto_wrap_policy, enable_wrap
-from fsdp.engine.flat_param import FlatParameter, PieceParameter
+from fsdp.engine.flat_param import FlatParameter, LocalShard
 from tests.helpers.changed_params import LAYOUTS, adamw, momentum
 from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.pairs import parametrize_pairs
@@ -106,7 +106,7 @@ def ignored_in(model: nn.Module) -> dict[str, nn.Parameter]:
     """What is no shard and no piece of one, by its plain name."""
     with model.summon_full_params():  # type: ignore[operator]
         names = {param: name for name, param in model.named_parameters()}
-    ours = (FlatParameter, PieceParameter)
+    ours = (FlatParameter, LocalShard)
     return {names[param]: param for param in model.parameters() if not isinstance(param, ours)}
 
 

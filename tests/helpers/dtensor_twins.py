@@ -57,7 +57,7 @@ def _wrap(fully_shard: FullyShard, policy: Any, options: dict[str, Any]) -> Wrap
     if "mp_policy" in found:
         found["mp_policy"] = policy(**found["mp_policy"])
     if "mesh" in found:
-        found["mesh"] = mesh_of(*found["mesh"])
+        found["mesh"] = found["mesh"] if isinstance(found["mesh"], DeviceMesh) else mesh_of(*found["mesh"])
 
     def wrap(module: nn.Module) -> nn.Module:
         sharded: nn.Module = fully_shard(module, **found)
@@ -147,6 +147,12 @@ class Plan:
     sync_each: bool = False  # also reduce after the batches of a step that are not its last
     clip: float | None = None
     before_step: Callable[[Any, int], None] | None = None
+    mesh: DeviceMesh | None = None  # of data parallelism: the ranks beside it see the same batches
+
+    @property
+    def place(self) -> int:
+        """Return which of the batches of a step this rank sees."""
+        return dist.get_rank() if self.mesh is None else self.mesh.get_local_rank(self.mesh.ndim - 1)
 
 
 @dataclass
@@ -157,6 +163,7 @@ class Trained:
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    spread: dict[str, Any] = field(default_factory=dict)
 
 
 def train(plan: Plan, wrap: Wrap) -> Trained:
@@ -170,7 +177,7 @@ def train(plan: Plan, wrap: Wrap) -> Trained:
         for turn in range(plan.accumulate):
             if plan.accumulate > 1:
                 model.set_requires_gradient_sync(plan.sync_each or turn == plan.accumulate - 1)
-            generator = torch.Generator().manual_seed(1000 * step + 10 * turn + dist.get_rank())
+            generator = torch.Generator().manual_seed(1000 * step + 10 * turn + plan.place)
             inputs, targets = plan.task.batch(generator, plan.rows)
             outputs, targets = model(_like_weights(inputs)), _like_weights(targets)
             loss = plan.task.loss(outputs.to(torch.get_default_dtype()), targets)
@@ -181,8 +188,15 @@ def train(plan: Plan, wrap: Wrap) -> Trained:
         found.gradients.append({name: _copied(param.grad) for name, param in model.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
-    found.weights = {name: local(value).clone() for name, value in model.state_dict().items()}
+    state = model.state_dict()
+    found.weights = {name: local(value).clone() for name, value in state.items()}
+    found.spread = {name: spread_of(value) for name, value in state.items() if isinstance(value, DTensor)}
     return found
+
+
+def spread_of(tensor: DTensor) -> tuple[Any, ...]:
+    """Return all by which a `DTensor` knows where its elements are."""
+    return tensor.shape, tensor.stride(), tensor.placements, tensor.device_mesh
 
 
 def _like_weights(tensor: Tensor) -> Tensor:
@@ -212,6 +226,7 @@ def assert_side_by_side(
         for name, gradient in theirs.items():
             assert_within(f"gradient of {name} in step {step}", mine[name], gradient, tolerance)
     assert list(found.weights) == list(expected.weights)
+    assert found.spread == expected.spread
     for name, value in expected.weights.items():
         assert_within(name, found.weights[name], value, tolerance)
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import ShardedGradScaler, auto_wrap, enable_wrap
-from fsdp.engine.flat_param import PieceParameter
+from fsdp.engine.flat_param import LocalShard
 from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
 from tests.helpers.offload import on
@@ -55,7 +55,7 @@ def call(model: nn.Module, inputs: Tensor, rank: int) -> Tensor:
 
 def part_of(whole: Tensor, piece: nn.Parameter) -> Tensor:
     """What a rank with this piece holds of a whole tensor."""
-    assert isinstance(piece, PieceParameter)
+    assert isinstance(piece, LocalShard)
     return whole.reshape(-1)[piece.offset : piece.offset + piece.numel()]
 
 

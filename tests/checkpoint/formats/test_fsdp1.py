@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 from torch.distributed.fsdp import StateDictType
 
-from fsdp.checkpoint.formats.fsdp1 import is_fsdp1, open_fsdp1
+from fsdp.checkpoint.formats.fsdp1 import has_fsdp1_shards, open_fsdp1
 from tests.helpers.legacy_sources import assert_same_values, groups_of, state_of, weights_of
 from tests.helpers.models import keep
 from tests.helpers.ranks import RankPool
@@ -200,15 +200,15 @@ def test_state_by_numbers_is_read_with_names(ranks: RankPool, tmp_path: Path) ->
     }
     torch.save({"model": whole["model"], "optimizer": numbered}, tmp_path / "numbered.pt")
     assert_is(open_fsdp1(tmp_path / "numbered.pt", optimizer_params=names), whole)
-    with pytest.raises(ValueError, match="numbers, and nothing says what these stand for"):
+    with pytest.raises(ValueError, match="numbers, and nothing says which they are"):
         open_fsdp1(tmp_path / "numbered.pt")
 
 
 def test_files_are_known_by_what_is_in_them(ranks: RankPool, tmp_path: Path) -> None:
     ranks(2).run(save, tmp_path, "sharded", {})
-    assert is_fsdp1(tmp_path)
-    assert is_fsdp1(tmp_path / "whole.pt")
+    assert has_fsdp1_shards(tmp_path)
+    assert not has_fsdp1_shards(tmp_path / "whole.pt")
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "plain.pt")
-    assert not is_fsdp1(tmp_path / "plain.pt")
-    assert not is_fsdp1(tmp_path / "nothing.pt")
-    assert not is_fsdp1(Path(__file__))
+    assert not has_fsdp1_shards(tmp_path / "plain.pt")
+    assert not has_fsdp1_shards(tmp_path / "nothing.pt")
+    assert not has_fsdp1_shards(Path(__file__))
