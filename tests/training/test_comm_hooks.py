@@ -118,6 +118,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @parametrize_pairs(
+    at_most=10,
     world_size=[3, 2, 1],
     policy=list(POLICIES),
     layout=list(LAYOUTS),
