@@ -46,10 +46,10 @@ def fragment(name: str, begin: int, memory: memoryview) -> Fragment:
     return Fragment(name, begin, len(memory), zlib.crc32(memory))
 
 
-def spans(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Divide bytes ``begin:end`` of a tensor at the borders of blocks."""
+def spans(begin: int, end: int, nbytes: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
+    """Divide bytes ``begin:end`` of a tensor at the borders of blocks, or of several blocks of so many bytes."""
     while begin < end:
-        stop = min(end, (begin // BLOCK_BYTES + 1) * BLOCK_BYTES)
+        stop = min(end, (begin // nbytes + 1) * nbytes)
         yield begin, stop
         begin = stop
 

@@ -7,16 +7,16 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp.checkpoint.checksums import BLOCK_BYTES
+from fsdp.checkpoint.checksums import BLOCK_BYTES, Fragment, HoleError, as_text, by_name, of_tensor
 from fsdp.checkpoint.folder import MANIFEST, found, steps
 from fsdp.checkpoint.formats.source import Source
 from fsdp.checkpoint.json_values import problem_of
 from fsdp.checkpoint.optim import state_problems
-from fsdp.checkpoint.safetensors import SUFFIX, CheckedFiles, PlannedFile, index_name
+from fsdp.checkpoint.safetensors import SUFFIX, CheckedFiles, Entry, PlannedFile, create, index_name, plan
 from fsdp.checkpoint.untrusted import beside, content_of, opened, reading, short
 
 VERSION = 1
@@ -61,11 +61,33 @@ def _entrance(stem: str, files: Collection[str]) -> str:
     return f"{stem}{SUFFIX}" if len(files) == 1 else index_name(stem)
 
 
-def files_of(stem: str, files: list[PlannedFile], checksums: Mapping[str, str]) -> TensorFiles:
-    """Describe files that were planned and written."""
-    return TensorFiles(
-        stem, {file.name: (file.nbytes, len(file.head), zlib.crc32(file.head)) for file in files}, checksums
-    )
+@dataclass(frozen=True)
+class TensorSet:
+    """Tensors that are to be written, to files of their own."""
+
+    stem: str
+    entries: list[Entry]
+    files: list[PlannedFile]
+
+    @classmethod
+    def planned(cls, stem: str, entries: list[Entry], max_file_bytes: int | None) -> TensorSet:
+        return cls(stem, entries, plan(entries, stem, max_file_bytes))
+
+    def create(self, folder: str) -> None:
+        """Make all files, without the tensors."""
+        for file in self.files:
+            create(folder, file)
+
+    def written(self, fragments: Iterable[Fragment]) -> TensorFiles:
+        """Return the files with the checksums of what all ranks have written."""
+        known, checksums = by_name(fragments), {}
+        for entry in self.entries:
+            try:
+                checksums[entry.name] = as_text(of_tensor(known.get(entry.name, {}), entry.nbytes))
+            except HoleError as hole:
+                raise RuntimeError(f"{hole} of {entry.name} were written by no rank") from None
+        heads = {file.name: (file.nbytes, len(file.head), zlib.crc32(file.head)) for file in self.files}
+        return TensorFiles(self.stem, heads, checksums)
 
 
 @dataclass(frozen=True)
