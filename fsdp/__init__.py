@@ -1,49 +1,98 @@
-"""Sharded data parallel training for PyTorch."""
+"""Sharded data parallel training for PyTorch: `FullyShardedDataParallel`, `fully_shard`, and what goes with them."""
 
 __version__ = "0.1.0"
 
-from fsdp import checkpoint as checkpoint
-from fsdp import optim_utils as optim_utils
-from fsdp import state_dict_utils as state_dict_utils
-from fsdp.checkpoint import load as load
-from fsdp.checkpoint import save as save
-from fsdp.checkpoint.loader import load_safetensors as load_safetensors
-from fsdp.distributed.collectives import use_torch_collectives as use_torch_collectives
-from fsdp.distributed.comm_hooks import bf16_compress_hook as bf16_compress_hook
-from fsdp.engine.flat_param import FlatParameter as FlatParameter
-from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper as FlattenParamsWrapper
-from fsdp.engine.handle import FlatParamHandle as FlatParamHandle
-from fsdp.engine.module_overrides import register_fsdp_forward_method as register_fsdp_forward_method
-from fsdp.engine.precision import MixedPrecision as MixedPrecision
-from fsdp.engine.sharding_strategy import ProcessGroupName as ProcessGroupName
-from fsdp.engine.sharding_strategy import ShardingStrategy as ShardingStrategy
-from fsdp.engine.unit import TrainingState as TrainingState
-from fsdp.fully_shard import CPUOffloadPolicy as CPUOffloadPolicy
-from fsdp.fully_shard import FSDPModule as FSDPModule
-from fsdp.fully_shard import MixedPrecisionPolicy as MixedPrecisionPolicy
-from fsdp.fully_shard import OffloadPolicy as OffloadPolicy
-from fsdp.fully_shard import UnshardHandle as UnshardHandle
-from fsdp.fully_shard import fully_shard as fully_shard
-from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as FullyShardedDataParallel
-from fsdp.fully_sharded_data_parallel import get_fsdp_instances as get_fsdp_instances
-from fsdp.optim_utils.ema import EMA as EMA
-from fsdp.optim_utils.grad_scaler import ShardedGradScaler as ShardedGradScaler
-from fsdp.state_dict.full import no_pre_load_state_dict_hook as no_pre_load_state_dict_hook
-from fsdp.state_dict.materialize import materialize as materialize
-from fsdp.state_dict_utils.stager import StateDictStager as StateDictStager
-from fsdp.uneven.cond import cond as cond
-from fsdp.uneven.cond import join as join
-from fsdp.wrap import ConfigAutoWrap as ConfigAutoWrap
-from fsdp.wrap import auto_wrap as auto_wrap
-from fsdp.wrap import config_auto_wrap_policy as config_auto_wrap_policy
-from fsdp.wrap import default_auto_wrap_policy as default_auto_wrap_policy
-from fsdp.wrap import enable_wrap as enable_wrap
-from fsdp.wrap import lambda_wrap_policy as lambda_wrap_policy
-from fsdp.wrap import module_wrap_policy as module_wrap_policy
-from fsdp.wrap import wrap as wrap
-from fsdp.wrap.batch_norm import auto_wrap_bn as auto_wrap_bn
-from fsdp.wrap.checkpoint_wrapper import checkpoint_wrapper as checkpoint_wrapper
-from fsdp.wrap.checkpoint_wrapper import disable_checkpointing as disable_checkpointing
-from fsdp.wrap.checkpoint_wrapper import is_checkpointing as is_checkpointing
-from fsdp.wrap.checkpoint_wrapper import is_recomputing as is_recomputing
-from fsdp.wrap.checkpoint_wrapper import patch_batchnorm as patch_batchnorm
+from fsdp import checkpoint, optim_utils, state_dict_utils
+from fsdp.checkpoint import load, save
+from fsdp.checkpoint.loader import load_safetensors
+from fsdp.distributed.collectives import use_torch_collectives
+from fsdp.distributed.comm_hooks import bf16_compress_hook
+from fsdp.engine.flat_param import FlatParameter
+from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper
+from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.module_overrides import register_fsdp_forward_method
+from fsdp.engine.precision import MixedPrecision
+from fsdp.engine.sharding_strategy import ProcessGroupName, ShardingStrategy
+from fsdp.engine.unit import TrainingState
+from fsdp.fully_shard import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    UnshardHandle,
+    fully_shard,
+)
+from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel, get_fsdp_instances
+from fsdp.optim_utils.ema import EMA
+from fsdp.optim_utils.grad_scaler import ShardedGradScaler
+from fsdp.state_dict.full import no_pre_load_state_dict_hook
+from fsdp.state_dict.materialize import materialize
+from fsdp.state_dict_utils.stager import StateDictStager
+from fsdp.uneven.join import join
+from fsdp.uneven.regions import cond
+from fsdp.wrap import (
+    ConfigAutoWrap,
+    auto_wrap,
+    config_auto_wrap_policy,
+    default_auto_wrap_policy,
+    enable_wrap,
+    lambda_wrap_policy,
+    module_wrap_policy,
+    wrap,
+)
+from fsdp.wrap.batch_norm import auto_wrap_bn
+from fsdp.wrap.checkpoint_wrapper import (
+    checkpoint_wrapper,
+    disable_checkpointing,
+    is_checkpointing,
+    is_recomputing,
+    patch_batchnorm,
+)
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "ConfigAutoWrap",
+    "EMA",
+    "FSDPModule",
+    "FlatParamHandle",
+    "FlatParameter",
+    "FlattenParamsWrapper",
+    "FullyShardedDataParallel",
+    "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ProcessGroupName",
+    "ShardedGradScaler",
+    "ShardingStrategy",
+    "StateDictStager",
+    "TrainingState",
+    "UnshardHandle",
+    "auto_wrap",
+    "auto_wrap_bn",
+    "bf16_compress_hook",
+    "checkpoint",
+    "checkpoint_wrapper",
+    "cond",
+    "config_auto_wrap_policy",
+    "default_auto_wrap_policy",
+    "disable_checkpointing",
+    "enable_wrap",
+    "fully_shard",
+    "get_fsdp_instances",
+    "is_checkpointing",
+    "is_recomputing",
+    "join",
+    "lambda_wrap_policy",
+    "load",
+    "load_safetensors",
+    "materialize",
+    "module_wrap_policy",
+    "no_pre_load_state_dict_hook",
+    "optim_utils",
+    "patch_batchnorm",
+    "register_fsdp_forward_method",
+    "save",
+    "state_dict_utils",
+    "use_torch_collectives",
+    "wrap",
+]

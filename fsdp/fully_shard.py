@@ -18,7 +18,7 @@ from torch import nn
 
 from fsdp.distributed.collectives import Communicator, communicator
 from fsdp.distributed.communicator import Group, default_group, served_device
-from fsdp.distributed.dtensor import is_dtensor, spread_loaded
+from fsdp.distributed.dtensor import MeshPart, joint_mesh, spread_loaded
 from fsdp.engine.copying import prepare_to_copy
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.foreign_names import refuse_data_parallel
@@ -181,18 +181,17 @@ class DTensorForm:
                     f"{name} has no dimensions, and so no rows: on a 2-D mesh make it of shape [1] (and use it as it "
                     "is, by broadcasting), or pass it in ignored_params"
                 )
-            if is_dtensor(param):
-                raise TypeError(
-                    f"{name} is a DTensor already: for tensor parallelism wrap the module in FullyShardedDataParallel"
-                )
+            part = MeshPart.of(param)
+            if part is not None:
+                joint_mesh(name, part, self._mesh)  # raises an error if there is none
             self._dims[name] = self._dim_of(name, param)
         for param in tied:
             split_off(param, lender_of(param))
 
     def shard(self, found: Found, unit: Unit, make: MakeFlatParam) -> list[Shard]:
-        from fsdp.engine.dtensor_params import RowPieces  # imports DTensor, which takes a second
+        from fsdp.engine.dtensor_params import DTensorParams  # imports DTensor, which takes a second
 
-        new_pieces, shards = partial(RowPieces, mesh=self._mesh), []
+        new_orig_params, shards = partial(DTensorParams, mesh=self._mesh), []
         groups = [params for _, params in group(found, unit.precision_at, lambda _, param: param.dim() == 0)]
         for params in groups:
             dims = tuple(self._dims[found[param][0].fqn] for param in params)
@@ -201,7 +200,7 @@ class DTensorForm:
             ranks = {"rank": 0, "world_size": 1, "replicas": unit.comm.world_size} if is_replicated else {}
             flat_param = make(params, align=ALIGNED, layout_type=RowsLayout, dims=dims, **ranks)
             places = [found[param] for param in params]
-            shards.append(Shard(flat_param, places, (), new_pieces, self._post_forward, is_replicated))
+            shards.append(Shard(flat_param, places, (), new_orig_params, self._post_forward, is_replicated))
         ordered = {param: found[param] for params in groups for param in params}
         take_over(ordered, [shard.flat_param for shard in shards], unit.name, unit)
         return shards

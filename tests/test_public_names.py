@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -21,6 +22,13 @@ def test_a_module_is_an_attribute_and_can_be_imported_from(name: str) -> None:
     assert getattr(fsdp, name) is module
 
 
+@pytest.mark.parametrize("name", fsdp.__all__)
+def test_a_public_name_is_there_and_explained_in_a_page(name: str) -> None:
+    assert getattr(fsdp, name).__doc__
+    pages = (Path(__file__).parent.parent / "docs").glob("*.md")
+    assert any(name in page.read_text() for page in pages)
+
+
 def test_importing_the_package_is_enough() -> None:
     asked = [f"fsdp.{name}.__doc__" for name in MODULES] + ["fsdp.wrap(1)", "fsdp.__version__"]
     code = f"import fsdp; print(all([{', '.join(asked)}]))"
@@ -30,7 +38,7 @@ def test_importing_the_package_is_enough() -> None:
 
 def test_wrap_is_the_function_as_an_attribute_and_the_module_to_import_from() -> None:
     module = importlib.import_module("fsdp.wrap")
-    importlib.import_module("fsdp.wrap.plan")
+    importlib.import_module("fsdp.wrap.batch_norm")
     assert isinstance(module, ModuleType)
     assert fsdp.wrap is module.wrap
     from fsdp.wrap import auto_wrap

@@ -54,8 +54,8 @@ class SlotTensor:
     @property
     def param(self) -> nn.Parameter:
         """Return what an optimizer sees of it."""
-        pieces = self.handle.pieces
-        return self.handle.flat_param if pieces is None else pieces.params[self.slot]
+        original = self.handle.orig_params
+        return self.handle.flat_param if original is None else original.params[self.slot]
 
     @property
     def interval(self) -> Interval | None:
@@ -334,7 +334,7 @@ def entry_of(name: str, target: Target, ranks: Ranks, dtype: torch.dtype | None)
     if target.part is not None and target.part.mesh.size() > 1:
         raise NotImplementedError(
             f"{name} is a DTensor ({target.part}): checkpoints of tensor-parallel models are saved with "
-            "torch.distributed.checkpoint, from sharded_state_dict()"
+            "torch.distributed.checkpoint, from sharded_state_dict() of the wrapper, or state_dict() under fully_shard"
         )
     is_parameter = isinstance(target, SlotTensor) or isinstance(target.tensor, nn.Parameter)
     kept = dtype if dtype is not None and is_parameter and target.dtype.is_floating_point else target.dtype

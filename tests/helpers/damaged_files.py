@@ -19,7 +19,8 @@ from fsdp.checkpoint.formats.open_source import examine, format_of, open_source
 from fsdp.checkpoint.generators import GeneratorStates
 from fsdp.checkpoint.json_values import decoded
 from fsdp.checkpoint.untrusted import reading
-from tests.helpers.convert_formats import bits, whole
+from tests.helpers.convert_formats import whole
+from tests.helpers.equality import bits_of
 
 _MORE_BYTES = 1 << 29  # of addresses, which are taken for more than is used
 
@@ -48,7 +49,9 @@ def everything_in(path: Path, word: str | None = None) -> dict[str, Any]:
     """All that a checkpoint of any format has, read in every way but converting."""
     with closing(open_source(path, word)) as source:
         readers = [source.model, *([] if source.optimizer is None else [source.optimizer])]
-        tensors = {name: bits(whole(reader, name)) for reader in readers for name in reader.tensors}
+        tensors = {
+            name: bits_of(whole(reader, name)).numpy().tobytes() for reader in readers for name in reader.tensors
+        }
         list(lines(source))
         text = json.dumps(described(source))
         with reading(path):

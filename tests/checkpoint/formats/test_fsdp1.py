@@ -20,7 +20,7 @@ from torch.distributed.fsdp import StateDictType
 
 from fsdp.checkpoint.formats.fsdp1 import has_fsdp1_shards, open_fsdp1
 from fsdp.checkpoint.formats.trees import Choices
-from tests.helpers.legacy_sources import assert_same_state, groups_of, state_of, weights_of
+from tests.helpers.legacy_sources import assert_same_values, groups_of, state_of, weights_of
 from tests.helpers.models import keep
 from tests.helpers.ranks import RankPool
 
@@ -106,7 +106,7 @@ def assert_is(source: Any, whole: Mapping[str, Any]) -> None:
     assert found.keys() == whole["model"].keys()
     for name, value in whole["model"].items():
         assert torch.equal(found[name], value), name
-    assert_same_state(state_of(source), whole["optimizer"]["state"])
+    assert_same_values(state_of(source), whole["optimizer"]["state"])
     for (options, names), group in zip(groups_of(source), whole["optimizer"]["param_groups"], strict=True):
         assert names == group["params"]
         assert options["lr"] == group["lr"]
@@ -187,7 +187,7 @@ def test_weights_alone_and_state_alone_are_read(ranks: RankPool, tmp_path: Path)
     weights, state = open_fsdp1(tmp_path / "model.pt"), open_fsdp1(tmp_path / "optimizer.pt")
     assert weights_of(weights).keys() == whole["model"].keys()
     assert (weights.optimizer, weights.values) == (None, None)
-    assert_same_state(state_of(state), whole["optimizer"]["state"])
+    assert_same_values(state_of(state), whole["optimizer"]["state"])
     assert (dict(state.model.tensors), state.notes) == ({}, ("there are no weights of a model in it",))
 
 
