@@ -14,8 +14,8 @@ from typing import Any
 from fsdp.checkpoint.checksums import BLOCK_BYTES, Fragment, HoleError, as_text, by_name, of_tensor
 from fsdp.checkpoint.folder import MANIFEST, found, steps
 from fsdp.checkpoint.formats.source import Source
-from fsdp.checkpoint.json_values import problem_of
-from fsdp.checkpoint.optim import state_problems
+from fsdp.checkpoint.json_values import decoded
+from fsdp.checkpoint.optim import check_rest
 from fsdp.checkpoint.safetensors import SUFFIX, CheckedFiles, Entry, PlannedFile, create, index_name, plan
 from fsdp.checkpoint.untrusted import beside, content_of, opened, reading, short
 
@@ -142,10 +142,10 @@ class Manifest:
                 f"{path} is of version {short(content.get('version'))}, and this is version {VERSION}: load it with "
                 "the library that has saved it, or a newer one"
             )
-        # Whoever can write a file can write its checksum, so everything is looked at before anything is loaded.
-        problem = next(_problems(content), None)
-        if problem is not None:
-            raise ValueError(f"{path} is damaged: {problem}")
+        try:
+            _check(content)
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: {error}") from None
         model, optimizer = (
             content[stem] and TensorFiles(stem, content[stem]["files"], content[stem]["crc32"])
             for stem in ("model", "optimizer")
@@ -170,42 +170,44 @@ def _text(content: Any) -> str:
     return json.dumps(content, separators=(",", ":"))
 
 
-def _problems(content: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is not as `Manifest.to_bytes` writes it, with its place in the file."""
+def _check(content: Mapping[str, Any]) -> None:
+    """Raise ValueError unless all is as `Manifest.to_bytes` writes it.
+
+    Whoever can write a file can write its checksum, so everything is looked at before anything is loaded.
+    """
     world_size, generators, extra = content.get("world_size"), content.get("generators"), content.get("extra")
     if not _is_count(world_size) or world_size == 0:
-        yield f"world_size is {short(world_size)}"
+        raise ValueError(f"world_size is {short(world_size)}")
     if generators is not None and not (isinstance(generators, list) and len(generators) == world_size):
-        yield f"generators are not those of {world_size} ranks"
+        raise ValueError(f"generators are not those of {world_size} ranks")
     if not isinstance(extra, dict):
-        yield f"extra is {short(extra)}"
+        raise ValueError(f"extra is {short(extra)}")
     for stem in ("model", "optimizer"):
         if stem == "model" or content.get(stem) is not None:
-            yield from _file_problems(stem, content.get(stem))
+            _check_files(stem, content.get(stem))
     if content.get("optimizer") is not None:
-        checksums = content["optimizer"].get("crc32") if isinstance(content["optimizer"], dict) else None
-        yield from state_problems(content.get("optimizer_rest"), checksums or ())
-    for place, value in (("values", content.get("values")), *(extra.items() if isinstance(extra, dict) else ())):
-        problem = problem_of(value)
-        if problem is not None:
-            yield f"{short(place)}: {problem}"
+        check_rest(content.get("optimizer_rest"), content["optimizer"]["crc32"])
+    for place, value in (("values", content.get("values")), *extra.items()):
+        try:
+            decoded(value)
+        except ValueError as error:
+            raise ValueError(f"{short(place)}: {error}") from None
 
 
-def _file_problems(stem: str, content: Any) -> Iterator[str]:
+def _check_files(stem: str, content: Any) -> None:
     files, checksums = (content.get("files"), content.get("crc32")) if isinstance(content, dict) else (None, None)
     if not (isinstance(files, dict) and files and isinstance(checksums, dict)):
-        yield f"{stem} has no files and checksums, but {short(content)}"
-        return
+        raise ValueError(f"{stem} has no files and checksums, but {short(content)}")
     for name, numbers in files.items():
         if not _FILE.fullmatch(name) or not name.startswith(stem):
-            yield f"{stem} has a file {short(name)}, and a checkpoint has none of that name"
+            raise ValueError(f"{stem} has a file {short(name)}, and a checkpoint has none of that name")
         if not (isinstance(numbers, list) and len(numbers) == 3 and all(map(_is_count, numbers))):
-            yield f"{name} has {short(numbers)} for its size, its header's, and the checksum of that"
+            raise ValueError(f"{name} has {short(numbers)} for its size, its header's, and the checksum of that")
     if _entrance(stem, files) not in files:
-        yield f"{stem} has the files {short(list(files))}, and none that says where its tensors are"
+        raise ValueError(f"{stem} has the files {short(list(files))}, and none that says where its tensors are")
     for name, text in checksums.items():
         if not isinstance(text, str):
-            yield f"the checksums of {short(name)} are {short(text)}"
+            raise ValueError(f"the checksums of {short(name)} are {short(text)}")
 
 
 def _is_count(value: Any) -> bool:

@@ -30,9 +30,7 @@ from fsdp.checkpoint.checksums import (
     BLOCK_BYTES,
     Fragment,
     HoleError,
-    block_count,
     block_span,
-    blocks,
     by_name,
     fragment,
     from_text,
@@ -116,12 +114,12 @@ class SafetensorsFiles(TensorReader):
         """Yield what is wrong with the tensors, each read once, a block at a time; `advance` is told of the bytes."""
         buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
         for name, tensor in self.tensors.items():
-            try:
-                for begin, end in blocks(tensor.nbytes):
+            for begin, end in spans(0, tensor.nbytes):
+                advance(end - begin)
+                try:
                     self.read(name, buffer[: end - begin].view(tensor.dtype), begin // tensor.dtype.itemsize)
-                    advance(end - begin)
-            except (ValueError, OSError) as error:
-                yield str(error)
+                except (ValueError, OSError) as error:
+                    yield str(error)
 
 
 def _read_header(path: str) -> tuple[dict[str, StridedTensor], dict[str, str]]:
@@ -235,7 +233,7 @@ class CheckedFiles(SafetensorsFiles):
         super().__init__(path)
         self._expected = {name: from_text(text) for name, text in checksums.items()}
         for name, tensor in self.tensors.items():
-            if len(self._expected.get(name, ())) != block_count(tensor.nbytes):
+            if len(self._expected.get(name, ())) != -(-tensor.nbytes // BLOCK_BYTES):
                 raise ValueError(f"{tensor} is of {tensor.nbytes} bytes, for which there are other checksums, or none")
         missing = next((name for name in checksums if name not in self.tensors), None)
         if missing is not None:
@@ -289,20 +287,10 @@ class CheckedFiles(SafetensorsFiles):
         try:
             return of_block(known, begin, end)
         except HoleError:
-            return self.block_checksum(mine[0].name, begin, end)
-
-    def block_checksum(self, name: str, begin: int, end: int) -> int:
-        """Read bytes ``begin:end`` of a tensor, and return their checksum."""
-        found = self.tensors[name]
-        size = found.dtype.itemsize
-        return self._read_fragment(found, torch.empty((end - begin) // size, dtype=found.dtype), begin // size).checksum
-
-    def damaged(self, advance: Callable[[int], None]) -> Iterator[str]:
-        for name, tensor in self.tensors.items():
-            for number, (begin, end) in enumerate(blocks(tensor.nbytes)):
-                advance(end - begin)
-                if self.block_checksum(name, begin, end) != self._expected[name][number]:
-                    yield f"{tensor} is damaged: bytes {begin} to {end} of it are not what was saved"
+            found = self.tensors[mine[0].name]
+            size = found.dtype.itemsize
+            block = torch.empty((end - begin) // size, dtype=found.dtype)
+            return self._read_fragment(found, block, begin // size).checksum
 
 
 class Stored(NamedTuple):
