@@ -109,15 +109,11 @@ def _terminated_tidily() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def _said(message: str, code: int) -> int:

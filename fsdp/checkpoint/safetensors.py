@@ -135,7 +135,7 @@ def _read_header(path: str) -> tuple[dict[str, StridedTensor], dict[str, str]]:
             )
         header = _parsed(path, file.read(length))
     metadata = header.pop("__metadata__", {})
-    if not _maps(metadata, str):
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise ValueError(f"{path}: __metadata__ of a safetensors file must map strings to strings")
     first = _LENGTH_BYTES + length
     tensors = {name: _stored(seen, name, entry, first) for name, entry in header.items()}
@@ -159,10 +159,6 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise ValueError(f"{readable(name, 200)} is in it twice")
     return found
-
-
-def _maps(value: Any, kind: type) -> bool:
-    return isinstance(value, dict) and all(isinstance(each, kind) for each in value.values())
 
 
 def _stored(file: SeenFile, name: str, entry: Any, first: int) -> StridedTensor:

@@ -227,9 +227,10 @@ def _begin(destination: Destination, found: Plan) -> None:
 
 def _written(destination: Destination, found: Plan, ranks: Ranks) -> list[list[Fragment]]:
     """Collective. Have all ranges in the files, and return the checksums of this rank's."""
-    is_seen = sees_folder(destination, ranks)
-    senders = Senders(ranks, [] if is_seen else [entry for each in found.sets for entry in each.entries])
-    senders.require_way(destination.folder)
+    token = destination.token
+    is_seen = from_everyone(ranks, token)[0] == token  # it is tried, not assumed
+    unseen = [] if is_seen else [entry for each in found.sets for entry in each.entries]
+    senders = Senders(ranks, unseen, destination.folder)
 
     def write_own() -> list[list[Fragment]]:
         return [write_parts(destination.folder, each.files, each.entries) if is_seen else [] for each in found.sets]
@@ -252,23 +253,14 @@ def _manifest(found: Plan, ranks: Ranks, heard: Sequence[Any]) -> bytes:
     return Manifest(size_of(ranks), model, optimizer, *rest).to_bytes()
 
 
-def sees_folder(destination: Destination, ranks: Ranks) -> bool:
-    """Collective. Return whether this rank sees the folder that the first one has made: it is tried, not assumed."""
-    token = destination.token
-    return from_everyone(ranks, token)[0] == token
-
-
 class Senders:
     """The ranks that do not see the folder and have something to write. Made on all ranks together."""
 
-    def __init__(self, ranks: Ranks, entries: Sequence[Entry]) -> None:
+    def __init__(self, ranks: Ranks, entries: Sequence[Entry], folder: str) -> None:
         self._comm = ranks[0].for_device(ranks[0].talk_device)
         self._own = number_among(ranks)
         heard = [pickle.loads(each) for each in from_everyone(ranks, pickle.dumps(_extents(entries)))]
         self.ranks: dict[int, _Extents] = {rank: extents for rank, extents in enumerate(heard) if extents}
-
-    def require_way(self, folder: str) -> None:
-        """Raise RuntimeError, on every rank, if a sender cannot reach the first rank: it is in another replica."""
         for rank in self.ranks:
             if rank >= self._comm.world_size:
                 raise RuntimeError(

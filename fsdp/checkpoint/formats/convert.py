@@ -274,7 +274,11 @@ def new_place(path: str, *, overwrite: bool, own: re.Pattern[str] | None = None)
     part = place + _WRITING
     require_free(path, overwrite)
     if os.path.lexists(place):
-        _require_own(place, own)
+        if os.path.isdir(place) != is_folder:
+            raise FileExistsError(f"{place} is a {'file' if is_folder else 'folder'}: move it away first")
+        others = [] if own is None else sorted(name for name in os.listdir(place) if not own.fullmatch(name))
+        if others:
+            raise FileExistsError(f"{place} has other files in it ({', '.join(others[:3])}): it is not replaced")
     if os.path.lexists(part):
         raise FileExistsError(f"{part} is in the way: another conversion is writing it, or was killed. Remove it.")
     os.makedirs(part if is_folder else os.path.dirname(part), exist_ok=True)
@@ -294,14 +298,6 @@ def require_free(path: str, overwrite: bool) -> None:
     """Raise FileExistsError if something is at a place, and must not be replaced."""
     if os.path.lexists(path) and not overwrite and not (os.path.isdir(path) and not os.listdir(path)):
         raise FileExistsError(f"{path} is there already: name another place, or replace it (--overwrite)")
-
-
-def _require_own(place: str, own: re.Pattern[str] | None) -> None:
-    if os.path.isdir(place) != (own is not None):
-        raise FileExistsError(f"{place} is a {'folder' if own is None else 'file'}: move it away first")
-    others = [name for name in os.listdir(place) if not own.fullmatch(name)] if own is not None else []
-    if others:
-        raise FileExistsError(f"{place} has other files in it ({', '.join(sorted(others)[:3])}): it is not replaced")
 
 
 def _replace(part: str, place: str) -> None:

@@ -144,14 +144,11 @@ class DcpFolder:
             below = root
             for key in path[:-1]:
                 below = below.setdefault(key, {})
-            below[path[-1]] = self._tensors[name] if name in self._tensors else self._value(name)
+            if name not in self._tensors and (name, None) not in self._items:
+                raise ValueError(f"{self._place} is damaged: it does not say where {name} is")
+            found = self._tensors.get(name)
+            below[path[-1]] = self._items[name, None].open().content if found is None else found
         return _with_lists(root)
-
-    def _value(self, name: str) -> Any:
-        item = self._items.get((name, None))
-        if item is None:
-            raise ValueError(f"{os.path.join(self.path, _METADATA)} is damaged: it does not say where {name} is")
-        return item.open().content
 
     def _path(self, name: str) -> tuple[Any, ...]:
         """Return the keys that lead to it. Folders of planners that did not note them are split at the first dot."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -42,16 +42,14 @@ _MODELS = ("model", "state_dict", "model_state_dict", "module")
 
 def has_fsdp1_shards(path: str | os.PathLike[str]) -> bool:
     """Return whether there are files of ranks at a path with sharded or local state dicts."""
-    return any(not is_optimizer_state(each) and _has_shards(each) for each in _dicts_at(path))
-
-
-def _dicts_at(path: str | os.PathLike[str]) -> Iterator[Mapping[Any, Any]]:
     for file in likely_files(path):
         with suppress(OSError, ValueError):
             content = TorchArchive(file).content
-            if isinstance(content, Mapping):
-                yield content
-                yield from (each for each in content.values() if isinstance(each, Mapping))
+            inside = [content, *content.values()] if isinstance(content, Mapping) else []
+            dicts = [each for each in inside if isinstance(each, Mapping) and not is_optimizer_state(each)]
+            if any(map(_has_shards, dicts)):
+                return True
+    return False
 
 
 def _has_shards(state_dict: Mapping[Any, Any]) -> bool:

@@ -42,14 +42,6 @@ class Format(NamedTuple):
     examine: Callable[[str], Examined]
 
 
-def _is_ours(path: str) -> bool:
-    return found_ours(path) is not None
-
-
-def _read_ours(path: str, choices: Choices) -> Source:
-    return read_ours(path, with_optimizer=choices.only != "model")
-
-
 def _examine_ours(path: str) -> Examined:
     """Examine a folder of `fsdp.save`: every byte has a checksum."""
     folder = complete(path)
@@ -83,14 +75,6 @@ def _examine_safetensors(path: str) -> Examined:
     return Examined(files.nbytes, files.damaged, lambda: how)
 
 
-def _is_torch(path: str) -> bool:
-    return os.path.isfile(path) and is_torch_file(path)
-
-
-def _read_torch(path: str, choices: Choices) -> Source:
-    return source_of_tree("torch", path, TorchArchive(path).content, choices)
-
-
 def _examine_archives(archives: Iterable[Callable[[], TorchArchive]], nbytes: int) -> Examined:
     """Examine archives of `torch.save` by their own checksums, if whoever wrote them did not leave them out."""
     have_checksums: list[bool] = []
@@ -114,10 +98,6 @@ def _examine_archives(archives: Iterable[Callable[[], TorchArchive]], nbytes: in
     return Examined(nbytes, damaged, how)
 
 
-def _examine_torch(path: str) -> Examined:
-    return _examine_archives([partial(TorchArchive, path)], os.path.getsize(path))
-
-
 def _examine_ranks(path: str) -> Examined:
     files = rank_files(path)
     found = _examine_archives([partial(TorchArchive, file) for file in files], sum(map(os.path.getsize, files)))
@@ -132,7 +112,13 @@ def _examine_dcp(path: str) -> Examined:
 
 # The first that fits is taken.
 FORMATS = (
-    Format("fsdp", "a folder of fsdp.save", _is_ours, _read_ours, _examine_ours),
+    Format(
+        "fsdp",
+        "a folder of fsdp.save",
+        lambda path: found_ours(path) is not None,
+        lambda path, choices: read_ours(path, with_optimizer=choices.only != "model"),
+        _examine_ours,
+    ),
     Format("dcp", "a folder of torch.distributed.checkpoint", is_dcp, read_dcp, _examine_dcp),
     Format(
         "fairscale",
@@ -148,7 +134,13 @@ FORMATS = (
         open_fsdp1,
         _examine_ranks,
     ),
-    Format("torch", "a file of torch.save", _is_torch, _read_torch, _examine_torch),
+    Format(
+        "torch",
+        "a file of torch.save",
+        lambda path: os.path.isfile(path) and is_torch_file(path),
+        lambda path, choices: source_of_tree("torch", path, TorchArchive(path).content, choices),
+        lambda path: _examine_archives([partial(TorchArchive, path)], os.path.getsize(path)),
+    ),
     Format(
         "safetensors",
         "a file of the safetensors library, an index of several, or a folder with either",

@@ -118,7 +118,8 @@ class RankFiles:
 
     def __init__(self, path: Paths, choices: Choices) -> None:
         self.title = os.fspath(path if isinstance(path, (str, os.PathLike)) else path[0])
-        choices.refuse_keys(self.title)
+        if choices.model_key is not None or choices.optimizer_key is not None:
+            raise ValueError(f"{self.title}: model and optimizer are found by what is in them: leave out their keys")
         self.files = [TorchArchive(each) for each in rank_files(path)]
         self.notes: list[str] = []
         self._choices = choices

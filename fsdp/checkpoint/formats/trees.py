@@ -38,11 +38,6 @@ class Choices:
     only: str | None = None  # "model" or "optimizer", if the other one is not wanted
     optimizer_files: Paths | None = None  # for files of ranks, if those of the optimizer's state are others
 
-    def refuse_keys(self, path: str) -> None:
-        """Raise ValueError if the user has said where something is in a tree that is not searched."""
-        if self.model_key is not None or self.optimizer_key is not None:
-            raise ValueError(f"{path}: model and optimizer are found by what is in them: leave out their keys")
-
 
 DEFAULT = Choices()
 
