@@ -110,7 +110,7 @@ def check_leaves(tree: Any, why: Callable[[Any], str | None], kind: type[Excepti
             raise kind(f"{spelled(path)}: {problem}")
 
 
-def check_types(tree: Any, type_check: bool = True) -> None:
+def check_types(tree: Any, type_check: bool) -> None:
     """Raise TypeError for the first leaf that is neither a dense tensor nor of a plain type, unless told not to."""
     if type_check:
         check_leaves(tree, why_unknown, TypeError)
