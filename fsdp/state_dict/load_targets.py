@@ -267,20 +267,13 @@ def _alias(tensor: TensorPart) -> Any:
     return type(tensor).around(tensor.part, tensor._held)
 
 
-def _clone(tensor: TensorPart, **_: Any) -> Any:
-    return TensorPart.around(tensor.part, tensor._held.copied(Tensor.clone))
+def _like(make: Callable[..., Tensor], *options: str) -> Callable[..., Any]:
+    """Return a function that makes a part of what `make` makes of the elements, with those of these options given."""
 
-
-def _moved(tensor: TensorPart, **how: Any) -> Any:
-    how = {name: how[name] for name in ("dtype", "device", "non_blocking") if how.get(name) is not None}
-    return TensorPart.around(tensor.part, tensor._held.copied(lambda flat: flat.to(**how, copy=True)))
-
-
-def _like(make: Callable[..., Tensor]) -> Callable[..., Any]:
     def made(tensor: TensorPart, size: Any = None, **how: Any) -> Any:
         if size is not None and torch.Size(size) != tensor.part.shape:
             raise NotImplementedError(f"a tensor of {list(size)} in the likeness of {tensor}")
-        how = {name: how[name] for name in ("dtype", "device", "pin_memory") if how.get(name) is not None}
+        how = {name: how[name] for name in options if how.get(name) is not None}
         return TensorPart.around(tensor.part, tensor._held.copied(lambda flat: make(flat, **how)))
 
     return made
@@ -316,13 +309,13 @@ def _copy_into(part: TensorPart, value: Tensor, non_blocking: bool) -> None:
 _MEANINGFUL: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _alias,
     aten.alias.default: _alias,
-    aten.clone.default: _clone,
-    aten._to_copy.default: _moved,
+    aten.clone.default: _like(Tensor.clone),
+    aten._to_copy.default: _like(partial(Tensor.to, copy=True), "dtype", "device", "non_blocking"),
     aten.copy_.default: _copy,
-    aten.empty_like.default: _like(torch.empty_like),
-    aten.zeros_like.default: _like(torch.zeros_like),
-    aten.new_empty.default: _like(torch.empty_like),
-    aten.new_zeros.default: _like(torch.zeros_like),
+    aten.empty_like.default: _like(torch.empty_like, "dtype", "device", "pin_memory"),
+    aten.zeros_like.default: _like(torch.zeros_like, "dtype", "device", "pin_memory"),
+    aten.new_empty.default: _like(torch.empty_like, "dtype", "device", "pin_memory"),
+    aten.new_zeros.default: _like(torch.zeros_like, "dtype", "device", "pin_memory"),
     aten.is_pinned.default: lambda tensor, *_: tensor.local.is_pinned(),
 }
 
