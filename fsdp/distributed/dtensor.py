@@ -63,7 +63,10 @@ def beside(tensor: Tensor, local: Tensor) -> Tensor:
 def become(tensor: Tensor, other: Tensor) -> None:
     """Have a `DTensor` be what another one is, of whatever dtype and device, and stay the object that it is."""
     with torch.no_grad():
-        tensor.data = other
+        if tensor.is_meta is other.is_meta:
+            tensor.data = other
+        else:  # which no `.data` crosses; private, what torch.utils.swap_tensors does (torch 2.11 and 2.13)
+            torch._C._swap_tensor_impl(tensor, other.detach().requires_grad_(tensor.requires_grad))
     for name in ("_local_tensor", "_spec"):  # private; swap_tensors refuses what is held weakly (torch 2.11 and 2.13)
         setattr(tensor, name, getattr(other, name))
 

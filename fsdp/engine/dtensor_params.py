@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -90,6 +90,8 @@ class DTensorParams(OrigParams):
 
     def _new(self, slot: int, layout: Layout, requires_grad: bool) -> nn.Parameter:
         rows = self._rows(slot, self._of(self._flat_param.detach(), slot))
+        if slot in self._flat_param.valueless:
+            rows = rows.to("meta")
         if self._given is not None:
             self._given[slot].__dict__["owner"] = self._flat_param
             return self._given[slot]  # `alias` has it lie in the new shard
@@ -103,11 +105,23 @@ class DTensorParams(OrigParams):
 
     def _have(self, slot: int, local: Tensor) -> None:
         rows, param = self._rows(slot, local.as_subclass(Tensor)), self.params[slot]
+        self._lie_at(slot, rows.to("meta") if param.is_meta else rows)
+
+    def _lie_at(self, slot: int, rows: Tensor) -> None:
+        param = self.params[slot]
         self._held[slot] = rows
         if (rows.dtype, rows.device) == (param.dtype, param.device):
             set_local_part(param, rows)
         else:
             become(param, self._parts[slot].dtensor(rows))
+
+    def give_memory(self, slots: Iterable[int]) -> None:
+        """Have parameters that came from the meta device lie in the shard."""
+        versions = list(self._versions)
+        for slot in slots:
+            self._lie_at(slot, self._rows(slot, self._of(self._flat_param.detach(), slot).as_subclass(Tensor)))
+            versions[slot] = self.params[slot]._version
+        self._versions = tuple(versions)
 
     def _flat(self, slot: int, tensor: Tensor) -> Tensor:
         return self._slots[slot].kept(held_part(tensor).detach()).reshape(-1)
@@ -129,7 +143,8 @@ class DTensorParams(OrigParams):
         self._flat_param.requires_grad_(any(self.requires_grad))
         # Every rank writes to a DTensor when any does, also those that have no rows of it.
         before, self._versions = self._versions, self.versions
-        return [slot for slot, version in enumerate(before) if version != self._versions[slot]]
+        written = (slot for slot, version in enumerate(before) if version != self._versions[slot])
+        return [slot for slot in written if not self.params[slot].is_meta]
 
 
 def _rows_shape(layout: Layout, slot: int, rank: int) -> torch.Size:

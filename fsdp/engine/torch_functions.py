@@ -4,8 +4,8 @@ Those of `torch.nn.utils` are given tensors, and would take what this rank has o
 clip by the norm of its own shard, and train other weights than the rest. So, once a model was wrapped, they see whether
 what they were given is ours. `DTensor`s (`fully_shard`) know by themselves what they are parts of, and are left to
 torch; but for the infinity norm, which fails there on ranks that have no rows of one, and for parameters on several
-meshes, which have no common norm there. What takes a parameter out of its module, to compute it from
-others (weight norm, pruning), is refused before it changes anything.
+meshes, which have no common norm there. What takes a parameter out of its module, to compute it from others (weight
+norm, pruning), is refused before it changes anything.
 
 ``loss.backward(inputs=...)`` is given the parameters that a model lists, to say which of them are to get gradients.
 Autograd knows the leaves that modules compute with, and not the shards that they list; so it is given the leaves.

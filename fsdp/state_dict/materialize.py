@@ -27,7 +27,7 @@ from fsdp.engine.names import plain_name
 from fsdp.engine.placeholder import Placeholder
 from fsdp.engine.state_requests import Filling
 from fsdp.engine.unit import TrainingState, Unit, own_modules, serving, unit_of
-from fsdp.state_dict.redistribute import blanks
+from fsdp.state_dict.redistribute import as_modules_see, blanks
 from fsdp.state_dict.summon import Entry, Exposure, beside_ours, hidden_handles
 
 ParamInit = Callable[[nn.Module], object]
@@ -123,7 +123,7 @@ class _Materializing:
 
     def fill_unit(self, unit: Unit) -> None:
         """Initialise the modules of a unit, and shard what they have made."""
-        own, shown = set(own_modules(unit.module)), set(_shown_by(unit))
+        own, shown = set(own_modules(unit.module)), set(hidden_handles(unit))
         found = {
             module: [lack for lack in lacks if lack.handle is None or lack.handle in shown]
             for module, lacks in self._lacks.items()
@@ -238,11 +238,6 @@ def _require_filled(lack: Uninitialized, module: str) -> None:
 # --- what modules see -------------------------------------------------------------------------------------------
 
 
-def _shown_by(unit: Unit) -> list[FlatParamHandle]:
-    """Return the handles that are shown for filling. `DTensor`s always have values, and nothing stands for them."""
-    return [handle for handle in hidden_handles(unit) if not any(handle.flat_param.parts)]
-
-
 @contextmanager
 def _filling(unit: Unit, wanted: Lacks) -> Iterator[set[int]]:
     """Show a unit's modules memory in the place of all parameters, and keep the values that come into those wanted.
@@ -250,7 +245,9 @@ def _filling(unit: Unit, wanted: Lacks) -> Iterator[set[int]]:
     Yields the ids of the other parameters, which stand for those that have values and are forgotten.
     """
     slots = {(lack.handle, lack.slot) for lack in wanted}
-    memory = {handle: blanks(handle, handle.storage.device) for handle in _shown_by(unit)}
+    memory = {
+        handle: as_modules_see(handle, blanks(handle, handle.storage.device)) for handle in hidden_handles(unit)
+    }
     for handle, tensors in memory.items():
         for slot, tensor in enumerate(tensors):
             if (handle, slot) in slots:
