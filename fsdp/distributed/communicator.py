@@ -250,12 +250,7 @@ _NOTHING = nullcontext()
 
 
 def label(what: str, name: str) -> AbstractContextManager[Any]:
-    """Return a context that a profiler shows as ``FSDP::all_gather (layers.3)``; free where no profiler runs.
-
-    Args:
-        what: is done, in the words of torch's own labels.
-        name: of the unit that it is done for.
-    """
+    """Return a context that a profiler shows as ``FSDP::all_gather (layers.3)``; free where no profiler runs."""
     # private, and what torch's own code asks; `record_function` costs 5 us in any case (torch 2.11 and 2.13)
     return record_function(f"FSDP::{what} ({name})") if torch.autograd._profiler_enabled() else _NOTHING
 

@@ -35,13 +35,7 @@ _NAMES = "param_names"
 
 
 class Checkpoints:
-    """The checkpoints of a strategy.
-
-    Args:
-        strategy: that has the optimizers, and talks to other ranks.
-        wrapper: returns the outermost wrapper.
-        kind: "full" or "sharded", for what is saved.
-    """
+    """The checkpoints of a strategy, which save the "full" or "sharded" state; `wrapper` returns the outermost one."""
 
     def __init__(self, strategy: DDPStrategy, wrapper: Callable[[], Any], kind: str) -> None:
         if kind not in ("full", "sharded"):
