@@ -146,7 +146,7 @@ class ForwardHooks:
 
     def _outlive_buffers(self, tensor: Tensor) -> Tensor:
         # A module may return a parameter, or a view of it, and the unit is resharded.
-        shows = tensor._is_view() or isinstance(tensor, nn.Parameter)
+        shows = tensor._is_view() or tensor.is_leaf
         for handle in self._unit.handles:
             # What comes of a DTensor doesn't show whether it is a view of its local part.
             if (shows or any(handle.flat_param.parts)) and handle.unsharded.holds(tensor):

@@ -139,11 +139,12 @@ class GradientBuffer:
             raise ValueError("nothing has been accumulated")
         self.drop()
         self.times_taken += 1
-        for slot, places in enumerate(every):
-            if filled[slot]:
+        for slot, is_filled in enumerate(filled):
+            if is_filled:
                 self.used[slot] = 1
-            for place in () if filled[slot] else places:
-                place.zero_()
+            else:
+                for place in every[slot]:
+                    place.zero_()
         self._layout.clear_gaps(flat)
         return flat if flat.dtype is self.dtype else flat.to(self.dtype)
 
