@@ -18,7 +18,7 @@ from torch import nn
 
 from fsdp.distributed.collectives import Communicator, communicator
 from fsdp.distributed.communicator import Group, default_group, served_device
-from fsdp.distributed.dtensor import is_dtensor, spread_loaded
+from fsdp.distributed.dtensor import MeshPart, joint_mesh, spread_loaded
 from fsdp.engine.copying import prepare_to_copy
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.foreign_names import refuse_data_parallel
@@ -181,10 +181,9 @@ class DTensorForm:
                     f"{name} has no dimensions, and so no rows: on a 2-D mesh make it of shape [1] (and use it as it "
                     "is, by broadcasting), or pass it in ignored_params"
                 )
-            if is_dtensor(param):
-                raise TypeError(
-                    f"{name} is a DTensor already: for tensor parallelism wrap the module in FullyShardedDataParallel"
-                )
+            part = MeshPart.of(param)
+            if part is not None:
+                joint_mesh(name, part, self._mesh)  # raises an error if there is none
             self._dims[name] = self._dim_of(name, param)
         for param in tied:
             split_off(param, lender_of(param))

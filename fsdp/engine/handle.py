@@ -740,10 +740,9 @@ class FlatParamHandle:
         """Store this rank's shard of an unsharded parameter's new value."""
         part = self.flat_param.parts[slot]
         with torch.no_grad():
-            if part is not None:
-                value = part.to_local(self.layout.slots[slot].name, value)
             rows = None if self.orig_params is None else self.orig_params.local_shard_of(slot, value)
             if rows is None:
+                value = value if part is None else part.to_local(self.layout.slots[slot].name, value)
                 self.layout.shard_of(slot, value, self.flat_param.vector, self.comm.rank)
             else:
                 self.local_shards[slot].copy_(rows)
@@ -781,6 +780,8 @@ class FlatParamHandle:
         """The shard has this parameter's values now, if it had none."""
         if slot in self.valueless:
             self.valueless.discard(slot)
+            if self.orig_params is not None:
+                self.orig_params.give_memory([slot])
             for unsharded in self._unsharded_by_dtype.values():
                 unsharded.reveal(slot)
 

@@ -378,7 +378,6 @@ class RowsLayout(Layout):
         value = self.slots[slot].kept(value)
         if not chunk.rest:
             return [_split_rows(value, size) for size, _, _ in shapes]
-        value = value.view(1) if value.dim() == 0 else value
         bound = chunk.total - chunk.rest
         return [*(_split_rows(value[:bound], size) for size, _, _ in shapes[:-1]), value[bound:]]
 

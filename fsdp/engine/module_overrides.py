@@ -163,11 +163,14 @@ class Conversions:
         if unit.runtime is not None:
             unit.runtime.release()
         device = fn(torch.empty(0, device=unit.device)).device
-        convert = partial(_convert_tensor, unit, fn, self._gives_memory and unit.awaits_values and _makes_memory(fn))
+        gives_memory = self._gives_memory and unit.awaits_values and _makes_memory(fn)
+        convert = partial(_convert_tensor, unit, fn, gives_memory)
         with serving([unit], Converting()):
             self._convert(convert, recurse)
             for handle in unit.handles:
                 _apply_to_hidden(handle, convert)
+                if handle.orig_params is not None and gives_memory:
+                    handle.orig_params.give_memory(handle.valueless)
         unit.follow(device)
         return self._module
 

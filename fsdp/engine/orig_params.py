@@ -7,7 +7,7 @@ parameter, and everything else goes on with flat vectors: a step on local shards
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,9 @@ class OrigParams:
     def local_shard_of(self, slot: int, value: Tensor) -> Tensor | None:
         """This rank's shard, as a vector, of a value that is spread over ranks; None for an unsharded one."""
         return None
+
+    def give_memory(self, slots: Iterable[int]) -> None:
+        """Show memory for parameters without values, where they show none until it is given."""
 
     # --- values -------------------------------------------------------------------------------------------------
 
