@@ -46,9 +46,9 @@ class Slot:
         return torch.Size([self.shape[self.dim], *self.shape[: self.dim], *self.shape[self.dim + 1 :]])
 
     @cached_property
-    def kept_stride(self) -> tuple[int, ...]:
-        """The strides of a contiguous tensor of `kept_shape`."""
-        return torch.empty(self.kept_shape, device="meta").stride()
+    def stride(self) -> tuple[int, ...]:
+        """The strides of a tensor of the parameter's shape that lies in this order."""
+        return self.shown(torch.empty(self.kept_shape, device="meta")).stride()
 
     def kept(self, value: Tensor) -> Tensor:
         """Return a view of a value of the parameter's shape with `dim` moved to the front."""
@@ -174,10 +174,7 @@ class Layout(ABC):
         """Every parameter in its shape, as views of an unsharded buffer ``[unsharded_numel]``."""
         self._check(unsharded, self.unsharded_numel, "unsharded buffer")
         first = int(unsharded.storage_offset())
-        return [
-            slot.shown(unsharded.as_strided(slot.kept_shape, slot.kept_stride, first + slot.start))
-            for slot in self.slots
-        ]
+        return [unsharded.as_strided(slot.shape, slot.stride, first + slot.start) for slot in self.slots]
 
     @property
     def is_row_major(self) -> bool:
