@@ -5,9 +5,9 @@ gradient buffers, state dicts and checkpoints are all computed from here, and no
 
 Both layouts share one property that everything else relies on: *a rank's part of one parameter is one
 contiguous range of the row-major parameter*, found at one contiguous place of the rank's shard. It is an
-`Interval`. (Of a parameter that is divided along another dimension than the first, it is a range of its slices along
-that one, and lies in the shard as a contiguous local tensor.) Gathering concatenates the shards in rank order, so place ``offset`` of rank ``r`` is found at
-``r * shard_numel + offset`` of the gathered buffer, whatever the layout.
+`Interval`. (Of a parameter that is divided along another dimension than the first it is a range of slices along that
+one, which lie in the shard as a contiguous local tensor.) Gathering concatenates the shards in rank order, so place
+``offset`` of rank ``r`` is found at ``r * shard_numel + offset`` of the gathered buffer, whatever the layout.
 """
 
 from __future__ import annotations
@@ -399,7 +399,8 @@ class RowsLayout(Layout):
         bound = chunk.full_ranks * chunk.rows
         if chunk.full_ranks:
             full = value.narrow(chunk.dim, 0, bound) if chunk.rest else value
-            by_rank = full.view(chunk.split) if full.is_contiguous() else full.unflatten(chunk.dim, chunk.split[chunk.dim : chunk.dim + 2])
+            sizes = chunk.full_ranks, chunk.rows
+            by_rank = full.view(chunk.split) if full.is_contiguous() else full.unflatten(chunk.dim, sizes)
             found.append(by_rank.movedim(chunk.dim, 0) if chunk.dim else by_rank)
         if chunk.rest:
             found.append(value.narrow(chunk.dim, bound, chunk.rest))
