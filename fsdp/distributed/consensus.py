@@ -69,14 +69,8 @@ def agree_on(ranks: Ranks, things: str, name: str, shown: str = "") -> None:
 def agree_on_outcome(everyone: Iterable[Ranks], what: str, error: Exception | None) -> None:
     """Collective. Go on only if all ranks have done what they were to do.
 
-    Args:
-        everyone: the ranks; of several, each is told what was heard of those before.
-        what: they did.
-        error: what went wrong on this rank.
-
-    Raises:
-        Exception: `error`, on the rank that has one.
-        RuntimeError: on the others, naming the first rank that failed.
+    A rank that has an `error` raises it, and the others a RuntimeError that names the first of those. Of several
+    `everyone`, each is told what was heard of those before.
     """
     heard = own = ""
     for ranks in everyone:

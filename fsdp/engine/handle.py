@@ -778,8 +778,8 @@ class FlatParamHandle:
         """The shard has this parameter's values now, if it had none."""
         if slot in self.valueless:
             self.valueless.discard(slot)
-            if self.pieces is not None:
-                self.pieces.give_memory([slot])
+            if self.orig_params is not None:
+                self.orig_params.give_memory([slot])
             for unsharded in self._unsharded_by_dtype.values():
                 unsharded.reveal(slot)
 

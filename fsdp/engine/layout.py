@@ -395,7 +395,6 @@ class RowsLayout(Layout):
 
     def divided(self, slot: int, value: Tensor) -> list[Tensor]:
         chunk, found = self._chunks[slot], []
-        value = value.view(1) if value.dim() == 0 else value
         bound = chunk.full_ranks * chunk.rows
         if chunk.full_ranks:
             full = value.narrow(chunk.dim, 0, bound) if chunk.rest else value

@@ -171,8 +171,8 @@ class Conversions:
             self._convert(convert, recurse)
             for handle in unit.handles:
                 _apply_to_hidden(handle, convert)
-                if handle.pieces is not None and gives_memory:
-                    handle.pieces.give_memory(handle.valueless)
+                if handle.orig_params is not None and gives_memory:
+                    handle.orig_params.give_memory(handle.valueless)
         unit.follow(device)
         return self._module
 

@@ -43,7 +43,7 @@ from fsdp.engine.state_requests import (
 from fsdp.engine.unit import TrainingState, Unit, own_modules, serving, unit_of, units_in
 from fsdp.engine.verify import agree, agree_on_values
 from fsdp.state_dict.load_targets import LoadTarget, TensorPart, recorded, recording, store
-from fsdp.state_dict.summon import Exposure, Values, deal_changes, for_each, keep_value, unsharded
+from fsdp.state_dict.summon import Exposure, Values, beside_ours, deal_changes, for_each, keep_value, unsharded
 
 Walk = Callable[..., Any]  # `nn.Module.load_state_dict` of a wrapper
 
@@ -233,7 +233,7 @@ def _agree_to_read(unit: Unit, root: nn.Module) -> frozenset[Unit] | None:
     None means that no module of the tree does more than copying on any rank, so that all of a load can be recorded.
     """
     units = [each for _, each in units_in(unit)]
-    others = (tensor for module in root.modules() for *_, tensor in _unsharded(module))
+    others = (tensor for module in root.modules() for *_, tensor in beside_ours(module))
     is_simple = not any(map(is_customised, root.modules())) and not any(map(is_dtensor, others))
     told = [[is_simple, *(any(map(is_customised, own_modules(each.module))) for each in units)]]
     if peers_answer(unit.everyone):
@@ -255,14 +255,6 @@ def _is_users(function: Any) -> bool:
     origin = getattr(function, "__module__", None) or ""
     is_lazy = origin == "torch.nn.modules.lazy"
     return is_lazy or not origin.startswith(("torch.nn.modules.", f"{__name__.partition('.')[0]}."))
-
-
-def _unsharded(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Yield what a module lists that is not ours: the dictionary, the name in it, and the tensor."""
-    for entries in (module._parameters, module._buffers):
-        for name, tensor in entries.items():
-            if tensor is not None and not is_ours(tensor):
-                yield entries, name, tensor
 
 
 # A state dict that only the first rank has
@@ -339,7 +331,7 @@ def _beside(modules: Iterable[nn.Module]) -> Iterator[_Rest]:
     """Modules list targets in the place of tensors that are not sharded inside, and remember extra state."""
     rest, targets = _Rest([], []), dict[int, LoadTarget]()
     modules = list(modules)
-    before = [entry for module in modules for entry in _unsharded(module) if not isinstance(entry[2], LoadTarget)]
+    before = [entry for module in modules for entry in beside_ours(module) if not isinstance(entry[2], LoadTarget)]
     for entries, name, tensor in before:
         target = targets.setdefault(id(tensor), LoadTarget.like(tensor.shape, tensor, partial(_try, tensor)))
         rest.tensors.append((entries, name, target))
@@ -397,24 +389,23 @@ def _tell(handles: Sequence[FlatParamHandle], values: Values, source: FirstRank 
 @contextmanager
 def _loadable(unit: Unit, form: LoadPass) -> Iterator[None]:
     """A unit's modules can be loaded inside; what was written is kept, also after an exception."""
-    if unit not in (form.read or ()):
-        exposure = _recording(unit, form)
-        try:
-            with stored_buffers([unit]):
-                yield
-        finally:
-            values = recorded(exposure)
-            exposure.close()
-            _keep(exposure.handles, values, form.source_of(unit))
-        return
     source = form.source_of(unit)
     is_here = source is None or source.is_here
-    exposure = Exposure(unit, unsharded(unit, at_first=source is not None), by_value=is_here)
+    is_read = unit in (form.read or ())
+    if is_read:
+        exposure = Exposure(unit, unsharded(unit, at_first=source is not None), by_value=is_here)
+    else:
+        exposure = _recording(unit, form)
     try:
         with stored_buffers([unit]):
             yield
     finally:
-        _keep_written(exposure, is_here, source)
+        if is_read:
+            _keep_written(exposure, is_here, source)
+        else:
+            values = recorded(exposure)
+            exposure.close()
+            _keep(exposure.handles, values, source)
 
 
 def _keep_written(exposure: Exposure, is_here: bool, source: FirstRank | None) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp.distributed.collectives import during
 from fsdp.engine.deferred_init import Uninitialized, mark, uninitialized_in
@@ -28,11 +28,10 @@ from fsdp.engine.placeholder import Placeholder
 from fsdp.engine.state_requests import Filling
 from fsdp.engine.unit import TrainingState, Unit, own_modules, serving, unit_of
 from fsdp.state_dict.redistribute import as_modules_see, blanks
-from fsdp.state_dict.summon import Exposure, hidden_handles
+from fsdp.state_dict.summon import Entry, Exposure, beside_ours, hidden_handles
 
 ParamInit = Callable[[nn.Module], object]
 Lacks = list[Uninitialized]
-Entry = tuple[dict[str, Tensor | None], str, Tensor]  # what a module lists, and under which name
 
 # The second is what torch's own attention has, and models that follow it.
 _RESETS = ("reset_parameters", "_reset_parameters")
@@ -307,16 +306,12 @@ def _others_in(module: nn.Module, lacks: Lacks, below: Lacks, scratch: Collectio
     """
     own = {id(lack.value) for lack in lacks} | set(scratch)
     drawn = {id(lack.value) for lack in below} | own
-    found = []
-    for inner in module.modules():
-        entries: dict[str, Tensor | None]
-        for entries in (inner._parameters, inner._buffers):  # type: ignore[assignment]
-            for name, tensor in entries.items():
-                if tensor is None or tensor.is_meta or is_ours(tensor):
-                    continue
-                if id(tensor) not in (own if inner is module else drawn):
-                    found.append((entries, name, tensor))
-    return found
+    return [
+        (entries, name, tensor)
+        for inner in module.modules()
+        for entries, name, tensor in beside_ours(inner)
+        if not tensor.is_meta and id(tensor) not in (own if inner is module else drawn)
+    ]
 
 
 @contextmanager

@@ -19,13 +19,12 @@ from fsdp.distributed.consensus import agree_on, done_by_all, number_among
 from fsdp.distributed.dtensor import is_dtensor, local_part
 from fsdp.engine.deferred_init import Uninitialized, memory_to_load_into, uninitialized_in
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.managed_params import is_ours
 from fsdp.engine.precision import BATCH_NORMS
 from fsdp.engine.state_requests import ShardedState
 from fsdp.engine.unit import Unit, own_modules, serving
 from fsdp.state_dict.full import ensure_agreed, ensure_same_values
 from fsdp.state_dict.load_targets import Held, LoadTarget, Part, TensorPart, part_of, recorded, recording, store
-from fsdp.state_dict.summon import Exposure, for_each, hidden_handles
+from fsdp.state_dict.summon import Exposure, beside_ours, for_each, hidden_handles
 
 _VALUELESS = (
     "it has no values yet, because it was on the meta device when it was wrapped. Give it values first "
@@ -156,10 +155,9 @@ def _kept_if_it_fails(units: Sequence[Unit]) -> Iterator[None]:
 
     What has no values gets memory, which it keeps if values come.
     """
-    modules = [module for unit in units for module in own_modules(unit.module)]
-    listed = (tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values()))
-    own = (tensor for tensor in listed if tensor is not None and not isinstance(tensor, LoadTarget))
-    live = dict.fromkeys(tensor for tensor in own if not tensor.is_meta and not is_ours(tensor))
+    modules = (module for unit in units for module in own_modules(unit.module))
+    listed = dict.fromkeys(tensor for module in modules for *_, tensor in beside_ours(module))
+    live = [tensor for tensor in listed if not isinstance(tensor, LoadTarget) and not tensor.is_meta]
     before = [(tensor, tensor.detach().clone()) for tensor in live]
     with memory_to_load_into(units) as given:
         try:

@@ -29,6 +29,7 @@ from fsdp.engine.unit import TrainingState, Unit, serving
 from fsdp.state_dict.redistribute import as_modules_see, assembled, blanks, deal
 
 Values = Mapping[tuple[FlatParamHandle, int], Tensor]  # by the handle, and the parameter's number in it
+Entry = tuple[dict[str, Any], str, Tensor]  # what a module lists: the dictionary, the name in it, and the tensor
 _Shown = TypeVar("_Shown")
 
 
@@ -182,6 +183,15 @@ def deal_changes(handles: Sequence[FlatParamHandle], changed: Sequence[Sequence[
             kept[slot] = value if part is None else local_part(part.to_local(handle.layout.slots[slot].name, value))
         if slots:
             deal(handle, slots, kept)
+
+
+def beside_ours(module: nn.Module) -> Iterator[Entry]:
+    """Yield what a module lists that is not ours."""
+    entries: dict[str, Any]
+    for entries in (module._parameters, module._buffers):
+        for name, tensor in entries.items():
+            if tensor is not None and not is_ours(tensor):
+                yield entries, name, tensor
 
 
 def listed_at(place: ParamInfo) -> nn.Parameter | None:

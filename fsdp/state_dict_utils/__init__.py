@@ -41,7 +41,6 @@ from fsdp.state_dict_utils.stager import StateDictStager as StateDictStager
 from fsdp.state_dict_utils.stager import origins as origins
 from fsdp.state_dict_utils.stager import restore as restore
 from fsdp.state_dict_utils.tensors import (
-    TensorInfo,
     differ_as_parts,
     differ_as_values,
     differ_in_form,
@@ -344,7 +343,7 @@ def broadcast_state_dict(
     arrivals = Arrivals(comm, device, described, full, max_coalesced_bytes)
 
     def put(path: Path, info: Any, target: Any) -> Any:
-        if not isinstance(info, TensorInfo):
+        if not is_tensor(info):
             return info
         value, is_ours = arrivals.take(target)
         return placed(value, target, home, is_ours)

@@ -20,7 +20,7 @@ from fsdp.distributed.collectives import LONE_RANK, Communicator, communicator
 from fsdp.distributed.communicator import Group, backend_names
 from fsdp.distributed.dtensor import arrived, is_dtensor
 from fsdp.state_dict_utils.gather import as_bytes
-from fsdp.state_dict_utils.tensors import TensorInfo, cannot, is_tensor, without_values
+from fsdp.state_dict_utils.tensors import cannot, is_tensor, without_values
 from fsdp.state_dict_utils.tree import CompanionMismatch, Path, check_types, leaves, mapped, spelled
 
 Result = TypeVar("Result")
@@ -56,7 +56,7 @@ def place_in(comm: Communicator) -> str:
 
 
 def description(tree: Any, type_check: bool = True) -> Any:
-    """Return the tree with a `TensorInfo` for each tensor."""
+    """Return the tree with one on the meta device for each tensor."""
     check_types(tree, type_check)
     return mapped(_info, tree)
 
@@ -64,9 +64,9 @@ def description(tree: Any, type_check: bool = True) -> Any:
 def _info(path: Path, leaf: Any) -> Any:
     if is_dtensor(leaf):
         raise TypeError(f"{spelled(path)}: a DTensor, where a whole tensor is expected: gather_state_dict makes one")
-    if isinstance(leaf, Tensor) and (missing := without_values(leaf)):
+    if missing := without_values(leaf):
         raise ValueError(f"{spelled(path)}: {missing}")
-    return TensorInfo(leaf.shape, leaf.dtype) if is_tensor(leaf) else leaf
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if is_tensor(leaf) else leaf
 
 
 def shared_description(comm: Communicator, full: Any, type_check: bool) -> bytes:
@@ -162,9 +162,7 @@ class Arrivals:
         self._sources: deque[Tensor] | None = None
         if comm.rank == 0:
             self._sources = deque(arrived(leaf) for _, leaf in leaves(full) if is_tensor(leaf))
-        self._messages = deque(
-            _messages([leaf for _, leaf in leaves(described) if isinstance(leaf, TensorInfo)], budget)
-        )
+        self._messages = deque(_messages([leaf for _, leaf in leaves(described) if is_tensor(leaf)], budget))
         self._unpacked: deque[Tensor] = deque()
 
     def take(self, target: Tensor | None) -> tuple[Tensor, bool]:
@@ -179,7 +177,7 @@ class Arrivals:
             self._unpacked.extend(self._together(message))
         return self._unpacked.popleft(), False
 
-    def _alone(self, info: TensorInfo, target: Tensor | None) -> tuple[Tensor, bool]:
+    def _alone(self, info: Tensor, target: Tensor | None) -> tuple[Tensor, bool]:
         if self._sources is not None:
             tensor = self._sources.popleft().detach().resolve_conj().resolve_neg().to(self._device).contiguous()
         elif target is not None and _is_plain(target) and (target.dtype, target.device) == (info.dtype, self._device):
@@ -190,7 +188,7 @@ class Arrivals:
             self._comm.broadcast(as_bytes(tensor)).wait()
         return tensor, self._sources is None
 
-    def _together(self, message: list[TensorInfo]) -> list[Tensor]:
+    def _together(self, message: list[Tensor]) -> list[Tensor]:
         buffer = torch.empty(sum(map(_padded, message)), dtype=torch.uint8, device=self._device)
         views, start = [], 0
         for info in message:
@@ -208,9 +206,9 @@ def _is_plain(tensor: Tensor) -> bool:
     return is_strided and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
-def _messages(infos: list[TensorInfo], budget: int) -> list[list[TensorInfo]]:
+def _messages(infos: list[Tensor], budget: int) -> list[list[Tensor]]:
     """Return what travels together: neighbours, as many as the budget has room for."""
-    messages: list[list[TensorInfo]] = []
+    messages: list[list[Tensor]] = []
     room = 0
     for info in infos:
         if not messages or _padded(info) > room:
@@ -221,5 +219,5 @@ def _messages(infos: list[TensorInfo], budget: int) -> list[list[TensorInfo]]:
     return messages
 
 
-def _padded(info: TensorInfo) -> int:
+def _padded(info: Tensor) -> int:
     return -(-info.nbytes // _ALIGNMENT) * _ALIGNMENT

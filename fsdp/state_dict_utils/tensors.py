@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import io
 import math
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -24,21 +23,9 @@ from fsdp.state_dict_utils.host_memory import allocate
 PLAIN_LEAVES = (int, float, complex, str, bytes, io.BytesIO, type(None))
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """The shape and dtype of a tensor that will arrive."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
-
-
 def is_tensor(leaf: Any) -> bool:
-    """Return True if a leaf is a tensor, or stands for one, whose elements can be sharded, sent and written."""
-    return isinstance(leaf, TensorInfo) or (isinstance(leaf, Tensor) and _special(leaf) is None)
+    """Return True if a leaf is a tensor whose elements can be sharded, sent and written."""
+    return isinstance(leaf, Tensor) and _special(leaf) is None
 
 
 def why_unknown(leaf: Any) -> str | None:
@@ -50,7 +37,7 @@ def why_unknown(leaf: Any) -> str | None:
             f"a tensor {special[0]}, and only strided (dense) ones are known. {special[1]}, take it out of the tree, "
             "or pass type_check=False."
         )
-    if isinstance(leaf, (TensorInfo, *PLAIN_LEAVES)):
+    if isinstance(leaf, PLAIN_LEAVES):
         return None
     return (
         f"a {type(leaf).__name__} is neither a container (a mapping, list or tuple) nor a tensor, number, str, bytes, "
@@ -88,10 +75,10 @@ def casts(source: torch.dtype, target: torch.dtype) -> bool:
 
 def described(value: Any) -> str:
     """Describe a node for messages. Leaves that are only carried along are alike if this is."""
-    if not isinstance(value, (Tensor, TensorInfo)):
+    if not isinstance(value, Tensor):
         return "None" if value is None else type(value).__name__
     kind = "DTensor" if is_dtensor(value) else "tensor"
-    if isinstance(value, Tensor) and (special := _special(value)) is not None:
+    if (special := _special(value)) is not None:
         kind += f" {special[0]}"
         if value.is_nested:
             return f"{kind}, of {str(value.dtype).removeprefix('torch.')}"
@@ -141,8 +128,7 @@ def without_values(leaf: Any) -> str | None:
     """Return why a tensor cannot be read; None if it can, and for another leaf."""
     if isinstance(leaf, Tensor) and leaf.is_meta:
         return "on the meta device, where there are no values"
-    is_dense = isinstance(leaf, Tensor) and is_tensor(leaf)
-    missing = missing_memory(arrived(local_part(leaf))) if is_dense else None
+    missing = missing_memory(arrived(local_part(leaf))) if is_tensor(leaf) else None
     return f"without its memory: {missing}" if missing else None
 
 
@@ -264,7 +250,7 @@ def differ_in_form(first: Any, second: Any) -> str | None:
 def _differ_in_kind(first: Any, second: Any, casting: bool) -> str | None:
     """Return the difference in kind where one of them is a tensor of any kind; None if there is none."""
     if not is_tensor(first) or not is_tensor(second):
-        special = isinstance(first, Tensor) or isinstance(second, Tensor) or is_tensor(first)
+        special = isinstance(first, Tensor) or isinstance(second, Tensor)
         names = described(first), described(second)
         return f"{names[0]} and {names[1]}" if special and names[0] != names[1] else None
     if first.shape != second.shape:

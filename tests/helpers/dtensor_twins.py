@@ -21,6 +21,7 @@ import fsdp
 from fsdp import TrainingState
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.unit import Unit, unit_of
+from tests.helpers.equality import assert_close_state
 from tests.helpers.models import Wrap, keep
 from tests.helpers.parity import REGRESSION, MakeModel, MakeOptimizer, Task, sgd_with_momentum
 from tests.helpers.twins import Step, Twins, once
@@ -218,19 +219,19 @@ def assert_side_by_side(
         torch.set_default_dtype(torch.float64)
         tolerance = ROUNDING
     expected, found = train(plan, torchs(**options)), train(plan, ours(**{**options, **(unlike or {})}))
-    assert_same("losses", torch.tensor(found.losses), torch.tensor(expected.losses), tolerance)
-    assert_same("norms", torch.tensor(found.norms), torch.tensor(expected.norms), tolerance)
+    assert_within("losses", torch.tensor(found.losses), torch.tensor(expected.losses), tolerance)
+    assert_within("norms", torch.tensor(found.norms), torch.tensor(expected.norms), tolerance)
     for step, (mine, theirs) in enumerate(zip(found.gradients, expected.gradients, strict=True)):
         assert list(mine) == list(theirs)
         for name, gradient in theirs.items():
-            assert_same(f"gradient of {name} in step {step}", mine[name], gradient, tolerance)
+            assert_within(f"gradient of {name} in step {step}", mine[name], gradient, tolerance)
     assert list(found.weights) == list(expected.weights)
     assert found.spread == expected.spread
     for name, value in expected.weights.items():
-        assert_same(name, found.weights[name], value, tolerance)
+        assert_within(name, found.weights[name], value, tolerance)
 
 
-def assert_same(what: str, found: Tensor | None, expected: Tensor | None, tolerance: float | None = None) -> None:
+def assert_within(what: str, found: Tensor | None, expected: Tensor | None, tolerance: float | None = None) -> None:
     """Equal tensors, or both None: to the last bit, or within a `tolerance` relative to the largest element."""
     assert (found is None) is (expected is None), f"{what}: {found} against {expected}"
     if found is None or expected is None:
@@ -254,13 +255,10 @@ class RowTwins(Twins):
         torch.set_default_dtype(torch.float64)
         return cls(make(ours(**options)), make(keep))
 
-    def assert_equal(self) -> None:
+    def assert_close(self) -> None:
         assert_at_rest(self.sharded)
         self.share_plain()
-        found, expected = wholes(self.sharded), self.plain.state_dict()
-        assert list(found) == list(expected)
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+        assert_close_state(wholes(self.sharded), self.plain.state_dict(), rtol=1e-10, atol=1e-12)
 
 
 def assert_trains_as_plain(make: Callable[[Wrap], nn.Module], *steps: Step, **options: Any) -> None:
@@ -274,7 +272,7 @@ def trained_twins(make: Callable[[Wrap], nn.Module], *steps: Step, **options: An
     before = {name: value.clone() for name, value in twins.plain.state_dict().items()}
     for number in range(max(3, 2 * len(steps))):
         twins.step(number, steps[number % len(steps)])
-    twins.assert_equal()
+    twins.assert_close()
     assert any(not torch.equal(value, before[name]) for name, value in twins.plain.state_dict().items())
     return twins
 
