@@ -140,7 +140,7 @@ class DTensorParams(OrigParams):
         for slot, param in enumerate(self.params):
             if held_part(param) is not self._held[slot]:
                 self._take_back(slot, param)
-        self._flat_param.requires_grad_(any(self.requires_grad))
+        self._follow_frozen()
         # Every rank writes to a DTensor when any does, also those that have no rows of it.
         before, self._versions = self._versions, self.versions
         written = (slot for slot, version in enumerate(before) if version != self._versions[slot])

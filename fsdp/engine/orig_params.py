@@ -113,8 +113,13 @@ class OrigParams:
         for slot, (param, pointer) in enumerate(zip(self.params, self._pointers, strict=True)):
             if _pointer(self._flat(slot, param)) != pointer:
                 self._take_back(slot, param)
-        self._flat_param.requires_grad_(any(self.requires_grad))
+        self._follow_frozen()
         return []
+
+    def _follow_frozen(self) -> None:
+        is_trained = any(self.requires_grad)
+        if self._flat_param.requires_grad is not is_trained:  # transforms of torch.func forbid to set it
+            self._flat_param.requires_grad_(is_trained)
 
     def _take_back(self, slot: int, param: Any) -> None:
         ours, given = self._of(self._flat_param.detach(), slot), self._flat(slot, param)

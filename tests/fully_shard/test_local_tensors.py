@@ -9,9 +9,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
-from tests.helpers.dtensor_twins import Plan, assert_side_by_side, conv_net, local, ours, trained_twins, uneven
+from tests.helpers.dtensor_twins import (
+    Plan,
+    assert_side_by_side,
+    conv_net,
+    handles,
+    local,
+    ours,
+    seeded,
+    torchs,
+    trained_twins,
+    uneven,
+    whole,
+)
+from tests.helpers.models import Wrap
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import once
 
@@ -51,7 +64,7 @@ def test_along_any_dimension_it_trains_as_unsharded(ranks: RankPool) -> None:
 
 
 def _train_along_dim() -> None:
-    trained_twins(conv_net, shard_placement_fn=partial(nth_dim, 1))
+    trained_twins(uneven, shard_placement_fn=partial(nth_dim, 1))
 
 
 def test_the_memory_of_gradients_goes_with_them(ranks: RankPool) -> None:
@@ -61,7 +74,8 @@ def test_the_memory_of_gradients_goes_with_them(ranks: RankPool) -> None:
 def _zero_gradients() -> None:
     model = uneven(ours())
     once(model, INPUTS)
-    memory = {weakref.ref(local(param.grad)._base) for param in model.parameters() if param.grad is not None}
+    listed: list[Any] = list(model.parameters())
+    memory = [weakref.ref(param.grad._local_tensor._base) for param in listed if param.grad is not None]
     assert memory
     assert all(each() is not None for each in memory)
     model.zero_grad()
@@ -83,6 +97,62 @@ def _keep_gradients() -> None:
         assert torch.equal(local(kept[name]), grad)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_parameters_are_listed_unsharded_as_by_torchs(ranks: RankPool, reshard_after_forward: bool) -> None:
+    ranks(2).run(_list_parameters, reshard_after_forward)
+
+
+def _list_parameters(reshard_after_forward: bool) -> None:
+    mine, theirs = (_kinds_listed(wrap(reshard_after_forward=reshard_after_forward)) for wrap in (ours, torchs))
+    assert mine == theirs
+
+
+def _three_layers(wrap: Wrap) -> nn.Module:
+    return nn.Sequential(wrap(nn.Linear(5, 4)), wrap(nn.Linear(4, 3)), nn.Linear(3, 2))
+
+
+def _kinds_listed(wrap: Wrap) -> list[tuple[str, list[bool]]]:
+    """Return which of the parameters a model lists are `DTensor`s, at moments of a step."""
+    model: Any = seeded(_three_layers, wrap)
+    found: list[tuple[str, list[bool]]] = []
+
+    def look(moment: str, *_: Any) -> None:
+        found.append((moment, [isinstance(param, DTensor) for param in model.parameters()]))
+
+    look("at first")
+    model.unshard()
+    look("unsharded")
+    model.reshard()
+    look("resharded")
+    model[0].register_forward_hook(partial(look, "in forward"))
+    outputs = model(INPUTS)
+    look("after forward")
+    outputs.sum().backward()
+    look("after backward")
+    model.zero_grad()
+    look("after zero_grad")
+    return found
+
+
+def test_a_module_that_is_unsharded_saves_dtensors(ranks: RankPool) -> None:
+    ranks(2).run(_save_unsharded)
+
+
+def _save_unsharded() -> None:
+    model: Any = uneven(ours())
+    model.unshard()
+    assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+    model.load_state_dict(model.state_dict())
+    model.reshard()
+    model.set_reshard_after_backward(False)
+    once(model, INPUTS)
+    assert all(isinstance(param, DTensor) for param in model.parameters() if param.grad is not None)
+    assert any(param.grad is not None for param in model.parameters())
+    assert whole(nn.utils.clip_grad_norm_(model.parameters(), 1.0)) > 0
+    model.zero_grad()
+    assert all(param.grad is None for handle in handles(model) for param in handle.registry.params)
+
+
 def _freeze(model: Any, step: int) -> None:
     if step == 1:
         model.trunk.requires_grad_(False)
@@ -95,3 +165,59 @@ def test_parameters_that_are_frozen_later(ranks: RankPool) -> None:
 
 def _freeze_in_training() -> None:
     assert_side_by_side(Plan(make_model=uneven, before_step=_freeze))
+
+
+class Tied(nn.Module):
+    """An embedding and a projection with one weight."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.entry, self.exit = nn.Embedding(6, 3), nn.Linear(3, 6, bias=False)
+        self.exit.weight = self.entry.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.exit(self.entry(tokens))
+
+
+@pytest.mark.parametrize("form", ["one memory", "copies"])
+def test_ties_outlast_a_load_that_assigns(ranks: RankPool, form: str) -> None:
+    ranks(2).run(_assign_tied, form)
+
+
+def _assign_tied(form: str) -> None:
+    model, source = seeded(Tied, ours()), seeded(Tied, ours(), seed=5)
+    state = source.state_dict()
+    if form == "copies":
+        state = {name: value.detach().clone() for name, value in state.items()}
+    model.load_state_dict(state, assign=True)
+    tokens = torch.arange(6)
+    assert torch.equal(model(tokens), source(tokens))
+    assert model.exit.weight is model.entry.weight
+    assert [name for name, _ in model.named_parameters()] == ["entry.weight"]
+    other = {name: value.detach() + number for number, (name, value) in enumerate(state.items())}
+    with pytest.raises(RuntimeError, match=r"replaced under only some of its names \(entry.weight, exit.weight\)"):
+        model.load_state_dict(other, assign=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_transforms_of_torch_func(ranks: RankPool, is_fresh: bool) -> None:
+    ranks(2).run(_transform, is_fresh)
+
+
+def _transform(is_fresh: bool) -> None:
+    plain = seeded(_three_layers)
+    for transform in (
+        lambda model: torch.func.jvp(model, (INPUTS,), (torch.ones_like(INPUTS),))[1],
+        lambda model: torch.func.vjp(model, INPUTS)[1](torch.ones(4, 2))[0],
+        lambda model: torch.func.grad(lambda inputs: model(inputs).square().sum())(INPUTS),
+        lambda model: torch.func.vmap(model)(INPUTS),
+        lambda model: torch.func.jacrev(model)(INPUTS),
+    ):
+        model = seeded(_three_layers, ours())
+        if not is_fresh:
+            once(model, INPUTS)
+            model.zero_grad()
+        torch.testing.assert_close(transform(model), transform(plain))
+        once(model, INPUTS)
+        assert all(param.grad is not None for param in model.parameters())
