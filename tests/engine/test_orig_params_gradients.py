@@ -45,7 +45,7 @@ def _zero_between_backwards(sync: bool, zeroed: str) -> None:
     twins.backward(1, sync=True)
     twins.assert_same_gradients()
     twins.optimize()
-    twins.assert_same_weights()
+    twins.assert_close()
 
 
 def _use_all(model: nn.Module, inputs: Tensor, rank: int) -> Tensor:
@@ -72,7 +72,7 @@ def _run_a_unit_twice_and_then_once() -> None:
     for number, order in enumerate(("bcab", "cab")):
         twins.step(number, partial(_in_order, order))
         twins.assert_same_gradients()
-    twins.assert_same_weights()
+    twins.assert_close()
 
 
 def _in_order(order: str, model: nn.Module, inputs: Tensor, rank: int) -> Tensor:
@@ -92,7 +92,7 @@ def _accumulate_for_two_optimizers() -> None:
     twins.backward(2)
     twins.assert_same_gradients()
     twins.optimize()
-    twins.assert_same_weights()
+    twins.assert_close()
 
 
 def test_gradients_that_are_not_reduced_are_not_stepped(ranks: RankPool) -> None:
@@ -135,7 +135,7 @@ def _change_gradients() -> None:
     twins.backward(1)  # is added to what was put there
     twins.assert_same_gradients()
     twins.optimize()
-    twins.assert_same_weights()
+    twins.assert_close()
 
 
 def _halve_gradients(params: dict[str, nn.Parameter]) -> None:
