@@ -25,7 +25,7 @@ from fsdp.engine.foreign_names import refuse_data_parallel
 from fsdp.engine.forward_hooks import Hook
 from fsdp.engine.handle import Phase
 from fsdp.engine.layout import RowsLayout
-from fsdp.engine.managed_params import Ignored, group, lender_of, take_over
+from fsdp.engine.managed_params import Ignored, group, lender_of, note_stale, take_over
 from fsdp.engine.options import Options
 from fsdp.engine.placeholder import under_way
 from fsdp.engine.precision import MixedPrecision
@@ -449,9 +449,11 @@ def _unsharded_in(module: Any) -> dict[nn.Parameter, nn.Parameter]:
     for unit in _units(module, recurse=True):
         for handle in unit.visible_handles:
             if handle.phase is Phase.UNSHARDED and handle.orig_params is not None:
-                for param, leaf in zip(handle.orig_params.params, handle.unsharded.leaves, strict=True):
+                for slot, param in enumerate(handle.orig_params.params):
                     if unit.state is not TrainingState.IDLE or param.grad is None:
-                        found[param] = leaf
+                        found[param] = leaf = handle.unsharded.leaves[slot]
+                        # Optimizers are to refuse it.
+                        note_stale(leaf, f"{handle.param_infos[slot].fqn} of {unit.name}, unsharded")
     return found
 
 

@@ -134,6 +134,20 @@ def _kinds_listed(wrap: Wrap) -> list[tuple[str, list[bool]]]:
     return found
 
 
+def test_an_optimizer_of_unsharded_parameters_is_refused(ranks: RankPool) -> None:
+    ranks(2).run(_step_unsharded)
+
+
+def _step_unsharded() -> None:
+    model: Any = uneven(ours())
+    model.unshard()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.reshard()
+    once(model, INPUTS)
+    with pytest.raises(RuntimeError, match=r"this SGD was made .*entry.weight of .*, unsharded"):
+        optimizer.step()
+
+
 def test_a_module_that_is_unsharded_saves_dtensors(ranks: RankPool) -> None:
     ranks(2).run(_save_unsharded)
 
