@@ -150,7 +150,9 @@ FORWARD = ["FSDPUneven", "trunk", "trunk.2", "gate"]
 OUTER_FIRST = ["gate", "trunk", "trunk.2"]  # in backward, where an outer module returns what an inner one has returned
 
 
-@pytest.mark.parametrize(("reshards", "expected"), [(True, ["FSDPUneven", *OUTER_FIRST]), (False, [])], ids=["resharded", "kept"])
+@pytest.mark.parametrize(
+    ("reshards", "expected"), [(True, ["FSDPUneven", *OUTER_FIRST]), (False, [])], ids=["resharded", "kept"]
+)
 def test_reshard_after_forward_decides_what_backward_gathers(
     ranks: RankPool, reshards: bool, expected: list[str]
 ) -> None:
@@ -233,7 +235,7 @@ def _spy_on_neighbours() -> None:
     if dist.get_world_size() == 2:  # all are neighbours: there is nothing nearer
         assert (near, seen[-3:]) == ([], OUTER_FIRST)
     else:
-        assert [name for name, _ in near] == ["FSDPUneven", *OUTER_FIRST]
+        assert [name for name, _ in near] == ["root (FSDPUneven)", *OUTER_FIRST]
         assert {size for _, size in near} == {2}
         assert sorted(seen) == sorted(FORWARD)
 

@@ -44,10 +44,10 @@ def inputs(number: int) -> Tensor:
 
 def gradients(model: nn.Module, step: str = "") -> Found:
     """This rank's part of each gradient that is reduced."""
-    return {
-        f"{step}{name}": None if param.grad is None or isinstance(param.grad, Placeholder) else local(param.grad).clone()
-        for name, param in model.named_parameters()
+    reduced = {
+        name: None if isinstance(param.grad, Placeholder) else param.grad for name, param in model.named_parameters()
     }
+    return {f"{step}{name}": None if grad is None else local(grad).clone() for name, grad in reduced.items()}
 
 
 def backward(model: Any, number: int) -> None:
@@ -293,7 +293,7 @@ def test_weights_that_backward_needs_after_all_are_an_error(ranks: RankPool) -> 
 def _need_sharded() -> None:
     model: Any = uneven(ours())
     model.trunk.set_unshard_in_backward(False)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation|needed for gradient"):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|needed for gradient"):
         backward(model, 0)
 
 
@@ -334,6 +334,11 @@ def _fail_and_reset(model: Any) -> Found:
 # Collectives of the user's own
 
 
+# torch 2.12 renamed these.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 class Allocating:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -345,7 +350,7 @@ class Allocating:
 class OwnAllGather(Allocating, AllGather):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         self.calls.append((output_tensor.numel(), input_tensor.numel(), output_tensor.dtype, group.size()))
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        return ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class OwnReduceScatter(Allocating, ReduceScatter):
@@ -354,7 +359,7 @@ class OwnReduceScatter(Allocating, ReduceScatter):
         if op == dist.ReduceOp.AVG:  # which gloo has not
             input_tensor.div_(group.size())
             op = dist.ReduceOp.SUM
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return REDUCE_SCATTER(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 def even(wrap: Wrap) -> nn.Module:
@@ -396,13 +401,13 @@ def _see_and_double(model: Any) -> Found:
     seen: Found = {}
 
     def double(gradient: Tensor) -> None:
-        seen[str(len(seen))] = gradient.sum()
+        seen[str(gradient.numel())] = gradient.sum()
         gradient.mul_(2)
 
     for layer in model:
         layer.set_all_reduce_hook(double)
     backward(model, 0)
-    return seen | gradients(model)
+    return {key: seen[key] for key in sorted(seen)} | gradients(model)
 
 
 def test_reductions_have_a_group_of_their_own(ranks: RankPool) -> None:
