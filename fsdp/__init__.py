@@ -4,7 +4,7 @@ __version__ = "0.1.0"
 
 from fsdp import checkpoint, optim_utils, state_dict_utils
 from fsdp.checkpoint import load, save
-from fsdp.checkpoint.load_safetensors import load_safetensors
+from fsdp.checkpoint.loader import load_safetensors
 from fsdp.distributed.collectives import use_torch_collectives
 from fsdp.distributed.comm_hooks import bf16_compress_hook
 from fsdp.engine.flat_param import FlatParameter
@@ -30,7 +30,8 @@ from fsdp.optim_utils.grad_scaler import ShardedGradScaler
 from fsdp.state_dict.full import no_pre_load_state_dict_hook
 from fsdp.state_dict.materialize import materialize
 from fsdp.state_dict_utils.stager import StateDictStager
-from fsdp.uneven.cond import cond, join
+from fsdp.uneven.join import join
+from fsdp.uneven.regions import cond
 from fsdp.wrap import (
     ConfigAutoWrap,
     auto_wrap,

@@ -17,7 +17,7 @@ import fsdp
 from fsdp.state_dict_utils import gather_state_dict
 
 try:
-    import accelerate
+    from accelerate import Accelerator as _PlainAccelerator
     from accelerate.utils import DistributedType
 except ImportError as error:
     raise ImportError("fsdp.accelerate needs accelerate: pip install 'fsdp[accelerate]'") from error
@@ -38,7 +38,7 @@ def outermost(model: nn.Module) -> fsdp.FullyShardedDataParallel | fsdp.FSDPModu
     return None
 
 
-class Accelerator(accelerate.Accelerator):
+class Accelerator(_PlainAccelerator):
     """`accelerate.Accelerator`, for models in a `FullyShardedDataParallel` or under `fully_shard`.
 
     Shard the model first, make the optimizer from its parameters, and `prepare` both. All else is as with
@@ -64,7 +64,7 @@ class Accelerator(accelerate.Accelerator):
         self._know_sharded_models()
 
     @classmethod
-    def adopt(cls, accelerator: accelerate.Accelerator) -> Accelerator:
+    def adopt(cls, accelerator: _PlainAccelerator) -> Accelerator:
         """Make an accelerator one of these that somebody else has made (a Trainer, say), before it prepares models.
 
         Raises:

@@ -21,7 +21,7 @@ from fsdp.distributed.collectives import Communicator, communicator
 from fsdp.distributed.comm_hooks import AllReduceHook
 from fsdp.distributed.communicator import Group, behind, default_group, served_device
 from fsdp.distributed.custom_collectives import Collective, CustomAllGather, CustomReduceScatter
-from fsdp.distributed.dtensor import is_dtensor, spread_loaded
+from fsdp.distributed.dtensor import MeshPart, is_dtensor, joint_mesh, spread_loaded
 from fsdp.engine.copying import prepare_to_copy
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.foreign_names import refuse_data_parallel
@@ -29,7 +29,7 @@ from fsdp.engine.forward_hooks import Hook
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.layout import RowsLayout
-from fsdp.engine.managed_params import Ignored, group, lender_of, take_over
+from fsdp.engine.managed_params import Ignored, group, is_ours, lender_of, take_over
 from fsdp.engine.options import Options
 from fsdp.engine.placeholder import under_way
 from fsdp.engine.precision import MixedPrecision
@@ -166,7 +166,8 @@ def fully_shard(
     one = modules[0] if len(modules) == 1 else ModuleGroup(modules)
     mesh = _mesh_of_all(one) if mesh is None else mesh
     if dp_mesh_dims is not None:
-        mesh = _data_parallel_mesh(mesh, dp_mesh_dims)
+        whole, mesh = mesh, _data_parallel_mesh(mesh, dp_mesh_dims)
+        _take_off(modules, whole, {*dp_mesh_dims.shard_names, *dp_mesh_dims.replicate_names})
     groups = Groups.resolve(mesh, None)
     is_resharded, kept_by = _resharding(reshard_after_forward, groups)
     on_cuda = mesh.device_type == "cuda"
@@ -231,18 +232,17 @@ class DTensorForm:
                     f"{name} has no dimensions, and so no rows: on a 2-D mesh make it of shape [1] (and use it as it "
                     "is, by broadcasting), or pass it in ignored_params"
                 )
-            if is_dtensor(param):
-                raise TypeError(
-                    f"{name} is a DTensor already: for tensor parallelism wrap the module in FullyShardedDataParallel"
-                )
+            part = MeshPart.of(param)
+            if part is not None:
+                joint_mesh(name, part, self._mesh)  # raises an error if there is none
             self._dims[name] = self._dim_of(name, param)
         for param in tied:
             split_off(param, lender_of(param))
 
     def shard(self, found: Found, unit: Unit, make: MakeFlatParam) -> list[Shard]:
-        from fsdp.engine.dtensor_params import RowPieces  # imports DTensor, which takes a second
+        from fsdp.engine.dtensor_params import DTensorParams  # imports DTensor, which takes a second
 
-        new_pieces, shards = partial(RowPieces, mesh=self._mesh), []
+        new_orig_params, shards = partial(DTensorParams, mesh=self._mesh), []
         groups = [params for _, params in group(found, unit.precision_at, lambda _, param: param.dim() == 0)]
         for params in groups:
             dims = tuple(self._dims[found[param][0].fqn] for param in params)
@@ -251,7 +251,7 @@ class DTensorForm:
             ranks = {"rank": 0, "world_size": 1, "replicas": unit.comm.world_size} if is_replicated else {}
             flat_param = make(params, align=ALIGNED, layout_type=RowsLayout, dims=dims, **ranks)
             places = [found[param] for param in params]
-            shards.append(Shard(flat_param, places, (), new_pieces, self._post_forward, is_replicated))
+            shards.append(Shard(flat_param, places, (), new_orig_params, self._post_forward, is_replicated))
         ordered = {param: found[param] for params in groups for param in params}
         take_over(ordered, [shard.flat_param for shard in shards], unit.name, unit)
         return shards
@@ -296,6 +296,34 @@ def _data_parallel_mesh(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
         if names
     ]
     return parts[0] if len(parts) == 1 else type(mesh)._concatenate(parts)
+
+
+def _take_off(modules: Sequence[nn.Module], mesh: DeviceMesh, dims: set[str]) -> None:
+    """Have parameters that are `DTensor`s on all of a mesh be so on its other dimensions alone."""
+    named = list(enumerate(mesh.mesh_dim_names or ()))
+    kept = [number for number, name in named if name not in dims]
+    found: dict[nn.Parameter, nn.Parameter] = {}
+    places = [(inner, name) for module in modules for inner in module.modules() for name in inner._parameters]
+    for inner, name in places:
+        param: Any = inner._parameters[name]
+        if param is None or not is_dtensor(param) or is_ours(param) or param.device_mesh != mesh:
+            continue
+        for number, dim in named:
+            if dim in dims and not param.placements[number].is_replicate():
+                raise ValueError(
+                    f"{name} of a {type(inner).__name__} is {param.placements[number]} along {dim!r}, a dimension for "
+                    "data parallelism: it must be Replicate() there"
+                )
+        if param not in found:
+            value = param.detach().to_local()
+            if kept:
+                rest = mesh[tuple(mesh.mesh_dim_names[number] for number in kept)]  # type: ignore[index]
+                placements = [param.placements[number] for number in kept]
+                shape, stride = param.shape, param.stride()
+                how: Any = {"run_check": False, "shape": shape, "stride": stride}
+                value = type(param.data).from_local(value, rest, placements, **how)
+            found[param] = nn.Parameter(value, param.requires_grad)
+        inner._parameters[name] = found[param]
 
 
 def _mesh_of_all(module: nn.Module) -> DeviceMesh:

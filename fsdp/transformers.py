@@ -15,7 +15,7 @@ from torch import nn
 import fsdp
 
 try:
-    import transformers
+    from transformers import Trainer as _PlainTrainer
     from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 except ImportError as error:
     raise ImportError(
@@ -25,7 +25,7 @@ except ImportError as error:
 from fsdp.accelerate import Accelerator, outermost
 
 
-class Trainer(transformers.Trainer):
+class Trainer(_PlainTrainer):
     """`transformers.Trainer`, for a model in a `FullyShardedDataParallel` or under `fully_shard`.
 
     Shard the model first and hand it over as `model`; all other arguments are those of `transformers.Trainer`, whose

@@ -797,7 +797,7 @@ MISTAKES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "replicas go apart": ("fsdp.engine.reduction.summed", _not_summed_over_replicas),
     "the optimizer's state is not loaded": ("fsdp.optim_utils.load_full_optim_state_dict", _forgotten),
     "stale parameters are computed with": ("fsdp.engine.handle.FlatParamHandle.shard_state", _always_the_same),
-    "what is not used has a gradient": ("fsdp.engine.orig_params.Pieces.show_gradients", _all_used),
+    "what is not used has a gradient": ("fsdp.engine.orig_params.OrigParams.show_gradients", _all_used),
 }
 
 

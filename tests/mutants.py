@@ -77,8 +77,7 @@ class Mutant:
         lines[self.line - 1] = (text[: self.start] + self.new.encode() + text[self.end :]).decode()
         return "\n".join(lines)
 
-    def describe(self) -> str:
-        source = (ROOT / self.path).read_text(encoding="utf-8")
+    def describe(self, source: str) -> str:
         old = source.split("\n")[self.line - 1].strip()
         new = self.applied(source).split("\n")[self.line - 1].strip()
         return f"{self.path}:{self.line}\n    - {old}\n    + {new}"
@@ -164,8 +163,8 @@ def modules_of(patterns: str) -> list[Path]:
     return [path.relative_to(ROOT) for path in sorted(found) if path.name != "__init__.py"]
 
 
-def files_of(patterns: str, copy: Path) -> list[str]:
-    """The files of tests of one row of the table, in a copy of the repository."""
+def files_of(patterns: str, copy: Path, first: str = "") -> list[str]:
+    """The files of tests of one row of the table, in a copy of the repository; those of the `first` name in front."""
     found: set[Path] = set()
     for pattern in patterns.split():
         room, _, name = pattern.rpartition("/")
@@ -175,7 +174,8 @@ def files_of(patterns: str, copy: Path) -> list[str]:
         if not paths:
             raise ValueError(f"no test is tests/{pattern}: say in CONCERNS of tests/mutants.py where it is now")
         found.update(paths)
-    return sorted(str(path.relative_to(copy)) for path in found)
+    in_order = sorted(found, key=lambda path: (not path.stem.startswith(f"test_{first}"), path))
+    return [str(path.relative_to(copy)) for path in in_order]
 
 
 def drawn(count: int, seed: int) -> list[tuple[Mutant, str]]:
@@ -194,17 +194,16 @@ PYTEST = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:c
 
 def is_found(mutant: Mutant, tests: str, copy: Path, limit: float) -> str:
     """What found it: the first test that failed, or that the tests did not end; empty if nothing did."""
-    original = (ROOT / mutant.path).read_text(encoding="utf-8")
+    original = (copy / mutant.path).read_text(encoding="utf-8")
     (copy / mutant.path).write_text(mutant.applied(original), encoding="utf-8")
     try:
-        return first_failure("fuzz", copy, limit) or first_failure(tests, copy, limit)
+        return first_failure([*files_of(tests, copy, mutant.path.stem), *files_of("fuzz", copy)], copy, limit)
     finally:
         (copy / mutant.path).write_text(original, encoding="utf-8")
 
 
-def first_failure(tests: str, copy: Path, limit: float) -> str:
-    """Run the tests in a copy of the repository until one fails; which one, or nothing."""
-    names = files_of(tests, copy)
+def first_failure(names: list[str], copy: Path, limit: float) -> str:
+    """Run files of tests in a copy of the repository until one fails; which one, or nothing."""
     own = {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     process = subprocess.Popen(
         [*PYTEST, "-k", "not planted", *names],
@@ -229,13 +228,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds for the tests of one mistake")
+    parser.add_argument("--limit", type=float, default=1200.0, help="seconds for the tests of one mistake")
     parser.add_argument("--first", type=int, default=0, help="skip so many of those drawn")
     parser.add_argument("--list", action="store_true", help="show what is drawn, and run nothing")
     arguments = parser.parse_args()
     chosen = drawn(arguments.count, arguments.seed)[arguments.first :]
+    shown = {mutant: mutant.describe((ROOT / mutant.path).read_text(encoding="utf-8")) for mutant, _ in chosen}
     if arguments.list:
-        print("\n".join(mutant.describe() for mutant, _ in chosen))
+        print("\n".join(shown.values()))
         return
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
@@ -246,10 +246,10 @@ def main() -> None:
             found = is_found(mutant, tests, copy, arguments.limit)
             took = time.monotonic() - began
             outcome = f"{'found' if found else 'MISSED'} in {took:.0f} s"
-            print(f"{number} {outcome}: {mutant.describe()}\n    {found}", flush=True)
+            print(f"{number} {outcome}: {shown[mutant]}\n    {found}", flush=True)
             missed += [] if found else [mutant]
     print(f"{len(chosen) - len(missed)} of {len(chosen)} found ({1 - len(missed) / len(chosen):.0%})")
-    print("".join(f"\nMISSED {mutant.describe()}" for mutant in missed))
+    print("".join(f"\nMISSED {shown[mutant]}" for mutant in missed))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def test_importing_the_package_is_enough() -> None:
 
 def test_wrap_is_the_function_as_an_attribute_and_the_module_to_import_from() -> None:
     module = importlib.import_module("fsdp.wrap")
-    importlib.import_module("fsdp.wrap.plan")
+    importlib.import_module("fsdp.wrap.batch_norm")
     assert isinstance(module, ModuleType)
     assert fsdp.wrap is module.wrap
     from fsdp.wrap import auto_wrap

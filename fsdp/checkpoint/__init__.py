@@ -146,10 +146,11 @@ def verify(path: str | os.PathLike[str]) -> int:
         FileNotFoundError: if there is no complete checkpoint.
         ValueError: if it is damaged; it names all files and tensors that are.
     """
-    from fsdp.checkpoint.formats.verify import examine_ours  # with the formats of other libraries
-
     folder = complete(path)
-    examined = examine_ours(folder, lambda nbytes: lambda done: None)
-    if examined.problems:
-        raise ValueError(f"{folder} is damaged:\n\t" + "\n\t".join(examined.problems))
-    return examined.nbytes
+    problems, opened = Manifest.read(folder).opened(folder)
+    for files in opened:
+        with files:
+            problems += files.damaged(lambda nbytes: None)
+    if problems:
+        raise ValueError(f"{folder} is damaged:\n\t" + "\n\t".join(problems))
+    return sum(files.nbytes for files in opened)

@@ -17,8 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from fsdp.checkpoint.model import all_ranks
-from fsdp.checkpoint.model_tensors import prepared
+from fsdp.checkpoint.model_tensors import all_ranks, prepared
 from fsdp.checkpoint.safetensors import Entry, Part
 from fsdp.checkpoint.writer import Place, Plan, Saved, TensorSet, prepare, release, write
 from fsdp.distributed.collectives import during

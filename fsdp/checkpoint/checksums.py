@@ -115,11 +115,7 @@ class HoleError(Exception):
 
 
 def of_block(fragments: Iterable[Fragment], begin: int, end: int) -> int:
-    """Return the checksum of bytes ``begin:end``, which are one block.
-
-    Raises:
-        HoleError: if they are not in the fragments, which may be there several times.
-    """
+    """Return the checksum of bytes ``begin:end``, which are one block."""
     found, reached = 0, begin
     for each in sorted(set(fragments), key=lambda one: (one.begin, -one.end)):
         if each.begin == reached:
@@ -138,11 +134,7 @@ def by_name(fragments: Iterable[Fragment]) -> dict[str, dict[int, list[Fragment]
 
 
 def of_tensor(fragments: Mapping[int, Iterable[Fragment]], nbytes: int) -> list[int]:
-    """Return the checksums of all blocks of a tensor.
-
-    Raises:
-        HoleError: if a block is not in the fragments.
-    """
+    """Return the checksums of all blocks of a tensor."""
     return [of_block(fragments.get(number, ()), *span) for number, span in enumerate(blocks(nbytes))]
 
 
@@ -152,11 +144,7 @@ def as_text(checksums: Iterable[int]) -> str:
 
 
 def from_text(text: str) -> list[int]:
-    """Return the checksums in a text of `as_text`.
-
-    Raises:
-        ValueError: if it is none.
-    """
+    """Return the checksums in a text of `as_text`."""
     if len(text) % 8 or not _DIGITS.fullmatch(text):
         raise ValueError(f"{short(text)} is not made of eight digits for each checksum")
     return [int(text[start : start + 8], 16) for start in range(0, len(text), 8)]

@@ -29,7 +29,7 @@ from fsdp.checkpoint.formats.convert import (
     write_torch,
 )
 from fsdp.checkpoint.formats.dcp import write_dcp
-from fsdp.checkpoint.formats.open_source import FORMATS, WORDS, format_of, open_source
+from fsdp.checkpoint.formats.open_source import FORMATS, WORDS, examine, format_of, open_source
 from fsdp.checkpoint.formats.source import Source, TensorReader
 from fsdp.checkpoint.formats.trees import Choices
 from fsdp.checkpoint.json_values import decoded
@@ -123,9 +123,6 @@ def _interrupt(*_: Any) -> None:
 def _said(message: str, code: int) -> int:
     say(f"fsdp: {message}", sys.stderr)
     return code
-
-
-# --- arguments ------------------------------------------------------------------------------------------------------
 
 
 class _Removed(argparse.Action):
@@ -250,9 +247,6 @@ def _pair(text: str) -> tuple[str, str]:
     if not (name and equal and other):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=OTHER")
     return name, other
-
-
-# --- inspect --------------------------------------------------------------------------------------------------------
 
 
 def _inspect(args: argparse.Namespace, choices: Choices) -> int:
@@ -384,24 +378,18 @@ def _values(source: Source) -> Iterator[str]:
         yield f"values: {short(values)}"
 
 
-# --- verify ---------------------------------------------------------------------------------------------------------
-
-
 def _verify(args: argparse.Namespace, choices: Choices) -> int:
     found = format_of(args.path, args.format)
     with Progress("verifying") as progress:
-        examined = found.examine(args.path, progress.start)
-    for problem in examined.problems:
+        problems, nbytes, how = examine(found, args.path, progress.start)
+    for problem in problems:
         say(problem)
-    if examined.problems:
-        count = len(examined.problems)
+    if problems:
+        count = len(problems)
         say(f"{args.path} ({found.word}) is damaged in {count} place{'s' if count > 1 else ''}")
         return WRONG
-    say(f"{args.path} ({found.word}) is fine: {size_text(examined.nbytes)}, {examined.how}")
+    say(f"{args.path} ({found.word}) is fine: {size_text(nbytes)}, {how}")
     return FINE
-
-
-# --- convert --------------------------------------------------------------------------------------------------------
 
 
 def _convert(args: argparse.Namespace, choices: Choices) -> int:
@@ -479,9 +467,6 @@ def _lost(content: Content, word: str) -> Iterator[str]:
         yield "left out: the states of random number generators, which only fsdp has"
 
 
-# --- output ---------------------------------------------------------------------------------------------------------
-
-
 def size_text(nbytes: float) -> str:
     """Return a number of bytes as people read it: ``1.5 MiB``."""
     for unit in _UNITS:
@@ -497,11 +482,7 @@ def say(text: str, file: TextIO | None = None) -> None:
 
 
 class Progress:
-    """A bar on a terminal, by tqdm if that is installed, and nothing elsewhere. A context manager.
-
-    Args:
-        what: is done.
-    """
+    """A bar on a terminal, by tqdm if that is installed, and nothing elsewhere. A context manager."""
 
     def __init__(self, what: str) -> None:
         self._what, self._total, self._done, self._shown = what, 0, 0, 0.0

@@ -51,10 +51,13 @@ def step_of(folder: str | os.PathLike[str]) -> int | None:
     return None if match is None else int(match[1])
 
 
-def steps_in(folder: str | os.PathLike[str]) -> dict[int, str]:
-    """Return the complete checkpoints in a folder, by their steps, the oldest first; none without such a folder."""
+def steps(folder: str | os.PathLike[str]) -> dict[int, Path]:
+    """Return the complete checkpoints in a folder of numbered ones, by their steps, the lowest first.
+
+    What a save that was killed has left is none.
+    """
     places = {step: numbered(folder, step) for step in sorted(_steps_named_in(folder))}
-    return {step: place for step, place in places.items() if found(place) is not None}
+    return {step: Path(place) for step, place in places.items() if found(place) is not None}
 
 
 def _steps_named_in(folder: str | os.PathLike[str]) -> set[int]:
@@ -63,14 +66,6 @@ def _steps_named_in(folder: str | os.PathLike[str]) -> set[int]:
     except (FileNotFoundError, NotADirectoryError):
         return set()
     return {int(match[1]) for match in map(_NUMBERED.fullmatch, names) if match is not None}
-
-
-def steps(folder: str | os.PathLike[str]) -> dict[int, Path]:
-    """Return the complete checkpoints in a folder of numbered ones, by their steps, the lowest first.
-
-    What a save that was killed has left is none.
-    """
-    return {step: Path(place) for step, place in steps_in(folder).items()}
 
 
 def newest(folder: str | os.PathLike[str]) -> Path | None:
@@ -84,7 +79,7 @@ def rotate(folder: str | os.PathLike[str], keep: int, step: int) -> None:
 
     What is left of lower ones whose save or removal was killed goes as well; what is being saved stays.
     """
-    kept = {*sorted(steps_in(folder))[-keep:], step}
+    kept = {*sorted(steps(folder))[-keep:], step}
     for number in _steps_named_in(folder) - kept:
         if number < max(kept):
             place = numbered(folder, number)
@@ -99,22 +94,14 @@ def rotate(folder: str | os.PathLike[str], keep: int, step: int) -> None:
 
 
 class _Lock:
-    """A lock on the place of a checkpoint, for the one process that saves there, or tidies up.
-
-    Args:
-        place: of the checkpoint.
-    """
+    """A lock on the place of a checkpoint, for the one process that saves there, or tidies up."""
 
     def __init__(self, place: str) -> None:
         self._path = place + _LOCK
         self._fd: int | None = None
 
     def take(self) -> bool:
-        """Return whether nobody else holds it; it is held then, as far as the file system knows locks.
-
-        Raises:
-            OSError: if its file cannot be made.
-        """
+        """Return whether nobody else holds it; it is held then, as far as the file system knows locks."""
         while self._fd is None:
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
@@ -151,18 +138,11 @@ def _is_at(fd: int, path: str) -> bool:
 
 
 class Destination:
-    """The place of a checkpoint that is being saved. Its methods are for one process only.
-
-    Args:
-        path: of the checkpoint; a folder that is there is replaced if it is a checkpoint, or empty.
-
-    Attributes:
-        folder: where its files are to be written.
-    """
+    """A checkpoint is being saved to its place, if nothing else than a checkpoint is there, by one process."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.realpath(path)
-        self.folder = self.path + SAVING
+        self.folder = self.path + SAVING  # where its files are to be written
         self._token = b""  # in the folder that this save has made, and may remove
         self._lock = _Lock(self.path)
 

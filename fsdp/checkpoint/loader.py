@@ -1,30 +1,40 @@
-"""Loading a checkpoint: each rank reads what it keeps, at any number of ranks, and all compare checksums."""
+"""Loading a checkpoint, or plain safetensors files: each rank reads the ranges that it keeps, straight into its shards.
+
+Any number of ranks can load a checkpoint, and together they compare its checksums.
+"""
 
 from __future__ import annotations
 
 import os
-import random
-import struct
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp.checkpoint.folder import found, step_of
-from fsdp.checkpoint.formats.source import Source, TensorReader
+from fsdp.checkpoint.formats.source import FoundTensor, Source, TensorReader
+from fsdp.checkpoint.generators import GeneratorStates
 from fsdp.checkpoint.json_values import decoded
-from fsdp.checkpoint.load_safetensors import does_not_fit, misfits, read
 from fsdp.checkpoint.manifest import read_ours
-from fsdp.checkpoint.model import Stored, size_of, stored_tensors
-from fsdp.checkpoint.model_tensors import extra_states, prepared, tensors_in
+from fsdp.checkpoint.model_tensors import (
+    Target,
+    UnshardedTensor,
+    extra_states,
+    named_tensors,
+    prepared,
+    size_of,
+    tensors_in,
+)
 from fsdp.checkpoint.optim import StatePlan, give_state, plan_state, read_state
-from fsdp.checkpoint.safetensors import CheckedFiles
+from fsdp.checkpoint.safetensors import CheckedFiles, SafetensorsFiles
 from fsdp.checkpoint.untrusted import readable, reading
+from fsdp.distributed.collectives import during
 from fsdp.distributed.consensus import (
     Ranks,
     agree_on,
@@ -34,6 +44,9 @@ from fsdp.distributed.consensus import (
     number_among,
     peers_answer,
 )
+from fsdp.engine.names import foreign_prefix, prefix_problem
+from fsdp.engine.unit import Unit
+from fsdp.state_dict.full import stored_buffers
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,46 @@ class Loaded:
         return step_of(self.path)
 
 
+@during("fsdp.load_safetensors()")
+def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> Any:
+    """Collective. Load unsharded values from safetensors files, each rank reading only what it keeps.
+
+    The bytes go from the file into the shard's memory; a shard on an accelerator, and values of another dtype, go
+    through 4 MiB of host memory. There is never an unsharded parameter on a rank of several. Buffers and parameters
+    that are not sharded are read as a whole on every rank; of `DTensor`s, what the local part needs.
+
+    Stored values are cast to the dtype of the parameter or buffer as `Tensor.copy_` does. Tied parameters are loaded
+    from the first of their names that is there. Hooks of state dicts, and extra state, have no part in it.
+
+    Args:
+        model: with wrapped modules, or without; not a part of a wrapped module.
+        path: a ``.safetensors`` file, an index of several (``model.safetensors.index.json``), or a folder that has one
+            of these. Every rank needs the same files, which need not lie in the same place.
+        strict: raise for missing and unexpected keys.
+
+    Returns:
+        torch's result with ``missing_keys`` and ``unexpected_keys``, in plain names.
+
+    Raises:
+        RuntimeError: for all missing and unexpected keys (if `strict`) and other shapes together, before anything is
+            changed; in a forward or backward, or inside `summon_full_params`; if ranks have different files, or another
+            rank could not read them.
+        FileNotFoundError, ValueError, OSError: if this rank has no such file, or a file is not what it should be.
+        NotImplementedError: for a `DTensor` that is cut along several dimensions.
+    """
+    units, everyone = prepared(model, "load safetensors files")
+    files = done_by_all(everyone, "open its safetensors files", lambda: SafetensorsFiles(path))
+    with files:
+        for ranks in everyone:
+            agree_on(ranks, "safetensors files", files.digest, f"{files.path} with {len(files.tensors)} tensors")
+        targets = tensors_in(model, units)
+        missing, unexpected, problems = misfits(targets, files, strict)
+        if problems:
+            raise RuntimeError(does_not_fit(files.path, model, problems))
+        done_by_all(everyone, f"read {files.path}", lambda: read(targets, units, files))
+    return _IncompatibleKeys(missing, unexpected)
+
+
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, strict: bool, generators: bool) -> Loaded:
     """Collective. Load a checkpoint: see `fsdp.checkpoint.load`."""
     units, everyone = prepared(model, "load a checkpoint")
@@ -76,17 +129,19 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
         missing, unexpected, problems = misfits(targets, source.model, strict)
         extra = extra_states(model)
         problems += _extra_problems(extra, source) if strict else []
-        state = None
+        plan = None
         if optimizer is not None:
-            state = _SavedState(optimizer, source, everyone)
-            what = f"load {source.path}"
-            problems += done_by_all(everyone, what, lambda: state.problems(stored_tensors(model, units)))
+            plan = done_by_all(everyone, f"load {source.path}", lambda: _plan(optimizer, source, model, units))
+            problems += plan.problems
         problem = RuntimeError(does_not_fit(source.path, model, problems)) if problems else None
         agree_on_outcome(everyone, f"load {source.path}", problem)
         done_by_all(everyone, f"read {source.path}", lambda: read(targets, units, source.model))
         _compare(source.model, everyone)
-        if state is not None:
-            state.load()
+        if plan is not None and source.optimizer is not None:
+            what, files = f"read the optimizer's state in {source.path}", source.optimizer
+            found = done_by_all(everyone, what, partial(read_state, plan, files))
+            _compare(files, everyone)
+            give_state(plan, found)
     for name in extra.keys() & source.extra.keys():
         extra[name].set_extra_state(decoded(source.extra[name]))
     if states is not None:
@@ -100,33 +155,10 @@ def _extra_problems(extra: Mapping[str, nn.Module], source: Source) -> list[str]
     return [f"{what}: {readable(', '.join(sorted(names)))}" for names, what in both if names]
 
 
-class _SavedState:
-    """An optimizer's state in a checkpoint.
-
-    Args:
-        optimizer: that is to get it.
-        source: the checkpoint.
-        everyone: the ranks.
-    """
-
-    def __init__(self, optimizer: Any, source: Source, everyone: Sequence[Ranks]) -> None:
-        if source.optimizer is None:
-            raise ValueError(f"{source.path} has no optimizer in it: load it without one")
-        self._optimizer, self._rest, self._everyone = optimizer, source.optimizer_rest, everyone
-        self._what = f"read the optimizer's state in {source.path}"
-        self._files = source.optimizer
-        self._plan: StatePlan  # made by `problems`
-
-    def problems(self, tensors: dict[str, Stored]) -> list[str]:
-        """Return what does not fit."""
-        self._plan = plan_state(self._optimizer, tensors, self._files, self._rest)
-        return self._plan.problems
-
-    def load(self) -> None:
-        """Collective. Read it, and have the optimizer go on with it if every rank could."""
-        found = done_by_all(self._everyone, self._what, lambda: read_state(self._plan, self._files))
-        _compare(self._files, self._everyone)
-        give_state(self._plan, found)
+def _plan(optimizer: Any, source: Source, model: nn.Module, units: Sequence[Unit]) -> StatePlan:
+    if source.optimizer is None:
+        raise ValueError(f"{source.path} has no optimizer in it: load it without one")
+    return plan_state(optimizer, named_tensors(model, units), source.optimizer, source.optimizer_rest)
 
 
 def _opened(path: str | os.PathLike[str], everyone: Sequence[Ranks], with_optimizer: bool) -> Source:
@@ -171,82 +203,58 @@ def _generators(source: Source, everyone: Sequence[Ranks]) -> GeneratorStates | 
         ) from None
 
 
-# --- random number generators -----------------------------------------------------------------------------------------
+def misfits(targets: Sequence[Target], files: TensorReader, strict: bool) -> tuple[list[str], list[str], list[str]]:
+    """Return the missing and the unexpected keys, and all reasons why the files cannot be loaded."""
+    stored = files.tensors
+    named = {name for target in targets for name in (*target.names, *target.aliases)}
+    missing = [name for target in targets if _key(target, stored) is None for name in target.names]
+    unexpected = [name for name in stored if name not in named]
+    problems = []
+    for target in targets:
+        key = _key(target, stored)
+        if key is not None:
+            problems += _misfit(target, stored[key])
+    own = {name.partition(".")[0] for name in named}
+    prefix = foreign_prefix(unexpected, own.__contains__) if strict and missing else ""
+    if prefix:
+        holder = "model"
+        for part in reversed(prefix.split(".")[:-1]):
+            holder = f"torch.nn.ModuleDict({{{part!r}: {holder}}})"
+        problems.append(prefix_problem(prefix, f"load into {holder}, which has it in its names too"))
+    if strict and missing:
+        problems.append(f"missing: {', '.join(missing)}")
+    if strict and unexpected:
+        problems.append(f"unexpected: {', '.join(unexpected)}")
+    return missing, unexpected, problems
 
 
-_WORDS = 624  # of a Mersenne Twister, which all three generators on the CPU are
-_POSITION = struct.Struct("<8xiiQ")  # in torch's state: behind the seed, how many are left, a flag, and the next one
+def does_not_fit(path: str, model: nn.Module, problems: Sequence[str]) -> str:
+    """Return a message about files that do not fit a model."""
+    lines = "\n\t".join(map(readable, problems))
+    return f"{path} does not fit this {type(model).__name__}, and nothing was loaded:\n\t{lines}"
 
 
-@dataclass(frozen=True, eq=False)
-class GeneratorStates:
-    """The states of this process's random number generators, checked so that they can be set without harm.
-
-    NumPy takes any position, torch some that do not fit together, and then they read memory that is not their own.
-
-    Args:
-        states: as `fsdp.checkpoint.writer.generator_states` gives them.
-
-    Raises:
-        ValueError: if they are not; it says of which generator.
-    """
-
-    states: dict[str, Any]
-
-    def __post_init__(self) -> None:
-        checks = {"python": _check_python, "numpy": _check_numpy, "torch": _check_torch}
-        if not isinstance(self.states, dict) or not checks.keys() <= self.states.keys():
-            raise ValueError("the states of random number generators are not those of Python's, NumPy's and torch's")
-        for name, check in checks.items():
-            try:
-                check(self.states[name])
-            except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-                raise ValueError(f"the state of {name}'s random number generator cannot be set: {error}") from None
-        cuda = self.states.get("cuda")
-        if cuda is not None and not _is_bytes(cuda):
-            raise ValueError("the state of the GPU's random number generator cannot be set: it is no tensor of bytes")
-
-    def set(self) -> None:
-        """Have the generators go on from there; one that has no state among them is left alone."""
-        random.setstate(self.states["python"])
-        kind, keys, *rest = self.states["numpy"]
-        np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
-        torch.set_rng_state(self.states["torch"])
-        if "cuda" in self.states and torch.cuda.is_available():
-            torch.cuda.set_rng_state(self.states["cuda"])
+def _key(target: Target, stored: Mapping[str, FoundTensor]) -> str | None:
+    return next((name for name in (*target.names, *target.aliases) if name in stored), None)
 
 
-def _check_python(state: Any) -> None:
-    version, words, gauss = state
-    if not (isinstance(words, tuple) and all(type(word) is int and 0 <= word < 1 << 32 for word in words)):
-        raise ValueError("it is not made of numbers of 32 bits")
-    if version == 3 and not (len(words) == _WORDS + 1 and 1 <= words[-1] <= _WORDS):
-        raise ValueError(f"it has {len(words)} numbers, of which the last one is its position")
-    if not (gauss is None or isinstance(gauss, float)):
-        raise ValueError("what it keeps for the next call is no number")
-    random.Random().setstate(state)
+def _misfit(target: Target, stored: FoundTensor) -> list[str]:
+    if target.part is not None:
+        target.part.cut_dim(stored.name)
+    found = []
+    if stored.shape != target.shape:
+        found.append(f"{stored} has shape {list(stored.shape)}, and the model's {list(target.shape)}")
+    if stored.dtype.is_complex and not target.dtype.is_complex:
+        found.append(f"{stored} is of {stored.dtype}, and the model's of {target.dtype}")
+    if isinstance(target, UnshardedTensor) and target.is_missing_memory:
+        found.append(f"{target.names[0]} is on the meta device: give it memory first (to_empty), or wrap it")
+    return found
 
 
-def _check_numpy(state: Any) -> None:
-    kind, keys, position, has_gauss, gauss = state
-    if kind != "MT19937":
-        raise ValueError(f"it is not of the kind MT19937, which numpy.random has: {kind!r}")
-    if not isinstance(keys, bytes) or len(keys) != 4 * _WORDS:
-        raise ValueError(f"it is not made of {_WORDS} numbers of 32 bits")
-    if type(position) is not int or not 0 <= position <= _WORDS:
-        raise ValueError(f"its position is {position!r}, and must be 0 to {_WORDS}")
-    if type(has_gauss) is not int or has_gauss not in (0, 1) or type(gauss) is not float:
-        raise ValueError("what it keeps for the next call is no number")
-
-
-def _check_torch(state: Any) -> None:
-    if not _is_bytes(state):
-        raise ValueError("it is no tensor of bytes")
-    torch.Generator().set_state(state)  # which looks at the numbers one by one
-    left, _, position = _POSITION.unpack_from(state.numpy().tobytes())
-    if left + position > _WORDS + 1:
-        raise ValueError(f"{left} of its numbers are left from position {position} on, and it has {_WORDS}")
-
-
-def _is_bytes(state: Any) -> bool:
-    return isinstance(state, Tensor) and state.dtype == torch.uint8 and state.dim() == 1
+def read(targets: Sequence[Target], units: Sequence[Unit], files: TensorReader) -> None:
+    """Fill what is in the files."""
+    with stored_buffers(units), torch.no_grad():
+        for target in targets:
+            key = _key(target, files.tensors)
+            if key is not None:
+                target.fill(files, key)

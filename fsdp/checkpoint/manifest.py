@@ -7,12 +7,12 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fsdp.checkpoint.checksums import BLOCK_BYTES
-from fsdp.checkpoint.folder import MANIFEST, found, steps_in
+from fsdp.checkpoint.folder import MANIFEST, found, steps
 from fsdp.checkpoint.formats.source import Source
 from fsdp.checkpoint.json_values import problem_of
 from fsdp.checkpoint.optim import state_problems
@@ -26,22 +26,11 @@ _FILE = re.compile(r"(model|optimizer)(-\d+-of-\d+)?\.safetensors(\.index\.json)
 
 @dataclass(frozen=True)
 class TensorFiles:
-    """One or several safetensors files that hold one set of tensors.
+    """One or several safetensors files that hold one set of tensors."""
 
-    Attributes:
-        stem: the first part of their names.
-        files: by name, the file's size, the size of what is before its data, and the checksum of that.
-        checksums: by a tensor's name, those of its blocks (`fsdp.checkpoint.checksums`).
-    """
-
-    stem: str
-    files: Mapping[str, tuple[int, int, int]]
-    checksums: Mapping[str, str]
-
-    @property
-    def name(self) -> str:
-        """Return the name of the file, or of the index."""
-        return f"{self.stem}{SUFFIX}" if len(self.files) == 1 else index_name(self.stem)
+    stem: str  # the first part of their names
+    files: Mapping[str, Sequence[int]]  # by name: the file's size, that of what is before its data, its checksum
+    checksums: Mapping[str, str]  # by a tensor's name, those of its blocks
 
     def damaged_heads(self, folder: str) -> Iterator[str]:
         """Yield what is wrong with the files, but for their tensors."""
@@ -60,38 +49,28 @@ class TensorFiles:
                 yield f"{path}: its header is damaged"
 
     def opened_in(self, folder: str) -> CheckedFiles:
-        """Open the tensors in a checkpoint's folder.
-
-        Raises:
-            ValueError, OSError: if the files are damaged or cannot be read.
-        """
+        """Open the tensors in a checkpoint's folder; ValueError if the files are damaged."""
         problem = next(self.damaged_heads(folder), None)
         if problem is not None:
             raise ValueError(f"{problem}. Load another checkpoint.")
-        return CheckedFiles(os.path.join(folder, self.name), self.checksums)
+        return CheckedFiles(os.path.join(folder, _entrance(self.stem, self.files)), self.checksums)
 
 
-def files_of(stem: str, files: list[PlannedFile], index: bytes, checksums: Mapping[str, str]) -> TensorFiles:
+def _entrance(stem: str, files: Collection[str]) -> str:
+    """Return the name of the only file, or of the index of several."""
+    return f"{stem}{SUFFIX}" if len(files) == 1 else index_name(stem)
+
+
+def files_of(stem: str, files: list[PlannedFile], checksums: Mapping[str, str]) -> TensorFiles:
     """Describe files that were planned and written."""
-    heads = {file.name: (file.nbytes, len(file.head), zlib.crc32(file.head)) for file in files}
-    if len(files) > 1:
-        heads[index_name(stem)] = (len(index), len(index), zlib.crc32(index))
-    return TensorFiles(stem, heads, checksums)
+    return TensorFiles(
+        stem, {file.name: (file.nbytes, len(file.head), zlib.crc32(file.head)) for file in files}, checksums
+    )
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The description of a checkpoint.
-
-    Attributes:
-        world_size: of the ranks that saved it; whoever loads it need not know.
-        model: its tensors.
-        optimizer: its state's tensors; None without one.
-        optimizer_rest: what else is in its state, encoded.
-        extra: what modules have of extra state, by name, encoded.
-        generators: for each rank the states of its random number generators, encoded; None if they were not saved.
-        values: the user's, encoded.
-    """
+    """The description of a checkpoint; the rest is as in `Source`."""
 
     world_size: int
     model: TensorFiles
@@ -120,12 +99,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: str) -> Manifest:
-        """Read the manifest of a complete checkpoint.
-
-        Raises:
-            ValueError: if it is damaged, or of a newer version.
-            OSError: if it cannot be read.
-        """
+        """Read the manifest of a complete checkpoint; ValueError if it is damaged, or of a newer version."""
         path = os.path.join(folder, MANIFEST)
         with reading(path):
             return cls._of(path, content_of(path))
@@ -150,20 +124,24 @@ class Manifest:
         problem = next(_problems(content), None)
         if problem is not None:
             raise ValueError(f"{path} is damaged: {problem}")
-        return cls(
-            content["world_size"],
-            _tensor_files("model", content["model"]),
-            content["optimizer"] and _tensor_files("optimizer", content["optimizer"]),
-            content["optimizer_rest"],
-            content["extra"],
-            content["generators"],
-            content["values"],
+        model, optimizer = (
+            content[stem] and TensorFiles(stem, content[stem]["files"], content[stem]["crc32"])
+            for stem in ("model", "optimizer")
         )
+        rest = (content[key] for key in ("optimizer_rest", "extra", "generators", "values"))
+        return cls(content["world_size"], model, optimizer, *rest)
 
-    @property
-    def digest(self) -> str:
-        """Return a hash that is equal for equal checkpoints, their values included."""
-        return hashlib.sha256(self.to_bytes()).hexdigest()
+    def opened(self, folder: str) -> tuple[list[str], list[CheckedFiles]]:
+        """Return what is wrong with the files in a folder, but for their tensors; and those that are not damaged."""
+        problems, opened = [], []
+        for each in filter(None, (self.model, self.optimizer)):
+            found = list(each.damaged_heads(folder))
+            problems += found
+            try:
+                opened += [] if found else [each.opened_in(folder)]
+            except (ValueError, OSError) as error:
+                problems.append(str(error))
+        return problems, opened
 
 
 def _text(content: Any) -> str:
@@ -201,7 +179,7 @@ def _file_problems(stem: str, content: Any) -> Iterator[str]:
             yield f"{stem} has a file {short(name)}, and a checkpoint has none of that name"
         if not (isinstance(numbers, list) and len(numbers) == 3 and all(map(_is_count, numbers))):
             yield f"{name} has {short(numbers)} for its size, its header's, and the checksum of that"
-    if (f"{stem}{SUFFIX}" if len(files) == 1 else index_name(stem)) not in files:
+    if _entrance(stem, files) not in files:
         yield f"{stem} has the files {short(list(files))}, and none that says where its tensors are"
     for name, text in checksums.items():
         if not isinstance(text, str):
@@ -212,18 +190,8 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
-def _tensor_files(stem: str, content: Any) -> TensorFiles:
-    files = {name: (numbers[0], numbers[1], numbers[2]) for name, numbers in content["files"].items()}
-    return TensorFiles(stem, files, content["crc32"])
-
-
 def read_ours(path: str | os.PathLike[str], *, with_optimizer: bool = True) -> Source:
-    """Open a folder that `fsdp.save` has written. What is read of it is compared with its checksums.
-
-    Raises:
-        FileNotFoundError: if there is no complete one.
-        ValueError, OSError: if it is damaged or cannot be read.
-    """
+    """Open a folder that `fsdp.save` has written. What is read of it is compared with its checksums."""
     folder = complete(path)
     manifest = Manifest.read(folder)
     model = manifest.model.opened_in(folder)
@@ -238,16 +206,12 @@ def read_ours(path: str | os.PathLike[str], *, with_optimizer: bool = True) -> S
         manifest.values,
         world_size=manifest.world_size,
         generators=manifest.generators,
-        identity=manifest.digest,
+        identity=hashlib.sha256(manifest.to_bytes()).hexdigest(),  # of the values as well
     )
 
 
 def complete(path: str | os.PathLike[str]) -> str:
-    """Return the folder of the checkpoint that is meant by a path.
-
-    Raises:
-        FileNotFoundError: if there is none.
-    """
+    """Return the folder of the checkpoint that is meant by a path; FileNotFoundError if there is none."""
     folder = found(path)
     if folder is None:
         raise FileNotFoundError(f"{os.fspath(path)} is no complete checkpoint: {_what_is_there(os.fspath(path))}")
@@ -255,10 +219,12 @@ def complete(path: str | os.PathLike[str]) -> str:
 
 
 def _what_is_there(path: str) -> str:
-    steps = steps_in(path)
-    if steps:
-        numbers = ", ".join(map(str, steps))
-        return f"it is a folder of those of steps {numbers}. fsdp.checkpoint.newest gives the last, {steps[max(steps)]}"
+    places = steps(path)
+    if places:
+        numbers = ", ".join(map(str, places))
+        return (
+            f"it is a folder of those of steps {numbers}. fsdp.checkpoint.newest gives the last, {places[max(places)]}"
+        )
     if not os.path.lexists(path):
         return "there is nothing"
     if not os.path.isdir(path):

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from fsdp.checkpoint.formats.source import TensorReader
 from fsdp.checkpoint.json_values import decoded, encoded, problem_of
-from fsdp.checkpoint.model import Stored, parts_of
-from fsdp.checkpoint.model_tensors import SlotTensor
+from fsdp.checkpoint.model_tensors import SlotTensor, Target, parts_of
 from fsdp.checkpoint.safetensors import DTYPES, KINDS, Entry
 from fsdp.checkpoint.untrusted import short
 from fsdp.distributed.consensus import Ranks
@@ -47,15 +46,7 @@ Groups = list[list[OptimParam]]
 
 
 class Optimizers:
-    """The `Optimizers` of one model, each with parameters of its own, are as the one that a checkpoint holds.
-
-    Args:
-        given: an optimizer, or a list or tuple of several.
-
-    Raises:
-        TypeError: for what is no optimizer.
-        ValueError: if there are none, or two step the same parameter.
-    """
+    """The `Optimizers` of one model, each with parameters of its own, are as the one that a checkpoint holds."""
 
     def __init__(self, given: Any) -> None:
         is_list = isinstance(given, (list, tuple))
@@ -105,15 +96,13 @@ class Optimizers:
                         optimizer.state[param][key] = value  # torch casts it to the parameter's dtype
 
 
-def params_in(optimizers: Optimizers, tensors: Mapping[str, Stored]) -> Groups:
-    """Return what is in each parameter group of optimizers of a model with these tensors.
-
-    Raises:
-        ValueError: for parameters that are not the model's.
-    """
+def params_in(optimizers: Optimizers, tensors: Mapping[str, Target]) -> Groups:
+    """Return what is in each parameter group of optimizers of a model with these tensors."""
     found: dict[int, tuple[nn.Parameter, FlatParamHandle | None, list[Original]]] = {}
     for name, target in tensors.items():
-        param, handle, slot = _place(target)
+        param, handle, slot = target.param, None, 0
+        if isinstance(target, SlotTensor):
+            handle, slot = target.handle, target.slot
         if isinstance(param, nn.Parameter):
             original = Original(name, target.shape, slot, target.part, (*target.names, *target.aliases))
             found.setdefault(id(param), (param, handle, []))[2].append(original)
@@ -121,28 +110,12 @@ def params_in(optimizers: Optimizers, tensors: Mapping[str, Stored]) -> Groups:
     return grouped(optimizers, optimizers.name, lambda param: known.get(id(param)))
 
 
-def _place(target: Stored) -> tuple[Tensor, FlatParamHandle | None, int]:
-    """Return what an optimizer sees of a tensor, and where it is in a flat parameter."""
-    if not isinstance(target, SlotTensor):
-        return target.tensor, None, 0
-    pieces = target.handle.pieces
-    return target.handle.flat_param if pieces is None else pieces.params[target.slot], target.handle, target.slot
-
-
 def _each(groups: Groups) -> Iterator[OptimParam]:
     return (one for group in groups for one in group)
 
 
-# --- kinds in the manifest ------------------------------------------------------------------------------------------
-
-
 def kind_to_json(kind: Kind, where: str) -> list[Any]:
-    """Return a kind as it is in the manifest: a word, and the dtype or the value; `where` is what messages call it.
-
-    Raises:
-        ValueError: for a dtype that safetensors files cannot hold.
-        TypeError: for a value that no checkpoint can hold.
-    """
+    """Return a kind as it is in the manifest: a word, and the dtype or the value; `where` is what messages call it."""
     if isinstance(kind, Value):
         return ["value", encoded(kind.value, where)]
     if kind.dtype not in KINDS:
@@ -157,11 +130,7 @@ def kinds_to_json(kinds: Kinds, name: str) -> dict[str, list[Any]]:
 
 
 def kinds_from_json(saved: Any, name: str) -> Kinds:
-    """Return the state of the parameter `name` that `kinds_to_json` was given.
-
-    Raises:
-        ValueError: for what it never returns.
-    """
+    """Return the state of the parameter `name` that `kinds_to_json` was given."""
     if not isinstance(saved, dict):
         raise ValueError(f"the optimizer's state of {short(name)} is {short(saved)}")
     return {key: _kind_from_json(kind, key, name) for key, kind in saved.items()}
@@ -183,16 +152,8 @@ def _kind_from_json(saved: Any, key: str, name: str) -> Kind:
     raise ValueError(f"the optimizer's state {short(key)} of {short(name)} is {short(saved)}")
 
 
-# --- saving ---------------------------------------------------------------------------------------------------------
-
-
 def pickled_kinds(optimizers: Optimizers, groups: Groups) -> bytes:
-    """Return what this rank has of the state of each parameter, for `shared_kinds`.
-
-    Raises:
-        ValueError: for a tensor that is neither of the parameter's shape nor a number.
-        TypeError: for values that no checkpoint can hold.
-    """
+    """Return what this rank has of the state of each parameter, for `shared_kinds`."""
     params = list(_each(groups))
     own = own_kinds(params, {one: optimizers.state_of(one.param) for one in params}, "saving")
     for each in own:
@@ -201,11 +162,7 @@ def pickled_kinds(optimizers: Optimizers, groups: Groups) -> bytes:
 
 
 def shared_kinds(ranks: Ranks, pickled: bytes) -> list[Kinds]:
-    """Collective. Return what there is of the state of each parameter, on the ranks that have elements of it.
-
-    Raises:
-        ValueError: on every rank, if they have different states.
-    """
+    """Collective. Return what there is of the state of each parameter, on the ranks that have elements of it."""
     shared: list[SharedKinds] = gather_kinds(ranks, pickled)
     problem = next((problem for each in shared for problem in each.problems(is_same)), None)
     if problem is not None:
@@ -214,7 +171,7 @@ def shared_kinds(ranks: Ranks, pickled: bytes) -> list[Kinds]:
 
 
 def state_entries(
-    optimizers: Optimizers, groups: Groups, kinds: Sequence[Kinds], tensors: Mapping[str, Stored], ranks: Ranks
+    optimizers: Optimizers, groups: Groups, kinds: Sequence[Kinds], tensors: Mapping[str, Target], ranks: Ranks
 ) -> tuple[list[Entry], Any]:
     """Return the tensors of optimizers' states, with this rank's shards, and the rest of it for the manifest."""
     entries, states = [], {}
@@ -241,17 +198,7 @@ def rest_of(
     states: Mapping[str, Any],
     title: str = "",
 ) -> dict[str, Any]:
-    """Return what is in the manifest of an optimizer's state.
-
-    Args:
-        optimizer: the name of its class; empty if nobody knows.
-        groups: each parameter group, with the names of its parameters.
-        states: of parameters, by name (`kinds_to_json`).
-        title: what messages call it.
-
-    Raises:
-        TypeError: for options that no checkpoint can hold.
-    """
+    """Return what the manifest has of an optimizer: groups, with names of parameters, and states (`kinds_to_json`)."""
     return {
         "optimizer": optimizer,
         "groups": [
@@ -262,16 +209,8 @@ def rest_of(
     }
 
 
-# --- loading --------------------------------------------------------------------------------------------------------
-
-
 def state_problems(rest: Any, tensors: Container[str]) -> Iterator[str]:
-    """Yield what is not as `rest_of` makes it in the rest of a state.
-
-    Args:
-        rest: the rest of the state.
-        tensors: the names of those that there are.
-    """
+    """Yield what is not as `rest_of` makes it, if there are these tensors."""
     groups, states = (rest.get("groups"), rest.get("state")) if isinstance(rest, dict) else (None, None)
     if not (isinstance(groups, list) and isinstance(states, dict) and isinstance(rest.get("optimizer"), str)):
         yield f"the rest of the optimizer's state is {short(rest)}"
@@ -297,29 +236,17 @@ def state_problems(rest: Any, tensors: Container[str]) -> Iterator[str]:
 
 @dataclass(frozen=True, eq=False)
 class StatePlan:
-    """A `StatePlan` is what optimizers are to get of a checkpoint.
-
-    Attributes:
-        optimizers: that are to get it.
-        states: for each parameter that they see, the names of the originals in the checkpoint, and their state.
-        options: for each group those that were saved, encoded; None for a group without parameters.
-        groups: what is in each.
-        problems: the reasons why they cannot get it.
-    """
+    """Optimizers are to get this of a checkpoint, or cannot, for these problems."""
 
     optimizers: Optimizers
-    states: list[tuple[OptimParam, dict[Original, str], Kinds]]
-    options: list[Any]
+    states: list[tuple[OptimParam, dict[Original, str], Kinds]]  # the originals' names in the checkpoint
+    options: list[Any]  # of each group those that were saved, encoded; None for a group without parameters
     groups: Groups
     problems: list[str]
 
 
-def plan_state(given: Any, tensors: Mapping[str, Stored], files: TensorReader, rest: Any) -> StatePlan:
-    """Return what an optimizer, or several, are to get of a checkpoint, and what does not fit.
-
-    Raises:
-        TypeError, ValueError: as `Optimizers` and `params_in`.
-    """
+def plan_state(given: Any, tensors: Mapping[str, Target], files: TensorReader, rest: Any) -> StatePlan:
+    """Return what an optimizer, or several, are to get of a checkpoint, and what does not fit."""
     optimizers = Optimizers(given)
     groups = params_in(optimizers, tensors)
     saved_in = {name: number for number, group in enumerate(rest["groups"]) for name in group["params"]}
@@ -379,11 +306,7 @@ def _misfits(names: Mapping[Original, str], kinds: Mapping[Original, Kinds], fil
 
 @torch.no_grad()
 def read_state(plan: StatePlan, files: TensorReader) -> dict[nn.Parameter, dict[str, Any]]:
-    """Return this rank's shard of the state, by parameter. It is read into what there is of the same kind.
-
-    Raises:
-        ValueError, OSError: if it cannot be read.
-    """
+    """Return this rank's shard of the state, by parameter. It is read into what there is of the same kind."""
     found: dict[nn.Parameter, dict[str, Any]] = {}
     for one, names, kinds in plan.states:
         held, state = plan.optimizers.state_of(one.param), {}

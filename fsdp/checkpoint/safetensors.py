@@ -51,41 +51,19 @@ _LENGTH_BYTES = 8  # of the header's length, before it
 # the two lie differently in lines of the processor's cache, copying to and from the system's took twice the time.
 _LINE = 64
 
-_NAMES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "C64": "complex64",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
+_NAMES = (
+    "F64 float64, F32 float32, F16 float16, BF16 bfloat16, F8_E4M3 float8_e4m3fn, F8_E5M2 float8_e5m2, "
+    "F8_E8M0 float8_e8m0fnu, F8_E4M3FNUZ float8_e4m3fnuz, F8_E5M2FNUZ float8_e5m2fnuz, C64 complex64, I64 int64, "
+    "I32 int32, I16 int16, I8 int8, U64 uint64, U32 uint32, U16 uint16, U8 uint8, BOOL bool"
+)
+DTYPES: dict[str, torch.dtype] = {
+    key: getattr(torch, name) for key, name in map(str.split, _NAMES.split(", ")) if hasattr(torch, name)
 }
-DTYPES: dict[str, torch.dtype] = {key: getattr(torch, name) for key, name in _NAMES.items() if hasattr(torch, name)}
 KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 
 
 class SafetensorsFiles(TensorReader):
-    """The tensors of one or several files, by name.
-
-    Args:
-        path: a file, an index of several (``*.safetensors.index.json``), or a folder that has either.
-
-    Attributes:
-        path: the file or index.
-        tensors: where each is.
-        metadata: strings that were saved with them.
+    """The tensors of a file, of several with an index (``*.safetensors.index.json``), or of a folder that has either.
 
     Raises:
         FileNotFoundError: if a file is missing.
@@ -134,14 +112,20 @@ class SafetensorsFiles(TensorReader):
         )
         return hashlib.sha256(json.dumps(places).encode()).hexdigest()
 
+    def damaged(self, advance: Callable[[int], None]) -> Iterator[str]:
+        """Yield what is wrong with the tensors, each read once, a block at a time; `advance` is told of the bytes."""
+        buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
+        for name, tensor in self.tensors.items():
+            try:
+                for begin, end in blocks(tensor.nbytes):
+                    self.read(name, buffer[: end - begin].view(tensor.dtype), begin // tensor.dtype.itemsize)
+                    advance(end - begin)
+            except (ValueError, OSError) as error:
+                yield str(error)
+
 
 def _read_header(path: str) -> tuple[dict[str, StridedTensor], dict[str, str]]:
-    """Return the tensors and the metadata of one file.
-
-    Raises:
-        FileNotFoundError: if it is missing.
-        ValueError: if it is not a whole safetensors file.
-    """
+    """Return the tensors and the metadata of one file."""
     with opened(path) as file:
         seen = SeenFile.of(path, file.fileno())
         size = seen.nbytes
@@ -240,18 +224,11 @@ def _resolve(path: str | os.PathLike[str]) -> str:
     raise ValueError(f"{place} has several safetensors files, {shown}: name the one that is meant")
 
 
-# --- files with checksums ---------------------------------------------------------------------------------------------
-
-
 class CheckedFiles(SafetensorsFiles):
     """Files of which every byte that is read is compared with checksums; reading what is damaged raises ValueError.
 
     Blocks that this rank reads from end to end are compared at once. Of those at the ends of its ranges it knows
     fragments, which are put together with the other ranks' when all have read.
-
-    Args:
-        path: a file, or an index of several.
-        checksums: by a tensor's name, those of its blocks as text.
     """
 
     def __init__(self, path: str | os.PathLike[str], checksums: Mapping[str, str]) -> None:
@@ -298,9 +275,6 @@ class CheckedFiles(SafetensorsFiles):
         """Compare the blocks that this rank has read in part, with what all ranks have read of them.
 
         Bytes that none of them has read (of `DTensor`s, of which they are not all the ranks) are read again.
-
-        Raises:
-            ValueError: for a damaged block.
         """
         others = by_name(each for payload in heard for each in pickle.loads(payload))
         for name, by_block in by_name(self._fragments).items():
@@ -323,20 +297,12 @@ class CheckedFiles(SafetensorsFiles):
         size = found.dtype.itemsize
         return self._read_fragment(found, torch.empty((end - begin) // size, dtype=found.dtype), begin // size).checksum
 
-    def damaged(self, advance: Callable[[int], None]) -> Iterable[str]:
-        """Yield what is wrong with the tensors, each read once, a block at a time.
-
-        Args:
-            advance: is told how many bytes were read.
-        """
+    def damaged(self, advance: Callable[[int], None]) -> Iterator[str]:
         for name, tensor in self.tensors.items():
             for number, (begin, end) in enumerate(blocks(tensor.nbytes)):
                 advance(end - begin)
                 if self.block_checksum(name, begin, end) != self._expected[name][number]:
                     yield f"{tensor} is damaged: bytes {begin} to {end} of it are not what was saved"
-
-
-# --- writing ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -363,32 +329,19 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class PlannedFile:
-    """A file that is to be written.
+    """A file that is to be written."""
 
-    Attributes:
-        name: in its folder.
-        head: all that is before the data.
-        begins: by a tensor's name, the byte of the file at which it begins.
-        nbytes: the size of the file.
-    """
-
-    name: str
-    head: bytes
-    begins: dict[str, int]
+    name: str  # in its folder
+    head: bytes  # all that is before the data
+    begins: dict[str, int]  # by a tensor's name, the byte of the file at which it begins
     nbytes: int
 
 
 def plan(entries: Sequence[Entry], stem: str, max_file_bytes: int | None = None) -> list[PlannedFile]:
     """Plan the files for some tensors: ``model.safetensors``, or ``model-00001-of-00003.safetensors`` and so on.
 
-    Args:
-        entries: the tensors, in their order.
-        stem: the first part of the files' names.
-        max_file_bytes: begin a new file before there are more bytes of tensors in one; one tensor may be larger.
-
-    Raises:
-        TypeError: for a dtype that the format has not.
-        ValueError: for two tensors of one name, or too many for a header.
+    A new file begins before there are more than `max_file_bytes` of tensors in one; one tensor may be larger. Several
+    have an index behind them.
     """
     names = [entry.name for entry in entries]
     twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
@@ -406,11 +359,16 @@ def plan(entries: Sequence[Entry], stem: str, max_file_bytes: int | None = None)
                 room = max_file_bytes
             room -= entry.nbytes
         bundles[-1].append(entry)
-    count = len(bundles)
-    return [
-        _planned(f"{stem}{SUFFIX}" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}{SUFFIX}", bundle)
+    if len(bundles) == 1:
+        return [_planned(f"{stem}{SUFFIX}", entries)]
+    files = [
+        _planned(f"{stem}-{number:05d}-of-{len(bundles):05d}{SUFFIX}", bundle)
         for number, bundle in enumerate(bundles, start=1)
     ]
+    weight_map = {name: file.name for file in files for name in file.begins}
+    total = sum(entry.nbytes for entry in entries)
+    index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1).encode()
+    return [*files, PlannedFile(index_name(stem), index, {}, len(index))]
 
 
 def _planned(name: str, entries: Sequence[Entry]) -> PlannedFile:
@@ -439,13 +397,6 @@ def _planned(name: str, entries: Sequence[Entry]) -> PlannedFile:
     return PlannedFile(name, head, begins, len(head) + offset)
 
 
-def index_of(files: Sequence[PlannedFile], entries: Sequence[Entry]) -> bytes:
-    """Return the text of the index of several files (``model.safetensors.index.json``)."""
-    weight_map = {name: file.name for file in files for name in file.begins}
-    total = sum(entry.nbytes for entry in entries)
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1).encode()
-
-
 def index_name(stem: str) -> str:
     """Return the name of the index."""
     return f"{stem}{INDEX_SUFFIX}"
@@ -462,11 +413,7 @@ def create(folder: str, file: PlannedFile) -> None:
 
 
 def write_parts(folder: str, files: Sequence[PlannedFile], entries: Sequence[Entry]) -> list[Fragment]:
-    """Write this rank's parts into files that are there, have the disk keep them, and return their checksums.
-
-    Raises:
-        OSError: if that fails; it names the file.
-    """
+    """Write this rank's parts into files that are there, have the disk keep them, and return their checksums."""
     fragments: list[Fragment] = []
     for file in files:
         mine = [entry for entry in entries if entry.name in file.begins and entry.parts]

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import pickle
-import random
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -22,32 +21,34 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from fsdp.checkpoint.checksums import BLOCK_BYTES, Fragment, HoleError, as_text, by_name, fragment, of_tensor, spans
-from fsdp.checkpoint.folder import Destination, numbered, rotate, write_synced
+from fsdp.checkpoint.folder import Destination, numbered, rotate
+from fsdp.checkpoint.generators import generator_states
 from fsdp.checkpoint.json_values import encoded
 from fsdp.checkpoint.manifest import Manifest, TensorFiles, files_of
-from fsdp.checkpoint.model import (
-    Stored,
+from fsdp.checkpoint.model_tensors import (
+    Target,
     all_ranks,
     buffers_in_own_precision,
-    entries_of,
+    entry_of,
+    extra_states,
+    handles_of,
+    named_tensors,
+    outermost_units,
+    prepared,
     require_one_model,
     size_of,
-    stored_tensors,
 )
-from fsdp.checkpoint.model_tensors import extra_states, handles_of, outermost_units, prepared
 from fsdp.checkpoint.optim import Groups, Optimizers, params_in, pickled_kinds, shared_kinds, state_entries
 from fsdp.checkpoint.safetensors import (
+    SUFFIX,
     Entry,
     PlannedFile,
     chunks_of,
     create,
-    index_name,
-    index_of,
     plan,
     write_at,
     write_parts,
@@ -72,31 +73,17 @@ class TensorSet:
     entries: list[Entry]
     files: list[PlannedFile]
 
-    @property
-    def index(self) -> bytes:
-        """Return the text of the index of several files."""
-        return index_of(self.files, self.entries)
-
 
 @dataclass(frozen=True)
 class Plan:
-    """The content of a checkpoint. All ranks have the same but for the parts of entries, and the generators.
+    """The content of a checkpoint. All ranks have the same but for the parts of entries, and the generators."""
 
-    Attributes:
-        sets: the model's tensors, and the optimizer's if there is one.
-        optimizer_rest: what else is in the optimizer's state, encoded.
-        extra: what modules have of extra state, encoded.
-        values: the user's, encoded.
-        generators: the states of this rank's random number generators, encoded; None if they are not to be saved.
-        cast: by name, the dtype that parameters have which are saved in another one.
-    """
-
-    sets: list[TensorSet]
-    optimizer_rest: Any
-    extra: dict[str, Any]
+    sets: list[TensorSet]  # of the model, and of the optimizer if there is one
+    optimizer_rest: Any  # what else is in its state; encoded, as the following ones
+    extra: dict[str, Any]  # state of modules that is no tensor
     values: Any
-    generators: Any
-    cast: dict[str, torch.dtype]
+    generators: Any  # the states of this rank's; None if they are not to be saved
+    cast: dict[str, torch.dtype]  # by name, the dtype that parameters have which are saved in another one
 
     def with_set(self, stem: str, entries: list[Entry], max_file_bytes: int | None) -> Plan:
         """Return the same with more tensors, in files of their own."""
@@ -105,7 +92,7 @@ class Plan:
     @property
     def nbytes(self) -> int:
         """Return the size of all files with tensors."""
-        return sum(file.nbytes for each in self.sets for file in each.files)
+        return sum(file.nbytes for each in self.sets for file in each.files if file.name.endswith(SUFFIX))
 
 
 @dataclass(frozen=True)
@@ -125,17 +112,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a checkpoint that is to be saved.
-
-    Attributes:
-        path: the folder; with a step, the one that has the folders of several steps.
-        step: the number among those; None for a folder by itself.
-        keep: how many of them to keep; None for all.
-
-    Raises:
-        TypeError: for what is no number.
-        ValueError: for numbers that make no sense, and an empty path.
-    """
+    """The place of a checkpoint: a folder, or with a step one in a folder that keeps so many of them."""
 
     path: str | os.PathLike[str]
     step: int | None = None
@@ -162,9 +139,6 @@ class Place:
             rotate(self.path, self.keep, self.step)
 
 
-# --- what is to be written --------------------------------------------------------------------------------------------
-
-
 def prepare(
     place: Place,
     model: nn.Module,
@@ -175,11 +149,7 @@ def prepare(
     max_file_bytes: int | None,
     generators: bool,
 ) -> tuple[Plan, Ranks, list[Unit]]:
-    """Collective. Return what is to be written, the ranks that write, and the units whose memory it is in.
-
-    Raises:
-        RuntimeError: on every rank, naming what the ranks were given, if that is not the same.
-    """
+    """Collective. Return what is to be written, the ranks that write, and the units whose memory it is in."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
     _require_number("max_file_bytes", max_file_bytes)
@@ -199,10 +169,10 @@ def prepare(
         require_values_everywhere(unit, _WHAT)
         ensure_same_values(unit)
 
-    def look() -> tuple[Plan, dict[str, Stored]]:
+    def look() -> tuple[Plan, dict[str, Target]]:
         with buffers_in_own_precision(units):
-            tensors = stored_tensors(model, units)
-            entries = entries_of(tensors, ranks, dtype)
+            tensors = named_tensors(model, units)
+            entries = [entry_of(name, target, ranks, dtype) for name, target in tensors.items()]
         cast = {entry.name: tensors[entry.name].dtype for entry in entries if entry.dtype != tensors[entry.name].dtype}
         states = encoded(generator_states(), "generators") if generators else None
         extra = {name: encoded(module.get_extra_state(), name) for name, module in extra_states(model).items()}
@@ -221,7 +191,7 @@ def prepare(
 
 
 def _with_optimizer(
-    found: Plan, optimizer: Any, tensors: dict[str, Stored], ranks: Ranks, max_file_bytes: int | None
+    found: Plan, optimizer: Any, tensors: dict[str, Target], ranks: Ranks, max_file_bytes: int | None
 ) -> Plan:
     """Collective. Return the same with the state of an optimizer."""
 
@@ -240,19 +210,6 @@ def _with_optimizer(
     return done_by_all([ranks], "prepare its optimizer's state", add)
 
 
-def generator_states() -> dict[str, Any]:
-    """Return the states of Python's, NumPy's and torch's generators in this process, as values that `encoded` takes."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    states: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": [str(kind), np.asarray(keys).tobytes(), int(position), int(has_gauss), float(gauss)],
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
 def _require_number(name: str, value: Any) -> None:
     if value is not None and not isinstance(value, int):
         raise TypeError(f"{name} must be a whole number or None, got {value!r}")
@@ -264,15 +221,8 @@ def release(units: Sequence[Unit]) -> None:
         handle.storage.release()
 
 
-# --- writing ----------------------------------------------------------------------------------------------------------
-
-
 def write(place: Place, found: Plan, ranks: Ranks) -> Saved:
-    """Collective. Have a checkpoint at a place, or what was there before if that raises an error.
-
-    Raises:
-        OSError: if the files cannot be written, on the rank that cannot; a RuntimeError with the reason on the others.
-    """
+    """Collective. Have a checkpoint at a place, or what was there before if that raises an error."""
     destination = Destination(place.folder)
     is_first = number_among(ranks) == 0
     try:
@@ -297,8 +247,6 @@ def _begin(destination: Destination, found: Plan) -> None:
     for each in found.sets:
         for file in each.files:
             create(destination.folder, file)
-        if len(each.files) > 1:
-            write_synced(os.path.join(destination.folder, index_name(each.stem)), each.index)
 
 
 def _written(destination: Destination, found: Plan, ranks: Ranks) -> list[list[Fragment]]:
@@ -343,10 +291,7 @@ def _summary(each: TensorSet, fragments: Sequence[Fragment]) -> TensorFiles:
             checksums[entry.name] = as_text(of_tensor(known.get(entry.name, {}), entry.nbytes))
         except HoleError as hole:
             raise RuntimeError(f"{hole} of {entry.name} were written by no rank") from None
-    return files_of(each.stem, each.files, each.index if len(each.files) > 1 else b"", checksums)
-
-
-# --- ranks that do not see the folder ---------------------------------------------------------------------------------
+    return files_of(each.stem, each.files, checksums)
 
 
 def sees_folder(destination: Destination, ranks: Ranks) -> bool:
@@ -356,12 +301,7 @@ def sees_folder(destination: Destination, ranks: Ranks) -> bool:
 
 
 class Senders:
-    """The ranks that do not see the folder and have something to write. Made on all ranks together.
-
-    Args:
-        ranks: all.
-        entries: what this rank has to send.
-    """
+    """The ranks that do not see the folder and have something to write. Made on all ranks together."""
 
     def __init__(self, ranks: Ranks, entries: Sequence[Entry]) -> None:
         self._comm = ranks[0].for_device(ranks[0].talk_device)
@@ -379,11 +319,7 @@ class Senders:
                 )
 
     def send(self, destination: Destination, files: Sequence[PlannedFile], entries: Sequence[Entry]) -> list[Fragment]:
-        """Collective. Have the first rank write what all senders have.
-
-        Returns:
-            The checksums of what this rank has sent.
-        """
+        """Collective. Have the first rank write what all senders have; return the checksums of what was sent."""
         if self._own in self.ranks:
             return [self._send_block(entry.name, *block) for entry in entries for block in chunks_of(entry)]
         if self._own == 0:

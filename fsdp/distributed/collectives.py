@@ -122,13 +122,14 @@ class TorchCollectives(Communicator):
         return Pending("broadcast", (work,), lambda: tensor)
 
     def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: Tag) -> Pending:
-        asked = [self._message(dist.irecv, tensor, peer) for peer, tensors in incoming.items() for tensor in tensors]
-        sent = [self._message(dist.isend, tensor, peer) for peer, tensors in outgoing.items() for tensor in tensors]
-        works = dist.batch_isend_irecv(asked + sent) if asked or sent else []
+        operations = [
+            dist.P2POp(way, tensor, group=self._known, group_peer=peer)
+            for way, messages in ((dist.irecv, incoming), (dist.isend, outgoing))
+            for peer, tensors in messages.items()
+            for tensor in tensors
+        ]
+        works = dist.batch_isend_irecv(operations) if operations else []
         return Pending(what, works, lambda: torch.empty(0))
-
-    def _message(self, way: Any, tensor: Tensor, peer: int) -> dist.P2POp:
-        return dist.P2POp(way, tensor, group=self._known, group_peer=peer)
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         payloads: list[Any] = [None] * self.world_size
@@ -143,18 +144,14 @@ class _Sending:
     """A shard on its way to the peers."""
 
     def __init__(self, works: Sequence[Any], kept: Any, what: str) -> None:
-        self._works = works
+        self._works, self._what = works, what
         self._kept = kept  # what is being sent lives until then
-        self._what = what
-
-    @property
-    def is_finished(self) -> bool:
-        return self._kept is None
+        self.is_finished = False
 
     def finish(self) -> None:
         works, self._works = self._works, ()
-        _finish_all(works, self._what)
-        self._kept = None
+        finish(works, self._what)
+        self._kept, self.is_finished = None, True
 
 
 class DirectExchange(TorchCollectives):
@@ -253,7 +250,7 @@ class DirectExchange(TorchCollectives):
 
         def through(incoming: Messages, outgoing: Messages) -> None:
             asked, sent = self._post("broadcast", "broadcast", source, incoming, outgoing)
-            _finish_all(asked + sent, "broadcast")
+            finish(asked + sent, "broadcast")
 
         def rank_at(place: int) -> int:
             return (place + source) % self.world_size
@@ -265,21 +262,12 @@ class DirectExchange(TorchCollectives):
         return tensor if host is tensor else tensor.copy_(host)
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        call = present_call().encode()[:_CALL_BYTES].ljust(_CALL_BYTES)
-        header = _as_tensor(len(payload).to_bytes(_LENGTH_BYTES, "little") + call)
+        own_call = present_call().encode()[:_CALL_BYTES].ljust(_CALL_BYTES)
+        header = _as_tensor(len(payload).to_bytes(_LENGTH_BYTES, "little") + own_call)
         works, headers = self._swap(_TALK, "header", "", [header] * self.world_size)
-        _finish_all(works, _TALK)
+        finish(works, _TALK)
         heard = [_as_bytes(each) for each in headers]
-        self._require_one_call([each[_LENGTH_BYTES:].decode(errors="replace").strip() for each in heard])
-        bodies = [_blank(int.from_bytes(each[:_LENGTH_BYTES], "little")) for each in heard]
-        bodies[self.rank] = _as_tensor(payload)
-        incoming = {peer: [bodies[peer]] for peer in self._peers if len(bodies[peer])}
-        outgoing = {peer: [bodies[self.rank]] for peer in self._peers if payload}
-        asked, sent = self._post(_TALK, "body", "", incoming, outgoing)
-        _finish_all(asked + sent, _TALK)
-        return [_as_bytes(each) for each in bodies]
-
-    def _require_one_call(self, calls: Sequence[str]) -> None:
+        calls = [each[_LENGTH_BYTES:].decode(errors="replace").strip() for each in heard]
         for number, call in enumerate(calls):
             if call != calls[0]:
                 ranks = dist.get_process_group_ranks(self._known)
@@ -288,10 +276,17 @@ class DirectExchange(TorchCollectives):
                     f"and rank {ranks[number]} in {call or _TRAINING}. Make the same calls on every rank, in the same "
                     "order."
                 )
+        bodies = [_blank(int.from_bytes(each[:_LENGTH_BYTES], "little")) for each in heard]
+        bodies[self.rank] = _as_tensor(payload)
+        incoming = {peer: [bodies[peer]] for peer in self._peers if len(bodies[peer])}
+        outgoing = {peer: [bodies[self.rank]] for peer in self._peers if payload}
+        asked, sent = self._post(_TALK, "body", "", incoming, outgoing)
+        finish(asked + sent, _TALK)
+        return [_as_bytes(each) for each in bodies]
 
     def meet(self, what: str, tag: Tag) -> None:
         works, _ = self._swap(what, "meeting", tag, [_blank(1)] * self.world_size)
-        _finish_all(works, what)
+        finish(works, what)
 
     def settle(self) -> None:
         self._answered = None
@@ -340,30 +335,18 @@ def communicator(group: Group, device: torch.device) -> Communicator:
     # Kept for the life of the process: torch 2.13 may deadlock when a gloo group dies while the GIL is held.
     key = (group, device.type, _only_torch)
     if key not in _communicators:
-        _communicators[key] = _kind_of(group, device)(group)
+        is_gloo = backend_names(group).get(device.type) == "gloo" and hasattr(group, "send")
+        # A user's object in front of a group is there to see collectives.
+        if _only_torch or behind(group) is not group or not is_gloo:
+            _communicators[key] = TorchCollectives(group)
+        else:
+            _communicators[key] = DirectExchange(group) if device.type == "cpu" else StagedExchange(group)
     return _communicators[key]
-
-
-def _kind_of(group: Group, device: torch.device) -> type[TorchCollectives]:
-    # A user's object in front of a group is there to see collectives.
-    if (
-        _only_torch
-        or behind(group) is not group
-        or not hasattr(group, "send")
-        or backend_names(group).get(device.type) != "gloo"
-    ):
-        return TorchCollectives
-    return DirectExchange if device.type == "cpu" else StagedExchange
 
 
 def _after_use_of(sent: Tensor, result: Tensor) -> Tensor:
     """`result`; `sent` is named only so that it lives until the collective that reads it has been awaited."""
     return result
-
-
-def _finish_all(works: Sequence[Any], what: str) -> None:
-    for work in works:
-        finish(work, what)
 
 
 @lru_cache(maxsize=1 << 14)

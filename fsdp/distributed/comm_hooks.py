@@ -68,17 +68,10 @@ class CommHook:
         )
 
     def reduce(self, gradient: Tensor, call: HookCall, dtype: torch.dtype) -> Tensor:
-        """Collective, as far as the hook is. Return this rank's shard of the average.
+        """Collective, as far as the hook is. Return this rank's shard ``[n]`` of the average, of this dtype.
 
-        Args:
-            gradient: ``[world_size * n]``, in the dtype of the reduction, not divided by anything. The hook may do with
-                it what it likes.
-            call: whose gradient it is.
-            dtype: of the result ``[n]``.
-
-        Raises:
-            RuntimeError: naming the flat parameter, for whatever the hook raises (its cause), for a hook that returns
-                something, and for one that puts something of another kind in the place of its result.
+        The gradient ``[world_size * n]`` is in the dtype of the reduction and not divided by anything; the hook may do
+        with it what it likes. What goes wrong in it is a RuntimeError that names the flat parameter.
         """
         # Not zeros, and not what happens to be in memory: what a hook forgets to fill shall be noticed.
         shard = gradient.new_full((gradient.numel() // call.comm.world_size,), float("nan"))
@@ -102,8 +95,8 @@ class CommHook:
             )
         if _kind(shard) != expected:
             raise RuntimeError(
-                f"{call.name}: the communication hook {self.name} left {_described(shard)} in `shard`, which was "
-                f"[{expected[0][0]}] on {expected[1]}: fill it in place."
+                f"{call.name}: the communication hook {self.name} left {list(shard.shape)} of {shard.dtype} on "
+                f"{shard.device} in `shard`, which was [{expected[0][0]}] on {expected[1]}: fill it in place."
             )
         return shard.to(dtype)
 
@@ -141,10 +134,6 @@ class AllReduceHook:
 def _kind(tensor: Tensor) -> tuple[torch.Size, torch.device, bool, bool]:
     """Return all that a hook may not change; the dtype it may."""
     return tensor.shape, tensor.device, tensor.is_floating_point(), tensor.is_complex()
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
 
 
 def reduce_scatter(tensor: Tensor, group: Group | None = None, dtype: torch.dtype | None = None) -> Tensor:

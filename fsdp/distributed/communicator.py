@@ -50,8 +50,7 @@ class Pending:
         if self._result is not None:
             works, self._works = self._works, ()  # gloo would wait for another message the second time
             try:
-                for work in works:
-                    finish(work, self._what)
+                finish(works, self._what)
                 # What was sent is held by this until now, and not a moment longer.
                 result, self._result = self._result, None
                 self._arrived = result()
@@ -96,7 +95,7 @@ class Communicator(ABC):
     def __deepcopy__(self, memo: Any) -> Communicator:
         return self  # the ranks are the same ones
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> str | tuple[Any, ...]:
         return MissingRanks, (self.rank, self.world_size)
 
     @abstractmethod
@@ -169,8 +168,8 @@ class MissingRanks(Communicator):
 class LoneRank(Communicator):
     """A world of one: what is gathered and reduced is already here."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _lone_rank, ()
+    def __reduce__(self) -> str:
+        return "LONE_RANK"
 
     def __init__(self) -> None:
         super().__init__(rank=0, world_size=1)
@@ -199,15 +198,11 @@ class LoneRank(Communicator):
 LONE_RANK = LoneRank()
 
 
-def _lone_rank() -> LoneRank:
-    return LONE_RANK
-
-
-def finish(work: Any, what: str) -> None:
-    if work is None:
-        return
+def finish(works: Sequence[Any], what: str) -> None:
     try:
-        work.wait()
+        for work in works:
+            if work is not None:
+                work.wait()
     except RuntimeError as error:
         raise incomplete(what, error) from error
 

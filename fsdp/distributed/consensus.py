@@ -11,6 +11,9 @@ import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
+import torch
+from torch import Tensor
+
 from fsdp.distributed.communicator import Communicator
 
 _T = TypeVar("_T")
@@ -39,17 +42,18 @@ def from_everyone(ranks: Ranks, payload: bytes) -> list[bytes]:
     return payloads
 
 
+def sent_by_first(ranks: Ranks, tensor: Tensor) -> Tensor:
+    """Collective. Overwrite a contiguous tensor with that of the first of all that `ranks` reach, and return it."""
+    for comm in reversed(ranks):
+        if comm.world_size > 1 and tensor.numel():
+            comm.broadcast(tensor.view(-1).view(torch.uint8)).wait()
+    return tensor
+
+
 def agree_on(ranks: Ranks, things: str, name: str, shown: str = "") -> None:
-    """Collective. Make sure that all ranks have chosen the same one of some `things`, by its name.
+    """Collective. Raise RuntimeError if not all ranks have the same one of some `things`, by its name.
 
-    Args:
-        ranks: that choose.
-        things: what they have.
-        name: which one this rank has.
-        shown: what messages call it, if not by that name.
-
-    Raises:
-        RuntimeError: naming the first rank that differs from rank 0, and what the two have.
+    The error names the first rank that differs from rank 0, and what the two have, by `shown` or else by the name.
     """
     if not peers_answer(ranks):
         return
@@ -65,14 +69,8 @@ def agree_on(ranks: Ranks, things: str, name: str, shown: str = "") -> None:
 def agree_on_outcome(everyone: Iterable[Ranks], what: str, error: Exception | None) -> None:
     """Collective. Go on only if all ranks have done what they were to do.
 
-    Args:
-        everyone: the ranks; of several, each is told what was heard of those before.
-        what: they did.
-        error: what went wrong on this rank.
-
-    Raises:
-        Exception: `error`, on the rank that has one.
-        RuntimeError: on the others, naming the first rank that failed.
+    A rank that has an `error` raises it, and the others a RuntimeError that names the first of those. Of several
+    `everyone`, each is told what was heard of those before.
     """
     heard = own = ""
     for ranks in everyone:

@@ -63,7 +63,10 @@ def beside(tensor: Tensor, local: Tensor) -> Tensor:
 def become(tensor: Tensor, other: Tensor) -> None:
     """Have a `DTensor` be what another one is, of whatever dtype and device, and stay the object that it is."""
     with torch.no_grad():
-        tensor.data = other
+        if tensor.is_meta is other.is_meta:
+            tensor.data = other
+        else:  # which no `.data` crosses; private, what torch.utils.swap_tensors does (torch 2.11 and 2.13)
+            torch._C._swap_tensor_impl(tensor, other.detach().requires_grad_(tensor.requires_grad))
     for name in ("_local_tensor", "_spec"):  # private; swap_tensors refuses what is held weakly (torch 2.11 and 2.13)
         setattr(tensor, name, getattr(other, name))
 
@@ -88,6 +91,31 @@ def memory_of(tensor: Tensor) -> int:
 def _is_in_flight(tensor: Tensor) -> bool:
     module = sys.modules.get("torch.distributed._functional_collectives")
     return module is not None and isinstance(tensor, module.AsyncCollectiveTensor)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The sharding of a tensor along one mesh dimension; outer mesh dimensions may have left a part of it.
+
+    Attributes:
+        mesh_dim: the dimension of the mesh.
+        dim: that of the tensor.
+        total: its size before the cut.
+        each: that of a part; of the last ones less is left, or nothing.
+        place: the number of this rank's part. By its coordinate in the mesh: a group numbers its ranks in rising order,
+            and a mesh need not.
+    """
+
+    mesh_dim: int
+    dim: int
+    total: int
+    each: int
+    place: int
+
+    def range(self, place: int) -> tuple[int, int]:
+        """Return the first element of a part, and its length."""
+        start = min(place * self.each, self.total)
+        return start, min(self.each, self.total - start)
 
 
 @dataclass(frozen=True)
@@ -116,19 +144,33 @@ class MeshPart:
 
     @cached_property
     def sharded_dims(self) -> tuple[int, ...]:
-        """The dimensions of the mesh along which ranks hold different elements."""
-        return tuple(number for number, placement in enumerate(self.placements) if placement.is_shard())
+        """The dimensions of the mesh along which ranks hold different elements, in the order in which they shard.
+
+        A `_StridedShard` divides what is left by the dimensions to its right, so it comes after them.
+        """
+        dims = [number for number, placement in enumerate(self.placements) if hasattr(placement, "dim")]
+        strided = [number for number in dims if not self.placements[number].is_shard()]
+        return (*(number for number in dims if number not in strided), *reversed(strided))
+
+    @cached_property
+    def cuts(self) -> tuple[Cut, ...]:
+        """The cuts, in the order of `sharded_dims`: each divides what those before it have left."""
+        sizes, found = list(self.shape), []
+        place = self.mesh.get_coordinate() or ()
+        for number in self.sharded_dims:
+            dim = self.placements[number].dim  # type: ignore[attr-defined]
+            cut = Cut(number, dim, sizes[dim], -(-sizes[dim] // self.mesh.size(number)), place[number])
+            sizes[dim] = cut.range(cut.place)[1]
+            found.append(cut)
+        return tuple(found)
 
     @cached_property
     def _extents(self) -> tuple[tuple[int, int], ...]:
-        """Along each dimension, where the local part begins in the whole, and its size."""
+        """Along each dimension, where the local part begins in the unsharded tensor, and its size."""
         found = [(0, size) for size in self.shape]
-        for number in self.sharded_dims:
-            dim = self.placements[number].dim  # type: ignore[attr-defined]
-            first, size = found[dim]
-            each = -(-size // self.mesh.size(number))
-            begin = min(self.mesh.get_local_rank(number) * each, size)
-            found[dim] = first + begin, min(each, size - begin)
+        for cut in self.cuts:
+            begin, size = cut.range(cut.place)
+            found[cut.dim] = found[cut.dim][0] + begin, size
         return tuple(found)
 
     @property
@@ -169,34 +211,27 @@ class MeshPart:
                 gradient = gradient.redistribute(placements=self.placements)  # type: ignore[attr-defined]
         return arrived(local_part(gradient))
 
-    def cut(self, name: str, value: Tensor) -> Tensor:
-        """This rank's part of a whole value, sharing its memory, or of a `DTensor` of whatever placements.
+    def to_local(self, name: str, value: Tensor) -> Tensor:
+        """This rank's part of an unsharded value, sharing its memory, or of a `DTensor` of whatever placements.
 
-        Collective over the value's mesh if it is a `DTensor` of other placements.
-
-        Raises:
-            ValueError: for another shape.
+        Collective over the value's mesh if it is a `DTensor` of other placements. Another shape is a ValueError.
         """
         if value.shape != self.shape:
             raise ValueError(f"{name}: expected shape {tuple(self.shape)}, got {tuple(value.shape)}")
         if is_dtensor(value):
             if MeshPart.of(value) == self:
                 return arrived(local_part(value))
-            value = whole(value)
-        for number, placement in enumerate(self.placements):
-            if placement.is_shard():
-                dim = placement.dim  # type: ignore[attr-defined]
-                total, each = value.shape[dim], -(-value.shape[dim] // self.mesh.size(number))
-                start = min(self.mesh.get_local_rank(number) * each, total)
-                value = value.narrow(dim, start, min(each, total - start))
+            value = full_tensor(value)
+        return self.held_of(value)
+
+    def held_of(self, value: Tensor) -> Tensor:
+        """This rank's part of an unsharded, plain value; shares its memory."""
+        for cut in self.cuts:
+            value = value.narrow(cut.dim, *cut.range(cut.place))
         return value
 
     def cut_dim(self, name: str) -> int | None:
-        """The only dimension along which it is cut; None if every rank of the mesh has all of it.
-
-        Raises:
-            NotImplementedError: if it is sharded along several, or is neither sharded nor replicated.
-        """
+        """The only dimension along which it is cut; None if every rank of the mesh has all of it."""
         if not all(placement.is_shard() or placement.is_replicate() for placement in self.placements):
             raise NotImplementedError(
                 f"{name} has placements {list(self.placements)}: only Shard and Replicate are read"
@@ -229,7 +264,7 @@ class MeshPart:
             start += count
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Collective over its mesh. A `DTensor` as a plain tensor, which may share memory; others are whole already."""
     if not is_dtensor(tensor):
         return tensor
@@ -297,6 +332,22 @@ def check_ranks(name: str, param: Tensor, group: Group, device: torch.device) ->
         )
 
 
+def joint_mesh(name: str, part: MeshPart, mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of the ranks over which a `DTensor` is spread when its local part is sharded over `mesh`.
+
+    Raises:
+        ValueError: if it is on some of these ranks already, or the meshes are not of one root.
+    """
+    try:
+        return mesh._concatenate([mesh, part.mesh])  # private, as in torch's `fully_shard` (torch 2.11 and 2.13)
+    except (RuntimeError, ValueError, TypeError) as error:  # one root, dimensions of their own, names
+        raise ValueError(
+            f"{name} is a DTensor ({part}), and its local parts cannot be sharded over {mesh}, which is no other "
+            'dimension of the same mesh. Make one mesh of both, init_device_mesh(..., mesh_dim_names=("dp", "tp")), '
+            'have DTensors on mesh["tp"], and pass mesh=mesh["dp"] to fully_shard.'
+        ) from error
+
+
 def check_device(name: str, parts: Iterable[MeshPart | None], device: torch.device) -> None:
     """Raise ValueError if gathered parts would be on another kind of device than the mesh."""
     for part in parts:
@@ -330,11 +381,7 @@ class MeshGroups:
 
     @classmethod
     def of(cls, parts: Iterable[MeshPart | None]) -> MeshGroups:
-        """Those of some parameters.
-
-        Raises:
-            NotImplementedError: if two of them have several ranks in common without being the same.
-        """
+        """Those of some parameters, of which no two may have several ranks in common without being the same."""
         groups: dict[tuple[int, ...], Any] = {}
         for mesh in {part.mesh: None for part in parts if part is not None}:
             groups |= {ranks: group for ranks, group in _groups_of(mesh).values() if len(ranks) > 1}
@@ -375,12 +422,9 @@ def missing_ranks(parts: Iterable[MeshPart | None], group: Group) -> list[int]:
 
 
 def spread_loaded(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Hook: what is about to be loaded into `DTensor`s of a module is a whole tensor: leave this rank's part of it.
-
-    torch reports other shapes and missing keys by itself.
-    """
+    """Hook: leave this rank's part of unsharded tensors to be loaded into `DTensor`s; torch says what does not fit."""
     for name, own in (*module._parameters.items(), *module._buffers.items()):
         value, part = state_dict.get(prefix + name), None if own is None else MeshPart.of(own)
         if part is not None and isinstance(value, Tensor) and value.shape == part.shape:
-            local = part.cut(name, value)
+            local = part.to_local(name, value)
             state_dict[prefix + name] = part.dtensor(local if local.is_meta else local.to(part.mesh.device_type))

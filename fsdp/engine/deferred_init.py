@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp.distributed.consensus import from_everyone, number_among, peers_answer
+from fsdp.distributed.dtensor import local_part
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name
@@ -109,7 +110,8 @@ def valueless_in(unit: Unit) -> Iterator[str]:
 
 
 def mark(tensor: Tensor) -> None:
-    """Fill memory that has no values yet with what `is_marked` knows again."""
+    """Fill memory that has no values yet with what `is_marked` knows again; of a `DTensor`, this rank's."""
+    tensor = local_part(tensor)
     with torch.no_grad():
         if tensor.is_floating_point() or tensor.is_complex():
             tensor.fill_(float("nan"))
@@ -119,7 +121,7 @@ def mark(tensor: Tensor) -> None:
 
 def is_marked(tensor: Tensor) -> bool:
     """Return True if nothing was written to any element since `mark`; of booleans, which have no mark, always."""
-    flat = tensor.detach().reshape(-1)
+    flat = local_part(tensor).detach().reshape(-1)
     # The first element says no in most cases, and costs nothing.
     return flat.numel() > 0 and bool(_marks(flat[:1]).all()) and bool(_marks(flat).all())
 

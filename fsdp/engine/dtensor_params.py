@@ -1,14 +1,18 @@
 """Parameters as `DTensor`s that are sharded by rows: modules list them, and optimizers see them, under `fully_shard`.
 
+A parameter that is a `DTensor` already (tensor parallelism) becomes one on the mesh of both: its local part, which is a
+plain tensor, is sharded like any other, over the dimensions that come first in that mesh.
+
 Each is made around this rank's rows, which lie in the shard, with a version counter of its own; so a step on the
-`DTensor`s is a step on the shard, as it is with other pieces (`fsdp.engine.orig_params`).
+`DTensor`s is a step on the shard, as it is with other local shards (`fsdp.engine.orig_params`).
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,21 +20,34 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from fsdp.distributed.dtensor import MeshPart, become, beside, held_part, is_dtensor, set_local_part
+from fsdp.distributed.dtensor import MeshPart, become, beside, held_part, is_dtensor, joint_mesh, set_local_part
 from fsdp.engine.flat_param import FlatParameter, ParamInfo, attributes_of, give_attributes
 from fsdp.engine.layout import Layout, RowsLayout, Slot
-from fsdp.engine.orig_params import Pieces
+from fsdp.engine.orig_params import OrigParams
 
 
-def placements_on(mesh: DeviceMesh, slot: Slot) -> tuple[Placement, ...]:
-    """Return those of a parameter that is sharded over a mesh's last dimension, and replicated over the others."""
-    last = Shard(slot.dim) if slot.shape else Replicate()
-    return (*(Replicate() for _ in range(mesh.ndim - 1)), last)
+def spread_over(mesh: DeviceMesh, slot: Slot, part: MeshPart | None) -> MeshPart:
+    """Return the record of a parameter that is sharded over a mesh's last dimension, and replicated over the others.
+
+    Args:
+        mesh: of data parallelism.
+        slot: of the parameter, or of its local part.
+        part: what it is a part of if it is a `DTensor`; its mesh comes last then.
+    """
+    last: Placement = Shard(slot.dim) if slot.shape else Replicate()
+    replicated = [Replicate()] * (mesh.ndim - 1)
+    if part is None:
+        return MeshPart(mesh, (*replicated, last), slot.shape)
+    dims = [number for number in part.sharded_dims if part.placements[number].is_shard(slot.dim)]
+    shards = math.prod(map(part.mesh.size, dims))
+    if shards > 1:
+        last = _StridedShard(slot.dim, split_factor=shards)
+    return MeshPart(joint_mesh(slot.name, part, mesh), (*replicated, last, *part.placements), part.shape)
 
 
-class RowPieces(Pieces):
+class DTensorParams(OrigParams):
     """This rank's rows of the original parameters of one flat parameter, as `DTensor`s.
 
     Args:
@@ -54,7 +71,8 @@ class RowPieces(Pieces):
     ) -> None:
         self.mesh, self._given = mesh, params
         self._slots = layout.slots
-        self._parts = [MeshPart(mesh, placements_on(mesh, slot), slot.shape) for slot in layout.slots]
+        self._cut_before = flat_param.parts
+        self._parts = [spread_over(mesh, *one) for one in zip(layout.slots, flat_param.parts, strict=True)]
         self._shapes = [_rows_shape(layout, slot, rank) for slot in range(len(layout.slots))]
         self._held: dict[int, Tensor] = {}
         super().__init__(flat_param, layout, rank, places)
@@ -72,6 +90,8 @@ class RowPieces(Pieces):
 
     def _new(self, slot: int, layout: Layout, requires_grad: bool) -> nn.Parameter:
         rows = self._rows(slot, self._of(self._flat_param.detach(), slot))
+        if slot in self._flat_param.valueless:
+            rows = rows.to("meta")
         if self._given is not None:
             self._given[slot].__dict__["owner"] = self._flat_param
             return self._given[slot]  # `alias` has it lie in the new shard
@@ -79,29 +99,41 @@ class RowPieces(Pieces):
         give_attributes(made, self._flat_param.attributes[slot])
         return made
 
-    def _show(self, slot: int, part: Tensor) -> Tensor:
-        rows, param = self._rows(slot, part), self.params[slot]
+    def _show(self, slot: int, local: Tensor) -> Tensor:
+        rows, param = self._rows(slot, local), self.params[slot]
         return beside(param, rows) if rows.dtype == param.dtype else self._parts[slot].dtensor(rows)
 
-    def _have(self, slot: int, part: Tensor) -> None:
-        rows, param = self._rows(slot, part.as_subclass(Tensor)), self.params[slot]
+    def _have(self, slot: int, local: Tensor) -> None:
+        rows, param = self._rows(slot, local.as_subclass(Tensor)), self.params[slot]
+        self._lie_at(slot, rows.to("meta") if param.is_meta else rows)
+
+    def _lie_at(self, slot: int, rows: Tensor) -> None:
+        param = self.params[slot]
         self._held[slot] = rows
         if (rows.dtype, rows.device) == (param.dtype, param.device):
             set_local_part(param, rows)
         else:
             become(param, self._parts[slot].dtensor(rows))
 
+    def give_memory(self, slots: Iterable[int]) -> None:
+        """Have parameters that came from the meta device lie in the shard."""
+        versions = list(self._versions)
+        for slot in slots:
+            self._lie_at(slot, self._rows(slot, self._of(self._flat_param.detach(), slot).as_subclass(Tensor)))
+            versions[slot] = self.params[slot]._version
+        self._versions = tuple(versions)
+
     def _flat(self, slot: int, tensor: Tensor) -> Tensor:
         return self._slots[slot].kept(held_part(tensor).detach()).reshape(-1)
 
-    def part_of(self, slot: int, value: Tensor) -> Tensor | None:
-        if not is_dtensor(value):
+    def local_shard_of(self, slot: int, value: Tensor) -> Tensor | None:
+        if not is_dtensor(value) or MeshPart.of(value) == self._cut_before[slot]:
             return None
         kept = self._slots[slot]
-        return kept.kept(self._parts[slot].cut(kept.name, value.detach())).reshape(-1)
+        return kept.kept(self._parts[slot].to_local(kept.name, value.detach())).reshape(-1)
 
     def _rows(self, slot: int, part: Tensor) -> Tensor:
-        """A local part, from where it lies."""
+        """A local shard, from where it lies."""
         return self._slots[slot].shown(part.view(self._shapes[slot]))
 
     def absorb(self) -> list[int]:
@@ -111,7 +143,8 @@ class RowPieces(Pieces):
         self._flat_param.requires_grad_(any(self.requires_grad))
         # Every rank writes to a DTensor when any does, also those that have no rows of it.
         before, self._versions = self._versions, self.versions
-        return [slot for slot, version in enumerate(before) if version != self._versions[slot]]
+        written = (slot for slot, version in enumerate(before) if version != self._versions[slot])
+        return [slot for slot in written if not self.params[slot].is_meta]
 
 
 def _rows_shape(layout: Layout, slot: int, rank: int) -> torch.Size:
@@ -126,10 +159,10 @@ def _rows_shape(layout: Layout, slot: int, rank: int) -> torch.Size:
 def row_parameter(owner: FlatParameter, rows: Tensor, part: MeshPart, requires_grad: bool, fqn: str) -> nn.Parameter:
     """A parameter around this rank's rows, a view of the shard `owner`.
 
-    An ordinary `DTensor`, since torch's own code asks for the class, with what a `PieceParameter` has.
+    An ordinary `DTensor`, since torch's own code asks for the class, with what a `LocalShard` has.
     """
     param = nn.Parameter(part.dtensor(rows.as_subclass(Tensor)), requires_grad)
-    param.__dict__.update(owner=owner, fqn=fqn, whole_shape=part.shape, offset=0)
+    param.__dict__.update(owner=owner, fqn=fqn, unsharded_shape=part.shape, offset=0)
     itself = weakref.ref(param)
     param.__dict__["__deepcopy__"] = partial(_copied, itself, part)
     param.__dict__["__reduce_ex__"] = partial(_refuse_pickling, fqn)

@@ -176,7 +176,7 @@ class FlatParameter(CountedParameter):
         self._is_sharded, self._align = world_size > 1 and layout.numel > 0, align
         self.valueless = {slot for slot, local in enumerate(locals_) if local.is_meta and local.numel()}
         if world_size * replicas > 1 and layout.numel > 0:  # later nobody knows what the others have seen
-            self.fingerprints = Fingerprints.of(locals_, layout.parts(self.vector, rank))
+            self.fingerprints = Fingerprints.of(locals_, layout.local_shards(self.vector, rank))
         self.shard_storage = storage
         self.attributes = tuple(map(attributes_of, params))
         if len(params) == 1:
@@ -198,7 +198,7 @@ class FlatParameter(CountedParameter):
         dims = None if shard._dims is None else tuple(shard._dims[slot] for slot in slots)
         layout = shard._layout_type.of(zip(names, shapes, strict=True), world_size, shard._align, dims)
         data, old = storage.allocate(layout.shard_numel, shard.dtype), shard.make_layout(world_size)
-        values, places = old.parts(shard.detach(), rank), layout.parts(data, rank)
+        values, places = old.local_shards(shard.detach(), rank), layout.local_shards(data, rank)
         for number, slot in enumerate(slots):
             places[number].copy_(values[slot])
         self = storage.flat_parameter._build(data, shard.requires_grad, names, shapes, shard._layout_type)
@@ -227,7 +227,7 @@ class FlatParameter(CountedParameter):
 
     @property
     def owner(self) -> FlatParameter:
-        """Itself; what owns the memory of a `PieceParameter`."""
+        """Itself; what owns the memory of a `LocalShard`."""
         return self
 
     @property
@@ -278,8 +278,8 @@ class FlatParameter(CountedParameter):
             )
         # One split: of as many slices, each would have a gradient of the full size.
         sizes = [size for slot, gap in zip(layout.slots, layout.gaps, strict=True) for size in (slot.numel, gap)]
-        pieces = data.view(-1).split(sizes)[::2]
-        views = [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
+        vectors = data.view(-1).split(sizes)[::2]
+        views = [vector.view(shape) for vector, shape in zip(vectors, self._shapes, strict=True)]
         for view, attributes in zip(views, self.attributes, strict=True):
             give_attributes(view, attributes)
         return views
@@ -339,14 +339,14 @@ def _shaped(tensor: Tensor, shape: torch.Size) -> Tensor:
     return tensor if tensor.shape == shape else tensor.view(shape)
 
 
-class PieceParameter(CountedParameter):
+class LocalShard(CountedParameter):
     """This rank's local shard of an original parameter: elements ``offset:offset + numel()`` of it in row-major order.
 
-    1-D, and empty on ranks that have nothing of it. Of a `DTensor` it is a piece of the local part.
+    1-D, and empty on ranks that have nothing of it. Of a `DTensor` it is a shard of the local part.
     """
 
     fqn: str  # from the wrapped module
-    whole_shape: torch.Size  # of the parameter, or of a DTensor's local part
+    unsharded_shape: torch.Size  # of the parameter, or of a DTensor's local part
     offset: int
     owner: FlatParameter  # of whose shard it is a view
 
@@ -371,13 +371,13 @@ class PieceParameter(CountedParameter):
     @classmethod
     def of(
         cls, owner: FlatParameter, start: int, numel: int, requires_grad: bool, fqn: str, shape: torch.Size, offset: int
-    ) -> PieceParameter:
+    ) -> LocalShard:
         """Elements ``start:start + numel`` of the shard `owner`, whose version counter it shares."""
-        piece = Tensor._make_subclass(cls, owner.detach()[start : start + numel], requires_grad)
-        piece.fqn, piece.whole_shape, piece.offset, piece.owner = fqn, shape, offset, owner
-        return piece
+        local = Tensor._make_subclass(cls, owner.detach()[start : start + numel], requires_grad)
+        local.fqn, local.unsharded_shape, local.offset, local.owner = fqn, shape, offset, owner
+        return local
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PieceParameter:
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalShard:
         build, (owner, *others), *_ = self.__reduce_ex__(2)
         copied = memo[id(self)] = build(copy.deepcopy(owner, memo), *others)
         give_attributes(copied, attributes_of(self))
@@ -385,7 +385,7 @@ class PieceParameter(CountedParameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         start = int(self.storage_offset() - self.owner.storage_offset())
-        args = (start, self.numel(), self.requires_grad, self.fqn, self.whole_shape, self.offset)
+        args = (start, self.numel(), self.requires_grad, self.fqn, self.unsharded_shape, self.offset)
         return type(self).of, (self.owner, *args), attributes_of(self) or None
 
     def __setstate__(self, state: Attributes) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.layout import Layout
-from fsdp.engine.orig_params import Pieces
+from fsdp.engine.orig_params import OrigParams
 from fsdp.engine.placeholder import Placeholder, unreduced_gradient
 
 
@@ -216,17 +216,17 @@ class ShardGradient:
 
     Args:
         flat_param: this rank's shard.
-        pieces: the local shards of its original parameters, if these are listed in its place.
+        orig_params: the local shards of its original parameters, if these are listed in its place.
     """
 
-    def __init__(self, flat_param: FlatParameter, pieces: Pieces | None) -> None:
-        self._flat_param, self._pieces = flat_param, pieces
+    def __init__(self, flat_param: FlatParameter, orig_params: OrigParams | None) -> None:
+        self._flat_param, self._orig_params = flat_param, orig_params
         self._waiting: Tensor | None = None  # [shard_numel], until hooks are called with it
         self._delivered: Sequence[nn.Parameter] = ()  # whose gradients this backward has brought, and have hooks
 
     @property
     def _listed(self) -> Sequence[nn.Parameter]:
-        return [self._flat_param] if self._pieces is None else self._pieces.params
+        return [self._flat_param] if self._orig_params is None else self._orig_params.params
 
     def accept(self, reduced: Tensor) -> None:
         """Add a reduced gradient ``[shard_numel]`` to the shard's, or keep it for the hooks in `deliver`."""
@@ -240,22 +240,22 @@ class ShardGradient:
         """Call the hooks of `Tensor.register_hook`, and show gradients: all those of this backward are reduced.
 
         Args:
-            used, missed: of the original parameters, see `Pieces.show_gradients`.
+            used, missed: of the original parameters, see `OrigParams.show_gradients`.
         """
         reduced, self._waiting = self._waiting, None
         if reduced is not None:
-            params, pieces = self._listed, self._pieces
-            slots = [slot for slot in range(len(params)) if pieces is None or used[slot]]
+            params, orig_params = self._listed, self._orig_params
+            slots = [slot for slot in range(len(params)) if orig_params is None or used[slot]]
             for slot in slots:
                 if params[slot]._backward_hooks:
-                    part, grad = (reduced, reduced) if pieces is None else pieces.gradient_in(reduced, slot)
+                    part, grad = (reduced, reduced) if orig_params is None else orig_params.gradient_in(reduced, slot)
                     after = _after_hooks(params[slot], grad)
                     if after is not grad:
-                        part.copy_(after if pieces is None else pieces.vector_of(slot, after))
+                        part.copy_(after if orig_params is None else orig_params.vector_of(slot, after))
             self._flat_param.shard_storage.accept(self._flat_param, reduced)
             self._delivered = [params[slot] for slot in slots]
-        if self._pieces is not None:
-            self._pieces.show_gradients(used, missed)
+        if self._orig_params is not None:
+            self._orig_params.show_gradients(used, missed)
 
     def call_hooks(self) -> None:
         """Call the hooks of `Tensor.register_post_accumulate_grad_hook`, of what this backward has brought."""
@@ -277,8 +277,8 @@ class ShardGradient:
         self._flat_param._has_unreduced = True
         if self._flat_param.grad is None:
             self._flat_param.grad = unreduced_gradient(name, self._flat_param)
-        if self._pieces is not None:
-            self._pieces.mark_unreduced(filled)
+        if self._orig_params is not None:
+            self._orig_params.mark_unreduced(filled)
 
     def drop_unreduced(self) -> None:
         """Forget what is accumulated and not reduced, or not delivered."""
@@ -286,8 +286,8 @@ class ShardGradient:
         self._flat_param._has_unreduced = False
         if isinstance(self._flat_param.grad, Placeholder) and self._flat_param.held_gradient is None:
             self._flat_param.grad = None
-        if self._pieces is not None:
-            self._pieces.show_gradients([False] * len(self._pieces.params))
+        if self._orig_params is not None:
+            self._orig_params.show_gradients([False] * len(self._orig_params.params))
 
 
 def _after_hooks(param: nn.Parameter, grad: Tensor) -> Tensor:

@@ -147,8 +147,8 @@ def require_reduced(handles: Iterable[FlatParamHandle]) -> None:
     """
     for handle in handles:
         handle.storage.check(handle.name)
-        if handle.pieces is not None:
-            handle.pieces.collect_gradients()  # what users zeroed or replaced
+        if handle.orig_params is not None:
+            handle.orig_params.collect_gradients()  # what users zeroed or replaced
         handle.flat_param.bring_gradient()
         if handle.flat_param.has_unreduced:
             raise RuntimeError(

@@ -41,7 +41,7 @@ from fsdp.engine.flat_param import FlatParameter, ParamInfo, SharedParamInfo
 from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, ShardGradient
 from fsdp.engine.layout import ContiguousLayout
 from fsdp.engine.managed_params import text_of_key
-from fsdp.engine.orig_params import NewPieces
+from fsdp.engine.orig_params import NewOrigParams, OrigParams
 from fsdp.engine.precision import Precision
 from fsdp.engine.registration import Registry
 from fsdp.engine.unsharded_params import PostForwardShard, UnshardedParameters
@@ -81,7 +81,7 @@ class FlatParamHandle:
     Args:
         infos: for each parameter, the places where it is used, first the one that names it.
         registered: the modules, with the name, that are to list `flat_param` among their parameters.
-        new_pieces: makes this rank's shards of the original parameters, which are listed in their places instead.
+        new_orig_params: makes local shards of the original parameters, which are listed in their places instead.
         post_forward_comm: the ranks that keep it together between forward and backward; see `PostForwardShard`.
 
     Attributes:
@@ -125,7 +125,7 @@ class FlatParamHandle:
         registered: Sequence[tuple[nn.Module, str]],
         precision: Precision,
         on_gradient: Callable[[FlatParamHandle, int, Tensor], None],
-        new_pieces: NewPieces | None = None,
+        new_orig_params: NewOrigParams | None = None,
         post_forward_comm: Communicator | None = None,
     ) -> None:
         self.flat_param = flat_param
@@ -136,15 +136,18 @@ class FlatParamHandle:
         self.name, self.unit_name = "", "its unit"
         self.number = self.tag = self.reduce_tag = self.replica_tag = 0
         self.places = [list(places) for places in infos]
-        self.pieces = None if new_pieces is None else new_pieces(flat_param, self.layout, comm.rank, infos)
         entries: list[tuple[nn.Module, str, nn.Parameter]] = [(*place, flat_param) for place in registered]
-        self.registry = Registry(self.places, entries if self.pieces is None else self.pieces.entries, looks=self)
+        self.orig_params: OrigParams | None = None
+        if new_orig_params is not None:
+            self.orig_params = new_orig_params(flat_param, self.layout, comm.rank, infos)
+            entries = self.orig_params.entries
+        self.registry = Registry(self.places, entries, looks=self)
         self.precision = precision
         self.phase = Phase.SHARDED
         self.post_forward_shard: PostForwardShard | None = None
         if post_forward_comm is not None and post_forward_comm.world_size > 1:
             self.post_forward_shard = PostForwardShard(post_forward_comm)
-        self.shard_gradient = ShardGradient(flat_param, self.pieces)
+        self.shard_gradient = ShardGradient(flat_param, self.orig_params)
         self.on_gradient = on_gradient
         self._in_full_precision = False  # computes in the shard's own dtype, as in `eval()` if that was asked for
         self._gathered: Hashable = None  # the state of the shard that the unsharded parameters are of
@@ -191,8 +194,8 @@ class FlatParamHandle:
     @property
     def requires_grad_each(self) -> list[bool]:
         """Return for each parameter whether it is trained."""
-        if self.pieces is not None:
-            return self.pieces.requires_grad
+        if self.orig_params is not None:
+            return self.orig_params.requires_grad
         return [self.flat_param.requires_grad] * len(self.layout.slots)
 
     @property
@@ -226,8 +229,8 @@ class FlatParamHandle:
     def shard_state(self) -> Hashable:
         """A value that changes when the shard is written, cast, moved, frozen or released."""
         shard = self.flat_param
-        pieces = (shard.requires_grad,) if self.pieces is None else (*self.pieces.requires_grad, self.pieces.versions)
-        return shard._version, shard.data_ptr(), shard.dtype, shard.device, pieces
+        versions = () if self.orig_params is None else self.orig_params.versions
+        return shard._version, shard.data_ptr(), shard.dtype, shard.device, *self.requires_grad_each, versions
 
     @property
     def is_unsharded(self) -> bool:
@@ -237,7 +240,7 @@ class FlatParamHandle:
     @property
     def local_shards(self) -> list[Tensor]:
         """This rank's shard of each parameter: flat views of `flat_param`, empty where it has nothing of it."""
-        return self.layout.parts(self.flat_param.vector, self.comm.rank)
+        return self.layout.local_shards(self.flat_param.vector, self.comm.rank)
 
     def describe(self) -> str:
         """Return all that the ranks must agree on, as text."""
@@ -287,7 +290,7 @@ class FlatParamHandle:
         self.places[0] += places
         for unsharded in self._unsharded_by_dtype.values():
             unsharded.use_at(0, places)
-        self.registry.add(places, self.flat_param if self.pieces is None else self.pieces.params[0])
+        self.registry.add(places, self.flat_param if self.orig_params is None else self.orig_params.params[0])
         self.fill_places()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -301,8 +304,8 @@ class FlatParamHandle:
         shard = self.flat_param
         shard.shard_storage, shard._is_managed = self.storage, True
         self.storage.adopt(shard)
-        if self.pieces is not None:
-            self.pieces.alias()
+        if self.orig_params is not None:
+            self.orig_params.alias()
         self.registry.wake(self)
         self.gradients = self._new_gradients()
         self._build()
@@ -359,7 +362,7 @@ class FlatParamHandle:
             attributes=shard.attributes,
             on_gradient=self._leaf_has_gradient,
             lent=self.registry.lent,
-            absent=self.pieces.absent if self.pieces is not None else None,
+            absent=self.orig_params.absent if self.orig_params is not None else None,
         )
 
     def compute_in_full(self, wanted: bool) -> None:
@@ -502,8 +505,9 @@ class FlatParamHandle:
         if tensor.shape != shape or (part is None and is_dtensor(tensor)):
             raise RuntimeError(
                 f"{name} of {self.unit_name} was given a {type(tensor).__name__} of shape {tuple(tensor.shape)} to "
-                f"compute with (by torch.func.functional_call?): give a whole, ordinary tensor of shape {tuple(shape)} "
-                "under the original parameter's name. Inside `with model.summon_full_params():` the model lists such."
+                "compute with (by torch.func.functional_call?): give an unsharded, ordinary tensor of shape "
+                f"{tuple(shape)} under the original parameter's name. Inside `with model.summon_full_params():` the "
+                "model lists such."
             )
         return tensor.to(self.dtype) if self.is_cast and tensor.dtype == self.flat_param.dtype else tensor
 
@@ -524,9 +528,9 @@ class FlatParamHandle:
 
     def begin_backward(self, sync: GradientSync, fills_unused: bool) -> None:
         """Expect every gradient, see `GradientBuffer.begin_backward`."""
-        if self.pieces is not None:
-            self.gradients.forget(self.pieces.zeroed)
-            self.pieces.collect_gradients()
+        if self.orig_params is not None:
+            self.gradients.forget(self.orig_params.zeroed)
+            self.orig_params.collect_gradients()
         # `mark_unreduced` left no None behind: the user has zeroed the gradients since, accumulated ones included.
         if self.flat_param.grad is None:
             self.flat_param.forget_gradient()
@@ -588,8 +592,8 @@ class FlatParamHandle:
     @property
     def has_unreduced(self) -> bool:
         """True if gradients wait for their reduction, and were not zeroed."""
-        if self.pieces is not None:
-            self.pieces.forget_zeroed()
+        if self.orig_params is not None:
+            self.orig_params.forget_zeroed()
         return self.flat_param.has_unreduced
 
     def drop_unreduced(self) -> None:
@@ -607,8 +611,8 @@ class FlatParamHandle:
                 f"the gradients of {self.name} accumulated under no_sync() are not reduced over the ranks yet, so none "
                 "can be shown. Run the last backward of the step outside no_sync()."
             )
-        if self.pieces is not None:
-            self.pieces.collect_gradients()
+        if self.orig_params is not None:
+            self.orig_params.collect_gradients()
         self.flat_param.bring_gradient()
         grad = self.flat_param.grad
         if grad is None:
@@ -619,7 +623,7 @@ class FlatParamHandle:
         self.comm.settle()
         shown: list[Tensor | None] = []
         for slot, (view, part) in enumerate(zip(self.layout.unpack(full), self.flat_param.parts, strict=True)):
-            has_none = self.pieces is not None and self.pieces.params[slot].grad is None
+            has_none = self.orig_params is not None and self.orig_params.params[slot].grad is None
             shown.append(None if has_none else part.dtensor(view.clone()) if part else view.clone())
         return shown
 
@@ -634,12 +638,12 @@ class FlatParamHandle:
         for slot, gradient in enumerate(gradients):
             if gradient is not None:
                 part, local = self.flat_param.parts[slot], gradient.detach()
-                local = local if part is None else part.cut(self.layout.slots[slot].name, local)
+                local = local if part is None else part.to_local(self.layout.slots[slot].name, local)
                 self.layout.shard_of(slot, local, shard, self.comm.rank)
         self.storage.accept(self.flat_param, shard)
-        if self.pieces is not None:
+        if self.orig_params is not None:
             self.storage.copy_stream.settle()
-            self.pieces.show_gradients([gradient is not None for gradient in gradients])
+            self.orig_params.show_gradients([gradient is not None for gradient in gradients])
 
     @property
     def has_no_gradient(self) -> bool:
@@ -666,8 +670,8 @@ class FlatParamHandle:
         written = self.unsharded.moved() if self.unsharded.is_shard else self.unsharded.written()
         if replaced or written:
             self._store_changes(replaced, written)
-        if self.pieces is not None:
-            for slot in self.pieces.absorb():
+        if self.orig_params is not None:
+            for slot in self.orig_params.absorb():
                 self.note_written([slot])
                 self._note_values(slot)
 
@@ -736,8 +740,8 @@ class FlatParamHandle:
             if self.post_forward_shard is not None:
                 self.post_forward_shard.comm = self.post_forward_shard.comm.for_device(device)
         now = self._kind_of_shard()
-        if self.pieces is not None and now != before:
-            self.pieces.alias()
+        if self.orig_params is not None and now != before:
+            self.orig_params.alias()
         if now[:-1] != before[:-1] or (self.unsharded.is_shard and now != before):
             self.precision.check(self.name, shard.dtype, shard.requires_grad)
             self._build()
@@ -747,10 +751,9 @@ class FlatParamHandle:
         """Store this rank's shard of an unsharded parameter's new value."""
         part = self.flat_param.parts[slot]
         with torch.no_grad():
-            if part is not None:
-                value = part.cut(self.layout.slots[slot].name, value)
-            rows = None if self.pieces is None else self.pieces.part_of(slot, value)
+            rows = None if self.orig_params is None else self.orig_params.local_shard_of(slot, value)
             if rows is None:
+                value = value if part is None else part.to_local(self.layout.slots[slot].name, value)
                 self.layout.shard_of(slot, value, self.flat_param.vector, self.comm.rank)
             else:
                 self.local_shards[slot].copy_(rows)
@@ -788,6 +791,8 @@ class FlatParamHandle:
         """The shard has this parameter's values now, if it had none."""
         if slot in self.valueless:
             self.valueless.discard(slot)
+            if self.orig_params is not None:
+                self.orig_params.give_memory([slot])
             for unsharded in self._unsharded_by_dtype.values():
                 unsharded.reveal(slot)
 

@@ -150,15 +150,11 @@ class Layout(ABC):
         """Elements of the rank's shard that belong to no parameter."""
         return self.shard_numel - sum(interval.numel for interval in self.intervals(rank))
 
-    def pieces(self, shard: Tensor, rank: int) -> dict[int, Tensor]:
-        """Views of a shard ``[shard_numel]``: by slot number, the rank's part of that parameter, flat."""
+    def local_shards(self, shard: Tensor, rank: int) -> list[Tensor]:
+        """Views of a shard ``[shard_numel]``: what it has of each parameter, flat, and empty where it has nothing."""
         self._check(shard, self.shard_numel, "shard")
-        return {i.slot: shard[i.offset : i.offset + i.numel] for i in self.intervals(rank)}
-
-    def parts(self, shard: Tensor, rank: int) -> list[Tensor]:
-        """Return the same as `pieces`, for every parameter: empty where the rank has nothing of it."""
-        pieces = self.pieces(shard, rank)
-        return [pieces.get(slot, shard[:0]) for slot in range(len(self.slots))]
+        found = (self.interval(slot, rank) for slot in range(len(self.slots)))
+        return [shard[i.offset : i.offset + i.numel] if i is not None else shard[:0] for i in found]
 
     @abstractmethod
     def unpack(self, full: Tensor) -> list[Tensor]:
@@ -197,7 +193,7 @@ class Layout(ABC):
         """Views of a parameter in its shape, or of anything of that shape, which belong to its `places`."""
 
     def pairs(self, full: Tensor, unsharded: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Views of a gathered buffer ``[padded_numel]``, and for each what it is to be copied to of a whole one."""
+        """Views of a gathered buffer ``[padded_numel]``, and of an unsharded one those that they are copied to."""
         places = [place for places in self.places(full) for place in places]
         views = self.views(unsharded)
         return places, [part for slot, view in enumerate(views) for part in self.divided(slot, view)]
@@ -206,8 +202,8 @@ class Layout(ABC):
     def clear_gaps(self, full: Tensor) -> None:
         """Write zeros where a gathered buffer holds no parameter."""
 
-    def part_of(self, slot: int, value: Tensor, rank: int) -> Tensor:
-        """The rank's part of one whole parameter, of any dtype and device: flat, a view where possible, or empty."""
+    def local_shard_of(self, slot: int, value: Tensor, rank: int) -> Tensor:
+        """The rank's shard of one parameter, of any dtype and device: flat, a view where possible, or empty."""
         wanted = self.slots[slot]
         if value.shape != wanted.shape:
             raise ValueError(f"{wanted.name}: expected shape {tuple(wanted.shape)}, got {tuple(value.shape)}")
@@ -216,12 +212,12 @@ class Layout(ABC):
         return flat[interval.start : interval.stop] if interval is not None else flat[:0]
 
     def shard_of(self, slot: int, value: Tensor, shard: Tensor, rank: int) -> None:
-        """Copy the rank's part of one whole parameter, of any dtype and device, into its shard."""
-        part = self.part_of(slot, value, rank)
+        """Copy the rank's shard of one parameter, of any dtype and device, into its shard."""
+        local = self.local_shard_of(slot, value, rank)
         self._check(shard, self.shard_numel, "shard")
         interval = self.interval(slot, rank)
         if interval is not None:
-            shard[interval.offset : interval.offset + interval.numel].copy_(part)
+            shard[interval.offset : interval.offset + interval.numel].copy_(local)
 
     @staticmethod
     def _check(tensor: Tensor, numel: int, what: str) -> None:
@@ -230,7 +226,7 @@ class Layout(ABC):
 
 
 class ContiguousLayout(Layout):
-    """One flat vector, cut into equal pieces; its end is padded by less than `world_size` elements.
+    """One flat vector, divided into equal shards; its end is padded by less than `world_size` elements.
 
     The gathered buffer *is* the flat vector, so parameters are views of it. These are FairScale's shards
     (the chunks of ``torch.chunk``, each padded to the size of the first).
@@ -313,7 +309,7 @@ class Chunk:
 
 
 class RowsLayout(Layout):
-    """Every parameter cut along dim 0 into `world_size` chunks of equal numbers of rows: ``Shard(0)`` of DTensor.
+    """Every parameter divided along dim 0 into `world_size` chunks of equal numbers of rows: ``Shard(0)`` of DTensor.
 
     A chunk that is short (or empty) is padded, so that every rank's shard has the same size. A scalar counts as
     one row. In the gathered buffer the rows of one parameter lie ``shard_numel`` apart, so `unpack` copies.
@@ -385,7 +381,6 @@ class RowsLayout(Layout):
         value = self.slots[slot].kept(value)
         if not chunk.rest:
             return [_split_rows(value, size) for size, _, _ in shapes]
-        value = value.view(1) if value.dim() == 0 else value
         bound = chunk.total - chunk.rest
         return [*(_split_rows(value[:bound], size) for size, _, _ in shapes[:-1]), value[bound:]]
 
@@ -432,8 +427,8 @@ class Box:
 def boxes_of(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """Elements ``start:stop`` of a row-major tensor as boxes, each of which is a contiguous part of the range.
 
-    In the order of the range: at most the rest of a row, whole rows, and the beginning of one, and so on for each
-    row that is not whole. So there are at most ``2 * len(shape) - 1``, and none of an empty range.
+    In the order of the range: at most the rest of a row, complete rows, and the beginning of one, and so on for
+    each row that is not complete. So there are at most ``2 * len(shape) - 1``, and none of an empty range.
     """
     if start >= stop:
         return
@@ -441,7 +436,7 @@ def boxes_of(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         yield Box((), ())
         return
     row, inner = math.prod(shape[1:]), shape[1:]
-    first, last = -(-start // row), stop // row  # the rows that are whole
+    first, last = -(-start // row), stop // row  # the complete rows
     if first > last:  # within one row
         yield from _in_row(inner, last, start - last * row, stop - last * row)
         return

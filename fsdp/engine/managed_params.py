@@ -161,11 +161,6 @@ def _check(fqn: str, param: nn.Parameter, with_values: bool) -> None:
         )
     check_placements(fqn, param)
     is_known = type(param) in _PLAIN or is_dtensor(param)
-    if is_known and is_dtensor(param) and local_part(param).is_meta:
-        raise TypeError(
-            f"{fqn} is a DTensor without values (its local part is on the meta device), which cannot be given any once "
-            "it is sharded. Give it values before (to_empty() and reset_parameters()), or distribute a tensor that has."
-        )
     if param.layout is not torch.strided or (param.is_meta and with_values) or not is_known:
         kind = f"{param.layout} {param.device.type}" if is_known else type(param).__name__
         raise TypeError(

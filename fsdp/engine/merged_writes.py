@@ -29,7 +29,7 @@ def merge_written(handle: FlatParamHandle) -> None:
     made = {slot: local_part(unsharded.leaves[slot]).detach() for slot in slots}
     own = [parts[slot].data for slot in slots]  # `.data`: it is not the user who changes it between two passes
     before = None if unsharded.is_shard else [part.to(handle.storage.device, handle.dtype) for part in own]
-    dealt = [[layout.part_of(slot, made[slot], rank) for slot in slots] for rank in range(comm.world_size)]
+    dealt = [[layout.local_shard_of(slot, made[slot], rank) for slot in slots] for rank in range(comm.world_size)]
     merged = Merged(before, dealt[comm.rank])
     what = f"values that the forward of {handle.unit_name} wrote to its parameters"
     merged.exchange(comm, dealt, what, handle.tag)

@@ -144,7 +144,7 @@ class Conversions:
             places = [place for used in handle.places for place in used]
             here = [place for place in places if place.module in inside]
             # Casting alone what is a flat parameter of its own, and listed here, changes that flat parameter.
-            listed = {entry[:2] for entry in handle.registry.entries} if handle.pieces is None else ()
+            listed = {entry[:2] for entry in handle.registry.entries} if handle.orig_params is None else ()
             alone = len(handle.places) == 1 and all(place[:2] in listed for place in places) and here == places
             if here and not (alone and fn(_probe(handle)).device == handle.flat_param.device):
                 raise RuntimeError(
@@ -163,11 +163,14 @@ class Conversions:
         if unit.runtime is not None:
             unit.runtime.release()
         device = fn(torch.empty(0, device=unit.device)).device
-        convert = partial(_convert_tensor, unit, fn, self._gives_memory and unit.awaits_values and _makes_memory(fn))
+        gives_memory = self._gives_memory and unit.awaits_values and _makes_memory(fn)
+        convert = partial(_convert_tensor, unit, fn, gives_memory)
         with serving([unit], Converting()):
             self._convert(convert, recurse)
             for handle in unit.handles:
                 _apply_to_hidden(handle, convert)
+                if handle.orig_params is not None and gives_memory:
+                    handle.orig_params.give_memory(handle.valueless)
         unit.follow(device)
         return self._module
 
@@ -239,15 +242,15 @@ def _check_cast(handle: FlatParamHandle, fn: Conversion) -> None:
 
 def _apply_to_hidden(handle: FlatParamHandle, fn: Conversion) -> None:
     """Do what `nn.Module._apply` did to registered parameters to a shard that is not registered itself."""
-    if handle.pieces is not None:
+    if handle.orig_params is not None:
         shard = handle.flat_param
         with torch.no_grad():
             grad = None if shard.grad is None else fn(shard.grad)  # which may ask whose gradient it is
             shard.grad = None
             shard.data = fn(shard)
             shard.grad = grad
-        handle.pieces.alias()
-        handle.pieces.show_gradients([0] * len(handle.places))
+        handle.orig_params.alias()
+        handle.orig_params.show_gradients([0] * len(handle.places))
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fsdp.distributed.streams import CopyStream, copy_stream_of
-from fsdp.engine.flat_param import FlatParameter, PieceParameter
+from fsdp.engine.flat_param import FlatParameter, LocalShard
 from fsdp.engine.mapped_files import MappedFiles, Region, files_under
 
 _HOST = torch.device("cpu")
@@ -34,7 +34,7 @@ class ShardStorage:
     """
 
     flat_parameter: type[FlatParameter] = FlatParameter
-    piece_parameter: type[PieceParameter] = PieceParameter
+    local_shard: type[LocalShard] = LocalShard
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -144,7 +144,7 @@ class DiskFlatParameter(_OnDisk, FlatParameter):
 torch.serialization.add_safe_globals([DiskFlatParameter])
 
 
-class DiskPieceParameter(_OnDisk, PieceParameter):
+class DiskLocalShard(_OnDisk, LocalShard):
     """A local shard of an original parameter, in a mapped file."""
 
 
@@ -165,7 +165,7 @@ class DiskStorage(ShardStorage):
     """
 
     flat_parameter = DiskFlatParameter
-    piece_parameter = DiskPieceParameter
+    local_shard = DiskLocalShard
 
     def __init__(self, device: torch.device, files: MappedFiles) -> None:
         super().__init__(device)
@@ -218,7 +218,7 @@ class DiskStorage(ShardStorage):
             if self._grad is None or self._grad[0].dtype != reduced.dtype or is_kept:
                 self._grad = self.files.allocate(reduced.numel(), reduced.dtype, "gradient")
             # Casting the model changes the tensor that is handed out. Detached last, it is the base of all views of it,
-            # which keep it alive: users may keep the gradient of a piece.
+            # which keep it alive: users may keep the gradient of a local shard.
             reduced = self._grad[0].copy_(reduced).view(flat_param.shape).detach()
             self._shown = weakref.ref(reduced)
         flat_param.hold_gradient(reduced)

@@ -172,7 +172,7 @@ def _warn_of_groups(optimizer: torch.optim.Optimizer) -> None:
                     f"matrices and vectors alike ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): shards "
                     "are 1-D, and a flat parameter is many in one, so rules like `param.ndim >= 2`, or by name, do not "
                     "tell them apart. Wrap with use_orig_params=True and make groups by names, or by "
-                    "`len(param.whole_shape)`; or wrap with group_by, and make groups by `param.group`.",
+                    "`len(param.unsharded_shape)`; or wrap with group_by, and make groups by `param.group`.",
                     stacklevel=5,
                 )
                 return
@@ -201,7 +201,7 @@ def _options(group: dict[str, Any]) -> str:
 
 def _shapes_in(param: Any) -> tuple[torch.Size, ...]:
     """Return the shapes of the original parameters that a shard is made of."""
-    return param._shapes if param is param.owner else (param.whole_shape,)
+    return param._shapes if param is param.owner else (param.unsharded_shape,)
 
 
 def _names_in(param: Any) -> tuple[str, ...]:

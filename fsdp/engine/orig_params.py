@@ -1,13 +1,13 @@
-"""Original parameters for the optimizer: this rank's piece of each, under its own name.
+"""Original parameters for the optimizer: this rank's local shard of each, under its own name.
 
 With ``use_orig_params=True`` a flat parameter is not registered in modules; in the place of each parameter it was made
-of stands a `PieceParameter`, a view of the shard. So optimizers have groups, learning rates and missing gradients per
-parameter, and everything else goes on with flat vectors: a step on the pieces is a step on the shard.
+of stands a `LocalShard`, a view of the shard. So optimizers have groups, learning rates and missing gradients per
+parameter, and everything else goes on with flat vectors: a step on local shards is a step on the shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from fsdp.engine.layout import Layout
 from fsdp.engine.placeholder import Placeholder, unreduced_gradient
 
 
-class Pieces:
-    """The pieces of one flat parameter's shard, and their gradients.
+class OrigParams:
+    """The local shards of the original parameters of one flat parameter, and their gradients.
 
     Args:
         flat_param: this rank's shard.
@@ -45,41 +45,44 @@ class Pieces:
     def _new(self, slot: int, layout: Layout, requires_grad: bool) -> nn.Parameter:
         interval, kept = self._intervals[slot], layout.slots[slot]
         offset, numel, start = (interval.offset, interval.numel, interval.start) if interval else (0, 0, 0)
-        kind = self._flat_param.shard_storage.piece_parameter
-        piece = kind.of(self._flat_param, offset, numel, requires_grad, kept.name, kept.shape, start)
-        give_attributes(piece, self._flat_param.attributes[slot])
-        return piece
+        kind = self._flat_param.shard_storage.local_shard
+        param = kind.of(self._flat_param, offset, numel, requires_grad, kept.name, kept.shape, start)
+        give_attributes(param, self._flat_param.attributes[slot])
+        return param
 
     def _of(self, shard: Tensor, slot: int) -> Tensor:
         interval = self._intervals[slot]
         return shard[interval.offset : interval.offset + interval.numel] if interval else shard[:0]
 
-    # What another kind of pieces does in another way: a part of a vector, as a piece shows it, and the other way round.
+    # What `DTensor`s do in another way: elements of a vector as a parameter shows them, and the other way round.
 
     absent: list[Tensor] | None = None  # what modules see of parameters that are sharded; None: placeholders
 
-    def _show(self, slot: int, part: Tensor) -> Tensor:
-        """Something in the form of a piece that lies at `part` of a vector."""
-        return part
+    def _show(self, slot: int, local: Tensor) -> Tensor:
+        """Something in the form of a local shard that lies at these elements of a vector."""
+        return local
 
-    def _have(self, slot: int, part: Tensor) -> None:
-        """Let a piece lie at `part` of the shard."""
-        self.params[slot].data = part
+    def _have(self, slot: int, local: Tensor) -> None:
+        """Let a local shard lie at these elements of the shard."""
+        self.params[slot].data = local
 
     def _flat(self, slot: int, tensor: Tensor) -> Tensor:
-        """The memory of something in the form of a piece, as a vector."""
+        """The memory of something in the form of a local shard, as a vector."""
         return tensor.detach()
 
-    def part_of(self, slot: int, value: Tensor) -> Tensor | None:
-        """This rank's part, as a vector, of a value that is spread over ranks; None for a whole one."""
+    def local_shard_of(self, slot: int, value: Tensor) -> Tensor | None:
+        """This rank's shard, as a vector, of a value that is spread over ranks; None for an unsharded one."""
         return None
+
+    def give_memory(self, slots: Iterable[int]) -> None:
+        """Show memory for parameters without values, where they show none until it is given."""
 
     # --- values -------------------------------------------------------------------------------------------------
 
     @property
     def requires_grad(self) -> list[bool]:
         """A flag for each parameter: it is trained."""
-        return [piece.requires_grad for piece in self.params]
+        return [param.requires_grad for param in self.params]
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -87,14 +90,14 @@ class Pieces:
         return ()
 
     def alias(self) -> None:
-        """Make the pieces views of the shard, which may be another tensor now."""
+        """Make them views of the shard, which may be another tensor now."""
         shard = self._flat_param.detach()
         for slot in range(len(self.params)):
             self._have(slot, self._of(shard, slot))
-        self._pointers = [_pointer(self._flat(slot, piece)) for slot, piece in enumerate(self.params)]
+        self._pointers = [_pointer(self._flat(slot, param)) for slot, param in enumerate(self.params)]
 
     def absorb(self) -> list[int]:
-        """Write to the shard what users have assigned to the ``.data`` of pieces, and follow what they froze.
+        """Write to the shard what users have assigned to the ``.data`` of local shards, and follow what they froze.
 
         Returns:
             The numbers of the parameters of which it shows that they were written.
@@ -102,21 +105,21 @@ class Pieces:
         Raises:
             RuntimeError: for another shape or dtype.
         """
-        for slot, (piece, pointer) in enumerate(zip(self.params, self._pointers, strict=True)):
-            if _pointer(self._flat(slot, piece)) != pointer:
-                self._take_back(slot, piece)
+        for slot, (param, pointer) in enumerate(zip(self.params, self._pointers, strict=True)):
+            if _pointer(self._flat(slot, param)) != pointer:
+                self._take_back(slot, param)
         self._flat_param.requires_grad_(any(self.requires_grad))
         return []
 
-    def _take_back(self, slot: int, piece: Any) -> None:
-        ours, given = self._of(self._flat_param.detach(), slot), self._flat(slot, piece)
-        if given.shape == piece.whole_shape and given.shape != ours.shape:
-            given = given.reshape(-1)[piece.offset : piece.offset + ours.numel()]
+    def _take_back(self, slot: int, param: Any) -> None:
+        ours, given = self._of(self._flat_param.detach(), slot), self._flat(slot, param)
+        if given.shape == param.unsharded_shape and given.shape != ours.shape:
+            given = given.reshape(-1)[param.offset : param.offset + ours.numel()]
         if given.shape != ours.shape or given.dtype != ours.dtype:
             raise RuntimeError(
-                f"{piece.fqn}: its .data was replaced by {given.dtype} of shape {tuple(piece.shape)}. This rank's "
-                f"piece is {ours.dtype} of shape {tuple(ours.shape)}, the whole parameter is "
-                f"{tuple(piece.whole_shape)}: assign one of these, change it inside "
+                f"{param.fqn}: its .data was replaced by {given.dtype} of shape {tuple(param.shape)}. This rank's "
+                f"local shard is {ours.dtype} of shape {tuple(ours.shape)}, the unsharded parameter is "
+                f"{tuple(param.unsharded_shape)}: assign one of these, change it inside "
                 "`with model.summon_full_params():`, or cast the whole model."
             )
         ours.copy_(given)
@@ -126,7 +129,7 @@ class Pieces:
     # --- gradients ----------------------------------------------------------------------------------------------
 
     def show_gradients(self, used: Sequence[int], missed: Sequence[int] = ()) -> None:
-        """Give the pieces their parts of the shard's gradient; those not `used` keep having none.
+        """Give local shards their elements of the shard's gradient; those not `used` keep having none.
 
         Args:
             used: for each parameter, whether anything was added to its gradient on any rank.
@@ -134,21 +137,21 @@ class Pieces:
         """
         self._flat_param.bring_gradient()
         grad = self._flat_param.grad
-        for slot, piece in enumerate(self.params):
-            if isinstance(piece.grad, Placeholder):
-                piece.grad = None
-            if grad is None or (piece.grad is None and not used[slot]):
+        for slot, param in enumerate(self.params):
+            if isinstance(param.grad, Placeholder):
+                param.grad = None
+            if grad is None or (param.grad is None and not used[slot]):
                 continue
-            if piece.grad is not None or slot not in missed or self._of(grad, slot).any():
-                piece.grad = self._show(slot, self._of(grad, slot))
+            if param.grad is not None or slot not in missed or self._of(grad, slot).any():
+                param.grad = self._show(slot, self._of(grad, slot))
 
     def gradient_in(self, grad: Tensor, slot: int) -> tuple[Tensor, Tensor]:
-        """A piece's part of a gradient of the whole shard, and that in the form of the piece."""
-        part = self._of(grad, slot)
-        return part, self._show(slot, part)
+        """A local shard's elements of a gradient of the shard, and those in the form of the local shard."""
+        local = self._of(grad, slot)
+        return local, self._show(slot, local)
 
     def vector_of(self, slot: int, grad: Tensor) -> Tensor:
-        """A gradient in the form of a piece, as a vector."""
+        """A gradient in the form of a local shard, as a vector."""
         return self._flat(slot, grad)
 
     def mark_unreduced(self, filled: Sequence[int]) -> None:
@@ -157,43 +160,43 @@ class Pieces:
         Args:
             filled: for each parameter, whether something is accumulated.
         """
-        for slot, piece in enumerate(self.params):
-            if filled[slot] and piece.grad is None:
-                piece.grad = unreduced_gradient(piece.fqn, piece)  # type: ignore[attr-defined]  # both kinds have it
+        for slot, param in enumerate(self.params):
+            if filled[slot] and param.grad is None:
+                param.grad = unreduced_gradient(param.fqn, param)  # type: ignore[attr-defined]  # both kinds have it
 
     @property
     def zeroed(self) -> list[int]:
         """The numbers of those without a gradient: what was accumulated for them, the user has dropped."""
-        return [slot for slot, piece in enumerate(self.params) if piece.grad is None]
+        return [slot for slot, param in enumerate(self.params) if param.grad is None]
 
     def forget_zeroed(self) -> None:
-        """Free the shard's gradient if all pieces' were zeroed."""
-        if self._flat_param.grad is not None and all(piece.grad is None for piece in self.params):
+        """Free the shard's gradient if all were zeroed."""
+        if self._flat_param.grad is not None and all(param.grad is None for param in self.params):
             self._flat_param.forget_gradient()
 
     def collect_gradients(self) -> None:
-        """Follow what users did to the pieces' gradients: zeroed (None) ones are zero in the shard's as well."""
+        """Follow what users did to gradients of local shards: zeroed (None) ones are zero in the shard's as well."""
         self.forget_zeroed()
-        if self._flat_param.grad is None and any(piece.grad is not None for piece in self.params):
+        if self._flat_param.grad is None and any(param.grad is not None for param in self.params):
             self._flat_param.grad = torch.zeros_like(self._flat_param.detach())  # for gradients that users assigned
         grad = self._flat_param.grad
         if grad is None or isinstance(grad, Placeholder):
             return
-        for slot, piece in enumerate(self.params):
+        for slot, param in enumerate(self.params):
             ours = self._of(grad, slot)
-            if piece.grad is None or isinstance(piece.grad, Placeholder):
+            if param.grad is None or isinstance(param.grad, Placeholder):
                 ours.zero_()
-            elif _address(self._flat(slot, piece.grad)) != _address(ours):
-                ours.copy_(self._flat(slot, piece.grad))
-                piece.grad = self._show(slot, ours)
+            elif _address(self._flat(slot, param.grad)) != _address(ours):
+                ours.copy_(self._flat(slot, param.grad))
+                param.grad = self._show(slot, ours)
 
 
 # Of a shard, its layout, this rank, and the places of each parameter.
-NewPieces = Callable[[FlatParameter, Layout, int, Sequence[Sequence[ParamInfo]]], Pieces]
+NewOrigParams = Callable[[FlatParameter, Layout, int, Sequence[Sequence[ParamInfo]]], OrigParams]
 
 
 def _pointer(tensor: Tensor) -> int:
-    # Of an empty piece too: a rank that has nothing of a parameter must notice that it was replaced, as the others do.
+    # Of an empty one too: a rank that has nothing of a parameter must notice that it was replaced, as the others do.
     return tensor.data_ptr() or tensor.untyped_storage().data_ptr()
 
 

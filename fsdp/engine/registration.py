@@ -118,7 +118,7 @@ class Looks(Protocol):
 
 
 class Registry:
-    """The entries of one flat parameter, or of its pieces, in the ``_parameters`` of modules.
+    """The entries of one flat parameter, or of its local shards, in the ``_parameters`` of modules.
 
     At the places of a parameter that is not listed itself, because a flat one is, modules list None.
 
@@ -206,7 +206,7 @@ class Registry:
             if value is not entry:
                 raise RuntimeError(
                     f"'{name}' of {type(module).__name__} is a flat parameter, made of many: nothing can be put in its "
-                    "place. Assign whole tensors to the original parameters, or pass them to "
+                    "place. Assign unsharded tensors to the original parameters, or pass them to "
                     "torch.func.functional_call under those names; or change values inside "
                     "`with model.summon_full_params():`."
                 )

@@ -179,10 +179,10 @@ class Runtime:
         if torch.is_grad_enabled() and self._contents.have_changed():
             self._refuse_strangers()
             self._contents = Contents(self.root.module)
-        # Not inside of a backward, where a gradient that was reduced and is not shown to the pieces yet looks the same.
+        # Not inside of a backward, where a gradient that is reduced and not shown by local shards yet looks the same.
         for handle in self.handles:
-            if handle.pieces is not None:
-                handle.pieces.forget_zeroed()
+            if handle.orig_params is not None:
+                handle.orig_params.forget_zeroed()
         self.trust_values(unit)
         self._forward_order.begin()
 
@@ -199,8 +199,11 @@ class Runtime:
     def _refuse_ddp(self, ddp: Any) -> None:
         """Raise RuntimeError if what runs this model takes its shards for copies of one another."""
         ours = {id(param) for handle in self.handles for param in handle.registry.params}
-        if not ours.isdisjoint(map(id, ddp._module_parameters)):  # private, and without those that it is to ignore
-            raise RuntimeError(ddp_message(self.root.name))
+        # By every name, as it looks for what it ignores: under one that it was not given it takes a parameter.
+        for path, module in ddp.module.named_modules():
+            for name, param in module.named_parameters(recurse=False):
+                if id(param) in ours and join(path, name) not in ddp.parameters_to_ignore:
+                    raise RuntimeError(ddp_message(self.root.name))
 
     def _unshard(self, unit: Unit, *, is_backward: bool, is_recomputed: bool = False) -> ExecutionOrder[Unit] | None:
         """Unshard a unit, and start what comes next; returns the order that says so, None if ranks have none alike."""
@@ -609,7 +612,8 @@ def ddp_message(name: str) -> str:
     return (
         f"DistributedDataParallel has been given {name}, which is sharded: it takes the ranks' shards for copies of "
         "the same parameters, and overwrites them with those of its first rank. Leave it out: gradients are averaged "
-        "over the ranks without it (for replicas of shards, see sharding_strategy), and build the model anew."
+        "over the ranks without it (for replicas of shards, see sharding_strategy), and build the model anew. Around "
+        "other parameters, have it ignore the unit's by all their names: named_parameters(remove_duplicate=False)."
     )
 
 

@@ -5,8 +5,6 @@ device are settled; parameters that are alike are put into groups, and each grou
 parameter; the original parameters leave their modules, and their memory; the unit gets a handle for each flat
 parameter; and the modules are watched for what users do to them. What optimizers see, and what modules list in the
 places of the original parameters, is what the two front doors differ in, and a `ParamForm` decides it.
-
-With ``sync_module_states`` the first rank's values are sent before anything is sharded, one tensor at a time.
 """
 
 from __future__ import annotations
@@ -17,12 +15,11 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fsdp.distributed.collectives import Communicator, communicator, during
+from fsdp.distributed.collectives import Communicator, communicator
 from fsdp.distributed.communicator import Group, served_device
-from fsdp.distributed.consensus import from_everyone, peers_answer
-from fsdp.distributed.dtensor import check_ranks, local_part
+from fsdp.distributed.dtensor import check_ranks
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper, ShardedParamsWrapper
 from fsdp.engine.forward_hooks import ForwardHooks
@@ -38,16 +35,15 @@ from fsdp.engine.managed_params import (
     take_over,
 )
 from fsdp.engine.module_overrides import guard, move_values, refuse_shared_modules
-from fsdp.engine.names import clean_name
+from fsdp.engine.module_states import take_states_of_first
 from fsdp.engine.optimizer_hooks import watch_optimizers
 from fsdp.engine.options import Options
-from fsdp.engine.orig_params import NewPieces, Pieces
+from fsdp.engine.orig_params import NewOrigParams, OrigParams
 from fsdp.engine.runtime import Runtime
 from fsdp.engine.sharding_strategy import Groups, group_to_reduce_over
 from fsdp.engine.shared_params import claimed_in, refuse_nothing_own, wanted
 from fsdp.engine.torch_functions import teach_torch
 from fsdp.engine.unit import Policy, Unit, own_modules, unit_of
-from fsdp.engine.verify import agree_on_plan
 
 # Elements: 16 bytes of any dtype that is trained in. Compilers of CUDA kernels copy what lies less well at every call.
 # Only where no checkpoint of FairScale's flat shards is to be read or written.
@@ -66,7 +62,7 @@ class Shard:
         flat_param: the shard.
         places: for each original parameter, where it is used.
         listed_at: the modules, and the names there, that list the flat parameter itself.
-        new_pieces: makes what modules list in its place.
+        new_orig_params: makes what modules list in its place.
         post_forward_comm: the ranks that keep it unsharded between forward and backward.
         is_replicated: every rank has all of it.
     """
@@ -74,7 +70,7 @@ class Shard:
     flat_param: FlatParameter
     places: list[Places]
     listed_at: Sequence[tuple[nn.Module, str]] = ()
-    new_pieces: NewPieces | None = None
+    new_orig_params: NewOrigParams | None = None
     post_forward_comm: Communicator | None = None
     is_replicated: bool = False
 
@@ -132,7 +128,7 @@ def shard_module(
             shard.places,
             shard.listed_at,
             reduce_comm,
-            shard.new_pieces,
+            shard.new_orig_params,
             shard.post_forward_comm,
             shard.is_replicated,
         )
@@ -257,116 +253,6 @@ def refuse_unwrappable(module: Any, ignored: Ignored, fully_sharded: type[Any]) 
         )
 
 
-# --- sync_module_states --------------------------------------------------------------------------------------------
-
-
-@during("FullyShardedDataParallel(sync_module_states=True)")
-def take_states_of_first(
-    module: nn.Module,
-    found: dict[nn.Parameter, Places],
-    ignored: Ignored,
-    ranks: Sequence[Communicator],
-    device: torch.device,
-) -> dict[nn.Parameter, Places]:
-    """Collective. Give a module that is about to be wrapped the values that it has on rank 0, one tensor at a time.
-
-    A rank needs no more memory for it, or that of the largest tensor if that is elsewhere or does not lie in one piece.
-    What is on the meta device, on other ranks than 0, gets memory on `device`; what is on all ranks, waits for values.
-
-    Args:
-        module: its buffers are sent, without those of inner units and of what is ignored.
-        found: the parameters to send, with their places; of `DTensor`s, the local parts.
-        ignored: what is left alone.
-        ranks: those that are to share it, and those that are to hold the same as this one.
-        device: where they communicate.
-
-    Returns:
-        `found`, with the parameters that are there now.
-
-    Raises:
-        RuntimeError: if the ranks have different parameters or buffers, naming the first rank that differs; if rank 0
-            has no values, and another rank has.
-    """
-    buffers = _buffers(module, ignored)
-    tensors: list[tuple[str, Tensor]] = [(places[0].fqn, param) for param, places in found.items()]
-    tensors += [(names[0], buffer) for buffer, names, _ in buffers]
-    described = [f"{name}{list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
-    # Across first, and then within: what the first rank of each group has, when it sends that, is rank 0's.
-    others = [comm for comm in reversed(ranks) if comm.world_size > 1]
-    waiting = [False] * len(tensors)
-    if others and peers_answer(ranks):
-        agree_on_plan(ranks, [(type(module).__name__, {"tensors": described})])
-        waiting = _waiting(tensors, ranks)
-    count = len(found)
-    if others:
-        found = {
-            param if waits else _with_memory(param, places, device): places
-            for (param, places), waits in zip(found.items(), waiting, strict=False)
-        }
-        for (buffer, _, entries), waits in zip(buffers, waiting[count:], strict=True):
-            if buffer.is_meta and not waits:
-                made = torch.empty_like(buffer, device=device)
-                for listed, name in entries:
-                    listed[name] = made
-    every = [*found, *(entries[0][0][entries[0][1]] for _, _, entries in buffers)]
-    sent = [tensor for tensor, waits in zip(every, waiting, strict=True) if not waits]
-    with torch.no_grad():
-        for comm in others:
-            for tensor in sent:
-                _send(comm, local_part(tensor).detach(), device)
-    return found
-
-
-def _waiting(tensors: Sequence[tuple[str, Tensor]], ranks: Sequence[Communicator]) -> list[bool]:
-    """Collective. Return which tensors no rank has values of."""
-    by_rank = from_everyone(ranks, bytes(tensor.is_meta for _, tensor in tensors))
-    waiting = [all(each) for each in zip(*by_rank, strict=True)]
-    for (name, _), waits, is_meta in zip(tensors, waiting, by_rank[0], strict=True):
-        if is_meta and not waits:
-            raise RuntimeError(
-                f"sync_module_states=True: {name} is on the meta device on rank 0, which is to send its values"
-            )
-    return waiting
-
-
-def _with_memory(param: nn.Parameter, places: Places, device: torch.device) -> nn.Parameter:
-    if not param.is_meta:
-        return param
-    made = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
-    for place in places:
-        place.module._parameters[place.name] = made
-    return made
-
-
-def _buffers(module: nn.Module, ignored: Ignored) -> list[tuple[Tensor, list[str], list[tuple[dict[str, Any], str]]]]:
-    """Return each buffer once, with its names and the entries that list it."""
-    names = {inner: clean_name(name) for name, inner in module.named_modules()}
-    found: dict[int, tuple[Tensor, list[str], list[tuple[dict[str, Any], str]]]] = {}
-    for inner in own_modules(module):
-        for name, buffer in inner._buffers.items() if inner not in ignored.modules else ():
-            if buffer is not None:
-                _, known_as, entries = found.setdefault(id(buffer), (buffer, [], []))
-                known_as.append(f"{names[inner]}.{name}".lstrip("."))
-                entries.append((inner._buffers, name))
-    return list(found.values())
-
-
-def _send(comm: Communicator, tensor: Tensor, device: torch.device) -> None:
-    """Overwrite a tensor with that of rank 0: as bytes, since no backend has all dtypes."""
-    if not tensor.numel():
-        return
-    in_place = tensor.device == device and tensor.is_contiguous()
-    if in_place:
-        sent = tensor
-    elif comm.rank == 0:
-        sent = tensor.to(device).contiguous()
-    else:
-        sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    comm.broadcast(sent.view(-1).view(torch.uint8)).wait()
-    if not in_place and comm.rank != 0:
-        tensor.copy_(sent)
-
-
 # --- the wrapper's form --------------------------------------------------------------------------------------------
 
 
@@ -413,7 +299,7 @@ class WrapperForm:
         suffixes = [str(number) for number in range(len(flat_params))]
         self._holder.hold(flat_params, places, suffixes, is_listed=not self._shows_originals)
         if self._shows_originals:
-            return [Shard(*one, new_pieces=Pieces) for one in zip(flat_params, places, strict=True)]
+            return [Shard(*one, new_orig_params=OrigParams) for one in zip(flat_params, places, strict=True)]
         # On the user's module as well, so that its own `parameters()`, `dtype` and `device` go on working.
         at = [[(self._holder, name), (unit.module, name)] for name in self._holder.flat_param_names]
         return [Shard(*one) for one in zip(flat_params, places, at, strict=True)]

@@ -128,11 +128,11 @@ def split_off(param: nn.Parameter, owner: Unit | None) -> None:
 
 
 def _split_out(owner: Unit, handle: FlatParamHandle, slots: Sequence[int]) -> FlatParamHandle:
-    """Return a handle for some of the parameters of another one, with a copy of their part of the shard."""
-    from fsdp.engine.dtensor_params import RowPieces  # imports DTensor, which takes a second
+    """Return a handle for some of the parameters of another one, with a copy of their local shards."""
+    from fsdp.engine.dtensor_params import DTensorParams  # imports DTensor, which takes a second
 
-    old, pieces = handle.flat_param, handle.pieces
-    if not isinstance(pieces, RowPieces):
+    old, listed = handle.flat_param, handle.orig_params
+    if not isinstance(listed, DTensorParams):
         raise TypeError(f"{handle.name} is not in rows")
     flat_param = FlatParameter.part_of_shard(old, slots, handle.comm.rank, handle.comm.world_size)
     flat_param.fingerprints = handle.fingerprints and handle.fingerprints.only(slots)
@@ -145,7 +145,7 @@ def _split_out(owner: Unit, handle: FlatParamHandle, slots: Sequence[int]) -> Fl
         [],
         handle.precision,
         owner.on_gradient,
-        partial(RowPieces, mesh=pieces.mesh, params=[pieces.params[slot] for slot in slots]),
+        partial(DTensorParams, mesh=listed.mesh, params=[listed.params[slot] for slot in slots]),
     )
     follow_flat_param(old, {slot: (flat_param, number) for number, slot in enumerate(slots)})
     return made

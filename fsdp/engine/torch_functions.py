@@ -3,8 +3,9 @@
 Those of `torch.nn.utils` are given tensors, and would take what this rank has of them for all there is: each rank would
 clip by the norm of its own shard, and train other weights than the rest. So, once a model was wrapped, they see whether
 what they were given is ours. `DTensor`s (`fully_shard`) know by themselves what they are parts of, and are left to
-torch; but for the infinity norm, which fails there on ranks that have no rows of one. What takes a parameter out of its
-module, to compute it from others (weight norm, pruning), is refused before it changes anything.
+torch; but for the infinity norm, which fails there on ranks that have no rows of one, and for parameters on several
+meshes, which have no common norm there. What takes a parameter out of its module, to compute it from others (weight
+norm, pruning), is refused before it changes anything.
 
 ``loss.backward(inputs=...)`` is given the parameters that a model lists, to say which of them are to get gradients.
 Autograd knows the leaves that modules compute with, and not the shards that they list; so it is given the leaves.
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.utils import clip_grad, convert_parameters, parametrize, prune
 
-from fsdp.distributed.dtensor import MeshPart, is_dtensor, local_part, memory_of, settled_gradient, whole
+from fsdp.distributed.dtensor import MeshPart, full_tensor, is_dtensor, local_part, memory_of, settled_gradient
 from fsdp.engine.grad_clipping import (
     Owned,
     clip_by_norm,
@@ -77,7 +78,7 @@ def _clip_grad_norm(
     foreach: bool | None = None,
 ) -> Tensor:
     params = _listed(parameters)
-    models = _models_of(params, "clip_grad_norm_", dtensors=math.isinf(float(norm_type)))
+    models = _models_of(params, "clip_grad_norm_", dtensors=_is_beyond_torch(params, norm_type))
     if models is None:
         return torchs(params or parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     max_norm, norm_type = float(max_norm), float(norm_type)
@@ -110,7 +111,8 @@ def _get_total_norm(
 ) -> Tensor:
     owned = _with_parameters(_listed(tensors))
     params = [param for _, param in owned]
-    models = _models_of(params, "get_total_norm", of_values=True, dtensors=math.isinf(float(norm_type)))
+    is_beyond = _is_beyond_torch(params, norm_type)
+    models = _models_of(params, "get_total_norm", of_values=True, dtensors=is_beyond)
     if models is None:
         return torchs([tensor for tensor, _ in owned], norm_type, error_if_nonfinite, foreach)
     models.prepare()
@@ -132,7 +134,7 @@ def _clip_grads_with_norm(
     if models is None:
         torchs(params, max_norm, total_norm, foreach)
     else:
-        norm = whole(total_norm) if is_dtensor(total_norm) else total_norm
+        norm = full_tensor(total_norm) if is_dtensor(total_norm) else total_norm
         scale_to([grad for grad, _ in models.gradients()], norm, float(max_norm), error_if_nonfinite=False)
 
 
@@ -283,6 +285,12 @@ def _models_of(
     return Models(params, function, handles) if len(unused) < len(shards) else None
 
 
+def _is_beyond_torch(params: Sequence[Any], norm_type: float) -> bool:
+    """Return whether torch has no norm of such `DTensor`s."""
+    parts = map(MeshPart.of, params)
+    return math.isinf(float(norm_type)) or len({None if part is None else part.mesh for part in parts}) > 1
+
+
 def _is_shard(param: Any) -> bool:
     """Return whether other ranks may have other shards of a parameter."""
     return is_ours(param) and param.owner._is_managed
@@ -347,7 +355,7 @@ def _leaves_of_all(inputs: Any) -> Any:
 
 
 def _leaves_of(param: Any, handle: FlatParamHandle) -> list[Tensor]:
-    """Return what autograd knows in the place of a shard, or of a piece of it, for each dtype of computation."""
-    listed = [handle.flat_param] * len(handle.layout.slots) if handle.pieces is None else handle.pieces.params
+    """Return what autograd knows in the place of a shard, or a local shard, for each dtype of computation."""
+    listed = [handle.flat_param] * len(handle.layout.slots) if handle.orig_params is None else handle.orig_params.params
     slots = [slot for slot, each in enumerate(listed) if each is param]
     return [form.leaves[slot] for form in handle.forms for slot in slots]

@@ -23,7 +23,7 @@ from fsdp.engine.handle import FlatParamHandle, Phase
 from fsdp.engine.managed_params import Ignored
 from fsdp.engine.merged_writes import merge_written
 from fsdp.engine.names import clean_name, join
-from fsdp.engine.orig_params import NewPieces
+from fsdp.engine.orig_params import NewOrigParams
 from fsdp.engine.precision import Buffers, Precision, compute_in_own_dtype, kept_modules
 
 if TYPE_CHECKING:
@@ -333,23 +333,23 @@ class Unit:
         places: Sequence[Sequence[ParamInfo]],
         registered: Sequence[tuple[nn.Module, str]],
         reduce_comm: Communicator,
-        new_pieces: NewPieces | None = None,
+        new_orig_params: NewOrigParams | None = None,
         post_forward_comm: Communicator | None = None,
-        whole: bool = False,
+        is_replicated: bool = False,
     ) -> None:
         """Run a flat parameter's shard, whose original parameters were used at `places`; see `FlatParamHandle`.
 
-        If it is `whole`, every rank has all of it, and gradients are summed over all.
+        If it `is_replicated`, every rank has all of it, and gradients are summed over all.
         """
         precision = self.precision_at(places[0])
         handle = FlatParamHandle(
             flat_param,
             places,
-            *((LONE_RANK, LONE_RANK, self.comm) if whole else (self.comm, reduce_comm, self.replicas)),
+            *((LONE_RANK, LONE_RANK, self.comm) if is_replicated else (self.comm, reduce_comm, self.replicas)),
             registered,
             precision,
             self.on_gradient,
-            new_pieces,
+            new_orig_params,
             post_forward_comm,
         )
         self.handles.append(handle)

@@ -56,8 +56,7 @@ class Checkpoints:
         """Collective. Return the full state on the first rank; an empty one elsewhere, and where shards are saved."""
         if not self._is_full:
             return {}
-        state: dict[str, Any] = self._wrapper().state_dict(rank0_only=True)
-        return state
+        return self._wrapper().state_dict(rank0_only=True)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Collective. Return the same for an optimizer."""
@@ -103,13 +102,13 @@ class Checkpoints:
             raise ValueError(f"{path}: sharded checkpoints are written to file systems; choose a path")
         # The model's and the optimizers' state in it are empty.
         content = self._together(f"write {path}", lambda: _packed(checkpoint) if self._strategy.is_global_zero else b"")
-        optimizers = [_plain(each) for each in self._strategy.optimizers] if "optimizer_states" in checkpoint else []
         self._together("save the last checkpoint", self._finish)
         save: Callable[..., Any] = fsdp.save
         if isinstance(self._strategy.checkpoint_io, AsyncCheckpointIO) and self._is_running():
             self._saver = self._saver or fsdp.checkpoint.Saver()
             save = self._saver.save
-        save(path, self._wrapper(), _one(optimizers), values={_TRAINER: content}, generators=False)
+        optimizers = self._optimizers() if "optimizer_states" in checkpoint else None
+        save(path, self._wrapper(), optimizers, values={_TRAINER: content}, generators=False)
 
     # --- loading ----------------------------------------------------------------------------------------------------
 
@@ -125,8 +124,7 @@ class Checkpoints:
                 return _open_folder(path, weights_only)
             if self._is_stock() and zipfile.is_zipfile(path):
                 # Mapped: a machine's ranks share its pages, and each touches those of its part.
-                found: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-                return found
+                return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
             return read(path, weights_only=weights_only)
 
         return self._together(f"read {path}", look)
@@ -137,9 +135,10 @@ class Checkpoints:
         if folder is None:
             wrapper.load_state_dict(checkpoint["state_dict"], strict=strict)
             return
-        wanted = self._is_fitting() and "optimizer_states" in checkpoint
-        optimizers = [_plain(each) for each in self._strategy.optimizers] if wanted else []
-        fsdp.load(folder, wrapper, _one(optimizers), strict=strict, generators=False)
+        module = self._strategy.lightning_module
+        is_fitting = module is not None and module.trainer.state.fn == TrainerFn.FITTING
+        optimizers = self._optimizers() if is_fitting and "optimizer_states" in checkpoint else None
+        fsdp.load(folder, wrapper, optimizers, strict=strict, generators=False)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Collective. Load the optimizers from one file; from a folder they were loaded with the model."""
@@ -164,20 +163,18 @@ class Checkpoints:
         module = self._strategy.lightning_module
         return module is not None and module.trainer.state.status == TrainerStatus.RUNNING
 
-    def _is_fitting(self) -> bool:
-        module = self._strategy.lightning_module
-        return module is not None and module.trainer.state.fn == TrainerFn.FITTING
+    def _optimizers(self) -> Any:
+        """Return the optimizers as `fsdp.save` and `fsdp.load` take them: one, or several, or None."""
+        found = [_plain(each) for each in self._strategy.optimizers]
+        return found[0] if len(found) == 1 else found or None
 
     def _together(self, what: str, do: Callable[[], _Result]) -> _Result:
         """Collective. Do it on each rank; if one fails all raise an error, instead of waiting for it."""
-        error: Exception | None = None
         try:
             result = do()
-        except Exception as caught:  # noqa: BLE001, raised below, when the others know
-            error = caught
-        if error is not None:
+        except Exception:
             self._strategy.reduce_boolean_decision(False)
-            raise error
+            raise
         if not self._strategy.reduce_boolean_decision(True):
             raise RuntimeError(f"another rank could not {what}: its error says why")
         return result
@@ -210,10 +207,6 @@ def _plain(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _one(optimizers: list[Any]) -> Any:
-    return optimizers[0] if len(optimizers) == 1 else optimizers or None
-
-
 # --- optimizers in files ----------------------------------------------------------------------------------------------
 
 
@@ -233,13 +226,7 @@ def _numbered_state(model: fsdp.FullyShardedDataParallel, optimizer: Any) -> dic
 
 
 def _load_numbered_state(model: fsdp.FullyShardedDataParallel, optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Collective. Have each rank's optimizer go on with its shards of a full state, from this strategy or another.
-
-    Raises:
-        ValueError: for a state without names, if the optimizer has flat parameters, whose numbers are others; for a
-            state that does not fit the optimizer.
-        RuntimeError: if another rank could not load it.
-    """
+    """Collective. Have each rank's optimizer go on with its shards of a full state, from this strategy or another."""
     if all(_NAMES in group for group in saved["param_groups"]):
         names = [name for group in saved["param_groups"] for name in group[_NAMES]]
     else:

@@ -77,19 +77,11 @@ class MixedPrecision(_Sharded, stock.MixedPrecision):
 
     def __init__(self, precision: Any, device: str, scaler: torch.amp.GradScaler | None = None) -> None:
         if precision == "16-mixed" and not getattr(scaler, "agrees_over_ranks", False):
-            scaler = _sharded_scaler(device, scaler)
+            like, scaler = scaler, fsdp.ShardedGradScaler(device=device, enabled=scaler is None or scaler.is_enabled())
+            if like is not None and like.is_enabled():
+                scaler.load_state_dict(like.state_dict())
         super().__init__(precision, device, scaler)
         self.compute_dtype = torch.bfloat16 if precision == "bf16-mixed" else torch.float16
-
-
-def _sharded_scaler(device: str, like: torch.amp.GradScaler | None) -> fsdp.ShardedGradScaler:
-    if like is None:
-        return fsdp.ShardedGradScaler(device=device)
-    if not like.is_enabled():
-        return fsdp.ShardedGradScaler(device=device, enabled=False)
-    scaler = fsdp.ShardedGradScaler(device=device)
-    scaler.load_state_dict(like.state_dict())
-    return scaler
 
 
 _MAKERS: dict[type[stock.Precision], Callable[[Any], _Sharded]] = {
@@ -101,11 +93,7 @@ _MAKERS: dict[type[stock.Precision], Callable[[Any], _Sharded]] = {
 
 
 def sharded(plugin: stock.Precision | None) -> _Sharded:
-    """Return the plugin for sharded gradients that does what the given one does.
-
-    Raises:
-        TypeError: if there is none.
-    """
+    """Return the plugin for sharded gradients that does what the given one does."""
     if isinstance(plugin, _Sharded):
         return plugin
     make = _MAKERS.get(stock.Precision if plugin is None else type(plugin))

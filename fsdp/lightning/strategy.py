@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -38,15 +38,8 @@ from fsdp.lightning.precision import sharded
 
 AutoWrapPolicy = Callable[..., bool]
 # What refuses float32 inputs with 16-bit parameters there; on CUDA, autocast casts them.
-_NOT_MIXED_ON_CPU = (
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.GroupNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-    nn.Bilinear,
-)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_NOT_MIXED_ON_CPU = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *_INSTANCE_NORMS, nn.Bilinear)
 _DEFAULT_MIN_NUM_PARAMS = 100_000_000
 # Where a LightningModule keeps its wrapper, for the next stage and the next Trainer. Not a submodule of it.
 _WRAPPED = "_fsdp_wrapped"
@@ -309,7 +302,7 @@ class FullyShardedStrategy(DDPStrategy):
         with wrapped.no_sync():  # it is the outermost from now on, also for units that are called before it
             pass
         self.model = wrapped
-        module.__dict__[_WRAPPED] = _Wrapped(wrapped)
+        module.__dict__[_WRAPPED] = _Wrapped(wrapped, WeakSet(wrapped.modules()))
 
 
 def _policy(given: Any, min_num_params: int | None) -> AutoWrapPolicy:
@@ -329,12 +322,7 @@ def _policy(given: Any, min_num_params: int | None) -> AutoWrapPolicy:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Make sure that the wrapper takes them.
-
-    Raises:
-        TypeError: for one that it has not.
-        ValueError: for one that the strategy sets.
-    """
+    """Make sure that the wrapper takes them, and that the strategy does not set them."""
     known = inspect.signature(fsdp.FullyShardedDataParallel.__init__).parameters
     for name in options:
         if name in _OURS:
@@ -347,11 +335,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 def _check_trainer(trainer: Any, module: LightningModule) -> None:
-    """Refuse what the Trainer would do to a sharded model.
-
-    Raises:
-        ValueError: naming the argument or callback, and what to do instead.
-    """
+    """Refuse what the Trainer would do to a sharded model."""
     if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
         raise ValueError(
             "StochasticWeightAveraging copies the whole model, and this one is sharded: take the callback out, and "
@@ -373,8 +357,7 @@ def _check_trainer(trainer: Any, module: LightningModule) -> None:
 def _wrap_called(module: nn.Module, prefix: str = "") -> nn.Module:
     """Wrap the modules that a step with manual optimization calls, each as a whole and in it what the policy picks.
 
-    Raises:
-        ValueError: for a parameter that would be the outermost wrapper's own.
+    No parameter may be the outermost wrapper's own.
     """
     for name, param in module.named_parameters(recurse=False):
         raise ValueError(
@@ -393,20 +376,15 @@ def _wrap_called(module: nn.Module, prefix: str = "") -> nn.Module:
     return module
 
 
-class _Wrapped:
+class _Wrapped(NamedTuple):
     """The wrapper of a LightningModule, and the modules in it when it was wrapped."""
 
-    def __init__(self, wrapper: fsdp.FullyShardedDataParallel) -> None:
-        self.wrapper = wrapper
-        self.modules = WeakSet(wrapper.modules())
+    wrapper: fsdp.FullyShardedDataParallel
+    modules: WeakSet[nn.Module]
 
 
 def _refuse_new_modules(module: LightningModule, wrapped: _Wrapped) -> None:
-    """Refuse modules that came to a model after it was wrapped: a `configure_model` that does its work twice.
-
-    Raises:
-        RuntimeError: naming them.
-    """
+    """Refuse modules that came to a model after it was wrapped: a `configure_model` that does its work twice."""
     for name, each in module.named_modules():
         if each not in wrapped.modules and any(True for _ in each.parameters()):
             raise RuntimeError(
@@ -417,11 +395,7 @@ def _refuse_new_modules(module: LightningModule, wrapped: _Wrapped) -> None:
 
 
 def _check_optimizers(wrapper: fsdp.FullyShardedDataParallel, make: Callable[[], None], strategy: Any) -> None:
-    """Have `make` make the strategy's optimizers, and make sure that they step what will have gradients.
-
-    Raises:
-        ValueError: if they are not of the wrapped model's parameters, or of a part of them by mistake.
-    """
+    """Have `make` make the strategy's optimizers, and make sure that they step what will have gradients."""
     hint = (
         "Make optimizers in configure_optimizers, which is called when the model is wrapped, of self.trainer.model."
         "parameters(). With use_orig_params=True, the default, self.parameters() and that of its parts do as well."
@@ -432,7 +406,7 @@ def _check_optimizers(wrapper: fsdp.FullyShardedDataParallel, make: Callable[[],
         if "empty parameter list" not in str(error):
             raise
         raise ValueError(f"the optimizer got no parameters of the sharded model. {hint}") from error
-    known = {id(param): name for name, param in wrapper.named_parameters()}
+    known = {id(param): (name, param.requires_grad) for name, param in wrapper.named_parameters()}
     stepped: set[int] = set()
     for optimizer in strategy.optimizers:
         for number, group in enumerate(optimizer.param_groups):
@@ -444,15 +418,8 @@ def _check_optimizers(wrapper: fsdp.FullyShardedDataParallel, make: Callable[[],
                         f"{hint}"
                     )
             stepped |= {id(param) for param in group["params"]}
-    if stepped:
-        _refuse_missing(wrapper, stepped, hint)
-
-
-def _refuse_missing(wrapper: fsdp.FullyShardedDataParallel, stepped: set[int], hint: str) -> None:
-    """Refuse an optimizer of a submodule (``self.net``), which does not list the outermost wrapper's flat parameter."""
-    listed = {id(param): name for name, param in wrapper.named_parameters() if param.requires_grad}
-    for param in wrapper.params if wrapper.flatten_parameters else ():
-        if id(param) in listed and id(param) not in stepped:
-            raise ValueError(
-                f"no optimizer steps {listed[id(param)]}, which has in it what lies outside of inner units. {hint}"
-            )
+    # An optimizer of a submodule (``self.net``) does not list the outermost wrapper's flat parameter.
+    for param in wrapper.params if stepped and wrapper.flatten_parameters else ():
+        name, is_trained = known.get(id(param), ("", False))
+        if is_trained and id(param) not in stepped:
+            raise ValueError(f"no optimizer steps {name}, which has in it what lies outside of inner units. {hint}")

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from fsdp.engine.names import plain_name
-from fsdp.optim_utils.params import Parameters, Place
+from fsdp.engine.names import clean_name, plain_name
+from fsdp.engine.unit import unit_of_wrapper
+from fsdp.optim_utils.params import Parameters, Place, parameters_of
 from fsdp.optim_utils.state import options_of
 
 # What FairScale adds to an optimizer's dictionary.
@@ -39,13 +40,8 @@ class Given:
 
 
 def given(params: Parameters, full: Any) -> Given:
-    """Read a dictionary that goes by FairScale's numbers or by names. Nothing is copied or changed.
-
-    Raises:
-        TypeError: for anything but a dictionary as torch's optimizers have.
-        ValueError: for parameters that the model does not have.
-    """
-    check_form(full)
+    """Read a dictionary that goes by FairScale's numbers or by names. Nothing is copied or changed."""
+    _check_form(full)
     place_of = _place_finder(params, full)
     states = {place_of(key): state for key, state in full["state"].items()}
     groups = [
@@ -55,27 +51,23 @@ def given(params: Parameters, full: Any) -> Given:
     return Given(states, groups, {key: value for key, value in full.items() if key not in _OWN})
 
 
-def check_form(full: Any) -> None:
+def _check_form(full: Any) -> None:
     """Raise TypeError if it is no dictionary as torch's optimizers have."""
     if not isinstance(full, Mapping) or not {"state", "param_groups"} <= full.keys():
         found = f"a mapping with {sorted(map(str, full))}" if isinstance(full, Mapping) else f"a {type(full).__name__}"
         raise TypeError(f"a full optimizer state has the keys 'state' and 'param_groups'; got {found}")
 
 
-def keys_in(full: Mapping[str, Any]) -> Iterator[Any]:
+def _keys_in(full: Mapping[str, Any]) -> Iterator[Any]:
     """Yield all that stands for parameters in it."""
     yield from full["state"]
     for group in full["param_groups"]:
         yield from group["params"]
 
 
-def goes_by_names(full: Mapping[str, Any]) -> bool:
-    """Return whether parameters go by names in it; by numbers otherwise.
-
-    Raises:
-        TypeError: for anything else, or a mixture.
-    """
-    kinds = {type(key) for key in keys_in(full)}
+def _goes_by_names(full: Mapping[str, Any]) -> bool:
+    """Return True if parameters go by names in it, False for numbers; anything else, or a mixture, is a TypeError."""
+    kinds = {type(key) for key in _keys_in(full)}
     if not kinds <= {str} and not kinds <= {int}:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise TypeError(
@@ -85,8 +77,8 @@ def goes_by_names(full: Mapping[str, Any]) -> bool:
 
 
 def _place_finder(params: Parameters, full: Mapping[str, Any]) -> Callable[[Any], Place]:
-    by_names = goes_by_names(full)
-    if not by_names and "param_id_map" not in full and any(True for _ in keys_in(full)):
+    by_names = _goes_by_names(full)
+    if not by_names and "param_id_map" not in full and any(True for _ in _keys_in(full)):
         raise ValueError(
             "this optimizer state goes by numbers and has no 'param_id_map': it is not of a wrapped model, and its "
             "numbers may mean other parameters. Give it names first, with the model that it is of: "
@@ -114,24 +106,18 @@ def _place_finder(params: Parameters, full: Mapping[str, Any]) -> Callable[[Any]
 # --- other keys -----------------------------------------------------------------------------------------------------
 
 
-def rekeyed(
+def _rekeyed(
     full: Mapping[str, Any],
     to: Mapping[Any, Any],
     order: Mapping[Any, Any] | None,
     param_id_map: Mapping[int, Any] | None,
 ) -> dict[str, Any]:
-    """Return a full dictionary with other keys for its parameters. Tensors are shared with `full`, left as it is.
+    """Return a full dictionary with other keys for its parameters, by `to`. It shares tensors with `full`.
 
-    Args:
-        full: to be read.
-        to: the new key for each.
-        order: by new key its rank in the groups, in which optimizers go by order; None leaves that.
-        param_id_map: with it, FairScale's additions are made; None leaves them out.
-
-    Raises:
-        ValueError: for keys that `to` lacks.
+    Optimizers go by the order of parameters in groups: `order` ranks the new keys. With a `param_id_map`, FairScale's
+    additions are made.
     """
-    lacking = [key for key in dict.fromkeys(keys_in(full)) if key not in to]
+    lacking = [key for key in dict.fromkeys(_keys_in(full)) if key not in to]
     if lacking:
         raise ValueError(
             f"the optimizer state has parameters that the model has not: {', '.join(map(repr, lacking[:5]))}"
@@ -151,15 +137,10 @@ def rekeyed(
     return {"state": state, "param_groups": groups, **added, **kept}
 
 
-def numbers_of_module(module: nn.Module, optim: Any) -> dict[str, int]:
+def _numbers_of_module(module: nn.Module, optim: Any) -> dict[str, int]:
     """Return the number of each parameter of a module that is not wrapped, by name, as torch's optimizers count them.
 
-    Args:
-        module: the model.
-        optim: an optimizer of its parameters; None for one of ``module.parameters()``.
-
-    Raises:
-        ValueError: for parameters of the optimizer that are not the module's.
+    Without an optimizer (`optim`), as one of ``module.parameters()`` would.
     """
     names = {param: plain_name(name) for name, param in module.named_parameters()}
     if optim is None:
@@ -168,3 +149,43 @@ def numbers_of_module(module: nn.Module, optim: Any) -> dict[str, int]:
     if any(param not in names for param in held):
         raise ValueError(f"{type(optim).__name__} has parameters that are not the module's")
     return {names[param]: number for number, param in enumerate(held)}
+
+
+def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, to: str, optim: Any = None) -> dict[str, Any]:
+    """Return a full optimizer state with its parameters under names instead of numbers, or the other way round.
+
+    For a wrapped model, numbers are FairScale's, and ``param_id_map`` and ``uncollected_local_ids`` are made. For a
+    plain one, they are those of torch's optimizers. So a state goes from one to the other by names.
+
+    Args:
+        full: the state. It is left alone; its tensors are shared with the result.
+        model: that it is of: the outermost wrapper, or a plain module.
+        to: "names" or "numbers".
+        optim: for a plain module, an optimizer of its parameters whose numbers count; None for one of
+            ``model.parameters()``.
+
+    Raises:
+        TypeError: for what is no such dictionary.
+        ValueError: for another `to`; for parameters that the model does not have.
+    """
+    if to not in ("names", "numbers"):
+        raise ValueError(f"to must be 'names' or 'numbers', got {to!r}")
+    _check_form(full)
+    by_names, id_map = _goes_by_names(full), None
+    if unit_of_wrapper(model) is not None:
+        params = parameters_of(model, "rekey an optimizer state")
+        numbers = {name: params.numbers[original] for name, (_, original) in params.by_name.items()}
+        first = {number: original.name for number, (_, original) in params.by_number.items()}
+        local = {one: number for number, one in enumerate(params.listed)}
+        id_map = {number: local[one] for number, (one, _) in params.by_number.items()} if to == "numbers" else None
+        order: dict[Any, Any] = {number: (local[one], number) for number, (one, _) in params.by_number.items()}
+    else:
+        numbers = _numbers_of_module(model, optim)
+        first = {number: name for name, number in numbers.items()}
+        order = {number: number for number in first}
+    table: dict[Any, Any] = dict(numbers) if by_names else dict(first)
+    if by_names is (to == "names"):
+        table = {key: key for key in table}
+    if by_names:
+        table |= {key: table[clean_name(key)] for key in full["state"] if clean_name(key) in table}
+    return _rekeyed(full, table, order if by_names and to == "numbers" else None, id_map)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.distributed.collectives import Communicator
+from fsdp.distributed.collectives import Communicator, during
 from fsdp.distributed.consensus import agree_on_outcome, done_by_all, number_among
-from fsdp.distributed.dtensor import whole
+from fsdp.distributed.dtensor import full_tensor
 from fsdp.optim_utils.full import copied_options
 from fsdp.optim_utils.params import OwnState, Parameters, own_state, parameters_of, root_of
 from fsdp.optim_utils.state import (
@@ -75,10 +75,6 @@ class OptimStream:
     Attributes:
         is_wanted: on this rank.
         shared: what the ranks have of each parameter that has state.
-
-    Raises:
-        ValueError: on a rank whose state cannot be put together, or if ranks have different states; RuntimeError on the
-            other ranks.
     """
 
     def __init__(self, params: Parameters, own: OwnState, recipient: int | None) -> None:
@@ -118,12 +114,7 @@ class OptimStream:
                         yield one, original, key, kind
 
     def tensors(self) -> Iterator[tuple[Original, str, Tensor]]:
-        """Collective. Go through it on every rank; if it is left early, the rest is received and dropped.
-
-        Yields:
-            Parameter, key, and the tensor in the parameter's shape: on the host, in memory of its own, on ranks that
-            want it; elsewhere on the meta device.
-        """
+        """Collective. Yield parameter, key and tensor, as `stream_optim_state`; left early, the rest is dropped."""
         window, left = Window(), deque(self.sizes)
 
         def next_one() -> tuple[Original, str, Tensor]:
@@ -173,7 +164,7 @@ class OptimStream:
                     comm.settle()  # what was copied only to be sent can go
             if not self.is_wanted:
                 return original, key, made
-            tensor = made if original.part is None else whole(original.part.dtensor(made))
+            tensor = made if original.part is None else full_tensor(original.part.dtensor(made))
             return original, key, tensor.cpu()
 
         return finish
@@ -210,6 +201,31 @@ def optim_stream(model: nn.Module, optim: Any, recipient: int | None) -> OptimSt
     return OptimStream(params, own, recipient)
 
 
+def stream_optim_state(
+    model: nn.Module, optim: Any, recipient_rank: int | None = 0
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Collective. Yield a full optimizer state, one unsharded tensor at a time. Numbers and values are not in it.
+
+    Go through it on every rank. A rank that gets the tensors needs memory for the one at hand and those on their way
+    (32 MiB, or one tensor); others need none. The optimizer may be stepped when it is done. If every rank leaves it
+    early, what is left is received and dropped.
+
+    Args:
+        model: the outermost wrapper.
+        optim: an optimizer of its parameters, or anything with a ``state_dict()`` like one.
+        recipient_rank: the number of the rank that gets the tensors; None for all of them.
+
+    Yields:
+        The parameter's name, the key of the state (``exp_avg``), and the tensor in the parameter's shape: on the host,
+        in memory of its own; on ranks that do not get it, on the meta device.
+
+    Raises:
+        As `FullyShardedDataParallel.gather_full_optim_state_dict`, before the first tensor.
+    """
+    stream = optim_stream(model, optim, recipient_rank)
+    return ((original.name, key, tensor) for original, key, tensor in stream.tensors())
+
+
 # --- dictionaries ---------------------------------------------------------------------------------------------------
 
 
@@ -224,8 +240,25 @@ def fairscale_dictionary(stream: OptimStream) -> dict[str, Any] | None:
     return found | {"param_id_map": id_map, "uncollected_local_ids": uncollected}
 
 
-def named_dictionary(stream: OptimStream) -> dict[str, Any] | None:
-    """Collective. Return the same with names for numbers, and 0-d tensors as the optimizer has them."""
+@during("full_optim_state_dict()")
+def full_optim_state_dict(model: nn.Module, optim: Any, recipient_rank: int | None = 0) -> dict[str, Any] | None:
+    """Collective. Return a full optimizer state under the parameters' names.
+
+    As `FullyShardedDataParallel.gather_full_optim_state_dict`, but for names instead of numbers, without the two keys
+    that FairScale adds, and with 0-d tensors as the optimizer has them (as a list of all ranks' where these differ).
+
+    Args:
+        model: the outermost wrapper.
+        optim: an optimizer of its parameters, or anything with a ``state_dict()`` like one.
+        recipient_rank: the number of the rank that gets it; None for all of them.
+
+    Returns:
+        The dictionary; None on ranks that do not get it.
+
+    Raises:
+        As `FullyShardedDataParallel.gather_full_optim_state_dict`.
+    """
+    stream = optim_stream(model, optim, recipient_rank)
     return _filled(stream, lambda original: original.name, _as_it_is)
 
 

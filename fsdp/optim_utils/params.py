@@ -87,11 +87,7 @@ def _in_order(unit: Unit) -> list[tuple[FlatParamHandle, int]]:
 
 
 def root_of(model: Any) -> Unit:
-    """Return the unit of an outermost wrapper.
-
-    Raises:
-        TypeError: for anything else.
-    """
+    """Return the unit of an outermost wrapper; anything else is a TypeError."""
     root = unit_of_wrapper(model)
     if root is None:
         raise TypeError(f"the outermost FullyShardedDataParallel is needed, got a {type(model).__name__}")
@@ -116,11 +112,7 @@ def require_shards(root: Unit, what: str) -> None:
 
 
 def parameters_of(model: nn.Module, what: str) -> Parameters:
-    """Return what an optimizer of the model may see.
-
-    Raises:
-        RuntimeError: inside a forward or backward, and inside `summon_full_params`, where modules show no shards.
-    """
+    """Return what an optimizer of the model may see; not inside a forward, backward, or `summon_full_params`."""
     root = root_of(model)
     root.require_idle(what)
     require_shards(root, what)
@@ -148,12 +140,7 @@ class OwnState:
 
 
 def own_state(params: Parameters, optim: Any) -> OwnState:
-    """Return what an optimizer, or anything else with a ``state_dict()``, has on this rank.
-
-    Raises:
-        TypeError: without such a method, or if it does not return what torch's optimizers do.
-        ValueError: for parameters that are not of the model.
-    """
+    """Return what an optimizer, or anything else with a ``state_dict()``, has on this rank."""
     if not callable(getattr(optim, "state_dict", None)):
         raise TypeError(f"an optimizer, or another object with a state_dict(), is needed; got a {type(optim).__name__}")
     dictionary = optim.state_dict()
@@ -172,9 +159,6 @@ def held_by(params: Parameters, optim: Any, dictionary: Mapping[str, Any]) -> li
     """Return what is in each parameter group of an optimizer with this ``state_dict()``.
 
     One that shows no ``param_groups`` has the model's parameters in their order, all or the trainable ones.
-
-    Raises:
-        ValueError: for parameters that are not of the model.
     """
     sizes = [len(group["params"]) for group in dictionary["param_groups"]]
     shown = getattr(optim, "param_groups", None)

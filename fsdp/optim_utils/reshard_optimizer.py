@@ -40,10 +40,6 @@ def reshard_optimizer(root: Unit, optimizer: torch.optim.Optimizer, names: Mappi
         root: the units in it took the parameters over.
         optimizer: is changed in place, and not at all if anything is wrong.
         names: of the parameters that optimizers are to see, for those that keep names.
-
-    Raises:
-        TypeError: if it is no optimizer of torch's.
-        ValueError: if it cannot go on as it was.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"reshard_optimizer takes a torch.optim.Optimizer, got a {type(optimizer).__name__}")
@@ -89,11 +85,7 @@ HeldIn = dict[OptimParam, dict[Original, Held]]
 
 
 def _held_originals(root: Unit, optimizer: torch.optim.Optimizer) -> HeldIn:
-    """Return the original parameters in an optimizer by what they are in now.
-
-    Raises:
-        ValueError: for parameters that the units in `root` have not; for both an original and what it is in.
-    """
+    """Return the original parameters in an optimizer by what they are in now, which must not be there as well."""
     places: dict[tuple[FlatParameter, int], tuple[OptimParam, Original]] = {}
     for name, unit in units_in(root):
         for handle in unit.handles:
@@ -149,12 +141,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _checked_kinds(optimizer: torch.optim.Optimizer, found: HeldIn) -> dict[OptimParam, Kinds]:
-    """Return the state of each parameter that the optimizer is to see.
-
-    Raises:
-        ValueError: for originals in one flat parameter that it does not hold together and alike; for state that cannot
-            be sharded.
-    """
+    """Return the state of each parameter that the optimizer is to see; those in one flat parameter must be alike."""
     states = optimizer.state.items()
     has_elements = keys_with_elements((param.shape, state) for param, state in states if isinstance(param, Tensor))
     kinds: dict[OptimParam, Kinds] = {}

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.distributed.consensus import done_by_all, from_everyone
+from fsdp.distributed.collectives import during
+from fsdp.distributed.consensus import done_by_all, from_everyone, sent_by_first
 from fsdp.engine.optimizer_hooks import state_of
 from fsdp.engine.state_requests import FirstRank
 from fsdp.optim_utils.full import ADDED, Given, given
@@ -48,8 +49,22 @@ def become_shard(model: nn.Module, full: dict[str, Any]) -> dict[str, Any]:
     return full
 
 
-def shard_for(model: nn.Module, full: Mapping[str, Any], optim: Any) -> dict[str, Any]:
-    """Return this rank's shard of a full optimizer state as this optimizer has it; `full` is left alone."""
+def shard_full_optim_state_dict(model: nn.Module, full: Mapping[str, Any], optim: Any) -> dict[str, Any]:
+    """Return this rank's shard of a full optimizer state, for ``optim.load_state_dict``. No rank needs another for it.
+
+    As `FullyShardedDataParallel.get_shard_from_optim_state_dict`, but it leaves `full` alone, takes names as well as
+    numbers, and has groups and numbers as `optim` has them.
+
+    Args:
+        model: the outermost wrapper.
+        full: the state, by names, or by FairScale's numbers.
+        optim: an optimizer of the model's parameters, into which it will be loaded.
+
+    Raises:
+        RuntimeError: inside a forward, backward or `summon_full_params`.
+        TypeError: for what is no such dictionary.
+        ValueError: for another model's, or other groups; for state that cannot be sharded.
+    """
     params = parameters_of(model, "shard an optimizer state")
     read = given(params, full)
     plans, groups = plans_for(params, read), groups_as_now(params, read, optim)
@@ -57,8 +72,24 @@ def shard_for(model: nn.Module, full: Mapping[str, Any], optim: Any) -> dict[str
     return {**read.beside, **dictionary_of(groups, states, partial(_live, optim))}
 
 
-def load_full(model: nn.Module, optim: Any, full: Any, rank0_only: bool) -> None:
-    """Collective. Load a full optimizer state, which only the first rank has with `rank0_only`."""
+@during("load_full_optim_state_dict()")
+def load_full_optim_state_dict(model: nn.Module, optim: Any, full: Any, *, rank0_only: bool = False) -> None:
+    """Collective. Load a full optimizer state, each rank keeping its shard.
+
+    If there is an error on any rank, all raise one, and no optimizer has changed.
+
+    Args:
+        model: the outermost wrapper.
+        optim: an optimizer of its parameters.
+        full: the state, by names, or by FairScale's numbers. It is left alone.
+        rank0_only: take the first rank's; others pass None, and are sent their shards. What the optimizer has already
+            is written in place, so that they need memory for what is new to it only. With tensor
+            parallelism, the first of every data-parallel group has it.
+
+    Raises:
+        RuntimeError: inside a forward, backward or `summon_full_params`; if another rank could not load it.
+        TypeError, ValueError: as `shard_full_optim_state_dict`.
+    """
     root = root_of(model)
     root.require_idle("load an optimizer state")
     ensure_agreed(root)
@@ -67,7 +98,7 @@ def load_full(model: nn.Module, optim: Any, full: Any, rank0_only: bool) -> None
         params = done_by_all([ranks], _LOAD, lambda: parameters_of(model, "load an optimizer state"))
         shard = _from_first(params, optim, full, FirstRank(ranks))
     else:
-        shard = done_by_all([ranks], _LOAD, lambda: shard_for(model, full, optim))
+        shard = done_by_all([ranks], _LOAD, lambda: shard_full_optim_state_dict(model, full, optim))
     optim.load_state_dict(shard)
 
 
@@ -91,11 +122,7 @@ def _live(optim: Any, one: OptimParam) -> Mapping[str, Any]:
 
 
 def plans_for(params: Parameters, full: Given) -> Plans:
-    """Return the state that is to be had of each parameter.
-
-    Raises:
-        ValueError: for state that cannot be sharded, or that parameters in one flat parameter do not have alike.
-    """
+    """Return the state that is to be had of each parameter, which those in one flat parameter must have alike."""
     with_state = {one for one, _ in full.states}
     has_elements = keys_with_elements((original.shape, state) for (_, original), state in full.states.items())
     return {one: _plan(one, full.states, has_elements) for one in params.listed if one in with_state}
@@ -122,10 +149,7 @@ def _plan(one: OptimParam, states: Mapping[Place, Mapping[str, Any]], has_elemen
 def shard_states(plans: Plans, full: Given, is_consumed: bool = False) -> dict[OptimParam, dict[str, Any]]:
     """Return this rank's shard of everything, in tensors of its own on the host, or on disk.
 
-    Args:
-        plans: what is wanted.
-        full: the unsharded values.
-        is_consumed: take from `full` what has been sharded, so that memory is given back as it goes.
+    With `is_consumed`, what has been sharded is taken from `full`, so that memory is given back as it goes.
     """
     found = {}
     for one, kinds in plans.items():
@@ -162,37 +186,29 @@ def _own(kind: Number | Value, rank: int) -> Any:
 
 
 def groups_as_saved(full: Given) -> list[tuple[dict[str, Any], list[OptimParam]]]:
-    """Return the saved parameter groups, with what an optimizer sees now.
-
-    Raises:
-        ValueError: for groups that divide a flat parameter.
-    """
-    where: dict[OptimParam, tuple[int, Original]] = {}
+    """Return the saved parameter groups, which must not divide a flat parameter, with what an optimizer sees now."""
+    before: dict[OptimParam, Original] = {}
     groups = []
     for number, (options, places) in enumerate(full.groups):
-        present = set(places)
-        members = list(dict.fromkeys(one for one, _ in places))
-        for one in members:
-            lacking = [original for original in one.originals if (one, original) not in present]
-            if one in where or lacking:
-                first = next(original for other, original in places if other is one)
-                other = where[one][1] if one in where else lacking[0]
+        present: dict[OptimParam, list[Original]] = {}
+        for one, original in places:
+            present.setdefault(one, []).append(original)
+        for one, (first, *others) in present.items():
+            lacking = [original for original in one.originals if original not in (first, *others)]
+            if one in before or lacking:
+                other = before.get(one) or lacking[0]
                 raise ValueError(
                     f"the optimizer state has {first.name} in parameter group {number} and {other.name} not in it; the "
                     f"two are in one flat parameter. {APART} Or give group_by, so that each group has flat parameters "
                     "of its own."
                 )
-            where[one] = number, next(original for other, original in places if other is one)
-        groups.append((options, members))
+            before[one] = first
+        groups.append((options, list(present)))
     return groups
 
 
 def groups_as_now(params: Parameters, full: Given, optim: Any) -> list[tuple[dict[str, Any], list[OptimParam]]]:
-    """Return the optimizer's own parameter groups, each with the options of the saved one that has its parameters.
-
-    Raises:
-        ValueError: for a group of which the saved ones have only some, or which several of them have.
-    """
+    """Return the optimizer's own parameter groups, each with the options of the saved one that has its parameters."""
     held = held_by(params, optim, optim.state_dict())
     saved_in = {original: number for number, (_, places) in enumerate(full.groups) for _, original in places}
     numbers, problems = match_groups(held, saved_in.get, "the optimizer state")
@@ -243,16 +259,7 @@ Described = tuple[list[tuple[int, Kinds]], list[tuple[dict[str, Any], list[int]]
 def described_by_first(
     params: Parameters, source: FirstRank, read: Callable[[], tuple[Plans, Given]]
 ) -> tuple[Plans, Given]:
-    """Collective. Return what the first rank has read, on other ranks without any tensor.
-
-    Args:
-        params: of the model.
-        source: the first rank.
-        read: called there.
-
-    Raises:
-        Exception: what `read` raises; on the other ranks a RuntimeError with it.
-    """
+    """Collective. Return what `read` returns on the first rank, on other ranks without any tensor."""
 
     def job() -> tuple[bytes, Plans, Given]:
         if not source.is_here:
@@ -279,14 +286,9 @@ def described_by_first(
 def deal_states(
     params: Parameters, plans: Plans, full: Given, source: FirstRank, present: Callable[[OptimParam, str], Any]
 ) -> dict[OptimParam, dict[str, Any]]:
-    """Collective. Return this rank's shard of what the first rank has, which sends each shard to its rank.
+    """Collective. Return this rank's shard of what the first rank has in `full`, which sends each shard to its rank.
 
-    Args:
-        params: of the model.
-        plans: what is wanted.
-        full: on the first rank the unsharded values.
-        source: the first rank.
-        present: gives what the optimizer has now under a key of the state; it is written to if it fits.
+    What the optimizer has now under a key of the state (`present`) is written to if it fits.
     """
     shards: dict[OptimParam, dict[str, Tensor]] = {one: {} for one in plans}
     window = Window()
@@ -354,7 +356,4 @@ def _share(one: OptimParam, made: Tensor, values: Sequence[Tensor | None], sourc
         vector = torch.empty(one.local_shape(original).numel(), dtype=made.dtype, device=one.device)
         if value is not None:
             vector.copy_(one.local_vector(original, value))
-        for comm in reversed(list(source.ranks)):
-            if comm.world_size > 1 and vector.numel():
-                comm.broadcast(vector.view(torch.uint8)).wait()
-        one.shard(original, vector, made)
+        one.shard(original, sent_by_first(source.ranks, vector), made)

@@ -94,7 +94,7 @@ class OptimParam:
         if self.handle is None:
             return Interval(0, 0, original.shape.numel(), 0) if original.shape.numel() else None
         found = self.handle.layout.interval(original.slot, rank)
-        if found is None or self.handle.pieces is None:
+        if found is None or self.handle.orig_params is None:
             return found
         return Interval(found.slot, found.start, found.stop, 0)
 
@@ -108,7 +108,7 @@ class OptimParam:
 
     def local_vector(self, original: Original, value: Tensor) -> Tensor:
         """Return what the flat parameter has of an unsharded value, as a vector that shares memory if it can."""
-        local = value if original.part is None else original.part.cut(original.name, value)
+        local = value if original.part is None else original.part.to_local(original.name, value)
         return local.detach().reshape(-1)
 
     def shard(self, original: Original, vector: Tensor, into: Tensor) -> None:
@@ -135,22 +135,16 @@ def params_of(handle: FlatParamHandle, prefix: str = "", is_uncollected: bool = 
         Original(prefix + kept.name, kept.shape if part is None else part.shape, slot, part)
         for slot, (kept, part) in enumerate(zip(slots, parts, strict=True))
     )
-    if handle.pieces is None:
+    if handle.orig_params is None:
         return [OptimParam(handle.flat_param, handle, originals, is_uncollected)]
-    pieces = zip(handle.pieces.params, originals, strict=True)
-    return [OptimParam(piece, handle, (original,), is_uncollected) for piece, original in pieces]
+    listed = zip(handle.orig_params.params, originals, strict=True)
+    return [OptimParam(param, handle, (original,), is_uncollected) for param, original in listed]
 
 
 def grouped(optimizer: Any, title: str, known: Callable[[Any], OptimParam | None]) -> list[list[OptimParam]]:
-    """Return what is in each parameter group of an optimizer.
+    """Return what is in each parameter group of an optimizer, which messages call by its `title`.
 
-    Args:
-        optimizer: has ``param_groups``.
-        title: what messages call it.
-        known: finds what one of its parameters is, among those of the model.
-
-    Raises:
-        ValueError: for parameters that are not the model's.
+    `known` finds what one of its parameters is, among those of the model; there must be no others.
     """
     groups: list[list[OptimParam]] = []
     for number, group in enumerate(optimizer.param_groups):
@@ -173,10 +167,8 @@ def match_groups(
 ) -> tuple[list[int | None], list[str]]:
     """Return for each parameter group of an optimizer which saved group has its parameters, and what does not fit.
 
-    Args:
-        groups: what is in each.
-        saved_in: gives the number of the saved group that has an original parameter; None if none has.
-        saved: what messages call the state that was saved.
+    `saved_in` gives the number of the saved group that has an original parameter; None if none has. Messages call what
+    was saved `saved`.
     """
     found: list[int | None] = []
     problems = []
@@ -262,13 +254,10 @@ Kinds = dict[str, Kind]  # by key of the state
 def is_number(
     key: str, found: Sequence[int], shape: Sequence[int], has_elements: Mapping[str, bool] | None = None
 ) -> bool:
-    """Return whether a tensor of shape `found` in an optimizer's state is about a parameter as such, of shape `shape`.
+    """Return whether a tensor of shape `found` in an optimizer's state is about a parameter (or shard) as such.
 
-    Args:
-        key: of the state.
-        found: the tensor's shape.
-        shape: of the parameter, or of the shard of it that the state is about.
-        has_elements: by key, whether other parameters have a value for each element; tells of 0-d ones.
+    A 0-d parameter tells nothing by its `shape`; by key, `has_elements` says whether others have a value for each
+    element.
     """
     return not found and (len(shape) > 0 or not (has_elements or {}).get(key, key not in _NUMBERS))
 
@@ -305,19 +294,10 @@ def kinds_of(
     has_elements: Mapping[str, bool] | None = None,
     remedy: str = ELEMENTWISE,
 ) -> Kinds:
-    """Return the kinds of a parameter's state.
+    """Return the kinds of a parameter's state, or of that of a shard of it, of this shape.
 
-    Args:
-        name: of the parameter.
-        state: of it, or of a shard of it.
-        shape: of that.
-        whose: what messages call that.
-        has_elements: as for `is_number`.
-        remedy: for a tensor that is neither of that shape nor a number.
-
-    Raises:
-        TypeError: for state that is no mapping.
-        ValueError: for such a tensor.
+    Messages call that by `whose`, and have a `remedy` for a tensor that is neither of that shape nor a number.
+    `has_elements` is as for `is_number`.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"the optimizer's state of {name} is a {type(state).__name__} and no mapping")
@@ -362,11 +342,7 @@ def differences(one: Kinds, other: Kinds, same: Callable[[Any, Any], bool] = is_
 
 
 def common_kinds(kinds: Mapping[Original, Kinds]) -> Kinds:
-    """Return the state that parameters in one flat parameter have alike.
-
-    Raises:
-        ValueError: if they have not.
-    """
+    """Return the state that parameters in one flat parameter have, which must be alike."""
     first, *others = kinds
     for other in others:
         if (found := differences(kinds[first], kinds[other])) is not None:
@@ -391,13 +367,7 @@ class OwnKinds(NamedTuple):
 def own_kinds(
     params: Sequence[OptimParam], states: Mapping[OptimParam, Mapping[str, Any]], doing: str
 ) -> list[OwnKinds]:
-    """Return what this rank has of the state of some parameters, which is about to be read.
-
-    Raises:
-        RuntimeError: if it is out of reach, while `doing` something ("saving").
-        TypeError: for state that is no mapping.
-        ValueError: for a tensor that is neither of the shard's shape nor a number.
-    """
+    """Return what this rank has of the state of some parameters, which is about to be read, while `doing` something."""
     found = []
     for one in params:
         state = states.get(one) or {}
@@ -445,11 +415,7 @@ class SharedKinds:
 
 
 def gather_kinds(ranks: Ranks, pickled: bytes) -> list[SharedKinds]:
-    """Collective. Return what there is of each parameter's state, given this rank's pickled list of `OwnKinds`.
-
-    Raises:
-        ValueError: on every rank, if they name different parameters.
-    """
+    """Collective. Return what there is of each parameter's state, given this rank's pickled list of `OwnKinds`."""
     heard: list[list[OwnKinds]] = [pickle.loads(each) for each in from_everyone(ranks, pickled)]
     names = [[own.name for own in each] for each in heard]
     for rank, others in enumerate(names):

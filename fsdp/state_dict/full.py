@@ -16,15 +16,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fsdp.distributed.consensus import agree_on_outcome, done_by_all, from_everyone, peers_answer
-from fsdp.distributed.dtensor import is_dtensor, local_part, spread_loaded, whole
+from fsdp.distributed.consensus import agree_on_outcome, done_by_all, from_everyone, peers_answer, sent_by_first
+from fsdp.distributed.dtensor import full_tensor, is_dtensor, local_part, spread_loaded
 from fsdp.engine.deferred_init import memory_to_load_into, require_values_everywhere
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
@@ -44,7 +43,7 @@ from fsdp.engine.state_requests import (
 from fsdp.engine.unit import TrainingState, Unit, own_modules, serving, unit_of, units_in
 from fsdp.engine.verify import agree, agree_on_values
 from fsdp.state_dict.load_targets import LoadTarget, TensorPart, recorded, recording, store
-from fsdp.state_dict.summon import Exposure, Values, deal_changes, for_each, keep_value, unsharded
+from fsdp.state_dict.summon import Exposure, Values, beside_ours, deal_changes, for_each, keep_value, unsharded
 
 Walk = Callable[..., Any]  # `nn.Module.load_state_dict` of a wrapper
 
@@ -64,18 +63,28 @@ def ensure_same_values(root: Unit) -> None:
 
 
 def save_full(wrapper: nn.Module, unit: Unit, asked: Saving, destination: Any, prefix: str, keep_vars: bool) -> Any:
-    """Collective. Return the unsharded state of a wrapper, or of one inside of the wrapper whose state is taken.
+    """Collective. Return the unsharded state of a wrapper, in the form of the outermost one whose state is taken."""
 
-    Args:
-        wrapper: whose hooks are called.
-        unit: its own.
-        asked: counts if it is the outermost one.
-        destination, prefix, keep_vars: as for `nn.Module.state_dict`.
-    """
+    def between_hooks(take: Callable[[], Any]) -> Any:
+        for before in wrapper._state_dict_pre_hooks.values():
+            before(wrapper, prefix, keep_vars)
+        state = take()
+        for after in wrapper._state_dict_hooks.values():
+            changed = after(wrapper, state, prefix, state._metadata.get(prefix[:-1], {}))
+            state = state if changed is None else changed
+        return state
+
     if unit.request(ShardedState):  # nothing is to be gathered
-        _run_pre_hooks(wrapper, prefix, keep_vars)
-        state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        return _run_hooks(wrapper, state, prefix)
+        return between_hooks(
+            partial(unit.module.state_dict, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        )
+
+    def gathered() -> Any:
+        ensure_agreed(unit)
+        require_values_everywhere(unit, "take a state dict")
+        ensure_same_values(unit)
+        return _full_state(unit, destination, prefix, keep_vars, form)
+
     unit.require_idle("take a state dict")
     summoning = unit.request(Summoning)
     if summoning is not None and summoning.rank0_only:
@@ -85,11 +94,7 @@ def save_full(wrapper: nn.Module, unit: Unit, asked: Saving, destination: Any, p
         )
     is_outermost = unit.request(Saving) is None
     with saving(unit, asked) as form:
-        _run_pre_hooks(wrapper, prefix, keep_vars)
-        ensure_agreed(unit)
-        require_values_everywhere(unit, "take a state dict")
-        ensure_same_values(unit)
-        state = _run_hooks(wrapper, _full_state(unit, destination, prefix, keep_vars, form), prefix)
+        state = between_hooks(gathered)
     if is_outermost:
         for _, each in units_in(unit):
             each.settle()
@@ -99,25 +104,10 @@ def save_full(wrapper: nn.Module, unit: Unit, asked: Saving, destination: Any, p
     return state
 
 
-def _run_pre_hooks(wrapper: nn.Module, prefix: str, keep_vars: bool) -> None:
-    for before in wrapper._state_dict_pre_hooks.values():
-        before(wrapper, prefix, keep_vars)
-
-
-def _run_hooks(wrapper: nn.Module, state: Any, prefix: str) -> Any:
-    for after in wrapper._state_dict_hooks.values():
-        changed = after(wrapper, state, prefix, state._metadata.get(prefix[:-1], {}))
-        state = state if changed is None else changed
-    return state
-
-
 def _full_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool, form: Saving) -> Any:
     """Collective. Return the `state_dict` of the unit's module with its parameters unsharded, in tensors of its own.
 
-    Args:
-        unit: whose state.
-        destination, prefix, keep_vars: as for `nn.Module.state_dict`.
-        form: on ranks that are not to have it, tensors are on the meta device.
+    On ranks that are not to have it, tensors are on the meta device.
     """
     summoned = unit.state is TrainingState.SUMMON_FULL_PARAMS
     # Exposed parameters belong to nobody else; buffers do, and so do parameters that are ignored or were summoned.
@@ -126,7 +116,9 @@ def _full_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool, form
         with serving([unit], Exporting()):
             state = unit.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if not form.is_here:
-            _forget(state, prefix)
+            for key, value in state.items():
+                if key.startswith(prefix) and isinstance(value, Tensor):
+                    state[key] = _without_values(value)
         elif not keep_vars:
             live = {local_part(tensor).data_ptr() for tensor in (*others, *unit.module.buffers())}
             _gather_dtensors(state, unit, prefix)
@@ -143,11 +135,8 @@ def _full_state(unit: Unit, destination: Any, prefix: str, keep_vars: bool, form
     return state
 
 
-def _forget(state: dict[str, Any], prefix: str) -> None:
-    """Have nothing but shapes under the prefix."""
-    for key, value in state.items():
-        if key.startswith(prefix) and isinstance(value, Tensor):
-            state[key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+def _without_values(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _gather_dtensors(state: dict[str, Any], unit: Unit, prefix: str) -> None:
@@ -156,10 +145,10 @@ def _gather_dtensors(state: dict[str, Any], unit: Unit, prefix: str) -> None:
         for places in handle.places:
             names = [prefix + place.fqn for place in places if is_dtensor(state.get(prefix + place.fqn))]
             if names:
-                state.update(dict.fromkeys(names, whole(state[names[0]])))
+                state.update(dict.fromkeys(names, full_tensor(state[names[0]])))
     for key, value in state.items():
         if key.startswith(prefix) and is_dtensor(value):
-            state[key] = whole(value)
+            state[key] = full_tensor(value)
 
 
 def _own(value: Tensor, live: set[int], device: torch.device | None, dtype: torch.dtype | None) -> Tensor:
@@ -173,18 +162,10 @@ def _own(value: Tensor, live: set[int], device: torch.device | None, dtype: torc
 def load_full(
     wrapper: nn.Module, unit: Unit, walk: Walk, state_dict: Mapping[str, Any], strict: bool, rank0_only: bool
 ) -> Any:
-    """Collective. Load an unsharded state dict into a wrapper.
+    """Collective. Load an unsharded state dict into a wrapper by torch's own `walk`.
 
-    Args:
-        wrapper: to be loaded.
-        unit: its own.
-        walk: torch's way to load it.
-        state_dict, strict: as for `nn.Module.load_state_dict`.
-        rank0_only: only the first rank's state dict counts.
-
-    Raises:
-        RuntimeError: if it does not fit, on every rank; nothing was changed then, unless modules have load hooks or
-            methods of their own. If another rank failed.
+    If it does not fit on one rank, all raise an error, and nothing was changed, unless modules have load hooks or
+    methods of their own. With `rank0_only`, only the first rank's state dict counts.
     """
     source = FirstRank(unit.everyone) if rank0_only else None
     if source is not None:
@@ -235,17 +216,14 @@ def _record_and_commit(wrapper: nn.Module, unit: Unit, form: LoadPass, load: Cal
 
 def _done(unit: Unit, source: FirstRank | None, job: Callable[[], Any]) -> Any:
     """Collective. Return what `job` returns, if it raises on no rank."""
-    result, error = None, None
+    if source is None:
+        return done_by_all([unit.everyone], "load its state dict", job)
     try:
         result = job()
-    except Exception as found:  # noqa: BLE001 - all ranks are told of it first
-        error = found
-    if source is not None:
+    except Exception as error:
         source.finish(error)
-    else:
-        agree_on_outcome([unit.everyone], "load its state dict", error)
-    if error is not None:
-        raise error
+        raise
+    source.finish(None)
     return result
 
 
@@ -255,7 +233,7 @@ def _agree_to_read(unit: Unit, root: nn.Module) -> frozenset[Unit] | None:
     None means that no module of the tree does more than copying on any rank, so that all of a load can be recorded.
     """
     units = [each for _, each in units_in(unit)]
-    others = (tensor for module in root.modules() for *_, tensor in _unsharded(module))
+    others = (tensor for module in root.modules() for *_, tensor in beside_ours(module))
     is_simple = not any(map(is_customised, root.modules())) and not any(map(is_dtensor, others))
     told = [[is_simple, *(any(map(is_customised, own_modules(each.module))) for each in units)]]
     if peers_answer(unit.everyone):
@@ -279,74 +257,33 @@ def _is_users(function: Any) -> bool:
     return is_lazy or not origin.startswith(("torch.nn.modules.", f"{__name__.partition('.')[0]}."))
 
 
-def _unsharded(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Yield what a module lists that is not ours: the dictionary, the name in it, and the tensor."""
-    for entries in (module._parameters, module._buffers):
-        for name, tensor in entries.items():
-            if tensor is not None and not is_ours(tensor):
-                yield entries, name, tensor
-
-
 # A state dict that only the first rank has
-
-
-@dataclass(frozen=True)
-class _Described:
-    """A tensor of the state dict."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    is_sharded: bool  # it is not sent here
 
 
 def _received(source: FirstRank, wrapper: nn.Module, unit: Unit, state_dict: Any) -> Mapping[str, Any]:
     """Collective. Return the first rank's state dict, on other ranks with sharded parameters on the meta device.
 
     Buffers and other values are sent, one after the other; sharded parameters come when their units are loaded.
-
-    Args:
-        source: that rank.
-        wrapper: into which it is to be loaded.
-        unit: its own.
-        state_dict: on that rank; anything on others.
-
-    Raises:
-        RuntimeError, TypeError: on all ranks, if the first one's is no mapping with tensors.
     """
     error = None
     if source.is_here and not isinstance(state_dict, Mapping):
         error = TypeError(f"rank0_only=True: rank 0 has to pass a state dict, and passed a {type(state_dict).__name__}")
     agree_on_outcome([source.ranks], "load its state dict", error)
-    sharded = _sharded_keys(source, wrapper)
     payload = b""
     if source.is_here:
-        entries = [(key, _described(key, value, sharded)) for key, value in state_dict.items()]
-        payload = pickle.dumps((entries, getattr(state_dict, "_metadata", None)))
-    entries, metadata = pickle.loads(from_everyone(source.ranks, payload)[0])
-    found = OrderedDict[str, Any]()
-    for key, entry in entries:
-        found[key] = state_dict[key] if source.is_here else entry
-        if isinstance(entry, _Described):
-            found[key] = _sent(source, unit.device, entry, state_dict[key] if source.is_here else None)
+        tensors = {key: value for key, value in state_dict.items() if isinstance(value, Tensor)}
+        described = {**state_dict, **{key: _without_values(tensor) for key, tensor in tensors.items()}}
+        sent = tensors.keys() - _sharded_keys(source, wrapper)
+        payload = pickle.dumps((described, sent, getattr(state_dict, "_metadata", None)))
+    described, sent, metadata = pickle.loads(from_everyone(source.ranks, payload)[0])
+    found = OrderedDict[str, Any](state_dict if source.is_here else described)
+    for key in (key for key in found if key in sent):
+        made = torch.empty_like(described[key], device=unit.device)
+        if source.is_here:
+            made.copy_(found[key].detach())
+        found[key] = sent_by_first(source.ranks, made)
     found._metadata = metadata  # type: ignore[attr-defined]
     return found
-
-
-def _described(key: str, value: Any, sharded: set[str]) -> Any:
-    is_tensor = isinstance(value, Tensor)
-    return _Described(value.shape, value.dtype, key in sharded) if is_tensor else value
-
-
-def _sent(source: FirstRank, device: torch.device, entry: _Described, value: Tensor | None) -> Tensor:
-    if entry.is_sharded:
-        return torch.empty(entry.shape, dtype=entry.dtype, device="meta") if value is None else value
-    made = torch.empty(entry.shape, dtype=entry.dtype, device=device)
-    if value is not None:
-        made.copy_(value.detach())
-    for comm in reversed(source.ranks):
-        if comm.world_size > 1 and made.numel():
-            comm.broadcast(made.view(-1).view(torch.uint8)).wait()
-    return made
 
 
 def _sharded_keys(source: FirstRank, wrapper: nn.Module) -> set[str]:
@@ -394,14 +331,14 @@ def _beside(modules: Iterable[nn.Module]) -> Iterator[_Rest]:
     """Modules list targets in the place of tensors that are not sharded inside, and remember extra state."""
     rest, targets = _Rest([], []), dict[int, LoadTarget]()
     modules = list(modules)
-    before = [entry for module in modules for entry in _unsharded(module) if not isinstance(entry[2], LoadTarget)]
+    before = [entry for module in modules for entry in beside_ours(module) if not isinstance(entry[2], LoadTarget)]
     for entries, name, tensor in before:
         target = targets.setdefault(id(tensor), LoadTarget.like(tensor.shape, tensor, partial(_try, tensor)))
         rest.tensors.append((entries, name, target))
         entries.update({name: target})  # which, unlike an item that is set, no registry is told of
     extra = [module for module in modules if "set_extra_state" not in module.__dict__]
     for module in extra:
-        module.__dict__["set_extra_state"] = partial(_note, rest.extra, module)
+        module.__dict__["set_extra_state"] = lambda state, module=module: rest.extra.append((module, state))
     try:
         yield rest
     finally:
@@ -415,10 +352,6 @@ def _try(tensor: Tensor, value: Tensor) -> None:
     """Raise what torch raises where `value` cannot be copied into `tensor`."""
     _refuse_meta(value)
     torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").copy_(value)
-
-
-def _note(extra: list[tuple[nn.Module, Any]], module: nn.Module, state: Any) -> None:
-    extra.append((module, state))
 
 
 @contextmanager
@@ -456,24 +389,23 @@ def _tell(handles: Sequence[FlatParamHandle], values: Values, source: FirstRank 
 @contextmanager
 def _loadable(unit: Unit, form: LoadPass) -> Iterator[None]:
     """A unit's modules can be loaded inside; what was written is kept, also after an exception."""
-    if unit not in (form.read or ()):
-        exposure = _recording(unit, form)
-        try:
-            with stored_buffers([unit]):
-                yield
-        finally:
-            values = recorded(exposure)
-            exposure.close()
-            _keep(exposure.handles, values, form.source_of(unit))
-        return
     source = form.source_of(unit)
     is_here = source is None or source.is_here
-    exposure = Exposure(unit, unsharded(unit, at_first=source is not None), by_value=is_here)
+    is_read = unit in (form.read or ())
+    if is_read:
+        exposure = Exposure(unit, unsharded(unit, at_first=source is not None), by_value=is_here)
+    else:
+        exposure = _recording(unit, form)
     try:
         with stored_buffers([unit]):
             yield
     finally:
-        _keep_written(exposure, is_here, source)
+        if is_read:
+            _keep_written(exposure, is_here, source)
+        else:
+            values = recorded(exposure)
+            exposure.close()
+            _keep(exposure.handles, values, source)
 
 
 def _keep_written(exposure: Exposure, is_here: bool, source: FirstRank | None) -> None:
@@ -524,13 +456,7 @@ def no_pre_load_state_dict_hook() -> Iterator[None]:
 
 
 def explain(error: Exception, plain: Any, state_dict: Mapping[str, Any]) -> None:
-    """Add to an error of torch's what to do if something stands in front of every key.
-
-    Args:
-        error: that loading a state dict has raised.
-        plain: the module as users know it.
-        state_dict: that was to be loaded.
-    """
+    """Add to an error of loading into a module (`plain`) what to do if something stands in front of every key."""
     front = foreign_prefix(state_dict, partial(hasattr, plain)) if isinstance(error, RuntimeError) else ""
     if front:
         remedy = f"load {{key.removeprefix({front!r}): value for key, value in state_dict.items()}}"

@@ -199,11 +199,7 @@ class TensorPart(Tensor):
     # --- what torch.distributed.checkpoint asks -----------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, obj: object) -> list[Any]:
-        """Return what is to be written: one item for each box, none on a rank that holds nothing.
-
-        Raises:
-            RuntimeError: for what must not be saved.
-        """
+        """Return what is to be written: one item for each box, none on a rank that holds nothing."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -350,11 +346,7 @@ class LoadTarget(nn.Parameter):
     def like(
         cls, shape: torch.Size, tensor: Tensor, check: Callable[[Tensor], None], requires_grad: bool = False
     ) -> LoadTarget:
-        """Return a target of this shape, with the dtype and device of `tensor`.
-
-        Args:
-            check: raises an exception for a value that could not be kept.
-        """
+        """Return a target of this shape, as `tensor` is else; `check` raises for a value that could not be kept."""
         empty = torch.empty(shape, dtype=tensor.dtype, device="meta")
         made = Tensor._make_subclass(cls, empty, requires_grad)
         made.source, made._check, made._device = None, check, tensor.device
@@ -375,9 +367,7 @@ class LoadTarget(nn.Parameter):
 def recording(unit: Unit, check: Callable[[FlatParamHandle, int, Tensor], None]) -> Exposure:
     """Show a unit's modules a `LoadTarget` for each parameter. No rank needs another for it.
 
-    Args:
-        unit: whose modules.
-        check: raises an exception for a value that cannot be kept; it is told the handle and the parameter's number.
+    `check` raises an exception for a value that cannot be kept; it is told the handle and the parameter's number.
     """
     targets: dict[FlatParamHandle, list[Tensor]] = {}
     for handle in hidden_handles(unit):
@@ -412,9 +402,5 @@ def store(values: Values) -> None:
             handle.store(slot, value)
             handle.note_written([slot])
         elif not value.is_lent_by(handle.flat_param):  # else nothing was loaded, on no rank
-            handle.fill(slot, partial(_fill, value.local))
+            handle.fill(slot, lambda shard, _, values=value.local: shard.copy_(values))  # type: ignore[misc]
         handle.storage.release()
-
-
-def _fill(values: Tensor, shard: Tensor, start: int) -> None:
-    shard.copy_(values)

@@ -76,11 +76,7 @@ def members_in(wrapper: nn.Module) -> list[Member]:
 
 @contextmanager
 def local(root: Unit, what: str) -> Iterator[None]:
-    """State dicts of all units inside are of shards.
-
-    Raises:
-        RuntimeError: inside `summon_full_params`.
-    """
+    """State dicts of all units inside are of shards."""
     if root.request(LocalState):  # an inner unit's state is taken as a part of this one's, perhaps by a subclass
         yield
         return
@@ -123,12 +119,7 @@ def shard_mark(state_dict: Any, path: str) -> tuple[int, int] | None:
 def local_metadata(root: nn.Module, members: Sequence[Member]) -> dict[str, Any]:
     """Return what `consolidate` needs to know of this rank's shards, in FairScale's format.
 
-    Args:
-        root: the outermost wrapper.
-        members: it and those inside of it.
-
-    Raises:
-        NotImplementedError: for parameters that are `DTensor`s.
+    `members` are the outermost wrapper, `root`, and those inside of it.
     """
     paths: dict[nn.Module, list[str]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
@@ -158,23 +149,19 @@ def _entry(member: Member) -> dict[str, Any]:
                 "local_state_dict() by itself is loaded again by the same ranks."
             )
         params |= dict(_backings(handle, member))
-    return {
-        "fsdp_path": member.path,
-        "params": params,
-        "no_broadcast_optim_state": member.is_alone,
-        "shared_param_info": [],
-    }
+    path, alone = member.path, member.is_alone
+    return {"fsdp_path": path, "params": params, "no_broadcast_optim_state": alone, "shared_param_info": []}
 
 
 def _backings(handle: FlatParamHandle, member: Member) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the names under which modules list a handle's parameters, with what is in each."""
     slots, rank = handle.layout.slots, handle.comm.rank
-    # Each by itself: gaps between the parameters of a vector cannot be said. Pieces have no padding.
-    groups = [slots] if handle.pieces is None else [(slot,) for slot in slots]
+    # Each by itself: gaps between the parameters of a vector cannot be said. Local shards have no padding.
+    groups = [slots] if handle.orig_params is None else [(slot,) for slot in slots]
     for number, group in enumerate(groups):
-        listed = handle.flat_param if handle.pieces is None else handle.pieces.params[number]
-        padding = handle.layout.padding(rank) if handle.pieces is None else 0
-        is_one = handle.pieces is not None or not member.is_flat
+        listed = handle.flat_param if handle.orig_params is None else handle.orig_params.params[number]
+        padding = handle.layout.padding(rank) if handle.orig_params is None else 0
+        is_one = handle.orig_params is not None or not member.is_flat
         yield (
             group[0].name if is_one else handle.registry.entries[0][1],
             {
@@ -209,16 +196,13 @@ def _entries(root: nn.Module) -> dict[str, Tensor | None]:
 
 
 class LocalLoad:
-    """A load of this rank's shards inside `local`, checked when it is made.
+    """A load of this rank's shards inside `local`, checked when it is made; nothing is changed until it runs.
 
     Args:
         root: the outermost wrapper.
         members: it and those inside of it.
         state_dict: a local state dict of this rank, in plain or raw names.
         strict: refuse missing and unexpected keys.
-
-    Raises:
-        RuntimeError: for what does not fit. Nothing is changed.
     """
 
     def __init__(self, root: nn.Module, members: Sequence[Member], state_dict: Mapping[str, Any], strict: bool) -> None:
@@ -227,7 +211,8 @@ class LocalLoad:
         self._wanted = _entries(root)
         self._shards = {key: one for key, one in self._wanted.items() if one is not None and is_ours(one)}
         self._values = self._renamed(state_dict)
-        self._loads_alone = _loading_alone(root)
+        named = root.named_modules(remove_duplicate=False)
+        self._loads_alone = [clean_name(path) for path, module in named if is_customised(module)]
         problems = [*self._other_ranks(), *self._misfits(), *(self._odd_keys() if strict else ())]
         if problems:
             self._refuse(problems)
@@ -277,8 +262,10 @@ class LocalLoad:
                 yield f"{key!r} has no values: it is on the meta device"
             elif key in self._shards and value.numel() != own.numel():
                 handle = self._handle(own)
+                own_handles = ((one, (*one.unit.owned_handles, *one.unit.borrowed_handles)) for one in self._members)
+                title = next(one.title for one, handles in own_handles if handle in handles)
                 yield (
-                    f"{key!r} (unit {self._unit_of(handle)}, shard {handle.comm.rank} of {handle.comm.world_size}) has "
+                    f"{key!r} (unit {title}, shard {handle.comm.rank} of {handle.comm.world_size}) has "
                     f"{value.numel()} elements, and this rank's shard has {own.numel()}"
                 )
             elif key not in self._shards and not _fits(value, own):
@@ -293,17 +280,11 @@ class LocalLoad:
                 yield f"{what} {', '.join(map(repr, keys[:_NAMED]))}{', ...' if len(keys) > _NAMED else ''}"
 
     def _is_left_alone(self, key: str) -> bool:
+        """Return True if a module does what it wants with the key, which nobody can foresee."""
         return any(not path or key.startswith(f"{path}.") for path in self._loads_alone)
 
     def _handle(self, listed: Tensor) -> FlatParamHandle:
         return self._handles[id(listed.owner)]  # type: ignore[attr-defined]
-
-    def _unit_of(self, handle: FlatParamHandle) -> str:
-        return next(
-            member.title
-            for member in self._members
-            if handle in (*member.unit.owned_handles, *member.unit.borrowed_handles)
-        )
 
     # --- changes ------------------------------------------------------------------------------------------------
 
@@ -316,7 +297,10 @@ class LocalLoad:
         for key, own in self._shards.items():
             if key in self._values and id(own) not in done:
                 done.add(id(own))
-                self._handle(own).fill_local(self._values[key], _slot_of(own, self._handle(own)))
+                handle = self._handle(own)
+                shards = handle.orig_params.params if handle.orig_params is not None else []
+                slot = next((slot for slot, each in enumerate(shards) if each is own), None)  # None: the flat one
+                handle.fill_local(self._values[key], slot)
         rest = OrderedDict((key, value) for key, value in self._values.items() if key not in self._shards)
         if hasattr(self._given, "_metadata"):
             rest._metadata = self._given._metadata  # type: ignore[attr-defined]
@@ -329,27 +313,12 @@ class LocalLoad:
         return result
 
 
-def _slot_of(listed: Tensor, handle: FlatParamHandle) -> int | None:
-    """Return the number of the parameter of which a local shard is listed; None for a flat parameter's shard."""
-    pieces = handle.pieces.params if handle.pieces is not None else []
-    return next((slot for slot, piece in enumerate(pieces) if piece is listed), None)
-
-
 def _fits(value: Tensor, own: Tensor) -> bool:
     """Return True if torch would load it, which takes one element for a scalar."""
     return is_lazy(own) or value.shape == own.shape or (own.dim() == 0 and value.shape == (1,))
 
 
-def _loading_alone(root: nn.Module) -> list[str]:
-    """Return the plain paths of modules that do what they want with the keys below them, which nobody can foresee."""
-    named = root.named_modules(remove_duplicate=False)
-    return [clean_name(path) for path, module in named if is_customised(module)]
-
-
 def _handles(units: Sequence[Unit]) -> list[FlatParamHandle]:
     """Return all handles that a tree's modules list, whichever unit runs them."""
-    return list(
-        dict.fromkeys(
-            handle for unit in units for handle in (*unit.owned_handles, *unit.borrowed_handles, *unit.handles)
-        )
-    )
+    listed = [(*unit.owned_handles, *unit.borrowed_handles, *unit.handles) for unit in units]
+    return list(dict.fromkeys(handle for handles in listed for handle in handles))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp.distributed.collectives import during
 from fsdp.engine.deferred_init import Uninitialized, mark, uninitialized_in
@@ -27,12 +27,11 @@ from fsdp.engine.names import plain_name
 from fsdp.engine.placeholder import Placeholder
 from fsdp.engine.state_requests import Filling
 from fsdp.engine.unit import TrainingState, Unit, own_modules, serving, unit_of
-from fsdp.state_dict.redistribute import blanks
-from fsdp.state_dict.summon import Exposure, hidden_handles
+from fsdp.state_dict.redistribute import as_modules_see, blanks
+from fsdp.state_dict.summon import Entry, Exposure, beside_ours, hidden_handles
 
 ParamInit = Callable[[nn.Module], object]
 Lacks = list[Uninitialized]
-Entry = tuple[dict[str, Tensor | None], str, Tensor]  # what a module lists, and under which name
 
 # The second is what torch's own attention has, and models that follow it.
 _RESETS = ("reset_parameters", "_reset_parameters")
@@ -95,7 +94,11 @@ class _Materializing:
         self._order = _children_first(model)
         self._units = list(filter(None, dict.fromkeys(map(unit_of, self._order))))
         for unit in self._units:
-            _require_idle(unit)
+            unit.require_idle("materialize")
+            if unit.state is TrainingState.SUMMON_FULL_PARAMS:
+                raise RuntimeError(
+                    f"{unit.name}: materialize() cannot be called inside summon_full_params(). Leave it first."
+                )
         self._device = _device_beside(model, self._units)
         self._filled: dict[nn.Module, Lacks] = {}  # what was filled and modules see, by the module that did it
         self._scratch: set[int] = set()  # by id, parameters that stand for those that have values
@@ -122,7 +125,7 @@ class _Materializing:
 
     def fill_unit(self, unit: Unit) -> None:
         """Initialise the modules of a unit, and shard what they have made."""
-        own, shown = set(own_modules(unit.module)), set(_shown_by(unit))
+        own, shown = set(own_modules(unit.module)), set(hidden_handles(unit))
         found = {
             module: [lack for lack in lacks if lack.handle is None or lack.handle in shown]
             for module, lacks in self._lacks.items()
@@ -180,12 +183,6 @@ def _children_first(model: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
-def _require_idle(unit: Unit) -> None:
-    unit.require_idle("materialize")
-    if unit.state is TrainingState.SUMMON_FULL_PARAMS:
-        raise RuntimeError(f"{unit.name}: materialize() cannot be called inside summon_full_params(). Leave it first.")
-
-
 def _device_beside(model: nn.Module, units: Sequence[Unit]) -> torch.device:
     """Return the device of what is in no unit: that of the units, or of other values, or where tensors are made."""
     devices = [unit.device for unit in units]
@@ -198,8 +195,9 @@ def _own_init(module: nn.Module, text: str, lacks: Lacks) -> ParamInit:
     for name in _RESETS:
         if callable(getattr(module, name, None)):
             return lambda each: getattr(each, name)()
+    names = ", ".join(lack.places[0][1] for lack in lacks)
     raise RuntimeError(
-        f"{text} has {', '.join(map(_name, lacks))} without values, and no reset_parameters() to draw them. "
+        f"{text} has {names} without values, and no reset_parameters() to draw them. "
         "Give materialize, or the wrapper, a param_init_fn that initialises such modules, or load the values first."
     )
 
@@ -215,11 +213,6 @@ def _lacks_in(modules: Sequence[nn.Module], units: Sequence[Unit]) -> Iterator[U
     yield from uninitialized_in(modules)
 
 
-def _name(lack: Uninitialized) -> str:
-    """Return its name in the module that is to initialise it."""
-    return lack.places[0][1]
-
-
 def _address(lack: Uninitialized) -> int | None:
     value = lack.value
     is_here = value is not None and not is_ours(value) and not isinstance(value, Placeholder)
@@ -228,7 +221,7 @@ def _address(lack: Uninitialized) -> int | None:
 
 def _require_filled(lack: Uninitialized, module: str) -> None:
     """Raise unless there are values now; `module` was to bring them."""
-    value, name = lack.value, _name(lack)
+    value, name = lack.value, lack.places[0][1]
     if value is None:
         raise RuntimeError(f"{module}: its initialisation removed {name}")
     if value.shape != lack.shape:
@@ -247,20 +240,16 @@ def _require_filled(lack: Uninitialized, module: str) -> None:
 # --- what modules see -------------------------------------------------------------------------------------------
 
 
-def _shown_by(unit: Unit) -> list[FlatParamHandle]:
-    """Return the handles that are shown for filling. `DTensor`s always have values, and nothing stands for them."""
-    return [handle for handle in hidden_handles(unit) if not any(handle.flat_param.parts)]
-
-
 @contextmanager
 def _filling(unit: Unit, wanted: Lacks) -> Iterator[set[int]]:
     """Show a unit's modules memory in the place of all parameters, and keep the values that come into those wanted.
 
-    Yields:
-        The ids of the other parameters, which stand for those that have values and are forgotten.
+    Yields the ids of the other parameters, which stand for those that have values and are forgotten.
     """
     slots = {(lack.handle, lack.slot) for lack in wanted}
-    memory = {handle: blanks(handle) for handle in _shown_by(unit)}
+    memory = {
+        handle: as_modules_see(handle, blanks(handle, handle.storage.device)) for handle in hidden_handles(unit)
+    }
     for handle, tensors in memory.items():
         for slot, tensor in enumerate(tensors):
             if (handle, slot) in slots:
@@ -282,7 +271,7 @@ def _filling(unit: Unit, wanted: Lacks) -> Iterator[set[int]]:
 
 def _refuse_moved(below: Lacks, before: Sequence[int | None], module: str) -> None:
     """Raise if what children were given is elsewhere now: without values, most likely."""
-    moved = [_name(lack) for lack, address in zip(below, before, strict=True) if _address(lack) != address]
+    moved = [lack.places[0][1] for lack, address in zip(below, before, strict=True) if _address(lack) != address]
     if moved:
         raise RuntimeError(
             f"{module}: its initialisation gave other memory to parameters or buffers of modules inside of it, which "
@@ -314,25 +303,17 @@ def _drawing_from(seed: int | None, name: str, device: torch.device) -> Iterator
 def _others_in(module: nn.Module, lacks: Lacks, below: Lacks, scratch: Collection[int]) -> list[Entry]:
     """Return where an initialisation of `module` may find values that are not its to change: in itself and below.
 
-    What children were given just now it may change, but not what it has in common with another module.
-
-    Args:
-        module: is to initialise `lacks`.
-        lacks, below: what it gives values to, and what modules inside of it were given before.
-        scratch: ids of parameters that will be forgotten anyway.
+    What children were given just now (`below`) it may change, but not what it has in common with another module; nor
+    do the parameters matter that will be forgotten, by their ids (`scratch`).
     """
     own = {id(lack.value) for lack in lacks} | set(scratch)
     drawn = {id(lack.value) for lack in below} | own
-    found = []
-    for inner in module.modules():
-        entries: dict[str, Tensor | None]
-        for entries in (inner._parameters, inner._buffers):  # type: ignore[assignment]
-            for name, tensor in entries.items():
-                if tensor is None or tensor.is_meta or is_ours(tensor):
-                    continue
-                if id(tensor) not in (own if inner is module else drawn):
-                    found.append((entries, name, tensor))
-    return found
+    return [
+        (entries, name, tensor)
+        for inner in module.modules()
+        for entries, name, tensor in beside_ours(inner)
+        if not tensor.is_meta and id(tensor) not in (own if inner is module else drawn)
+    ]
 
 
 @contextmanager

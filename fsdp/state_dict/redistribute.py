@@ -22,47 +22,34 @@ def is_first(handle: FlatParamHandle) -> bool:
 def assembled(handle: FlatParamHandle, at_first: bool = False) -> list[Tensor]:
     """Collective. Return the parameters as modules see them, in the shard's dtype, with memory of their own.
 
-    Peers may still be receiving from the shard: `handle.settle` before it is written.
-
-    Args:
-        handle: whose parameters.
-        at_first: only the first rank needs them; the others get tensors on the meta device.
+    Peers may still be receiving from the shard: `handle.settle` before it is written. If only the first rank needs them
+    (`at_first`), the others get tensors on the meta device.
     """
     handle.storage.check(handle.name)
     handle.absorb()
     handle.refuse_lent("put whole parameters together")
+    is_at_hand = handle.dtype == handle.flat_param.dtype and handle.is_unsharded  # on all ranks alike
     if at_first and not is_first(handle):
-        if not _is_at_hand(handle) and handle.replicas.rank == 0:
+        if not is_at_hand and handle.replicas.rank == 0:
             _send_intervals(handle, [], [0])
-        return _shown(handle, shapes_of(handle))
-    if _is_at_hand(handle):
+        return as_modules_see(handle, blanks(handle, torch.device("meta")))
+    if is_at_hand:
         return [leaf.detach().clone() for leaf in handle.unsharded.leaves]
     if at_first or handle.comm.sends_pieces or not handle.is_sharded:
-        copies = blanks(handle)
+        copies = blanks(handle, handle.storage.device)
         _send_intervals(handle, copies, [] if at_first else range(handle.comm.world_size))
     else:
         copies = [view.clone() for view in handle.layout.unpack(handle.gathered())]
-    return _shown(handle, copies)
+    return as_modules_see(handle, copies)
 
 
-def _is_at_hand(handle: FlatParamHandle) -> bool:
-    """Return True if what is to be put together is here, on all ranks alike."""
-    return handle.dtype == handle.flat_param.dtype and handle.is_unsharded
-
-
-def blanks(handle: FlatParamHandle) -> list[Tensor]:
+def blanks(handle: FlatParamHandle, device: torch.device) -> list[Tensor]:
     """Return memory for the parameters, of `DTensor`s for their local parts, in the shard's dtype."""
-    dtype, device = handle.flat_param.dtype, handle.storage.device
-    return [torch.empty(slot.shape, dtype=dtype, device=device) for slot in handle.layout.slots]
+    return [torch.empty(slot.shape, dtype=handle.flat_param.dtype, device=device) for slot in handle.layout.slots]
 
 
-def shapes_of(handle: FlatParamHandle) -> list[Tensor]:
-    """Return the shapes and dtypes of `blanks`, on the meta device."""
-    dtype = handle.flat_param.dtype
-    return [torch.empty(slot.shape, dtype=dtype, device="meta") for slot in handle.layout.slots]
-
-
-def _shown(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[Tensor]:
+def as_modules_see(handle: FlatParamHandle, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return `DTensor`s around the local parts of those."""
     parts = handle.flat_param.parts
     return [part.dtensor(tensor) if part else tensor for tensor, part in zip(tensors, parts, strict=True)]
 
@@ -90,18 +77,16 @@ def _send_intervals(handle: FlatParamHandle, copies: Sequence[Tensor], receivers
 
 
 def deal(handle: FlatParamHandle, slots: Sequence[int], given: Mapping[int, Tensor]) -> None:
-    """Collective. Give every rank its shard of new unsharded values that the first rank has, and has kept already.
+    """Collective. Give every rank its shard of the new unsharded values that the first rank has kept already.
 
-    Args:
-        handle: whose parameters.
-        slots: the numbers of those that have new values.
-        given: on the first rank their values, of `DTensor`s the local parts, of any dtype and device.
+    There, `given` has those of the parameters `slots`, of `DTensor`s the local parts, of any dtype and device.
     """
     if handle.layout.numel == 0:
         return
     comm, layout, device = handle.comm, handle.layout, handle.storage.device
     shard = handle.flat_param.vector
-    own = {slot: each.to(device) for slot, each in layout.pieces(shard, comm.rank).items() if slot in slots}
+    mine = layout.local_shards(shard, comm.rank)
+    own = {slot: mine[slot].to(device) for slot in slots if mine[slot].numel()}
     incoming, outgoing = {}, {}
     if is_first(handle):
         flat = {slot: given[slot].detach().reshape(-1) for slot in slots}

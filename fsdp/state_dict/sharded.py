@@ -15,17 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.distributed.consensus import agree_on, agree_on_outcome, number_among
+from fsdp.distributed.consensus import agree_on, done_by_all, number_among
 from fsdp.distributed.dtensor import is_dtensor, local_part
 from fsdp.engine.deferred_init import Uninitialized, memory_to_load_into, uninitialized_in
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.managed_params import is_ours
 from fsdp.engine.precision import BATCH_NORMS
 from fsdp.engine.state_requests import ShardedState
 from fsdp.engine.unit import Unit, own_modules, serving
 from fsdp.state_dict.full import ensure_agreed, ensure_same_values
 from fsdp.state_dict.load_targets import Held, LoadTarget, Part, TensorPart, part_of, recorded, recording, store
-from fsdp.state_dict.summon import Exposure, for_each, hidden_handles
+from fsdp.state_dict.summon import Exposure, beside_ours, for_each, hidden_handles
 
 _VALUELESS = (
     "it has no values yet, because it was on the meta device when it was wrapped. Give it values first "
@@ -37,10 +36,7 @@ _VALUELESS = (
 def _parts(unit: Unit, rank: int, unfit: str) -> Iterator[list[TensorPart]]:
     """Show a unit's modules this rank's parts as their parameters inside. No rank needs another for it.
 
-    Args:
-        unit: whose parameters.
-        rank: this rank's number, for messages.
-        unfit: why none of them must be saved; empty if they may be.
+    None must be saved if there is a reason (`unfit`); `rank` is this rank's number for messages.
     """
     parts = {handle: _parts_of(handle, rank, unfit) for handle in hidden_handles(unit)}
     with closing(Exposure(unit, parts)):
@@ -55,7 +51,7 @@ def _parts(unit: Unit, rank: int, unfit: str) -> Iterator[list[TensorPart]]:
 
 def _parts_of(handle: FlatParamHandle, rank: int, unfit: str) -> list[TensorPart]:
     _require_shards(handle)
-    flats = handle.layout.parts(handle.flat_param.vector, handle.comm.rank)
+    flats = handle.layout.local_shards(handle.flat_param.vector, handle.comm.rank)
     found = []
     for slot, flat in enumerate(flats):
         is_blank = slot in handle.valueless
@@ -104,11 +100,13 @@ def sharded_state(root: Unit, units: Sequence[Unit], take: Callable[[], Any]) ->
     rank = number_among(root.everyone)
     with for_each(units, lambda unit: _parts(unit, rank, unfit)) as shown:
         state = take()
-        apart = [parts for parts, unit in zip(shown, units, strict=True) if _is_apart(unit, root)]
-        _note_apart(state, [part for parts in apart for part in parts])
+        apart = [part for parts, unit in zip(shown, units, strict=True) if _is_apart(unit, root) for part in parts]
     copies: dict[Any, Tensor] = {}  # tied tensors stay tied
     for key, value in state.items():
-        if isinstance(value, Tensor) and not isinstance(value, TensorPart):
+        if isinstance(value, TensorPart):
+            if any(value.is_alias_of(part) for part in apart):
+                value.refuse_key(key)
+        elif isinstance(value, Tensor):
             place = (local_part(value).data_ptr(), value.shape, value.stride(), value.dtype)
             if place not in copies or value.numel() == 0:
                 copies[place] = value.detach().clone()
@@ -124,12 +122,6 @@ def _is_apart(unit: Unit, root: Unit) -> bool:
     return ours < everyones and not is_own_norm
 
 
-def _note_apart(state: Any, parts: Sequence[TensorPart]) -> None:
-    for key, value in state.items():
-        if isinstance(value, TensorPart) and any(value.is_alias_of(part) for part in parts):
-            value.refuse_key(key)
-
-
 # Loading
 
 
@@ -137,9 +129,6 @@ def load_sharded_state(root: Unit, units: Sequence[Unit], load: Callable[[], Any
     """Collective. Keep what `load` loads into modules as if they were not sharded, if all ranks could load it.
 
     Otherwise parameters, and whatever else the modules of the units list, are as they were before.
-
-    Returns:
-        What `load` returns.
     """
     ensure_agreed(root)
     everyone, rank = root.everyone, number_among(root.everyone)
@@ -150,12 +139,7 @@ def load_sharded_state(root: Unit, units: Sequence[Unit], load: Callable[[], Any
         part_of(handle, slot, rank).check(value, handle.flat_param.dtype)
 
     with for_each(units, lambda unit: closing(recording(unit, check))) as recordings, _kept_if_it_fails(units):
-        error = result = None
-        try:
-            result = load()
-        except Exception as found:  # noqa: BLE001 (whatever a hook raises, the other ranks must hear of it)
-            error = found
-        agree_on_outcome([everyone], "load its part of a sharded state", error)
+        result = done_by_all([everyone], "load its part of a sharded state", load)
         values = {key: value for each in recordings for key, value in recorded(each).items()}
         numbers = sorted((handle.number, slot) for handle, slot in values)  # which are alike on all ranks
         digest = hashlib.sha256(repr(numbers).encode()).hexdigest()
@@ -171,10 +155,10 @@ def _kept_if_it_fails(units: Sequence[Unit]) -> Iterator[None]:
 
     What has no values gets memory, which it keeps if values come.
     """
-    modules = [module for unit in units for module in own_modules(unit.module)]
-    listed = (tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values()))
-    live = [tensor for tensor in listed if tensor is not None and not tensor.is_meta and not _is_shown(tensor)]
-    before = [(tensor, tensor.detach().clone()) for tensor in dict.fromkeys(live)]
+    modules = (module for unit in units for module in own_modules(unit.module))
+    listed = dict.fromkeys(tensor for module in modules for *_, tensor in beside_ours(module))
+    live = [tensor for tensor in listed if not isinstance(tensor, LoadTarget) and not tensor.is_meta]
+    before = [(tensor, tensor.detach().clone()) for tensor in live]
     with memory_to_load_into(units) as given:
         try:
             yield
@@ -185,7 +169,3 @@ def _kept_if_it_fails(units: Sequence[Unit]) -> Iterator[None]:
             for each in given:
                 each.take_back()
             raise
-
-
-def _is_shown(tensor: Tensor) -> bool:
-    return isinstance(tensor, LoadTarget) or is_ours(tensor)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import during
-from fsdp.distributed.consensus import from_everyone, number_among
+from fsdp.distributed.consensus import from_everyone, number_among, sent_by_first
 from fsdp.distributed.dtensor import local_part
 from fsdp.engine.deferred_init import is_marked, mark
 from fsdp.engine.fingerprints import fingerprint
@@ -26,9 +26,10 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours, note_stale
 from fsdp.engine.state_requests import Summoning
 from fsdp.engine.unit import TrainingState, Unit, serving
-from fsdp.state_dict.redistribute import assembled, deal, shapes_of
+from fsdp.state_dict.redistribute import as_modules_see, assembled, blanks, deal
 
 Values = Mapping[tuple[FlatParamHandle, int], Tensor]  # by the handle, and the parameter's number in it
+Entry = tuple[dict[str, Any], str, Tensor]  # what a module lists: the dictionary, the name in it, and the tensor
 _Shown = TypeVar("_Shown")
 
 
@@ -36,7 +37,6 @@ class Exposure:
     """One unit's modules with ordinary parameters in the place of their sharded ones, until closed.
 
     Args:
-        unit: whose modules.
         tensors: what is shown of each handle of `hidden_handles`; None leaves the modules as they are.
         by_value: see also changes that no version counts, as those through ``.data``.
     """
@@ -69,14 +69,10 @@ class Exposure:
         ]
 
     def close(self, keep: Callable[[FlatParamHandle, int], None] | None = None) -> None:
-        """Have the modules list their shards again.
+        """Have the modules list their shards again, and `keep` this rank's shards of what the parameters are now.
 
-        Args:
-            keep: keeps this rank's shard of what a parameter is now; None forgets all changes.
-
-        Raises:
-            RuntimeError: if a parameter was removed, replaced under one of its names only, or has another
-                shape. Everything else is kept, and the unit is usable.
+        If one was removed, replaced under one of its names only, or has another shape, everything else is kept, the
+        unit is usable, and a RuntimeError names it.
         """
         problems: list[str] = []
         for handle, slot in () if keep is None else self.changed():
@@ -152,10 +148,7 @@ def unsharded(
 ) -> dict[FlatParamHandle, list[Tensor]]:
     """Collective. Return the values of a unit's parameters, for an `Exposure`; other ranks may have those missing here.
 
-    Args:
-        unit: whose parameters.
-        at_first: only the first rank needs the values; on others, they are on the meta device.
-        device: where values go.
+    If only the first rank needs them (`at_first`), they are on the meta device elsewhere.
     """
     found = {}
     for handle in hidden_handles(unit):
@@ -181,21 +174,24 @@ def for_each(units: Iterable[Unit], show: Callable[[Unit], AbstractContextManage
 
 
 def deal_changes(handles: Sequence[FlatParamHandle], changed: Sequence[Sequence[int]], values: Values) -> None:
-    """Collective. All ranks get what was changed on the first one.
-
-    Args:
-        handles: of an exposure.
-        changed: numbers of a handle, and of a parameter of it.
-        values: on the first rank, what it has kept.
-    """
+    """Collective. All ranks get the `values` of what was changed on the first one: of which handle, which parameter."""
     for number, handle in enumerate(handles):
         slots = [slot for which, slot in changed if which == number]
         kept = {slot: values[handle, slot] for slot in slots if (handle, slot) in values}
         for slot, value in kept.items():
             part = handle.flat_param.parts[slot]
-            kept[slot] = value if part is None else local_part(part.cut(handle.layout.slots[slot].name, value))
+            kept[slot] = value if part is None else local_part(part.to_local(handle.layout.slots[slot].name, value))
         if slots:
             deal(handle, slots, kept)
+
+
+def beside_ours(module: nn.Module) -> Iterator[Entry]:
+    """Yield what a module lists that is not ours."""
+    entries: dict[str, Any]
+    for entries in (module._parameters, module._buffers):
+        for name, tensor in entries.items():
+            if tensor is not None and not is_ours(tensor):
+                yield entries, name, tensor
 
 
 def listed_at(place: ParamInfo) -> nn.Parameter | None:
@@ -208,11 +204,7 @@ def listed_at(place: ParamInfo) -> nn.Parameter | None:
 
 @contextmanager
 def summoned(units: Sequence[Unit], form: Summoning) -> Iterator[None]:
-    """Collective. The units' modules hold unsharded parameters inside, those that do already included.
-
-    Raises:
-        RuntimeError: if a unit is summoned already, and not in this form.
-    """
+    """Collective. The units' modules hold unsharded parameters inside; those that do already must be in this form."""
     closed = []
     for unit in units:
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
@@ -310,9 +302,7 @@ class _Summoned:
         else:
             local = value if part is None else part.gradient(value)
             tensor = local.detach().to(device, handle.flat_param.dtype).reshape(shape).contiguous()
-        for comm in reversed(self._unit.everyone):
-            if comm.world_size > 1 and tensor.numel():
-                comm.broadcast(tensor.view(-1).view(torch.uint8)).wait()
+        tensor = sent_by_first(self._unit.everyone, tensor)
         return tensor if part is None else part.dtensor(tensor)
 
 
@@ -337,8 +327,7 @@ def _shapes(unit: Unit) -> Iterator[None]:
     shapes = {}
     for handle in hidden_handles(unit):
         handle.absorb()
-        pairs = zip(shapes_of(handle), handle.flat_param.parts, strict=True)
-        shapes[handle] = [part.dtensor(shape) if part else shape for shape, part in pairs]
+        shapes[handle] = as_modules_see(handle, blanks(handle, torch.device("meta")))
     # As on ranks that have none: nothing that needs values works inside.
     form = Summoning(keeps_changes=False, with_grads=False, rank0_only=True, on_host=False)
     with closing(Exposure(unit, shapes)), serving([unit], form):

@@ -41,7 +41,6 @@ from fsdp.state_dict_utils.stager import StateDictStager as StateDictStager
 from fsdp.state_dict_utils.stager import origins as origins
 from fsdp.state_dict_utils.stager import restore as restore
 from fsdp.state_dict_utils.tensors import (
-    TensorInfo,
     differ_as_parts,
     differ_as_values,
     differ_in_form,
@@ -56,6 +55,7 @@ from fsdp.state_dict_utils.tree import CompanionMismatch as CompanionMismatch
 from fsdp.state_dict_utils.tree import (
     Comparison,
     Path,
+    check_leaves,
     check_types,
     emptied,
     leaves,
@@ -118,7 +118,7 @@ def gather_state_dict(
 
     def check() -> None:
         check_types(state_dict, type_check)
-        _check_values(state_dict)
+        check_leaves(state_dict, without_values)
         _check_parts(state_dict, gathering.is_wanted)
 
     tensors = [leaf for _, leaf in leaves(state_dict) if isinstance(leaf, Tensor)]
@@ -155,12 +155,6 @@ def _check_parts(tree: Any, is_wanted: bool) -> None:
             raise TypeError(f"{spelled(path)}: {why_unknown(leaf)}")
 
 
-def _check_values(tree: Any) -> None:
-    for path, leaf in leaves(tree):
-        if isinstance(leaf, Tensor) and (missing := without_values(leaf)):
-            raise ValueError(f"{spelled(path)}: {missing}")
-
-
 @torch.no_grad()
 def offload_state_dict_to_cpu(state_dict: Any, *, ranks_only: Collection[int] = (), type_check: bool = True) -> Any:
     """Return a tree with all tensors on CPU; a `DTensor` stays one, around a local part on CPU.
@@ -179,22 +173,17 @@ def offload_state_dict_to_cpu(state_dict: Any, *, ranks_only: Collection[int] = 
         ValueError: for a rank that there is not, or a tensor on the meta device.
     """
     check_types(state_dict, type_check)
-    _check_values(state_dict)
+    check_leaves(state_dict, without_values)
     if not Gathering(group_of(None), ranks_only).is_wanted:
         return emptied(state_dict)
-    result = mapped(_on_cpu, state_dict)
-    _settle(state_dict)
-    return result
 
+    def on_cpu(path: Path, leaf: Any) -> Any:
+        return leaf.detach().to(_CPU, non_blocking=True) if isinstance(leaf, Tensor) else leaf
 
-def _on_cpu(path: Path, leaf: Any) -> Any:
-    return leaf.detach().to(_CPU, non_blocking=True) if isinstance(leaf, Tensor) else leaf
-
-
-def _settle(tree: Any) -> None:
-    """Block until the copies that were queued from the tree's devices are done."""
-    for device in {leaf.device for _, leaf in leaves(tree) if isinstance(leaf, Tensor)} - {_CPU}:
+    result = mapped(on_cpu, state_dict)
+    for device in {leaf.device for _, leaf in leaves(state_dict) if isinstance(leaf, Tensor)} - {_CPU}:
         torch.accelerator.current_stream(device).synchronize()
+    return result
 
 
 @torch.no_grad()
@@ -354,7 +343,7 @@ def broadcast_state_dict(
     arrivals = Arrivals(comm, device, described, full, max_coalesced_bytes)
 
     def put(path: Path, info: Any, target: Any) -> Any:
-        if not isinstance(info, TensorInfo):
+        if not is_tensor(info):
             return info
         value, is_ours = arrivals.take(target)
         return placed(value, target, home, is_ours)

@@ -20,7 +20,7 @@ from fsdp.distributed.collectives import LONE_RANK, Communicator, communicator
 from fsdp.distributed.communicator import Group, backend_names
 from fsdp.distributed.dtensor import arrived, is_dtensor
 from fsdp.state_dict_utils.gather import as_bytes
-from fsdp.state_dict_utils.tensors import TensorInfo, cannot, is_tensor, without_values
+from fsdp.state_dict_utils.tensors import cannot, is_tensor, without_values
 from fsdp.state_dict_utils.tree import CompanionMismatch, Path, check_types, leaves, mapped, spelled
 
 Result = TypeVar("Result")
@@ -28,11 +28,7 @@ _ALIGNMENT = 16  # bytes; that of the widest dtype, so that a part of a buffer c
 
 
 def ranks_of(pg: Group | None, device: torch.device) -> Communicator:
-    """Return the way to the ranks of `group_of` for tensors on a device.
-
-    Raises:
-        ValueError: for a device that the group does not serve.
-    """
+    """Return the way to the ranks of `group_of` for tensors on a device, which the group must serve."""
     group = group_of(pg)
     if group is None:
         return LONE_RANK
@@ -43,11 +39,7 @@ def ranks_of(pg: Group | None, device: torch.device) -> Communicator:
 
 
 def group_of(pg: Group | None) -> Group | None:
-    """Return the ranks that are meant, where None means all; None where this process is alone.
-
-    Raises:
-        TypeError: for something that is no group that this rank is in.
-    """
+    """Return the ranks that are meant, where None means all; None where this process is alone."""
     if pg is None:
         return cast(Group, dist.group.WORLD) if dist.is_available() and dist.is_initialized() else None
     if not callable(getattr(pg, "rank", None)) or not callable(getattr(pg, "size", None)):
@@ -64,7 +56,7 @@ def place_in(comm: Communicator) -> str:
 
 
 def description(tree: Any, type_check: bool = True) -> Any:
-    """Return the tree with a `TensorInfo` for each tensor."""
+    """Return the tree with one on the meta device for each tensor."""
     check_types(tree, type_check)
     return mapped(_info, tree)
 
@@ -72,9 +64,9 @@ def description(tree: Any, type_check: bool = True) -> Any:
 def _info(path: Path, leaf: Any) -> Any:
     if is_dtensor(leaf):
         raise TypeError(f"{spelled(path)}: a DTensor, where a whole tensor is expected: gather_state_dict makes one")
-    if isinstance(leaf, Tensor) and (missing := without_values(leaf)):
+    if missing := without_values(leaf):
         raise ValueError(f"{spelled(path)}: {missing}")
-    return TensorInfo(leaf.shape, leaf.dtype) if is_tensor(leaf) else leaf
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if is_tensor(leaf) else leaf
 
 
 def shared_description(comm: Communicator, full: Any, type_check: bool) -> bytes:
@@ -85,7 +77,7 @@ def shared_description(comm: Communicator, full: Any, type_check: bool) -> bytes
             letter = _packed(description(full, type_check))
         except Exception as error:  # noqa: BLE001 - all ranks are told of it
             letter = _saved(_Failure(error, place_in(comm)))
-    return _broadcast_bytes(comm, letter)
+    return comm.all_gather_bytes(letter)[0]
 
 
 def _packed(described: Any) -> bytes:
@@ -109,29 +101,11 @@ def _saved(value: Any) -> bytes:
 
 
 def unpacked(letter: bytes, device: torch.device) -> Any:
-    """Return the description that a letter has; raise what was wrong with it on rank 0.
-
-    Args:
-        device: where tensors inside of leaves of unknown types go.
-    """
+    """Return the description that a letter has, with unknown leaves on `device`; raise what was wrong on rank 0."""
     described = torch.load(io.BytesIO(letter), map_location=device, weights_only=False)
     if isinstance(described, _Failure):
         described.raise_here()
     return described
-
-
-def _broadcast_bytes(comm: Communicator, payload: bytes) -> bytes:
-    if comm.world_size == 1:
-        return payload
-    device = comm.talk_device
-    talk = comm.for_device(device)
-    length = torch.tensor([len(payload)], device=device)
-    talk.broadcast(length).wait()
-    letter = torch.empty(int(length), dtype=torch.uint8, device=device)
-    if comm.rank == 0:
-        letter.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-    talk.broadcast(letter).wait()
-    return letter.cpu().numpy().tobytes()
 
 
 class _Failure:
@@ -149,12 +123,9 @@ class _Failure:
 
 
 def agree(ways: Sequence[Communicator], where: str, check: Callable[[], Result]) -> Result:
-    """Collective. Run a check on every rank and return its result, or raise on all ranks if it raises on one.
+    """Collective. Return the result of a check, or raise on all ranks the kind of error that it raises on one.
 
-    Args:
-        ways: to other ranks. What is heard on one way is told on the next.
-        where: what other ranks call this one.
-        check: may raise anything.
+    What is heard on one of the `ways` to other ranks is told on the next; they call this one `where`.
     """
     problem, failed = b"", None
     try:
@@ -191,9 +162,7 @@ class Arrivals:
         self._sources: deque[Tensor] | None = None
         if comm.rank == 0:
             self._sources = deque(arrived(leaf) for _, leaf in leaves(full) if is_tensor(leaf))
-        self._messages = deque(
-            _messages([leaf for _, leaf in leaves(described) if isinstance(leaf, TensorInfo)], budget)
-        )
+        self._messages = deque(_messages([leaf for _, leaf in leaves(described) if is_tensor(leaf)], budget))
         self._unpacked: deque[Tensor] = deque()
 
     def take(self, target: Tensor | None) -> tuple[Tensor, bool]:
@@ -201,18 +170,17 @@ class Arrivals:
 
         It is received into `target` itself, on ranks other than 0, where that is of the right kind.
         """
-        if self._unpacked:
-            return self._unpacked.popleft(), False
-        message = self._messages.popleft()
-        if len(message) == 1:
-            return self._alone(message[0], target)
-        self._unpacked.extend(self._together(message))
+        if not self._unpacked:
+            message = self._messages.popleft()
+            if len(message) == 1:
+                return self._alone(message[0], target)
+            self._unpacked.extend(self._together(message))
         return self._unpacked.popleft(), False
 
-    def _alone(self, info: TensorInfo, target: Tensor | None) -> tuple[Tensor, bool]:
+    def _alone(self, info: Tensor, target: Tensor | None) -> tuple[Tensor, bool]:
         if self._sources is not None:
             tensor = self._sources.popleft().detach().resolve_conj().resolve_neg().to(self._device).contiguous()
-        elif target is not None and self._can_receive(info, target):
+        elif target is not None and _is_plain(target) and (target.dtype, target.device) == (info.dtype, self._device):
             tensor = target.detach()
         else:
             tensor = torch.empty(info.shape, dtype=info.dtype, device=self._device)
@@ -220,16 +188,7 @@ class Arrivals:
             self._comm.broadcast(as_bytes(tensor)).wait()
         return tensor, self._sources is None
 
-    def _can_receive(self, info: TensorInfo, target: Tensor) -> bool:
-        kind = not is_dtensor(target) and target.dtype == info.dtype and target.layout is torch.strided
-        return (
-            kind
-            and target.device == self._device
-            and target.is_contiguous()
-            and not (target.is_conj() or target.is_neg())
-        )
-
-    def _together(self, message: list[TensorInfo]) -> list[Tensor]:
+    def _together(self, message: list[Tensor]) -> list[Tensor]:
         buffer = torch.empty(sum(map(_padded, message)), dtype=torch.uint8, device=self._device)
         views, start = [], 0
         for info in message:
@@ -242,9 +201,14 @@ class Arrivals:
         return views
 
 
-def _messages(infos: list[TensorInfo], budget: int) -> list[list[TensorInfo]]:
+def _is_plain(tensor: Tensor) -> bool:
+    is_strided = not is_dtensor(tensor) and tensor.layout is torch.strided
+    return is_strided and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _messages(infos: list[Tensor], budget: int) -> list[list[Tensor]]:
     """Return what travels together: neighbours, as many as the budget has room for."""
-    messages: list[list[TensorInfo]] = []
+    messages: list[list[Tensor]] = []
     room = 0
     for info in infos:
         if not messages or _padded(info) > room:
@@ -255,5 +219,5 @@ def _messages(infos: list[TensorInfo], budget: int) -> list[list[TensorInfo]]:
     return messages
 
 
-def _padded(info: TensorInfo) -> int:
+def _padded(info: Tensor) -> int:
     return -(-info.nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -9,7 +9,6 @@ Here each part goes, as bytes, straight to the ranks that want the result.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from fsdp.distributed.collectives import Communicator, communicator
 from fsdp.distributed.communicator import Group
-from fsdp.distributed.dtensor import MeshPart, arrived, local_part, whole
+from fsdp.distributed.dtensor import Cut, MeshPart, arrived, full_tensor, local_part
 
 _WHAT = "the gather of a state dict"
 
@@ -74,17 +73,21 @@ class Gathering:
         if home.type != part.mesh.device_type:  # offloaded: only the mesh's device can talk to the other ranks
             tensor = tensor.to(part.mesh.device_type)
         if any(placement.is_partial() for placement in part.placements):
-            tensor, part = _reduced(tensor, part)
+            from torch.distributed.tensor import Replicate
+
+            placements = tuple(Replicate() if each.is_partial() else each for each in part.placements)
+            tensor = tensor.redistribute(placements=placements)  # type: ignore[attr-defined]
+            part = MeshPart(part.mesh, placements, part.shape)
         if has_only_usual_placements(part):
-            full = self._joined(arrived(local_part(tensor)), part)
+            full = self._put_together(arrived(local_part(tensor)), part)
         else:
             full = _put_together_by_torch(tensor, part)
         return full.to(home) if self.is_wanted and full is not None else None
 
-    def _joined(self, local: Tensor, part: MeshPart) -> Tensor | None:
+    def _put_together(self, local: Tensor, part: MeshPart) -> Tensor | None:
         """Gather over one mesh dimension after the other, from the innermost, which was cut last."""
         full: Tensor | None = local
-        for left, cut in reversed(list(enumerate(cuts(part)))):
+        for left, cut in reversed(list(enumerate(part.cuts))):
             group = part.mesh.get_group(cut.mesh_dim)
             comm = communicator(group, local.device)
             if comm.world_size == 1:
@@ -95,10 +98,7 @@ class Gathering:
                 wants = [True] * len(ranks)  # of some of them it is not known here
             self._used.add(comm)
             piece = local.resolve_conj().resolve_neg().contiguous()
-            places = _places(part, cut, ranks)
-            # A backend whose collectives are its own has a better way to all ranks than messages.
-            join = _joined_by_messages if comm.sends_pieces or not all(wants) else _joined_by_all_gather
-            full = join(comm, cut, piece, places, wants)
+            full = _joined(comm, cut, piece, _places(part, cut, ranks), wants)
             if left > 0 or piece is not local:
                 comm.settle()  # what is only made to be sent should not pile up
             local = local if full is None else full
@@ -110,21 +110,6 @@ def has_only_usual_placements(part: MeshPart) -> bool:
     from torch.distributed.tensor import Replicate, Shard
 
     return all(type(placement) in (Replicate, Shard) for placement in part.placements)
-
-
-def usual_part(value: Tensor, part: MeshPart) -> Tensor:
-    """Return this rank's shard of an unsharded value that is sharded plainly; shares memory."""
-    for cut in cuts(part):  # by coordinates, which `MeshPart.cut` does not need: meshes may number ranks in any order
-        value = value.narrow(cut.dim, *cut.range(cut.place))
-    return value
-
-
-def _reduced(tensor: Tensor, part: MeshPart) -> tuple[Tensor, MeshPart]:
-    from torch.distributed.tensor import Replicate
-
-    placements = tuple(Replicate() if placement.is_partial() else placement for placement in part.placements)
-    reduced = tensor.redistribute(placements=placements)  # type: ignore[attr-defined]
-    return reduced, MeshPart(part.mesh, placements, part.shape)
 
 
 def _put_together_by_torch(tensor: Tensor, part: MeshPart) -> Tensor:
@@ -139,57 +124,18 @@ def _put_together_by_torch(tensor: Tensor, part: MeshPart) -> Tensor:
     local = arrived(local_part(tensor)).resolve_conj().resolve_neg().contiguous().unsqueeze(-1).view(torch.uint8)
     shape = torch.Size([*part.shape, tensor.dtype.itemsize])
     sent = MeshPart(part.mesh, part.placements, shape).dtensor(local)
-    full = whole(sent).contiguous().view(tensor.dtype).squeeze(-1)
+    full = full_tensor(sent).contiguous().view(tensor.dtype).squeeze(-1)
     return full.clone() if full.untyped_storage().nbytes() > full.nbytes else full
 
 
-@dataclass(frozen=True)
-class Cut:
-    """The sharding of a tensor along one mesh dimension; outer mesh dimensions may have left a part of it.
-
-    Attributes:
-        mesh_dim: the dimension of the mesh.
-        dim: that of the tensor.
-        total: its size before the cut.
-        each: that of a part; of the last ones less is left, or nothing.
-        place: the number of this rank's part. By its coordinate in the mesh: a group numbers its ranks in rising order,
-            and a mesh need not.
-    """
-
-    mesh_dim: int
-    dim: int
-    total: int
-    each: int
-    place: int
-
-    def range(self, place: int) -> tuple[int, int]:
-        """Return the first element of a part, and its length."""
-        start = min(place * self.each, self.total)
-        return start, min(self.each, self.total - start)
-
-
-def cuts(part: MeshPart) -> list[Cut]:
-    """Return the cuts of a tensor from the outermost mesh dimension, which cuts first."""
-    shape, found = list(part.shape), []
-    place = part.mesh.get_coordinate() or ()
-    for number in part.sharded_dims:
-        dim = part.placements[number].dim  # type: ignore[attr-defined]
-        cut = Cut(number, dim, shape[dim], -(-shape[dim] // part.mesh.size(number)), place[number])
-        shape[dim] = cut.range(cut.place)[1]
-        found.append(cut)
-    return found
-
-
-def _joined_by_messages(
-    comm: Communicator, cut: Cut, piece: Tensor, places: list[int], wants: list[bool]
-) -> Tensor | None:
+def _joined(comm: Communicator, cut: Cut, piece: Tensor, places: list[int], wants: list[bool]) -> Tensor | None:
     """Send each part to those who want it, straight into its place where that is one range of memory."""
     outgoing = {rank: [as_bytes(piece)] for rank, wanted in enumerate(wants) if wanted and rank != comm.rank}
     incoming: dict[int, list[Tensor]] = {}
     beside: list[tuple[Tensor, Tensor]] = []
     full: Tensor | None = None
     if wants[comm.rank]:
-        full = _blank(cut, piece)
+        full = piece.new_empty([cut.total if dim == cut.dim else size for dim, size in enumerate(piece.shape)])
         for rank, place in enumerate(places):
             target = full.narrow(cut.dim, *cut.range(place))
             if rank == comm.rank:
@@ -207,28 +153,6 @@ def _joined_by_messages(
     return full
 
 
-def _joined_by_all_gather(
-    comm: Communicator, cut: Cut, piece: Tensor, places: list[int], wants: list[bool]
-) -> Tensor | None:
-    """Send all parts, padded to one size, to all ranks."""
-    if piece.shape[cut.dim] < cut.each:
-        piece = _padded(piece, cut.dim, cut.each)
-    pieces = piece.new_empty([comm.world_size, *piece.shape])
-    if piece.numel():
-        comm.all_gather(as_bytes(pieces), as_bytes(piece), _WHAT, "state dict").wait()
-    if cut.dim == 0 and cut.total == comm.world_size * cut.each and places == sorted(places):
-        return pieces.flatten(0, 1)
-    full = _blank(cut, piece)
-    for place, source in zip(places, pieces, strict=True):
-        start, size = cut.range(place)
-        full.narrow(cut.dim, start, size).copy_(source.narrow(cut.dim, 0, size))
-    return full
-
-
-def _blank(cut: Cut, piece: Tensor) -> Tensor:
-    return piece.new_empty([cut.total if dim == cut.dim else size for dim, size in enumerate(piece.shape)])
-
-
 def _places(part: MeshPart, cut: Cut, ranks: list[int]) -> list[int]:
     """Return the number of its part for each rank of a mesh dimension's group, in the group's order."""
     line = list(part.mesh.get_coordinate() or ())
@@ -236,12 +160,6 @@ def _places(part: MeshPart, cut: Cut, ranks: list[int]) -> list[int]:
     del line[cut.mesh_dim]
     in_mesh = lines[tuple(line)].tolist()
     return [in_mesh.index(rank) for rank in ranks]
-
-
-def _padded(piece: Tensor, dim: int, size: int) -> Tensor:
-    padded = piece.new_zeros([size if number == dim else each for number, each in enumerate(piece.shape)])
-    padded.narrow(dim, 0, piece.shape[dim]).copy_(piece)
-    return padded
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -254,7 +172,7 @@ def odd_local_part(tensor: Tensor) -> str | None:
     part = MeshPart.of(tensor)
     if part is None or part.mesh.get_coordinate() is None or not has_only_usual_placements(part):
         return None
-    ours, theirs = local_part(tensor).shape, usual_part(torch.empty(part.shape, device="meta"), part).shape
+    ours, theirs = local_part(tensor).shape, part.held_of(torch.empty(part.shape, device="meta")).shape
     if ours == theirs:
         return None
     return f"the local part is {list(ours)}, and {list(part.placements)} of {list(part.shape)} makes it {list(theirs)}"

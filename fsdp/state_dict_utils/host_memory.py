@@ -32,33 +32,6 @@ _REGISTERED_BYTES = 1 << 20
 _POLL_SECONDS = 0.005
 
 
-class _Account:
-    """A count of the bytes that exist. Storages die in any thread at any time: that is noted, and counted later."""
-
-    def __init__(self) -> None:
-        self._bytes = 0
-        self._alive: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
-        self._gone: deque[weakref.ref[UntypedStorage]] = deque()
-        self._lock = threading.Lock()
-
-    def add(self, storage: UntypedStorage, nbytes: int) -> None:
-        noted = weakref.ref(storage, self._gone.append)
-        with self._lock:
-            self._bytes += nbytes
-            self._alive[id(noted)] = noted, nbytes
-            self._count_gone()
-
-    @property
-    def bytes(self) -> int:
-        with self._lock:
-            self._count_gone()
-            return self._bytes
-
-    def _count_gone(self) -> None:
-        while self._gone:
-            self._bytes -= self._alive.pop(id(self._gone.popleft()))[1]
-
-
 class _Block:
     """Memory for one copy of a storage."""
 
@@ -84,16 +57,9 @@ class _Kept:
 
     def free(self, nbytes: int) -> _Block | None:
         """Return a block of this size that nobody holds. Others that nobody holds, or of another size, are given up."""
-        free: _Block | None = None
-        lent = []
-        for block in self.blocks:
-            if block.storage.nbytes() != nbytes:
-                continue
-            if not block.is_free:
-                lent.append(block)
-            elif free is None:
-                free = block
-        self.blocks = [*lent, free] if free else lent
+        fitting = [block for block in self.blocks if block.storage.nbytes() == nbytes]
+        free = next((block for block in fitting if block.is_free), None)
+        self.blocks = [block for block in fitting if block is free or not block.is_free]
         return free
 
 
@@ -110,23 +76,22 @@ class HostMemory:
     def __init__(self, pin: bool, share: bool, max_bytes: int | None, wait_seconds: float) -> None:
         self._pin, self._share = pin, share
         self._max_bytes, self._wait_seconds = max_bytes, wait_seconds
-        self._account = _Account()
         self._kept: dict[int, _Kept] = {}  # by id; the least recently taken first
+        self._held_bytes, self._lock = 0, threading.Lock()
+        self._gone_bytes: deque[int] = deque()  # of storages that died, in any thread at any time, to be counted later
 
     @property
     def held_bytes(self) -> int:
         """Bytes of all blocks that exist: lent, lent by originals that are gone, and kept to be used again."""
-        return self._account.bytes
+        with self._lock:
+            while self._gone_bytes:
+                self._held_bytes -= self._gone_bytes.popleft()
+            return self._held_bytes
 
     def take(self, original: UntypedStorage, wanted: Callable[[], int]) -> UntypedStorage:
-        """Return a block of the original's size that nobody else holds.
+        """Return a block that nobody else holds, of the size of the original, which is not empty.
 
-        Args:
-            original: a storage that is not empty.
-            wanted: how many bytes are taken in all; asked only when there is no room.
-
-        Raises:
-            MemoryError: if there is no room.
+        If there is no room, `wanted` is asked how many bytes are taken in all, for the MemoryError.
         """
         nbytes = original.nbytes()
         kept = self._kept.pop(id(original), None)
@@ -138,7 +103,9 @@ class HostMemory:
             size = _allocated_bytes(nbytes, self._pin, self._share)
             self._make_room(size, wanted)
             block = _Block(nbytes, self._pin, self._share)
-            self._account.add(block.storage, size)
+            with self._lock:
+                self._held_bytes += size
+            weakref.finalize(block.storage, self._gone_bytes.append, size).atexit = False
             kept.blocks.append(block)
         return block.storage
 
@@ -199,11 +166,7 @@ def require_pinning() -> None:
 
 
 def allocate(nbytes: int, pin: bool, share: bool) -> UntypedStorage:
-    """Return new host memory, of more than no bytes.
-
-    Raises:
-        RuntimeError: if the system grants no more shared or page-locked memory.
-    """
+    """Return new host memory, of more than no bytes."""
     if share:
         try:
             storage = UntypedStorage._new_shared(nbytes, device="cpu")

@@ -21,7 +21,6 @@ import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch
@@ -168,9 +167,7 @@ class StateDictStager:
     def __enter__(self) -> StateDictStager:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _settle(self) -> None:
@@ -181,13 +178,16 @@ class StateDictStager:
     def _stage(self, tree: Tree) -> PendingCopy[Tree]:
         pairs: list[tuple[UntypedStorage, UntypedStorage]] = []
 
+        def wanted_bytes() -> int:
+            return sum(storage.nbytes() for storage in _storages_of(tree) if storage.device.type != _META)
+
         def place(original: UntypedStorage) -> UntypedStorage:
             nbytes = original.nbytes()
             if original.device.type == _META:
                 return UntypedStorage(nbytes, device=_META)
             if nbytes == 0:
                 return _from(original.device, UntypedStorage(0, device="cpu"))
-            host = _from(original.device, self._memory.take(original, lambda: _bytes_in(tree)))
+            host = _from(original.device, self._memory.take(original, wanted_bytes))
             pairs.append((original, host))
             return host
 
@@ -267,10 +267,6 @@ def _origin(storage: UntypedStorage) -> torch.device:
     return getattr(storage, "staged_from", storage.device)
 
 
-def _bytes_in(tree: Any) -> int:
-    return sum(storage.nbytes() for storage in _storages_of(tree) if storage.device.type != _META)
-
-
 def _storages_of(tree: Any) -> list[UntypedStorage]:
     """Return the storages of a tree, in the order in which a copy meets them."""
     found: list[UntypedStorage] = []
@@ -307,12 +303,7 @@ class TreeCopy:
         self._copiers: dict[type, Callable[[TreeCopy, Any], Any]] = dict(_COPIERS)  # and of classes that were met
 
     def copy(self, original: Any) -> Any:
-        """Return the copy of a part of the nest.
-
-        Raises:
-            TypeError: for what cannot be copied; says where it is.
-            RuntimeError: for a tensor whose memory was freed; says where it is.
-        """
+        """Return the copy of a part of the nest; errors say where in it."""
         kind = type(original)
         if kind in _ATOMIC:
             return original
@@ -366,9 +357,6 @@ class TreeCopy:
             return original
         return self._remember(original, copied)
 
-    def _method(self, original: types.MethodType) -> Any:
-        return types.MethodType(original.__func__, self.copy(original.__self__))
-
     def _by_itself(self, original: Any) -> Any:
         # It will hand its parts to `copy.deepcopy`, which looks into the memo first.
         for found in tensors_in(original):
@@ -416,9 +404,6 @@ class TreeCopy:
             copied[own_key] = own_value
         return copied
 
-    def _same(self, original: Any) -> Any:
-        return original
-
     # --- tensors ------------------------------------------------------------------------------------------------
 
     def _storage(self, original: UntypedStorage) -> UntypedStorage:
@@ -451,9 +436,6 @@ class TreeCopy:
         if copied.requires_grad != original.requires_grad:
             copied.requires_grad_(original.requires_grad)
         return self._with_attributes(original, self._remember(original, copied))
-
-    def _awaited(self, original: Any) -> Any:
-        return self._remember(original, self.copy(original.trigger_wait()))
 
     def _with_attributes(self, original: Tensor, copied: Tensor) -> Tensor:
         for name, value in original.__dict__.items():
@@ -513,7 +495,7 @@ _COPIERS: dict[type, Callable[[TreeCopy, Any], Any]] = {
     dict: TreeCopy._dict,
     list: TreeCopy._list,
     tuple: TreeCopy._tuple,
-    types.MethodType: TreeCopy._method,
+    types.MethodType: lambda copy, method: types.MethodType(method.__func__, copy.copy(method.__self__)),
     Tensor: TreeCopy._plain,
     UntypedStorage: TreeCopy._storage,
 }
@@ -526,10 +508,10 @@ def _copier_of(kind: type) -> Callable[[TreeCopy, Any], Any]:
         if kind in copyreg.dispatch_table or not is_torchs:
             return TreeCopy._by_reducing
         if hasattr(kind, "trigger_wait"):  # the result of a collective that may be under way
-            return TreeCopy._awaited
+            return lambda copy, result: copy._remember(result, copy.copy(result.trigger_wait()))
         return TreeCopy._wrapper if hasattr(kind, "__tensor_flatten__") else TreeCopy._subclass
     if issubclass(kind, type):
-        return TreeCopy._same
+        return lambda copy, same: same
     return TreeCopy._by_itself if hasattr(kind, "__deepcopy__") else TreeCopy._by_reducing
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import io
 import math
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -18,27 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import MeshPart, arrived, is_dtensor, local_part, set_local_part
-from fsdp.state_dict_utils.gather import has_only_usual_placements, odd_local_part, usual_part
+from fsdp.state_dict_utils.gather import has_only_usual_placements, odd_local_part
 from fsdp.state_dict_utils.host_memory import allocate
 
 PLAIN_LEAVES = (int, float, complex, str, bytes, io.BytesIO, type(None))
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """The shape and dtype of a tensor that will arrive."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
-
-
 def is_tensor(leaf: Any) -> bool:
-    """Return True if a leaf is a tensor, or stands for one, whose elements can be sharded, sent and written."""
-    return isinstance(leaf, TensorInfo) or (isinstance(leaf, Tensor) and _special(leaf) is None)
+    """Return True if a leaf is a tensor whose elements can be sharded, sent and written."""
+    return isinstance(leaf, Tensor) and _special(leaf) is None
 
 
 def why_unknown(leaf: Any) -> str | None:
@@ -50,7 +37,7 @@ def why_unknown(leaf: Any) -> str | None:
             f"a tensor {special[0]}, and only strided (dense) ones are known. {special[1]}, take it out of the tree, "
             "or pass type_check=False."
         )
-    if isinstance(leaf, (TensorInfo, *PLAIN_LEAVES)):
+    if isinstance(leaf, PLAIN_LEAVES):
         return None
     return (
         f"a {type(leaf).__name__} is neither a container (a mapping, list or tuple) nor a tensor, number, str, bytes, "
@@ -88,10 +75,10 @@ def casts(source: torch.dtype, target: torch.dtype) -> bool:
 
 def described(value: Any) -> str:
     """Describe a node for messages. Leaves that are only carried along are alike if this is."""
-    if not isinstance(value, (Tensor, TensorInfo)):
+    if not isinstance(value, Tensor):
         return "None" if value is None else type(value).__name__
     kind = "DTensor" if is_dtensor(value) else "tensor"
-    if isinstance(value, Tensor) and (special := _special(value)) is not None:
+    if (special := _special(value)) is not None:
         kind += f" {special[0]}"
         if value.is_nested:
             return f"{kind}, of {str(value.dtype).removeprefix('torch.')}"
@@ -137,11 +124,11 @@ def class_name(kind: type) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def without_values(tensor: Tensor) -> str | None:
-    """Return why a tensor cannot be read; None if it can."""
-    if tensor.is_meta:
+def without_values(leaf: Any) -> str | None:
+    """Return why a tensor cannot be read; None if it can, and for another leaf."""
+    if isinstance(leaf, Tensor) and leaf.is_meta:
         return "on the meta device, where there are no values"
-    missing = missing_memory(arrived(local_part(tensor))) if is_tensor(tensor) else None
+    missing = missing_memory(arrived(local_part(leaf))) if is_tensor(leaf) else None
     return f"without its memory: {missing}" if missing else None
 
 
@@ -154,18 +141,13 @@ def not_writable(tensor: Tensor) -> str | None:
 
 
 def own_copy(leaf: Any) -> Any:
-    """Return a copy of a leaf that is no tensor; a value that cannot change is its own copy.
-
-    Raises:
-        TypeError: if it cannot be copied.
-    """
+    """Return a copy of a leaf that is no tensor; a value that cannot change is its own copy."""
     try:
         if isinstance(leaf, io.BytesIO):
             return io.BytesIO(leaf.getvalue())
         if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_nested):
-            return (
-                leaf.detach().clone().requires_grad_(leaf.requires_grad)
-            )  # torch's deepcopy does not know all of them
+            # torch's deepcopy does not know all of them
+            return leaf.detach().clone().requires_grad_(leaf.requires_grad)
         return leaf if isinstance(leaf, PLAIN_LEAVES) else copy.deepcopy(leaf)
     except Exception as error:
         raise TypeError(cannot(leaf, "be copied", error)) from error
@@ -192,7 +174,7 @@ def own_part(value: Tensor, target: Tensor) -> Tensor:
     if part is None:
         return value
     if has_only_usual_placements(part):
-        return usual_part(value, part)
+        return part.held_of(value)
     # Interleaved shards (fully_shard over tensor parallelism): torch knows which indices are ours, for each dimension.
     for dim in sorted({each.dim for each in part.placements if hasattr(each, "dim")}):
         size = part.shape[dim]
@@ -214,8 +196,7 @@ def _redistributed(indices: Tensor, part: MeshPart, dim: int) -> Tensor:
 def placed(value: Tensor, target: Tensor | None, home: torch.device, is_ours: bool = False) -> Tensor:
     """Store a whole value in `target`, or in a new tensor at `home` where there is none or it is on the meta device.
 
-    Args:
-        is_ours: nobody else has the memory of `value`, so it may become the new tensor.
+    If nobody else has the memory of `value` (`is_ours`), it may become the new tensor.
     """
     if target is None:
         return value.to(home, copy=not is_ours)
@@ -269,7 +250,7 @@ def differ_in_form(first: Any, second: Any) -> str | None:
 def _differ_in_kind(first: Any, second: Any, casting: bool) -> str | None:
     """Return the difference in kind where one of them is a tensor of any kind; None if there is none."""
     if not is_tensor(first) or not is_tensor(second):
-        special = isinstance(first, Tensor) or isinstance(second, Tensor) or is_tensor(first)
+        special = isinstance(first, Tensor) or isinstance(second, Tensor)
         names = described(first), described(second)
         return f"{names[0]} and {names[1]}" if special and names[0] != names[1] else None
     if first.shape != second.shape:
@@ -292,11 +273,7 @@ def _differ_in_spread(first: Any, second: Any) -> str | None:
 
 
 def host_twin(tensor: Tensor, pin_memory: bool, share_memory: bool) -> Tensor:
-    """Return a tensor of the same shape, dtype and placements in new host memory; its values are undefined.
-
-    Raises:
-        RuntimeError: if the system grants no more shared or pinned memory.
-    """
+    """Return a tensor of the same shape, dtype and placements in new host memory; its values are undefined."""
     local = local_part(tensor)
     new = _host_memory(local.shape, local.dtype, pin_memory, share_memory)
     if not is_dtensor(tensor):

@@ -62,12 +62,9 @@ def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield from leaves(child, (*path, key))
 
 
-def mapped(function: Callable[[Path, Any], Any], tree: Any, path: Path = ()) -> Any:
+def mapped(function: Callable[[Path, Any], Any], tree: Any) -> Any:
     """Return a new tree of the same containers, with `function` of path and leaf in the place of each leaf."""
-    inside = children(tree)
-    if inside is None:
-        return function(path, tree)
-    return rebuilt(tree, {key: mapped(function, child, (*path, key)) for key, child in inside.items()})
+    return written(tree, None, lambda path, leaf, _: function(path, leaf))
 
 
 def rebuilt(like: Any, values: dict[Any, Any]) -> Any:
@@ -106,19 +103,21 @@ def emptied(tree: Any) -> Any:
     return [] if isinstance(tree, list) else () if isinstance(tree, tuple) else None
 
 
+def check_leaves(tree: Any, why: Callable[[Any], str | None], kind: type[Exception] = ValueError) -> None:
+    """Raise an error for the first leaf with which something is wrong, and say `why`."""
+    for path, leaf in leaves(tree):
+        if problem := why(leaf):
+            raise kind(f"{spelled(path)}: {problem}")
+
+
 def check_types(tree: Any, type_check: bool = True) -> None:
     """Raise TypeError for the first leaf that is neither a dense tensor nor of a plain type, unless told not to."""
-    for path, leaf in leaves(tree) if type_check else ():
-        if problem := why_unknown(leaf):
-            raise TypeError(f"{spelled(path)}: {problem}")
+    if type_check:
+        check_leaves(tree, why_unknown, TypeError)
 
 
 def with_own_leaves(tree: Any) -> Any:
-    """Return the tree with a copy of each leaf that is no tensor.
-
-    Raises:
-        TypeError: for a leaf that cannot be copied.
-    """
+    """Return the tree with a copy of each leaf that is no tensor."""
 
     def own(path: Path, leaf: Any) -> Any:
         try:
@@ -188,14 +187,14 @@ def written(source: Any, target: Any, put: Callable[[Path, Any, Any], Any], path
     """Return `target` with what `put` makes of each leaf of `source` and the leaf in its place (or None).
 
     Mutable mappings and lists of `target` are changed in place and stay the same objects; a tuple in which something
-    is replaced is made anew.
+    is replaced is made anew, as are containers that `target` lacks.
     """
     inside, theirs = children(source), children(target)
     if inside is None:
         return put(path, source, target)
+    new = {key: written(child, (theirs or {}).get(key), put, (*path, key)) for key, child in inside.items()}
     if theirs is None:
-        return mapped(lambda where, leaf: put(where, leaf, None), source, path)
-    new = {key: written(child, theirs.get(key), put, (*path, key)) for key, child in inside.items()}
+        return rebuilt(source, new)
     changed = {key: value for key, value in new.items() if key not in theirs or theirs[key] is not value}
     if not isinstance(target, (MutableMapping, list)):
         return rebuilt(target, theirs | changed) if changed else target

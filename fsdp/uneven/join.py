@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pickle
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,11 +12,68 @@ import torch
 from torch import nn
 
 from fsdp.engine.grad_clipping import clip_grad_norm, clip_grad_value
-from fsdp.engine.runtime import Runtime
-from fsdp.uneven.messages import Kind, Message
+from fsdp.engine.runtime import Runtime, runtime_of_root
+from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+from fsdp.uneven.messages import Kind, Message, float_of
 from fsdp.uneven.regions import END, visits_of
 
 _MODEL = -1  # in the place of an optimizer's number
+
+
+@contextmanager
+def join(
+    model: FullyShardedDataParallel,
+    *optimizers: torch.optim.Optimizer,
+    after_step: Callable[[torch.optim.Optimizer], None] | None = None,
+) -> Iterator[Joining]:
+    """Collective. Train with different numbers of batches on the ranks: those that have finished keep serving.
+
+    ::
+
+        with fsdp.join(model, optimizer):
+            for batch in batches:  # 3 on one rank, 8 on another
+                loss(model(batch)).backward()
+                model.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    A rank whose loop has ended waits at the end of the context. Until all have, it joins their all-gathers, contributes
+    zeros to gradients, clips, steps and zeroes its own shards whenever the others do, with their learning rates.
+
+    Gradients stay sums over ranks divided by the number of *all* ranks, so a batch has the same weight whether other
+    ranks still have one or not, as in `DistributedDataParallel.join` by default. For the mean over the ranks that had a
+    batch, multiply the loss by ``model.world_size / joined.running_ranks``, where ``joined`` is what the context gives.
+
+    Nothing else inside may need all ranks: `summon_full_params`, state dicts and the like raise, collectives of your
+    own would wait forever. Buffers of ranks that have finished (statistics of batch norm) stay as they are.
+
+    Args:
+        model: the outermost wrapper.
+        optimizers: all that step its parameters, in the same order on every rank.
+        after_step: called with the optimizer on ranks that have finished, after each step that they take: for learning
+            rate schedulers and averages, which the loop would have stepped.
+
+    Yields:
+        An object with ``running_ranks``, the number of ranks that took part in the last forward with a batch.
+
+    Raises:
+        RuntimeError: on an inner wrapper, inside a forward or backward, inside another `join`.
+        TypeError: if `model` is no `FullyShardedDataParallel`.
+        ValueError: without an optimizer.
+        NotImplementedError: inside, for optimizers stepped with a closure, and `ShardedGradScaler`.
+    """
+    if not isinstance(model, FullyShardedDataParallel):
+        raise TypeError(f"fsdp.join needs the outermost FullyShardedDataParallel, got a {type(model).__name__}")
+    if not optimizers:
+        raise ValueError("fsdp.join: give it the optimizer, which ranks that have finished step as well")
+    runtime = runtime_of_root(model._unit, "join")
+    runtime.ensure_idle("begin fsdp.join")
+    joining = Joining(runtime, model, optimizers, after_step)
+    try:
+        yield joining
+        joining.serve()
+    finally:
+        joining.end()
 
 
 class Joining:
@@ -24,12 +81,6 @@ class Joining:
 
     While all ranks have batches, they tell each other no more than that, once in each forward. As soon as one has not,
     the others announce what changes gradients or shards, and those that have finished do the same to theirs.
-
-    Args:
-        runtime: of the outermost unit.
-        model: the wrapper of that one, for its ``zero_grad``.
-        optimizers: those that step its shards, in the same order on all ranks.
-        after_step: called on a rank that has finished, with the optimizer, after each step that it took.
     """
 
     def __init__(
@@ -46,9 +97,6 @@ class Joining:
         self.running_ranks = 0  # that ran the last forward
         self._is_finished = False
         self._undo: list[Callable[[], None]] = []
-
-    def begin(self) -> None:
-        """Every rank has its first batch ahead."""
         self._runtime.trust_values(self._runtime.root)
         self._visits.joining = self
         for number, optimizer in enumerate(self._optimizers):
@@ -86,14 +134,6 @@ class Joining:
         self._visits.announce(Message(kind, subject, argument, extra))
         return True
 
-    def tell_clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
-        """This rank is about to clip by the norm."""
-        self.tell(Kind.CLIP_NORM, int(error_if_nonfinite), _bits(max_norm), _bits(norm_type))
-
-    def tell_clip_value(self, clip_value: float) -> None:
-        """This rank is about to clip by value."""
-        self.tell(Kind.CLIP_VALUE, 0, _bits(clip_value))
-
     def _before_step(self, number: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             raise NotImplementedError(
@@ -126,8 +166,7 @@ class Joining:
                 "fsdp.join: the ranks step with different options (learning rates, say), so ranks that have finished "
                 "cannot know theirs. Set the same options of the optimizer on all ranks."
             )
-        options: list[dict[str, Any]] = pickle.loads(given[0])
-        return options
+        return pickle.loads(given[0])
 
     # --- what ranks without batches do --------------------------------------------------------------------------
 
@@ -135,10 +174,10 @@ class Joining:
         """Do what the others have announced."""
         root, units = self._runtime.root, self._runtime.units
         if event.kind == Kind.CLIP_NORM:
-            numbers = _float(event.argument), _float(event.extra)
+            numbers = float_of(event.argument), float_of(event.extra)
             clip_grad_norm(root, units, *numbers, error_if_nonfinite=bool(event.subject))
         elif event.kind == Kind.CLIP_VALUE:
-            clip_grad_value(root, units, _float(event.argument))
+            clip_grad_value(root, units, float_of(event.argument))
         elif event.kind == Kind.ZERO_GRAD:
             owner: Any = self._model if event.subject == _MODEL else self._optimizers[event.subject]
             owner.zero_grad(set_to_none=bool(event.argument))
@@ -153,11 +192,3 @@ class Joining:
 
 def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-
-
-def _bits(number: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", number))[0])
-
-
-def _float(bits: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

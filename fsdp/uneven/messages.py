@@ -8,6 +8,7 @@ a collective that never comes.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from enum import IntEnum, auto
 from typing import NamedTuple
@@ -60,6 +61,16 @@ class Message(NamedTuple):
         return self.kind, self.subject, 0 if self.kind == Kind.LEAVE else self.extra
 
 
+def bits_of(number: float) -> int:
+    """Return a number as the integer that a message takes."""
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+def float_of(bits: int) -> float:
+    """Return the number of `bits_of`."""
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
+
+
 class Talk:
     """Rounds of messages among all ranks of one root.
 
@@ -73,16 +84,17 @@ class Talk:
         self._describe = describe
 
     def exchange(self, mine: Message) -> list[Message]:
-        """Collective. The messages of all ranks in this round.
-
-        Raises:
-            RuntimeError: naming the rank and what it did, if one has failed.
-        """
+        """Collective. The messages of all ranks in this round, none of which may have failed."""
         rows = torch.tensor([mine], dtype=torch.int64)
         for comm in self._comms:
             rows = _gathered(comm, rows, f"talk about {self._describe(mine)}")
         messages = [Message(*row) for row in rows.tolist()]
-        self._refuse_failed(messages)
+        for rank, message in enumerate(messages):
+            if message.kind == Kind.FAILED:
+                raise RuntimeError(
+                    f"rank {rank} of the model failed in {self._describe(message)}: see its traceback. This rank, "
+                    "which took part, gives up as well."
+                )
         return messages
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
@@ -90,11 +102,7 @@ class Talk:
         return from_everyone(self._comms, payload)
 
     def event_in(self, messages: Sequence[Message]) -> Message | None:
-        """Return the message that all ranks follow next: all-gathers come first, then gradients, then all else.
-
-        Raises:
-            RuntimeError: naming ranks and what they do, if there is nothing that can be done first.
-        """
+        """Return the message that all ranks follow next: all-gathers come first, then gradients, then all else."""
         events = [(rank, message) for rank, message in enumerate(messages) if message.is_event]
         if not events:
             return None
@@ -107,14 +115,6 @@ class Talk:
                     "same order, inside of the same others."
                 )
         return max((one for _, one in events if one.topic == event.topic), key=lambda one: one.argument)
-
-    def _refuse_failed(self, messages: Sequence[Message]) -> None:
-        for rank, message in enumerate(messages):
-            if message.kind == Kind.FAILED:
-                raise RuntimeError(
-                    f"rank {rank} of the model failed in {self._describe(message)}: see its traceback. This rank, "
-                    "which took part, gives up as well."
-                )
 
 
 def _gathered(comm: Communicator, rows: torch.Tensor, what: str) -> torch.Tensor:

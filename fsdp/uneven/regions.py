@@ -31,10 +31,62 @@ from fsdp.engine.autograd import differentiable_tensors, in_backward
 from fsdp.engine.forward_hooks import Call
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.names import clean_name
-from fsdp.engine.runtime import Runtime
+from fsdp.engine.runtime import Runtime, running, runtime_of
 from fsdp.engine.schedule import ExecutionOrder
-from fsdp.engine.unit import TrainingState, Unit
-from fsdp.uneven.messages import Kind, Message, Talk
+from fsdp.engine.unit import TrainingState, Unit, unit_of, unit_of_wrapper
+from fsdp.uneven.messages import Kind, Message, Talk, bits_of
+
+
+def cond(module: nn.Module, run_here: bool, /, *args: Any, **kwargs: Any) -> Any:
+    """Collective. Run a module on the ranks that want to, with the others taking part in its collectives.
+
+    For a vision tower and a batch without images, an expert without tokens, or a layer that is dropped. All ranks of
+    the outermost wrapper call it, at the same place and for the same module, inside of that one's forward. They tell
+    each other with one small message whether they run it:
+
+    - if no rank does, nothing else happens, and no parameter of it is all-gathered;
+    - if all do, it runs as if it was called directly;
+    - otherwise, those that run it compute, and the others join their all-gathers, in forward and in backward, and add
+      zeros to its gradients: these are the sum over the ranks that ran it, divided by the number of all ranks.
+
+    Calls may be inside of each other, and in modules under activation checkpointing. Backward has to come before the
+    next forward. On CUDA, ranks wait for the message on the host; a group with a gloo backend for the CPU besides
+    (``init_process_group("cpu:gloo,cuda:nccl")``) keeps that from waiting for the device.
+
+    Args:
+        module: part of a wrapped model, wrapped itself, with wrapped modules inside, or plain.
+        run_here: whether this rank runs it.
+        args, kwargs: for the module; not looked at where it does not run.
+
+    Returns:
+        The module's output, or None on a rank that does not run it.
+
+    Raises:
+        ValueError: if the module is not part of the wrapped model that runs.
+        RuntimeError: on every rank, if they call it for different modules or run different units in it, if the module
+            raised on one of them, or if it runs twice in one forward and not on all ranks each time.
+    """
+    runtime = _runtime_of(module)
+    unit = unit_of_wrapper(module)
+    own = module if unit is None else unit.module
+    return visits_of(runtime).visit(own, bool(run_here), lambda: module(*args, **kwargs))
+
+
+def _runtime_of(module: nn.Module) -> Runtime:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fsdp.cond runs an nn.Module, got a {type(module).__name__}: wrap the function in a module")
+    for inner in module.modules():
+        unit = unit_of(inner)
+        if unit is not None:
+            return runtime_of(unit)
+    runtime = running()
+    if runtime is not None:
+        return runtime
+    raise ValueError(
+        f"fsdp.cond: {type(module).__name__} has no wrapped modules, and no wrapped model is running: call it inside "
+        "of the forward of the outermost FullyShardedDataParallel"
+    )
+
 
 END = -1  # the position behind everything that backward passes
 
@@ -44,11 +96,7 @@ _BITS = 15
 
 
 def position_at(place: int, level: int = 0, base: int = 0) -> int:
-    """The position of a place (from 1 on) in the root's forward, or at a `level` in the visit at position `base`.
-
-    Raises:
-        RuntimeError: for too many levels.
-    """
+    """The position of a place (from 1 on) in the root's forward, or at a `level` in the visit at position `base`."""
     if level >= LEVELS:
         raise RuntimeError(
             f"fsdp.cond: modules that not every rank runs can be {LEVELS - 1} deep in each other at most"
@@ -108,22 +156,13 @@ class Directory:
         self._root, self.units, self.handles = root, units, handles
         self._modules: list[tuple[str, nn.Module]] = []
         self._numbers: dict[nn.Module, int] = {}
-        self._regions: dict[nn.Module, Region] = {}
-
-    @property
-    def regions(self) -> list[Region]:
-        """All that were ever come to."""
-        return list(self._regions.values())
+        self.regions: dict[nn.Module, Region] = {}  # that were ever come to
 
     def region(self, module: nn.Module) -> Region:
-        """The region that a module is.
-
-        Raises:
-            ValueError: if the module is not in the root's.
-        """
-        if module not in self._regions:
-            self._regions[module] = Region(self._number(module), module, self.units)
-        return self._regions[module]
+        """The region that a module is, which must be in the root's."""
+        if module not in self.regions:
+            self.regions[module] = Region(self._number(module), module, self.units)
+        return self.regions[module]
 
     def region_of_number(self, number: int) -> Region:
         """The region that another rank named."""
@@ -173,9 +212,7 @@ class StepsOfOthers(Protocol):
     is_uneven: bool
     running_ranks: int
 
-    def tell_clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None: ...
-
-    def tell_clip_value(self, clip_value: float) -> None: ...
+    def tell(self, kind: Kind, subject: int = 0, argument: int = 0, extra: int = 0) -> bool: ...
 
     def perform(self, event: Message) -> None: ...
 
@@ -291,10 +328,13 @@ class Visits:
         self, unit: Unit, usual: ExecutionOrder[Unit], *, is_backward: bool, is_recomputed: bool
     ) -> ExecutionOrder[Unit] | None:
         """Return the order in which all ranks run a unit; None if they don't, and take part in its all-gather."""
-        if is_recomputed and self._recomputes_alone(unit):
+        # Checkpointing that keeps the graph begins with the first tensor that backward misses, of whatever part of what
+        # is checkpointed; which part that is depends on what the rank ran. (A re-entrant one begins on all alike.)
+        if is_recomputed and self.is_uneven and unit not in self._without_graph:
             self._unshard(unit, is_backward, None)
             return None
-        region = self._region_of(unit, is_backward)
+        open_region = self._open[-1].region if self._open else None
+        region = self._within.get(unit) if is_backward else open_region  # None: it runs in the root's order
         if self._mixed_visit(unit, is_backward) is not None:
             self._unshard(unit, is_backward, region)
             return None
@@ -305,20 +345,6 @@ class Visits:
         if unit is not self._runtime.root:
             unit.reshard()  # some ranks have it already, from a recomputation
         return None
-
-    def _region_of(self, unit: Unit, is_backward: bool) -> Region | None:
-        """Return the region in whose order a unit runs; None for the root's."""
-        if is_backward:
-            return self._within.get(unit)
-        return self._open[-1].region if self._open else None
-
-    def _recomputes_alone(self, unit: Unit) -> bool:
-        """Return whether ranks may compute a unit again at different times, in this backward.
-
-        Checkpointing that keeps the graph begins with the first tensor that backward misses, of whatever part of what
-        is checkpointed; which part that is depends on what the rank ran. (A re-entrant one begins on all ranks alike.)
-        """
-        return self.is_uneven and unit not in self._without_graph
 
     def _mixed_visit(self, unit: Unit, is_backward: bool) -> Visit | None:
         """Return the visit in which a unit computes now, if that has to be announced to other ranks."""
@@ -343,12 +369,12 @@ class Visits:
     def announce_clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
         """Have ranks that have finished clip by the norm as well."""
         if self.joining is not None:
-            self.joining.tell_clip_norm(max_norm, norm_type, error_if_nonfinite)
+            self.joining.tell(Kind.CLIP_NORM, int(error_if_nonfinite), bits_of(max_norm), bits_of(norm_type))
 
     def announce_clip_value(self, clip_value: float) -> None:
         """Have ranks that have finished clip by value as well."""
         if self.joining is not None:
-            self.joining.tell_clip_value(clip_value)
+            self.joining.tell(Kind.CLIP_VALUE, 0, bits_of(clip_value))
 
     def end_join(self) -> None:
         """All ranks go on alike."""
@@ -365,7 +391,7 @@ class Visits:
 
     def begin_backward(self) -> None:
         """A backward begins."""
-        for region in self._directory.regions:
+        for region in self._directory.regions.values():
             region.backward_order.begin()
         for visit in self._owed:
             visit.reduced.clear()
@@ -373,11 +399,7 @@ class Visits:
         self._mode = self._runtime.reduces + 2 * all(one.has_no_gradient for one in self._directory.handles)
 
     def reach(self, call: Call) -> None:
-        """Backward has reached a call: serve until no rank is further from the end than this one.
-
-        Raises:
-            RuntimeError: if other ranks no longer wait for that.
-        """
+        """Backward has reached a call: serve until no rank is further from the end than this one."""
         place = self._place(call)
         if place.visit is not None:
             if place.visit not in self._owed:
@@ -391,10 +413,7 @@ class Visits:
             self._wait_at(place.position)
 
     def announce_gradient(self, unit: Unit, handle: FlatParamHandle) -> bool:
-        """Announce a gradient that is about to be reduced (or left to accumulate).
-
-        Returns False for one that only some ranks have a part of: it is reduced when it is its turn on all.
-        """
+        """Announce a gradient that is about to be reduced; False if only some ranks have a part of it, until all do."""
         if handle in self._touched:
             return False
         visit = next((visit for visit in self._owed if visit.runs_here and unit in visit.units), None)
@@ -532,10 +551,7 @@ class Visits:
     # --- visits -------------------------------------------------------------------------------------------------
 
     def visit(self, module: nn.Module, run_here: bool, compute: Callable[[], Any]) -> Any:
-        """Collective. Run `compute` where `run_here`, and take part in its collectives where not.
-
-        Returns None where it did not run, and if nobody ran it.
-        """
+        """Collective. Return what `compute` returns where `run_here`; elsewhere take part in its collectives."""
         if self._runtime.is_in_backward and in_backward():
             return self._recompute(self._directory.region(module), run_here, compute)
         visit = self.open(module, run_here)

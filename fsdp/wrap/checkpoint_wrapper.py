@@ -269,11 +269,9 @@ class _Offloaded:
 
 def _offloading() -> saved_tensors_hooks:
     """Move what autograd saves inside to the host. That is inputs: a checkpoint takes the rest before us."""
-    return saved_tensors_hooks(_pack, lambda packed: packed.get())
-
-
-def _pack(tensor: Tensor) -> _Kept | _Offloaded:
-    return _Kept(tensor) if tensor.device == _HOST else _Offloaded(tensor)
+    return saved_tensors_hooks(
+        lambda tensor: _Kept(tensor) if tensor.device == _HOST else _Offloaded(tensor), lambda packed: packed.get()
+    )
 
 
 # --- batch norms ------------------------------------------------------------------------------------------------

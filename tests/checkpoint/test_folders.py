@@ -24,9 +24,8 @@ from fsdp import FullyShardedDataParallel, checkpoint, load_safetensors, optim_u
 from fsdp.checkpoint.checksums import by_name, fragment, joined, of_tensor, spans
 from tests.helpers.checkpoint_models import content, flip
 from tests.helpers.dcp_folders import everything
-from tests.helpers.equality import assert_same_state
+from tests.helpers.equality import assert_same, assert_same_state
 from tests.helpers.models import nested_mlp
-from tests.helpers.optimizers import assert_same
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import adam, fully_sharded
 from tests.helpers.ranks import RankPool

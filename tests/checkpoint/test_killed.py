@@ -22,9 +22,9 @@ import torch.distributed as dist
 import fsdp
 from fsdp import checkpoint, optim_utils
 from tests.helpers.checkpoint_models import content
+from tests.helpers.equality import assert_same
 from tests.helpers.killed_saves import counted_steps
 from tests.helpers.models import nested_mlp
-from tests.helpers.optimizers import assert_same
 from tests.helpers.parity import adam, fully_sharded
 from tests.helpers.ranks import RankError, RankPool
 

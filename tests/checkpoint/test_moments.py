@@ -15,8 +15,8 @@ from torch import nn
 import fsdp
 from fsdp import checkpoint
 from tests.helpers.checkpoint_models import content
+from tests.helpers.equality import assert_same
 from tests.helpers.killed_saves import disk_at_every_moment
-from tests.helpers.optimizers import assert_same
 from tests.helpers.parity import adam
 from tests.helpers.ranks import RankPool
 

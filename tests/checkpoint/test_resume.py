@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp import optim_utils
+from tests.helpers.equality import assert_same
 from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
 from tests.helpers.optimizers import (
     MakeOptimizer,
     adadelta,
     adam,
-    assert_same,
     assert_within_noise,
     garden,
     grouped_adamw,

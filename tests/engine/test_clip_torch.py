@@ -24,6 +24,7 @@ from torch.nn.utils import (  # as scripts do, before anything is wrapped
 
 import fsdp
 from tests.engine.test_clip import backward, trained_gradients
+from tests.helpers.equality import assert_close
 from tests.helpers.models import keep, nested_mlp
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
@@ -43,13 +44,9 @@ def twins(**options: Any) -> Twins:
     return sharded, plain
 
 
-def assert_same(found: Any, expected: Any, what: str) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, msg=lambda m: f"{what}: {m}")
-
-
-def assert_same_gradients(pair: Twins, what: str) -> None:
+def assert_close_gradients(pair: Twins, what: str) -> None:
     found, expected = map(trained_gradients, pair)
-    assert_same(found, expected, what)
+    assert_close(found, expected, what)
 
 
 @pytest.mark.parametrize("options", FORMS, ids=["flat", "original", "single"])
@@ -63,19 +60,19 @@ def _clip_every_way(options: dict[str, Any]) -> None:
         for clip in (clip_grad_norm_, nn.utils.clip_grad_norm_):
             pair = twins(**options)
             sharded, plain = (clip(model.parameters(), 1e-2, norm_type) for model in pair)
-            assert_same(sharded, plain, f"norm {norm_type}")
-            assert_same_gradients(pair, f"norm {norm_type}")
+            assert_close(sharded, plain, f"norm {norm_type}")
+            assert_close_gradients(pair, f"norm {norm_type}")
     pair = twins(**options)
     norms = [get_total_norm([param.grad for param in model.parameters()]) for model in pair]
-    assert_same(*norms, "total norm")
-    assert_same(*(get_total_norm(list(model.parameters())) for model in pair), "norm of the parameters")
+    assert_close(*norms, "total norm")
+    assert_close(*(get_total_norm(list(model.parameters())) for model in pair), "norm of the parameters")
     for model, norm in zip(pair, norms, strict=True):
         clip_grads_with_norm_(model.parameters(), 1e-2, norm)
-    assert_same_gradients(pair, "in two calls")
+    assert_close_gradients(pair, "in two calls")
     pair = twins(**options)
     for model in pair:
         clip_grad_value_(model.parameters(), 1e-2)
-    assert_same_gradients(pair, "by value")
+    assert_close_gradients(pair, "by value")
 
 
 @pytest.mark.parametrize("options", FORMS[:2], ids=["flat", "original"])
@@ -86,9 +83,9 @@ def test_clips_parts_of_models_and_several_models(ranks: RankPool, options: dict
 def _clip_parts(options: dict[str, Any]) -> None:
     torch.set_default_dtype(torch.float64)
     pair = twins(**options)
-    assert_same(*(clip_grad_norm_(model.trunk.parameters(), 1e-2) for model in pair), "a part")
-    assert_same(*(clip_grad_norm_(next(iter(model.gate.parameters())), 1e-2) for model in pair), "a single parameter")
-    assert_same_gradients(pair, "a part")
+    assert_close(*(clip_grad_norm_(model.trunk.parameters(), 1e-2) for model in pair), "a part")
+    assert_close(*(clip_grad_norm_(next(iter(model.gate.parameters())), 1e-2) for model in pair), "a single parameter")
+    assert_close_gradients(pair, "a part")
 
     first, second = twins(**options), twins(**options)
     plain_beside = [nn.Linear(3, 2), nn.Linear(3, 2)]  # one for each twin, the same on every rank
@@ -99,9 +96,9 @@ def _clip_parts(options: dict[str, Any]) -> None:
             clip_grad_norm_(chain(one.parameters(), other.parameters(), beside.parameters()), 1e-2, norm_type)
             for one, other, beside in zip(first, second, plain_beside, strict=True)
         ]
-        assert_same(*norms, f"two models and what is not sharded, {norm_type}")
-    assert_same_gradients(first, "two models")
-    assert_same(*(linear.weight.grad for linear in plain_beside), "what is not sharded")
+        assert_close(*norms, f"two models and what is not sharded, {norm_type}")
+    assert_close_gradients(first, "two models")
+    assert_close(*(linear.weight.grad for linear in plain_beside), "what is not sharded")
 
 
 def test_rows_are_clipped_also_where_a_rank_has_none(ranks: RankPool) -> None:
@@ -120,13 +117,13 @@ def _clip_rows() -> None:
         backward(plain, 0)
         for params in (lambda model: model.parameters(), lambda model: model.trunk.parameters()):
             totals = [get_total_norm([param.grad for param in params(model)], norm_type) for model in (sharded, plain)]
-            assert_same(totals[0].full_tensor(), totals[1], f"total norm {norm_type}")
+            assert_close(totals[0].full_tensor(), totals[1], f"total norm {norm_type}")
             norms = [clip_grad_norm_(params(model), 1e-2, norm_type) for model in (sharded, plain)]
-            assert_same(norms[0].full_tensor(), norms[1], f"norm {norm_type}")
+            assert_close(norms[0].full_tensor(), norms[1], f"norm {norm_type}")
             for model, total in zip((sharded, plain), totals, strict=True):
                 clip_grads_with_norm_(params(model), 1e-3, total)
         for mine, expected in zip(sharded.parameters(), plain.parameters(), strict=True):
-            assert_same(mine.grad.full_tensor(), expected.grad, "gradient")
+            assert_close(mine.grad.full_tensor(), expected.grad, "gradient")
 
 
 def test_what_is_not_finite_or_not_reduced_is_an_error_on_every_rank(ranks: RankPool) -> None:
@@ -194,7 +191,7 @@ def _refuse_vectors() -> None:
             vector_to_parameters(torch.zeros(1000), model.parameters())
         with model.summon_full_params():
             whole = parameters_to_vector(model.parameters())
-        assert_same(whole, parameters_to_vector(nested_mlp(keep).parameters()), "whole parameters")
+        assert_close(whole, parameters_to_vector(nested_mlp(keep).parameters()), "whole parameters")
 
 
 def test_models_that_are_not_sharded_are_clipped_by_torch(ranks: RankPool) -> None:

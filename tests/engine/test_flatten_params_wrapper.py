@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp import FlatParameter, FlattenParamsWrapper
+from tests.helpers.equality import assert_same_state
 from tests.helpers.models import keep
 
 Tensors = dict[str, Tensor]
@@ -54,12 +55,6 @@ every_group = pytest.mark.parametrize("group", GROUPS)
 def wrap(group: str = "all", *, seed: int = 0, names: list[str] | None = None) -> FlattenParamsWrapper:
     net = Net(seed)
     return FlattenParamsWrapper(net, GROUPS[group](net), names)
-
-
-def assert_same(found: Tensors, expected: Tensors) -> None:
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
 
 
 def same_but(state: Tensors, changes: Tensors) -> Tensors:
@@ -175,7 +170,7 @@ def test_it_trains_like_the_module_inside(group: str) -> None:
             net(INPUTS).square().sum().backward()
             optimizer.step()
         assert torch.equal(wrapper(INPUTS), plain(INPUTS))
-    assert_same(wrapper.state_dict(), plain.state_dict())
+    assert_same_state(wrapper.state_dict(), plain.state_dict())
 
 
 def test_gradients_arrive_in_the_flat_parameter() -> None:
@@ -247,7 +242,7 @@ def test_a_cast_wrapper_computes_in_the_new_dtype(dtype: torch.dtype) -> None:
     assert wrapper.flat_param.dtype is dtype
     assert wrapper.module.first.weight.dtype is dtype, "also where a method of the module uses it, without forward"
     assert torch.equal(wrapper(INPUTS.to(dtype)), plain(INPUTS.to(dtype)))
-    assert_same(wrapper.state_dict(), plain.state_dict())
+    assert_same_state(wrapper.state_dict(), plain.state_dict())
 
 
 def test_arguments_and_attributes_are_passed_on() -> None:
@@ -293,14 +288,14 @@ def test_recurrent_modules_compute_with_the_views(make: Callable[..., nn.RNNBase
 
 @every_group
 def test_the_state_has_the_modules_own_names_and_values(group: str) -> None:
-    assert_same(wrap(group).state_dict(), Net().state_dict())
+    assert_same_state(wrap(group).state_dict(), Net().state_dict())
 
 
 @every_group
 def test_a_state_of_the_plain_module_can_be_loaded(group: str) -> None:
     wrapper, plain = wrap(group, seed=1), Net()
     assert str(wrapper.load_state_dict(plain.state_dict())) == "<All keys matched successfully>"
-    assert_same(wrapper.state_dict(), plain.state_dict())
+    assert_same_state(wrapper.state_dict(), plain.state_dict())
     assert torch.equal(wrapper(INPUTS), plain(INPUTS))
     assert len(wrapper.flat_params) == len(list(wrapper.parameters(recurse=False)))
 
@@ -308,14 +303,14 @@ def test_a_state_of_the_plain_module_can_be_loaded(group: str) -> None:
 def test_the_plain_module_can_load_a_state() -> None:
     plain = Net(seed=1)
     plain.load_state_dict(wrap().state_dict())
-    assert_same(plain.state_dict(), Net().state_dict())
+    assert_same_state(plain.state_dict(), Net().state_dict())
 
 
 def test_a_state_keeps_its_prefix_and_destination() -> None:
     expected = {f"a.b.{name}": value for name, value in Net().state_dict().items()}
     found: Tensors = {"other": torch.ones(1)}
     wrap().state_dict(destination=found, prefix="a.b.")
-    assert_same(found, {"other": torch.ones(1), **expected})
+    assert_same_state(found, {"other": torch.ones(1), **expected})
 
 
 @every_group
@@ -332,7 +327,7 @@ def test_a_flat_state_has_the_names_of_what_is_stored(group: str) -> None:
 def test_a_flat_state_can_be_loaded(group: str) -> None:
     wrapper = wrap(group, seed=1)
     wrapper.load_state_dict(wrap(group).flat_state_dict())
-    assert_same(wrapper.state_dict(), Net().state_dict())
+    assert_same_state(wrapper.state_dict(), Net().state_dict())
 
 
 def test_an_old_flat_state_can_be_loaded() -> None:
@@ -341,7 +336,7 @@ def test_an_old_flat_state_can_be_loaded() -> None:
     assert "flat_param" in old
     wrapper = wrap(seed=1)
     wrapper.load_state_dict(old)
-    assert_same(wrapper.state_dict(), Net().state_dict())
+    assert_same_state(wrapper.state_dict(), Net().state_dict())
     assert "flat_param" in old, "the caller's dict is left alone"
 
 
@@ -370,7 +365,7 @@ def test_missing_and_unexpected_names_are_plain() -> None:
         wrapper.load_state_dict(state)
     result = wrapper.load_state_dict(state, strict=False)
     assert (result.missing_keys, result.unexpected_keys) == (["first.weight"], ["nonsense"])
-    assert_same(wrapper.state_dict(), same_but(Net().state_dict(), {"first.weight": Net(seed=1).first.weight}))
+    assert_same_state(wrapper.state_dict(), same_but(Net().state_dict(), {"first.weight": Net(seed=1).first.weight}))
 
 
 def test_a_wrong_shape_is_an_error_with_the_plain_name() -> None:
@@ -414,13 +409,13 @@ class Outer(nn.Module):
 
 
 def test_wrappers_inside_a_module_show_plain_names() -> None:
-    assert_same(Outer().state_dict(), Outer(wrapped=False).state_dict())
+    assert_same_state(Outer().state_dict(), Outer(wrapped=False).state_dict())
 
 
 def test_wrappers_inside_a_module_load_plain_names() -> None:
     outer = Outer(seed=5)
     outer.load_state_dict(Outer(wrapped=False).state_dict())
-    assert_same(outer.state_dict(), Outer().state_dict())
+    assert_same_state(outer.state_dict(), Outer().state_dict())
     assert outer.one.is_flattened
     assert torch.equal(outer.one(INPUTS), Net()(INPUTS))
 
@@ -433,7 +428,7 @@ def test_wrappers_inside_a_module_load_flat_names(name: str) -> None:
         state |= {prefix + key.replace("flat_param_0", name): value for key, value in flat.items()}
     outer = Outer(seed=5)
     outer.load_state_dict(state)
-    assert_same(outer.state_dict(), Outer().state_dict())
+    assert_same_state(outer.state_dict(), Outer().state_dict())
 
 
 def test_missing_names_inside_a_module_are_plain() -> None:
@@ -459,12 +454,12 @@ def test_inside_unflatten_params_parameters_are_ordinary(group: str) -> None:
     wrapper, plain = wrap(group), Net()
     with wrapper.unflatten_params():
         assert not wrapper.is_flattened
-        assert_same(dict(wrapper.module.named_parameters()), dict(plain.named_parameters()))
+        assert_same_state(dict(wrapper.module.named_parameters()), dict(plain.named_parameters()))
         assert list(wrapper.parameters(recurse=False)) == []
         assert wrapper.module.again.weight is wrapper.module.second.weight
         assert isinstance(wrapper.module.second.weight, nn.Parameter)
         assert torch.equal(wrapper(INPUTS), plain(INPUTS))
-        assert_same(wrapper.state_dict(), plain.state_dict())
+        assert_same_state(wrapper.state_dict(), plain.state_dict())
     assert [name for name, _ in wrapper.named_parameters(recurse=False)] == wrapper.flat_param_names
     assert torch.equal(wrapper(INPUTS), plain(INPUTS))
 
@@ -489,7 +484,7 @@ def test_changes_inside_unflatten_params_are_kept(change: Callable[[Net], None])
     with wrapper.unflatten_params():
         change(wrapper.module)
     _scale(plain)
-    assert_same(wrapper.state_dict(), plain.state_dict())
+    assert_same_state(wrapper.state_dict(), plain.state_dict())
     assert wrapper.flat_param is flat
     assert torch.equal(wrapper(INPUTS), plain(INPUTS))
 
@@ -501,7 +496,7 @@ def test_changes_are_kept_after_an_exception_too() -> None:
         1 / 0  # noqa: B018
     _scale(plain)
     assert wrapper.is_flattened
-    assert_same(wrapper.state_dict(), plain.state_dict())
+    assert_same_state(wrapper.state_dict(), plain.state_dict())
 
 
 def test_other_values_can_be_shown_for_a_while() -> None:
@@ -511,7 +506,7 @@ def test_other_values_can_be_shown_for_a_while() -> None:
         state = copy.deepcopy(wrapper.state_dict())
         _scale(wrapper.module)
     assert state["first.weight"].unique().tolist() == [1.5]
-    assert_same(wrapper.state_dict(), Net().state_dict())
+    assert_same_state(wrapper.state_dict(), Net().state_dict())
     wrapper.load_state_dict(state)
     assert [flat.unique().tolist() for flat in wrapper.flat_params] == [[1.5], [2.5]]
     with (
@@ -528,7 +523,7 @@ def test_a_state_can_be_loaded_inside_unflatten_params() -> None:
     with wrapper.unflatten_params():
         wrapper.load_state_dict(Net().state_dict())
         assert not wrapper.is_flattened
-    assert_same(wrapper.state_dict(), Net().state_dict())
+    assert_same_state(wrapper.state_dict(), Net().state_dict())
 
 
 def test_unflatten_params_can_be_nested() -> None:
@@ -539,7 +534,7 @@ def test_unflatten_params_can_be_nested() -> None:
         assert not wrapper.is_flattened, "what the inner one found it leaves behind"
         assert isinstance(wrapper.module.first.weight, nn.Parameter)
     assert wrapper.is_flattened
-    assert_same(wrapper.state_dict(), Net().state_dict())
+    assert_same_state(wrapper.state_dict(), Net().state_dict())
 
 
 def test_a_change_that_cannot_be_kept_is_named() -> None:
@@ -547,7 +542,7 @@ def test_a_change_that_cannot_be_kept_is_named() -> None:
         wrapper = wrap()
         with pytest.raises(ValueError, match=rf"first\.weight.*{found}"), wrapper.unflatten_params():
             wrapper.module.first.weight = change
-        assert_same(wrapper.state_dict(), Net().state_dict())
+        assert_same_state(wrapper.state_dict(), Net().state_dict())
         assert torch.equal(wrapper(INPUTS), Net()(INPUTS))
 
 
@@ -570,7 +565,7 @@ def test_a_copy_is_a_wrapper_of_its_own(travel: Callable[[FlattenParamsWrapper],
     wrapper = wrap()
     wrapper(INPUTS)
     other = travel(wrapper)
-    assert_same(other.state_dict(), wrapper.state_dict())
+    assert_same_state(other.state_dict(), wrapper.state_dict())
     assert [name for name, _ in other.named_parameters()] == ["flat_param_0"]
     assert other.flat_param is next(other.parameters())
     other(INPUTS).sum().backward()
@@ -578,7 +573,7 @@ def test_a_copy_is_a_wrapper_of_its_own(travel: Callable[[FlattenParamsWrapper],
     assert not torch.equal(other(INPUTS), wrapper(INPUTS))
     assert torch.equal(wrapper.flat_param, wrap().flat_param)
     other.load_state_dict(Net(seed=2).state_dict())
-    assert_same(other.state_dict(), Net(seed=2).state_dict())
+    assert_same_state(other.state_dict(), Net(seed=2).state_dict())
 
 
 # Errors
@@ -614,7 +609,7 @@ def test_groups_hold_the_modules_own_parameters_once() -> None:
         FlattenParamsWrapper(net, [nn.Parameter(torch.ones(3))])
     with pytest.raises(ValueError, match="in two groups"):
         FlattenParamsWrapper(net, [[net.first.weight], [net.first.weight]])
-    assert_same(dict(net.named_parameters()), dict(Net().named_parameters()))
+    assert_same_state(dict(net.named_parameters()), dict(Net().named_parameters()))
 
 
 def test_integer_parameters_cannot_be_flattened() -> None:

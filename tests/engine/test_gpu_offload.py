@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardedGradScaler, get_fsdp_instances
 from fsdp.engine.placeholder import Placeholder
+from tests.helpers.equality import assert_close_state
 from tests.helpers.models import nested_mlp
 from tests.helpers.offload import BOTH, GRADS, PARAMS, AlwaysReducing, alone
 from tests.helpers.pairs import parametrize_pairs
@@ -91,13 +92,12 @@ def _train_and_compare(
             torch.testing.assert_close(model.clip_grad_norm_(clip).cpu(), expected, rtol=1e-4, atol=1e-6)
         optimizer.step()
         plain_optimizer.step()
-    assert_same(model, plain)
+    assert_close_models(model, plain)
 
 
-def assert_same(model: nn.Module, plain: nn.Module) -> None:
-    expected = plain.state_dict()
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(value.cpu(), expected[name], rtol=1e-4, atol=1e-5, msg=f"{name} differs")
+def assert_close_models(model: nn.Module, plain: nn.Module) -> None:
+    found = {name: value.cpu() for name, value in model.state_dict().items()}
+    assert_close_state(found, plain.state_dict(), rtol=1e-4, atol=1e-5)
 
 
 @every_kind
@@ -207,10 +207,10 @@ def _change_while_summoned(options: dict[str, Any]) -> None:
         model.entry.weight.mul_(2)
     with torch.no_grad():
         plain.entry.weight.mul_(2)
-    assert_same(model, plain)
+    assert_close_models(model, plain)
     again = nested_mlp(fully_sharded(compute_device="cuda", **options), seed=1)
     again.load_state_dict(model.state_dict())
-    assert_same(again, plain)
+    assert_close_models(again, plain)
 
 
 # How much of the device it takes

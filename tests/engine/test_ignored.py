@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, auto_wrap, default_auto_wrap_policy, enable_wrap
-from fsdp.engine.flat_param import FlatParameter, PieceParameter
+from fsdp.engine.flat_param import FlatParameter, LocalShard
 from tests.helpers.changed_params import LAYOUTS, adamw, momentum
-from tests.helpers.copied_twins import assert_close
+from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import MakeOptimizer
 from tests.helpers.ranks import RankPool
@@ -97,19 +97,16 @@ class Twins:
             optimizer.step()
             optimizer.zero_grad()
 
-    def assert_same(self) -> None:
-        """Collective."""
-        found, expected = self.sharded.state_dict(), self.plain.state_dict()
-        assert list(found) == list(expected)
-        for name, value in expected.items():
-            assert_close(found[name], value, name)
+    def assert_close(self) -> None:
+        """Collective. Their states agree."""
+        assert_close_state(self.sharded.state_dict(), self.plain.state_dict())
 
 
 def ignored_in(model: nn.Module) -> dict[str, nn.Parameter]:
     """What is no shard and no piece of one, by its plain name."""
     with model.summon_full_params():  # type: ignore[operator]
         names = {param: name for name, param in model.named_parameters()}
-    ours = (FlatParameter, PieceParameter)
+    ours = (FlatParameter, LocalShard)
     return {names[param]: param for param in model.parameters() if not isinstance(param, ours)}
 
 
@@ -159,7 +156,7 @@ def _train(wrap: Callable[..., nn.Module], layout: str, make_optimizer: MakeOpti
     for _ in range(4):
         twins.backward()
         twins.optimize()
-    twins.assert_same()
+    twins.assert_close()
 
 
 def test_a_size_policy_does_not_count_them(ranks: RankPool) -> None:
@@ -239,7 +236,7 @@ def test_the_state_has_them_in_tensors_of_its_own(ranks: RankPool, layout: str) 
 
 def _save(layout: str) -> None:
     twins = Twins(by_policy, layout)
-    twins.assert_same()
+    twins.assert_close()
     state = twins.sharded.state_dict()
     for name, param in ignored_in(twins.sharded).items():
         assert state[name].data_ptr() != param.data_ptr()
@@ -265,7 +262,7 @@ def _load(wrap: Callable[..., nn.Module], layout: str) -> None:
         twins.sharded.load_state_dict({name: value for name, value in state.items() if name != "temperature"})
     twins.backward()
     twins.optimize()
-    twins.assert_same()
+    twins.assert_close()
 
 
 @parametrize_pairs(world_size=[3, 1], layout=list(LAYOUTS))
@@ -284,7 +281,7 @@ def _summon(layout: str) -> None:
             params["entry.bias"].fill_(3)
     twins.backward()
     twins.optimize()
-    twins.assert_same()
+    twins.assert_close()
 
 
 # Clipping
@@ -311,7 +308,7 @@ def _clip(norm_type: float, layout: str, wrap: Callable[..., nn.Module], max_nor
     expected = nn.utils.clip_grad_norm_(twins.plain.parameters(), max_norm, norm_type)
     assert_close(found, expected, "norm")
     twins.optimize()
-    twins.assert_same()
+    twins.assert_close()
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
@@ -373,7 +370,7 @@ def _clip_value(layout: str, wrap: Callable[..., nn.Module]) -> None:
         assert param.grad is not None
         assert param.grad.abs().max() <= 1e-3
     twins.optimize()
-    twins.assert_same()
+    twins.assert_close()
 
 
 # Dtypes

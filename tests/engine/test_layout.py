@@ -107,16 +107,17 @@ def test_cutting_and_gathering_gives_the_parameters_back(kind: type[Layout], sha
 
 @both_kinds
 @for_any(shapes=SHAPES, world_size=WORLD_SIZES)
-def test_pieces_are_views_of_what_a_rank_keeps(kind: type[Layout], shapes: Shapes, world_size: int) -> None:
+def test_local_shards_are_views_of_what_a_rank_keeps(kind: type[Layout], shapes: Shapes, world_size: int) -> None:
     layout = pack(kind, shapes, world_size)
     values = values_of(layout)
     for rank, shard in enumerate(cut(layout, values)):
-        pieces = layout.pieces(shard, rank)
-        assert list(pieces) == [kept.slot for kept in layout.intervals(rank)]
+        local_shards = layout.local_shards(shard, rank)
+        kept_slots = {kept.slot for kept in layout.intervals(rank)}
+        assert [each.numel() > 0 for each in local_shards] == [slot in kept_slots for slot in range(len(values))]
         for kept in layout.intervals(rank):
             expected = values[kept.slot].flatten()[kept.start : kept.stop]
-            assert torch.equal(pieces[kept.slot], expected)
-            assert torch.equal(pieces[kept.slot].zero_(), shard[kept.offset : kept.offset + kept.numel])
+            assert torch.equal(local_shards[kept.slot], expected)
+            assert torch.equal(local_shards[kept.slot].zero_(), shard[kept.offset : kept.offset + kept.numel])
 
 
 @both_kinds
@@ -209,7 +210,7 @@ def test_nothing_to_keep_is_a_layout_too(kind: type[Layout], shapes: Shapes) -> 
     for rank in range(3):
         assert layout.intervals(rank) == []
         assert layout.padding(rank) == 0
-        assert layout.pieces(torch.empty(0), rank) == {}
+        assert not any(each.numel() for each in layout.local_shards(torch.empty(0), rank))
     assert [tuple(value.shape) for value in layout.unpack(torch.empty(0))] == shapes
 
 
@@ -327,8 +328,7 @@ def test_rows_shards_are_torchs_chunks_of_every_parameter(shapes: Shapes, world_
         for rank, chunk in enumerate(chunks):
             first, last = layout.rows(slot, rank)
             assert torch.equal(rows[first:last], chunk)
-            piece = layout.pieces(shards[rank], rank).get(slot, torch.empty(0, dtype=torch.float64))
-            assert torch.equal(piece.view(chunk.shape), chunk)
+            assert torch.equal(layout.local_shards(shards[rank], rank)[slot].view(chunk.shape), chunk)
 
 
 ROWS_SHAPES = [(5, 3), (2, 2), (3,), (1, 4), (0, 3), (7, 0), (6,)]
@@ -342,14 +342,13 @@ def _compare_with_dtensor() -> None:
     layout = pack(RowsLayout, ROWS_SHAPES, dist.get_world_size())
     rank = dist.get_rank()
     values = values_of(layout)
-    pieces = layout.pieces(cut(layout, values)[rank], rank)
+    local_shards = layout.local_shards(cut(layout, values)[rank], rank)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for slot, value in enumerate(values):
         local = distribute_tensor(value, mesh, [Shard(0)]).to_local()
         first, last = layout.rows(slot, rank)  # type: ignore[attr-defined]
         assert local.shape == (last - first, *value.shape[1:])
-        piece = pieces.get(slot, torch.empty(0, dtype=torch.float64))
-        assert torch.equal(piece.view(local.shape), local)
+        assert torch.equal(local_shards[slot].view(local.shape), local)
 
 
 # Errors
@@ -375,7 +374,7 @@ def test_a_buffer_of_another_shape_is_refused(kind: type[Layout], shape: tuple[i
 def test_a_shard_of_another_shape_is_refused(kind: type[Layout], shape: tuple[int, ...]) -> None:
     layout = pack(kind, [(4,), (2,)], 2)
     with pytest.raises(ValueError, match=r"a shard of this layout has shape \[3\], got \["):
-        layout.pieces(torch.zeros(shape), 0)
+        layout.local_shards(torch.zeros(shape), 0)
 
 
 @both_kinds

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FlatParameter, FullyShardedDataParallel, get_fsdp_instances
-from fsdp.engine.flat_param import PieceParameter
+from fsdp.engine.flat_param import LocalShard
 from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
@@ -43,9 +43,9 @@ def owners(model: nn.Module) -> list[FlatParameter]:
     return [handle.flat_param for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]
 
 
-def pieces(model: nn.Module) -> dict[str, PieceParameter]:
+def pieces(model: nn.Module) -> dict[str, LocalShard]:
     found = dict(model.named_parameters())
-    assert all(isinstance(piece, PieceParameter) for piece in found.values())
+    assert all(isinstance(piece, LocalShard) for piece in found.values())
     return found  # type: ignore[return-value]
 
 
@@ -91,7 +91,7 @@ def _add_pieces_up() -> None:
     for name, whole in plain.named_parameters():
         piece = pieces(model)[name]
         assert piece.dim() == 1
-        assert piece.whole_shape == whole.shape
+        assert piece.unsharded_shape == whole.shape
         assert torch.equal(piece.detach(), part_of(whole.detach(), piece))
         spans: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(spans, (piece.offset, piece.numel()))

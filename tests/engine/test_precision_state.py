@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision
 from tests.engine.test_precision import BRAIN, DOUBLE, HALF, SINGLE, wrap_alone
+from tests.helpers.equality import assert_same_state
 from tests.helpers.models import keep, nested_mlp, tiny_transformer
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
@@ -38,13 +39,6 @@ def step(model: nn.Module) -> None:
     model(torch.ones(2, 5)).float().square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-def assert_same_bits(found: State, expected: State, dtype: torch.dtype = SINGLE) -> None:
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        assert found[name].dtype is dtype, name
-        assert torch.equal(found[name], value), name
 
 
 def master_of(model: FullyShardedDataParallel) -> State:
@@ -81,13 +75,13 @@ def test_pain_point_10_what_is_saved_is_the_master_bit_for_bit(
 
 def _save(policy: str, options: dict[str, Any]) -> None:
     model, plain = wrapped(POLICIES[policy], **options), nested_mlp()
-    assert_same_bits(model.state_dict(), plain.state_dict())
+    assert_same_state(model.state_dict(), plain.state_dict())
     for _ in range(2):
         step(model)
         saved = model.state_dict()
         assert {value.dtype for value in saved.values()} == {SINGLE}
         master = master_of(model)
-        assert_same_bits({name: saved[name] for name in master}, master)
+        assert_same_state({name: saved[name] for name in master}, master)
         assert saved.keys() == master.keys()
         assert any(not torch.equal(value, value.bfloat16().float()) for value in saved.values())
 
@@ -106,7 +100,7 @@ def _save_while_whole(when: str) -> None:
             if when == "under no_sync":
                 loss.backward()
     with model.summon_full_params() if when == "summoned" else nullcontext():
-        assert_same_bits(model.state_dict(), plain.state_dict())
+        assert_same_state(model.state_dict(), plain.state_dict())
 
 
 @pytest.mark.parametrize("dtype", [BRAIN, HALF, DOUBLE])
@@ -119,7 +113,7 @@ def _save_in_own_dtype(dtype: torch.dtype) -> None:
     wrap = fully_sharded()
     model = nested_mlp(lambda module: wrap(module.to(dtype)))
     expected = {name: value.to(dtype) for name, value in nested_mlp().state_dict().items()}
-    assert_same_bits(model.state_dict(), expected, dtype)
+    assert_same_state(model.state_dict(), expected)
 
 
 # Exporting
@@ -137,8 +131,8 @@ def test_pain_point_10_an_export_is_in_the_dtype_that_it_is_asked_for(
 def _export(policy: Any, dtype: torch.dtype) -> None:
     model = wrapped(policy)
     expected = {name: value.to(dtype) for name, value in nested_mlp().state_dict().items()}
-    assert_same_bits(model.state_dict(dtype=dtype), expected, dtype)
-    assert_same_bits(model.state_dict(), nested_mlp().state_dict())
+    assert_same_state(model.state_dict(dtype=dtype), expected)
+    assert_same_state(model.state_dict(), nested_mlp().state_dict())
 
 
 def test_pain_point_10_an_export_leaves_buffers_and_integers() -> None:
@@ -192,12 +186,12 @@ def _summon(policy: Any) -> None:
     model, plain = wrapped(policy), nested_mlp()
     with model.summon_full_params():
         found = dict(model.named_parameters())
-        assert_same_bits(found, dict(plain.named_parameters()))
+        assert_same_state(found, dict(plain.named_parameters()))
     step(model)
     expected = master_of(model)
     with model.summon_full_params():
         found = dict(model.named_parameters())
-        assert_same_bits({name: found[name].detach() for name in expected}, expected)
+        assert_same_state({name: found[name].detach() for name in expected}, expected)
 
 
 def test_changes_below_the_precision_of_the_computation_are_kept(ranks: RankPool) -> None:
@@ -210,7 +204,7 @@ def _change_by_little() -> None:
     with model.summon_full_params(), torch.no_grad():
         for param in model.parameters():
             param += 2**-20
-    assert_same_bits(model.state_dict(), expected)
+    assert_same_state(model.state_dict(), expected)
 
 
 def test_inference_while_summoned_is_in_full_precision(ranks: RankPool) -> None:
@@ -240,11 +234,11 @@ def _load(policy: Any) -> None:
     saved = model.state_dict()
     other(torch.ones(2, 5))
     other.load_state_dict(saved)
-    assert_same_bits(other.state_dict(), saved)
+    assert_same_state(other.state_dict(), saved)
     assert torch.equal(other(torch.ones(2, 5)), model(torch.ones(2, 5)))
     plain = nested_mlp(keep, seed=1)
     plain.load_state_dict(saved)
-    assert_same_bits(plain.state_dict(), saved)
+    assert_same_state(plain.state_dict(), saved)
 
 
 @pytest.mark.parametrize("dtype", [HALF, BRAIN, DOUBLE])
@@ -256,4 +250,4 @@ def _load_from(dtype: torch.dtype) -> None:
     model = wrapped(POLICIES["bfloat16"])
     saved = {name: value.to(dtype) for name, value in nested_mlp(seed=1).state_dict().items()}
     model.load_state_dict(saved)
-    assert_same_bits(model.state_dict(), {name: value.float() for name, value in saved.items()})
+    assert_same_state(model.state_dict(), {name: value.float() for name, value in saved.items()})

@@ -15,7 +15,8 @@ from fsdp import FullyShardedDataParallel, MixedPrecision, auto_wrap, enable_wra
 from fsdp.distributed.collectives import DirectExchange, LoneRank, communicator
 from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.managed_params import Ignored
-from fsdp.engine.shard_module import take_states_of_first
+from fsdp.engine.module_states import take_states_of_first
+from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import TOKENS, Alone, assert_parity, fully_sharded, sgd_with_momentum
@@ -31,12 +32,6 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def assert_equal_states(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-
-
 @parametrize_pairs(world_size=[3, 1, 2, 4], options=OPTIONS, nested=[True, False])
 def test_pain_point_19_ranks_begin_with_the_values_of_rank_0(
     ranks: RankPool, world_size: int, options: dict[str, Any], nested: bool
@@ -47,7 +42,7 @@ def test_pain_point_19_ranks_begin_with_the_values_of_rank_0(
 def _begin(options: dict[str, Any], nested: bool) -> None:
     model = nested_mlp(fully_sharded(sync_module_states=True, **options), nested=nested, seed=dist.get_rank())
     model(torch.ones(2, 5))
-    assert_equal_states(model.state_dict(), nested_mlp(seed=0).state_dict())
+    assert_same_state(model.state_dict(), nested_mlp(seed=0).state_dict())
 
 
 def differently_seeded(make: Callable[..., nn.Module], wrap: Wrap) -> nn.Module:
@@ -80,7 +75,7 @@ def _auto_wrap() -> None:
     policy = module_wrap_policy({nn.Linear})
     with enable_wrap(wrapper_cls=FullyShardedDataParallel, sync_module_states=True):
         model = FullyShardedDataParallel(auto_wrap(model, auto_wrap_policy=policy), sync_module_states=True)
-    assert_equal_states(model.state_dict(), nested_mlp(seed=0).state_dict())
+    assert_same_state(model.state_dict(), nested_mlp(seed=0).state_dict())
 
 
 # Frozen ones, buffers, and what is left alone
@@ -176,7 +171,7 @@ def _group() -> None:
     groups = [dist.new_group([1, 3]), dist.new_group([2, 0])]
     mine = dist.get_rank() % 2 == 0
     model = nested_mlp(fully_sharded(process_group=groups[mine], sync_module_states=True), seed=dist.get_rank())
-    assert_equal_states(model.state_dict(), nested_mlp(seed=0 if mine else 1).state_dict())
+    assert_same_state(model.state_dict(), nested_mlp(seed=0 if mine else 1).state_dict())
 
 
 @pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
@@ -188,7 +183,7 @@ def _dtensors(options: dict[str, Any]) -> None:
     mesh = mesh_of(2, 2)
     first = mesh["dp"].get_local_rank() == 0
     model = gpt(over_data(mesh, sync_module_states=True, **options), mesh=mesh, seed=0 if first else 1)
-    assert_equal_states(model.state_dict(), gpt().state_dict())
+    assert_same_state(model.state_dict(), gpt().state_dict())
 
 
 # Memory, and what goes wrong

@@ -21,7 +21,17 @@ from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import Shard
 
 import fsdp
-from tests.helpers.dtensor_twins import assert_same, assert_trains_as_plain, local, ours, seeded, torchs, uneven, wholes
+from tests.helpers.dtensor_twins import (
+    assert_trains_as_plain,
+    assert_within,
+    local,
+    ours,
+    seeded,
+    torchs,
+    uneven,
+    wholes,
+)
+from tests.helpers.equality import assert_same
 from tests.helpers.models import Wrap
 from tests.helpers.parity import adamw, sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -86,7 +96,7 @@ def _train_two_dtypes() -> None:
         once(each, INPUTS)
         optimizer.step()
     for name, value in plain.state_dict().items():
-        assert_same(name, wholes(model)[name], value, 1e-6)
+        assert_within(name, wholes(model)[name], value, 1e-6)
 
 
 def test_two_dtypes_in_one_unit_are_refused_by_torchs(ranks: RankPool) -> None:
@@ -190,7 +200,7 @@ def _load_whole() -> None:
     model, other = uneven(ours()), uneven(seed=1).state_dict()
     model.load_state_dict(other)
     for name, value in other.items():
-        assert_same(name, wholes(model)[name], value)
+        assert_same(wholes(model)[name], value, name)
 
 
 def test_whole_tensors_are_refused_by_torchs(ranks: RankPool) -> None:
@@ -214,7 +224,7 @@ def _deepcopy() -> None:
     once(copied, INPUTS)
     optimizer.step()
     for name, value in before.items():
-        assert_same(name, wholes(model)[name], value)
+        assert_same(wholes(model)[name], value, name)
     assert any(not torch.equal(value, before[name]) for name, value in wholes(copied).items())
 
 
@@ -260,7 +270,7 @@ def _thaw(contestant: Callable[..., Wrap]) -> None:
     expected = uneven(contestant(mp_policy={"param_dtype": torch.bfloat16}))
     once(expected, INPUTS)
     for name, param in expected.named_parameters():
-        assert_same(name, local(model.get_parameter(name).grad), local(param.grad))
+        assert_same(local(model.get_parameter(name).grad), local(param.grad), name)
 
 
 def _thaw_torchs() -> None:
@@ -364,7 +374,7 @@ def _use_on_one_rank() -> None:
     model(INPUTS, dist.get_rank() == 1).sum().backward()
     (plain(INPUTS).sum() / 3).backward()
     grad = model.extra.weight.grad.full_tensor()
-    assert_same("gradient", grad, plain.extra.weight.grad, 1e-6)
+    assert_within("gradient", grad, plain.extra.weight.grad, 1e-6)
 
 
 # Mistakes that torch's leaves to be found
@@ -394,7 +404,7 @@ def _step_stale_torchs() -> None:
     once(model, INPUTS)
     optimizer.step()
     for name, value in before.items():
-        assert_same(name, wholes(model)[name], value)
+        assert_same(wholes(model)[name], value, name)
 
 
 def test_a_step_with_unreduced_gradients_is_an_error(ranks: RankPool) -> None:
@@ -421,7 +431,7 @@ def _step_unreduced_torchs() -> None:
     once(model, INPUTS)
     optimizer.step()
     for name, value in before.items():
-        assert_same(name, wholes(model)[name], value)
+        assert_same(wholes(model)[name], value, name)
 
 
 def without_values(wrap: Wrap) -> Any:

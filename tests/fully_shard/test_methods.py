@@ -26,7 +26,7 @@ from tests.helpers.dtensor_twins import (
     Uneven,
     adamw_at_once,
     assert_at_rest,
-    assert_same,
+    assert_within,
     handles,
     is_whole,
     local,
@@ -34,6 +34,7 @@ from tests.helpers.dtensor_twins import (
     seeded,
     uneven,
 )
+from tests.helpers.equality import assert_same
 from tests.helpers.models import Wrap
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import once
@@ -79,7 +80,7 @@ def _unshard() -> None:
     model: Any = uneven(ours())
     plain = uneven()
     assert model.unshard() is None
-    assert_same("entry.weight", model.entry.weight.detach(), plain.get_parameter("entry.weight").detach())
+    assert_same(model.entry.weight.detach(), plain.get_parameter("entry.weight").detach(), "entry.weight")
     assert not isinstance(model.entry.weight, DTensor)
     assert not is_whole(model.trunk)  # inner modules keep theirs
     assert all(isinstance(param, DTensor) for param in model.parameters())
@@ -314,7 +315,7 @@ def _divide() -> None:
         unit.set_gradient_divide_factor(5)
     once(model, INPUTS)
     for name, param in model.named_parameters():
-        assert_same(name, local(param.grad), expected[name], 1e-5)
+        assert_within(name, local(param.grad), expected[name], 1e-5)
     with pytest.raises(ValueError, match="positive"):
         model.set_gradient_divide_factor(0)
 
@@ -330,7 +331,7 @@ def _last_backward() -> None:
         for model in (one, other):
             once(model, INPUTS * turn)
     for name, param in one.named_parameters():
-        assert_same(name, local(other.get_parameter(name).grad), local(param.grad))
+        assert_same(local(other.get_parameter(name).grad), local(param.grad), name)
 
 
 # Other methods that compute

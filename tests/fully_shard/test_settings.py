@@ -529,7 +529,6 @@ def _shard_nothing() -> None:
 # A mesh with dimensions for other things
 
 
-@pytest.mark.skipif(not hasattr(fsdp, "DataParallelMeshDims"), reason="always there")
 def test_dimensions_of_a_mesh_are_chosen_by_name(ranks: RankPool) -> None:
     ranks(4).run(_choose_dimensions)
 
@@ -557,3 +556,32 @@ def _choose_dimensions() -> None:
     with pytest.raises(ValueError, match="needs the name"):
         fsdp.DataParallelMeshDims()
     assert mesh_of(4).ndim == 1
+
+
+@pytest.mark.skipif(not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"), reason="torch 2.11 has none")
+def test_parameters_on_all_of_a_mesh_are_sharded_over_dimensions_of_it(ranks: RankPool) -> None:
+    ranks(4).run(_shard_on_all)
+
+
+def _shard_on_all() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import DataParallelMeshDims
+    from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    weight = torch.arange(32.0).view(8, 4)
+
+    def made(placements: Any = (Replicate(), Shard(1))) -> Any:
+        layer = nn.Linear(4, 8, bias=False)
+        layer.weight = nn.Parameter(distribute_tensor(weight, mesh, placements))
+        return layer
+
+    dims = DataParallelMeshDims(shard="data")
+    expected = torchs_fully_shard(made(), mesh=mesh, dp_mesh_dims=dims)
+    found = fsdp.fully_shard(made(), mesh=mesh, dp_mesh_dims=dims)
+    assert_same("weight", local(found.weight), local(expected.weight))
+    assert found.weight.placements == expected.weight.placements
+    assert found.weight.full_tensor().equal(weight)
+    with pytest.raises(ValueError, match="data parallelism: it must be Replicate"):
+        fsdp.fully_shard(made((Shard(0), Shard(1))), mesh=mesh, dp_mesh_dims=dims)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fsdp
-from tests.helpers.dtensor_twins import assert_same, local, ours, seeded, uneven, wholes
+from tests.helpers.dtensor_twins import assert_within, local, ours, seeded, uneven, wholes
+from tests.helpers.equality import assert_same
 from tests.helpers.models import Wrap
 from tests.helpers.parity import adamw
 from tests.helpers.ranks import RankPool
@@ -179,14 +180,14 @@ def _start(start: Any, folder: Path) -> None:
     assert {param.device.type for param in model.parameters()} == {"cpu"}
     if start in (by_whole_state, by_assigned_state, by_assigned_dtensors, by_checkpoint):
         for name, value in seeded(Net).state_dict().items():
-            assert_same(name, wholes(model)[name], value)
+            assert_same(wholes(model)[name], value, name)
     assert_trains(model)
 
 
 def test_materialize_draws_the_same_values_at_every_world_size(ranks: RankPool) -> None:
     one, three = (ranks(size).run(_materialized)[0] for size in (1, 3))
     for name, value in one.items():
-        assert_same(name, three[name], value)
+        assert_same(three[name], value, name)
 
 
 def _materialized() -> dict[str, Tensor]:
@@ -219,11 +220,11 @@ def _copy(options: dict[str, Any]) -> None:
         assert param.grad is None  # as in copies of plain modules
     assert_trains(copied)
     for name, value in before.items():
-        assert_same(name, wholes(model)[name], value)
+        assert_same(wholes(model)[name], value, name)
     model.zero_grad()
     assert_trains(model)
     for name, value in wholes(model).items():
-        assert_same(name, wholes(copied)[name], value)
+        assert_same(wholes(copied)[name], value, name)
 
 
 def test_a_part_can_be_copied(ranks: RankPool) -> None:
@@ -235,7 +236,7 @@ def _copy_part() -> None:
     once(model, INPUTS)
     part = copy.deepcopy(model.inner)
     hidden = torch.ones(4, 7)
-    assert_same("output", part(hidden), model.inner(hidden))
+    assert_same(part(hidden), model.inner(hidden), "output")
 
 
 def test_pickling_says_what_to_do(ranks: RankPool) -> None:
@@ -276,7 +277,7 @@ def _cast(cast: Callable[[nn.Module], nn.Module], is_used: bool) -> None:
         each(INPUTS.to(dtype)).sin().mean().backward()
         optimizer.step()
     for name, value in plain.state_dict().items():
-        assert_same(name, wholes(model)[name], value, 1e-2 if dtype is torch.bfloat16 else 1e-12)
+        assert_within(name, wholes(model)[name], value, 1e-2 if dtype is torch.bfloat16 else 1e-12)
 
 
 def test_parts_can_be_frozen_through_their_modules(ranks: RankPool) -> None:
@@ -306,4 +307,4 @@ def _zero() -> None:
     assert all(not local(param.grad).any() for param in model.parameters())
     once(model, INPUTS)
     for name, param in model.named_parameters():
-        assert_same(name, local(param.grad), expected[name])
+        assert_same(local(param.grad), expected[name], name)

@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp
-from tests.helpers.dtensor_twins import assert_same, conv_net, local, ours, torchs, uneven, whole, wholes
+from tests.helpers.dtensor_twins import assert_within, conv_net, local, ours, torchs, uneven, whole, wholes
+from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Wrap
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import adamw, fully_sharded
@@ -51,17 +52,17 @@ def fresh(wrap: Wrap) -> tuple[Any, torch.optim.Optimizer]:
     return model, adamw(model.parameters())
 
 
-def assert_equal_states(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float | None = None) -> None:
+def assert_states_within(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float | None) -> None:
     assert list(found) == list(expected)
     for name, value in expected.items():
-        assert_same(name, found[name], value, tolerance)
+        assert_within(name, found[name], value, tolerance)
 
 
 def assert_goes_on_alike(one: tuple[Any, Any], other: tuple[Any, Any], tolerance: float | None = None) -> None:
     """Collective. Further steps leave the same state."""
     for model, optimizer in (one, other):
         go_on(model, optimizer)
-    assert_equal_states(wholes(one[0]), wholes(other[0]), tolerance)
+    assert_states_within(wholes(one[0]), wholes(other[0]), tolerance)
 
 
 # state_dict
@@ -81,7 +82,7 @@ def _look_at_state() -> None:
         assert isinstance(value, DTensor) is (name in params), name
         assert value.shape == expected[name].shape
         assert name not in params or local(value).data_ptr() == local(params[name]).data_ptr()
-    assert_equal_states(wholes(model), expected)
+    assert_same_state(wholes(model), expected)
 
 
 @parametrize_pairs(world_size=[1, 3], assign=[False, True], form=["dtensors", "whole", "whole_float64"])
@@ -99,13 +100,13 @@ def _load(form: str, assign: bool) -> None:
     model, optimizer = fresh(ours())
     result = model.load_state_dict(state, assign=assign)
     assert (result.missing_keys, result.unexpected_keys) == ([], [])
-    assert_equal_states(wholes(model), wholes(source))
+    assert_same_state(wholes(model), wholes(source))
     before = wholes(source)
     go_on(model, optimizer)
     go_on(model, adamw(model.parameters()))
     assert all(isinstance(param, DTensor) for param in model.parameters())
     assert any(not torch.equal(value, before[name]) for name, value in wholes(model).items())
-    assert_equal_states(wholes(source), before)
+    assert_same_state(wholes(source), before)
 
 
 def test_loading_with_keys_that_are_missing_or_too_many(ranks: RankPool) -> None:
@@ -120,7 +121,7 @@ def _load_other_keys() -> None:
         model.load_state_dict(state)
     result = model.load_state_dict(state, strict=False)
     assert (result.missing_keys, result.unexpected_keys) == (["gate.weight"], ["more"])
-    assert_equal_states(wholes(model), {**other, "gate.weight": before["gate.weight"]})
+    assert_same_state(wholes(model), {**other, "gate.weight": before["gate.weight"]})
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -153,8 +154,8 @@ def _exchange_with_other_cuts(folder: Path) -> None:
     for state in (wholes(source), source.state_dict(), uneven(ours()).state_dict()):
         model, _ = fresh(ours(shard_placement_fn=last_dim))
         model.load_state_dict(state)
-        assert_equal_states(wholes(model), {name: whole(value) for name, value in state.items()})
-    assert_equal_states(wholes(copy.deepcopy(source)), wholes(source))
+        assert_same_state(wholes(model), {name: whole(value) for name, value in state.items()})
+    assert_same_state(wholes(copy.deepcopy(source)), wholes(source))
     dcp.save(_states(source, optimizer), checkpoint_id=folder)
     other, other_optimizer = fresh(ours())
     states = _states(other, other_optimizer)
@@ -198,7 +199,7 @@ def _load_distributed(wrap: Any, folder: Path, expected: dict[str, Tensor]) -> N
     set_model_state_dict(model, states["model"])
     set_optimizer_state_dict(model, optimizer, states["optimizer"])
     go_on(model, optimizer)
-    assert_equal_states(wholes(model), expected, 1e-5)
+    assert_states_within(wholes(model), expected, 1e-5)
 
 
 # Whole states on the host are only on rank 0, so that the others need a broadcast.
@@ -251,7 +252,7 @@ def _load_saved(wrap: Any, folder: Path, expected: dict[str, Tensor]) -> None:
     model, optimizer = fresh(wrap(**_options(wrap)))
     fsdp.load(folder, model, optimizer)
     go_on(model, optimizer)
-    assert_equal_states(wholes(model), expected, 1e-5)
+    assert_states_within(wholes(model), expected, 1e-5)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -267,6 +268,6 @@ def _load_safetensors(path: Path) -> None:
         for param in model.parameters():
             param.zero_()
     fsdp.load_safetensors(model, path)
-    assert_equal_states(wholes(model), plain.state_dict())
+    assert_same_state(wholes(model), plain.state_dict())
     with torch.no_grad():
         assert torch.equal(model(INPUTS), plain(INPUTS))

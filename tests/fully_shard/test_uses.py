@@ -17,7 +17,6 @@ from fsdp.engine.placeholder import Placeholder
 from tests.helpers.dtensor_twins import (
     Plan,
     assert_at_rest,
-    assert_same,
     assert_side_by_side,
     assert_trains_as_plain,
     local,
@@ -27,6 +26,7 @@ from tests.helpers.dtensor_twins import (
     trained_twins,
     uneven,
 )
+from tests.helpers.equality import assert_same
 from tests.helpers.models import Wrap, keep
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import STEPS, Step, backward_twice, in_eval_mode, score, two_forwards_then_backwards
@@ -220,7 +220,7 @@ def _compare_aside() -> None:
     for model in (found, expected):
         _step_aside(model, torch.ones(2, 5))
     for name, param in expected.named_parameters():
-        assert_same(name, local(found.get_parameter(name).grad), local(param.grad))
+        assert_same(local(found.get_parameter(name).grad), local(param.grad), name)
     assert_at_rest(found)
 
 

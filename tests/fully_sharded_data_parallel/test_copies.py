@@ -70,12 +70,12 @@ def _train_apart(
     first = Twins.of(make, make_optimizer, **options)
     first.train(0, 1)
     second = first.copied(travel)
-    second.assert_equal()
+    second.assert_close()
     second.train(2, 3, 4)
-    first.assert_equal()  # what the copy has learned is not in it
+    first.assert_close()  # what the copy has learned is not in it
     first.train(5, 6)
-    first.assert_equal()
-    second.assert_equal()
+    first.assert_close()
+    second.assert_close()
 
 
 @every_form
@@ -88,7 +88,7 @@ def _copy_unused(options: dict[str, Any]) -> None:
     second = first.copied()
     for twins in (second, first):
         twins.train(0, 1)
-        twins.assert_equal()
+        twins.assert_close()
 
 
 @every_form
@@ -113,8 +113,8 @@ def _copy_after_forward(options: dict[str, Any]) -> None:
         (score(first.plain(batch(1, rank))) / dist.get_world_size()).backward()
     first.optimize()
     second.train(2)
-    first.assert_equal()
-    second.assert_equal()
+    first.assert_close()
+    second.assert_close()
 
 
 @every_form
@@ -131,7 +131,7 @@ def _copy_in_inference(options: dict[str, Any]) -> None:
         copied(batch(0, 0))
     second = Twins(copied, first.plain, (sgd_with_momentum(copied.parameters()), first.optimizers[1]))
     second.train(0, 1)
-    second.assert_equal()
+    second.assert_close()
 
 
 @every_form
@@ -148,12 +148,12 @@ def _leave_gradients(options: dict[str, Any]) -> None:
     second = first.copied()
     assert all(param.grad is None for param in second.sharded.parameters())
     second.train(2)  # which an optimizer would refuse if something unreduced had come along
-    second.assert_equal()
+    second.assert_close()
     for rank in range(dist.get_world_size()):
         (score(first.plain(batch(1, rank))) / dist.get_world_size()).backward()
     first.backward(3)
     first.optimize()
-    first.assert_equal()
+    first.assert_close()
 
 
 @every_form
@@ -171,8 +171,8 @@ def _copy_replaced(options: dict[str, Any]) -> None:
         piece = dict(first.sharded.named_parameters())["exit.bias"]
         piece.data = torch.full_like(piece, 3.0)
         first.plain.exit.bias.data.fill_(3.0)
-    Twins(copy.deepcopy(first.sharded), first.plain, first.optimizers).assert_equal()
-    first.assert_equal()
+    Twins(copy.deepcopy(first.sharded), first.plain, first.optimizers).assert_close()
+    first.assert_close()
 
 
 # Other things to copy
@@ -207,9 +207,9 @@ def _copy_inner(options: dict[str, Any]) -> None:
         for model in (inner, plain):
             score(model(inputs)).backward()
         second.optimize()
-    second.assert_equal()
+    second.assert_close()
     first.train(3)
-    first.assert_equal()
+    first.assert_close()
 
 
 @every_travel

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fsdp
+from tests.helpers.copied_twins import FLAT, ORIGINAL, UNFLATTENED
+from tests.helpers.equality import assert_close
 from tests.helpers.models import keep, nested_mlp
 from tests.helpers.parity import Alone, fully_sharded
 from tests.helpers.ranks import RankPool
+from tests.helpers.twins import batch
 
 
 def test_distributed_data_parallel_around_what_is_sharded_is_refused(ranks: RankPool) -> None:
@@ -31,14 +38,50 @@ def _wrap_in_ddp() -> None:
     # Nor does it average what is not spread over ranks: gradients do not come by autograd.
     with pytest.raises(RuntimeError, match=r"DistributedDataParallel has been given NestedMlp"):
         DistributedDataParallel(nested_mlp(fully_sharded(process_group=Alone())))
-    # What it is told to ignore it may have inside.
-    part = nested_mlp(keep)
-    part.trunk = fully_sharded()(part.trunk)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-        part, [name for name, _ in part.named_parameters() if name.startswith("trunk")]
-    )
-    DistributedDataParallel(part)(torch.ones(2, 5)).sum().backward()
-    assert all(param.grad is not None for param in part.parameters())
+    # Under another name than those that it is to ignore it takes the parameter all the same, and averages nothing.
+    part = ignored_in_ddp([name for name, _ in mixed().named_parameters()])
+    with pytest.raises(RuntimeError, match=r"has been given .*Sequential.*named_parameters\(remove_duplicate=False\)"):
+        part(torch.ones(2, 5))
+
+
+def mixed(**options: Any) -> nn.Module:
+    """A model of which one part is sharded."""
+    model = nested_mlp(keep)
+    model.trunk = fully_sharded(**options)(model.trunk)
+    return model
+
+
+def ignored_in_ddp(names: list[str], **options: Any) -> DistributedDataParallel:
+    """`mixed`, whose sharded part has these names, in one that is to ignore it."""
+    model = mixed(**options)
+    ignored = [name for name in names if name.startswith("trunk")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    return DistributedDataParallel(model)
+
+
+@pytest.mark.parametrize("form", [FLAT, ORIGINAL, UNFLATTENED])
+def test_a_unit_that_distributed_data_parallel_ignores_trains_with_the_rest(
+    ranks: RankPool, form: dict[str, Any]
+) -> None:
+    ranks(2).run(_train_ignored, form)
+
+
+def _train_ignored(form: dict[str, Any]) -> None:
+    torch.set_default_dtype(torch.float64)
+    plain = nested_mlp(keep)
+    model = ignored_in_ddp([name for name, _ in mixed(**form).named_parameters(remove_duplicate=False)], **form)
+    for number in range(3):
+        inputs = [batch(number, rank) for rank in range(2)]
+        model(inputs[dist.get_rank()]).square().mean().backward()
+        (sum(plain(each).square().mean() for each in inputs) / 2).backward()
+        norms = [nn.utils.clip_grad_norm_(one.parameters(), 0.1) for one in (model, plain)]
+        assert_close(norms[0], norms[1], "norm")
+        with torch.no_grad():
+            for param in (*model.parameters(), *plain.parameters()):
+                param -= 0.1 * param.grad  # type: ignore[operator]
+                param.grad = None
+    with model.module.trunk.summon_full_params():
+        assert_close(list(model.parameters()), list(plain.parameters()))
 
 
 def test_replicas_of_what_is_sharded_are_refused(ranks: RankPool) -> None:

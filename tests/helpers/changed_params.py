@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fsdp.engine.handle import Phase
 from fsdp.engine.names import clean_name
+from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.models import Wrap, keep, nested_mlp
 from tests.helpers.parity import fully_sharded
 from tests.helpers.twins import batch, score
@@ -77,7 +78,7 @@ class Twins:
             expected = score(self.plain(batch(self.number, rank).to(dtype)))
             (expected / world).backward()
             if rank == dist.get_rank():
-                self._assert_close(found, expected, "loss")
+                assert_close(found, expected, "loss", **self.tolerance)
 
     def optimize(self) -> None:
         for optimizer in self.optimizers:
@@ -99,7 +100,7 @@ class Twins:
         change()
         for _ in range(3):
             self.step()
-        self.assert_same()
+        self.assert_close()
 
     def assign(self, path: str, value: Tensor, requires_grad: bool = True) -> None:
         """Replace a parameter of the wrapped model, and copy the value into the plain one."""
@@ -108,14 +109,10 @@ class Twins:
         with torch.no_grad():
             self.plain.get_parameter(path).copy_(value)
 
-    def assert_same(self) -> None:
-        """Collective. Names, dtypes and values of the whole states agree."""
-        found, expected = self.sharded.state_dict(), self.plain.state_dict()
-        assert list(found) == list(expected)
-        for name, value in expected.items():
-            self._assert_close(found[name], value, name)
+    def assert_close(self) -> None:
+        """Collective. Names, dtypes and values of the unsharded states agree."""
+        assert_close_state(self.sharded.state_dict(), self.plain.state_dict(), **self.tolerance)
 
-    def _assert_close(self, found: Tensor, expected: Tensor, name: str) -> None:
-        assert found.dtype is expected.dtype, name
-        rtol, atol = (1e-9, 1e-11) if self.is_tight else (1e-5, 1e-5)
-        torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, msg=lambda text: f"{name}: {text}")
+    @property
+    def tolerance(self) -> dict[str, float]:
+        return {} if self.is_tight else {"rtol": 1e-5, "atol": 1e-5}

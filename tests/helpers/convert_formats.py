@@ -15,6 +15,7 @@ import fsdp
 from fsdp.checkpoint.cli import main
 from fsdp.checkpoint.formats.open_source import open_source
 from fsdp.checkpoint.formats.source import Source, TensorReader
+from tests.helpers.equality import assert_same
 
 VALUES = {"step": 7, "lr": [0.1, float("inf")], "table": torch.arange(3)}
 
@@ -118,7 +119,7 @@ def groups_of(source: Source) -> list[tuple[Any, list[str]]]:
 def assert_same_tensors(found: TensorReader, expected: TensorReader) -> None:
     assert set(found.tensors) == set(expected.tensors)
     for name in expected.tensors:
-        assert_same_bits(whole(found, name), whole(expected, name), name)
+        assert_same(whole(found, name), whole(expected, name), name)
 
 
 def whole(reader: TensorReader, name: str) -> Tensor:
@@ -128,23 +129,10 @@ def whole(reader: TensorReader, name: str) -> Tensor:
     return made
 
 
-def assert_same_bits(found: Tensor, expected: Tensor, name: str = "") -> None:
-    assert (found.dtype, found.shape) == (expected.dtype, expected.shape), name
-    assert bits(found) == bits(expected), name
-
-
-def bits(tensor: Tensor) -> bytes:
-    """In row-major order."""
-    flat = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-
-
 def assert_same_states(found: Mapping[str, Tensor], expected: Mapping[str, Any]) -> None:
     """Of a model, where extra state is left aside."""
-    tensors = {name: value for name, value in expected.items() if isinstance(value, Tensor)}
-    assert {name for name, value in found.items() if isinstance(value, Tensor)} == set(tensors)
-    for name, value in tensors.items():
-        assert_same_bits(found[name], value, name)
+    both = ({name: value for name, value in one.items() if isinstance(value, Tensor)} for one in (found, expected))
+    assert_same(*both)
 
 
 class Said(NamedTuple):

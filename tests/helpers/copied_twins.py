@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fsdp import get_fsdp_instances
 from fsdp.engine.placeholder import Placeholder
-from tests.helpers.equality import assert_same_state
+from tests.helpers.equality import assert_close_state, assert_same_state
 from tests.helpers.models import NestedMlp, Wrap, keep
 from tests.helpers.parity import MakeOptimizer, fully_sharded
 from tests.helpers.twins import batch, score
@@ -156,16 +156,9 @@ class Twins:
             self.backward(number)
             self.optimize()
 
-    def assert_equal(self) -> None:
+    def assert_close(self) -> None:
         """Collective. Their states agree."""
-        found, expected = self.sharded.state_dict(), self.plain.state_dict()
-        assert list(found) == list(expected)
-        for name, value in expected.items():
-            assert_close(found[name], value, name)
-
-
-def assert_close(found: Tensor, expected: Tensor, name: str) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11, msg=lambda text: f"{name}: {text}")
+        assert_close_state(self.sharded.state_dict(), self.plain.state_dict())
 
 
 # One model, of any precision

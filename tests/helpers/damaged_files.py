@@ -15,11 +15,12 @@ from typing import Any
 from hypothesis import strategies as st
 
 from fsdp.checkpoint.cli import described, lines
-from fsdp.checkpoint.formats.open_source import format_of, open_source
+from fsdp.checkpoint.formats.open_source import examine, format_of, open_source
+from fsdp.checkpoint.generators import GeneratorStates
 from fsdp.checkpoint.json_values import decoded
-from fsdp.checkpoint.loader import GeneratorStates
 from fsdp.checkpoint.untrusted import reading
-from tests.helpers.convert_formats import bits, whole
+from tests.helpers.convert_formats import whole
+from tests.helpers.equality import bits_of
 
 _MORE_BYTES = 1 << 29  # of addresses, which are taken for more than is used
 
@@ -48,7 +49,9 @@ def everything_in(path: Path, word: str | None = None) -> dict[str, Any]:
     """All that a checkpoint of any format has, read in every way but converting."""
     with closing(open_source(path, word)) as source:
         readers = [source.model, *([] if source.optimizer is None else [source.optimizer])]
-        tensors = {name: bits(whole(reader, name)) for reader in readers for name in reader.tensors}
+        tensors = {
+            name: bits_of(whole(reader, name)).numpy().tobytes() for reader in readers for name in reader.tensors
+        }
         list(lines(source))
         text = json.dumps(described(source))
         with reading(path):
@@ -61,7 +64,7 @@ def assert_read_or_refused(path: Path, allowed: Callable[[Any], bool], word: str
     """Reading gives what is allowed or one kind of error, which is short and names a file; and so does examining."""
     found, refused = _read_or_refused(lambda: everything_in(path, word))
     assert refused is not None or allowed(found)
-    _, refused_too = _read_or_refused(lambda: format_of(str(path), word).examine(str(path), lambda _: lambda _: None))
+    _, refused_too = _read_or_refused(lambda: examine(format_of(str(path), word), str(path), lambda _: lambda _: None))
     for error in filter(None, (refused, refused_too)):
         text = str(error)
         assert type(error) in (ValueError, FileNotFoundError), repr(error)

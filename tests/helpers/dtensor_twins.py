@@ -21,6 +21,7 @@ import fsdp
 from fsdp import TrainingState
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.unit import Unit, unit_of
+from tests.helpers.equality import assert_close_state
 from tests.helpers.models import Wrap, keep
 from tests.helpers.parity import REGRESSION, MakeModel, MakeOptimizer, Task, sgd_with_momentum
 from tests.helpers.twins import Step, Twins, once
@@ -56,7 +57,7 @@ def _wrap(fully_shard: FullyShard, policy: Any, options: dict[str, Any]) -> Wrap
     if "mp_policy" in found:
         found["mp_policy"] = policy(**found["mp_policy"])
     if "mesh" in found:
-        found["mesh"] = mesh_of(*found["mesh"])
+        found["mesh"] = found["mesh"] if isinstance(found["mesh"], DeviceMesh) else mesh_of(*found["mesh"])
 
     def wrap(module: nn.Module) -> nn.Module:
         sharded: nn.Module = fully_shard(module, **found)
@@ -146,6 +147,12 @@ class Plan:
     sync_each: bool = False  # also reduce after the batches of a step that are not its last
     clip: float | None = None
     before_step: Callable[[Any, int], None] | None = None
+    mesh: DeviceMesh | None = None  # of data parallelism: the ranks beside it see the same batches
+
+    @property
+    def place(self) -> int:
+        """Return which of the batches of a step this rank sees."""
+        return dist.get_rank() if self.mesh is None else self.mesh.get_local_rank(self.mesh.ndim - 1)
 
 
 @dataclass
@@ -156,6 +163,7 @@ class Trained:
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    spread: dict[str, Any] = field(default_factory=dict)
 
 
 def train(plan: Plan, wrap: Wrap) -> Trained:
@@ -169,7 +177,7 @@ def train(plan: Plan, wrap: Wrap) -> Trained:
         for turn in range(plan.accumulate):
             if plan.accumulate > 1:
                 model.set_requires_gradient_sync(plan.sync_each or turn == plan.accumulate - 1)
-            generator = torch.Generator().manual_seed(1000 * step + 10 * turn + dist.get_rank())
+            generator = torch.Generator().manual_seed(1000 * step + 10 * turn + plan.place)
             inputs, targets = plan.task.batch(generator, plan.rows)
             outputs, targets = model(_like_weights(inputs)), _like_weights(targets)
             loss = plan.task.loss(outputs.to(torch.get_default_dtype()), targets)
@@ -180,8 +188,15 @@ def train(plan: Plan, wrap: Wrap) -> Trained:
         found.gradients.append({name: _copied(param.grad) for name, param in model.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
-    found.weights = {name: local(value).clone() for name, value in model.state_dict().items()}
+    state = model.state_dict()
+    found.weights = {name: local(value).clone() for name, value in state.items()}
+    found.spread = {name: spread_of(value) for name, value in state.items() if isinstance(value, DTensor)}
     return found
+
+
+def spread_of(tensor: DTensor) -> tuple[Any, ...]:
+    """Return all by which a `DTensor` knows where its elements are."""
+    return tensor.shape, tensor.stride(), tensor.placements, tensor.device_mesh
 
 
 def _like_weights(tensor: Tensor) -> Tensor:
@@ -204,18 +219,19 @@ def assert_side_by_side(
         torch.set_default_dtype(torch.float64)
         tolerance = ROUNDING
     expected, found = train(plan, torchs(**options)), train(plan, ours(**{**options, **(unlike or {})}))
-    assert_same("losses", torch.tensor(found.losses), torch.tensor(expected.losses), tolerance)
-    assert_same("norms", torch.tensor(found.norms), torch.tensor(expected.norms), tolerance)
+    assert_within("losses", torch.tensor(found.losses), torch.tensor(expected.losses), tolerance)
+    assert_within("norms", torch.tensor(found.norms), torch.tensor(expected.norms), tolerance)
     for step, (mine, theirs) in enumerate(zip(found.gradients, expected.gradients, strict=True)):
         assert list(mine) == list(theirs)
         for name, gradient in theirs.items():
-            assert_same(f"gradient of {name} in step {step}", mine[name], gradient, tolerance)
+            assert_within(f"gradient of {name} in step {step}", mine[name], gradient, tolerance)
     assert list(found.weights) == list(expected.weights)
+    assert found.spread == expected.spread
     for name, value in expected.weights.items():
-        assert_same(name, found.weights[name], value, tolerance)
+        assert_within(name, found.weights[name], value, tolerance)
 
 
-def assert_same(what: str, found: Tensor | None, expected: Tensor | None, tolerance: float | None = None) -> None:
+def assert_within(what: str, found: Tensor | None, expected: Tensor | None, tolerance: float | None = None) -> None:
     """Equal tensors, or both None: to the last bit, or within a `tolerance` relative to the largest element."""
     assert (found is None) is (expected is None), f"{what}: {found} against {expected}"
     if found is None or expected is None:
@@ -239,13 +255,10 @@ class RowTwins(Twins):
         torch.set_default_dtype(torch.float64)
         return cls(make(ours(**options)), make(keep))
 
-    def assert_equal(self) -> None:
+    def assert_close(self) -> None:
         assert_at_rest(self.sharded)
         self.share_plain()
-        found, expected = wholes(self.sharded), self.plain.state_dict()
-        assert list(found) == list(expected)
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+        assert_close_state(wholes(self.sharded), self.plain.state_dict(), rtol=1e-10, atol=1e-12)
 
 
 def assert_trains_as_plain(make: Callable[[Wrap], nn.Module], *steps: Step, **options: Any) -> None:
@@ -259,7 +272,7 @@ def trained_twins(make: Callable[[Wrap], nn.Module], *steps: Step, **options: An
     before = {name: value.clone() for name, value in twins.plain.state_dict().items()}
     for number in range(max(3, 2 * len(steps))):
         twins.step(number, steps[number % len(steps)])
-    twins.assert_equal()
+    twins.assert_close()
     assert any(not torch.equal(value, before[name]) for name, value in twins.plain.state_dict().items())
     return twins
 

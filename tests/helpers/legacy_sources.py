@@ -53,7 +53,7 @@ def groups_of(source: Source) -> list[tuple[dict[str, Any], list[str]]]:
     return [(decoded(group["options"]), group["params"]) for group in source.optimizer_rest["groups"]]
 
 
-def assert_same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_same_values(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """To the bit, numbers as numbers."""
     assert found.keys() == expected.keys()
     for name, entry in expected.items():

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp import FullyShardedDataParallel
 from tests.helpers.models import Wrap, keep
@@ -75,14 +75,3 @@ def through_files(model: nn.Module, folder: Path) -> Shards:
 
 def consolidated(shards: Shards, **how: Any) -> State:
     return FullyShardedDataParallel.consolidate_shard_weights(*shards, **how)
-
-
-def assert_same_state(found: Any, expected: Any) -> None:
-    """The same names, and the same values, shapes and dtypes, bit for bit."""
-    assert set(found) == set(expected)
-    for name, value in expected.items():
-        if not isinstance(value, Tensor):
-            assert found[name] == value, name
-            continue
-        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape), name
-        assert torch.equal(found[name], value), name

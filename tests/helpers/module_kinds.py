@@ -118,12 +118,12 @@ class SideBySide:
         for model in (self.sharded, self.plain):
             change(model)
 
-    def assert_equal(self) -> None:
+    def assert_close(self) -> None:
         """Collective. The state is the plain one's, and nothing is left whole."""
         assert_at_rest(self.sharded)
         assert_close_state(self.sharded.state_dict(), self.plain.state_dict())
 
-    def assert_same_gradients(self) -> None:
+    def assert_close_gradients(self) -> None:
         """Collective. As a step of size one shows them, which it takes."""
         before = self.plain.state_dict()
         before = {name: value.clone() for name, value in before.items()}
@@ -161,7 +161,7 @@ def assert_trains_like_plain(
     before = {name: value.clone() for name, value in pair.plain.state_dict().items()}
     for number in range(steps):
         pair.step(number)
-    pair.assert_equal()
+    pair.assert_close()
     trained = {name for name, param in pair.plain.named_parameters() if param.requires_grad and param.numel()}
     assert trained
     after = pair.plain.state_dict()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -161,39 +161,3 @@ def from_first(value: Any) -> Any:
     box = [value]
     dist.broadcast_object_list(box)
     return copy.deepcopy(box[0])
-
-
-def pairs_of(found: Any, expected: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The leaves of two nests, which must have the same form."""
-    assert type(found) is type(expected) or isinstance(found, Tensor) is isinstance(expected, Tensor), path
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), path
-        for key in expected:
-            yield from pairs_of(found[key], expected[key], f"{path}.{key}")
-    elif isinstance(expected, (list, tuple)):
-        assert len(found) == len(expected), path
-        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-            yield from pairs_of(one, other, f"{path}[{number}]")
-    else:
-        yield path, found, expected
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    """To the last bit: keys, shapes, dtypes and values."""
-    for path, one, other in pairs_of(found, expected):
-        if isinstance(other, Tensor):
-            assert (one.dtype, one.shape) == (other.dtype, other.shape), path
-            assert torch.equal(one.cpu(), other.cpu()), path
-        else:
-            assert one == other, path
-
-
-def assert_close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    for path, one, other in pairs_of(found, expected):
-        if isinstance(other, Tensor):
-            assert (one.dtype, one.shape) == (other.dtype, other.shape), path
-            torch.testing.assert_close(
-                one, other, rtol=1e-3, atol=tolerance, msg=lambda text, path=path: f"{path}: {text}"
-            )
-        else:
-            assert one == other, path

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.equality import bits_of
+
 
 class Moments(NamedTuple):
     """A named tuple in a tree."""
@@ -110,32 +112,28 @@ def plain_tree() -> dict[str, Any]:
     }
 
 
-def assert_same(actual: Any, expected: Any, path: str = "tree") -> None:
+def assert_same_tree(actual: Any, expected: Any, path: str = "tree") -> None:
     """The same containers, types and bits; `DTensor`s by what this rank holds, and where."""
     assert type(actual) is type(expected), path
     if isinstance(expected, dict):
         assert list(actual) == list(expected), path
         for key in expected:
-            assert_same(actual[key], expected[key], f"{path}.{key}")
+            assert_same_tree(actual[key], expected[key], f"{path}.{key}")
     elif isinstance(expected, (list, tuple)):
         assert len(actual) == len(expected), path
         for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
-            assert_same(one, other, f"{path}.{number}")
+            assert_same_tree(one, other, f"{path}.{number}")
     elif isinstance(expected, DTensor):
         assert (actual.device_mesh, actual.placements) == (expected.device_mesh, expected.placements), path
         assert actual.shape == expected.shape, path
-        assert_same(actual.to_local(), expected.to_local(), path)
+        assert_same_tree(actual.to_local(), expected.to_local(), path)
     elif isinstance(expected, Tensor):
         assert (actual.dtype, actual.shape, actual.device) == (expected.dtype, expected.shape, expected.device), path
-        assert torch.equal(_bytes(actual), _bytes(expected)), path
+        assert torch.equal(bits_of(actual), bits_of(expected)), path
     elif isinstance(expected, io.BytesIO):
         assert actual.getvalue() == expected.getvalue(), path
     else:
         assert actual == expected, path
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 class Peak(TorchDispatchMode):

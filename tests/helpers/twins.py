@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import TrainingState, get_fsdp_instances
+from tests.helpers.equality import assert_close_state
 from tests.helpers.models import Wrap, keep
 from tests.helpers.parity import from_one_rank, fully_sharded
 
@@ -74,15 +75,11 @@ class Twins:
         """Collective. Have the plain one on all ranks."""
         self.plain.load_state_dict(from_one_rank(self.plain.state_dict))
 
-    def assert_equal(self) -> None:
+    def assert_close(self) -> None:
         """Collective. The weights agree, and the wrapped model is at rest."""
         assert_at_rest(self.sharded)
         self.share_plain()
-        found = self.sharded.state_dict()
-        expected = self.plain.state_dict()
-        assert list(found) == list(expected)
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-13, msg=lambda m, n=name: f"{n}: {m}")
+        assert_close_state(self.sharded.state_dict(), self.plain.state_dict(), rtol=1e-11, atol=1e-13)
 
 
 def assert_trains_like_plain(
@@ -93,7 +90,7 @@ def assert_trains_like_plain(
     before = {name: value.clone() for name, value in twins.plain.state_dict().items()}
     for number in range(max(3, 2 * len(steps))):
         twins.step(number, steps[number % len(steps)])
-    twins.assert_equal()
+    twins.assert_close()
     assert any(not torch.equal(value, before[name]) for name, value in twins.plain.state_dict().items())
 
 

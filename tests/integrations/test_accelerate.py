@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import fsdp
 from fsdp import ShardedGradScaler, fully_shard
-from tests.helpers.equality import assert_same_state
+from tests.helpers.equality import assert_close_state, assert_same_state
 from tests.helpers.hugging_face import (
     FORMS,
     PATIENCE,
@@ -66,12 +66,6 @@ def prepared_parts(model: nn.Module) -> tuple[Any, ...]:
     return model, optimizer, scheduler_of(optimizer), loader()
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-
-
 # Training
 
 
@@ -92,7 +86,7 @@ def _follow_recipe(folder: Path, family: str, form: str) -> None:
         accelerator = Accelerator(gradient_accumulation_steps=TURNS)
         assert code.train(accelerator, *prepared_parts(model), max_norm=0.2) is model
         train_plain(plain)
-        assert_close(whole_state(model), plain.state_dict())
+        assert_close_state(whole_state(model), plain.state_dict(), rtol=1e-4, atol=1e-6)
         data = torch.utils.data.DataLoader(rows(7, seed=1), batch_size=1)  # type: ignore[arg-type]
         found = code.evaluate(accelerator, model, data)
         code.export(accelerator, model, folder)
@@ -115,7 +109,7 @@ def _by_hand(folder: Path) -> None:
         accelerator = accelerate.Accelerator(gradient_accumulation_steps=TURNS)
         assert recipe("plain_accelerate").train(accelerator, *prepared_parts(model), folder, max_norm=0.2) is model
     train_plain(plain)
-    assert_close(model.state_dict(), plain.state_dict())
+    assert_close_state(model.state_dict(), plain.state_dict(), rtol=1e-4, atol=1e-6)
     again = sharded("llama", seed=1)
     loaded = fsdp.load(folder, again, optimizer_of(again))
     assert loaded.values["last_epoch"] == 2 * ROWS // (BATCH * TURNS * 2)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.helpers.equality import assert_same_state
+from tests.helpers.equality import assert_close_state, assert_same_state
 from tests.helpers.hugging_face import (
     PATIENCE,
     as_launched,
@@ -87,13 +87,11 @@ def alone(ranks: RankPool, *args: Any) -> tuple[Log, dict[str, Tensor]]:
     return ranks(1, timeout=PATIENCE).run(train, *args)[0]  # type: ignore[no-any-return]
 
 
-def assert_close(found: tuple[Log, dict[str, Tensor]], expected: tuple[Log, dict[str, Tensor]]) -> None:
+def assert_close_trainings(found: tuple[Log, dict[str, Tensor]], expected: tuple[Log, dict[str, Tensor]]) -> None:
     assert len(found[0]) == len(expected[0])
     for entry, wanted in zip(found[0], expected[0], strict=True):
         assert entry == pytest.approx(wanted, rel=1e-5)
-    assert list(found[1]) == list(expected[1])
-    for name, value in expected[1].items():
-        torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    assert_close_state(found[1], expected[1], rtol=1e-4, atol=1e-6)
 
 
 # Training
@@ -114,7 +112,7 @@ def test_losses_norms_and_weights_are_those_of_one_process(
     expected = alone(ranks, tmp_path, family, None, options)
     assert any("eval_loss" in entry for entry in expected[0])
     assert all(entry["grad_norm"] > 0.2 for entry in expected[0] if "grad_norm" in entry)
-    assert_close(ranks(size, timeout=PATIENCE).run(train, tmp_path, family, form, options)[0], expected)
+    assert_close_trainings(ranks(size, timeout=PATIENCE).run(train, tmp_path, family, form, options)[0], expected)
 
 
 def test_bf16_computes_under_autocast(ranks: RankPool, tmp_path: Path) -> None:
@@ -145,7 +143,8 @@ def test_resuming_with_more_ranks_goes_on_as_if_nothing_had_happened(
 ) -> None:
     expected = alone(ranks, tmp_path / "plain", "llama", None, SAVING)
     ranks(2, timeout=PATIENCE).run(_train_half, tmp_path / "run", form)
-    assert_close(ranks(3, timeout=PATIENCE).run(train, tmp_path / "run", "llama", other, SAVING, True)[0], expected)
+    found = ranks(3, timeout=PATIENCE).run(train, tmp_path / "run", "llama", other, SAVING, True)[0]
+    assert_close_trainings(found, expected)
 
 
 def _train_half(folder: Path, form: str) -> None:

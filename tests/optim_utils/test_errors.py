@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import FullyShardedDataParallel, optim_utils
+from tests.helpers.equality import assert_same
 from tests.helpers.models import nested_mlp
-from tests.helpers.optimizers import adam, assert_same, from_first, garden, grouped_adamw, momentum, train
+from tests.helpers.optimizers import adam, from_first, garden, grouped_adamw, momentum, train
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.optim_utils.test_public_functions import trained

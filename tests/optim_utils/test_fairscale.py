@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from fsdp import FullyShardedDataParallel
 from fsdp.compat.fairscale import parts as fairscale
-from tests.helpers.optimizers import assert_close, assert_same, from_first
+from tests.helpers.equality import assert_close, assert_same
+from tests.helpers.optimizers import from_first
 from tests.helpers.paths import DATA
 from tests.helpers.ranks import RankPool
 from tests.tools.record_fairscale_optim import CASES, Scaled, make_optimizer, train
@@ -67,7 +68,7 @@ def _gather_ours(name: str) -> None:
     optimizer = make_optimizer(name, model)
     train(model, optimizer)
     full = from_first(model.gather_full_optim_state_dict(Scaled(optimizer)))
-    assert_close(full, recorded(name))
+    assert_close(full, recorded(name), rtol=1e-3, atol=1e-5)
     assert list(full["state"]) == list(recorded(name)["state"])
 
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, optim_utils, use_torch_collectives
-from tests.helpers.optimizers import adam, assert_same, from_first, garden, train
+from tests.helpers.equality import assert_same
+from tests.helpers.optimizers import adam, from_first, garden, train
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.optim_utils.test_resume import FORMS

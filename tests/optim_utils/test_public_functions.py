@@ -13,20 +13,11 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, auto_wrap_bn, optim_utils
 from fsdp.optim_utils.params import parameters_of
+from tests.helpers.equality import assert_close, assert_same
 from tests.helpers.hybrid import mesh_of as replica_mesh
 from tests.helpers.hybrid import neighbours
 from tests.helpers.models import nested_mlp
-from tests.helpers.optimizers import (
-    adam,
-    assert_close,
-    assert_same,
-    from_first,
-    garden,
-    momentum,
-    nadam,
-    stateless,
-    train,
-)
+from tests.helpers.optimizers import adam, from_first, garden, momentum, nadam, stateless, train
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
@@ -302,7 +293,8 @@ def _gather_offloaded(options: dict[str, Any], rank0_only: bool) -> None:
     expected = optim_utils.full_optim_state_dict(plain, other, recipient_rank=None)
     assert named is not None
     assert expected is not None
-    assert_close(*({name: each["state"][name] for name in named["state"]} for each in (named, expected)))
+    wanted = {name: expected["state"][name] for name in named["state"]}
+    assert_close(named["state"], wanted, rtol=1e-3, atol=1e-5)
     fresh = adam(model)
     given = named if dist.get_rank() == 0 or not rank0_only else None
     optim_utils.load_full_optim_state_dict(model, fresh, given, rank0_only=rank0_only)
@@ -334,7 +326,8 @@ def _gather_dtensors(form: dict[str, Any]) -> None:
         own.step()
     named = optim_utils.full_optim_state_dict(model, optimizer, recipient_rank=None)
     assert named is not None
-    assert_close(named["state"], optim_utils.rekey_optim_state_dict(own.state_dict(), twin, "names")["state"], 1e-4)
+    wanted = optim_utils.rekey_optim_state_dict(own.state_dict(), twin, "names")
+    assert_close(named["state"], wanted["state"], rtol=1e-3, atol=1e-4)
     fresh = adam(model)
     is_first = mesh.get_local_rank("dp") == 0
     optim_utils.load_full_optim_state_dict(model, fresh, named if is_first else None, rank0_only=True)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, ShardedGradScaler, auto_wrap, enable_wrap, module_wrap_policy, wrap
 from fsdp.engine.offload import DiskStorage
+from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.models import Block, NestedMlp, keep, nested_mlp, tiny_transformer
 from tests.helpers.offload import alone, on
 from tests.helpers.pairs import parametrize_pairs
@@ -153,16 +154,9 @@ def assert_goes_on(
     late.train(range(EARLY, ALL), sharded=True)
     losses = torch.tensor(late.losses)
     dist.all_reduce(losses)
-    _assert_close(losses / dist.get_world_size(), torch.tensor(plain.losses), "losses")
-    found, expected = late.model.state_dict(), plain.model.state_dict()
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        _assert_close(found[name], value, name)
+    assert_close(losses / dist.get_world_size(), torch.tensor(plain.losses), "losses")
+    assert_close_state(late.model.state_dict(), plain.model.state_dict())
     return late, plain
-
-
-def _assert_close(found: Tensor, expected: Tensor, name: str) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11, msg=lambda text: f"{name}: {text}")
 
 
 @parametrize_pairs(
@@ -255,7 +249,7 @@ def _go_on_scaled(make_optimizer: MakeOptimizer, options: dict[str, Any]) -> Non
     late.train(range(EARLY, ALL), sharded=True)
     assert late.scaler.get_scale() == plain.scaler.get_scale() == 2.0**13
     for name, value in plain.model.state_dict().items():
-        _assert_close(late.model.state_dict()[name], value, name)
+        assert_close(late.model.state_dict()[name], value, name)
 
 
 # Where state is
@@ -404,7 +398,7 @@ def _go_on_with_a_scalar(options: dict[str, Any]) -> None:
     keeps_shape = options == UNFLATTENED and dist.get_world_size() == 1
     dims = [state[key].dim() for key in ("step", "mu_product", "exp_avg", "exp_avg_sq")]
     assert dims == ([0, 0, 0, 0] if keeps_shape else [0, 0, 1, 1])
-    _assert_close(late.model.state_dict()["log"], plain.model.state_dict()["log"], "log")
+    assert_close(late.model.state_dict()["log"], plain.model.state_dict()["log"], "log")
 
 
 class Decaying(torch.optim.SGD):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp.engine.flat_param import FlatParameter, PieceParameter
+from fsdp.engine.flat_param import FlatParameter, LocalShard
 from tests.helpers.models import keep, nested_mlp
 from tests.helpers.offload import alone
 from tests.helpers.parity import fully_sharded
@@ -59,7 +59,7 @@ def test_what_stands_in_it_is_flat_or_a_piece() -> None:
         alone(model, **options).reshard_optimizer(optimizer)
         kinds.append([type(param) for param in params_of(optimizer)])
     originals = len(list(nested_mlp().parameters()))
-    assert kinds == [[FlatParameter], [PieceParameter] * originals, [FlatParameter] * originals]
+    assert kinds == [[FlatParameter], [LocalShard] * originals, [FlatParameter] * originals]
 
 
 @every_kind

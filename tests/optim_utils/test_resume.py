@@ -13,12 +13,11 @@ import torch.distributed as dist
 import fsdp
 from fsdp import FullyShardedDataParallel, optim_utils
 from fsdp.optim_utils.state import options_of
+from tests.helpers.equality import assert_close, assert_same
 from tests.helpers.optimizers import (
     MakeOptimizer,
     adadelta,
     adam,
-    assert_close,
-    assert_same,
     assert_within_noise,
     from_first,
     garden,
@@ -92,7 +91,7 @@ def _load_and_train(path: Path, form: dict[str, Any], make_optimizer: MakeOptimi
     plain = optim_utils.rekey_optim_state_dict(own.state_dict(), twin, "names", own)
     for name, state in plain["state"].items():
         elements = {key: value for key, value in state.items() if value is not None and value.dim()}
-        assert_close({key: named["state"][name][key] for key in elements}, elements, tolerance=1e-4)
+        assert_close({key: named["state"][name][key] for key in elements}, elements, rtol=1e-3, atol=1e-4)
     assert named["state"].keys() - plain["state"].keys() <= {"idle"}
 
 
@@ -167,7 +166,7 @@ def _to_a_plain_model_and_back(make_optimizer: MakeOptimizer) -> None:
     twin.load_state_dict(model.state_dict())
     train(model, optimizer, range(2, 4))
     train(twin, own, range(2, 4), alone=True)
-    assert_close(dict(model.state_dict()), dict(twin.state_dict()))
+    assert_close(dict(model.state_dict()), dict(twin.state_dict()), rtol=1e-3, atol=1e-5)
     back = optim_utils.rekey_optim_state_dict(own.state_dict(), twin, "names", own)
     assert "idle" not in back["state"], "it was never used"
     optim_utils.load_full_optim_state_dict(model, optimizer, back)

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import EMA, FullyShardedDataParallel, MixedPrecision, get_fsdp_instances
-from tests.helpers.local_shards import Awkward, assert_same_state, awkward, different, through_files
+from tests.helpers.equality import assert_same
+from tests.helpers.local_shards import Awkward, awkward, different, through_files
 from tests.helpers.models import Wrap, nested_mlp
 from tests.helpers.parity import fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -113,7 +114,7 @@ def _trains_on(options: dict[str, Any]) -> None:
     other.load_local_state_dict(saved)  # type: ignore[operator]
     for model in (one, other):
         _step(model, 1)
-    assert_same_state(other.state_dict(), one.state_dict())
+    assert_same(other.state_dict(), one.state_dict())
     assert any(not torch.equal(saved[key], value) for key, value in one.local_state_dict().items())  # type: ignore[operator]
 
 
@@ -152,7 +153,7 @@ def _agree_after_loading() -> None:
     model: Any = nested_mlp(fully_sharded(), seed=dist.get_rank())
     model.load_local_state_dict(state)
     model(torch.randn(4, 5))
-    assert_same_state(model.state_dict(), nested_mlp().state_dict())
+    assert_same(model.state_dict(), nested_mlp().state_dict())
 
 
 def test_so_they_do_if_each_had_its_own_part_right(ranks: RankPool) -> None:
@@ -225,7 +226,7 @@ def _fills_meta(folder: Path) -> None:
         empty.local_state_dict()
     empty.load_local_state_dict(weights[dist.get_rank()])
     empty.module.module.scratch = torch.zeros(4)  # which no state dict has
-    assert_same_state(empty.state_dict(), awkward().state_dict())
+    assert_same(empty.state_dict(), awkward().state_dict())
 
 
 def test_ignored_parameters_are_whole(ranks: RankPool) -> None:
@@ -315,7 +316,7 @@ def _subclass_round_trip() -> None:
     assert list(saved) == list(nested_mlp(fully_sharded()).local_state_dict())  # type: ignore[operator]
     result = other.load_state_dict(saved)
     assert (result.missing_keys, result.unexpected_keys) == ([], [])
-    assert_same_state(FullyShardedDataParallel.local_state_dict(other), saved)
+    assert_same(FullyShardedDataParallel.local_state_dict(other), saved)
     assert len(get_fsdp_instances(one)) == len(one.local_metadata_dict()["param_metadata"])  # type: ignore[operator]
 
 
@@ -354,4 +355,4 @@ def _whole_after_failure() -> None:
     with pytest.raises(KeyError):
         model.local_state_dict()
     hook.remove()
-    assert_same_state(model.state_dict(), nested_mlp(seed=1).state_dict())
+    assert_same(model.state_dict(), nested_mlp(seed=1).state_dict())

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import no_pre_load_state_dict_hook
-from tests.helpers.local_shards import assert_same_state, awkward, different, through_files
+from tests.helpers.equality import assert_same
+from tests.helpers.local_shards import awkward, different, through_files
 from tests.helpers.models import nested_mlp
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
@@ -24,7 +25,7 @@ def refused(model: Any, state: Any, message: str, **how: Any) -> None:
     before = copy.deepcopy(dict(model.local_state_dict()))
     with pytest.raises(RuntimeError, match=message):
         model.load_local_state_dict(state, **how)
-    assert_same_state(model.local_state_dict(), before)
+    assert_same(model.local_state_dict(), before)
 
 
 def test_shards_of_another_world_size_name_unit_rank_and_both_sizes(ranks: RankPool, tmp_path: Path) -> None:
@@ -162,7 +163,7 @@ def _full_load_after_failure() -> None:
     with pytest.raises(RuntimeError, match="missing keys"):
         model.load_local_state_dict({})
     model.load_state_dict(nested_mlp().state_dict())
-    assert_same_state(model.state_dict(), nested_mlp().state_dict())
+    assert_same(model.state_dict(), nested_mlp().state_dict())
 
 
 # no_pre_load_state_dict_hook
@@ -185,7 +186,7 @@ def _loads_raw_names() -> None:
     }
     with no_pre_load_state_dict_hook():
         model.load_state_dict(raw)
-    assert_same_state(model.state_dict(), expected)
+    assert_same(model.state_dict(), expected)
 
 
 def test_without_the_hook_plain_names_are_unexpected(ranks: RankPool) -> None:
@@ -199,4 +200,4 @@ def _refuses_plain_names() -> None:
     with pytest.raises(RuntimeError, match=message), no_pre_load_state_dict_hook():
         model.load_state_dict(expected)
     model.load_state_dict(expected)
-    assert_same_state(model.state_dict(), expected)
+    assert_same(model.state_dict(), expected)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, TrainingState, get_fsdp_instances
 from fsdp.engine.handle import FlatParamHandle
+from tests.helpers.equality import assert_same_state
 from tests.helpers.models import tiny_transformer
 from tests.helpers.parity import RanksTestCase, fully_sharded, nested_mlp, sgd_with_momentum
 from tests.helpers.ranks import RankPool
@@ -41,11 +42,9 @@ def step(model: nn.Module) -> None:
     optimizer.zero_grad()
 
 
-def assert_equals(model: nn.Module, plain: nn.Module) -> None:
+def assert_same_at_rest(model: nn.Module, plain: nn.Module) -> None:
     """Collective. The same state, and the model is at rest."""
-    state = model.state_dict()
-    for name, value in plain.state_dict().items():
-        assert torch.equal(state[name], value), name
+    assert_same_state(model.state_dict(), plain.state_dict())
     for wrapper in get_fsdp_instances(model):
         wrapper.assert_state(TrainingState.IDLE)
         assert all(param._is_sharded == (wrapper.world_size > 1) for param in wrapper.params)
@@ -87,7 +86,7 @@ def _look_inside(flatten_parameters: bool) -> None:
         assert isinstance(inside.scale, nn.Parameter)
         assert inside.trunk[0].weight.shape == (11, 7)
     assert [(name, id(param)) for name, param in model.named_parameters()] == before
-    assert_equals(model, plain)
+    assert_same_at_rest(model, plain)
 
 
 def test_tied_and_frozen_parameters_stay_what_they_are(ranks: RankPool) -> None:
@@ -133,7 +132,7 @@ def _look_without_recurse() -> None:
             assert torch.equal(model(inputs()), plain(inputs()))
             users(model).entry.bias.fill_(2.0)
             plain.entry.bias.fill_(2.0)
-    assert_equals(model, plain)
+    assert_same_at_rest(model, plain)
     step(model)
 
 
@@ -149,7 +148,7 @@ def _summon_an_inner_wrapper() -> None:
             model.assert_state(TrainingState.IDLE)
         with torch.no_grad():
             plain.trunk[0].weight.add_(1.0)
-        assert_equals(model, plain)
+        assert_same_at_rest(model, plain)
         step(model)
         plain.load_state_dict(model.state_dict())
 
@@ -268,7 +267,7 @@ def _change_inside(name: str, volatile: bool) -> None:
     state = {key: value.float() for key, value in plain.state_dict().items()}
     plain = nested_mlp()
     plain.load_state_dict(state)
-    assert_equals(model, plain)
+    assert_same_at_rest(model, plain)
     assert torch.equal(model(inputs()), plain(inputs()))
     assert [id(param) for param in model.parameters()] == params, "optimizers go on working"
     step(model)
@@ -346,7 +345,7 @@ def _change_impossibly(name: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         _change(model, change, others)
     others(plain)
-    assert_equals(model, plain)
+    assert_same_at_rest(model, plain)
     step(model)
     with model.summon_full_params():
         assert users(model).entry.weight.shape == (7, 5)
@@ -399,7 +398,7 @@ def _forward_inside() -> None:
                     module.entry.bias.add_(1.0)
                     module.gate.weight.add_(1.0)
                 assert torch.equal(model(inputs()), plain(inputs()))
-        assert_equals(model, plain)
+        assert_same_at_rest(model, plain)
         if not used_before:
             step(model)
             plain.load_state_dict(model.state_dict())
@@ -433,7 +432,7 @@ def _nest() -> None:
     with torch.no_grad():
         plain.trunk[0].weight.add_(1.0).add_(1.0).add_(1.0)
         plain.entry.weight.add_(1.0)
-    assert_equals(model, plain)
+    assert_same_at_rest(model, plain)
     step(model)
 
 
@@ -456,7 +455,7 @@ def _nest_otherwise() -> None:
             assert torch.equal(users(model).entry.weight, plain.entry.weight), "the outer one goes on"
     with model.summon_full_params(with_grads=True), trunk.summon_full_params():
         pass
-    assert_equals(model, plain)
+    assert_same_at_rest(model, plain)
     step(model)
 
 
@@ -475,11 +474,11 @@ def _raise_inside() -> None:
         for volatile in (True, False):
             with pytest.raises(ValueError, match="of the user"), model.summon_full_params(recurse, volatile):
                 fail(users(model))
-            assert_equals(model, plain)
+            assert_same_at_rest(model, plain)
     with pytest.raises(RuntimeError, match=r"entry\.weight was removed") as error:
         _change(model, remove, fail)
     assert isinstance(error.value.__context__, ValueError), "the user's exception is shown as well"
-    assert_equals(model, plain)
+    assert_same_at_rest(model, plain)
     step(model)
 
 
@@ -523,14 +522,14 @@ def _apply_to_both(flatten_parameters: bool) -> None:
     for module in (model, plain, parent):
         torch.manual_seed(7)
         assert module.apply(initialise) is module
-    assert_equals(model, plain)
-    assert_equals(parent[0], plain)  # type: ignore[arg-type]
+    assert_same_at_rest(model, plain)
+    assert_same_at_rest(parent[0], plain)  # type: ignore[arg-type]
     with model.summon_full_params():
         torch.manual_seed(8)
         model.apply(initialise)
     torch.manual_seed(8)
     plain.apply(initialise)
-    assert_equals(model, plain)
+    assert_same_at_rest(model, plain)
     step(model)
 
 
@@ -592,7 +591,7 @@ def _fail_in_apply() -> None:
     model = nested_mlp(fully_sharded())
     with pytest.raises(ValueError, match="of the user"):
         model.apply(fail)
-    assert_equals(model, nested_mlp())
+    assert_same_at_rest(model, nested_mlp())
     step(model)
 
 
@@ -612,8 +611,8 @@ def _reset() -> None:
     for layer in (allowed, plain):
         torch.manual_seed(9)
         layer.reset_parameters()  # type: ignore[operator]
-    assert_equals(allowed, plain)
+    assert_same_at_rest(allowed, plain)
     model = FullyShardedDataParallel(nn.Sequential(allowed), allow_reset_parameters=True)
     with pytest.raises(AttributeError, match="reset_parameters"):
         model.reset_parameters()
-    assert_equals(model, nn.Sequential(plain))
+    assert_same_at_rest(model, nn.Sequential(plain))

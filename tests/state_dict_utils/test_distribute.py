@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp.distributed.collectives import DirectExchange
 from fsdp.state_dict_utils import CompanionMismatch, distribute_state_dict
 from tests.helpers.ranks import RankPool
-from tests.helpers.state_trees import Peak, assert_same, counting, mesh_of, plain_tree, spread, spread_everywhere
+from tests.helpers.state_trees import Peak, assert_same_tree, counting, mesh_of, plain_tree, spread, spread_everywhere
 
 CPU = torch.device("cpu")
 
@@ -36,8 +36,8 @@ def _distribute_everything() -> None:
     kept = [tensor for tree in local["model"].values() for tensor in tree.values()]
     full = {"model": wholes, "plain": plain_tree()}
     assert distribute_state_dict(full, local, CPU) is local
-    assert_same(local, {"model": sharded, "plain": plain_tree()})
-    assert_same(full, {"model": spread_everywhere()[1], "plain": plain_tree()})
+    assert_same_tree(local, {"model": sharded, "plain": plain_tree()})
+    assert_same_tree(full, {"model": spread_everywhere()[1], "plain": plain_tree()})
     assert all(one is two for one, two in zip(kept, _tensors(local["model"]), strict=True))
 
 
@@ -54,7 +54,7 @@ def _distribute_to_meta() -> None:
     sharded, wholes = spread_everywhere()
     local = blank(sharded, lambda tensor: torch.empty_like(tensor, device="meta"))
     distribute_state_dict(wholes, local, CPU, strict=True, cpu_offload=True)
-    assert_same(local, sharded)
+    assert_same_tree(local, sharded)
     sources = {tensor.untyped_storage().data_ptr() for tensor in _tensors(wholes)} - {0}
     for tensor in _tensors(local):
         part = tensor.to_local()  # type: ignore[attr-defined]
@@ -73,21 +73,21 @@ def _distribute_to_parameters() -> None:
     assert result[0] is sharded
     assert result[1] is plain
     assert sharded.requires_grad
-    assert_same([sharded.detach(), plain.detach()], [filled, counting(2)])
+    assert_same_tree([sharded.detach(), plain.detach()], [filled, counting(2)])
 
 
 def test_new_tensors_share_no_memory_with_the_full_tree() -> None:
     full = {"new": counting(2), "meta": counting(2)}
     local: dict[str, Any] = {"meta": torch.empty(2, device="meta")}
     distribute_state_dict(full, local, CPU)
-    assert_same(local, {"meta": counting(2), "new": counting(2)})
+    assert_same_tree(local, {"meta": counting(2), "new": counting(2)})
     assert not {tensor.data_ptr() for tensor in full.values()} & {tensor.data_ptr() for tensor in local.values()}
 
 
 def test_values_are_cast_to_the_dtype_of_their_target() -> None:
     local = [torch.zeros(2, dtype=torch.bfloat16), torch.empty(2, dtype=torch.bfloat16, device="meta")]
     distribute_state_dict([counting(2)] * 2, local, CPU)
-    assert_same(local, [counting(2, dtype=torch.bfloat16)] * 2)
+    assert_same_tree(local, [counting(2, dtype=torch.bfloat16)] * 2)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -101,7 +101,7 @@ def _weigh_distributing(dim: int) -> int:
     peak = Peak()
     with peak:
         distribute_state_dict([whole], local, CPU)
-    assert_same(local, [spread(whole, mesh_of(3), [Shard(dim)])])
+    assert_same_tree(local, [spread(whole, mesh_of(3), [Shard(dim)])])
     return peak.bytes
 
 
@@ -113,7 +113,7 @@ def _distribute_alone() -> None:
     local = [spread(torch.zeros(5), mesh_of(2), [Shard(0)])]
     if dist.get_rank() == 0:  # the other rank would have to answer if something was sent
         distribute_state_dict([counting(5)], local, CPU)
-        assert_same(local[0].to_local(), counting(3))
+        assert_same_tree(local[0].to_local(), counting(3))
 
 
 def test_a_rank_outside_of_the_mesh_keeps_what_it_has(ranks: RankPool) -> None:
@@ -127,7 +127,7 @@ def _distribute_to_two_of_three() -> None:
         torch.zeros(size), mesh, [Shard(0)], run_check=False, shape=torch.Size([5]), stride=(1,)
     )
     distribute_state_dict([counting(5)], [target], CPU)
-    assert_same(target.to_local(), {0: counting(3), 1: torch.zeros(0), 2: counting(5)[3:]}[dist.get_rank()])
+    assert_same_tree(target.to_local(), {0: counting(3), 1: torch.zeros(0), 2: counting(5)[3:]}[dist.get_rank()])
 
 
 # Trees that do not fit
@@ -142,7 +142,7 @@ def _distribute_to_a_wrong_tree() -> None:
     if dist.get_rank() == 1:
         with pytest.raises(CompanionMismatch, match=r"^b: tensor \[2\] of float32 and tensor \[3\] of float32$"):
             distribute_state_dict({"a": counting(2), "b": counting(2)}, local, CPU)
-        assert_same(local["a"], torch.zeros(2))
+        assert_same_tree(local["a"], torch.zeros(2))
     else:
         distribute_state_dict({"a": counting(2), "b": counting(2)}, local, CPU)
 
@@ -155,12 +155,12 @@ def _distribute_to_wrong_trees_together() -> None:
     local = {"a": torch.zeros(2), "b": torch.zeros(2 + dist.get_rank() // 2)}
     with pytest.raises(CompanionMismatch, match=r"^b: .*tensor \[2\] of float32 and tensor \[3\] of float32$"):
         distribute_state_dict({"a": counting(2), "b": counting(2)}, local, CPU, dist.group.WORLD)
-    assert_same(local["a"], torch.zeros(2))
+    assert_same_tree(local["a"], torch.zeros(2))
     local["b"] = torch.zeros(2)
     with mock.patch.object(DirectExchange, "broadcast") as sent:
         distribute_state_dict({"a": counting(2), "b": counting(2)}, local, CPU, dist.group.WORLD)
     assert not sent.called
-    assert_same(local, {"a": counting(2), "b": counting(2)})
+    assert_same_tree(local, {"a": counting(2), "b": counting(2)})
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from fsdp.state_dict_utils import (
     gather_state_dict,
     unflatten_state_dict,
 )
-from tests.helpers.state_trees import Moments, assert_same, counting, plain_tree
+from tests.helpers.state_trees import Moments, assert_same_tree, counting, plain_tree
 
 
 def test_keys_are_dotted_paths_and_the_mapping_has_the_paths() -> None:
@@ -46,13 +46,13 @@ def test_the_flat_dict_holds_the_leaves_themselves() -> None:
 
 def test_every_kind_of_container_comes_back() -> None:
     tree = plain_tree()
-    assert_same(unflatten_state_dict(*flatten_state_dict(tree)), tree)
-    assert_same(tree, plain_tree())
+    assert_same_tree(unflatten_state_dict(*flatten_state_dict(tree)), tree)
+    assert_same_tree(tree, plain_tree())
 
 
 @pytest.mark.parametrize("tree", [{}, [], (), OrderedDict(), {"a": {}}, [[], ()], Moments({}, []), {"": {"": 1}}])
 def test_empty_containers_come_back(tree: Any) -> None:
-    assert_same(unflatten_state_dict(*flatten_state_dict(tree)), tree)
+    assert_same_tree(unflatten_state_dict(*flatten_state_dict(tree)), tree)
 
 
 def test_a_tree_put_together_twice_shares_no_container() -> None:
@@ -74,7 +74,7 @@ def test_a_mapping_can_be_pickled() -> None:
     flat, mapping = flatten_state_dict({"a": OrderedDict(b=(1, 2)), "c": Moments(3, [])})
     again = pickle.loads(pickle.dumps(mapping))
     assert again == mapping
-    assert_same(unflatten_state_dict(flat, again), {"a": OrderedDict(b=(1, 2)), "c": Moments(3, [])})
+    assert_same_tree(unflatten_state_dict(flat, again), {"a": OrderedDict(b=(1, 2)), "c": Moments(3, [])})
 
 
 def test_plain_paths_make_dicts() -> None:
@@ -147,7 +147,7 @@ for_all_trees = settings(max_examples=60, deadline=None)
 def test_flattening_can_be_undone(tree: Any) -> None:
     flat, mapping = flatten_state_dict(tree)
     assert list(flat) == list(mapping)
-    assert_same(unflatten_state_dict(flat, mapping), tree)
+    assert_same_tree(unflatten_state_dict(flat, mapping), tree)
 
 
 @for_all_trees
@@ -155,20 +155,20 @@ def test_flattening_can_be_undone(tree: Any) -> None:
 def test_a_created_tree_is_similar_and_takes_all_values(tree: Any) -> None:
     new = create_cpu_state_dict(tree)
     assert check_state_dict_similarity(tree, new, raise_error=True)
-    assert_same(copy_state_dict(tree, new), tree)
+    assert_same_tree(copy_state_dict(tree, new), tree)
 
 
 @for_all_trees
 @given(TREES)
 def test_a_broadcast_to_nobody_else_is_a_copy(tree: Any) -> None:
-    assert_same(broadcast_state_dict(tree, create_cpu_state_dict(tree), "cpu", strict=True), tree)
-    assert_same(broadcast_state_dict({"tree": tree}, {}, "cpu", max_coalesced_bytes=64), {"tree": tree})
+    assert_same_tree(broadcast_state_dict(tree, create_cpu_state_dict(tree), "cpu", strict=True), tree)
+    assert_same_tree(broadcast_state_dict({"tree": tree}, {}, "cpu", max_coalesced_bytes=64), {"tree": tree})
 
 
 @for_all_trees
 @given(TREES)
 def test_gathering_what_is_whole_changes_nothing(tree: Any) -> None:
-    assert_same(gather_state_dict(tree), tree)
+    assert_same_tree(gather_state_dict(tree), tree)
 
 
 @for_all_trees
@@ -200,6 +200,6 @@ def test_a_failed_copy_changes_nothing(first: Any, second: Any) -> None:
     try:
         copy_state_dict([-counting(2), first], into)
     except CompanionMismatch:
-        assert_same(into, before)
+        assert_same_tree(into, before)
     else:
-        assert_same(into[0], -counting(2))
+        assert_same_tree(into[0], -counting(2))

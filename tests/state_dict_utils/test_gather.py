@@ -18,7 +18,7 @@ from fsdp.state_dict_utils import distribute_state_dict, gather_state_dict
 from tests.helpers.ranks import RankPool
 from tests.helpers.state_trees import (
     Peak,
-    assert_same,
+    assert_same_tree,
     counting,
     mesh_of,
     partial_sums,
@@ -39,9 +39,9 @@ def _gather_everything() -> None:
     sharded, wholes = spread_everywhere()
     before = [tensor.to_local().clone() for tree in sharded.values() for tensor in tree.values()]
     gathered = gather_state_dict({"model": [sharded], "plain": plain_tree()})
-    assert_same(gathered, {"model": [wholes], "plain": plain_tree()})
+    assert_same_tree(gathered, {"model": [wholes], "plain": plain_tree()})
     after = [tensor.to_local() for tree in sharded.values() for tensor in tree.values()]
-    assert_same(after, before)
+    assert_same_tree(after, before)
 
 
 @WORLDS
@@ -50,7 +50,7 @@ def test_partial_tensors_are_summed(ranks: RankPool, world_size: int) -> None:
 
 
 def _gather_sums() -> None:
-    assert_same(gather_state_dict([partial_sums(counting(3, 2))]), [counting(3, 2)])
+    assert_same_tree(gather_state_dict([partial_sums(counting(3, 2))]), [counting(3, 2)])
 
 
 def test_parts_are_joined_in_the_order_of_the_mesh(ranks: RankPool) -> None:
@@ -61,9 +61,9 @@ def _gather_from_unordered_meshes() -> None:
     for whole in (counting(8, 4), counting(7, 5)):
         line, square = DeviceMesh("cpu", [2, 0, 3, 1]), DeviceMesh("cpu", [[3, 1], [0, 2]])
         tree = [spread(whole, line, [Shard(0)]), spread(whole, square, [Shard(1), Shard(0)])]
-        assert_same(gather_state_dict(tree), [whole, whole])
+        assert_same_tree(gather_state_dict(tree), [whole, whole])
         local = [torch.zeros_like(tensor) for tensor in tree]
-        assert_same(distribute_state_dict([whole, whole], local, "cpu"), tree)
+        assert_same_tree(distribute_state_dict([whole, whole], local, "cpu"), tree)
 
 
 @pytest.mark.parametrize("wanted", [(), (1,)])
@@ -78,7 +78,7 @@ def _gather_by_collectives(wanted: tuple[int, ...]) -> None:
         gathered = gather_state_dict(sharded, ranks_only=wanted)
     finally:
         use_torch_collectives(False)
-    assert_same(gathered, wholes if not wanted or dist.get_rank() in wanted else {})
+    assert_same_tree(gathered, wholes if not wanted or dist.get_rank() in wanted else {})
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1, 3)])
@@ -89,7 +89,7 @@ def test_every_placement_is_gathered_for_some(ranks: RankPool, wanted: tuple[int
 def _gather_everything_for(wanted: tuple[int, ...]) -> None:
     sharded, wholes = spread_everywhere()
     result = gather_state_dict(sharded, ranks_only=wanted)
-    assert_same(result, wholes if dist.get_rank() in wanted else {})
+    assert_same_tree(result, wholes if dist.get_rank() in wanted else {})
 
 
 def test_a_mesh_may_reach_beyond_the_group(ranks: RankPool) -> None:
@@ -99,7 +99,7 @@ def test_a_mesh_may_reach_beyond_the_group(ranks: RankPool) -> None:
 def _gather_beyond_the_group() -> None:
     tree = [spread(counting(7), mesh_of(4), [Shard(0)])]
     result = gather_state_dict(tree, pg=mesh_of(2, 2).get_group(1), ranks_only=(1,))
-    assert_same(result, [counting(7)] if dist.get_rank() % 2 else [])
+    assert_same_tree(result, [counting(7)] if dist.get_rank() % 2 else [])
 
 
 def test_sums_of_parts_are_summed_and_joined(ranks: RankPool) -> None:
@@ -115,7 +115,7 @@ def _gather_sums_of_parts() -> None:
         tensor = DTensor.from_local(
             summand, mesh, [Partial(), Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
         )
-        assert_same(gather_state_dict([tensor]), [whole])
+        assert_same_tree(gather_state_dict([tensor]), [whole])
 
 
 def test_interleaved_parts_on_an_unordered_mesh_are_refused(ranks: RankPool) -> None:
@@ -160,7 +160,7 @@ def _gather_for(wanted: tuple[int, ...]) -> None:
     tree = OrderedDict(weight=spread(whole, mesh_of(3), [Shard(0)]), step=3)
     result = gather_state_dict(tree, ranks_only=wanted)
     assert type(result) is OrderedDict
-    assert_same(result, OrderedDict(weight=whole, step=3) if dist.get_rank() in wanted else OrderedDict())
+    assert_same_tree(result, OrderedDict(weight=whole, step=3) if dist.get_rank() in wanted else OrderedDict())
 
 
 def test_ranks_are_counted_in_the_group(ranks: RankPool) -> None:
@@ -172,7 +172,7 @@ def _gather_in_a_pair() -> None:
     pair = mesh.get_group(1)  # ranks 0 and 1, 2 and 3
     tree = [spread(counting(5), mesh, [Replicate(), Shard(0)])]
     result = gather_state_dict(tree, pg=pair, ranks_only=(1,))
-    assert_same(result, [counting(5)] if dist.get_rank() % 2 else [])
+    assert_same_tree(result, [counting(5)] if dist.get_rank() % 2 else [])
 
 
 @pytest.mark.parametrize(("tree", "nothing"), [({"a": 1}, {}), ([1], []), ((1,), ()), (1, None)])
@@ -181,7 +181,7 @@ def test_others_get_an_empty_container(ranks: RankPool, tree: Any, nothing: Any)
 
 
 def _gather_nothing(tree: Any, nothing: Any) -> None:
-    assert_same(gather_state_dict(tree, ranks_only=(0,)), nothing if dist.get_rank() else tree)
+    assert_same_tree(gather_state_dict(tree, ranks_only=(0,)), nothing if dist.get_rank() else tree)
 
 
 def test_a_rank_outside_of_the_mesh_may_leave_the_result_to_others(ranks: RankPool) -> None:
@@ -191,7 +191,7 @@ def test_a_rank_outside_of_the_mesh_may_leave_the_result_to_others(ranks: RankPo
 def _gather_from_a_smaller_mesh() -> None:
     mesh = DeviceMesh("cpu", [0, 1])
     tree = {"weight": spread(counting(5), mesh, [Shard(0)]) if dist.get_rank() < 2 else _of_others(mesh)}
-    assert_same(gather_state_dict(tree, ranks_only=(1,)), {"weight": counting(5)} if dist.get_rank() == 1 else {})
+    assert_same_tree(gather_state_dict(tree, ranks_only=(1,)), {"weight": counting(5)} if dist.get_rank() == 1 else {})
     if dist.get_rank() == 2:
         with pytest.raises(ValueError, match=r"^weight: a DTensor on a mesh that this rank is not in"):
             gather_state_dict(tree)
@@ -212,7 +212,7 @@ def test_the_result_may_go_to_the_host(ranks: RankPool, options: dict[str, Any])
 
 
 def _gather_to_the_host(options: dict[str, Any]) -> None:
-    assert_same(gather_state_dict([spread(counting(5), mesh_of(2), [Shard(0)])], **options), [counting(5)])
+    assert_same_tree(gather_state_dict([spread(counting(5), mesh_of(2), [Shard(0)])], **options), [counting(5)])
 
 
 def test_a_result_may_go_to_any_device(ranks: RankPool) -> None:
@@ -291,7 +291,7 @@ def _gather_with_a_bad_leaf(shape: tuple[int, ...]) -> None:
         with pytest.raises(error, match=message) as caught:
             gather_state_dict(tree)
         assert ("on rank 3, " in str(caught.value)) == (dist.get_rank() != 3)
-    assert_same(gather_state_dict({"weight": sharded})["weight"], counting(5))
+    assert_same_tree(gather_state_dict({"weight": sharded})["weight"], counting(5))
 
 
 def test_options_that_exclude_each_other_or_name_no_rank_are_refused() -> None:

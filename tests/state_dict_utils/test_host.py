@@ -21,7 +21,7 @@ from fsdp.state_dict_utils import (
     offload_state_dict_to_cpu,
 )
 from tests.helpers.ranks import RankPool
-from tests.helpers.state_trees import assert_same, counting, mesh_of, spread
+from tests.helpers.state_trees import assert_same_tree, counting, mesh_of, spread
 
 TREE = {"weight": counting(2, 3), "scalar": torch.tensor(1.5), "nothing": torch.empty(0, 3), "half": counting(3).half()}
 
@@ -39,7 +39,7 @@ def test_shared_tensors_lie_each_in_shared_memory_of_its_own() -> None:
     assert all(tensor.is_shared() for tensor in tensors(new))
     assert not any(tensor.is_shared() for tensor in tensors(create_cpu_state_dict(TREE)))
     assert len({tensor.data_ptr() for tensor in tensors(new)}) == len(TREE)
-    assert_same(copy_state_dict(TREE, new), TREE)
+    assert_same_tree(copy_state_dict(TREE, new), TREE)
 
 
 def test_shared_memory_of_dtensors(ranks: RankPool) -> None:
@@ -52,7 +52,7 @@ def _share_dtensors() -> None:
     sharded = spread(counting(2, 3), mesh_of(3), [Shard(0)])
     new = create_cpu_state_dict([sharded], share_memory=True)
     assert new[0].to_local().is_shared()
-    assert_same(copy_state_dict([sharded], new), [sharded])
+    assert_same_tree(copy_state_dict([sharded], new), [sharded])
 
 
 def test_no_more_shared_memory_is_an_error_that_names_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_pinned_trees_take_copies_from_a_gpu(share_memory: bool) -> None:
     assert all(tensor.is_shared() == share_memory for tensor in tensors(tree))
     copy_state_dict(on_gpu(), tree, non_blocking=True)
     torch.cuda.synchronize()
-    assert_same(tree, TREE)
+    assert_same_tree(tree, TREE)
 
 
 @pytest.mark.gpu
@@ -171,5 +171,5 @@ def test_registered_memory_is_unregistered_when_released() -> None:
 
 @pytest.mark.gpu
 def test_offloading_and_gathering_bring_gpu_tensors_to_the_host() -> None:
-    assert_same(offload_state_dict_to_cpu(on_gpu()), TREE)
-    assert_same(gather_state_dict(on_gpu(), cpu_offload=True), TREE)
+    assert_same_tree(offload_state_dict_to_cpu(on_gpu()), TREE)
+    assert_same_tree(gather_state_dict(on_gpu(), cpu_offload=True), TREE)

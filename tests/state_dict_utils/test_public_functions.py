@@ -26,7 +26,15 @@ from fsdp.state_dict_utils import (
     offload_state_dict_to_cpu,
 )
 from tests.helpers.ranks import RankPool
-from tests.helpers.state_trees import Moments, assert_same, counting, mesh_of, plain_tree, spread, spread_everywhere
+from tests.helpers.state_trees import (
+    Moments,
+    assert_same_tree,
+    counting,
+    mesh_of,
+    plain_tree,
+    spread,
+    spread_everywhere,
+)
 
 
 class Custom:
@@ -93,8 +101,8 @@ def test_copying_fills_an_existing_tree_and_keeps_its_tensors() -> None:
     kept = into["model"]["weight"]
     result = copy_state_dict(source, into)
     assert result is into
-    assert_same(result, plain_tree())
-    assert_same(source, plain_tree())
+    assert_same_tree(result, plain_tree())
+    assert_same_tree(source, plain_tree())
     assert result["model"]["weight"] is kept
     assert kept.data_ptr() != source["model"]["weight"].data_ptr()
 
@@ -104,20 +112,20 @@ def test_copying_replaces_other_leaves_by_copies() -> None:
     into: dict[str, Any] = {"lr": 0.1, "file": io.BytesIO(), "pair": (1, "old"), "name": None}
     copy_state_dict({"lr": 0.2, "file": file, "pair": (2, "new"), "name": "x"}, into)
     assert into["file"] is not file
-    assert_same(into, {"lr": 0.2, "file": io.BytesIO(b"new"), "pair": (2, "new"), "name": "x"})
+    assert_same_tree(into, {"lr": 0.2, "file": io.BytesIO(b"new"), "pair": (2, "new"), "name": "x"})
 
 
 def test_a_tuple_at_the_root_is_returned_anew_around_the_same_tensors() -> None:
     into = (torch.zeros(2), 0)
     result = copy_state_dict((torch.ones(2), 1), into)
-    assert_same(result, (torch.ones(2), 1))
+    assert_same_tree(result, (torch.ones(2), 1))
     assert result[0] is into[0]
 
 
 def test_copying_writes_parameters_in_place_and_casts_to_their_dtype() -> None:
     weight = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
     copy_state_dict([counting(3)], [weight])
-    assert_same(weight.data, counting(3, dtype=torch.bfloat16))
+    assert_same_tree(weight.data, counting(3, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -134,7 +142,7 @@ def _copy_everything() -> None:
                 tensor.to_local().data_ptr() != source[name][key].to_local().data_ptr()
             )
     assert copy_state_dict(source, into) is into
-    assert_same(into, source)
+    assert_same_tree(into, source)
 
 
 # A pair of trees, and how it is said where they differ.
@@ -160,7 +168,7 @@ def test_copying_between_different_trees_says_where_and_changes_nothing(name: st
         copy_state_dict({"first": -counting(2), "rest": source}, tree)
     assert caught.value.path[0] == "rest"
     assert re.search(message, str(CompanionMismatch(caught.value.path[1:], caught.value.difference)))
-    assert_same(first, counting(2))
+    assert_same_tree(first, counting(2))
 
 
 def test_a_mismatch_knows_its_path_and_its_difference() -> None:
@@ -243,7 +251,7 @@ def test_a_created_tree_has_memory_of_its_own() -> None:
     assert new["tensor"].is_contiguous()
     assert new["tensor"].data_ptr() != tree["tensor"].data_ptr()  # type: ignore[attr-defined]
     assert new["file"] is not tree["file"]
-    assert_same(new["file"], tree["file"])
+    assert_same_tree(new["file"], tree["file"])
 
 
 def test_a_tree_can_be_created_from_the_meta_device() -> None:
@@ -268,7 +276,7 @@ def _create_everything() -> None:
 def test_offloading_on_cpu_copies_nothing() -> None:
     tree = plain_tree()
     result = offload_state_dict_to_cpu(tree)
-    assert_same(result, tree)
+    assert_same_tree(result, tree)
     assert result["model"] is not tree["model"]
     assert result["model"]["weight"].data_ptr() == tree["model"]["weight"].data_ptr()
 
@@ -292,7 +300,7 @@ def _offload_for_some() -> None:
         "bias": spread(counting(2), mesh_of(3), [Replicate()]),
     }
     result = offload_state_dict_to_cpu(tree, ranks_only=(1,))
-    assert_same(result, tree if dist.get_rank() == 1 else {})
+    assert_same_tree(result, tree if dist.get_rank() == 1 else {})
     with pytest.raises(ValueError, match=r"ranks_only=\(3,\): there is no rank 3, only 0 to 2"):
         offload_state_dict_to_cpu(tree, ranks_only=(3,))
 

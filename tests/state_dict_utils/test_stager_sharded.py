@@ -111,7 +111,7 @@ def _stage_pieces() -> None:
     copied = StateDictStager().stage(list(model.parameters()))
     originals = list(model.parameters())
     for one, mine in zip(originals, copied, strict=True):
-        assert (mine.fqn, mine.whole_shape, mine.offset) == (one.fqn, one.whole_shape, one.offset)
+        assert (mine.fqn, mine.unsharded_shape, mine.offset) == (one.fqn, one.unsharded_shape, one.offset)
         assert isinstance(mine.owner, FlatParameter)
         assert mine.shard_storage is None  # memory of its own, and no tie to where the unit keeps its shards
         assert mine.untyped_storage().data_ptr() == mine.owner.untyped_storage().data_ptr()

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from fsdp import EMA
 from fsdp.distributed.dtensor import MeshPart
+from tests.helpers.equality import assert_same_state
 from tests.helpers.parity import sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.tensor_parallel import SENTENCES, assert_parallel_parity, gpt, mesh_of, over_data, own_rows
@@ -44,19 +45,13 @@ def _train_a_copy(options: dict[str, Any]) -> None:
     model = gpt(over_data(mesh, **options), mesh=mesh, kind="sequence")
     step(model, mesh)  # used before it is copied
     copied = copy.deepcopy(model)
-    assert_equal_states(copied, model.state_dict())
+    assert_same_state(copied.state_dict(), model.state_dict())
     before = model.state_dict()
     step(copied, mesh)
-    assert_equal_states(model, before)
+    assert_same_state(model.state_dict(), before)
     model.zero_grad()
     step(model, mesh)
-    assert_equal_states(copied, model.state_dict())
-
-
-def assert_equal_states(model: nn.Module, expected: dict[str, Tensor]) -> None:
-    """Collective."""
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, expected[name]), name
+    assert_same_state(copied.state_dict(), model.state_dict())
 
 
 def test_an_average_follows_the_local_parts(ranks: RankPool) -> None:

@@ -106,7 +106,7 @@ def test_any_range_of_a_part_is_found_in_the_whole(data: st.DataObject) -> None:
     placements = [data.draw(st.sampled_from([Replicate(), Shard(dim)])) for _ in sizes]
     part = MeshPart(cast(Any, Mesh(sizes, place)), tuple(placements), torch.Size(shape))
     whole = torch.arange(math.prod(shape)).view(shape)
-    local = part.cut("x", whole).reshape(-1)
+    local = part.to_local("x", whole).reshape(-1)
     start = data.draw(st.integers(0, local.numel()))
     stop = data.draw(st.integers(start, local.numel()))
     found: list[Tensor] = [whole.view(-1)[first:last] for first, last in part.ranges("x", start, stop)]

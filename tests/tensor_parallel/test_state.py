@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tests.helpers.equality import assert_same_state
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 from tests.helpers.tensor_parallel import SENTENCES, cube, gpt, mesh_of, over_data, perceptron
@@ -26,14 +27,6 @@ def tokens(seed: int = 0) -> Tensor:
 def other_values() -> dict[str, Tensor]:
     """A state of the plain model."""
     return gpt(seed=1).state_dict()
-
-
-def assert_equal_states(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """The same names, in the same order, with the same plain tensors."""
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        assert not isinstance(found[name], DTensor), name
-        assert torch.equal(found[name], value), name
 
 
 # Saving
@@ -55,9 +48,9 @@ def _save(shape: tuple[int, int], how: dict[str, Any], options: dict[str, Any]) 
     mesh = mesh_of(*shape)
     model = gpt(over_data(mesh, **options), mesh=mesh, **how)
     plain = gpt(tied=how.get("tied", False))
-    assert_equal_states(model.state_dict(), plain.state_dict())
+    assert_same_state(model.state_dict(), plain.state_dict())
     with model.summon_full_params():  # type: ignore[operator]
-        assert_equal_states(model.state_dict(), plain.state_dict())
+        assert_same_state(model.state_dict(), plain.state_dict())
 
 
 def test_tied_parameters_are_saved_once(ranks: RankPool) -> None:
@@ -88,10 +81,10 @@ def _save_and_load_in_three_parts(hidden: int) -> None:
 def _save_and_load(mesh: DeviceMesh, tensor: Any, hidden: int, placements: Any) -> None:
     cut: Any = {"mesh": mesh[tensor], "hidden": hidden, "placements": placements}
     model, plain = perceptron(over_data(mesh), **cut), perceptron(**cut)
-    assert_equal_states(model.state_dict(), plain.state_dict())
+    assert_same_state(model.state_dict(), plain.state_dict())
     doubled = {name: 2 * value for name, value in plain.state_dict().items()}
     model.load_state_dict(doubled)
-    assert_equal_states(model.state_dict(), doubled)
+    assert_same_state(model.state_dict(), doubled)
 
 
 def test_saved_tensors_are_the_callers_own(ranks: RankPool) -> None:
@@ -104,7 +97,7 @@ def _write_to_saved() -> None:
     with model.summon_full_params():  # type: ignore[operator]
         for value in model.state_dict().values():
             value.zero_()
-    assert_equal_states(model.state_dict(), gpt().state_dict())
+    assert_same_state(model.state_dict(), gpt().state_dict())
 
 
 def test_a_state_dict_can_be_cast(ranks: RankPool) -> None:
@@ -114,7 +107,7 @@ def test_a_state_dict_can_be_cast(ranks: RankPool) -> None:
 def _save_cast() -> None:
     mesh = mesh_of(2, 2)
     state = gpt(over_data(mesh), mesh=mesh).state_dict(dtype=torch.bfloat16)  # type: ignore[call-overload]
-    assert_equal_states(state, gpt().bfloat16().state_dict())
+    assert_same_state(state, gpt().bfloat16().state_dict())
 
 
 # Loading
@@ -130,7 +123,7 @@ def _load(kind: str, options: dict[str, Any]) -> None:
     mesh = mesh_of(2, 2)
     model = gpt(over_data(mesh, **options), mesh=mesh, kind=kind, vocabulary=True)
     model.load_state_dict(other_values())
-    assert_equal_states(model.state_dict(), other_values())
+    assert_same_state(model.state_dict(), other_values())
     plain = gpt(seed=1)
     torch.testing.assert_close(model(tokens()), plain(tokens()))
 
@@ -152,7 +145,7 @@ def _load_dtensors() -> None:
             for name, value in other_values().items()
         }
         model.load_state_dict(given)
-        assert_equal_states(model.state_dict(), other_values())
+        assert_same_state(model.state_dict(), other_values())
 
 
 def test_loading_inside_summon_full_params_is_kept(ranks: RankPool) -> None:
@@ -164,7 +157,7 @@ def _load_summoned() -> None:
     model = gpt(over_data(mesh), mesh=mesh)
     with model.summon_full_params():  # type: ignore[operator]
         model.load_state_dict(other_values())
-    assert_equal_states(model.state_dict(), other_values())
+    assert_same_state(model.state_dict(), other_values())
 
 
 def test_other_shapes_are_reported_in_whole_shapes(ranks: RankPool) -> None:
@@ -181,7 +174,7 @@ def _load_other_shapes() -> None:
     state.pop("layers.0.query.weight")
     assert model.load_state_dict(state, strict=False).missing_keys == ["layers.0.query.weight"]
     expected = state | {"layers.0.query.weight": gpt().state_dict()["layers.0.query.weight"]}
-    assert_equal_states(model.state_dict(), {name: expected[name] for name in other_values()})
+    assert_same_state(model.state_dict(), {name: expected[name] for name in other_values()})
 
 
 # Summoning
@@ -205,7 +198,7 @@ def _summon(options: dict[str, Any]) -> None:
         for name, param in model.named_parameters():
             param.mul_(2)
             plain.get_parameter(name).mul_(2)
-    assert_equal_states(model.state_dict(), plain.state_dict())
+    assert_same_state(model.state_dict(), plain.state_dict())
     torch.testing.assert_close(model(tokens()), plain(tokens()))
 
 
@@ -223,7 +216,7 @@ def _assign(spread: str) -> None:
         assert isinstance(query.weight, DTensor)
         query.weight = nn.Parameter(_spread(value, mesh, spread))
     expected = gpt().state_dict() | {name: value}
-    assert_equal_states(model.state_dict(), expected)
+    assert_same_state(model.state_dict(), expected)
 
 
 def _query(model: nn.Module) -> Any:
@@ -248,7 +241,7 @@ def _assign_a_part() -> None:
         model.summon_full_params(),  # type: ignore[operator]
     ):
         _query(model).weight = nn.Parameter(torch.zeros(4, 8))
-    assert_equal_states(model.state_dict(), gpt().state_dict())
+    assert_same_state(model.state_dict(), gpt().state_dict())
 
 
 def test_sharded_parameters_show_whole_shapes(ranks: RankPool) -> None:

@@ -52,7 +52,7 @@ DIFFERENCES = {
     "begins with it: one all-gather less",
     "fully_shard(ignored_params)": "any iterable",
     "fully_shard(dp_mesh_dims)": "`replicate` alone, which shards nothing, is refused",
-    "CPUOffloadPolicy(pin_memory)": "host memory is always pinned where there is an accelerator; False is an error there",
+    "CPUOffloadPolicy(pin_memory)": "host memory is always pinned where there is an accelerator: False is an error",
     "FSDPModule.unshard": "`parameters()` lists the `DTensor`s meanwhile",
     "FSDPModule.reset_iter_state": "also done by the next forward, without it",
     "FSDPModule.set_is_last_backward": "does nothing: each backward leaves complete gradients",
@@ -63,8 +63,8 @@ DIFFERENCES = {
     "FSDPModule.set_custom_reduce_scatter": "called with `async_op=True`, and with `ReduceOp.SUM` always",
     "FSDPModule.set_post_optim_event": "the current stream waits, in whose order all-gathers are issued",
     "FSDPModule.set_reduce_scatter_max_input_buffers": "counts reductions that go on while another one starts",
-    "FSDPModule.set_allocate_memory_from_process_group_for_comm": "an error on NCCL, since all-gathers go straight into "
-    "the parameters' places, without buffers; elsewhere no effect, as torch's",
+    "FSDPModule.set_allocate_memory_from_process_group_for_comm": "an error on NCCL, as all-gathers go "
+    "straight into the parameters' places, without buffers; elsewhere no effect, as torch's",
     "FSDPModule.set_symm_mem_for_comm": "an error, for the same reason",
     "FSDPModule.set_unshard_in_backward": "an error of autograd if the parameters were needed",
     "FSDPModule.set_gradient_divide_factor": "works on gloo too",

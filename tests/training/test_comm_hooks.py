@@ -166,7 +166,7 @@ def _complete_in_different_orders() -> None:
     twins = Twins(partial(with_hook, branches, torchs_reduce_scatter), one_sgd)
     for number in range(3):
         twins.step(number, first_rank_uses_all_of_the_last_unit)
-        twins.assert_same_gradients()
+        twins.assert_close_gradients()
     twins.assert_same_weights()
 
 
@@ -178,7 +178,7 @@ def _train_original() -> None:
     twins = Twins(partial(with_hook, nested_mlp, average), decay_matrices_only)
     for number in range(4):
         twins.step(number)
-        twins.assert_same_gradients()
+        twins.assert_close_gradients()
     twins.assert_same_weights()
 
 

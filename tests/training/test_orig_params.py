@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import ShardedGradScaler, auto_wrap, enable_wrap
-from fsdp.engine.flat_param import PieceParameter
+from fsdp.engine.flat_param import LocalShard
+from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
 from tests.helpers.offload import on
 from tests.helpers.pairs import every_pair, parametrize_pairs
@@ -54,7 +55,7 @@ def call(model: nn.Module, inputs: Tensor, rank: int) -> Tensor:
 
 def part_of(whole: Tensor, piece: nn.Parameter) -> Tensor:
     """What a rank with this piece holds of a whole tensor."""
-    assert isinstance(piece, PieceParameter)
+    assert isinstance(piece, LocalShard)
     return whole.reshape(-1)[piece.offset : piece.offset + piece.numel()]
 
 
@@ -96,26 +97,20 @@ class Twins:
         self.backward(number, forward)
         self.optimize()
 
-    def assert_same_weights(self) -> None:
+    def assert_close_weights(self) -> None:
         """Collective. Whole weights agree, and each piece is its part of them."""
-        found, expected = self.sharded.state_dict(), self.plain.state_dict()
-        assert list(found) == list(expected)
-        for name, value in expected.items():
-            _assert_close(found[name], value, name)
+        expected = self.plain.state_dict()
+        assert_close_state(self.sharded.state_dict(), expected)
         for name, piece in self.pieces.items():
-            _assert_close(piece.detach(), part_of(expected[name], piece), f"piece of {name}")
+            assert_close(piece.detach(), part_of(expected[name], piece), f"piece of {name}")
 
-    def assert_same_gradients(self) -> None:
+    def assert_close_gradients(self) -> None:
         missing = [{name for name, p in params.items() if p.grad is None} for params in (self.pieces, self.wholes)]
         assert missing[0] == missing[1]
         for name, piece in self.pieces.items():
             expected = self.wholes[name].grad
             if expected is not None and piece.grad is not None:
-                _assert_close(piece.grad, part_of(expected, piece), f"gradient of {name}")
-
-
-def _assert_close(found: Tensor, expected: Tensor, name: str) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11, msg=lambda text: f"{name}: {text}")
+                assert_close(piece.grad, part_of(expected, piece), f"gradient of {name}")
 
 
 # Optimizers that treat parameters differently
@@ -187,8 +182,8 @@ def _train_nested(make_optimizers: MakeOptimizers, options: dict[str, Any]) -> N
     twins = Twins(nested_mlp, make_optimizers, **options)
     for number in range(4):
         twins.step(number)
-        twins.assert_same_gradients()
-    twins.assert_same_weights()
+        twins.assert_close_gradients()
+    twins.assert_close_weights()
 
 
 @parametrize_pairs(
@@ -224,7 +219,7 @@ def _train_auto_wrapped() -> None:
     twins = Twins(_auto_wrapped, decay_matrices_only)
     for number in range(4):
         twins.step(number)
-    twins.assert_same_weights()
+    twins.assert_close_weights()
 
 
 def _auto_wrapped(wrap: Wrap) -> nn.Module:
@@ -278,8 +273,8 @@ def _leave_some_unused(make: Callable[[Wrap], nn.Module], forward: CallModel) ->
     before = {name: value.clone() for name, value in twins.plain.state_dict().items()}
     for number in range(4):
         twins.step(number, forward)
-        twins.assert_same_gradients()
-    twins.assert_same_weights()
+        twins.assert_close_gradients()
+    twins.assert_close_weights()
     assert torch.equal(twins.sharded.state_dict()["tools.c.0.weight"], before["tools.c.0.weight"])
     for optimizer in twins.optimizers[0]:
         assert twins.pieces["tools.c.0.weight"] not in optimizer.state
@@ -317,8 +312,8 @@ def _complete_in_different_orders(bucket_cap_mb: float) -> None:
     twins = Twins(branches, one_sgd, bucket_cap_mb=bucket_cap_mb)
     for number in range(3):
         twins.step(number, first_rank_uses_all_of_the_last_unit)
-        twins.assert_same_gradients()
-    twins.assert_same_weights()
+        twins.assert_close_gradients()
+    twins.assert_close_weights()
 
 
 # Frozen and trained
@@ -345,8 +340,8 @@ def _train_half_frozen(make_optimizers: MakeOptimizers) -> None:
     twins = Twins(half_frozen, make_optimizers)
     for number in range(4):
         twins.step(number)
-        twins.assert_same_gradients()
-    twins.assert_same_weights()
+        twins.assert_close_gradients()
+    twins.assert_close_weights()
     for frozen in (piece for piece in twins.pieces.values() if not piece.requires_grad):
         assert frozen.grad is None
         assert all(frozen not in optimizer.state for optimizer in twins.optimizers[0])
@@ -367,8 +362,8 @@ def _toggle(options: dict[str, Any]) -> None:
         twins.on_both(partial(_toggle_each, names=names))
         for again in range(2):
             twins.step(2 * number + again)
-            twins.assert_same_gradients()
-    twins.assert_same_weights()
+            twins.assert_close_gradients()
+    twins.assert_close_weights()
 
 
 def _toggle_each(params: dict[str, nn.Parameter], names: Sequence[str]) -> None:

@@ -24,6 +24,7 @@ from fsdp.wrap.checkpoint_wrapper import (
     is_recomputing,
     patch_batchnorm,
 )
+from tests.helpers.equality import assert_same
 from tests.helpers.pairs import parametrize_pairs
 
 kept_or_offloaded = pytest.mark.parametrize("offload_to_cpu", [False, True], ids=["kept", "offloaded"])
@@ -78,12 +79,6 @@ def train(module: nn.Module, rows: int = 4) -> list[Tensor | None]:
     batch = inputs(rows)
     module(batch).sin().sum().backward()
     return gradients(module, [batch])
-
-
-def assert_same(found: list[Any], expected: list[Any]) -> None:
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        assert (one is None and other is None) or torch.equal(one, other)
 
 
 # The module stays what it is

@@ -15,7 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp.wrap.checkpoint_wrapper import checkpoint_wrapper
-from tests.wrap.test_checkpoint_wrapper import Function, assert_same, gradients, inputs, kept_or_offloaded, layers
+from tests.helpers.equality import assert_same
+from tests.wrap.test_checkpoint_wrapper import Function, gradients, inputs, kept_or_offloaded, layers
 
 IMPLEMENTATION = sys.modules["fsdp.wrap.checkpoint_wrapper"]  # the package may mean the function by this name
 

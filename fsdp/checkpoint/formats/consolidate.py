@@ -7,13 +7,14 @@ FairScale's, whose shards are read as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fsdp.checkpoint.formats.source import Elements, Stitched, is_tensor, memory_of, split_vector, stitched
+from fsdp.checkpoint.formats.source import Elements, Stitched, is_tensor, memory_of, split_vector, whole
 from fsdp.engine.names import clean_name, join
 from fsdp.state_dict.local import shard_mark
 
@@ -57,37 +58,31 @@ def consolidate(
     shards = [Shard(f"rank {rank}", *each) for rank, each in given]
     found = put_together(shards, with_module_buffers, strict)
     # What has several names is made once.
-    made = {id(each): each.whole() for each in found.values() if isinstance(each, Stitched)}
+    made = {id(each): _copied(each) for each in found.values() if is_tensor(each)}
     return {name: made.get(id(each), each) for name, each in found.items()}
 
 
+def _copied(tensor: Any) -> Tensor:
+    if isinstance(tensor, Tensor):
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+    return tensor.whole() if isinstance(tensor, Stitched) else whole(tensor)
+
+
 def put_together(shards: Sequence[Shard], with_module_buffers: bool, strict: bool) -> dict[str, Any]:
-    """Return the model's tensors as the elements that ranks hold of them; a tied one has several names.
-
-    Args:
-        shards: of all ranks, in order.
-        with_module_buffers, strict: as of `FullyShardedDataParallel.consolidate_shard_weights`.
-
-    Returns:
-        By plain name a `Stitched`, or what the first rank has if that is no tensor.
-
-    Raises:
-        ValueError: for what does not fit; says in which shard.
-    """
+    """Return `Stitched` tensors by plain name, tied ones several times, and what the first shard has beside tensors."""
     first = shards[0]
     for other in shards[1:]:
         other.check_alike(first)
     full: dict[str, Any] = {}
     for backing in backings_of(shards, strict):
-        full |= {each.name: each for each in backing.cut(backing.pieces)}
+        full |= backing.cut(backing.pieces)
     for entry in first.entries:
         for source, copy in entry["shared_param_info"]:
             if join(entry["fsdp_path"], source) in full:
                 full[join(entry["fsdp_path"], copy)] = full[join(entry["fsdp_path"], source)]
     for name in first.buffer_names if with_module_buffers else ():
         if first.has(name) or strict:
-            value = first.get(name)
-            full[name] = stitched(name, value) if is_tensor(value) else value
+            full[name] = first.get(name)
     _add_unlisted(full, first, with_module_buffers, strict)
     return full
 
@@ -102,19 +97,14 @@ def backings_of(shards: Sequence[Shard], strict: bool) -> Iterator[Backing]:
 
 
 class Shard:
-    """The weights and metadata that one rank has saved.
-
-    Args:
-        title: what messages call it.
-        weights, metadata: as given.
-    """
+    """The weights and metadata that one rank has saved."""
 
     def __init__(self, title: str, weights: Any, metadata: Any) -> None:
         for what, given in (("weights", weights), ("metadata", metadata)):
             if not isinstance(given, Mapping):
                 raise ValueError(f"the {what} of {title} are a {type(given).__name__}, not a dict")
         self.title, self.weights = title, weights
-        self._keys = {clean_name(key): key for key in weights}
+        self.keys = {clean_name(key): key for key in weights}
         try:
             self.entries: list[dict[str, Any]] = [_checked(entry) for entry in metadata["param_metadata"]]
             self.buffer_names: list[str] = list(metadata["buffer_names"])
@@ -124,16 +114,16 @@ class Shard:
             ) from None
 
     def has(self, key: str) -> bool:
-        return key in self._keys
+        return key in self.keys
 
     def get(self, key: str) -> Any:
-        if key not in self._keys:
+        if key not in self.keys:
             raise ValueError(
                 f"{self.title}: {key!r} is missing in its weights, and its metadata name it. Is the file of "
                 "another model, or cut short? (strict=False leaves out what rank 0 does not have; so also buffers with "
                 "persistent=False, which FairScale names and does not save.)"
             )
-        return self.weights[self._keys[key]]
+        return self.weights[self.keys[key]]
 
     def backings(self) -> Iterator[tuple[str, str, list[str]]]:
         """Yield the key of each flat parameter, its unit's path, and the names in it."""
@@ -147,10 +137,6 @@ class Shard:
             for described in entry["params"].values():
                 for name, shape in zip(described["names"], described["shapes"], strict=True):
                     yield join(entry["fsdp_path"], name), torch.Size(shape)
-
-    def beside(self, known: Iterable[str]) -> list[str]:
-        """Return the keys that the metadata do not name."""
-        return [key for key in self._keys if key not in known]
 
     def check_alike(self, first: Shard) -> None:
         """Raise ValueError unless the metadata describe what those of the first rank do; padding may differ."""
@@ -172,18 +158,7 @@ class Shard:
 
 
 class Backing:
-    """One flat parameter, or one parameter that is sharded by itself.
-
-    Args:
-        number: of its unit in the metadata.
-        name: its own, below the unit.
-        shards: of the ranks that hold it.
-
-    Attributes:
-        key: under which it is in the weights.
-        pieces: what the ranks hold of it, without padding.
-        names: of the parameters in it.
-    """
+    """One flat parameter, or one parameter that is sharded by itself; and what ranks hold of it, without padding."""
 
     def __init__(self, number: int, name: str, shards: Sequence[Shard]) -> None:
         entry = shards[0].entries[number]
@@ -247,9 +222,9 @@ class Backing:
             )
         )
 
-    def cut(self, pieces: Sequence[Elements]) -> Iterator[Stitched]:
-        """Yield tensors that lie in a vector as the parameters lie in this one."""
-        return split_vector(pieces, self.names, self._described["shapes"])
+    def cut(self, pieces: Sequence[Elements]) -> dict[str, Stitched]:
+        """Return the tensors that lie in a vector as the parameters lie in this one."""
+        return dict(split_vector(pieces, self.names, self._described["shapes"]))
 
 
 def _checked(entry: Any) -> dict[str, Any]:
@@ -270,7 +245,7 @@ def _add_unlisted(full: dict[str, Any], first: Shard, with_module_buffers: bool,
     gives = {key: [join(path, name) for name in names] for key, path, names in first.backings()}
     gives |= {name: [name] for name in first.buffer_names}
     at = {memory_of(first.get(key)): key for key in gives if first.has(key)}
-    for key in first.beside(gives):
+    for key in (key for key in first.keys if key not in gives):
         value = first.get(key)
         source = at.get(memory_of(value))
         if source is not None:

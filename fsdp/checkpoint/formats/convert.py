@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import struct
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fsdp.checkpoint.checksums import BLOCK_BYTES, as_text, fragment, spans
-from fsdp.checkpoint.folder import Destination, sync, write_synced
+from fsdp.checkpoint.folder import Destination, sync
 from fsdp.checkpoint.formats.source import Source, StridedTensor, TensorReader
 from fsdp.checkpoint.formats.torch_file import TorchArchive
 from fsdp.checkpoint.formats.trees import MODEL_KEYS, OPTIMIZER_KEYS, VALUES
@@ -34,8 +35,6 @@ from fsdp.checkpoint.safetensors import (
     SUFFIX,
     Entry,
     create,
-    index_name,
-    index_of,
     plan,
     write_at,
     written,
@@ -47,20 +46,12 @@ Advance = Callable[[int], None]
 _WRITING, _REPLACED = ".converting", ".replaced"
 # Names of files that a folder may have which is replaced.
 _SAFETENSORS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
-_NOTHING = re.compile("")
-_END, _END_64, _DESCRIPTOR = b"PK\5\6", b"PK\6\6", b"PK\7\x08"  # in archives
+_DESCRIPTOR = b"PK\7\x08"  # in an archive, behind a record
 
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """A tensor that is to be written, perhaps in another dtype.
-
-    Attributes:
-        name: that it gets.
-        dtype: that it is written in.
-        reader: has it.
-        key: its name there.
-    """
+    """A tensor that is to be written, perhaps in another dtype; `reader` has it under `key`."""
 
     name: str
     dtype: torch.dtype
@@ -89,13 +80,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Content:
-    """The tensors that are to be written, and their source.
-
-    Attributes:
-        source: what it comes from.
-        model: its tensors; None if they are not wanted.
-        optimizer: the tensors of its state, under ``<name>/<key>``; None without one, or if it is not wanted.
-    """
+    """The tensors that are to be written: of a model, of an optimizer's state, or of both."""
 
     source: Source
     model: list[Item] | None
@@ -113,17 +98,7 @@ def content_of(
     only: str | None = None,
     tied: Mapping[str, str] | None = None,
 ) -> Content:
-    """Return what is to be written of a checkpoint.
-
-    Args:
-        source: the checkpoint.
-        dtype: of the model's floating-point tensors; None leaves them in their own.
-        only: "model" or "optimizer"; None for both.
-        tied: other names that tensors of the model get besides, with those that they have.
-
-    Raises:
-        ValueError: if the optimizer alone is wanted, and there is none; for tensors that are not there.
-    """
+    """Return what is to be written of a checkpoint; `tied` has more names for tensors of the model."""
     if only == OPTIMIZER and source.optimizer is None:
         raise ValueError(f"{source.path} has no optimizer in it")
     model, optimizer = None, None
@@ -133,18 +108,15 @@ def content_of(
         if unknown:
             raise ValueError(f"{source.path} has no tensor {unknown[0]} that could have another name")
         model = [
-            Item(name, _dtype_for(source.model.tensors[key].dtype, dtype), source.model, key)
+            Item(name, dtype if dtype is not None and found.is_floating_point else found, source.model, key)
             for name, key in names.items()
+            for found in [source.model.tensors[key].dtype]
         ]
     if only != MODEL and source.optimizer is not None:
         optimizer = [
             Item(name, found.dtype, source.optimizer, name) for name, found in source.optimizer.tensors.items()
         ]
     return Content(source, model, optimizer)
-
-
-def _dtype_for(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return wanted if wanted is not None and own.is_floating_point else own
 
 
 def require_apart(source: Source, target: str) -> None:
@@ -154,19 +126,13 @@ def require_apart(source: Source, target: str) -> None:
         raise ValueError(f"{target} is where the checkpoint is: convert to another place")
 
 
-# --- as a tree of dictionaries ----------------------------------------------------------------------------------------
-
-
 def tree_of(
     content: Content, make: Callable[[Item], Tensor], *, by_number: bool = False, is_flat: bool = False
 ) -> dict[str, Any]:
     """Return all of it as dictionaries: ``model``, ``optimizer``, and the values under their own names.
 
-    Args:
-        content: it.
-        make: what stands for a tensor.
-        by_number: have the optimizer's parameters go by numbers, as in torch's optimizers, not by names.
-        is_flat: have the optimizer's state in one dictionary with keys like ``state.<name>.exp_avg``.
+    Parameters of the optimizer go by names, or by numbers, as in torch's optimizers, or are in one flat dictionary with
+    keys like ``state.<name>.exp_avg``. `make` gives what stands for a tensor.
     """
     source = content.source
     tree: dict[str, Any] = {}
@@ -224,16 +190,8 @@ def _flattened(full: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-# --- as safetensors files, ours and plain ones ------------------------------------------------------------------------
-
-
 def write_ours(path: str, content: Content, *, max_file_bytes: int | None, overwrite: bool, advance: Advance) -> None:
-    """Write a folder as `fsdp.save` does.
-
-    Raises:
-        ValueError: without a model; if the source is damaged.
-        OSError: if it cannot be written.
-    """
+    """Write a folder as `fsdp.save` does."""
     if content.model is None:
         raise ValueError("a checkpoint of ours has a model: the optimizer alone can be written for torch or dcp")
     require_free(path, overwrite)
@@ -258,12 +216,7 @@ def write_ours(path: str, content: Content, *, max_file_bytes: int | None, overw
 def write_safetensors(
     path: str, content: Content, *, max_file_bytes: int | None, overwrite: bool, advance: Advance
 ) -> None:
-    """Write a model as one file, if `path` ends with ``.safetensors``, or as a folder with one or several.
-
-    Raises:
-        ValueError: without a model; if the source is damaged.
-        OSError: if it cannot be written.
-    """
+    """Write a model as one file, if `path` ends with ``.safetensors``, or as a folder with one or several."""
     if content.model is None:
         raise ValueError(
             "safetensors files have no place for an optimizer's numbers and groups: convert to another format"
@@ -272,11 +225,11 @@ def write_safetensors(
         if max_file_bytes is not None:
             raise ValueError(f"--max-file-bytes makes several files, and {path} is one: name a folder")
         stem = os.path.basename(path).removesuffix(SUFFIX)
-        with new_place(path, is_folder=False, overwrite=overwrite, own=_SAFETENSORS) as part:
+        with new_place(path, overwrite=overwrite) as part:
             folder, name = os.path.split(part)
             _write_set(folder, stem, content.model, None, advance, one_file=name)
     else:
-        with new_place(path, is_folder=True, overwrite=overwrite, own=_SAFETENSORS) as part:
+        with new_place(path, overwrite=overwrite, own=_SAFETENSORS) as part:
             _write_set(part, "model", content.model, max_file_bytes, advance)
 
 
@@ -295,10 +248,7 @@ def _write_set(
         with written(folder, file) as fd:
             for name, begin in file.begins.items():
                 checksums[name] = as_text(_write_item(fd, by_name[name], begin, advance))
-    index = index_of(files, entries) if len(files) > 1 else b""
-    if index:
-        write_synced(os.path.join(folder, index_name(stem)), index)
-    return files_of(stem, files, index, {item.name: checksums[item.name] for item in items})
+    return files_of(stem, files, {item.name: checksums[item.name] for item in items})
 
 
 def _write_item(fd: int, item: Item, place: int, advance: Advance) -> list[int]:
@@ -315,16 +265,8 @@ def _write_item(fd: int, item: Item, place: int, advance: Advance) -> list[int]:
     return checksums
 
 
-# --- as a file of torch.save ------------------------------------------------------------------------------------------
-
-
 def write_torch(path: str, content: Content, *, by_number: bool, overwrite: bool, advance: Advance) -> None:
-    """Write one file. An optimizer alone is its state, without a dictionary around it.
-
-    Raises:
-        ValueError: if the source is damaged.
-        OSError: if it cannot be written.
-    """
+    """Write one file. An optimizer alone is its state, without a dictionary around it."""
     items: dict[int, Item] = {}
     rooms: dict[tuple[int, str], Tensor] = {}  # tied tensors stay tied
 
@@ -337,7 +279,7 @@ def write_torch(path: str, content: Content, *, by_number: bool, overwrite: bool
 
     tree = tree_of(content, make, by_number=by_number)
     whole = tree[OPTIMIZER] if content.model is None else tree
-    with new_place(path, is_folder=False, overwrite=overwrite, own=_NOTHING) as part:
+    with new_place(path, overwrite=overwrite) as part:
         _save_in_pieces(part, whole, items, advance)
 
 
@@ -385,72 +327,41 @@ def _tensors(tree: Any) -> Iterator[Any]:
 
 def _note_checksums(path: str, archive: TorchArchive, checksums: Mapping[int, int]) -> None:
     """Write the checksums of records, by their first bytes, to where an archive has them: after each and at its end."""
-    records = {record.name: record for record in archive.records.values()}
-    with open(path, "r+b") as file:
-        for record in records.values():
+    with zipfile.ZipFile(path) as listed, open(path, "r+b") as file:
+        place = listed.start_dir
+        for info in listed.infolist():
+            record = archive.records[info.filename]
             if record.begin in checksums and record.nbytes:
+                checksum = struct.pack("<I", checksums[record.begin])
                 file.seek(record.begin + record.nbytes)
                 if file.read(4) == _DESCRIPTOR:
-                    file.write(struct.pack("<I", checksums[record.begin]))
-        place, count = _directory(file)
-        for _ in range(count):
-            file.seek(place)
-            head = file.read(46)
-            name_bytes, extra, comment = struct.unpack_from("<HHH", head, 28)
-            record = records[file.read(name_bytes).decode()]
-            if record.begin in checksums and record.nbytes:
+                    file.write(checksum)
                 file.seek(place + 16)
-                file.write(struct.pack("<I", checksums[record.begin]))
-            place += 46 + name_bytes + extra + comment
-
-
-def _directory(file: Any) -> tuple[int, int]:
-    """Return where an archive's list of records begins, and how many there are."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(size - 22)  # there is no comment
-    end = file.read(22)
-    if end[:4] != _END:
-        raise ValueError("torch has written an archive whose end is not where it should be")
-    count, place = struct.unpack_from("<H", end, 10)[0], struct.unpack_from("<I", end, 16)[0]
-    if count == 0xFFFF or place == 0xFFFFFFFF:
-        file.seek(size - 22 - 20 + 8)
-        file.seek(struct.unpack("<Q", file.read(8))[0])
-        end = file.read(56)
-        if end[:4] != _END_64:
-            raise ValueError("torch has written an archive whose end is not where it should be")
-        count, place = struct.unpack_from("<Q", end, 32)[0], struct.unpack_from("<Q", end, 48)[0]
-    return place, count
-
-
-# --- the place of a converted checkpoint ------------------------------------------------------------------------------
+                file.write(checksum)
+            file.seek(place + 28)
+            place += 46 + sum(struct.unpack("<HHH", file.read(6)))  # of the name, of more fields, and of a comment
 
 
 @contextmanager
-def new_place(path: str, *, is_folder: bool, overwrite: bool, own: re.Pattern[str]) -> Iterator[str]:
+def new_place(path: str, *, overwrite: bool, own: re.Pattern[str] | None = None) -> Iterator[str]:
     """Give a file or folder to write to, which is at `path` if the block succeeds, and nowhere if it fails.
 
-    Args:
-        path: where it is to be.
-        is_folder: it is one.
-        overwrite: replace what is there.
-        own: names of files that a folder may have which is replaced.
-
-    Raises:
-        FileExistsError: if something is there, and it must not be replaced.
-        OSError: if it cannot be written.
+    It is a folder if its files have names of their `own`, with which alone a folder is replaced.
     """
+    is_folder = own is not None
     place = os.path.realpath(path)
     part = place + _WRITING
     require_free(path, overwrite)
     if os.path.lexists(place):
-        _require_own(place, is_folder, own)
+        _require_own(place, own)
     if os.path.lexists(part):
         raise FileExistsError(f"{part} is in the way: another conversion is writing it, or was killed. Remove it.")
     os.makedirs(part if is_folder else os.path.dirname(part), exist_ok=True)
     try:
         yield part
-        for name in (*_inside(part), part):
-            sync(name)
+        for name in os.listdir(part) if is_folder else ():
+            sync(os.path.join(part, name))
+        sync(part)
         _replace(part, place)
         sync(os.path.dirname(place))
     except BaseException:
@@ -464,16 +375,12 @@ def require_free(path: str, overwrite: bool) -> None:
         raise FileExistsError(f"{path} is there already: name another place, or replace it (--overwrite)")
 
 
-def _require_own(place: str, is_folder: bool, own: re.Pattern[str]) -> None:
-    if os.path.isdir(place) != is_folder:
-        raise FileExistsError(f"{place} is a {'file' if is_folder else 'folder'}: move it away first")
-    others = [name for name in os.listdir(place) if not own.fullmatch(name)] if is_folder else []
+def _require_own(place: str, own: re.Pattern[str] | None) -> None:
+    if os.path.isdir(place) != (own is not None):
+        raise FileExistsError(f"{place} is a {'folder' if own is None else 'file'}: move it away first")
+    others = [name for name in os.listdir(place) if not own.fullmatch(name)] if own is not None else []
     if others:
         raise FileExistsError(f"{place} has other files in it ({', '.join(sorted(others)[:3])}): it is not replaced")
-
-
-def _inside(part: str) -> list[str]:
-    return [os.path.join(part, name) for name in os.listdir(part)] if os.path.isdir(part) else []
 
 
 def _replace(part: str, place: str) -> None:

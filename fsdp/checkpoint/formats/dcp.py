@@ -8,12 +8,11 @@ read, so that nothing in the folder is executed.
 from __future__ import annotations
 
 import hashlib
-import math
 import mmap
 import os
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import index
@@ -23,11 +22,11 @@ import torch
 from torch import Tensor
 
 from fsdp.checkpoint.formats.convert import Advance, Content, Item, new_place, tree_of
-from fsdp.checkpoint.formats.source import ChunkedTensor, Source, StridedTensor
+from fsdp.checkpoint.formats.source import ChunkedTensor, Source, StridedTensor, are_all_of
 from fsdp.checkpoint.formats.torch_file import Foreign, TorchArchive, unpickled
 from fsdp.checkpoint.formats.trees import MODEL_KEYS, OPTIMIZER_KEYS, Choices, source_of_tree
 from fsdp.checkpoint.untrusted import beside, content_of, reading, short
-from fsdp.engine.layout import Box, overlap
+from fsdp.engine.layout import Box
 
 _METADATA = ".metadata"
 _OF_RANK = re.compile(r"__(\d+)_")
@@ -40,12 +39,7 @@ def is_dcp(path: str) -> bool:
 
 
 def read_dcp(path: str, choices: Choices) -> Source:
-    """Open a folder that `torch.distributed.checkpoint` has written.
-
-    Raises:
-        ValueError: if it is damaged, or its model or optimizer cannot be made out.
-        OSError: if it cannot be read.
-    """
+    """Open a folder that `torch.distributed.checkpoint` has written."""
     folder = DcpFolder(path)
     problem = next(folder.misplaced(), None)
     if problem is not None:
@@ -91,15 +85,7 @@ class _Chunk:
 
 
 class DcpFolder:
-    """The content of a folder.
-
-    Args:
-        path: of the folder.
-
-    Raises:
-        ValueError: if its metadata cannot be understood.
-        OSError: if they cannot be read.
-    """
+    """A folder that `torch.distributed.checkpoint` has written."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -140,7 +126,7 @@ class DcpFolder:
             box = Box(tuple(map(index, chunk.state["offsets"])), tuple(map(index, chunk.state["sizes"])))
             chunks.append(_Chunk(self._items[name, box.offsets], dtype, box))
         found = ChunkedTensor(dtype, shape, chunks)
-        if not _fill(shape, {chunk.box for chunk in chunks}):
+        if not are_all_of(shape, {chunk.box for chunk in chunks}):
             raise ValueError(f"the chunks of {name} do not make a tensor of shape {list(shape)}")
         return found
 
@@ -198,11 +184,7 @@ class DcpFolder:
         return sum(item.nbytes for item in self._items.values())
 
     def damaged(self, advance: Callable[[int], None]) -> Iterator[str]:
-        """Yield what is wrong, each archive read once, 4 MiB at a time, and compared with the checksums that it has.
-
-        Args:
-            advance: is told how many bytes were read.
-        """
+        """Yield what is wrong, each archive read once, and compared with the checksums that it has."""
         yield from self.misplaced()
         for item in self._items.values():
             if os.path.exists(item.path) and os.path.getsize(item.path) >= item.begin + item.nbytes:
@@ -217,22 +199,6 @@ class DcpFolder:
         return all(item.archive.has_checksums for item in self._items.values())
 
 
-def _fill(shape: torch.Size, boxes: Collection[Box]) -> bool:
-    """Return whether boxes fill a tensor: they lie in it, not over each other, and have as many elements."""
-    if any(size < 0 for size in shape) or sum(box.numel for box in boxes) != math.prod(shape):
-        return False
-    inside = Box((0,) * len(shape), tuple(shape))
-    if any(min((0, *box.sizes)) < 0 or (box.numel and overlap(box, inside) != box) for box in boxes):
-        return False
-    open_ones: list[Box] = []  # that have rows in common with the next one
-    for box in sorted((box for box in boxes if box.numel), key=lambda each: each.offsets):
-        open_ones = [each for each in open_ones if not shape or each.offsets[0] + each.sizes[0] > box.offsets[0]]
-        if any(overlap(box, each) is not None for each in open_ones):
-            return False
-        open_ones.append(box)
-    return True
-
-
 def _with_lists(tree: Any) -> Any:
     """Return the same with lists where all keys are numbers."""
     if not isinstance(tree, dict):
@@ -243,16 +209,8 @@ def _with_lists(tree: Any) -> Any:
     return made
 
 
-# --- writing ----------------------------------------------------------------------------------------------------------
-
-
 def write_dcp(path: str, content: Content, *, is_flat: bool, overwrite: bool, advance: Advance) -> None:
-    """Write a folder with ``model.<name>``, ``optimizer.state.<name>.<key>``, and the values, a tensor at a time.
-
-    Raises:
-        ValueError: if the source is damaged.
-        OSError: if it cannot be written.
-    """
+    """Write a folder with ``model.<name>``, ``optimizer.state.<name>.<key>``, and the values, a tensor at a time."""
     import torch.distributed.checkpoint as dcp  # which takes long
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -285,7 +243,7 @@ def write_dcp(path: str, content: Content, *, is_flat: bool, overwrite: bool, ad
             return tensor
 
     state = tree_of(content, make, is_flat=is_flat)
-    with new_place(path, is_folder=True, overwrite=overwrite, own=_OWN) as part, warnings.catch_warnings():
+    with new_place(path, overwrite=overwrite, own=_OWN) as part, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         # Without copying ahead, tensors are asked for one after the other.
         writer = dcp.FileSystemWriter(part, per_thread_copy_ahead=0)

@@ -12,38 +12,23 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from fsdp.checkpoint.formats.consolidate import Backing, Shard, backings_of, put_together
-from fsdp.checkpoint.formats.optim import FoundState, NamedState, SavedOptimizer, is_single, left_out, optimizers_in
-from fsdp.checkpoint.formats.rank_files import Paths, likely_files, rank_files, source_of_ranks, title_of
-from fsdp.checkpoint.formats.source import Elements, Source, Stitched, is_tensor, memory_of, stitched
-from fsdp.checkpoint.formats.torch_file import TorchArchive
-from fsdp.checkpoint.formats.values import shown, values_of
+from fsdp.checkpoint.formats.optim import ADDED, NamedState, SavedOptimizer, is_single, optimizers_in
+from fsdp.checkpoint.formats.rank_files import (
+    Paths,
+    likely_files,
+    optimizers_of,
+    rank_files,
+    source_of_ranks,
+    title_of,
+)
+from fsdp.checkpoint.formats.source import Elements, Source, is_tensor, memory_of
+from fsdp.checkpoint.formats.torch_file import TorchArchive, shown, values_of
 from fsdp.engine.names import clean_name, join
 
-_ADDED = ("param_id_map", "uncollected_local_ids")  # to an optimizer's dictionary, by FairScale
 _NAMES = "param_names"
-FORMAT = "fairscale"
-
-
-@dataclass(frozen=True)
-class RankFile:
-    """The content of one rank's file.
-
-    Attributes:
-        file: it.
-        weights, metadata: of the rank.
-        optimizers: what it has of them, by their keys.
-        keys: where weights and metadata are.
-    """
-
-    file: TorchArchive
-    weights: Mapping[str, Any]
-    metadata: Mapping[str, Any]
-    optimizers: Mapping[str, SavedOptimizer]
-    keys: frozenset[str]
 
 
 def is_fairscale(path: str | os.PathLike[str]) -> bool:
@@ -67,40 +52,39 @@ def open_fairscale(
     """Open a checkpoint of ranks' files. Close it when it is read.
 
     Args:
-        path: a folder of them, one of them, or all in rank order (`fsdp.checkpoint.formats.rank_files.rank_files`).
+        path: a folder of them, one of them, or all in rank order (`rank_files`).
         optimizer: files with the optimizer's state, if they are others: one for each rank, or one with FairScale's full
             dictionary.
         optimizer_params: the keys of the shards (``layers.0.flat_param_0``) in the order of the optimizer's numbers.
             None if it has those of ``model.parameters()`` in one group.
         strict: raise an error for keys that the weights lack or metadata do not name. False leaves them out.
         with_optimizer: look for the state of one.
-
-    Raises:
-        FileNotFoundError: for missing files.
-        ValueError: for files that are damaged, of other ranks, or of other models; names the file, and the key.
-        TypeError: for state of an optimizer that no checkpoint holds.
     """
-    files = [read_rank_file(each) for each in rank_files(path)]
-    first, shards = files[0], [Shard(each.file.path, each.weights, each.metadata) for each in files]
+    files = [TorchArchive(each) for each in rank_files(path)]
+    shards, keys = zip(*map(_shard_in, files), strict=True)
     is_whole = len(shards) == 1 and not any(shards[0].has(key) for key, _, _ in shards[0].backings())
     found = dict(_whole(shards[0])) if is_whole else put_together(shards, True, strict)
-    title = title_of(path)
-    found, is_in_order = _in_order(found, shards[0])
-    saved, notes = _optimizers(files, optimizer) if with_optimizer else ([], [])
+    order, is_in_order = _order(shards[0])
+    notes: list[str] = []
+    saved = _optimizers(files, optimizer, notes) if with_optimizer else []
     state = _state_of(saved, shards, optimizer_params) if saved else None
-    values = values_of(first.file.content, first.keys | first.optimizers.keys(), notes)
+    values = values_of(files[0].content, {*keys[0], *(each.key for each in optimizers_in(files[0]))}, notes)
     world_size = None if is_whole else len(files)
-    return source_of_ranks(FORMAT, title, found, state, values, notes, world_size, is_in_order=is_in_order)
+    return source_of_ranks(
+        "fairscale", title_of(path), found, saved, state, values, notes, world_size, order, is_in_order=is_in_order
+    )
 
 
-def read_rank_file(path: str | os.PathLike[str]) -> RankFile:
-    """Read a rank's file.
+def _optimizers(files: Sequence[TorchArchive], given: Paths | None, notes: list[str]) -> list[SavedOptimizer]:
+    """Return the dictionaries of all ranks, or the full one, which the first rank has."""
+    first = optimizers_in(files[0])
+    if given is None and len(first) == 1 and _is_full(first[0]):
+        return first
+    return optimizers_of(files, given, notes)
 
-    Raises:
-        FileNotFoundError: if it is missing.
-        ValueError: if it cannot be read, or has no weights or metadata.
-    """
-    file = TorchArchive(os.fspath(path))
+
+def _shard_in(file: TorchArchive) -> tuple[Shard, tuple[str, str]]:
+    """Return a rank's weights and metadata, and their keys in its file."""
     if not isinstance(file.content, Mapping):
         raise ValueError(f"{file} has a {shown(file.content)} in it, not a dict with a rank's weights and metadata")
     described = {key: value for key, value in file.content.items() if _is_metadata(value)}
@@ -118,8 +102,7 @@ def read_rank_file(path: str | os.PathLike[str]) -> RankFile:
             f"{file} has {'no weights' if not weights else 'several: ' + ', '.join(weights)} that its metadata "
             f"({key!r}) describe"
         )
-    optimizers = {each.key: each for each in optimizers_in(file)}
-    return RankFile(file, file.content[weights[0]], metadata, optimizers, frozenset((key, weights[0])))
+    return Shard(file.path, file.content[weights[0]], metadata), (key, weights[0])
 
 
 def _is_metadata(value: Any) -> bool:
@@ -141,17 +124,13 @@ def _fits(value: Any, metadata: Mapping[str, Any]) -> bool:
 
 def _whole(shard: Shard) -> Iterator[tuple[str, Any]]:
     """Yield weights that were not sharded when they were saved, as fairseq does by default; tied ones as one."""
-    known: dict[Any, Stitched] = {}
+    known: dict[Any, Any] = {}
     for key, value in shard.weights.items():
-        name = clean_name(key)
-        if is_tensor(value):
-            yield name, known.setdefault(memory_of(value), stitched(name, value))
-        else:
-            yield name, value
+        yield clean_name(key), known.setdefault(memory_of(value), value)
 
 
-def _in_order(found: Mapping[str, Any], shard: Shard) -> tuple[dict[str, Any], bool]:
-    """Return the same in the order of the modules, and whether that is known.
+def _order(shard: Shard) -> tuple[dict[str, int], bool]:
+    """Return the places of tensors in the order of the modules, and whether it is known.
 
     State dicts have it. Of flat parameters they say only where the units are, so that parameters of a unit that come
     after another one in it cannot be told from those before.
@@ -159,70 +138,25 @@ def _in_order(found: Mapping[str, Any], shard: Shard) -> tuple[dict[str, Any], b
     units = [path for _, path, _ in shard.backings()]
     is_flat = any(len(names) > 1 for _, _, names in shard.backings())
     order = {name: number for number, name in enumerate(map(clean_name, shard.weights))}
-    names = sorted(found, key=lambda name: order.get(name, -1))  # those of a flat parameter stay where they are
-    return {name: found[name] for name in names}, not is_flat or len(set(units)) == 1
-
-
-def _optimizers(files: Sequence[RankFile], given: Paths | None) -> tuple[list[SavedOptimizer], list[str]]:
-    """Return the dictionaries of all ranks, or the full one, and what is to be told."""
-    if given is not None:
-        return [_optimizer_in(TorchArchive(path)) for path in rank_files(given)], []
-    keys = list(files[0].optimizers)
-    if len(keys) > 1:
-        return [], [left_out(files[0].optimizers.values())]
-    if not keys:
-        return [], []
-    first = files[0].optimizers[keys[0]]
-    if _is_full(first):
-        return [first], []
-    for each in files:
-        if keys[0] not in each.optimizers:
-            raise ValueError(f"{each.file} has no state of the optimizer under {keys[0]!r}, and {first.file} has")
-    return [each.optimizers[keys[0]] for each in files], []
-
-
-def _optimizer_in(file: TorchArchive) -> SavedOptimizer:
-    found = optimizers_in(file)
-    if len(found) != 1:
-        raise ValueError(f"{file} has {'no' if not found else 'several'} dictionaries of an optimizer in it")
-    return found[0]
-
-
-# --- the state of an optimizer --------------------------------------------------------------------------------------
+    return order, not is_flat or len(set(units)) == 1
 
 
 def _is_full(saved: SavedOptimizer) -> bool:
     """Return whether it is FairScale's full dictionary."""
-    return all(key in saved.content for key in _ADDED)
+    return all(key in saved.content for key in ADDED)
 
 
-def _state_of(saved: Sequence[SavedOptimizer], shards: Sequence[Shard], order: Sequence[str] | None) -> FoundState:
-    """Return the state by names.
-
-    Args:
-        saved: the full dictionary, or all ranks'.
-        shards: of the weights.
-        order: see `fsdp.checkpoint.formats.fairscale.open_fairscale`.
-
-    Raises:
-        ValueError: for what does not fit; it names the file.
-        TypeError: for values that no checkpoint holds.
-    """
-    first = saved[0]
-    state = NamedState(str(first))
-    if _is_full(first):
-        groups = list(_add_full(state, first, shards[0]))
+def _state_of(saved: Sequence[SavedOptimizer], shards: Sequence[Shard], order: Sequence[str] | None) -> NamedState:
+    """Return the state by names, of the full dictionary or all ranks'; `order` has the keys of the shards."""
+    state = NamedState(str(saved[0]))
+    if _is_full(saved[0]):
+        _add_full(state, saved[0], shards[0])
     else:
-        groups = list(_add_local(state, saved, shards, order))
-    return state.found(first, groups, _ADDED)
+        _add_local(state, saved, shards, order)
+    return state
 
 
-# --- FairScale's full dictionary ------------------------------------------------------------------------------------
-
-_Group = tuple[Mapping[str, Any], list[str]]
-
-
-def _add_full(state: NamedState, saved: SavedOptimizer, shard: Shard) -> Iterator[_Group]:
+def _add_full(state: NamedState, saved: SavedOptimizer, shard: Shard) -> None:
     described = list(shard.parameters())
     if len(described) != len(saved.content["param_id_map"]):
         raise ValueError(
@@ -236,18 +170,12 @@ def _add_full(state: NamedState, saved: SavedOptimizer, shard: Shard) -> Iterato
             else:
                 state.add(name, key, value, shape)
     for group in saved.content["param_groups"]:
-        yield group, [described[number][0] for number in group["params"]]
-
-
-# --- each rank's own ------------------------------------------------------------------------------------------------
+        state.groups.append((group, [described[number][0] for number in group["params"]]))
 
 
 def _add_local(
-    state: NamedState,
-    saved: Sequence[SavedOptimizer],
-    shards: Sequence[Shard],
-    order: Sequence[str] | None,
-) -> Iterator[_Group]:
+    state: NamedState, saved: Sequence[SavedOptimizer], shards: Sequence[Shard], order: Sequence[str] | None
+) -> None:
     if len(saved) != len(shards):
         raise ValueError(
             f"there are {len(shards)} files of weights, and {len(saved)} of the optimizer: {saved[0]}, ..."
@@ -258,7 +186,7 @@ def _add_local(
         holders = list(zip(saved, shards, strict=True))[: len(backings[key].pieces)]
         _add_backing(state, backings[key], number, holders)
     for group in saved[0].content["param_groups"]:
-        yield group, [name for number in group["params"] for name in backings[keys[number]].names]
+        state.groups.append((group, [name for number in group["params"] for name in backings[keys[number]].names]))
 
 
 def _keys_by_number(
@@ -287,10 +215,7 @@ def _keys_by_number(
 
 
 def _add_backing(
-    state: NamedState,
-    backing: Backing,
-    number: Any,
-    holders: Sequence[tuple[SavedOptimizer, Shard]],
+    state: NamedState, backing: Backing, number: Any, holders: Sequence[tuple[SavedOptimizer, Shard]]
 ) -> None:
     """Add the state of one flat parameter."""
     entries = [saved.content["state"].get(number) or {} for saved, _ in holders]
@@ -311,8 +236,8 @@ def _add_backing(
         pieces = [_piece(backing, key, rank, entries[rank][key], holders) for rank in parts]
         if len({piece.dtype for piece in pieces}) > 1:
             raise ValueError(f"{state.where(backing.key, key)} has another dtype on some ranks")
-        for each in backing.cut(pieces):
-            state.add_elements(each.name, key, each)
+        for name, each in backing.cut(pieces).items():
+            state.add_elements(name, key, each)
 
 
 def _piece(

@@ -15,33 +15,42 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from fsdp.checkpoint.formats.optim import (
-    FoundState,
     NamedState,
     SavedOptimizer,
     is_optimizer_state,
     is_single,
-    left_out,
+    names_by_key,
     optimizers_in,
 )
-from fsdp.checkpoint.formats.rank_files import Paths, likely_files, rank_files, source_of_ranks, title_of
-from fsdp.checkpoint.formats.source import Elements, LazyTensor, Source, Stitched, is_tensor, memory_of, stitched
-from fsdp.checkpoint.formats.torch_file import Foreign, TorchArchive
-from fsdp.checkpoint.formats.values import shown, values_of
+from fsdp.checkpoint.formats.rank_files import (
+    Paths,
+    likely_files,
+    optimizers_of,
+    rank_files,
+    source_of_ranks,
+    title_of,
+)
+from fsdp.checkpoint.formats.source import (
+    ChunkedTensor,
+    KnownChunk,
+    LazyTensor,
+    Source,
+    are_all_of,
+    is_lazy,
+    is_tensor,
+    memory_of,
+)
+from fsdp.checkpoint.formats.torch_file import Foreign, TorchArchive, shown, values_of
+from fsdp.engine.layout import Box
 from fsdp.engine.names import plain_name
 
-FORMAT = "fsdp1"
 _FLAT = "_flat_param"
 _MODELS = ("model", "state_dict", "model_state_dict", "module")
-
-
-def is_fsdp1(path: str | os.PathLike[str]) -> bool:
-    """Return whether users of FSDP1 have saved files at a path: shards, or an optimizer's state by names."""
-    return any(_goes_by_names(each) if is_optimizer_state(each) else _has_shards(each) for each in _dicts_at(path))
 
 
 def has_fsdp1_shards(path: str | os.PathLike[str]) -> bool:
@@ -67,10 +76,6 @@ def _is_local(state_dict: Mapping[Any, Any]) -> bool:
     return any(str(key).rpartition(".")[2] == _FLAT for key in state_dict)
 
 
-def _goes_by_names(optimizer: Mapping[str, Any]) -> bool:
-    return bool(optimizer["state"]) and all(isinstance(key, str) for key in optimizer["state"])
-
-
 def open_fsdp1(
     path: Paths,
     *,
@@ -78,25 +83,9 @@ def open_fsdp1(
     optimizer_params: Sequence[str] | None = None,
     with_optimizer: bool = True,
 ) -> Source:
-    """Open a checkpoint of FSDP1. Close it when it is read.
-
-    Args:
-        path: a file; or files of ranks: a folder of them, one of them, or all in rank order
-            (`fsdp.checkpoint.formats.rank_files.rank_files`).
-        optimizer: files with the optimizer's state, if they are others.
-        optimizer_params: for an optimizer's state by numbers: the parameters' names in their order.
-        with_optimizer: look for the state of one.
-
-    Raises:
-        FileNotFoundError: for missing files.
-        ValueError: for files that are damaged, of other ranks, or of other models, and for what does not say what it
-            is; names the file, and says what to do.
-        TypeError: for state of an optimizer that no checkpoint holds.
-    """
+    """Open a file or ranks' files of FSDP1, as `open_fairscale`; close it when it is read."""
     files = [TorchArchive(each) for each in rank_files(path)]
-    title = title_of(path)
     key = _model_key(files[0])
-    saved, notes = _optimizers(files, optimizer) if with_optimizer else ([], [])
     models = [] if key is None and not _is_state_dict(files[0].content) else [_model(file, key) for file in files]
     if models and _is_local(models[0]):
         raise ValueError(
@@ -104,17 +93,15 @@ def open_fsdp1(
             "are made of. Load it with FSDP1 on as many ranks, and save SHARDED_STATE_DICT or FULL_STATE_DICT."
         )
     found = _whole(models, files)
+    notes: list[str] = []
+    saved = optimizers_of(files, optimizer, notes) if with_optimizer else []
     state = _state(saved, optimizer_params, found) if saved else None
-    keys = {key, *(each.key for each in saved), *found} if isinstance(files[0].content, Mapping) else ()
-    is_alone = is_optimizer_state(files[0].content)
-    values = {} if is_alone or key is None else values_of(files[0].content, keys, notes)
+    left = {key, *(each.key for each in optimizers_in(files[0]))}
+    values = {} if key is None else values_of(files[0].content, left, notes)
     if not models:
         notes.append("there are no weights of a model in it")
     world_size = len(files) if models and _has_shards(models[0]) else None
-    return source_of_ranks(FORMAT, title, found, state, values, notes, world_size)
-
-
-# --- what is where --------------------------------------------------------------------------------------------------
+    return source_of_ranks("fsdp1", title_of(path), found, saved, state, values, notes, world_size)
 
 
 def _is_state_dict(value: Any) -> bool:
@@ -127,11 +114,7 @@ def _is_state_dict(value: Any) -> bool:
 
 
 def _model_key(file: TorchArchive) -> str | None:
-    """Return the key under which the model is; None if it is not under one.
-
-    Raises:
-        ValueError: if there are several.
-    """
+    """Return the key under which the model is; None if it is not under one."""
     if not isinstance(file.content, Mapping):
         raise ValueError(f"{file} has a {shown(file.content)} in it, not a dict")
     if _is_state_dict(file.content) or is_optimizer_state(file.content):
@@ -150,29 +133,10 @@ def _model(file: TorchArchive, key: str | None) -> Mapping[str, Any]:
     return {plain_name(name): value for name, value in found.items()}
 
 
-def _optimizers(files: Sequence[TorchArchive], given: Paths | None) -> tuple[list[SavedOptimizer], list[str]]:
-    """Return the dictionary of an optimizer in each file, and what is to be told."""
-    sources = files if given is None else [TorchArchive(each) for each in rank_files(given)]
-    found: list[SavedOptimizer] = []
-    for file in sources:
-        inside = optimizers_in(file)
-        if len(inside) > 1:
-            return [], [left_out(inside)]
-        found += inside
-    if given is not None and not found:
-        raise ValueError(f"{sources[0]} has no dictionary of an optimizer in it")
-    if found and len(found) < len(sources) and found[0].file is not sources[0]:
-        raise ValueError(f"{sources[0]} has no dictionary of an optimizer in it, and {found[0].file} has")
-    return found, []
-
-
-# --- unsharded tensors ------------------------------------------------------------------------------------------------
-
-
 def _whole(models: Sequence[Mapping[str, Any]], files: Sequence[TorchArchive]) -> dict[str, Any]:
     """Return the tensors by name; those that lie in the same memory are one."""
     found: dict[str, Any] = {}
-    known: dict[Any, Stitched] = {}
+    known: dict[Any, LazyTensor] = {}
     for name, value in models[0].items() if models else ():
         missing = [file for model, file in zip(models, files, strict=True) if name not in model]
         if missing:
@@ -181,19 +145,19 @@ def _whole(models: Sequence[Mapping[str, Any]], files: Sequence[TorchArchive]) -
             found[name] = value
             continue
         each = _merged(name, [model[name] for model in models], [file.path for file in files])
-        places = tuple(memory_of(piece.tensor) for piece in each.pieces) if _is_sharded(value) else memory_of(value)
-        found[name] = known.setdefault(places, each)
+        chunks = each.chunks if isinstance(each, ChunkedTensor) else ()
+        found[name] = known.setdefault(tuple(memory_of(chunk.tensor) for chunk in chunks) or memory_of(each), each)
     return found
 
 
-def _state(saved: Sequence[SavedOptimizer], order: Sequence[str] | None, model: Mapping[str, Any]) -> FoundState:
+def _state(saved: Sequence[SavedOptimizer], order: Sequence[str] | None, model: Mapping[str, Any]) -> NamedState:
     """Return an optimizer's state that goes by names."""
     first = saved[0]
-    names = _names_by_key(first, order)
+    names = names_by_key(str(first), first.content, order, plain_name)
     state = NamedState(str(first))
     for number, name in names.items():
         entries = [each.content["state"].get(number) or {} for each in saved]
-        shape = model[name].shape if isinstance(model.get(name), Stitched) else torch.Size([1])
+        shape = model[name].shape if is_lazy(model.get(name)) else torch.Size([1])
         for key, value in entries[0].items():
             missing = [file for file, entry in zip(saved, entries, strict=True) if key not in entry]
             if missing:
@@ -206,42 +170,8 @@ def _state(saved: Sequence[SavedOptimizer], order: Sequence[str] | None, model: 
                 if name in model and each.shape != shape:
                     raise ValueError(state.odd_shape(name, key, each.shape, shape))
                 state.add_elements(name, key, each)
-    groups = [(group, [names[number] for number in group["params"]]) for group in first.content["param_groups"]]
-    return state.found(first, groups)
-
-
-def _names_by_key(saved: SavedOptimizer, order: Sequence[str] | None) -> dict[Any, str]:
-    """Return the names of the parameters, by what the dictionary calls them.
-
-    Raises:
-        ValueError: if it calls them by numbers, and nothing says what these stand for.
-    """
-    groups = saved.content["param_groups"]
-    keys = [*dict.fromkeys([*(key for group in groups for key in group["params"]), *saved.content["state"]])]
-    if all(isinstance(key, str) for key in keys):
-        return {key: plain_name(key) for key in keys}
-    named = [name for group in groups for name in group.get("param_names", ())]
-    names = list(order or named)
-    if not names:
-        raise ValueError(
-            f"{saved} calls {len(keys)} parameters by their numbers, and nothing says what these stand for. Save "
-            "FSDP.full_optim_state_dict(model, optimizer) instead of optimizer.state_dict(); of a state by numbers, "
-            "name a file with the names in their order (--param-order)."
-        )
-    if len(names) != len(keys):
-        raise ValueError(f"{saved} has {len(keys)} parameters, and there are {len(names)} names for them")
-    return dict(zip(keys, map(plain_name, names), strict=True))
-
-
-# --- shards of tensors ------------------------------------------------------------------------------------------------
-
-
-class _Shard(NamedTuple):
-    """The shard of a tensor in one file: the number of its first element, its values, and the file."""
-
-    start: int
-    values: LazyTensor
-    file: str
+    state.groups = [(group, [names[number] for number in group["params"]]) for group in first.content["param_groups"]]
+    return state
 
 
 def _is_sharded(value: Any) -> bool:
@@ -260,59 +190,40 @@ def _is_of_torch(value: Any, name: str) -> bool:
     return last == name and f"{module}.".startswith("torch.distributed.")
 
 
-def _merged(name: str, values: Sequence[Any], files: Sequence[str]) -> Stitched:
-    """Return a tensor of which each file has a shard, or all files all of it.
-
-    Args:
-        name: its.
-        values: of each file.
-        files: their names.
-
-    Raises:
-        ValueError: if shards are missing or do not fit; names a file.
-    """
+def _merged(name: str, values: Sequence[Any], files: Sequence[str]) -> LazyTensor:
+    """Return a tensor of which each file has a shard, or all files all of it."""
     first = values[0]
     if not _is_sharded(first):
-        return stitched(name, first)
-    shape, found = _shards_of(name, first, files[0])
-    for value, file in list(zip(values, files, strict=True))[1:]:
-        other, more = _shards_of(name, value, file) if _is_sharded(value) else (None, [])
+        return first
+    shape, _ = _shards_of(name, first, files[0])
+    chunks: dict[Box, KnownChunk] = {}  # replicas have the same
+    for value, file in zip(values, files, strict=True):
+        other, found = _shards_of(name, value, file) if _is_sharded(value) else (None, [])
         if other != shape:
             raise ValueError(
                 f"{name} in {file} is another tensor than in {files[0]}, which has shards of {list(shape)}"
             )
-        found += more
-    shards = sorted({shard.start: shard for shard in reversed(found) if shard.values.shape.numel()}.values())
-    reached = 0
-    for shard in shards:
-        _check_follows(name, shard.start, reached, shard.file, len(files))
-        reached += shard.values.shape.numel()
-    _check_follows(name, shape.numel(), reached, files[-1], len(files))
-    pieces = tuple(Elements.of(shard.values) for shard in shards)
-    dtype = pieces[0].dtype if pieces else _dtype_of(first)
-    return Stitched(name, shape, dtype, pieces or (Elements.of(torch.empty(0, dtype=dtype)),))
-
-
-def _check_follows(name: str, start: int, reached: int, file: str, count: int) -> None:
-    if start != reached:
+        for chunk in found:
+            if tuple(chunk.tensor.shape) != chunk.box.sizes:
+                raise ValueError(f"{name} in {file} has shape {list(chunk.tensor.shape)}, not {list(chunk.box.sizes)}")
+            chunks.setdefault(chunk.box, chunk)
+    if not are_all_of(shape, chunks.keys()):
+        held = sum(box.numel for box in chunks)
         raise ValueError(
-            f"{name}: up to {file}, the {count} files given have its elements to {reached}, and the next ones begin at "
-            f"{start}. A rank's file is missing, or one is of another number of ranks."
+            f"{name}: the {len(files)} files given have {held} of its {shape.numel()} elements, or some twice. A "
+            "rank's file is missing, or one is of another number of ranks."
         )
+    dtype = next((chunk.tensor.dtype for chunk in chunks.values()), None) or _dtype_of(first)
+    return ChunkedTensor(dtype, shape, [chunk for chunk in chunks.values() if chunk.box.numel])
 
 
-def _shards_of(name: str, value: Any, file: str) -> tuple[torch.Size, list[_Shard]]:
-    """Return the shape of an unsharded tensor, and its shards in a file.
-
-    Raises:
-        ValueError: for what FSDP1 does not save.
-    """
+def _shards_of(name: str, value: Any, file: str) -> tuple[torch.Size, list[KnownChunk]]:
+    """Return the shape of an unsharded tensor, and its shards in a file."""
     try:
         if _is_sharded_tensor(value):
-            shape = torch.Size(value.state[1].fields["size"])
-            return shape, list(_shards(name, value, shape, file))
+            return torch.Size(value.state[1].fields["size"]), [_chunk(each.fields) for each in value.state[0]]
         shape = torch.Size(value.args[2])
-        return shape, list(_rows(name, value, shape, file))
+        return shape, [_rows(name, value, shape, file)]
     except (AttributeError, KeyError, IndexError, TypeError) as error:
         raise ValueError(
             f"{name} in {file} is a {value.origin} of a form that is not known here ({error!r}): load it with the "
@@ -327,31 +238,30 @@ def _dtype_of(value: Any) -> torch.dtype:
     return properties.state[0] if isinstance(properties.state, tuple) else properties.state["dtype"]
 
 
-def _shards(name: str, value: Any, shape: torch.Size, file: str) -> Iterator[_Shard]:
-    """Yield the shards in a `ShardedTensor`."""
-    for shard in (each.fields for each in value.state[0]):
-        where = shard["metadata"].fields
-        offsets, sizes = list(where["shard_offsets"]), list(where["shard_sizes"])
-        if any(offsets[1:]) or sizes[1:] != list(shape[1:]):
-            raise ValueError(_not_of_fsdp1(name, file, f"shards at {offsets} of sizes {sizes}"))
-        yield _Shard(offsets[0] * shape[1:].numel() if offsets else 0, shard["tensor"], file)
+def _chunk(shard: Mapping[str, Any]) -> KnownChunk:
+    """Return a shard in a `ShardedTensor`."""
+    where = shard["metadata"].fields
+    return KnownChunk(Box(tuple(where["shard_offsets"]), tuple(where["shard_sizes"])), shard["tensor"])
 
 
-def _rows(name: str, value: Any, shape: torch.Size, file: str) -> Iterator[_Shard]:
-    """Yield the shard in a `DTensor`."""
+def _rows(name: str, value: Any, shape: torch.Size, file: str) -> KnownChunk:
+    """Return the shard in a `DTensor`."""
     local, spec = value.fields["_local_tensor"], value.fields["_spec"].fields
     kinds = [each.origin.rpartition(".")[2] for each in spec["placements"]]
     sharded = [dim for dim, kind in enumerate(kinds) if kind != "Replicate"]
     if not sharded:
-        yield _Shard(0, local, file)
-        return
+        return KnownChunk(Box((0,) * len(shape), tuple(shape)), local)
     if len(sharded) > 1 or kinds[sharded[0]] != "Shard" or spec["placements"][sharded[0]].fields["dim"] != 0:
         dims = [each.fields.get("dim", "") for each in spec["placements"]]
         shown = ", ".join(f"{kind}({dim})" for kind, dim in zip(kinds, dims, strict=True))
-        raise ValueError(_not_of_fsdp1(name, file, f"placements {shown}"))
+        raise ValueError(
+            f"{name} in {file} has placements {shown}, and FSDP1 shards the first dimension over one group of ranks: "
+            "save such a model with torch.distributed.checkpoint"
+        )
     ranks, number = _place_in_mesh(spec["mesh"].fields, sharded[0])
     rows = -(-shape[0] // ranks)  # as `torch.chunk`
-    yield _Shard(min(number * rows, shape[0]) * shape[1:].numel(), local, file)
+    first, last = (min(each * rows, shape[0]) for each in (number, number + 1))
+    return KnownChunk(Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])), local)
 
 
 def _place_in_mesh(mesh: Mapping[str, Any], dim: int) -> tuple[int, int]:
@@ -363,10 +273,3 @@ def _place_in_mesh(mesh: Mapping[str, Any], dim: int) -> tuple[int, int]:
         sizes = [each.fields["shape"] for each in layout["axes"]] if "axes" in layout else layout["shape"]
     size = sizes[dim]
     return size if isinstance(size, int) else math.prod(size), mesh["_coordinate_on_dim"][dim]
-
-
-def _not_of_fsdp1(name: str, file: str, what: str) -> str:
-    return (
-        f"{name} in {file} has {what}, and FSDP1 shards the first dimension over one group of ranks: save such a model "
-        "with torch.distributed.checkpoint"
-    )

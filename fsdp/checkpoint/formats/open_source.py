@@ -1,58 +1,115 @@
-"""The formats of checkpoints: telling which one is at a path, and opening it."""
+"""The formats of checkpoints: telling which one is at a path, opening it, and reading it from end to end."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from fsdp.checkpoint.folder import found as found_ours
 from fsdp.checkpoint.folder import is_left_behind, newest
-from fsdp.checkpoint.formats.dcp import is_dcp, read_dcp
+from fsdp.checkpoint.formats.dcp import DcpFolder, is_dcp, read_dcp
 from fsdp.checkpoint.formats.fairscale import is_fairscale, open_fairscale
 from fsdp.checkpoint.formats.fsdp1 import has_fsdp1_shards, open_fsdp1
+from fsdp.checkpoint.formats.rank_files import rank_files
 from fsdp.checkpoint.formats.source import Source
 from fsdp.checkpoint.formats.torch_file import TorchArchive, is_torch_file
 from fsdp.checkpoint.formats.trees import Choices, source_of_tree
-from fsdp.checkpoint.formats.verify import (
-    Examined,
-    Start,
-    examine_dcp,
-    examine_ours,
-    examine_ranks,
-    examine_safetensors,
-    examine_torch,
-)
-from fsdp.checkpoint.manifest import read_ours
+from fsdp.checkpoint.manifest import Manifest, complete, read_ours
 from fsdp.checkpoint.safetensors import INDEX_SUFFIX, SUFFIX, SafetensorsFiles
 from fsdp.checkpoint.untrusted import reading
 
+Advance = Callable[[int], None]  # is told how many bytes were read
+_SAFETENSORS_ENDINGS = (SUFFIX, INDEX_SUFFIX)
+
+
+class Examined(NamedTuple):
+    """A checkpoint that is about to be read from end to end."""
+
+    nbytes: int
+    damaged: Callable[[Advance], Iterable[str]]  # reads it, and yields all that is wrong
+    how: Callable[[], str]  # is known if nothing is wrong
+
 
 class Format(NamedTuple):
-    """A format of checkpoints.
+    """A format of checkpoints."""
 
-    Attributes:
-        word: its name on the command line.
-        what: a description for messages.
-        is_at: returns whether there is one at a path, as far as can be seen without reading it.
-        read: opens it, with what the user has said of it.
-        examine: reads it from end to end, telling a function how many bytes were read.
-    """
-
-    word: str
-    what: str
-    is_at: Callable[[str], bool]
+    word: str  # on the command line
+    what: str  # for messages
+    is_at: Callable[[str], bool]  # as far as can be seen without reading all of it
     read: Callable[[str, Choices], Source]
-    examine: Callable[[str, Start], Examined]
-
-
-# --- readers --------------------------------------------------------------------------------------------------------
-
-_SAFETENSORS_ENDINGS = (SUFFIX, INDEX_SUFFIX)
+    examine: Callable[[str], Examined]
 
 
 def _is_ours(path: str) -> bool:
     return found_ours(path) is not None
+
+
+def _read_ours(path: str, choices: Choices) -> Source:
+    return read_ours(path, with_optimizer=choices.only != "model")
+
+
+def _examine_ours(path: str) -> Examined:
+    """Examine a folder of `fsdp.save`: every byte has a checksum."""
+    folder = complete(path)
+    problems, opened = Manifest.read(folder).opened(folder)
+
+    def damaged(advance: Advance) -> Iterable[str]:
+        yield from problems
+        for files in opened:
+            with files:
+                yield from files.damaged(advance)
+
+    return Examined(sum(files.nbytes for files in opened), damaged, lambda: "all is what its checksums say")
+
+
+def _is_safetensors(path: str) -> bool:
+    if os.path.isdir(path):
+        return not is_left_behind(path) and any(name.endswith(_SAFETENSORS_ENDINGS) for name in os.listdir(path))
+    return path.endswith(_SAFETENSORS_ENDINGS)
+
+
+def _read_safetensors(path: str, choices: Choices) -> Source:
+    files = SafetensorsFiles(path)
+    beside = os.path.join(os.path.dirname(files.path), f"optimizer{SUFFIX}")
+    notes = [f"{beside} is left out: it is no model"] if os.path.isfile(beside) and beside != files.path else []
+    return Source("safetensors", files.path, files, notes=tuple(notes))
+
+
+def _examine_safetensors(path: str) -> Examined:
+    files = SafetensorsFiles(path)
+    how = "headers and sizes agree, and all can be read; the format has no checksums"
+    return Examined(files.nbytes, files.damaged, lambda: how)
+
+
+def _is_torch(path: str) -> bool:
+    return os.path.isfile(path) and is_torch_file(path)
+
+
+def _read_torch(path: str, choices: Choices) -> Source:
+    return source_of_tree("torch", path, TorchArchive(path).content, choices)
+
+
+def _examine_files(files: list[str]) -> Examined:
+    """Examine files of `torch.save`: the archives' own checksums, if whoever wrote them did not leave them out."""
+    hows: set[str] = set()
+
+    def damaged(advance: Advance) -> Iterable[str]:
+        for file in files:
+            try:
+                archive = TorchArchive(file)
+                archive.content  # noqa: B018 (which is read now)
+            except ValueError as error:
+                yield str(error)
+                continue
+            hows.add(_how(archive.has_checksums))
+            yield from archive.damaged(advance)
+
+    return Examined(sum(map(os.path.getsize, files)), damaged, lambda: ", ".join(sorted(hows)))
+
+
+def _examine_torch(path: str) -> Examined:
+    return _examine_files([path])
 
 
 def _of_ranks(opener: Callable[..., Source]) -> Callable[[str, Choices], Source]:
@@ -70,79 +127,59 @@ def _of_ranks(opener: Callable[..., Source]) -> Callable[[str, Choices], Source]
     return read
 
 
-def _read_ours(path: str, choices: Choices) -> Source:
-    return read_ours(path, with_optimizer=choices.only != "model")
+def _examine_ranks(path: str) -> Examined:
+    files = rank_files(path)
+    found = _examine_files(files)
+    return found._replace(how=lambda: f"in {len(files)} files, {found.how()}")
 
 
-def _is_safetensors(path: str) -> bool:
-    if os.path.isdir(path):
-        return not is_left_behind(path) and any(name.endswith(_SAFETENSORS_ENDINGS) for name in os.listdir(path))
-    return path.endswith(_SAFETENSORS_ENDINGS)
+def _examine_dcp(path: str) -> Examined:
+    folder = DcpFolder(path)
+    return Examined(folder.nbytes, folder.damaged, lambda: _how(folder.has_checksums))
 
 
-def _read_safetensors(path: str, choices: Choices) -> Source:
-    files = SafetensorsFiles(path)
-    beside = os.path.join(os.path.dirname(files.path), f"optimizer{SUFFIX}")
-    notes = [f"{beside} is left out: it is no model"] if os.path.isfile(beside) and beside != files.path else []
-    return Source("safetensors", files.path, files, notes=tuple(notes))
-
-
-def _is_torch(path: str) -> bool:
-    return os.path.isfile(path) and is_torch_file(path)
-
-
-def _read_torch(path: str, choices: Choices) -> Source:
-    """Open the state of a model, or a dictionary with it and that of an optimizer.
-
-    Nothing in it is executed. What is no number, text, container or tensor is left out, and notes say so.
-    """
-    return source_of_tree("torch", path, TorchArchive(path).content, choices)
+def _how(has_checksums: bool) -> str:
+    if has_checksums:
+        return "all is what torch's checksums say"
+    return "all can be read; there are no checksums, since it was saved without them"
 
 
 # The first that fits is taken.
 FORMATS = (
-    Format("fsdp", "a folder of fsdp.save", _is_ours, _read_ours, examine_ours),
-    Format("dcp", "a folder of torch.distributed.checkpoint", is_dcp, read_dcp, examine_dcp),
+    Format("fsdp", "a folder of fsdp.save", _is_ours, _read_ours, _examine_ours),
+    Format("dcp", "a folder of torch.distributed.checkpoint", is_dcp, read_dcp, _examine_dcp),
     Format(
         "fairscale",
         "a file of each rank, with FairScale's local_state_dict() and local_metadata_dict()",
         is_fairscale,
         _of_ranks(open_fairscale),
-        examine_ranks,
+        _examine_ranks,
     ),
     Format(
         "fsdp1",
         "a file of each rank, with sharded state dicts of torch's FSDP1",
         has_fsdp1_shards,
         _of_ranks(open_fsdp1),
-        examine_ranks,
+        _examine_ranks,
     ),
-    Format("torch", "a file of torch.save", _is_torch, _read_torch, examine_torch),
+    Format("torch", "a file of torch.save", _is_torch, _read_torch, _examine_torch),
     Format(
         "safetensors",
         "a file of the safetensors library, an index of several, or a folder with either",
         _is_safetensors,
         _read_safetensors,
-        examine_safetensors,
+        _examine_safetensors,
     ),
 )
 WORDS = tuple(each.word for each in FORMATS)
 
 
-# --- any of them ----------------------------------------------------------------------------------------------------
-
-
 def open_source(path: str | os.PathLike[str], word: str | None = None, choices: Choices | None = None) -> Source:
     """Open a checkpoint of any format. Nothing of it is in memory but what is no tensor.
 
-    Args:
-        path: the file or folder.
-        word: for its format; None to look.
-        choices: what there is to say of it.
-
     Raises:
         FileNotFoundError: if there is nothing.
-        ValueError: if it is of no format that is known, or damaged.
+        ValueError: if it is of no format that is known, not of the format of this `word`, or damaged.
         OSError: if it cannot be read.
     """
     place, given = os.fspath(path), choices or Choices()
@@ -153,13 +190,21 @@ def open_source(path: str | os.PathLike[str], word: str | None = None, choices: 
         return found.read(place, given)
 
 
-def format_of(path: str, word: str | None = None) -> Format:
-    """Return the format of what is at a path.
+def examine(found: Format, path: str, start: Callable[[int], Advance]) -> tuple[list[str], int, str]:
+    """Read a checkpoint from end to end, and return all that is wrong, the number of bytes, and what is known if not.
 
-    Raises:
-        FileNotFoundError: if there is nothing.
-        ValueError: if it is of no format that is known.
+    `start` is given the number of bytes that will be read, and returns what is told of them as they are.
     """
+    try:
+        examined = found.examine(path)
+    except (ValueError, FileNotFoundError) as error:
+        return [str(error)], 0, ""
+    problems = list(examined.damaged(start(examined.nbytes)))
+    return problems, examined.nbytes, "" if problems else examined.how()
+
+
+def format_of(path: str, word: str | None = None) -> Format:
+    """Return the format of what is at a path."""
     found = next((each for each in FORMATS if (each.is_at(path) if word is None else each.word == word)), None)
     if found is not None:
         # A checkpoint that was being replaced is beside its place, and files of ranks have a name in common.

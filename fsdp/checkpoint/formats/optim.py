@@ -7,31 +7,23 @@ There are three forms: that of torch's optimizers, in which parameters go by num
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from fsdp.checkpoint.formats.source import LazyTensor, is_tensor, whole
-from fsdp.checkpoint.formats.torch_file import TorchArchive
-from fsdp.checkpoint.formats.values import materialised, values_of
+from fsdp.checkpoint.formats.torch_file import TorchArchive, materialised, values_of
 from fsdp.checkpoint.json_values import encoded
 from fsdp.checkpoint.optim import kind_to_json, rest_of
 from fsdp.optim_utils.state import Elements, Kind, Number, Value, is_number, odd_shape, options_of
 
 _STATE, _GROUPS = "state", "param_groups"
+ADDED = ("param_id_map", "uncollected_local_ids")  # to an optimizer's dictionary, by FairScale
 
 
-@dataclass(frozen=True)
-class SavedOptimizer:
-    """A `SavedOptimizer` is a dictionary of an optimizer in a file.
-
-    Attributes:
-        key: the key in the file.
-        file: the file.
-        content: the dictionary.
-    """
+class SavedOptimizer(NamedTuple):
+    """A dictionary of an optimizer in a file, and its key there."""
 
     key: str
     file: TorchArchive
@@ -40,22 +32,10 @@ class SavedOptimizer:
     def __str__(self) -> str:
         return f"{self.file} ({self.key})"
 
-
-@dataclass(frozen=True)
-class FoundState:
-    """A `FoundState` is the state of an optimizer.
-
-    Attributes:
-        key: the key of its dictionary.
-        tensors: under ``<name>/<key>``.
-        rest: all but the tensors.
-        others: the rest of its dictionary (``loss_scale``).
-    """
-
-    key: str
-    tensors: Mapping[str, LazyTensor]
-    rest: Any
-    others: dict[Any, Any]
+    @property
+    def others(self) -> dict[Any, Any]:
+        """Return what else is in it (``loss_scale``)."""
+        return values_of(self.content, (_STATE, _GROUPS, *ADDED), [])
 
 
 def optimizers_in(file: TorchArchive) -> list[SavedOptimizer]:
@@ -63,11 +43,6 @@ def optimizers_in(file: TorchArchive) -> list[SavedOptimizer]:
     content = file.content
     inside = {"optimizer": content} if is_optimizer_state(content) else content if isinstance(content, Mapping) else {}
     return [SavedOptimizer(key, file, value) for key, value in inside.items() if is_optimizer_state(value)]
-
-
-def left_out(saved: Iterable[SavedOptimizer]) -> str:
-    """Return what is told of several optimizers in one file."""
-    return f"{', '.join(each.key for each in saved)} are left out: a checkpoint has the state of one optimizer"
 
 
 def is_optimizer_state(value: Any) -> bool:
@@ -81,18 +56,12 @@ def is_single(key: str, value: Any, shape: torch.Size) -> bool:
 
 
 class NamedState:
-    """A `NamedState` collects a state by parameters' names, as it is found.
-
-    Args:
-        title: what messages call the optimizer's dictionary: its file.
-
-    Attributes:
-        tensors: under ``<name>/<key>``.
-    """
+    """A state by parameters' names is collected as it is found; messages have the title of the dictionary."""
 
     def __init__(self, title: str) -> None:
         self._title = title
-        self.tensors: dict[str, LazyTensor] = {}
+        self.tensors: dict[str, LazyTensor] = {}  # under ``<name>/<key>``
+        self.groups: list[tuple[Mapping[str, Any], list[str]]] = []  # and the names of the parameters in each
         self._state: dict[str, dict[str, Any]] = {}
 
     def add_parameter(self, name: str) -> None:
@@ -100,21 +69,12 @@ class NamedState:
         self._state.setdefault(name, {})
 
     def add_elements(self, name: str, key: str, value: LazyTensor) -> None:
-        """Add state with a value for each element.
-
-        Raises:
-            ValueError: for dtypes that no checkpoint holds.
-        """
+        """Add state with a value for each element."""
         self.tensors[f"{name}/{key}"] = value
         self._add([name], key, Elements(value.dtype))
 
     def add_single(self, names: Sequence[str], key: str, values: Sequence[Any]) -> None:
-        """Add state about these parameters as such, one value that all ranks have alike.
-
-        Raises:
-            ValueError: if they have not.
-            TypeError: for values that no checkpoint holds.
-        """
+        """Add state about these parameters as such, one value that all ranks have alike."""
         first, *others = (
             Number(whole(value).item(), value.dtype) if is_tensor(value) else Value(materialised(value))
             for value in values
@@ -128,12 +88,7 @@ class NamedState:
                 )
 
     def add(self, name: str, key: str, value: Any, shape: torch.Size) -> None:
-        """Add state of a parameter of that shape.
-
-        Raises:
-            ValueError: for a tensor that is neither of that shape nor a number, or of a dtype that no checkpoint holds.
-            TypeError: for values that no checkpoint holds.
-        """
+        """Add state of a parameter of that shape."""
         if is_single(key, value, shape):
             self.add_single([name], key, [value])
         elif value.shape == shape:
@@ -157,45 +112,16 @@ class NamedState:
         remedy = "Convert without it (--only model)."
         return f"{self._title}: {odd_shape(key, name, found, f'the parameter {tuple(shape)}', remedy)}"
 
-    def rest(self, groups: Iterable[tuple[Mapping[str, Any], Iterable[str]]]) -> dict[str, Any]:
-        """Return what is no tensor, with these parameter groups and the names of the parameters in each.
-
-        Raises:
-            TypeError: for settings that no checkpoint holds.
-        """
-        named = [(materialised(options_of(group)), list(dict.fromkeys(names))) for group, names in groups]
+    def rest(self) -> dict[str, Any]:
+        """Return what is no tensor; TypeError for settings that no checkpoint holds."""
+        named = [(materialised(options_of(group)), list(dict.fromkeys(names))) for group, names in self.groups]
         for name in (name for _, names in named for name in names):
             self.add_parameter(name)
         return rest_of("", named, self._state, f"{self._title}: ")
 
-    def found(
-        self,
-        saved: SavedOptimizer,
-        groups: Iterable[tuple[Mapping[str, Any], Iterable[str]]],
-        known: Sequence[str] = (),
-    ) -> FoundState:
-        """Return all of it.
 
-        Args:
-            saved: the first rank's dictionary.
-            groups: as for `rest`.
-            known: what else is no value of a user's in the dictionary.
-
-        Raises:
-            TypeError: for settings that no checkpoint holds.
-        """
-        others = values_of(saved.content, (_STATE, _GROUPS, *known), [])
-        return FoundState(saved.key, self.tensors, self.rest(groups), others)
-
-
-@dataclass(frozen=True)
-class Names:
-    """`Names` are a model's tensors, by plain names.
-
-    Attributes:
-        tensors: the tensors.
-        cleaned: makes a plain name of one that is found.
-    """
+class Names(NamedTuple):
+    """The names of a model's tensors are plain, and `cleaned` makes a plain name of one that is found."""
 
     tensors: Mapping[str, LazyTensor]
     cleaned: Callable[[str], str]
@@ -203,15 +129,8 @@ class Names:
 
 def optimizer_state(
     path: str, found: Mapping[str, Any], model: Names, param_order: Sequence[str] | None, notes: list[str]
-) -> tuple[Mapping[str, LazyTensor], dict[str, Any]]:
-    """Return the tensors of an optimizer's state under ``<name>/<key>``, and the rest of it.
-
-    Args:
-        path: of the checkpoint, for messages.
-        found: the state, with lazy tensors.
-        model: that it is of.
-        param_order: the parameters' names in the order of ``model.named_parameters()``; None if it is not known.
-        notes: get what is worth telling.
+) -> NamedState:
+    """Return an optimizer's state by names, from one by numbers, by names or flat, with lazy tensors.
 
     Raises:
         ValueError: if it goes by numbers, and nobody says which parameters are meant; if it is of other parameters; for
@@ -221,7 +140,7 @@ def optimizer_state(
         found = _unflattened(found, model)
         notes.append("parameters of the optimizer with equal settings count as one group")
     groups = list(found[_GROUPS])
-    names = _names(path, found, groups, model, param_order)
+    names = names_by_key(path, found, param_order, model.cleaned)
     states = {names[key]: state for key, state in _keyed(found.get(_STATE, {}), names)}
     held = list(dict.fromkeys(names[key] for group in groups for key in group["params"]))
     unknown = [name for name in held if name not in model.tensors]
@@ -235,17 +154,12 @@ def optimizer_state(
             f"{path}: the optimizer has state of {', '.join(strangers[:5])}, which are in none of its groups"
         )
     state = NamedState(path)
-    try:
-        for name in held:
-            state.add_parameter(name)
-            for key, value in states.get(name, {}).items():
-                state.add(name, key, value, model.tensors[name].shape)
-        return state.tensors, state.rest((group, [names[key] for key in group["params"]]) for group in groups)
-    except TypeError as error:
-        raise ValueError(str(error)) from None
-
-
-# --- trees, by numbers, by names, or flat ---------------------------------------------------------------------------
+    state.groups = [(group, [names[key] for key in group["params"]]) for group in groups]
+    for name in held:
+        state.add_parameter(name)
+        for key, value in states.get(name, {}).items():
+            state.add(name, key, value, model.tensors[name].shape)
+    return state
 
 
 def _keyed(states: Mapping[Any, Any], names: Mapping[Any, str]) -> list[tuple[Any, Any]]:
@@ -254,32 +168,32 @@ def _keyed(states: Mapping[Any, Any], names: Mapping[Any, str]) -> list[tuple[An
     return [(key if key in names else texts.get(str(key), key), state) for key, state in states.items()]
 
 
-def _names(
-    path: str, found: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], model: Names, order: Sequence[str] | None
+def names_by_key(
+    title: str, found: Mapping[str, Any], order: Sequence[str] | None, cleaned: Callable[[str], str]
 ) -> dict[Any, str]:
-    """Return the plain names of parameters, by what stands for them."""
+    """Return the plain names of parameters, by what stands for them in an optimizer's dictionary."""
+    groups = found[_GROUPS]
     keys = [key for group in groups for key in group["params"]]
     if all(isinstance(key, str) for key in keys):
-        return {key: model.cleaned(key) for key in [*keys, *found.get(_STATE, {})]}
+        return {key: cleaned(key) for key in [*keys, *found.get(_STATE, {})]}
     if all("param_names" in group for group in groups):
-        named = [
-            (key, name) for group in groups for key, name in zip(group["params"], group["param_names"], strict=True)
-        ]
-        return {key: model.cleaned(name) for key, name in named}
+        named = [pair for group in groups for pair in zip(group["params"], group["param_names"], strict=True)]
+        return {key: cleaned(name) for key, name in named}
     if "param_id_map" in found:
         raise ValueError(
-            f"{path}: the optimizer goes by FairScale's numbers. Give it names first, with the model: "
+            f"{title}: the optimizer goes by FairScale's numbers. Give it names first, with the model: "
             "fsdp.optim_utils.rekey_optim_state_dict(full, model, 'names')"
         )
     if order is None:
         raise ValueError(
-            f"{path}: in the optimizer's state, parameters go by numbers, and nothing says which they are. Write the "
+            f"{title}: in the optimizer's state, parameters go by numbers, and nothing says which they are. Write the "
             "names of model.named_parameters() to a file, a line each, in the order that the optimizer was given "
-            "them, and name it with --param-order; or convert without it (--only model)."
+            "them, and name it with --param-order; or convert without it (--only model). Of FSDP1, save "
+            "FSDP.full_optim_state_dict(model, optimizer), which goes by names."
         )
     if len(order) != len(keys):
-        raise ValueError(f"{path}: the optimizer has {len(keys)} parameters, and {len(order)} names were given")
-    return {key: model.cleaned(order[number]) for number, key in enumerate(sorted(keys))}
+        raise ValueError(f"{title}: the optimizer has {len(keys)} parameters, and {len(order)} names were given")
+    return {key: cleaned(name) for key, name in zip(sorted(keys), order, strict=True)}
 
 
 def _unflattened(found: Mapping[str, Any], model: Names) -> dict[str, Any]:

@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from fsdp.checkpoint.formats.optim import FoundState
-from fsdp.checkpoint.formats.source import Source, Stitched, TensorReader, reader_of
-from fsdp.checkpoint.formats.torch_file import is_torch_file
-from fsdp.checkpoint.formats.values import materialised, shown
-from fsdp.checkpoint.json_values import MAX_TENSOR_BYTES, encoded
+from fsdp.checkpoint.formats.optim import NamedState, SavedOptimizer, optimizers_in
+from fsdp.checkpoint.formats.source import Source, TensorReader, is_lazy
+from fsdp.checkpoint.formats.torch_file import TorchArchive, is_torch_file, materialised, shown
+from fsdp.checkpoint.json_values import encoded
 
 # What is before a number, the number, and what is after it: the last one, but for a total (``rank3-of-8``).
 _NUMBER = re.compile(r"^(.*?)(\d+)((?:[-_.]?of[-_.]?\d+)?\D*)$", re.DOTALL)
@@ -119,45 +118,50 @@ def _in_order(place: str, after: str, group: Mapping[int, str]) -> list[str]:
     return [group[number] for number in sorted(group)]
 
 
-# --- one checkpoint of all files --------------------------------------------------------------------------------------
+def optimizers_of(files: Sequence[TorchArchive], given: Paths | None, notes: list[str]) -> list[SavedOptimizer]:
+    """Return the optimizer's dictionaries, which the first file alone may have. Of several it has none, but a note."""
+    sources = files if given is None else [TorchArchive(each) for each in rank_files(given)]
+    found = [optimizers_in(file) for file in sources]
+    several = next((each for each in found if len(each) > 1), None)
+    if several is not None:
+        keys = ", ".join(each.key for each in several)
+        notes.append(f"{keys} are left out: a checkpoint has the state of one optimizer")
+        return []
+    saved = [one for each in found for one in each]
+    missing = next((file for file, each in zip(sources, found, strict=True) if not each), None)
+    if missing is not None and given is not None and not saved:
+        raise ValueError(f"{missing} has no dictionary of an optimizer in it")
+    if missing is not None and saved and (len(saved) > 1 or missing is sources[0]):  # or the first one has all of it
+        raise ValueError(f"{missing} has no state of the optimizer under {saved[0].key!r}, and {saved[0].file} has")
+    return saved
 
 
 def source_of_ranks(
     word: str,
     title: str,
     found: Mapping[str, Any],
-    state: FoundState | None,
-    values: Mapping[Any, Any],
+    saved: Sequence[SavedOptimizer],
+    state: NamedState | None,
+    values: dict[Any, Any],
     notes: Sequence[str],
     world_size: int | None,
+    order: Mapping[str, int] | None = None,
     *,
     is_in_order: bool = True,
 ) -> Source:
-    """Return one checkpoint, made of all that was found in the ranks' files.
-
-    Args:
-        word: for its format.
-        title: what messages call it.
-        found: the model by plain names: `Stitched` tensors, some under several names, and others.
-        state: of the optimizer, if there is one.
-        values: what else the user has saved.
-        notes, world_size, is_in_order: see `Source`.
-
-    Raises:
-        ValueError: for what is no tensor and no extra state in the model.
-        TypeError: for extra state that no checkpoint holds.
-    """
+    """Return one checkpoint: the model by plain names, the optimizer's dictionaries and their state, and values."""
     tensors, aliases, extra = _sorted_out(found, title)
-    others = {} if state is None or not state.others else {state.key: state.others}
-    kept = {**values, **others}
+    names = sorted(tensors, key=lambda name: (order or {}).get(name, -1))  # those of a flat parameter stay first
+    if saved and saved[0].others:
+        values[saved[0].key] = saved[0].others
     return Source(
         format=word,
         path=title,
-        model=reader_of(title, tensors),
+        model=TensorReader(title, {name: tensors[name] for name in names}),
         optimizer=None if state is None else TensorReader(title, state.tensors),
-        optimizer_rest=None if state is None else state.rest,
+        optimizer_rest=None if state is None else state.rest(),
         extra=extra,
-        values=encoded(kept, "values") if kept else None,
+        values=encoded(values, "values") if values else None,
         world_size=world_size,
         notes=tuple(notes),
         aliases=aliases,
@@ -165,17 +169,18 @@ def source_of_ranks(
     )
 
 
-def _sorted_out(found: Mapping[str, Any], title: str) -> tuple[list[Stitched], dict[str, str], dict[str, Any]]:
+def _sorted_out(found: Mapping[str, Any], title: str) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
     """Return tensors, second names of some, and modules' extra state, encoded."""
-    tensors, aliases, extra = [], {}, {}
+    tensors: dict[str, Any] = {}
+    aliases, extra = {}, {}
+    names: dict[int, str] = {}  # by the id of a tensor, the first one
     for name, value in found.items():
         if name.rpartition(".")[2] == _EXTRA:
-            is_small = isinstance(value, Stitched) and value.shape.numel() * value.dtype.itemsize <= MAX_TENSOR_BYTES
-            extra[name] = encoded(value.whole() if is_small else materialised(value), f"{title}: {name}")
-        elif not isinstance(value, Stitched):
+            extra[name] = encoded(materialised(value), f"{title}: {name}")
+        elif not is_lazy(value):
             raise ValueError(f"{title}: {name} is a {shown(value)}, not a tensor")
-        elif value.name == name:
-            tensors.append(value)
+        elif names.setdefault(id(value), name) == name:
+            tensors[name] = value
         else:
-            aliases[name] = value.name
+            aliases[name] = names[id(value)]
     return tensors, aliases, extra

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -31,38 +31,21 @@ _Reader = TypeVar("_Reader", bound="TensorReader")
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint of any format.
+    """A checkpoint of any format."""
 
-    Attributes:
-        format: the word for it on the command line.
-        path: where it is.
-        model: its parameters and buffers, under plain names.
-        optimizer: its optimizer's state with a value for each element, under ``<name>/<key>``; None without one.
-        optimizer_rest: what else is in the state, as in the manifest of a checkpoint of ours
-            (`fsdp.checkpoint.optim.state_entries`); None without one.
-        extra: what modules have of extra state, by name, encoded (`fsdp.checkpoint.json_values`).
-        values: what else the user saved, encoded; None if nothing.
-        world_size: of the ranks that saved it; None if it does not say.
-        notes: what is worth telling of it: what was left out, and why.
-        generators: for each rank the states of its random number generators, encoded; None without them.
-        identity: different for checkpoints that differ in what the rest of this does not show; empty if nobody looked.
-        is_in_order: whether `model` has its tensors in the order of the modules, which gives an optimizer its numbers.
-        aliases: second names of tied parameters, and for each the one under which `model` has it.
-    """
-
-    format: str
+    format: str  # the word for it on the command line
     path: str
-    model: TensorReader
-    optimizer: TensorReader | None = None
-    optimizer_rest: Any = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    values: Any = None
-    world_size: int | None = None
-    notes: tuple[str, ...] = ()
-    generators: list[Any] | None = None
-    identity: str = ""
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    is_in_order: bool = True
+    model: TensorReader  # of parameters and buffers, under plain names
+    optimizer: TensorReader | None = None  # of state with a value for each element, under ``<name>/<key>``
+    optimizer_rest: Any = None  # what else is in the state (`fsdp.checkpoint.optim.rest_of`)
+    extra: Mapping[str, Any] = field(default_factory=dict)  # state of modules that is no tensor, by name, encoded
+    values: Any = None  # what else the user saved, encoded (`fsdp.checkpoint.json_values`)
+    world_size: int | None = None  # of the ranks that saved it; None if it does not say
+    notes: tuple[str, ...] = ()  # what is worth telling of it: what was left out, and why
+    generators: list[Any] | None = None  # for each rank the states of its random number generators, encoded
+    identity: str = ""  # different for checkpoints that differ in what the rest does not show; empty if nobody looked
+    aliases: Mapping[str, str] = field(default_factory=dict)  # second names of tied parameters, and the first ones
+    is_in_order: bool = True  # `model` has the order of the modules, which gives an optimizer its numbers
 
     def close(self) -> None:
         """Close all files."""
@@ -98,11 +81,7 @@ class FoundTensor:
 class TensorReader:
     """Tensors by name, of which nothing is in memory before it is read, and nothing after.
 
-    As a context manager, it closes the files that it has opened.
-
-    Args:
-        path: what messages call it.
-        tensors: by name, where each is.
+    As a context manager, it closes the files that it has opened. Messages call it by its `path`.
     """
 
     def __init__(self, path: str, tensors: Mapping[str, LazyTensor]) -> None:
@@ -116,15 +95,9 @@ class TensorReader:
         They are read straight into the memory of `target` if that is on the CPU and of the stored dtype; otherwise
         through a buffer of 4 MiB, cast as by `Tensor.copy_`. Version counters do not see it.
 
-        Args:
-            name: which tensor.
-            target: contiguous, of any shape, dtype and device.
-            start: the first element.
-
         Raises:
             ValueError: if `target` is not contiguous, or the range not in the tensor; if a file is damaged, or was
                 changed since it was looked at.
-            OSError: if the file cannot be read.
         """
         found, numel = self.tensors[name], target.numel()
         if not target.is_contiguous() or not 0 <= start <= found.shape.numel() - numel:
@@ -148,6 +121,10 @@ class TensorReader:
     def _fill(self, found: FoundTensor, into: Tensor, start: int) -> None:
         """Read elements of one block; `into` is flat, of the stored dtype, on the CPU."""
         found.tensor.fill(self._files, into, start)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def __enter__(self: _Reader) -> _Reader:
         return self
@@ -182,12 +159,7 @@ class OpenFiles:
         self._last: tuple[StridedTensor, Tensor] | None = None
 
     def read(self, file: SeenFile, memory: memoryview, begin: int) -> None:
-        """Fill some memory with what a file has from byte `begin` on.
-
-        Raises:
-            ValueError: if the file has changed since, or ends before.
-            OSError: if it cannot be read.
-        """
+        """Fill some memory with what a file has from byte `begin` on; ValueError if it has changed or ends before."""
         if file not in self._open:
             if len(self._open) >= _MOST_OPEN:
                 os.close(self._open.pop(next(iter(self._open))))
@@ -224,9 +196,6 @@ def _opened(file: SeenFile) -> int:
     return fd
 
 
-# --- tensors in files -----------------------------------------------------------------------------------------------
-
-
 class LazyTensor(Protocol):
     """A tensor that is read by ranges."""
 
@@ -260,13 +229,11 @@ class StridedTensor:
         return self.shape.numel() * self.dtype.itemsize
 
     @property
-    def extent(self) -> int:
-        """Return the number of elements from the first to the last one in the file."""
+    def extent(self) -> int:  # in elements, from the first to the last one in the file
         return 1 + _place(self.strides, [size - 1 for size in self.shape]) if self.shape.numel() else 0
 
     @cached_property
     def is_contiguous(self) -> bool:
-        """Return whether elements follow each other in row-major order."""
         return _is_dense(self.shape, self.strides)
 
     def span(self, files: OpenFiles, first: int, count: int) -> Tensor:
@@ -302,6 +269,13 @@ class Chunk(Protocol):
     def tensor(self) -> StridedTensor: ...
 
 
+class KnownChunk(NamedTuple):
+    """A box of a tensor, of which it is known where it lies."""
+
+    box: Box
+    tensor: StridedTensor
+
+
 @dataclass(frozen=True, eq=False)
 class ChunkedTensor:
     """A tensor that is divided into boxes, each somewhere in a file."""
@@ -315,17 +289,30 @@ class ChunkedTensor:
             for chunk in self.chunks:
                 common = overlap(box, chunk.box)
                 if common is not None:
-                    inside = common.moved([-begin for begin in box.offsets])
-                    slices = [
-                        slice(begin, begin + size) for begin, size in zip(inside.offsets, inside.sizes, strict=True)
-                    ]
-                    target = values[tuple(slices)]
+                    place = zip(common.offsets, box.offsets, common.sizes, strict=True)
+                    target = values[tuple(slice(at - begin, at - begin + size) for at, begin, size in place)]
                     chunk.tensor.fill_box(files, target, common.moved([-begin for begin in chunk.box.offsets]))
+
+
+def are_all_of(shape: torch.Size, boxes: Collection[Box]) -> bool:
+    """Return whether boxes fill a tensor: they lie in it, not over each other, and have as many elements."""
+    if any(size < 0 for size in shape) or sum(box.numel for box in boxes) != math.prod(shape):
+        return False
+    inside = Box((0,) * len(shape), tuple(shape))
+    if any(min((0, *box.sizes)) < 0 or (box.numel and overlap(box, inside) != box) for box in boxes):
+        return False
+    open_ones: list[Box] = []  # that have rows in common with the next one
+    for box in sorted((box for box in boxes if box.numel), key=lambda each: each.offsets):
+        open_ones = [each for each in open_ones if not shape or each.offsets[0] + each.sizes[0] > box.offsets[0]]
+        if any(overlap(box, each) is not None for each in open_ones):
+            return False
+        open_ones.append(box)
+    return True
 
 
 def is_lazy(value: Any) -> bool:
     """Return whether it is a tensor in a file."""
-    return isinstance(value, (StridedTensor, ChunkedTensor))
+    return isinstance(value, (StridedTensor, ChunkedTensor, Stitched))
 
 
 def is_tensor(value: Any) -> bool:
@@ -380,18 +367,9 @@ def _bytes_of(flat: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-# --- tensors of which ranks hold elements ---------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class Elements:
-    """Some elements of a tensor, one after the other in row-major order.
-
-    Attributes:
-        tensor: it, in memory or in a file.
-        start: the first element.
-        numel: how many they are.
-    """
+    """Some elements of a tensor, in memory or in a file, one after the other in row-major order."""
 
     tensor: Tensor | LazyTensor
     start: int
@@ -407,12 +385,7 @@ class Elements:
     def dtype(self) -> torch.dtype:
         return self.tensor.dtype
 
-    @property
-    def device(self) -> torch.device:
-        return self.tensor.device if isinstance(self.tensor, Tensor) else torch.device("cpu")
-
     def part(self, first: int, numel: int) -> Elements:
-        """Return some of them."""
         return Elements(self.tensor, self.start + first, numel)
 
     def fill(self, files: OpenFiles, into: Tensor) -> None:
@@ -425,22 +398,16 @@ class Elements:
 
 @dataclass(frozen=True, eq=False)
 class Stitched:
-    """A tensor as the elements that ranks hold of it (a `LazyTensor`): nothing is put together before it is read.
+    """A tensor as the elements that ranks hold of it (a `LazyTensor`): nothing is put together before it is read."""
 
-    Attributes:
-        name: by which it is read.
-        shape, dtype: of the tensor.
-        pieces: its elements in row-major order, one after the other.
-    """
-
-    name: str
     shape: torch.Size
     dtype: torch.dtype
-    pieces: tuple[Elements, ...]
+    pieces: tuple[Elements, ...]  # in row-major order
 
     def whole(self) -> Tensor:
         """Return it in memory of its own, on the device of the elements."""
-        return whole(self, self.pieces[0].device if self.pieces else "cpu")
+        held = [piece.tensor.device for piece in self.pieces if isinstance(piece.tensor, Tensor)]
+        return whole(self, held[0] if held else "cpu")
 
     def fill(self, files: OpenFiles, into: Tensor, start: int) -> None:
         done, skipped = 0, 0
@@ -453,20 +420,10 @@ class Stitched:
             skipped += piece.numel
 
 
-def stitched(name: str, tensor: Tensor | LazyTensor) -> Stitched:
-    """Return a tensor whose elements are all in another one."""
-    return Stitched(name, tensor.shape, tensor.dtype, (Elements.of(tensor),))
-
-
 def split_vector(
     pieces: Iterable[Elements], names: Sequence[str], shapes: Sequence[Sequence[int]]
-) -> Iterator[Stitched]:
-    """Yield the tensors that lie one after the other in a vector, of which ranks hold these elements.
-
-    Args:
-        pieces: in rank order, without padding, of one dtype; at least one, with as many elements as there are.
-        names, shapes: of the tensors.
-    """
+) -> Iterator[tuple[str, Stitched]]:
+    """Yield the tensors that lie one after the other in a vector, of which ranks hold these elements, in order."""
     held = list(pieces)
     dtype, ahead = held[0].dtype, iter([piece for piece in held if piece.numel])
     rest = held[0].part(0, 0)
@@ -477,9 +434,4 @@ def split_vector(
             parts.append(rest.part(0, min(missing, rest.numel)))
             missing -= parts[-1].numel
             rest = rest.part(parts[-1].numel, rest.numel - parts[-1].numel)
-        yield Stitched(name, shape, dtype, tuple(parts or [rest.part(0, 0)]))
-
-
-def reader_of(path: str, tensors: Iterable[Stitched]) -> TensorReader:
-    """Return what reads tensors by their names; `path` is what messages call it."""
-    return TensorReader(path, {each.name: each for each in tensors})
+        yield name, Stitched(shape, dtype, tuple(parts or [rest.part(0, 0)]))

@@ -7,10 +7,11 @@ number, and ``data/<number>`` has the bytes of each.
 make of tensors (`StridedTensor`). Everything else in a pickle becomes a `Foreign`, which says what it would have been,
 and of what. So files from elsewhere cannot run code, and one strange object does not keep anybody from the rest.
 
-[Note: bounds] The unpickler of the standard library believes what a pickle says: it allocates as many bytes as a string
-claims to have, and a memo of twice the number under which something is remembered. And it hashes keys, which takes as
-long as there are paths through a tuple of tuples that are the same ones: exponentially many. So the operations are gone
-through first, with numbers on the stack in the place of objects (`_check_bounds`).
+[Note: bounds] The standard library has two unpicklers. The one in C believes what a pickle says: it allocates as many
+bytes as a string claims to have, and a memo of twice the number under which something is remembered. The one in Python,
+from which ours is derived, reads what is there. But keys are hashed, which takes as long as there are paths through a
+tuple of tuples that are the same ones, exponentially many; so tuples count again whenever they are mentioned again. And
+in the end the tree is looked at, since whoever walks through it comes to what is shared as often.
 """
 
 from __future__ import annotations
@@ -19,69 +20,34 @@ import io
 import math
 import os
 import pickle
-import pickletools
 import struct
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from operator import index
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, ClassVar, NamedTuple
 
 import torch
 
 from fsdp.checkpoint.checksums import BLOCK_BYTES
-from fsdp.checkpoint.formats.source import SeenFile, StridedTensor, is_lazy
+from fsdp.checkpoint.formats.source import SeenFile, StridedTensor, is_lazy, whole
+from fsdp.checkpoint.json_values import MAX_TENSOR_BYTES, encoded
 from fsdp.checkpoint.untrusted import BROKEN, opened, readable, short
 
 _ZIP = b"PK\3\4"
 _LOCAL_HEADER = 30  # bytes, and then the name and extra fields, whose lengths are at 26
 # Files of torch before 1.6 begin with a pickle of their magic number.
 _OLD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-_STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
-    "UntypedStorage": torch.uint8,
-}
+_KINDS = (
+    "Double float64, Float float32, Half float16, BFloat16 bfloat16, Long int64, Int int32, Short int16, Char int8, "
+    "Byte uint8, Bool bool, ComplexFloat complex64, ComplexDouble complex128, Untyped uint8"
+)
+_STORAGES = {f"{kind}Storage": getattr(torch, name) for kind, name in map(str.split, _KINDS.split(", "))}
 _PLAIN_TYPES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 _PATHS_PER_BYTE = 100  # of a pickle: objects that are mentioned several times count as often
 _FREE_PATHS = 1 << 20  # in small ones
-# What operations do, but for those that are told apart by their names.
-_REMEMBER, _RECALL, _MARK, _REPEAT, _DROP, _STOP, _FRAME, _COMBINE, _LEAF = range(9)
-_SPECIAL = {
-    "PUT": _REMEMBER,
-    "BINPUT": _REMEMBER,
-    "LONG_BINPUT": _REMEMBER,
-    "MEMOIZE": _REMEMBER,
-    "GET": _RECALL,
-    "BINGET": _RECALL,
-    "LONG_BINGET": _RECALL,
-    "MARK": _MARK,
-    "DUP": _REPEAT,
-    "POP": _DROP,
-    "STOP": _STOP,
-    "FRAME": _FRAME,
-}
-_LENGTHS = {
-    pickletools.TAKEN_FROM_ARGUMENT1: 1,
-    pickletools.TAKEN_FROM_ARGUMENT4: 4,
-    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
-    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
-}
-
-
-# --- archives ---------------------------------------------------------------------------------------------------
 
 
 def is_torch_file(path: str | os.PathLike[str]) -> bool:
@@ -101,21 +67,16 @@ def is_torch_file(path: str | os.PathLike[str]) -> bool:
 
 
 class Record(NamedTuple):
-    """One file in an archive: its first byte in the file that the archive is in, and what the archive says of it."""
+    """One file in an archive."""
 
     name: str
-    begin: int
+    begin: int  # its first byte in the file that the archive is in
     nbytes: int
     checksum: int
 
     @property
-    def end(self) -> int:
-        return self.begin + self.nbytes
-
-    @property
     def has_checksum(self) -> bool:
-        """Return whether the archive has one; what torch writes without has zero."""
-        return self.checksum != 0 or self.nbytes == 0
+        return self.checksum != 0 or self.nbytes == 0  # what torch writes without has zero
 
 
 class _Window(io.RawIOBase):
@@ -192,8 +153,8 @@ class TorchArchive:
         with zipfile.ZipFile(_Window(file, begin, nbytes)) as archive:
             infos = archive.infolist()
             self.records = {info.filename: _record(file, begin, info) for info in infos}
-            if sum(record.nbytes for record in self.records.values()) > nbytes or any(
-                record.end > begin + nbytes for record in self.records.values()
+            if sum(each.nbytes for each in self.records.values()) > nbytes or any(
+                each.begin + each.nbytes > begin + nbytes for each in self.records.values()
             ):
                 raise ValueError("what is in it lies outside of it, or over each other")
             self._root = infos[0].filename.rpartition("/")[0]
@@ -213,11 +174,7 @@ class TorchArchive:
 
     @cached_property
     def content(self) -> Any:
-        """Read the objects that were saved, with `StridedTensor`s in the place of tensors.
-
-        Raises:
-            ValueError: if it cannot be read.
-        """
+        """Return the objects that were saved, with `StridedTensor`s in the place of tensors."""
         try:
             return Unpickler(self._pickle, self._tensor).load()
         except BROKEN as error:
@@ -233,16 +190,12 @@ class TorchArchive:
         if len(sizes) != len(steps) or min((0, *sizes, *steps)) < 0 or math.prod(filter(None, sizes)) >= 1 << 63:
             raise ValueError(f"a tensor has shape {short(sizes)} and strides {short(steps)}")
         found = StridedTensor(self._file, begin, kind, torch.Size(sizes), steps)
-        if begin < record.begin or found.begin + found.extent * kind.itemsize > record.end:
+        if begin < record.begin or begin + found.extent * kind.itemsize > record.begin + record.nbytes:
             raise ValueError(f"a tensor of shape {list(found.shape)} and {kind} is not in storage {storage.number}")
         return found
 
     def damaged(self, advance: Callable[[int], None]) -> Iterator[str]:
-        """Yield what is wrong with its records, each read once, 4 MiB at a time.
-
-        Args:
-            advance: is told how many bytes were read.
-        """
+        """Yield what is wrong with its records, each read once, 4 MiB at a time; `advance` is told of the bytes."""
         with opened(self.path) as file:
             for record in self.records.values():
                 file.seek(record.begin)
@@ -258,7 +211,6 @@ class TorchArchive:
 
     @property
     def has_checksums(self) -> bool:
-        """Return whether it has its records' checksums; torch can leave them out."""
         return all(record.has_checksum for record in self.records.values())
 
 
@@ -280,17 +232,8 @@ def _record(file: IO[bytes], begin: int, info: zipfile.ZipInfo) -> Record:
     return Record(info.filename, place, info.file_size, info.CRC)
 
 
-# --- pickles ----------------------------------------------------------------------------------------------------
-
-
 class Foreign:
-    """An object of a class that is not made when a file is read.
-
-    Attributes:
-        origin: the class or function that would have made it.
-        args: what that would have been given.
-        state: what would have been its attributes.
-    """
+    """An object of a class that is not made when a file is read: of which, given what, and with which attributes."""
 
     origin = ""
 
@@ -322,18 +265,29 @@ class Foreign:
 
 
 class Storage(NamedTuple):
-    """The memory of tensors, as a pickle mentions it.
-
-    Attributes:
-        number: by which a file knows it.
-        dtype: of its elements.
-    """
+    """The memory of tensors, as a pickle mentions it: by the number that a file has for it."""
 
     number: str
     dtype: torch.dtype
 
 
-class Unpickler(pickle.Unpickler):
+def _once_more(load: Callable[[Any], None]) -> Callable[[Unpickler], None]:
+    """Return how an object is put on the stack once more: the paths through it count again if it is a tuple."""
+
+    def loaded(unpickler: Unpickler) -> None:
+        load(unpickler)
+        ahead = [unpickler.stack[-1]]
+        while ahead:
+            each = ahead.pop()
+            if isinstance(each, (tuple, frozenset)):
+                unpickler.left -= 1 + len(each)
+                _require(unpickler.left)
+                ahead += each
+
+    return loaded
+
+
+class Unpickler(pickle._Unpickler):
     """An unpickler that makes containers, numbers and tensors, and calls nothing that a file names.
 
     Args:
@@ -345,15 +299,27 @@ class Unpickler(pickle.Unpickler):
             size allows.
     """
 
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
+
     def __init__(self, content: bytes, make: Callable[..., Any] | None = None) -> None:
-        _check_bounds(content)
         super().__init__(io.BytesIO(content))
-        self._nbytes, self._make = len(content), make
+        self._most = self.left = _FREE_PATHS + _PATHS_PER_BYTE * len(content)
+        self._make = make
 
     def load(self) -> Any:
         found = super().load()
-        _require_small(found, self._nbytes)
+        _require_small(found, self._most)
         return found
+
+    def _load_bytearray(self) -> None:
+        """Read what is there, where the standard library allocates what is claimed."""
+        (nbytes,) = struct.unpack("<Q", self.read(8))
+        self.append(bytearray(self.read(nbytes)))
+
+    dispatch[pickle.BYTEARRAY8[0]] = _load_bytearray
+
+    for _code in (pickle.GET, pickle.BINGET, pickle.LONG_BINGET, pickle.DUP):
+        dispatch[_code[0]] = _once_more(dispatch[_code[0]])
 
     def find_class(self, module: str, name: str) -> Any:
         origin = f"{module}.{name}"
@@ -369,7 +335,7 @@ class Unpickler(pickle.Unpickler):
             "torch._utils._rebuild_tensor_v3": self._tensor_of_dtype,
             "torch._tensor._rebuild_from_type_v2": self._of_type,
         }
-        return own.get(origin) or _foreign_class(module, name)
+        return own.get(origin) or _foreign_class(origin)
 
     def persistent_load(self, pid: Any) -> Storage:
         if pid[0] != "storage" or not isinstance(pid[1], torch.dtype):
@@ -379,16 +345,13 @@ class Unpickler(pickle.Unpickler):
     def _tensor(
         self, storage: Any, offset: int, shape: Any, strides: Any, grad: Any = None, hooks: Any = None, bits: Any = None
     ) -> Any:
-        return self._made(storage, offset, shape, strides, None, bits)
+        return self._tensor_of_dtype(storage, offset, shape, strides, grad, hooks, None, bits)
 
     def _tensor_of_dtype(
         self, storage: Any, offset: int, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, bits: Any = None
     ) -> Any:
-        return self._made(storage, offset, shape, strides, dtype, bits)
-
-    def _made(self, storage: Any, offset: int, shape: Any, strides: Any, dtype: Any, bits: Any) -> Any:
         if self._make is None or bits:  # conjugated, or negated, when it is looked at
-            return _foreign_class("torch", "Tensor")()
+            return _foreign_class("torch.Tensor")()
         return self._make(storage, offset, shape, strides, dtype)
 
     def _of_type(self, rebuild: Callable[..., Any], kind: Any, args: Any, state: Any) -> Any:
@@ -396,35 +359,27 @@ class Unpickler(pickle.Unpickler):
         origin = getattr(kind, "origin", "")
         if origin in _PLAIN_TYPES and rebuild in (self._tensor, self._tensor_of_dtype, _data_of):
             return rebuild(*args)
-        made = _foreign_class(*_split(origin))()
+        made = _foreign_class(origin)()
         made.args, made.state = args, state
         return made
 
 
 def unpickled(content: bytes) -> Any:
-    """Return the containers and numbers of a pickle, with `Foreign`s for the rest. Nothing that it names is called.
-
-    Raises:
-        pickle.UnpicklingError: if it cannot be read.
-    """
+    """Return the containers and numbers of a pickle, with `Foreign`s for the rest. Nothing that it names is called."""
     try:
         return Unpickler(content).load()
     except BROKEN as error:
         raise pickle.UnpicklingError(f"the pickle cannot be read: {type(error).__name__}: {error}") from None
 
 
-def _foreign_class(module: str, name: str) -> type[Foreign]:
-    return type(name, (Foreign,), {"origin": f"{module}.{name}", "__module__": module})
-
-
-def _split(origin: str) -> tuple[str, str]:
+def _foreign_class(origin: str) -> type[Foreign]:
     module, _, name = origin.rpartition(".")
-    return module, name
+    return type(name, (Foreign,), {"origin": origin, "__module__": module})
 
 
 def _inside(owner: Any, name: str) -> type[Foreign]:
     """Stand in for `getattr`, by which pickles get at a class inside of another one, with a class of that name."""
-    return _foreign_class(getattr(owner, "origin", ""), name)
+    return _foreign_class(f"{getattr(owner, 'origin', '')}.{name}")
 
 
 def _data_of(data: Any, *_: Any) -> Any:
@@ -448,7 +403,7 @@ def _bytearray(*args: Any) -> bytearray:
     return bytearray(*args)
 
 
-_BUILTINS = {"set": set, "frozenset": frozenset, "complex": complex, "bytearray": _bytearray}
+_BUILTINS = {"set": set, "frozenset": frozenset, "complex": complex, "bytearray": _bytearray, "getattr": _inside}
 _HARMLESS: dict[str, Any] = {
     "collections.OrderedDict": OrderedDict,
     "collections.defaultdict": _default_dict,
@@ -456,117 +411,15 @@ _HARMLESS: dict[str, Any] = {
     "torch.Size": torch.Size,
     "torch._utils._rebuild_parameter": _data_of,
     "torch._utils._rebuild_parameter_with_state": _data_of,
-    **{
-        f"{module}.{name}": made
-        for module in ("builtins", "__builtin__")
-        for name, made in [("getattr", _inside), *_BUILTINS.items()]
-    },
+    **{f"{module}.{name}": made for module in ("builtins", "__builtin__") for name, made in _BUILTINS.items()},
 }
 
 
-# --- bounds of pickles ------------------------------------------------------------------------------------------
+def _require_small(tree: Any, most: int) -> None:
+    """Raise ValueError if there are more paths through a tree of containers.
 
-
-class _Operation(NamedTuple):
-    """The effect of one operation of a pickle.
-
-    Attributes:
-        kind: one of the above.
-        fixed: how many bytes its argument has.
-        is_length: whether these say how many more there are.
-        lines: how many lines of text are its argument instead.
-        pops: how many objects it takes from the stack, below a mark if it has one.
-        to_mark: whether it takes all down to the mark.
-        pushes: whether it leaves an object.
+    Cycles are left to whoever walks, who finds no end in them at the first try.
     """
-
-    kind: int
-    fixed: int
-    is_length: bool
-    lines: int
-    pops: int
-    to_mark: bool
-    pushes: bool
-
-
-def _operation(code: pickletools.OpcodeInfo) -> _Operation:
-    before, pushes = [each.name for each in code.stack_before], bool(code.stack_after)
-    size = code.arg.n if code.arg is not None else 0
-    lines = 0 if size != pickletools.UP_TO_NEWLINE else 2 if code.name in ("GLOBAL", "INST") else 1
-    kind = _SPECIAL.get(code.name, _COMBINE if before or not pushes else _LEAF)
-    pops = before.index("mark") if "mark" in before else len(before)
-    return _Operation(kind, _LENGTHS.get(size, max(size, 0)), size in _LENGTHS, lines, pops, "mark" in before, pushes)
-
-
-_OPERATIONS = {ord(code.code): _operation(code) for code in pickletools.opcodes}
-
-
-def _check_bounds(data: bytes) -> None:
-    """Look at the operations of a pickle.
-
-    Raises:
-        EOFError: if it is cut short.
-        LookupError, ValueError: if it is none, or asks for more than its size allows.
-    """
-    most = _FREE_PATHS + _PATHS_PER_BYTE * len(data)
-    stack: list[int] = []  # for each object how many there are in it; 0 for a mark
-    memo: dict[int, int] = {}
-    place, end = 0, len(data)
-    while place < end:
-        kind, fixed, is_length, lines, pops, to_mark, pushes = _OPERATIONS[data[place]]
-        first = place + 1
-        place = first + fixed
-        if is_length:
-            place += int.from_bytes(data[first:place], "little")
-        elif lines:
-            for _ in range(lines):
-                place = data.find(b"\n", place) + 1 or end + 1
-        if place > end:
-            break
-        if kind == _LEAF:
-            stack.append(1)
-        elif kind == _REMEMBER:
-            number = _number(data[first:place], lines) if place > first else len(memo)
-            if not 0 <= number <= place:  # the unpickler allocates as many places
-                raise ValueError(f"an object is remembered under number {number}, after {place} bytes")
-            memo[number] = stack[-1]
-        elif kind == _RECALL:
-            stack.append(memo[_number(data[first:place], lines)])
-        elif kind == _MARK:
-            stack.append(0)
-        elif kind == _COMBINE:
-            count = 1
-            if to_mark:
-                while found := stack.pop():
-                    count += found
-            for _ in range(pops):
-                count += stack.pop()
-            if count > most:
-                raise ValueError("objects that are mentioned several times make it many times larger than the file")
-            if pushes:
-                stack.append(count)
-        elif kind == _STOP:
-            return
-        elif kind == _REPEAT:
-            stack.append(stack[-1])
-        elif kind == _DROP:
-            stack.pop()
-        elif _number(data[first:place], 0) > end - place:  # of a frame
-            break
-    raise EOFError("the pickle is cut short")
-
-
-def _number(argument: bytes, is_text: int) -> int:
-    return int(argument) if is_text else int.from_bytes(argument, "little")
-
-
-def _require_small(tree: Any, nbytes: int) -> None:
-    """Raise ValueError if a walk through a tree of containers would take much longer than the tree's pickle is.
-
-    Where containers are mentioned several times, a walk comes to what is in them as often. Cycles are left to whoever
-    walks, who finds no end in them at the first try.
-    """
-    most = _FREE_PATHS + _PATHS_PER_BYTE * nbytes
     counts: dict[int, int] = {}
     stack = [(tree, False)]
     while stack:
@@ -574,12 +427,16 @@ def _require_small(tree: Any, nbytes: int) -> None:
         inside = _objects_in(value)
         if is_done:
             counts[id(value)] = 1 + sum(counts.get(id(each), 1) for each in inside)
-            if counts[id(value)] > most:
-                raise ValueError("what is mentioned several times in it makes it many times larger than the file")
+            _require(most - counts[id(value)])
         elif inside and id(value) not in counts:
             counts[id(value)] = 1
             stack.append((value, True))
             stack.extend((each, False) for each in inside)
+
+
+def _require(left: int) -> None:
+    if left < 0:
+        raise ValueError("what is mentioned several times in it makes it many times larger than the file")
 
 
 def _objects_in(value: Any) -> list[Any]:
@@ -589,3 +446,53 @@ def _objects_in(value: Any) -> list[Any]:
         return list(value)
     state = getattr(value, "state", None)  # of an object that was not made
     return [state, getattr(value, "args", ())] if state is not None else []
+
+
+def materialised(value: Any, *, keep_state: bool = False) -> Any:
+    """Return the same tree with small tensors read, and with dictionaries for ``argparse.Namespace``s.
+
+    `keep_state` leaves what is under ``state`` alone.
+    """
+    if is_lazy(value) and value.shape.numel() * value.dtype.itemsize <= MAX_TENSOR_BYTES:
+        return whole(value)
+    if isinstance(value, Foreign) and value.origin == "argparse.Namespace" and isinstance(value.state, Mapping):
+        return materialised(value.state)
+    if isinstance(value, Mapping):
+        kept = "state" if keep_state else None
+        return {
+            key: each if key == kept or str(key).startswith(f"{kept}.") else materialised(each)
+            for key, each in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        made = [materialised(each) for each in value]
+        return made if isinstance(value, list) else tuple(made)
+    return value
+
+
+def values_of(content: Mapping[Any, Any], leave: Iterable[Any], notes: list[str]) -> dict[Any, Any]:
+    """Return what else a user has saved, as far as a checkpoint of ours can hold it; notes say what was left out."""
+    left, found = set(leave), {}
+    for key, value in content.items():
+        if key not in left:
+            try:
+                read = materialised(value)
+                encoded(read, str(key))
+            except (TypeError, RecursionError) as error:
+                has_tensors = isinstance(error, TypeError) and _has_tensors(value)
+                what = f"{key}, with tensors that are not the model's" if has_tensors else str(error).partition(":")[0]
+                notes.append(f"left out: {what}")
+            else:
+                found[key] = read
+    return found
+
+
+def shown(value: Any) -> str:
+    """Return what messages call a value of its kind."""
+    if isinstance(value, Foreign):
+        return value.origin
+    return "Tensor" if is_lazy(value) else type(value).__name__
+
+
+def _has_tensors(tree: Any) -> bool:
+    values = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
+    return is_lazy(tree) or any(map(_has_tensors, values))

@@ -13,21 +13,13 @@ from typing import Any
 
 from fsdp.checkpoint.formats.optim import Names, optimizer_state
 from fsdp.checkpoint.formats.source import LazyTensor, Source, TensorReader, is_lazy
-from fsdp.checkpoint.formats.values import materialised, shown, values_of
+from fsdp.checkpoint.formats.torch_file import materialised, shown, values_of
 from fsdp.checkpoint.json_values import encoded
 from fsdp.engine.names import plain_name
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network", "weights")
-OPTIMIZER_KEYS = (
-    "optimizer",
-    "optim",
-    "optimizer_state_dict",
-    "optim_state_dict",
-    "optimizer_state",
-    "optim_state",
-    "optimizer_states",
-    "opt",
-)
+OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")
+OPTIMIZER_KEYS += ("optimizer_state", "optim_state", "optimizer_states", "opt")
 VALUES = "values"  # under which values are that have no names of their own
 _EXTRA = "_extra_state"
 _DDP = "module."
@@ -36,21 +28,13 @@ Path = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Choices:
-    """`Choices` are what a user may say of a checkpoint where the rules do not find it.
+    """A user may say of a checkpoint what the rules do not find."""
 
-    Attributes:
-        model_key, optimizer_key: their places in the tree, with dots between the keys; None to find them.
-        param_order: the names of the parameters in the order of ``model.named_parameters()``, for optimizers that go by
-            numbers; None if nobody said.
-        only: "model" or "optimizer", if the other one is not wanted.
-        optimizer_files: for files of ranks, where those of the optimizer's state are, if they are others.
-    """
-
-    model_key: str | None = None
+    model_key: str | None = None  # its place in the tree, with dots between the keys
     optimizer_key: str | None = None
-    param_order: Sequence[str] | None = None
-    only: str | None = None
-    optimizer_files: str | None = None
+    param_order: Sequence[str] | None = None  # names of parameters, for optimizers that go by numbers
+    only: str | None = None  # "model" or "optimizer", if the other one is not wanted
+    optimizer_files: str | None = None  # for files of ranks, if those of the optimizer's state are others
 
     def refuse_keys(self, path: str) -> None:
         """Raise ValueError if the user has said where something is in a tree that is not searched."""
@@ -59,11 +43,7 @@ class Choices:
 
 
 def source_of_tree(word: str, path: str, tree: Any, choices: Choices) -> Source:
-    """Return the source for a tree of mappings and lists with lazy tensors.
-
-    Raises:
-        ValueError: if the model is not found, or the optimizer's state cannot be understood; it says what to do.
-    """
+    """Return the source for a tree of mappings and lists with lazy tensors."""
     notes: list[str] = []
     model_path, optimizer_path = _places(path, tree, choices, notes)
     model_tree, rest = _model_and_rest(tree, model_path, optimizer_path)
@@ -72,13 +52,11 @@ def source_of_tree(word: str, path: str, tree: Any, choices: Choices) -> Source:
     optimizer, optimizer_rest = None, None
     if optimizer_path is not None and choices.only != "model":
         state = materialised(_at(tree, optimizer_path), keep_state=True)
-        tensors, optimizer_rest = optimizer_state(path, state, model, choices.param_order, notes)
-        optimizer = TensorReader(path, tensors)
-    values = _values(rest, notes)
+        named = optimizer_state(path, state, model, choices.param_order, notes)
+        optimizer, optimizer_rest = TensorReader(path, named.tensors), named.rest()
+    found = values_of(rest, (), notes)
+    values = encoded(found[VALUES] if [*found] == [*rest] == [VALUES] else found, VALUES) if found else None
     return Source(word, path, reader, optimizer, optimizer_rest, extra, values, notes=tuple(notes))
-
-
-# Places
 
 
 def _places(path: str, tree: Any, choices: Choices, notes: list[str]) -> tuple[Path | None, Path | None]:
@@ -189,9 +167,6 @@ def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
         yield path, tree
 
 
-# The model
-
-
 def _model(path: str, tree: Any, notes: list[str]) -> tuple[Names, dict[str, Any]]:
     """Return the model's tensors by plain names, and its extra state."""
     leaves = {".".join(map(str, place)): value for place, value in _leaves(tree)}
@@ -229,14 +204,3 @@ def _cleaner(names: Mapping[str, Any], notes: list[str]) -> Callable[[str], str]
     if len({cleaned(name) for name in names}) < len(names):
         raise ValueError("two tensors have the same name without what wrappers add to it: " + ", ".join(changed[:4]))
     return cleaned
-
-
-# Values
-
-
-def _values(rest: Any, notes: list[str]) -> Any:
-    """Return what else was saved, encoded, as far as that can be done."""
-    found = values_of(rest, (), notes) if rest else {}
-    if not found:
-        return None
-    return encoded(found[VALUES] if list(rest) == [VALUES] else found, VALUES)

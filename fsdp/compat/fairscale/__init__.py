@@ -66,43 +66,24 @@ _ROOT = "fairscale"
 # The last one that FairScale had. Clients compare it with those from which on they use something.
 VERSION = "0.4.13"
 
-_WRAP: dict[str, Any] = {
-    "auto_wrap": auto_wrap,
-    "config_auto_wrap_policy": config_auto_wrap_policy,
-    "default_auto_wrap_policy": default_auto_wrap_policy,
-    "enable_wrap": enable_wrap,
-    "wrap": wrap,
-}
-_DATA_PARALLEL: dict[str, Any] = {
-    "FullyShardedDataParallel": FullyShardedDataParallel,
-    "TrainingState": TrainingState,
-    "auto_wrap_bn": auto_wrap_bn,
-    "get_fsdp_instances": get_fsdp_instances,
-    "no_pre_load_state_dict_hook": no_pre_load_state_dict_hook,
-}
-_CHECKPOINT: dict[str, Any] = {
-    "checkpoint_wrapper": checkpoint_wrapper,
-    "is_checkpointing": is_checkpointing,
-    "is_recomputing": is_recomputing,
-}
-_CHECKPOINT_FILE = {**_CHECKPOINT, "disable_checkpointing": disable_checkpointing}
-_FLATTEN: dict[str, Any] = {"FlattenParamsWrapper": FlattenParamsWrapper, "FlatParameter": FlatParameter}
+
+def _named(*objects: Any) -> dict[str, Any]:
+    return {each.__name__: each for each in objects}
+
+
+_WRAP = _named(auto_wrap, config_auto_wrap_policy, default_auto_wrap_policy, enable_wrap, wrap)
+_DATA_PARALLEL = _named(
+    FullyShardedDataParallel, TrainingState, auto_wrap_bn, get_fsdp_instances, no_pre_load_state_dict_hook
+)
+_CHECKPOINT = _named(checkpoint_wrapper, is_checkpointing, is_recomputing)
+_CHECKPOINT_FILE = {**_CHECKPOINT, **_named(disable_checkpointing)}
+_FLATTEN = _named(FlattenParamsWrapper, FlatParameter)
 # torch's own scaler would let ranks take different steps, so both names stand for the one that does not.
-_SCALERS: dict[str, Any] = {
-    "GradScaler": ShardedGradScaler,
-    "ShardedGradScaler": ShardedGradScaler,
-}
-_TESTING: dict[str, Any] = {"DummyProcessGroup": DummyProcessGroup}
-_CONTAINERS: dict[str, Any] = {
-    "apply_to_tensors": apply_to_tensors,
-    "apply_to_type": apply_to_type,
-    "pack_kwargs": pack_kwargs,
-    "unpack_kwargs": unpack_kwargs,
-    "split_non_tensors": split_non_tensors,
-    "unpack_non_tensors": unpack_non_tensors,
-}
-_BUCKETER: dict[str, Any] = {"ReduceScatterBucketer": ReduceScatterBucketer}
-_PARALLEL: dict[str, Any] = {"ProcessGroupName": ProcessGroupName}
+_SCALERS: dict[str, Any] = {"GradScaler": ShardedGradScaler, "ShardedGradScaler": ShardedGradScaler}
+_TESTING = _named(DummyProcessGroup)
+_CONTAINERS = _named(apply_to_tensors, apply_to_type, pack_kwargs, unpack_kwargs, split_non_tensors, unpack_non_tensors)
+_BUCKETER, _PARALLEL = _named(ReduceScatterBucketer), _named(ProcessGroupName)
+_OSS, _SHARDED_DDP = _named(OSS), _named(ShardedDataParallel)
 
 # Old paths and new ones: `fairscale.utils` became `fairscale.internal` and `fairscale.fair_dev`.
 PROVIDED: dict[str, dict[str, Any]] = {
@@ -110,38 +91,24 @@ PROVIDED: dict[str, dict[str, Any]] = {
     "fairscale.version": {"__version_tuple__": tuple(map(int, VERSION.split("."))), "__version__": VERSION},
     "fairscale.nn": {
         **_WRAP,
-        "FullyShardedDataParallel": FullyShardedDataParallel,
-        "FlattenParamsWrapper": FlattenParamsWrapper,
-        "ShardedDataParallel": ShardedDataParallel,
-        "checkpoint_wrapper": checkpoint_wrapper,
+        **_named(FullyShardedDataParallel, FlattenParamsWrapper, ShardedDataParallel, checkpoint_wrapper),
     },
-    "fairscale.nn.data_parallel": {**_DATA_PARALLEL, "ShardedDataParallel": ShardedDataParallel},
-    "fairscale.nn.data_parallel.fully_sharded_data_parallel": {
-        **_DATA_PARALLEL,
-        **_FLATTEN,
-        **_BUCKETER,
-        **_PARALLEL,
-    },
-    "fairscale.nn.data_parallel.fsdp_optim_utils": {
-        "flatten_optim_state_dict": flatten_optim_state_dict,
-        "build_unflat_state_dict": build_unflat_state_dict,
-        "check_param_counts_before_sharding": check_param_counts_before_sharding,
-        "is_singleton_tensor": is_singleton_tensor,
-    },
-    "fairscale.nn.data_parallel.sharded_ddp": {"ShardedDataParallel": ShardedDataParallel},
+    "fairscale.nn.data_parallel": {**_DATA_PARALLEL, **_SHARDED_DDP},
+    "fairscale.nn.data_parallel.fully_sharded_data_parallel": {**_DATA_PARALLEL, **_FLATTEN, **_BUCKETER, **_PARALLEL},
+    "fairscale.nn.data_parallel.fsdp_optim_utils": _named(
+        flatten_optim_state_dict, build_unflat_state_dict, check_param_counts_before_sharding, is_singleton_tensor
+    ),
+    "fairscale.nn.data_parallel.sharded_ddp": _SHARDED_DDP,
     "fairscale.nn.wrap": _WRAP,
-    "fairscale.nn.wrap.auto_wrap": {**_WRAP, "ConfigAutoWrap": ConfigAutoWrap},
-    "fairscale.nn.misc": {
-        "FlattenParamsWrapper": FlattenParamsWrapper,
-        "checkpoint_wrapper": checkpoint_wrapper,
-    },
+    "fairscale.nn.wrap.auto_wrap": {**_WRAP, **_named(ConfigAutoWrap)},
+    "fairscale.nn.misc": _named(FlattenParamsWrapper, checkpoint_wrapper),
     "fairscale.nn.misc.flatten_params_wrapper": _FLATTEN,
     "fairscale.nn.misc.checkpoint_activations": _CHECKPOINT_FILE,
     "fairscale.nn.checkpoint": _CHECKPOINT,
     "fairscale.nn.checkpoint.checkpoint_activations": _CHECKPOINT_FILE,
-    "fairscale.nn.checkpoint.checkpoint_utils": {"patch_batchnorm": patch_batchnorm},
-    "fairscale.optim": {"GradScaler": ShardedGradScaler, "OSS": OSS},
-    "fairscale.optim.oss": {"OSS": OSS},
+    "fairscale.nn.checkpoint.checkpoint_utils": _named(patch_batchnorm),
+    "fairscale.optim": {"GradScaler": ShardedGradScaler, **_OSS},
+    "fairscale.optim.oss": _OSS,
     "fairscale.optim.grad_scaler": _SCALERS,
     "fairscale.utils": {},
     "fairscale.utils.testing": _TESTING,

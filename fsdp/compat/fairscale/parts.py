@@ -124,26 +124,12 @@ class OSS(_Refused):
 
 
 class _Bucket:
-    """The tensors that wait for one reduction.
+    """The tensors that wait for one reduction over the ranks of `comm`."""
 
-    Args:
-        comm: the ranks.
-        capacity: how many elements it takes for each rank.
-    """
-
-    def __init__(self, comm: Communicator, capacity: int) -> None:
+    def __init__(self, comm: Communicator) -> None:
         self.waiting: list[tuple[Sequence[Tensor], Callback | None]] = []
         self.offset = 0  # elements for each rank that wait
-        self._comm, self._capacity = comm, capacity
-        self._tag = comm.new_tag()
-
-    def fits(self, numel: int) -> bool:
-        return self.offset + numel <= self._capacity
-
-    def add(self, input_list: Sequence[Tensor], callback: Callback | None) -> None:
-        # Copies, because callers free their gradients as soon as they have handed them over.
-        self.waiting.append(([each.clone() for each in input_list], callback))
-        self.offset += input_list[0].numel()
+        self._comm, self._tag = comm, comm.new_tag()
 
     def flush(self) -> None:
         waiting, self.waiting, self.offset = self.waiting, [], 0
@@ -195,14 +181,16 @@ class ReduceScatterBucketer:
         key = (first.dtype, first.device, group)
         capacity = int(max(self.bucket_cap_mb, 0) * 2**20) // first.element_size() // group.size()
         if key not in self.buckets:
-            self.buckets[key] = _Bucket(communicator(group, first.device), capacity)
+            self.buckets[key] = _Bucket(communicator(group, first.device))
         bucket = self.buckets[key]
         if first.numel() > capacity:
             bucket.reduce([(input_list, callback_fn)])
             return
-        if not bucket.fits(first.numel()):
+        if bucket.offset + first.numel() > capacity:
             bucket.flush()
-        bucket.add(input_list, callback_fn)
+        # Copies, because callers free their gradients as soon as they have handed them over.
+        bucket.waiting.append(([each.clone() for each in input_list], callback_fn))
+        bucket.offset += first.numel()
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -304,14 +292,12 @@ def build_unflat_state_dict(
         numbers = range(len(id_map), len(id_map) + len(layout.slots))
         id_map |= dict.fromkeys(numbers, local if entry else None)
         for key, parts in entry.items():
-            is_whole = local in alone or not _are_vectors(parts)
-            padding = [0 if is_whole else pads[local][0] for pads in world_pad_info]
-            cut = (
-                [part[: len(part) - pad] for part, pad in zip(parts, padding, strict=False)]
-                if _are_vectors(parts)
-                else []
-            )
-            values = layout.unpack(torch.cat(cut)) if cut else [_single(parts)] * len(numbers)
+            if _are_vectors(parts):
+                padding = [0 if local in alone else pads[local][0] for pads in world_pad_info]
+                cut = [part[: len(part) - pad] for part, pad in zip(parts, padding, strict=False)]
+                values = layout.unpack(torch.cat(cut))
+            else:  # one value, but 0-d tensors as one for each rank
+                values = [parts if is_singleton_tensor(parts[0]) else parts[0]] * len(numbers)
             for number, value in zip(numbers, values, strict=True):
                 whole.setdefault(number, {})[key] = value
     groups = [dict(group) for group in original_sd["param_groups"]]
@@ -319,8 +305,3 @@ def build_unflat_state_dict(
     added = {"param_id_map": id_map, "uncollected_local_ids": list(uncollected_opt_state)}
     original_sd |= {"state": whole, "param_groups": groups, **added}
     return original_sd
-
-
-def _single(parts: list[Any]) -> Any:
-    """Return the one value, but 0-d tensors as one for each rank."""
-    return parts if is_singleton_tensor(parts[0]) else parts[0]

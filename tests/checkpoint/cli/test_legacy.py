@@ -18,7 +18,7 @@ from fsdp.checkpoint.cli import FINE, MISUSED, WRONG, main
 from fsdp.optim_utils import full_optim_state_dict
 from tests.checkpoint.formats.test_fairscale import NAMES, NAMES_INSIDE, RECORDED, every_case
 from tests.checkpoint.formats.test_fsdp1 import Model, folders, save, truth
-from tests.helpers.legacy_sources import assert_same_state
+from tests.helpers.legacy_sources import assert_same_values
 from tests.helpers.ranks import RankPool
 from tests.tools.record_fairscale_checkpoint import CASES
 from tests.tools.record_fairscale_shards import make_model
@@ -37,7 +37,7 @@ def loaded(path: Path, make: Callable[[Callable[[nn.Module], nn.Module]], nn.Mod
     assert optimizer.param_groups[0]["lr"] == 0.01
     if dist.get_rank() == 0:
         assert full is not None
-        assert_same_state(full["state"], whole["optimizer"])
+        assert_same_values(full["state"], whole["optimizer"])
 
 
 def make_fsdp1_model(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
@@ -91,7 +91,7 @@ def test_the_optimizer_s_state_may_be_in_files_of_its_own(tmp_path: Path) -> Non
     assert main(["convert", str(tmp_path / "model-rank0.pt"), str(tmp_path / "whole.pt"), *options]) == FINE
     found = torch.load(tmp_path / "whole.pt", weights_only=True)["optimizer"]["state"]
     whole = torch.load(RECORDED / "fairseq-flat-3" / "whole.pt", weights_only=True)["optimizer"]
-    assert_same_state(found, dict(zip((*NAMES, *NAMES_INSIDE), whole.values(), strict=True)))
+    assert_same_values(found, dict(zip((*NAMES, *NAMES_INSIDE), whole.values(), strict=True)))
 
 
 def test_options_of_other_formats_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision
-from tests.helpers.local_shards import assert_same_state, awkward, consolidated, different, through_files
+from tests.helpers.equality import assert_same
+from tests.helpers.local_shards import awkward, consolidated, different, through_files
 from tests.helpers.models import nested_mlp, tiny_transformer
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
@@ -56,18 +57,18 @@ def _round_trips(name: str, form: str, home: str, precision: str, folder: Path) 
     model = make(fully_sharded(**options))
     shards = through_files(model, folder)
     # local -> plain, and into an unsharded model
-    assert_same_state(consolidated(shards), plain)
+    assert_same(consolidated(shards), plain)
     unsharded = make(seed=1)
     unsharded.load_state_dict(consolidated(shards))
-    assert_same_state(unsharded.state_dict(), plain)
+    assert_same(unsharded.state_dict(), plain)
     # local -> local -> full
     other: Any = different(make, **options)
     other.load_local_state_dict(shards[0][dist.get_rank()])
-    assert_same_state(other.state_dict(), plain)
+    assert_same(other.state_dict(), plain)
     # plain -> full -> local
     third: Any = different(make, **options)
     third.load_state_dict(consolidated(shards))
-    assert_same_state(third.local_state_dict(), shards[0][dist.get_rank()])
+    assert_same(third.local_state_dict(), shards[0][dist.get_rank()])
 
 
 def test_shards_of_three_ranks_become_those_of_two(ranks: RankPool, tmp_path: Path) -> None:
@@ -83,7 +84,7 @@ def _load_consolidated(folder: Path) -> None:
     read = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(3)]
     model: Any = different(awkward, use_orig_params=True)
     model.load_state_dict(consolidated(([one[0] for one in read], [one[1] for one in read])))
-    assert_same_state(model.state_dict(), awkward().state_dict())
+    assert_same(model.state_dict(), awkward().state_dict())
 
 
 def test_the_only_rank_s_parameters_may_have_their_shapes() -> None:
@@ -97,7 +98,7 @@ def test_the_only_rank_s_parameters_may_have_their_shapes() -> None:
         "shared_param_info": [],
     }
     metadata = {"param_metadata": [entry], "buffer_names": []}
-    assert_same_state(consolidated(([{"a.weight": value}], [metadata])), {"a.weight": value})
+    assert_same(consolidated(([{"a.weight": value}], [metadata])), {"a.weight": value})
 
 
 # Ties
@@ -128,7 +129,7 @@ def _in_several_places(form: str, folder: Path) -> None:
     copies = [{key: value.clone() for key, value in one.items()} for one in weights]  # no names share memory
     for shards in ((weights, metadata), (copies, metadata)):
         whole = consolidated(shards)
-        assert_same_state(whole, plain)
+        assert_same(whole, plain)
         assert whole["one.weight"] is whole["other.weight"]
 
 
@@ -163,7 +164,7 @@ def _appended(folder: Path) -> None:
     two: Any = wrap(second)
     two.append_shared_param(one.module.weight)
     whole = consolidated(through_files(wrap(nn.Sequential(one, two, expected[2])), folder))
-    assert_same_state(whole, plain)
+    assert_same(whole, plain)
     assert whole["0.weight"] is whole["1.weight"]
 
 

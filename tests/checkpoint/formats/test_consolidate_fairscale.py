@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import FullyShardedDataParallel
-from tests.helpers.local_shards import Shards, assert_same_state, consolidated
+from tests.helpers.equality import assert_same
+from tests.helpers.local_shards import Shards, consolidated
 from tests.helpers.models import keep
 from tests.helpers.paths import DATA
 from tests.helpers.ranks import RankPool
@@ -33,7 +34,7 @@ def truth(name: str) -> dict[str, Any]:
 def test_fairscale_s_shards_become_its_whole_weights_with_all_ties(name: str) -> None:
     assert not dist.is_initialized()
     whole = consolidated(recorded(name))
-    assert_same_state(whole, truth(name))
+    assert_same(whole, truth(name))
     assert whole["inner.0.weight"] is whole["inner.2.weight"]
     assert whole["first.weight"] is whole["last.weight"]
 
@@ -57,7 +58,7 @@ def _loads_theirs(name: str) -> None:
     assert (result.missing_keys, result.unexpected_keys) == ([], [])
     found, expected = model.state_dict(), truth(name)
     if dist.get_rank() == 0:
-        assert_same_state(found, expected)  # other ranks have batch norms' statistics, and lone units, of their own
+        assert_same(found, expected)  # other ranks have batch norms' statistics, and lone units, of their own
 
 
 @every_case

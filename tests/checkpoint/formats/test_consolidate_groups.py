@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy
+from tests.helpers.equality import assert_same
 from tests.helpers.hybrid import every_nth, group_option, neighbours
-from tests.helpers.local_shards import assert_same_state, awkward, consolidated, different, through_files
+from tests.helpers.local_shards import awkward, consolidated, different, through_files
 from tests.helpers.models import Wrap, nested_mlp
 from tests.helpers.parity import Alone, fully_sharded
 from tests.helpers.ranks import RankPool
@@ -31,7 +32,7 @@ def test_replicas_may_be_given_or_not(ranks: RankPool, tmp_path: Path, given: in
 def _hybrid(given: int, form: dict[str, Any], folder: Path) -> None:
     model = awkward(fully_sharded(process_group=group_option("mesh", 2, 2), **form))
     weights, metadata = through_files(model, folder)
-    assert_same_state(consolidated((weights[:given], metadata[:given])), awkward().state_dict())
+    assert_same(consolidated((weights[:given], metadata[:given])), awkward().state_dict())
     for key in ("flat_param_0", "inner.flat_param_0") if not form else ():
         assert torch.equal(weights[0][key], weights[2][key])
 
@@ -56,7 +57,7 @@ def _loads_of_first_replica(folder: Path) -> None:
     weights, _ = through_files(nested_mlp(fully_sharded(process_group=group)), folder)
     model: Any = different(nested_mlp, process_group=group)
     model.load_local_state_dict(weights[dist.get_rank() % 2])
-    assert_same_state(model.state_dict(), nested_mlp().state_dict())
+    assert_same(model.state_dict(), nested_mlp().state_dict())
 
 
 @pytest.mark.parametrize("given", [3, 1])
@@ -67,7 +68,7 @@ def test_without_sharding_any_first_ranks_will_do(ranks: RankPool, tmp_path: Pat
 def _no_shard(given: int, folder: Path) -> None:
     model = awkward(fully_sharded(sharding_strategy=ShardingStrategy.NO_SHARD))
     weights, metadata = through_files(model, folder)
-    assert_same_state(consolidated((weights[:given], metadata[:given])), awkward().state_dict())
+    assert_same(consolidated((weights[:given], metadata[:given])), awkward().state_dict())
 
 
 # Units with ranks of their own
@@ -98,7 +99,7 @@ def _first_group_counts(group: Any, folder: Path) -> None:
     model: Any = inner_in(group())
     whole = consolidated(through_files(model, folder))
     (expected,) = _of_first(model.state_dict())
-    assert_same_state(whole, expected)
+    assert_same(whole, expected)
 
 
 def _of_first(state: Any) -> list[Any]:
@@ -124,7 +125,7 @@ def _not_broadcast() -> Any:
 def test_a_world_of_one_without_torch_distributed() -> None:
     wrap: Wrap = partial(FullyShardedDataParallel, process_group=Alone())
     model: Any = awkward(wrap)
-    assert_same_state(consolidated(([model.local_state_dict()], [model.local_metadata_dict()])), awkward().state_dict())
+    assert_same(consolidated(([model.local_state_dict()], [model.local_metadata_dict()])), awkward().state_dict())
 
 
 # Tensor parallelism
@@ -143,6 +144,6 @@ def _dtensors() -> None:
         for param in model.parameters():
             param.zero_()
     model.load_local_state_dict(state)
-    assert_same_state(model.state_dict(), expected)
+    assert_same(model.state_dict(), expected)
     with pytest.raises(NotImplementedError, match=r"is a DTensor.*Save state_dict\(\) instead"):
         model.local_metadata_dict()

@@ -27,8 +27,9 @@ from fsdp.checkpoint.formats.trees import Choices
 from fsdp.checkpoint.json_values import decoded
 from fsdp.optim_utils import full_optim_state_dict
 from tests.helpers.checkpoint_models import flip
-from tests.helpers.convert_formats import assert_same_bits, assert_same_states, converted, whole
+from tests.helpers.convert_formats import assert_same_states, converted, whole
 from tests.helpers.dcp_folders import everything, save_sharded
+from tests.helpers.equality import assert_same
 from tests.helpers.models import Wrap, keep
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
@@ -110,7 +111,7 @@ def assert_same_optimizers(found: Any, expected: Any) -> None:
     for name, state in expected["state"].items():
         assert found["state"][name].keys() == state.keys()
         for key, value in state.items():
-            assert_same_bits(torch.as_tensor(found["state"][name][key]), torch.as_tensor(value), f"{name} {key}")
+            assert_same(torch.as_tensor(found["state"][name][key]), torch.as_tensor(value), f"{name} {key}")
     for one, other in zip(found["param_groups"], expected["param_groups"], strict=True):
         assert {**one, "params": set(one["params"])} == {**other, "params": set(other["params"])}
 
@@ -222,7 +223,7 @@ def test_chunks_along_any_dimension_are_put_together(ranks: RankPool, tmp_path: 
     ranks(3).run(_save_cut, tmp_path / "saved")
     with closing(open_source(tmp_path / "saved")) as source:
         for name, value in cut_tensors().items():
-            assert_same_bits(whole(source.model, name), value, name)
+            assert_same(whole(source.model, name), value, name)
             for start in range(value.numel()):
                 part = torch.empty(min(5, value.numel() - start), dtype=torch.float64)
                 source.model.read(name, part, start)
@@ -238,7 +239,7 @@ def test_few_files_are_open_at_once(ranks: RankPool, tmp_path: Path) -> None:
     ):
         before = len(os.listdir("/proc/self/fd"))
         for name, value in cut_tensors().items():  # each is in three files
-            assert_same_bits(whole(source.model, name), value, name)
+            assert_same(whole(source.model, name), value, name)
         assert len(os.listdir("/proc/self/fd")) == before + 1
     assert len(os.listdir("/proc/self/fd")) == before
 

@@ -12,8 +12,8 @@ import torch
 
 from fsdp.checkpoint.formats.fairscale import is_fairscale, open_fairscale
 from fsdp.checkpoint.json_values import decoded
-from tests.helpers.legacy_sources import assert_same_state, groups_of, state_of, weights_of
-from tests.helpers.local_shards import assert_same_state as assert_same_weights
+from tests.helpers.equality import assert_same
+from tests.helpers.legacy_sources import assert_same_values, groups_of, state_of, weights_of
 from tests.helpers.paths import DATA
 from tests.tools.record_fairscale_checkpoint import CASES, SETTINGS
 from tests.tools.record_fairscale_optim import CASES as FULL_CASES
@@ -32,7 +32,7 @@ def truth(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", SHARD_CASES)
 def test_shards_are_fairscale_s_whole_weights(name: str) -> None:
     source = open_fairscale(RECORDED / name)
-    assert_same_weights(weights_of(source), truth(name))
+    assert_same(weights_of(source), truth(name))
     assert source.world_size == SHARD_CASES[name].ranks
     assert source.optimizer is None
 
@@ -40,9 +40,9 @@ def test_shards_are_fairscale_s_whole_weights(name: str) -> None:
 @every_case
 def test_files_of_fairseq_and_metaseq_are_whole_weights_and_state(name: str) -> None:
     source, whole = open_fairscale(RECORDED / name), truth(name)
-    assert_same_weights(weights_of(source), whole["model"])
+    assert_same(weights_of(source), whole["model"])
     named = zip((*NAMES, *NAMES_INSIDE), whole["optimizer"].values(), strict=True)
-    assert_same_state(state_of(source), dict(named))
+    assert_same_values(state_of(source), dict(named))
 
 
 @every_case
@@ -74,7 +74,7 @@ def test_one_file_and_the_common_name_and_the_list_of_files_all_stand_for_the_ch
     files = [RECORDED / name / program.file.format(rank=rank) for rank in range(case.ranks)]
     common = RECORDED / name / "checkpoint_last.pt"
     for path in (files[-1], common, files):
-        assert_same_weights(weights_of(open_fairscale(path)), truth(name)["model"])
+        assert_same(weights_of(open_fairscale(path)), truth(name)["model"])
 
 
 @pytest.mark.parametrize("name", FULL_CASES)
@@ -83,7 +83,7 @@ def test_fairscale_s_full_optimizer_state_goes_by_names(name: str) -> None:
     shards = "alone-2" if "alone" in name else f"flat-{FULL_CASES[name].ranks}"
     source = open_fairscale(RECORDED / shards, optimizer=[RECORDED / name / "full.pt"])
     named = zip((*NAMES, *NAMES_INSIDE), full["state"].values(), strict=True)
-    assert_same_state(state_of(source), dict(named))
+    assert_same_values(state_of(source), dict(named))
     assert groups_of(source)[0][1] == [*NAMES, *NAMES_INSIDE]
 
 
@@ -105,7 +105,7 @@ def test_a_file_of_whole_weights_beside_metadata_is_read_as_it_is(tmp_path: Path
     content = {"model": whole, "fsdp_metadata": saved["metadata"], "last_optimizer_state": full}
     torch.save(content, tmp_path / "checkpoint_last.pt")
     source = open_fairscale(tmp_path / "checkpoint_last.pt")
-    assert_same_weights(weights_of(source), whole)
+    assert_same(weights_of(source), whole)
     assert source.aliases["last.weight"] == "first.weight"
     assert source.world_size is None
     assert set(state_of(source)) == {*NAMES, *NAMES_INSIDE}
@@ -167,7 +167,7 @@ def test_nothing_in_a_file_is_run_and_what_is_not_known_is_left_out_and_told(tmp
     with pytest.raises(RanError):
         torch.load(path, weights_only=False)
     source = open_fairscale(tmp_path / "flat-2")
-    assert_same_weights(weights_of(source), truth("flat-2"))
+    assert_same(weights_of(source), truth("flat-2"))
     assert decoded(source.values) == {"kept": 1, "counts": {"a": 2}}
     assert "left out: trap" in source.notes[0]
     assert "_spring" in source.notes[0]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fsdp import FullyShardedDataParallel
 from fsdp.checkpoint.formats.fairscale import open_fairscale
 from fsdp.optim_utils import full_optim_state_dict
-from tests.helpers.legacy_sources import assert_same_state, groups_of, state_of, weights_of
+from tests.helpers.legacy_sources import assert_same_values, groups_of, state_of, weights_of
 from tests.helpers.models import keep
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
@@ -78,7 +78,7 @@ def test_our_files_are_whole_weights_and_state(
     assert found.keys() == whole["model"].keys()
     for name, value in whole["model"].items():
         assert torch.equal(found[name], value), name
-    assert_same_state(state_of(source), whole["optimizer"]["state"])
+    assert_same_values(state_of(source), whole["optimizer"]["state"])
     expected = whole["optimizer"]["param_groups"]
     assert [options["lr"] for options, _ in groups_of(source)] == [group["lr"] for group in expected]
     assert [sorted(names) for _, names in groups_of(source)] == [sorted(group["params"]) for group in expected]
@@ -87,7 +87,7 @@ def test_our_files_are_whole_weights_and_state(
 def test_the_order_of_parameters_is_that_in_which_modules_list_them(ranks: RankPool, tmp_path: Path) -> None:
     ranks(2).run(save_all, tmp_path)
     whole = torch.load(tmp_path / "whole.pt", weights_only=True)
-    assert_same_state(state_of(open_fairscale(tmp_path)), whole["optimizer"]["state"])
+    assert_same_values(state_of(open_fairscale(tmp_path)), whole["optimizer"]["state"])
 
 
 def save_all(folder: Path) -> None:

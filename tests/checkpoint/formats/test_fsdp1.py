@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 from torch.distributed.fsdp import StateDictType
 
-from fsdp.checkpoint.formats.fsdp1 import is_fsdp1, open_fsdp1
-from tests.helpers.legacy_sources import assert_same_state, groups_of, state_of, weights_of
+from fsdp.checkpoint.formats.fsdp1 import has_fsdp1_shards, open_fsdp1
+from tests.helpers.legacy_sources import assert_same_values, groups_of, state_of, weights_of
 from tests.helpers.models import keep
 from tests.helpers.ranks import RankPool
 
@@ -105,7 +105,7 @@ def assert_is(source: Any, whole: Mapping[str, Any]) -> None:
     assert found.keys() == whole["model"].keys()
     for name, value in whole["model"].items():
         assert torch.equal(found[name], value), name
-    assert_same_state(state_of(source), whole["optimizer"]["state"])
+    assert_same_values(state_of(source), whole["optimizer"]["state"])
     for (options, names), group in zip(groups_of(source), whole["optimizer"]["param_groups"], strict=True):
         assert names == group["params"]
         assert options["lr"] == group["lr"]
@@ -186,7 +186,7 @@ def test_weights_alone_and_state_alone_are_read(ranks: RankPool, tmp_path: Path)
     weights, state = open_fsdp1(tmp_path / "model.pt"), open_fsdp1(tmp_path / "optimizer.pt")
     assert weights_of(weights).keys() == whole["model"].keys()
     assert (weights.optimizer, weights.values) == (None, None)
-    assert_same_state(state_of(state), whole["optimizer"]["state"])
+    assert_same_values(state_of(state), whole["optimizer"]["state"])
     assert (dict(state.model.tensors), state.notes) == ({}, ("there are no weights of a model in it",))
 
 
@@ -200,15 +200,15 @@ def test_state_by_numbers_is_read_with_names(ranks: RankPool, tmp_path: Path) ->
     }
     torch.save({"model": whole["model"], "optimizer": numbered}, tmp_path / "numbered.pt")
     assert_is(open_fsdp1(tmp_path / "numbered.pt", optimizer_params=names), whole)
-    with pytest.raises(ValueError, match="numbers, and nothing says what these stand for"):
+    with pytest.raises(ValueError, match="numbers, and nothing says which they are"):
         open_fsdp1(tmp_path / "numbered.pt")
 
 
 def test_files_are_known_by_what_is_in_them(ranks: RankPool, tmp_path: Path) -> None:
     ranks(2).run(save, tmp_path, "sharded", {})
-    assert is_fsdp1(tmp_path)
-    assert is_fsdp1(tmp_path / "whole.pt")
+    assert has_fsdp1_shards(tmp_path)
+    assert not has_fsdp1_shards(tmp_path / "whole.pt")
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "plain.pt")
-    assert not is_fsdp1(tmp_path / "plain.pt")
-    assert not is_fsdp1(tmp_path / "nothing.pt")
-    assert not is_fsdp1(Path(__file__))
+    assert not has_fsdp1_shards(tmp_path / "plain.pt")
+    assert not has_fsdp1_shards(tmp_path / "nothing.pt")
+    assert not has_fsdp1_shards(Path(__file__))

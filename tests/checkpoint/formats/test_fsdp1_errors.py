@@ -92,7 +92,7 @@ def test_flat_state_beside_weights_that_are_whole(ranks: RankPool, tmp_path: Pat
     numbered = {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
     for rank in range(2):
         torch.save(numbered, whole / f"rank{rank}.pt")
-    says = (whole / "rank0.pt", "by their numbers", "FSDP.full_optim_state_dict")
+    says = (whole / "rank0.pt", "go by numbers", "FSDP.full_optim_state_dict")
     fails(whole / "model.pt", *says, optimizer=whole / "rank0.pt")
 
 

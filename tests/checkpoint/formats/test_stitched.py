@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp.checkpoint.formats.source import Elements, Stitched, TensorReader, reader_of, split_vector, stitched
+from fsdp.checkpoint.formats.source import Elements, Stitched, TensorReader, split_vector
 from fsdp.checkpoint.formats.torch_file import TorchArchive
 from tests.helpers.safetensors_files import counted_reads
 
@@ -38,14 +38,14 @@ def test_every_range_of_pieces_in_files_and_in_memory_is_read(tmp_path: Path) ->
         Elements.of(turned.new_tensor(VALUES[16:20].tolist()).view(2, 2)),
         in_file(tmp_path / "more.pt", VALUES).part(20, 4),
     )
-    reader = reader_of("all", [Stitched("all", torch.Size((4, 6)), torch.float32, pieces)])
+    reader = TensorReader("all", {"all": Stitched(torch.Size((4, 6)), torch.float32, pieces)})
     assert_every_range_is_read(reader, "all", VALUES)
 
 
 def test_a_vector_in_pieces_is_cut_into_tensors(tmp_path: Path) -> None:
     pieces = [in_file(tmp_path / "0.pt", VALUES[:7]), Elements.of(VALUES[:0]), Elements.of(VALUES[7:])]
     shapes = [(3, 3), (), (0, 2), (14,)]
-    reader = reader_of("vector", split_vector(pieces, list("abcd"), shapes))
+    reader = TensorReader("vector", dict(split_vector(pieces, list("abcd"), shapes)))
     assert [tuple(each.shape) for each in reader.tensors.values()] == shapes
     assert_every_range_is_read(reader, "a", VALUES[:9])
     assert_every_range_is_read(reader, "b", VALUES[9])
@@ -54,22 +54,22 @@ def test_a_vector_in_pieces_is_cut_into_tensors(tmp_path: Path) -> None:
 
 def test_a_whole_is_in_memory_of_its_own() -> None:
     pieces = (Elements.of(VALUES).part(2, 2), Elements.of(VALUES).part(8, 1))
-    found = Stitched("x", torch.Size((3,)), torch.float32, pieces).whole()
+    found = Stitched(torch.Size((3,)), torch.float32, pieces).whole()
     assert torch.equal(found, torch.tensor([2.0, 3.0, 8.0]))
     assert found.untyped_storage().nbytes() == 12
 
 
 def test_only_what_is_wanted_of_a_file_is_read(tmp_path: Path) -> None:
     pieces = (in_file(tmp_path / "0.pt", VALUES), in_file(tmp_path / "1.pt", VALUES))
-    reader = reader_of("two", [Stitched("two", torch.Size((48,)), torch.float32, pieces)])
+    reader = TensorReader("two", {"two": Stitched(torch.Size((48,)), torch.float32, pieces)})
     with counted_reads() as sizes:
         reader.read("two", torch.empty(5), 22)
     assert sizes == [8, 12]
 
 
 def test_values_are_cast_on_their_way(tmp_path: Path) -> None:
-    reader = reader_of(
-        "values", [Stitched("x", torch.Size((24,)), torch.float32, (in_file(tmp_path / "x.pt", VALUES),))]
+    reader = TensorReader(
+        "values", {"x": Stitched(torch.Size((24,)), torch.float32, (in_file(tmp_path / "x.pt", VALUES),))}
     )
     target = torch.empty(4, dtype=torch.float64)
     reader.read("x", target, 3)
@@ -80,7 +80,7 @@ def test_values_are_cast_on_their_way(tmp_path: Path) -> None:
 
 
 def test_a_file_that_has_taken_the_place_of_another_is_not_read(tmp_path: Path) -> None:
-    reader = reader_of("values", [stitched("x", in_file(tmp_path / "x.pt", VALUES).tensor)])
+    reader = TensorReader("values", {"x": in_file(tmp_path / "x.pt", VALUES).tensor})
     torch.save(torch.zeros(24), tmp_path / "other.pt")
     os.replace(tmp_path / "other.pt", tmp_path / "x.pt")
     with pytest.raises(ValueError, match=r"x\.pt was changed, or another file was put in its place, .* begin anew"):
@@ -88,14 +88,14 @@ def test_a_file_that_has_taken_the_place_of_another_is_not_read(tmp_path: Path) 
 
 
 def test_a_file_that_was_cut_short_before_it_is_read_is_an_error(tmp_path: Path) -> None:
-    reader = reader_of("values", [stitched("x", in_file(tmp_path / "x.pt", VALUES).tensor)])
+    reader = TensorReader("values", {"x": in_file(tmp_path / "x.pt", VALUES).tensor})
     os.truncate(tmp_path / "x.pt", 100)
     with pytest.raises(ValueError, match=r"x\.pt was changed"):
         reader.read("x", torch.empty(24))
 
 
 def test_a_file_that_is_cut_short_while_it_is_read_is_an_error(tmp_path: Path) -> None:
-    reader = reader_of("values", [stitched("x", in_file(tmp_path / "x.pt", VALUES).tensor)])
+    reader = TensorReader("values", {"x": in_file(tmp_path / "x.pt", VALUES).tensor})
     reader.read("x", torch.empty(1))
     os.truncate(tmp_path / "x.pt", 100)
     with pytest.raises(ValueError, match=r"x\.pt is truncated: it ends before byte"):
@@ -108,7 +108,7 @@ def test_a_closed_reader_has_no_open_files_until_it_reads_again(tmp_path: Path) 
         paths = (os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd"))
         return os.path.realpath(tmp_path / "x.pt") in paths
 
-    reader, target = reader_of("values", [stitched("x", in_file(tmp_path / "x.pt", VALUES).tensor)]), torch.empty(24)
+    reader, target = TensorReader("values", {"x": in_file(tmp_path / "x.pt", VALUES).tensor}), torch.empty(24)
     assert not is_open()
     reader.read("x", target)
     assert is_open()

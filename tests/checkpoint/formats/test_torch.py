@@ -17,16 +17,8 @@ from fsdp.checkpoint.formats.open_source import format_of, open_source
 from fsdp.checkpoint.formats.source import Source
 from fsdp.checkpoint.formats.trees import Choices
 from fsdp.checkpoint.json_values import decoded
-from tests.helpers.convert_formats import (
-    assert_same_bits,
-    command,
-    converted,
-    in_groups,
-    kinds,
-    stepped,
-    trained,
-    whole,
-)
+from tests.helpers.convert_formats import command, converted, in_groups, kinds, stepped, trained, whole
+from tests.helpers.equality import assert_same
 from tests.helpers.models import nested_mlp
 
 
@@ -44,7 +36,7 @@ def assert_is_model(source: Source, model: nn.Module) -> None:
         state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
         assert set(source.model.tensors) == set(state)
         for name, value in state.items():
-            assert_same_bits(whole(source.model, name), value, name)
+            assert_same(whole(source.model, name), value, name)
 
 
 # The model
@@ -149,7 +141,7 @@ def assert_is_optimizer(folder: Path, *options: str) -> None:
     stepped(model, optimizer)
     stepped(expected, other)
     for name, value in expected.named_parameters():
-        assert_same_bits(dict(model.named_parameters())[name], value, name)
+        assert_same(dict(model.named_parameters())[name], value, name)
 
 
 @pytest.mark.parametrize("key", ["optimizer", "optim", "optimizer_state_dict"])

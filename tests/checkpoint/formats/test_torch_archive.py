@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fsdp.checkpoint.formats.source import StridedTensor, TensorReader
 from fsdp.checkpoint.formats.torch_file import Foreign, TorchArchive, is_torch_file
 from tests.helpers.checkpoint_models import flip
-from tests.helpers.convert_formats import assert_same_bits
+from tests.helpers.equality import assert_same
 from tests.helpers.safetensors_files import counted_reads
 
 
@@ -58,7 +58,7 @@ def test_every_kind_of_tensor_is_read(archive: TorchArchive, name: str) -> None:
     reader, expected = TensorReader("file", archive.content), TENSORS[name].detach()
     found = torch.empty(expected.shape, dtype=expected.dtype)
     reader.read(name, found)
-    assert_same_bits(found, expected, name)
+    assert_same(found, expected, name)
 
 
 @pytest.mark.parametrize("name", list(TENSORS))
@@ -68,7 +68,7 @@ def test_every_range_is_read(archive: TorchArchive, name: str) -> None:
         for stop in range(start + 1, flat.numel() + 1):
             part = torch.empty(stop - start, dtype=flat.dtype)
             reader.read(name, part, start)
-            assert_same_bits(part, flat[start:stop], f"{name}[{start}:{stop}]")
+            assert_same(part, flat[start:stop], f"{name}[{start}:{stop}]")
 
 
 def test_values_are_cast_to_the_dtype_of_the_target(archive: TorchArchive) -> None:

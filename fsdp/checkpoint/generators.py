@@ -1,0 +1,96 @@
+"""The states of this process's random number generators: taken, checked, and set."""
+
+from __future__ import annotations
+
+import random
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_WORDS = 624  # of a Mersenne Twister, which all three generators on the CPU are
+_POSITION = struct.Struct("<8xiiQ")  # in torch's state: behind the seed, how many are left, a flag, and the next one
+
+
+def generator_states() -> dict[str, Any]:
+    """Return the states of Python's, NumPy's and torch's generators in this process, as values that `encoded` takes."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": [str(kind), np.asarray(keys).tobytes(), int(position), int(has_gauss), float(gauss)],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+@dataclass(frozen=True, eq=False)
+class GeneratorStates:
+    """The states of this process's random number generators, checked so that they can be set without harm.
+
+    NumPy takes any position, torch some that do not fit together, and then they read memory that is not their own.
+    """
+
+    states: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        checks = {"python": _check_python, "numpy": _check_numpy, "torch": _check_torch}
+        if not isinstance(self.states, dict) or not checks.keys() <= self.states.keys():
+            raise ValueError("the states of random number generators are not those of Python's, NumPy's and torch's")
+        for name, check in checks.items():
+            try:
+                check(self.states[name])
+            except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+                raise ValueError(f"the state of {name}'s random number generator cannot be set: {error}") from None
+        cuda = self.states.get("cuda")
+        if cuda is not None and not _is_bytes(cuda):
+            raise ValueError("the state of the GPU's random number generator cannot be set: it is no tensor of bytes")
+
+    def set(self) -> None:
+        """Have the generators go on from there; one that has no state among them is left alone."""
+        random.setstate(self.states["python"])
+        kind, keys, *rest = self.states["numpy"]
+        np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
+        torch.set_rng_state(self.states["torch"])
+        if "cuda" in self.states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(self.states["cuda"])
+
+
+def _check_python(state: Any) -> None:
+    version, words, gauss = state
+    if not (isinstance(words, tuple) and all(type(word) is int and 0 <= word < 1 << 32 for word in words)):
+        raise ValueError("it is not made of numbers of 32 bits")
+    if version == 3 and not (len(words) == _WORDS + 1 and 1 <= words[-1] <= _WORDS):
+        raise ValueError(f"it has {len(words)} numbers, of which the last one is its position")
+    if not (gauss is None or isinstance(gauss, float)):
+        raise ValueError("what it keeps for the next call is no number")
+    random.Random().setstate(state)
+
+
+def _check_numpy(state: Any) -> None:
+    kind, keys, position, has_gauss, gauss = state
+    if kind != "MT19937":
+        raise ValueError(f"it is not of the kind MT19937, which numpy.random has: {kind!r}")
+    if not isinstance(keys, bytes) or len(keys) != 4 * _WORDS:
+        raise ValueError(f"it is not made of {_WORDS} numbers of 32 bits")
+    if type(position) is not int or not 0 <= position <= _WORDS:
+        raise ValueError(f"its position is {position!r}, and must be 0 to {_WORDS}")
+    if type(has_gauss) is not int or has_gauss not in (0, 1) or type(gauss) is not float:
+        raise ValueError("what it keeps for the next call is no number")
+
+
+def _check_torch(state: Any) -> None:
+    if not _is_bytes(state):
+        raise ValueError("it is no tensor of bytes")
+    torch.Generator().set_state(state)  # which looks at the numbers one by one
+    left, _, position = _POSITION.unpack_from(state.numpy().tobytes())
+    if left + position > _WORDS + 1:
+        raise ValueError(f"{left} of its numbers are left from position {position} on, and it has {_WORDS}")
+
+
+def _is_bytes(state: Any) -> bool:
+    return isinstance(state, Tensor) and state.dtype == torch.uint8 and state.dim() == 1

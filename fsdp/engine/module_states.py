@@ -1,0 +1,127 @@
+"""`sync_module_states`: a module that is about to be sharded gets the values that it has on the first rank.
+
+They are sent before anything is sharded, one tensor at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.distributed.collectives import Communicator, during
+from fsdp.distributed.consensus import from_everyone, peers_answer
+from fsdp.distributed.dtensor import local_part
+from fsdp.engine.managed_params import Ignored, Places
+from fsdp.engine.names import clean_name
+from fsdp.engine.unit import own_modules
+from fsdp.engine.verify import agree_on_plan
+
+
+@during("FullyShardedDataParallel(sync_module_states=True)")
+def take_states_of_first(
+    module: nn.Module,
+    found: dict[nn.Parameter, Places],
+    ignored: Ignored,
+    ranks: Sequence[Communicator],
+    device: torch.device,
+) -> dict[nn.Parameter, Places]:
+    """Collective. Give a module that is about to be wrapped the values that it has on rank 0, one tensor at a time.
+
+    A rank needs no more memory for it, or that of the largest tensor if that is elsewhere or does not lie in one piece.
+    What is on the meta device, on other ranks than 0, gets memory on `device`; what is on all ranks, waits for values.
+
+    Args:
+        module: its buffers are sent, without those of inner units and of what is ignored.
+        found: the parameters to send, with their places; of `DTensor`s, the local parts.
+        ignored: what is left alone.
+        ranks: those that are to share it, and those that are to hold the same as this one.
+        device: where they communicate.
+
+    Returns:
+        `found`, with the parameters that are there now.
+
+    Raises:
+        RuntimeError: if the ranks have different parameters or buffers, naming the first rank that differs; if rank 0
+            has no values, and another rank has.
+    """
+    buffers = _buffers(module, ignored)
+    tensors: list[tuple[str, Tensor]] = [(places[0].fqn, param) for param, places in found.items()]
+    tensors += [(names[0], buffer) for buffer, names, _ in buffers]
+    described = [f"{name}{list(tensor.shape)} {tensor.dtype}" for name, tensor in tensors]
+    # Across first, and then within: what the first rank of each group has, when it sends that, is rank 0's.
+    others = [comm for comm in reversed(ranks) if comm.world_size > 1]
+    waiting = [False] * len(tensors)
+    if others and peers_answer(ranks):
+        agree_on_plan(ranks, [(type(module).__name__, {"tensors": described})])
+        waiting = _waiting(tensors, ranks)
+    count = len(found)
+    if others:
+        found = {
+            param if waits else _with_memory(param, places, device): places
+            for (param, places), waits in zip(found.items(), waiting, strict=False)
+        }
+        for (buffer, _, entries), waits in zip(buffers, waiting[count:], strict=True):
+            if buffer.is_meta and not waits:
+                made = torch.empty_like(buffer, device=device)
+                for listed, name in entries:
+                    listed[name] = made
+    every = [*found, *(entries[0][0][entries[0][1]] for _, _, entries in buffers)]
+    sent = [tensor for tensor, waits in zip(every, waiting, strict=True) if not waits]
+    with torch.no_grad():
+        for comm in others:
+            for tensor in sent:
+                _send(comm, local_part(tensor).detach(), device)
+    return found
+
+
+def _waiting(tensors: Sequence[tuple[str, Tensor]], ranks: Sequence[Communicator]) -> list[bool]:
+    """Collective. Return which tensors no rank has values of."""
+    by_rank = from_everyone(ranks, bytes(tensor.is_meta for _, tensor in tensors))
+    waiting = [all(each) for each in zip(*by_rank, strict=True)]
+    for (name, _), waits, is_meta in zip(tensors, waiting, by_rank[0], strict=True):
+        if is_meta and not waits:
+            raise RuntimeError(
+                f"sync_module_states=True: {name} is on the meta device on rank 0, which is to send its values"
+            )
+    return waiting
+
+
+def _with_memory(param: nn.Parameter, places: Places, device: torch.device) -> nn.Parameter:
+    if not param.is_meta:
+        return param
+    made = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
+    for place in places:
+        place.module._parameters[place.name] = made
+    return made
+
+
+def _buffers(module: nn.Module, ignored: Ignored) -> list[tuple[Tensor, list[str], list[tuple[dict[str, Any], str]]]]:
+    """Return each buffer once, with its names and the entries that list it."""
+    names = {inner: clean_name(name) for name, inner in module.named_modules()}
+    found: dict[int, tuple[Tensor, list[str], list[tuple[dict[str, Any], str]]]] = {}
+    for inner in own_modules(module):
+        for name, buffer in inner._buffers.items() if inner not in ignored.modules else ():
+            if buffer is not None:
+                _, known_as, entries = found.setdefault(id(buffer), (buffer, [], []))
+                known_as.append(f"{names[inner]}.{name}".lstrip("."))
+                entries.append((inner._buffers, name))
+    return list(found.values())
+
+
+def _send(comm: Communicator, tensor: Tensor, device: torch.device) -> None:
+    """Overwrite a tensor with that of rank 0: as bytes, since no backend has all dtypes."""
+    if not tensor.numel():
+        return
+    in_place = tensor.device == device and tensor.is_contiguous()
+    if in_place:
+        sent = tensor
+    elif comm.rank == 0:
+        sent = tensor.to(device).contiguous()
+    else:
+        sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    comm.broadcast(sent.view(-1).view(torch.uint8)).wait()
+    if not in_place and comm.rank != 0:
+        tensor.copy_(sent)

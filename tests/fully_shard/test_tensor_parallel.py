@@ -1,0 +1,289 @@
+"""`parallelize_module`, and then `fully_shard` over another dimension of the mesh, beside torch's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+import fsdp
+from tests.helpers.dtensor_twins import (
+    ROUNDING,
+    Plan,
+    assert_same,
+    assert_side_by_side,
+    local,
+    ours,
+    spread_of,
+    torchs,
+    whole,
+    wholes,
+)
+from tests.helpers.models import Wrap, keep
+from tests.helpers.parity import REGRESSION, adamw
+from tests.helpers.ranks import RankPool
+from tests.helpers.tensor_parallel import SENTENCES, gpt, mesh_of, perceptron
+
+
+@cache
+def cube_of(*shape: int) -> DeviceMesh:
+    """Collective. Ranks in two dimensions of data parallelism and one of tensors, or the other way round."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=("a", "b", "c"))
+
+
+# Training beside torch's
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"), [((2, 2), "heads"), ((2, 2), "sequence"), ((1, 2), "heads"), ((2, 1), "sequence")]
+)
+def test_trains_as_torchs(ranks: RankPool, shape: tuple[int, int], kind: str) -> None:
+    ranks(shape[0] * shape[1]).run(_train_sentences, shape, kind)
+
+
+def _train_sentences(shape: tuple[int, int], kind: str) -> None:
+    mesh = mesh_of(*shape)
+    model = partial(gpt, mesh=mesh, kind=kind, vocabulary=True)
+    plan = Plan(make_model=model, task=SENTENCES, mesh=mesh["dp"], steps=3, accumulate=2)
+    assert_side_by_side(plan, mesh=mesh["dp"])
+
+
+PLACEMENTS: dict[str, Sequence[tuple[Placement, ...]]] = {
+    "rows_and_columns": [(Shard(0),), (Shard(1),)],
+    "replicated": [(Replicate(),), (Shard(0),)],
+}
+
+
+@pytest.mark.parametrize("placements", PLACEMENTS)
+def test_sizes_that_divide_by_nothing(ranks: RankPool, placements: str) -> None:
+    ranks(4).run(_train_uneven, PLACEMENTS[placements])
+
+
+def _train_uneven(placements: Sequence[tuple[Placement, ...]]) -> None:
+    mesh = mesh_of(2, 2)
+    model = partial(perceptron, mesh=mesh["tp"], hidden=7, placements=placements, each=True)
+    plan = Plan(make_model=model, task=REGRESSION, mesh=mesh["dp"])
+    assert_side_by_side(plan, mesh=mesh["dp"])
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 1), (2, 1, 2), (2, 2, 2)])
+def test_two_tensor_dimensions(ranks: RankPool, shape: tuple[int, int, int]) -> None:
+    ranks(shape[0] * shape[1] * shape[2]).run(_train_in_two_tensor_dimensions, shape)
+
+
+def _train_in_two_tensor_dimensions(shape: tuple[int, int, int]) -> None:
+    mesh = cube_of(*shape)
+    placements = [(Shard(0), Shard(0)), (Shard(1), Shard(0))]
+    model = partial(perceptron, mesh=mesh["b", "c"], hidden=8, placements=placements)
+    assert_side_by_side(Plan(make_model=model, task=REGRESSION, mesh=mesh["a"], steps=2), mesh=mesh["a"])
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 2), (2, 2, 2)])
+def test_hybrid_sharding_besides(ranks: RankPool, shape: tuple[int, int, int]) -> None:
+    ranks(shape[0] * shape[1] * shape[2]).run(_train_hybrid, shape)
+
+
+def _train_hybrid(shape: tuple[int, int, int]) -> None:
+    mesh = cube_of(*shape)
+    model = partial(perceptron, mesh=mesh["c"], hidden=6, placements=[(Shard(0),), (Shard(1),)], each=True)
+    assert_side_by_side(Plan(make_model=model, task=REGRESSION, mesh=mesh["a", "b"], steps=2), mesh=mesh["a", "b"])
+
+
+def _second_dim(param: nn.Parameter) -> Shard | None:
+    return Shard(1) if param.dim() > 1 and local(param).shape[1] % 2 == 0 else None
+
+
+def test_along_another_dimension(ranks: RankPool) -> None:
+    ranks(4).run(_train_along_another_dimension)
+
+
+def _train_along_another_dimension() -> None:
+    mesh = mesh_of(2, 2)
+    model = partial(perceptron, mesh=mesh["tp"], hidden=8, placements=[(Shard(0),), (Shard(1),)])
+    plan = Plan(make_model=model, task=REGRESSION, mesh=mesh["dp"], steps=2)
+    assert_side_by_side(plan, mesh=mesh["dp"], shard_placement_fn=_second_dim)
+
+
+# Clipping
+
+
+def test_clipping(ranks: RankPool) -> None:
+    ranks(4).run(_clip)
+
+
+def _clip() -> None:
+    torch.set_default_dtype(torch.float64)
+    mesh = mesh_of(2, 2)
+    # Parameters on one mesh, where torch has a norm, and on two, where it has none.
+    for kinds in ("on one mesh", "on two"):
+        placements = PLACEMENTS["rows_and_columns"]
+        model = perceptron(ours(mesh=mesh["dp"]), mesh=mesh["tp"], hidden=7, placements=placements)
+        model(torch.linspace(-1, 1, 20).view(4, 5)).sum().backward()
+        listed: list[Any] = list(model.parameters())
+        trained = [param for param in listed if kinds == "on two" or param.device_mesh.ndim == 2]
+        for norm_type in (2.0, 1.0, float("inf")):
+            grads = [whole(param.grad) for param in trained]
+            expected = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads]), norm_type)
+            found = nn.utils.clip_grad_norm_(trained, expected.item() / 2, norm_type)
+            assert isinstance(found, DTensor)
+            assert_same(f"norm {norm_type} {kinds}", whole(found), expected, ROUNDING)
+            for param, grad in zip(trained, grads, strict=True):
+                assert_same("a clipped gradient", whole(param.grad), grad / 2, 1e-5)
+
+
+# States
+
+
+def _model(wrap: Wrap, mesh: DeviceMesh, seed: int = 0) -> nn.Module:
+    return gpt(wrap, mesh=mesh, kind="sequence", vocabulary=True, seed=seed)
+
+
+def _tokens(mesh: DeviceMesh) -> Tensor:
+    generator = torch.Generator().manual_seed(mesh["dp"].get_local_rank())
+    return torch.randint(29, (2, 6), generator=generator)
+
+
+def _go_on(model: Any, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> None:
+    for _ in range(2):
+        model(_tokens(mesh)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _trained(wrap: Wrap, mesh: DeviceMesh, seed: int = 0) -> tuple[Any, Any]:
+    model = _model(wrap, mesh, seed)
+    optimizer = adamw(model.parameters())
+    _go_on(model, optimizer, mesh)
+    return model, optimizer
+
+
+def _assert_equal(found: nn.Module, expected: nn.Module) -> None:
+    for name, value in expected.state_dict().items():
+        own: Any = found.state_dict()[name]
+        assert spread_of(own) == spread_of(value), name
+        assert_same(name, local(own), local(value))
+
+
+def test_states_go_to_torchs_and_come_from_there(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(4).run(_exchange_states, tmp_path)
+
+
+def _exchange_states(folder: Path) -> None:
+    mesh = mesh_of(2, 2)
+    (mine, optimizer), (theirs, _) = (_trained(wrap(mesh=mesh["dp"]), mesh) for wrap in (ours, torchs))
+    plain = gpt()
+    assert {name: value.shape for name, value in mine.state_dict().items()} == {
+        name: value.shape for name, value in plain.state_dict().items()
+    }
+    dcp.save({"model": mine.state_dict()}, checkpoint_id=folder / "ours")
+    dcp.save({"model": theirs.state_dict()}, checkpoint_id=folder / "torchs")
+    for source, name in ((mine, "ours"), (theirs, "torchs")):
+        for wrap in (ours, torchs):
+            target = _model(wrap(mesh=mesh["dp"]), mesh, seed=5)
+            state = {"model": target.state_dict()}
+            dcp.load(state, checkpoint_id=folder / name)
+            target.load_state_dict(state["model"])
+            _assert_equal(target, source)
+    target = _model(ours(mesh=mesh["dp"]), mesh, seed=5)
+    target.load_state_dict(wholes(mine))
+    _assert_equal(target, mine)
+    # A copy trains by itself, as its original does.
+    copied_model, copied_optimizer = copy.deepcopy((mine, optimizer))
+    _assert_equal(copied_model, mine)
+    _go_on(copied_model, copied_optimizer, mesh)
+    _go_on(mine, optimizer, mesh)
+    _assert_equal(copied_model, mine)
+
+
+def test_whole_tensors_of_uneven_sizes(ranks: RankPool) -> None:
+    ranks(4).run(_load_uneven)
+
+
+def _load_uneven() -> None:
+    mesh = mesh_of(2, 2)
+    make = partial(perceptron, mesh=mesh["tp"], hidden=7, placements=PLACEMENTS["rows_and_columns"])
+    expected = make(keep).state_dict()
+    model = make(ours(mesh=mesh["dp"]))
+    for name, value in wholes(model).items():
+        assert_same(name, value, expected[name])
+    generator = torch.Generator().manual_seed(3)
+    state = {name: torch.randn(value.shape, generator=generator) for name, value in expected.items()}
+    model.load_state_dict(state)
+    for name, value in wholes(model).items():
+        assert_same(name, value, state[name])
+
+
+def test_final_files_are_read_and_not_written(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(4).run(_read_final_files, tmp_path)
+
+
+def _read_final_files(folder: Path) -> None:
+    mesh = mesh_of(2, 2)
+    expected = _model(ours(mesh=mesh["dp"]), mesh, seed=5)
+    state = wholes(expected)
+    if dist.get_rank() == 0:
+        save_file(state, folder / "model.safetensors")
+    dist.barrier()
+    model = _model(ours(mesh=mesh["dp"]), mesh)
+    fsdp.load_safetensors(model, folder)
+    _assert_equal(model, expected)
+    with pytest.raises(NotImplementedError, match=r"tokens.weight is a DTensor .*state_dict\(\) under fully_shard"):
+        fsdp.save(folder / "checkpoint", model)
+
+
+def test_values_that_come_after_sharding(ranks: RankPool) -> None:
+    ranks(4).run(_materialize)
+
+
+def _materialize() -> None:
+    mesh = mesh_of(2, 2)
+    expected = _model(ours(mesh=mesh["dp"]), mesh)
+    for way in ("materialize", "to_empty"):
+        with torch.device("meta"):
+            model: Any = _model(ours(mesh=mesh["dp"]), mesh)
+        assert all(param.is_meta and param.device.type == "meta" for param in model.parameters())
+        if way == "materialize":
+            fsdp.materialize(model)
+        else:
+            model.to_empty(device="cpu")
+            model.load_state_dict(wholes(expected))
+            _assert_equal(model, expected)
+        model(_tokens(mesh)).square().mean().backward()
+        assert all(param.grad is not None for param in model.parameters())
+
+
+def test_ties(ranks: RankPool) -> None:
+    ranks(4).run(_train_tied)
+
+
+def _train_tied() -> None:
+    mesh = mesh_of(2, 2)
+    model = partial(gpt, mesh=mesh, vocabulary=True, tied=True)
+    assert_side_by_side(Plan(make_model=model, task=SENTENCES, mesh=mesh["dp"], steps=2), mesh=mesh["dp"])
+
+
+# Errors
+
+
+def test_meshes_that_do_not_fit(ranks: RankPool) -> None:
+    ranks(4).run(_shard_over_other_meshes)
+
+
+def _shard_over_other_meshes() -> None:
+    mesh = mesh_of(2, 2)
+    elsewhere = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
+    for data in (None, mesh["tp"], elsewhere):
+        model = gpt(lambda module: module, mesh=mesh)
+        with pytest.raises(ValueError, match=r'query.weight is a DTensor .* pass mesh=mesh\["dp"\]'):
+            fsdp.fully_shard(model.layers[0], mesh=data)
