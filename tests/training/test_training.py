@@ -218,8 +218,9 @@ def _train_in_halves(group: str) -> None:
             optimizer.zero_grad()
             model(_inputs(dist.get_rank(), step)).square().mean().backward()
             optimizer.step()
+    sharded_state = sharded.state_dict()
     for name, value in module.state_dict().items():
-        torch.testing.assert_close(sharded.state_dict()[name], value, msg=name)
+        torch.testing.assert_close(sharded_state[name], value, msg=name)
 
 
 def test_units_may_differ_in_their_options(ranks: RankPool) -> None:
