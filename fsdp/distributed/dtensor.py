@@ -83,6 +83,8 @@ def memory_at(tensor: Tensor) -> int:
 
 def memory_of(tensor: Tensor) -> int:
     """The address of the storage that a tensor lies in; 0 if it lies in none, and so in none of ours."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # private, as is all of it (torch 2.11 and 2.13)
+        tensor = torch._C._functorch.get_unwrapped(tensor)
     tensor = local_part(tensor)
     has_none = _is_in_flight(tensor) or tensor.layout is not torch.strided
     return 0 if has_none else tensor.untyped_storage().data_ptr()
