@@ -23,11 +23,11 @@ from fsdp.engine.copying import prepare_to_copy
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.foreign_names import refuse_data_parallel
 from fsdp.engine.forward_hooks import Hook
-from fsdp.engine.layout import RowsLayout
 from fsdp.engine.managed_params import Ignored, group, lender_of, take_over
 from fsdp.engine.options import Options
 from fsdp.engine.placeholder import under_way
 from fsdp.engine.precision import MixedPrecision
+from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.runtime import runtime_of, runtime_of_root
 from fsdp.engine.shard_module import ALIGNED, Found, MakeFlatParam, Shard, shard_module
 from fsdp.engine.sharding_strategy import Groups, post_forward_group

@@ -26,6 +26,7 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours, note_stale
 from fsdp.engine.state_requests import Summoning
 from fsdp.engine.unit import TrainingState, Unit, serving
+from fsdp.engine.unsharded_grads import full_gradients, keep_gradients
 from fsdp.state_dict.redistribute import as_modules_see, assembled, blanks, deal
 
 Values = Mapping[tuple[FlatParamHandle, int], Tensor]  # by the handle, and the parameter's number in it
@@ -238,7 +239,7 @@ class _Summoned:
         device = torch.device("cpu") if form.on_host else None
         grads: dict[FlatParamHandle, list[Tensor | None]] = {}
         for handle in handles if form.with_grads else ():
-            found = handle.full_gradients()
+            found = full_gradients(handle)
             if self._is_here:
                 grads[handle] = [grad if grad is None or device is None else grad.to(device) for grad in found]
         values = unsharded(unit, form.rank0_only, device)
@@ -275,7 +276,7 @@ class _Summoned:
             problems = self._share(kept, grads, problems)
         elif form.keeps_changes and form.with_grads and not problems:
             for handle in exposure.handles:
-                handle.keep_gradients(grads[handle])
+                keep_gradients(handle, grads[handle])
         if problems:
             raise RuntimeError(problems[0])
 
@@ -291,7 +292,7 @@ class _Summoned:
         deal_changes(handles, changed, values)
         for handle, flags in zip(handles, have, strict=False):
             own = enumerate(grads[handle])
-            handle.keep_gradients([self._sent(handle, slot, grad) if flags[slot] else None for slot, grad in own])
+            keep_gradients(handle, [self._sent(handle, slot, grad) if flags[slot] else None for slot, grad in own])
         return list(problems)
 
     def _sent(self, handle: FlatParamHandle, slot: int, value: Tensor | None) -> Tensor:

@@ -46,7 +46,7 @@ from fsdp.checkpoint.formats.source import (
     memory_of,
 )
 from fsdp.checkpoint.formats.torch_file import Foreign, TorchArchive, shown, values_of
-from fsdp.engine.layout import Box
+from fsdp.engine.boxes import Box
 from fsdp.engine.names import plain_name
 
 _FLAT = "_flat_param"
