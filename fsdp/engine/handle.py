@@ -726,9 +726,8 @@ class FlatParamHandle:
         with torch.no_grad():
             own = self.flat_param.vector if slot is None else self.local_shards[slot]
             own.copy_(value.detach().reshape(-1))
-        slots = range(len(self.layout.slots)) if slot is None else [slot]
-        self.note_written(slots)
-        for each in slots:
+        for each in range(len(self.layout.slots)) if slot is None else [slot]:
+            self.note_written([each])
             self._note_values(each)
         self.storage.release()
 

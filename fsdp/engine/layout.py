@@ -5,8 +5,9 @@ gradient buffers, state dicts and checkpoints are all computed from here, and no
 
 Both layouts share one property that everything else relies on: *a rank's part of one parameter is one
 contiguous range of the row-major parameter*, found at one contiguous place of the rank's shard. It is an
-`Interval`. Gathering concatenates the shards in rank order, so place ``offset`` of rank ``r`` is found at
-``r * shard_numel + offset`` of the gathered buffer, whatever the layout.
+`Interval`. (Of a parameter that is divided along another dimension than the first it is a range of slices along that
+one, which lie in the shard as a contiguous local tensor.) Gathering concatenates the shards in rank order, so place
+``offset`` of rank ``r`` is found at ``r * shard_numel + offset`` of the gathered buffer, whatever the layout.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 class Slot:
     """One parameter of a layout; `start` counts elements from the first parameter's first.
 
-    It lies with dimension `dim` first, in row-major order otherwise.
+    It is row-major in the unsharded vector. Along `dim` it is divided where the layout divides single parameters.
     """
 
     name: str
@@ -38,24 +39,8 @@ class Slot:
     dim: int = 0
 
     @cached_property
-    def kept_shape(self) -> torch.Size:
-        """The shape with dimension `dim` moved to the front, as it lies in the vector."""
-        if not self.dim:
-            return self.shape
-        return torch.Size([self.shape[self.dim], *self.shape[: self.dim], *self.shape[self.dim + 1 :]])
-
-    @cached_property
     def stride(self) -> tuple[int, ...]:
-        """The strides of a tensor of the parameter's shape that lies in this order."""
-        return self.shown(torch.empty(self.kept_shape, device="meta")).stride()
-
-    def kept(self, value: Tensor) -> Tensor:
-        """Return a view of a value of the parameter's shape with `dim` moved to the front."""
-        return value.movedim(self.dim, 0) if self.dim else value
-
-    def shown(self, kept: Tensor) -> Tensor:
-        """Return a view of a value of the kept shape in the parameter's own."""
-        return kept.movedim(0, self.dim) if self.dim else kept
+        return torch.empty(self.shape, device="meta").stride()
 
     @cached_property
     def numel(self) -> int:
@@ -203,9 +188,10 @@ class Layout(ABC):
         wanted = self.slots[slot]
         if value.shape != wanted.shape:
             raise ValueError(f"{wanted.name}: expected shape {tuple(wanted.shape)}, got {tuple(value.shape)}")
-        interval = self.interval(slot, rank)
-        flat = wanted.kept(value.detach()).reshape(-1)
-        return flat[interval.start : interval.stop] if interval is not None else flat[:0]
+        return self._local_shard_of(slot, value.detach(), rank)
+
+    @abstractmethod
+    def _local_shard_of(self, slot: int, value: Tensor, rank: int) -> Tensor: ...
 
     def shard_of(self, slot: int, value: Tensor, shard: Tensor, rank: int) -> None:
         """Copy the rank's shard of one parameter, of any dtype and device, into its shard."""
@@ -267,3 +253,7 @@ class ContiguousLayout(Layout):
 
     def divided(self, slot: int, value: Tensor) -> list[Tensor]:
         return [value]
+
+    def _local_shard_of(self, slot: int, value: Tensor, rank: int) -> Tensor:
+        flat, interval = value.reshape(-1), self.interval(slot, rank)
+        return flat[interval.start : interval.stop] if interval is not None else flat[:0]

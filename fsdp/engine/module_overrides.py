@@ -159,6 +159,8 @@ class Conversions:
             return self._convert(fn, recurse)  # nothing of the shards changes, or it was refused
         for handle in unit.visible_handles:
             handle.absorb()
+            if handle.orig_params is not None:
+                handle.orig_params.collect_gradients()  # they follow the shard's
             handle.settle_fingerprints()
         if unit.runtime is not None:
             unit.runtime.release()

@@ -7,6 +7,7 @@ parameter, and everything else goes on with flat vectors: a step on local shards
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ class OrigParams:
         self, flat_param: FlatParameter, layout: Layout, rank: int, places: Sequence[Sequence[ParamInfo]]
     ) -> None:
         self._flat_param = flat_param
+        self._grad: weakref.ref[Tensor] | None = None  # the shard's gradient, while local shards show it
         self._intervals = [layout.interval(slot, rank) for slot in range(len(layout.slots))]
         self.params: list[nn.Parameter] = [
             self._new(slot, layout, flat_param.requires_grad) for slot in range(len(layout.slots))
@@ -41,6 +43,9 @@ class OrigParams:
         self.entries: list[tuple[nn.Module, str, nn.Parameter]] = [
             (place.module, place.name, param) for param, used in zip(self.params, places, strict=True) for place in used
         ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_grad": None}
 
     def _new(self, slot: int, layout: Layout, requires_grad: bool) -> nn.Parameter:
         interval, kept = self._intervals[slot], layout.slots[slot]
@@ -112,8 +117,13 @@ class OrigParams:
         for slot, param in enumerate(self.params):
             if self._was_replaced(slot):
                 self._take_back(slot, param)
-        self._flat_param.requires_grad_(any(self.requires_grad))
+        self._follow_frozen()
         return []
+
+    def _follow_frozen(self) -> None:
+        is_trained = any(self.requires_grad)
+        if self._flat_param.requires_grad is not is_trained:  # transforms of torch.func forbid to set it
+            self._flat_param.requires_grad_(is_trained)
 
     def _take_back(self, slot: int, param: Any) -> None:
         ours, given = self._of(self._flat_param.detach(), slot), self._flat(slot, param)
@@ -141,6 +151,10 @@ class OrigParams:
         """
         self._flat_param.bring_gradient()
         grad = self._flat_param.grad
+        if grad is not None and not isinstance(grad, Placeholder):
+            # Detached, it is the base of all views of it, which alone keep it alive: it goes with `zero_grad()`.
+            grad = grad.detach()
+            self._grad, self._flat_param.grad = weakref.ref(grad), None
         for slot, param in enumerate(self.params):
             if isinstance(param.grad, Placeholder):
                 param.grad = None
@@ -182,7 +196,9 @@ class OrigParams:
         """Follow what users did to gradients of local shards: zeroed (None) ones are zero in the shard's as well."""
         self.forget_zeroed()
         if self._flat_param.grad is None and any(param.grad is not None for param in self.params):
-            self._flat_param.grad = torch.zeros_like(self._flat_param.detach())  # for gradients that users assigned
+            shown = None if self._grad is None else self._grad()
+            # Where it was not shown by us, users have assigned gradients.
+            self._flat_param.grad = torch.zeros_like(self._flat_param.detach()) if shown is None else shown
         grad = self._flat_param.grad
         if grad is None or isinstance(grad, Placeholder):
             return

@@ -15,21 +15,38 @@ from fsdp.engine.layout import Interval, Layout
 class Chunk:
     """The rows of one parameter that every rank has room for, in the rows layout.
 
+    Rows are its slices along `dim`. Those of a rank lie one behind the other in the order of the local tensor, which is
+    contiguous.
+
     Attributes:
-        total: rows of the parameter.
+        shape: of the parameter; of a scalar, that of its only row.
+        dim: along which it is divided.
         rows: of the chunk; those of the last ranks may be short, or empty.
-        row_shape: the parameter's shape without dim 0.
         offset: where it begins in a shard.
     """
 
-    total: int
+    shape: torch.Size
+    dim: int
     rows: int
-    row_shape: torch.Size
     offset: int
+
+    @property
+    def total(self) -> int:
+        """Rows of the parameter."""
+        return self.shape[self.dim]
+
+    def of_rows(self, rows: int) -> torch.Size:
+        """Return the shape of a local tensor with so many rows."""
+        return torch.Size([*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :]])
 
     @cached_property
     def row_numel(self) -> int:
-        return self.row_shape.numel()
+        return self.of_rows(1).numel()
+
+    @cached_property
+    def split(self) -> torch.Size:
+        """The shape of all full chunks, with `dim` split into that of the ranks and that of the rows."""
+        return torch.Size([*self.shape[: self.dim], self.full_ranks, self.rows, *self.shape[self.dim + 1 :]])
 
     @property
     def stop(self) -> int:
@@ -47,7 +64,7 @@ class Chunk:
 
 
 class RowsLayout(Layout):
-    """Every parameter divided along dim 0 into `world_size` chunks of equal numbers of rows: ``Shard(0)`` of DTensor.
+    """Every parameter divided along its `dim` into `world_size` chunks of equal numbers of rows: ``Shard`` of DTensor.
 
     A chunk that is short (or empty) is padded, so that every rank's shard has the same size. A scalar counts as
     one row. In the gathered buffer the rows of one parameter lie ``shard_numel`` apart, so `unpack` copies.
@@ -58,9 +75,9 @@ class RowsLayout(Layout):
         """The chunks of each parameter."""
         chunks, offset = [], 0
         for slot in self.slots:
-            shape = slot.kept_shape or torch.Size([1])
+            shape = slot.shape or torch.Size([1])
             offset = -(-offset // self.align) * self.align
-            chunks.append(Chunk(shape[0], -(-shape[0] // self.world_size), shape[1:], offset))
+            chunks.append(Chunk(shape, slot.dim, -(-shape[slot.dim] // self.world_size), offset))
             offset = chunks[-1].stop
         return tuple(chunks)
 
@@ -76,6 +93,16 @@ class RowsLayout(Layout):
         """First row and the row after the last that `rank` keeps of parameter number `slot`."""
         chunk = self._chunks[slot]
         return min(rank * chunk.rows, chunk.total), min((rank + 1) * chunk.rows, chunk.total)
+
+    def local_shape(self, slot: int, rank: int) -> torch.Size:
+        """Return the shape of the rank's local tensor of a parameter."""
+        first, last = self.rows(slot, rank)
+        return self._chunks[slot].of_rows(last - first) if self.slots[slot].shape else self.slots[slot].shape
+
+    def _local_shard_of(self, slot: int, value: Tensor, rank: int) -> Tensor:
+        first, last = self.rows(slot, rank)
+        rows = value.view(1) if value.dim() == 0 else value
+        return rows.narrow(self.slots[slot].dim, first, last - first).reshape(-1)
 
     def interval(self, slot: int, rank: int) -> Interval | None:
         chunk = self._chunks[slot]
@@ -103,24 +130,28 @@ class RowsLayout(Layout):
         """The places of each parameter: size, stride and beginning."""
         found = []
         for chunk in self._chunks:
-            inner = torch.empty(chunk.row_shape, device="meta").stride()
             places = []
             if chunk.full_ranks:
-                size = (chunk.full_ranks, chunk.rows, *chunk.row_shape)
-                places.append((size, (self.shard_numel, chunk.row_numel, *inner), chunk.offset))
+                local = torch.empty(chunk.of_rows(chunk.rows), device="meta")
+                size, stride = (chunk.full_ranks, *local.shape), (self.shard_numel, *local.stride())
+                places.append((size, stride, chunk.offset))
             if chunk.rest:
-                at = chunk.full_ranks * self.shard_numel + chunk.offset
-                places.append(((chunk.rest, *chunk.row_shape), (chunk.row_numel, *inner), at))
+                local = torch.empty(chunk.of_rows(chunk.rest), device="meta")
+                places.append((local.shape, local.stride(), chunk.full_ranks * self.shard_numel + chunk.offset))
             found.append(tuple(places))
         return tuple(found)
 
     def divided(self, slot: int, value: Tensor) -> list[Tensor]:
-        chunk, shapes = self._chunks[slot], self._geometry[slot]
-        value = self.slots[slot].kept(value)
-        if not chunk.rest:
-            return [_split_rows(value, size) for size, _, _ in shapes]
-        bound = chunk.total - chunk.rest
-        return [*(_split_rows(value[:bound], size) for size, _, _ in shapes[:-1]), value[bound:]]
+        chunk, found = self._chunks[slot], []
+        bound = chunk.full_ranks * chunk.rows
+        if chunk.full_ranks:
+            full = value.narrow(chunk.dim, 0, bound) if chunk.rest else value
+            sizes = chunk.full_ranks, chunk.rows
+            by_rank = full.view(chunk.split) if full.is_contiguous() else full.unflatten(chunk.dim, sizes)
+            found.append(by_rank.movedim(chunk.dim, 0) if chunk.dim else by_rank)
+        if chunk.rest:
+            found.append(value.narrow(chunk.dim, bound, chunk.rest))
+        return found
 
     @cached_property
     def _gaps(self) -> tuple[tuple[int, int, int], ...]:
@@ -137,10 +168,6 @@ class RowsLayout(Layout):
         by_rank = full.view(self.world_size, self.shard_numel)
         for rank, start, stop in self._gaps:
             by_rank[rank:, start:stop].zero_()
-
-
-def _split_rows(value: Tensor, size: tuple[int, ...]) -> Tensor:
-    return value.view(size) if value.is_contiguous() else value.unflatten(0, size[:2])
 
 
 torch.serialization.add_safe_globals([RowsLayout])  # as the other kind, in `flat_param`
