@@ -28,11 +28,11 @@ from fsdp.engine.foreign_names import refuse_data_parallel
 from fsdp.engine.forward_hooks import Hook
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle, Phase
-from fsdp.engine.layout import RowsLayout
 from fsdp.engine.managed_params import Ignored, group, is_ours, lender_of, note_stale, take_over
 from fsdp.engine.options import Options
 from fsdp.engine.placeholder import under_way
 from fsdp.engine.precision import MixedPrecision
+from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.runtime import runtime_of, runtime_of_root
 from fsdp.engine.shard_module import ALIGNED, Found, MakeFlatParam, Shard, shard_module
 from fsdp.engine.sharding_strategy import Groups, group_apart, post_forward_group

@@ -42,9 +42,10 @@ from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, ShardGradient
 from fsdp.engine.layout import ContiguousLayout
 from fsdp.engine.managed_params import text_of_key
 from fsdp.engine.orig_params import NewOrigParams, OrigParams
+from fsdp.engine.post_forward_shard import PostForwardShard
 from fsdp.engine.precision import Precision
 from fsdp.engine.registration import Registry
-from fsdp.engine.unsharded_params import PostForwardShard, UnshardedParameters
+from fsdp.engine.unsharded_params import UnshardedParameters
 
 
 class InternalError(RuntimeError):
@@ -604,47 +605,6 @@ class FlatParamHandle:
         for unsharded in self._unsharded_by_dtype.values():
             for leaf in unsharded.leaves:
                 leaf.grad = None
-
-    def full_gradients(self) -> list[Tensor | None]:
-        """Collective. Return the unsharded reduced gradients, with memory of their own; None for parameters without."""
-        if self.has_unreduced:
-            raise RuntimeError(
-                f"the gradients of {self.name} accumulated under no_sync() are not reduced over the ranks yet, so none "
-                "can be shown. Run the last backward of the step outside no_sync()."
-            )
-        if self.orig_params is not None:
-            self.orig_params.collect_gradients()
-        self.flat_param.bring_gradient()
-        grad = self.flat_param.grad
-        if grad is None:
-            return [None] * len(self.places)
-        shard = grad.detach().view(-1).to(self.storage.device)
-        full = shard.new_empty(self.layout.padded_numel)
-        self.comm.all_gather(full, shard, f"all-gather of the gradient of {self.name}", ("gradient", self.tag)).wait()
-        self.comm.settle()
-        shown: list[Tensor | None] = []
-        for slot, (view, part) in enumerate(zip(self.layout.unpack(full), self.flat_param.parts, strict=True)):
-            has_none = self.orig_params is not None and self.orig_params.params[slot].grad is None
-            shown.append(None if has_none else part.dtensor(view.clone()) if part else view.clone())
-        return shown
-
-    def keep_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Have this rank's shards of unsharded gradients, in the place of those that it has."""
-        self.zero_grad()
-        self.flat_param.forget_gradient()
-        if all(gradient is None for gradient in gradients):
-            return
-        dtype = self.gradients.dtype if self.precision.keeps_low_gradients else self.flat_param.dtype
-        shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=self.storage.device)
-        for slot, gradient in enumerate(gradients):
-            if gradient is not None:
-                part, local = self.flat_param.parts[slot], gradient.detach()
-                local = local if part is None else part.to_local(self.layout.slots[slot].name, local)
-                self.layout.shard_of(slot, local, shard, self.comm.rank)
-        self.storage.accept(self.flat_param, shard)
-        if self.orig_params is not None:
-            self.storage.copy_stream.settle()
-            self.orig_params.show_gradients([gradient is not None for gradient in gradients])
 
     @property
     def has_no_gradient(self) -> bool:

@@ -20,8 +20,8 @@ import fsdp
 from fsdp import FSDPModule, UnshardHandle
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.placeholder import Placeholder
+from fsdp.engine.post_forward_shard import PostForwardShard
 from fsdp.engine.unit import unit_of
-from fsdp.engine.unsharded_params import PostForwardShard
 from tests.helpers.dtensor_twins import (
     Uneven,
     adamw_at_once,
