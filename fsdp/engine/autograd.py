@@ -2,8 +2,8 @@
 
 ``torch._C._current_graph_task_id``, ``torch._C._will_engine_execute_node``,
 ``torch._C._functorch.peek_interpreter_stack``, ``torch._C._autograd._unsafe_set_version_counter`` and
-``Variable._execution_engine.queue_callback`` have no public counterpart; torch's own DistributedDataParallel, FSDP and ``register_multi_grad_hook`` use them. Tried on torch 2.11
-and 2.13.
+``Variable._execution_engine.queue_callback`` have no public counterpart; torch's own DistributedDataParallel, FSDP and
+``register_multi_grad_hook`` use them. Tried on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
