@@ -82,7 +82,7 @@ class DTensorParams(OrigParams):
 
     @property
     def versions(self) -> tuple[int, ...]:
-        return tuple(param._version for param in self.params)
+        return tuple([param._version for param in self.params])
 
     @property
     def absent(self) -> list[Tensor]:  # type: ignore[override]
@@ -116,6 +116,9 @@ class DTensorParams(OrigParams):
         else:
             become(param, self._parts[slot].dtensor(rows))
 
+    def _was_replaced(self, slot: int) -> bool:
+        return held_part(self.params[slot]) is not self._held[slot]
+
     def give_memory(self, slots: Iterable[int]) -> None:
         """Have parameters that came from the meta device lie in the shard."""
         versions = list(self._versions)
@@ -137,10 +140,7 @@ class DTensorParams(OrigParams):
         return part.view(self._shapes[slot])
 
     def absorb(self) -> list[int]:
-        for slot, param in enumerate(self.params):
-            if held_part(param) is not self._held[slot]:
-                self._take_back(slot, param)
-        self._follow_frozen()
+        super().absorb()
         # Every rank writes to a DTensor when any does, also those that have no rows of it.
         before, self._versions = self._versions, self.versions
         written = (slot for slot, version in enumerate(before) if version != self._versions[slot])

@@ -107,9 +107,9 @@ class GradientBuffer:
         return [bool(used or filled) for used, filled in zip(self.used, self._filled, strict=True)]
 
     @property
-    def missed(self) -> list[bool]:
-        """A flag for each parameter: it was `awaited`, but a function of a user's returned None for it."""
-        return [awaited and not used for awaited, used in zip(self.awaited, self.used)]  # noqa: B905 (none awaited)
+    def missed(self) -> list[int]:
+        """The numbers of the parameters that were `awaited`, while a function of a user's returned None for them."""
+        return [slot for slot, is_awaited in enumerate(self.awaited) if is_awaited and not self.used[slot]]
 
     def forget(self, slots: Sequence[int]) -> None:
         """Drop what is accumulated for some parameters."""
@@ -139,11 +139,12 @@ class GradientBuffer:
             raise ValueError("nothing has been accumulated")
         self.drop()
         self.times_taken += 1
-        for slot, places in enumerate(every):
-            if filled[slot]:
+        for slot, is_filled in enumerate(filled):
+            if is_filled:
                 self.used[slot] = 1
-            for place in () if filled[slot] else places:
-                place.zero_()
+            else:
+                for place in every[slot]:
+                    place.zero_()
         self._layout.clear_gaps(flat)
         return flat if flat.dtype is self.dtype else flat.to(self.dtype)
 
@@ -158,7 +159,7 @@ def _put(place: Tensor, grad: Tensor, divisor: float, *, is_filled: bool) -> Non
         place.add_(grad, alpha=1.0 / divisor)
     elif divisor == 1.0:
         place.copy_(grad)
-    elif torch.promote_types(grad.dtype, place.dtype) == grad.dtype:
+    elif grad.dtype is place.dtype or torch.promote_types(grad.dtype, place.dtype) is grad.dtype:
         torch.div(grad, divisor, out=place)  # in the wider dtype: narrowed first, it might overflow
     else:
         place.copy_(grad).div_(divisor)  # dividing first would lose what only the wider dtype can hold

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -73,6 +73,11 @@ class Phase(Enum):
 Phase.SHARDED.following = (Phase.UNSHARDING,)
 Phase.UNSHARDING.following = (Phase.UNSHARDED, Phase.SHARDED)
 Phase.UNSHARDED.following = (Phase.SHARDED,)
+
+
+# Of a shard: its version, those of local shards that count by themselves, and all that its buffers are made for: dtype,
+# `requires_grad`, the device of the computation, size, and last the address.
+ShardState = tuple[int, tuple[int, ...], tuple[Any, ...]]
 
 
 class FlatParamHandle:
@@ -148,7 +153,7 @@ class FlatParamHandle:
         self.shard_gradient = ShardGradient(flat_param, self.orig_params)
         self.on_gradient = on_gradient
         self._in_full_precision = False  # computes in the shard's own dtype, as in `eval()` if that was asked for
-        self._gathered: Hashable = None  # the state of the shard that the unsharded parameters are of
+        self._gathered: ShardState | None = None  # the state of the shard that the unsharded parameters are of
         flat_param._is_managed = True
         self.gradients = self._new_gradients()
         self._build()
@@ -164,11 +169,6 @@ class FlatParamHandle:
     def shared_param_infos(self) -> list[SharedParamInfo]:
         """All other places."""
         return [SharedParamInfo(*place, primary=places[0]) for places in self.places for place in places[1:]]
-
-    @property
-    def comms(self) -> tuple[Communicator, ...]:
-        """All ways by which its values go to other ranks."""
-        return self.comm, self.replicas, *([] if self.post_forward_shard is None else [self.post_forward_shard.comm])
 
     @property
     def is_sharded(self) -> bool:
@@ -224,11 +224,17 @@ class FlatParamHandle:
         return torch.promote_types(own, self.gradients.dtype) if self.is_replicated else own
 
     @property
-    def shard_state(self) -> Hashable:
+    def shard_state(self) -> ShardState:
         """A value that changes when the shard is written, cast, moved, frozen or released."""
-        shard = self.flat_param
-        versions = () if self.orig_params is None else self.orig_params.versions
-        return shard._version, shard.data_ptr(), shard.dtype, shard.device, *self.requires_grad_each, versions
+        shard, listed = self.flat_param, self.orig_params
+        needs, versions = (shard.requires_grad, ()) if listed is None else (listed.requires_grad, listed.versions)
+        kind = shard.dtype, needs, self.storage.device, shard.numel(), shard.data_ptr()
+        return shard._version, versions, kind
+
+    @property
+    def state_in_use(self) -> ShardState:
+        """The state of the shard that modules compute with the unsharded parameters of."""
+        return self.shard_state if self._gathered is None else self._gathered
 
     @property
     def is_unsharded(self) -> bool:
@@ -313,7 +319,7 @@ class FlatParamHandle:
     def _build(self) -> None:
         """Make everything beside the shard anew, for its present dtype and the present device."""
         shard = self.flat_param
-        self._built_for = self._kind_of_shard()
+        *_, self._built_for = self.shard_state
         self.has_frozen = not all(self.requires_grad_each)
         if self.gradients.fits(self.precision.reduce_dtype(shard.dtype), shard.dtype, self.storage.device):
             self.gradients.expect(self.requires_grad_each)  # frozen or thawed in the middle of an accumulation
@@ -325,11 +331,6 @@ class FlatParamHandle:
         self._unsharded_by_dtype: dict[torch.dtype, UnshardedParameters] = {}  # made when first needed
         self._gathered = None
         self._choose_unsharded()
-
-    def _kind_of_shard(self) -> tuple[Any, ...]:
-        """Return all that the buffers are made for, and last the shard's address."""
-        shard = self.flat_param
-        return shard.dtype, self.requires_grad_each, self.storage.device, shard.numel(), shard.data_ptr()
 
     def _new_gradients(self) -> GradientBuffer:
         own = self.flat_param.dtype
@@ -358,7 +359,7 @@ class FlatParamHandle:
             requires_grad=self.requires_grad_each,
             valueless=self.valueless,
             attributes=shard.attributes,
-            on_gradient=self._leaf_has_gradient,
+            handle=self,
             lent=self.registry.lent,
             absent=self.orig_params.absent if self.orig_params is not None else None,
         )
@@ -391,13 +392,16 @@ class FlatParamHandle:
         if self.phase is Phase.UNSHARDING:
             return
         self.absorb()
+        state = self.shard_state
         if self.phase is Phase.UNSHARDED:
-            if self.shard_state == self._gathered:
+            if state == self._gathered:
                 return
             self.reshard()  # the shard was changed since: what is here is stale
-        self.follow_shard()
+        if state[-1] != self._built_for:
+            self.follow_shard()
+            state = self.shard_state
         self.storage.check(self.name)
-        self._gathered = self.shard_state
+        self._gathered = state
         if self.unsharded.is_shard:
             self.storage.read_ahead()
         elif self.post_forward_shard is not None and self.post_forward_shard.has(self._gathered):
@@ -535,9 +539,6 @@ class FlatParamHandle:
             self.gradients.drop()
         self.gradients.begin_backward(is_summing)
 
-    def _leaf_has_gradient(self, slot: int, leaf: Tensor) -> None:
-        self.on_gradient(self, slot, leaf)
-
     def take_gradient(self, slot: int, leaf: Tensor, divisor: float) -> bool:
         """Move a leaf's gradient into the flat buffer; True when it was the last one missing in this backward."""
         gradient, leaf.grad = leaf.grad, None
@@ -566,7 +567,7 @@ class FlatParamHandle:
     def accept(self, reduced: Tensor) -> None:
         """Add a reduced gradient to the shard's; if there are hooks to be called with it, when it is delivered."""
         self.flat_param._has_unreduced = False
-        if not any(self.gradients.used) and any(self.gradients.missed) and not reduced.any():
+        if not any(self.gradients.used) and self.gradients.missed and not reduced.any():
             return  # no rank has anything of what all awaited
         self.storage.check(self.name)
         self.shard_gradient.accept(reduced.to(self.gradients.dtype) if self.precision.keeps_low_gradients else reduced)
@@ -683,7 +684,7 @@ class FlatParamHandle:
     @property
     def was_written(self) -> bool:
         """True if modules or users have written to the unsharded parameters what the shards do not have."""
-        return bool(self.unsharded.written()) and not (self.unsharded.is_shard and not self.is_replicated)
+        return (self.is_replicated or not self.unsharded.is_shard) and bool(self.unsharded.written())
 
     def accept_written(self, slots: Sequence[int]) -> None:
         """Take note that the shards have what forwards on all ranks have written to the leaves of these parameters."""
@@ -711,7 +712,8 @@ class FlatParamHandle:
     def follow_shard(self) -> None:
         """Follow a shard that was moved, cast or frozen (`module.to(...)`): buffer and leaves are made anew."""
         shard, before = self.flat_param, self._built_for
-        if self._kind_of_shard() == before:
+        *_, now = self.shard_state
+        if now == before:
             return
         if shard.numel() != self.layout.shard_numel:
             raise RuntimeError(
@@ -726,7 +728,7 @@ class FlatParamHandle:
             self.replicas = self.replicas.for_device(device)
             if self.post_forward_shard is not None:
                 self.post_forward_shard.comm = self.post_forward_shard.comm.for_device(device)
-        now = self._kind_of_shard()
+        *_, now = self.shard_state
         if self.orig_params is not None and now != before:
             self.orig_params.alias()
         if now[:-1] != before[:-1] or (self.unsharded.is_shard and now != before):

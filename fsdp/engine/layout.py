@@ -159,10 +159,7 @@ class Layout(ABC):
         """Every parameter in its shape, as views of an unsharded buffer ``[unsharded_numel]``."""
         self._check(unsharded, self.unsharded_numel, "unsharded buffer")
         first = int(unsharded.storage_offset())
-        return [
-            unsharded.as_strided(slot.shape, slot.stride, first + slot.start)
-            for slot in self.slots
-        ]
+        return [unsharded.as_strided(slot.shape, slot.stride, first + slot.start) for slot in self.slots]
 
     @property
     def is_row_major(self) -> bool:

@@ -38,7 +38,7 @@ class OrigParams:
         self.params: list[nn.Parameter] = [
             self._new(slot, layout, flat_param.requires_grad) for slot in range(len(layout.slots))
         ]
-        self._pointers: list[int] = []
+        self._pointers: dict[int, int] = {}  # where each lies, as it was left
         self.alias()
         self.entries: list[tuple[nn.Module, str, nn.Parameter]] = [
             (place.module, place.name, param) for param, used in zip(self.params, places, strict=True) for place in used
@@ -70,6 +70,11 @@ class OrigParams:
     def _have(self, slot: int, local: Tensor) -> None:
         """Let a local shard lie at these elements of the shard."""
         self.params[slot].data = local
+        self._pointers[slot] = _pointer(self.params[slot])
+
+    def _was_replaced(self, slot: int) -> bool:
+        """Return whether a local shard lies elsewhere now."""
+        return _pointer(self.params[slot]) != self._pointers[slot]
 
     def _flat(self, slot: int, tensor: Tensor) -> Tensor:
         """The memory of something in the form of a local shard, as a vector."""
@@ -99,7 +104,6 @@ class OrigParams:
         shard = self._flat_param.detach()
         for slot in range(len(self.params)):
             self._have(slot, self._of(shard, slot))
-        self._pointers = [_pointer(self._flat(slot, param)) for slot, param in enumerate(self.params)]
 
     def absorb(self) -> list[int]:
         """Write to the shard what users have assigned to the ``.data`` of local shards, and follow what they froze.
@@ -110,8 +114,8 @@ class OrigParams:
         Raises:
             RuntimeError: for another shape or dtype.
         """
-        for slot, (param, pointer) in enumerate(zip(self.params, self._pointers, strict=True)):
-            if _pointer(self._flat(slot, param)) != pointer:
+        for slot, param in enumerate(self.params):
+            if self._was_replaced(slot):
                 self._take_back(slot, param)
         self._follow_frozen()
         return []

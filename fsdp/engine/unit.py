@@ -5,7 +5,7 @@ A unit knows what belongs to it; when its parameters come and go is decided by t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -442,7 +442,7 @@ class Unit:
 
     @property
     def is_unsharding(self) -> bool:
-        return any(handle.phase is Phase.UNSHARDING for handle in self.handles)
+        return Phase.UNSHARDING in [handle.phase for handle in self.handles]
 
     @property
     def is_unsharded(self) -> bool:
@@ -523,17 +523,16 @@ class Unit:
         for handle in self.handles:
             handle.comm_hook = comm_hook
 
-    def changed_since(self, shards: Sequence[Hashable]) -> bool:
-        """Return whether a shard, or its unsharded parameter, was changed after a forward that saw it like this."""
-        for handle in self.handles:
-            if handle.was_written and not handle.unsharded.is_shard:
-                return True
-        return shards != [handle.shard_state for handle in self.handles]
+    @property
+    def was_written(self) -> bool:
+        """True if a forward has written to its weights."""
+        return any(handle.was_written for handle in self.handles)
 
     def take_written(self) -> None:
-        """Collective if a forward has written to its weights: keep that."""
+        """Collective: keep what a forward has written to its weights."""
         for handle in self.handles:
-            merge_written(handle)
+            if handle.was_written:
+                merge_written(handle)
 
     def forget_written(self) -> None:
         """Do not keep what was written to its weights until now."""

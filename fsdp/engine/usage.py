@@ -125,8 +125,8 @@ class Usage:
     def show_gradients(self) -> None:
         """After all reductions: have handles show their gradients, those of original parameters that any rank used."""
         for handle in self._handles:
-            missed = [slot for slot, is_missed in enumerate(handle.gradients.missed) if is_missed]
-            handle.shard_gradient.deliver(self._used.get(handle, handle.gradients.used), missed)
+            gradients = handle.gradients
+            handle.shard_gradient.deliver(self._used.get(handle, gradients.used), gradients.missed)
 
 
 def _forecast(handles: Iterable[FlatParamHandle]) -> bytearray:
