@@ -112,7 +112,7 @@ def fully_shard(
 
     Raises:
         RuntimeError: without a process group.
-        TypeError: for what is no module; for integer parameters, and `DTensor`s.
+        TypeError: for what is no module, and for integer parameters.
         ValueError: for containers without a forward, modules that are sharded already, or without parameters; for
             placements that a parameter cannot have; for dtypes that cannot be trained as asked.
         NotImplementedError: for parameters without dimensions on a 2-D mesh.
