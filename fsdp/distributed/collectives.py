@@ -84,17 +84,17 @@ class TorchCollectives(Communicator):
 
     def __init__(self, group: Any) -> None:
         super().__init__(group.rank(), group.size())
-        self._group, self._known = group, behind(group)  # what is gathered and reduced goes through a user's object
+        self.group, self._known = group, behind(group)  # what is gathered and reduced goes through a user's object
         self._apart: Communicator | None = None
         self.peers_answer = "fake" not in backend_names(group).values()
 
     @property
     def talk_device(self) -> torch.device:
-        names = backend_names(self._group)
+        names = backend_names(self.group)
         return torch.device("cpu" if "cpu" in names or not names else next(iter(names)))
 
     def for_device(self, device: torch.device) -> Communicator:
-        return communicator(self._group, device)
+        return communicator(self.group, device)
 
     def apart(self) -> Communicator:
         if self._apart is None:
@@ -104,16 +104,16 @@ class TorchCollectives(Communicator):
         return self._apart
 
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
-        work = getattr(dist, _ALL_GATHER)(full, shard, group=self._group, async_op=True)
+        work = getattr(dist, _ALL_GATHER)(full, shard, group=self.group, async_op=True)
         return Pending(what, (work,), lambda: _after_use_of(shard, full))
 
     def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
         out = full.new_empty(full.numel() // self.world_size)
-        work = getattr(dist, _REDUCE_SCATTER)(out, full, group=self._group, async_op=True)
+        work = getattr(dist, _REDUCE_SCATTER)(out, full, group=self.group, async_op=True)
         return Pending(what, (work,), lambda: _after_use_of(full, out).to(dtype or full.dtype))
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", what: str = "all-reduce") -> Pending:
-        work = dist.all_reduce(tensor, op=_OPS[op], group=self._group, async_op=True)
+        work = dist.all_reduce(tensor, op=_OPS[op], group=self.group, async_op=True)
         return Pending(what, (work,), lambda: tensor)
 
     def broadcast(self, tensor: Tensor) -> Pending:
@@ -185,8 +185,8 @@ class DirectExchange(TorchCollectives):
                     yield each, peer, _wire_tag(self._way, kind, tag, each.numel(), each.dtype)
 
         try:
-            asked = [self._group.recv([each], peer, number) for each, peer, number in numbered(incoming)]
-            return asked, [self._group.send([each], peer, number) for each, peer, number in numbered(outgoing)]
+            asked = [self.group.recv([each], peer, number) for each, peer, number in numbered(incoming)]
+            return asked, [self.group.send([each], peer, number) for each, peer, number in numbered(outgoing)]
         except RuntimeError as error:  # a peer is known to be gone
             raise incomplete(what, error) from error
 

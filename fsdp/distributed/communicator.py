@@ -65,6 +65,7 @@ class Communicator(ABC):
 
     peers_answer = True  # False where the other ranks are only simulated, so comparing with them means nothing.
     sends_pieces = False  # True where it is up to us what goes from rank to rank, under the tag.
+    group: Any = None  # the process group, or the user's object in front of it; None where there is none
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank

@@ -52,19 +52,19 @@ class ForwardHooks:
 
     Args:
         unit: whose module gets the hooks.
+        module: that module, or one of a group.
         clear_autocast_cache: let go of autocast's copies of weights after each forward.
     """
 
-    def __init__(self, unit: Unit, clear_autocast_cache: bool) -> None:
-        self._unit = unit
+    def __init__(self, unit: Unit, module: nn.Module, clear_autocast_cache: bool) -> None:
+        self._unit, self._module = unit, module
         self._clear_autocast_cache = clear_autocast_cache
         self.depth = 0  # how many calls of the module are running; all but the first are parts of it
 
     def register(self) -> None:
         """Put the hooks on the module, for as long as the unit has it."""
-        module = self._unit.module
-        before, after = Hook(self.before), Hook(self.after)
-        self._unit.forward = self
+        module, before, after = self._module, Hook(self.before), Hook(self.after)
+        self._unit.forwards[module] = self
         self._unit.hooks += [
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             module.register_forward_hook(after, always_call=True),
@@ -96,20 +96,20 @@ class ForwardHooks:
             output = cast_floats(map_tensors(self._outlive_buffers, output), unit.precision.output)
         if self._clear_autocast_cache:
             torch.clear_autocast_cache()
-        unit.runtime.after_forward(unit, output, failed)
+        unit.runtime.after_forward(unit, module, output, failed)
         return output
 
     def around(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a method of the module as its forward is run."""
         depth = self.depth
-        cast = self.before(self._unit.module, args, kwargs)
+        cast = self.before(self._module, args, kwargs)
         args, kwargs = (args, kwargs) if cast is None else cast
         try:
             output = method(*args, **kwargs)
         except BaseException:
             self.give_up(depth)
             raise
-        return self.after(self._unit.module, args, output)
+        return self.after(self._module, args, output)
 
     def give_up(self, depth: int) -> None:
         """An exception has ended the call before which so many were running; torch's hooks may not have seen it."""
@@ -127,7 +127,7 @@ class ForwardHooks:
         calls = 0
         while frame is not None and calls < 2:  # the first is the one that begins
             if frame.f_code is nn.Module._call_impl.__code__:
-                calls += frame.f_locals.get("self") is self._unit.module
+                calls += frame.f_locals.get("self") is self._module
             elif frame.f_code is ForwardHooks.around.__code__:
                 calls += frame.f_locals.get("self") is self
             frame = frame.f_back

@@ -34,11 +34,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator, Pending
-from fsdp.distributed.comm_hooks import CommHook, HookCall
+from fsdp.distributed.comm_hooks import AllReduceHook, CommHook, HookCall
 from fsdp.distributed.communicator import label
 from fsdp.distributed.dtensor import is_dtensor
 from fsdp.engine.flat_param import FlatParameter, ParamInfo, SharedParamInfo
-from fsdp.engine.grad_buffer import GradientBuffer, ShardGradient
+from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, ShardGradient
 from fsdp.engine.layout import ContiguousLayout
 from fsdp.engine.managed_params import text_of_key
 from fsdp.engine.orig_params import NewOrigParams, OrigParams
@@ -109,6 +109,7 @@ class FlatParamHandle:
         shard_gradient: ``[shard_numel]``, the reduced gradient on its way into ``flat_param.grad``.
         has_frozen: some of its parameters are not trained.
         comm_hook: the user's own reduce-scatter; None for ours.
+        all_reduce_hook: the user's own last step of a reduction.
         fingerprints: of the parameters as this rank has seen them at wrapping; None once the ranks have compared them,
             and where there is nobody to compare with.
         is_exposed: modules hold unsharded, ordinary parameters in its places, for a state dict or `summon_full_params`.
@@ -116,6 +117,7 @@ class FlatParamHandle:
     """
 
     comm_hook: CommHook | None = None
+    all_reduce_hook: AllReduceHook | None = None
     is_exposed = False
 
     def __init__(
@@ -528,8 +530,8 @@ class FlatParamHandle:
 
     # --- gradients ----------------------------------------------------------------------------------------------
 
-    def begin_backward(self, is_summing: bool = False) -> None:
-        """Expect every gradient; `is_summing` if this backward's are added to, and not reduced at its end."""
+    def begin_backward(self, sync: GradientSync, fills_unused: bool) -> None:
+        """Expect every gradient, see `GradientBuffer.begin_backward`."""
         if self.orig_params is not None:
             self.gradients.forget(self.orig_params.zeroed)
             self.orig_params.collect_gradients()
@@ -537,7 +539,7 @@ class FlatParamHandle:
         if self.flat_param.grad is None:
             self.flat_param.forget_gradient()
             self.gradients.drop()
-        self.gradients.begin_backward(is_summing)
+        self.gradients.begin_backward(sync, fills_unused)
 
     def take_gradient(self, slot: int, leaf: Tensor, divisor: float) -> bool:
         """Move a leaf's gradient into the flat buffer; True when it was the last one missing in this backward."""
@@ -570,12 +572,23 @@ class FlatParamHandle:
         if not any(self.gradients.used) and self.gradients.missed and not reduced.any():
             return  # no rank has anything of what all awaited
         self.storage.check(self.name)
+        if self.all_reduce_hook is not None:
+            reduced = self.all_reduce_hook.run(reduced.to(self.gradients.dtype)).to(self.flat_param.dtype)
         self.shard_gradient.accept(reduced.to(self.gradients.dtype) if self.precision.keeps_low_gradients else reduced)
+
+    def hold(self, scattered: Tensor) -> bool:
+        """Add to a reduce-scattered gradient what was held of earlier ones; True if this one is held as well."""
+        parts = self.layout.local_shards(scattered, self.comm.rank)
+        self.gradients.add_scattered(parts)
+        if self.gradients.sync is GradientSync.SHARDS:
+            self.gradients.hold_scattered(parts)
+        return self.gradients.sync is GradientSync.SHARDS
 
     def mark_unreduced(self) -> None:
         """Let the shard's missing gradient say why it is missing, if it is and something is accumulated."""
-        if not self.gradients.is_empty:
-            self.shard_gradient.mark_unreduced(self.name, self.gradients.filled)
+        filled = self.gradients.filled
+        if any(filled):
+            self.shard_gradient.mark_unreduced(self.name, filled)
 
     @property
     def has_unreduced(self) -> bool:

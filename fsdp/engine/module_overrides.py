@@ -264,32 +264,33 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     is collective, as forward is.
 
     Args:
-        module: a `FullyShardedDataParallel`, or the module that it wraps.
-        method_name: of one of the wrapped module's methods.
+        module: a `FullyShardedDataParallel`, the module that it wraps, or one that `fully_shard` was called on. Nothing
+            happens to others, so that a program may be run without sharding.
+        method_name: of one of the module's methods.
 
     Raises:
-        ValueError: if `module` is not wrapped, or has no such method.
+        ValueError: if a sharded module has no such method.
     """
-    unit = unit_of(module) or unit_of_wrapper(module)
+    unit = unit_of(module)
     if unit is None:
-        raise ValueError(
-            f"register_fsdp_forward_method: this {type(module).__name__} is not wrapped. Give it a "
-            "FullyShardedDataParallel, or the module that one wraps."
-        )
-    if not callable(getattr(type(unit.module), method_name, None)):
-        raise ValueError(f"{type(unit.module).__name__} has no method {method_name!r} to register")
-    unit.module.__dict__[method_name] = ForwardMethod(unit, method_name)
+        unit = unit_of_wrapper(module)
+        if unit is None:
+            return
+        module = unit.module
+    if not callable(getattr(type(module), method_name, None)):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r} to register")
+    module.__dict__[method_name] = ForwardMethod(unit, module, method_name)
 
 
 class ForwardMethod:
     """A method of a unit's module that unshards, computes and reshards as calling the module does."""
 
-    def __init__(self, unit: Unit, name: str) -> None:
-        self._unit, self._name = unit, name
+    def __init__(self, unit: Unit, module: nn.Module, name: str) -> None:
+        self._unit, self._module, self._name = unit, module, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit = self._unit
-        method = MethodType(getattr(type(unit.module), self._name), unit.module)
+        method = MethodType(getattr(type(self._module), self._name), self._module)
         if unit.state is TrainingState.FORWARD:
             return method(*args, **kwargs)
-        return unit.forward.around(method, args, kwargs)
+        return unit.forwards[self._module].around(method, args, kwargs)

@@ -31,6 +31,7 @@ from fsdp.distributed.streams import copy_stream_of
 from fsdp.engine.autograd import BackwardPass, FollowedPass, in_backward
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.forward_hooks import Call
+from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.memory import return_freed_memory
@@ -56,7 +57,6 @@ class Runtime:
 
     Args:
         root: the outermost unit.
-        keep_root: don't free the root's parameters between forward and backward.
         bucket_bytes: see `Reductions`.
 
     Raises:
@@ -64,7 +64,7 @@ class Runtime:
             parameter was added after wrapping.
     """
 
-    def __init__(self, root: Unit, *, keep_root: bool, bucket_bytes: int) -> None:
+    def __init__(self, root: Unit, *, bucket_bytes: int) -> None:
         self.root = root
         named_units = units_in(root)
         self.units = [unit for _, unit in named_units]
@@ -73,8 +73,6 @@ class Runtime:
         agree(root.everyone, named_units, to_run=True)
         self._adopt(named_units)
         return_freed_memory()
-        root.policy.keeps_as_root = keep_root
-        self.sync_gradients = True
         self.has_run = False
         self._reductions = Reductions(bucket_bytes)
         self._usage = Usage()
@@ -127,7 +125,6 @@ class Runtime:
         for name, unit in named_units:
             if unit.runtime is not None:
                 unit.runtime.ensure_idle(f"become part of another {kind}")
-                unit.policy.keeps_as_root = False  # it may have been the outermost one
             unit.runtime = self
             unit.rename(name)
             unit.is_inside_mixed = False
@@ -159,6 +156,7 @@ class Runtime:
             self._unshard_for_backward(unit, is_recomputed=True)
         else:
             unit.state = TrainingState.FORWARD
+            unit.enter()
             unit.follow_mode()
             call.order = self._unshard(unit, is_backward=False)
         # A frozen parameter has no gradient whose arrival would tell that backward is done with it.
@@ -219,18 +217,23 @@ class Runtime:
             asked = unit.policy.ahead(is_backward)
             if asked is not None:
                 ahead, started = asked, len(asked)
-        unit.unshard()
+        is_needed = not is_backward or is_recomputed or unit.policy.unshard_in_backward
+        if is_needed:
+            unit.unshard()
         for number, following in enumerate(ahead):
+            if is_backward and not following.policy.unshard_in_backward:
+                continue
             if number < started:
                 if not is_backward:
                     following.follow_mode()
                 following.unshard()
             else:
                 following.read_ahead()
-        unit.wait_for_unshard()
+        if is_needed:
+            unit.wait_for_unshard()
         return order
 
-    def after_forward(self, unit: Unit, output: Any, failed: bool) -> None:
+    def after_forward(self, unit: Unit, module: nn.Module, output: Any, failed: bool) -> None:
         """Hook: `unit` has computed, or `failed` to."""
         if not self._running or self._running[-1].unit is not unit:
             return  # it never began: a hook before ours has raised
@@ -248,11 +251,15 @@ class Runtime:
             self.participation.leave(call, output, needs_backward=needs_backward)
             return
         unit.state = TrainingState.IDLE
-        needed_at_once = needs_backward and call.order is not None and call.order.at_expected_end()
+        needed_at_once = (
+            needs_backward and unit is not self.root and call.order is not None and call.order.at_expected_end()
+        )
         # A loss may leave by another way than the output (an attribute, a generator, a closure). Backward then comes to
         # the unit unannounced: where the output shows nothing to differentiate, it finds the parameters in place.
         may_leave = not needs_backward and torch.is_grad_enabled() and any(one.requires_grad for one in unit.handles)
-        if call.order is None or (unit.policy.frees_after_forward and not needed_at_once and not may_leave):
+        unit.yet_to_run.discard(module)
+        is_done = unit.frees_after_forward and not unit.yet_to_run
+        if call.order is None or (is_done and not needed_at_once and not may_leave):
             unit.reshard(keeps_post_forward_shard=needs_backward and call.order is not None)
         self.participation.leave(call, output, needs_backward=needs_backward)
         if not self._running:
@@ -278,13 +285,15 @@ class Runtime:
             if unit.was_written:  # by the forward of others
                 self._take_written(unit)
         for unit in self.units:
-            # Kept for a backward that doesn't come, or prefetched in vain.
-            if not keep or unit.is_unsharding:
+            # Kept for a backward that doesn't come, or for a module that was not run, or prefetched in vain.
+            if not keep or unit.is_unsharding or (unit.yet_to_run and unit.frees_after_forward):
                 unit.reshard()
+            unit.yet_to_run.clear()
         self._settle()
 
     def _end_failed_forward(self, unit: Unit) -> None:
         unit.state = TrainingState.IDLE
+        unit.yet_to_run.clear()
         self._let_go(unit)
         self.participation.fail(unit)
         if not self._running:
@@ -368,10 +377,11 @@ class Runtime:
         self._backward_order.begin()
         self.participation.begin_backward()
         for unit in self.units:
-            unit.begin_backward(is_summing=not self.sync_gradients)
-        if self.sync_gradients:
-            self._reductions.begin(handle for unit in reversed(self.units) for handle in unit.handles)
-            self._usage.begin(self.handles, ranks_begin_together=not self.participation.is_uneven)
+            unit.begin_backward()
+        reduced = [one for unit in reversed(self.units) for one in unit.handles if one.gradients.is_reduced]
+        self._reductions.begin(reduced, max(unit.policy.reductions_in_flight for unit in self.units))
+        in_order = [handle for handle in self.handles if handle.gradients.is_reduced]
+        self._usage.begin(in_order, ranks_begin_together=not self.participation.is_uneven)
 
     def _unshard_for_backward(self, unit: Unit, *, is_recomputed: bool = False) -> None:
         if not unit.incomplete:
@@ -393,7 +403,7 @@ class Runtime:
         """Have a handle's gradient reduced, unless it goes on to accumulate."""
         if not self.participation.announce_gradient(unit, handle):
             return
-        if self.sync_gradients and not self._usage.differs(handle):
+        if handle.gradients.is_reduced and not self._usage.differs(handle):
             self._reductions.submit(handle, unit.postdivide, keep=self.participation.is_uneven)
 
     def passed(self, unit: Unit, call: Call) -> None:
@@ -407,7 +417,7 @@ class Runtime:
             return
         if unit.has_frozen_handle and unit.contains_units:
             return  # what is frozen may be on the way to the gradients of the units inside
-        if unit.policy.frees_after_backward(self.sync_gradients):
+        if unit.frees_after_backward:
             unit.reshard()
             unit.state = TrainingState.BACKWARD_POST
 
@@ -417,22 +427,19 @@ class Runtime:
 
     def _finish_backward(self) -> None:
         self.has_trained = self.has_trained or any(not handle.gradients.is_empty for handle in self.handles)
-        if self.sync_gradients:
-            self._reduce_rest()
-        else:
-            for handle in self.handles:
-                handle.mark_unreduced()
+        self._reduce_rest()
+        for handle in self.handles:
+            handle.mark_unreduced()
         for unit in self.units:
             unit.unpassed.clear()
             if unit.state is TrainingState.FORWARD:
                 continue  # this backward was inside of its forward, which goes on
             unit.state = TrainingState.IDLE
-            if unit.policy.frees_after_backward(self.sync_gradients) or unit.is_unsharding:
+            if unit.frees_after_backward or unit.is_unsharding:
                 unit.reshard()
         self._settle()
-        if self.sync_gradients:
-            with torch.no_grad():
-                self._usage.show_gradients()
+        with torch.no_grad():
+            self._usage.show_gradients()
         self._backward = None
         with torch.no_grad():
             for unit in reversed(self.units):
@@ -464,21 +471,21 @@ class Runtime:
         if is_fresh:
             for handle in self.handles:
                 handle.zero_grad()
-        self.sync_gradients = is_reduced
+        self.synchronise(GradientSync.FULL if is_reduced else GradientSync.NONE)
         self._backward = FollowedPass()
         self._begin_backward()
 
     def end_followed_backward(self) -> None:
         """The backward that `follow_backward` began has ended on the other ranks."""
         self._finish_backward()
-        self.sync_gradients = True
+        self.synchronise(GradientSync.FULL)
 
     def serve_reduction(self, handle: FlatParamHandle) -> None:
         """Take part in the reduction of a handle of which others have a gradient."""
         unit = next(unit for unit in self.units if handle in unit.handles)
         handle.gradients.owe()
         unit.incomplete.discard(handle)
-        if self.sync_gradients:
+        if handle.gradients.is_reduced:
             self._reductions.submit(handle, unit.postdivide, keep=True)
 
     # --- between steps ------------------------------------------------------------------------------------------
@@ -487,11 +494,30 @@ class Runtime:
     def no_sync(self) -> Iterator[None]:
         """Backwards inside accumulate unsharded gradients without reducing them."""
         self.ensure_idle("enter no_sync()", is_served=True)
-        outer, self.sync_gradients = self.sync_gradients, False
+        outer = {unit: unit.policy.sync for unit in self.units}
+        self.synchronise(GradientSync.NONE)
         try:
             yield
         finally:
-            self.sync_gradients = outer
+            for unit, sync in outer.items():
+                unit.policy.sync = sync
+
+    @property
+    def reduces(self) -> bool:
+        """Return whether backwards reduce gradients now."""
+        return all(unit.policy.sync is not GradientSync.NONE for unit in self.units)
+
+    def synchronise(self, sync: GradientSync) -> None:
+        """Have the gradients of all units go this far from now on."""
+        for unit in self.units:
+            unit.policy.sync = sync
+
+    def reduce_accumulated(self) -> None:
+        """Collective. Reduce what has accumulated, as a backward that brings nothing more."""
+        self.ensure_idle("reduce gradients")
+        self._backward = FollowedPass()
+        self._begin_backward()
+        self._finish_backward()
 
     @property
     def is_computing(self) -> bool:
@@ -518,7 +544,6 @@ class Runtime:
         self.release()
         for unit in self.units:
             unit.runtime = None
-        self.root.policy.keeps_as_root = False
 
     def release(self) -> None:
         """Reshard what is kept unsharded between passes (after `no_sync`, or without a backward)."""
@@ -526,11 +551,18 @@ class Runtime:
             unit.reshard()
         self._settle()
 
+    def reset_iteration(self) -> None:
+        """Forget a forward or backward that was given up, and all gradients that were not reduced."""
+        if self.is_in_backward and in_backward():
+            raise RuntimeError(f"cannot reset the iteration in the middle of a backward of {self.root.name}")
+        self._recover()
+
     def _recover(self) -> None:
         """Back to idle after a forward or backward that was given up; its unreduced gradients are dropped."""
         self._running.clear()
         for unit in self.units:
             unit.state = TrainingState.IDLE
+            unit.yet_to_run.clear()
         self._abandon_backward()
 
     def _abandon_backward(self) -> None:

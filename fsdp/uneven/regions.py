@@ -393,7 +393,7 @@ class Visits:
         for visit in self._owed:
             visit.reduced.clear()
         self.is_uneven = bool(self._owed)
-        self._mode = self._runtime.sync_gradients + 2 * all(one.has_no_gradient for one in self._directory.handles)
+        self._mode = self._runtime.reduces + 2 * all(one.has_no_gradient for one in self._directory.handles)
 
     def reach(self, call: Call) -> None:
         """Backward has reached a call: serve until no rank is further from the end than this one."""
@@ -455,8 +455,8 @@ class Visits:
             if unit.state is not TrainingState.FORWARD:
                 unit.reshard()  # it may be unsharded on some ranks only
         touched, self._touched = self._touched, set()
-        for handle in () if self._runtime.sync_gradients else touched:
-            if handle.requires_grad:
+        for handle in touched:
+            if handle.requires_grad and not handle.gradients.is_reduced:
                 handle.gradients.owe()  # all ranks must reduce it in the end
 
     # --- rounds -------------------------------------------------------------------------------------------------
