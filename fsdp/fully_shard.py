@@ -155,9 +155,10 @@ def fully_shard(
 
     Raises:
         RuntimeError: without a process group.
-        TypeError: for what is no module; for integer parameters, and `DTensor`s.
-        ValueError: for containers without a forward, and modules that are sharded already; for placements that a
-            parameter cannot have; for dtypes that cannot be trained as asked.
+        TypeError: for what is no module, and for integer parameters.
+        ValueError: for containers without a forward, and modules that are sharded already; for `DTensor`s that are
+            not on another dimension of the same mesh; for placements that a parameter cannot have; for dtypes that
+            cannot be trained as asked.
         NotImplementedError: for parameters without dimensions on a 2-D mesh.
     """
     modules = _outermost(module)

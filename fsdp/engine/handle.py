@@ -471,8 +471,8 @@ class FlatParamHandle:
 
     def gathered(self, dtype: torch.dtype | None = None) -> Tensor:
         """Collective. Return a buffer of its own with the unsharded parameters, by default in the shard's dtype."""
-        dtype = dtype or self.flat_param.dtype
-        full = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.storage.device)
+        dtype, device = dtype or self.flat_param.dtype, self.storage.device
+        full = torch.empty(self.layout.padded_numel, dtype=dtype, device=device)
         self._gather_into(full).wait()
         self.storage.release()
         return full
@@ -723,10 +723,7 @@ class FlatParamHandle:
         self._note_values(slot)
 
     def fill(self, slot: int, read: Callable[[Tensor, int], None]) -> None:
-        """Have `read` write this rank's shard of a parameter: it gets that, and the number of its first element.
-
-        It is not called on ranks that keep nothing of the parameter.
-        """
+        """Have `read` write this rank's shard of a parameter, if there is any: it gets that, and its first number."""
         interval = self.layout.interval(slot, self.comm.rank)
         if interval is not None:
             read(self.flat_param.vector[interval.offset : interval.offset + interval.numel], interval.start)

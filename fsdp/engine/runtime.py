@@ -326,7 +326,7 @@ class Runtime:
 
     def before_backward(self, unit: Unit, call: Call) -> None:
         """Hook: backward has reached an output of a call of `unit`."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not call.is_transformed:
             raise RuntimeError(
                 f"{unit.name}: backward with create_graph=True is not supported: the second backward would need "
                 "unsharded parameters, and nothing unshards them. Compute such gradients on the unwrapped module, "
