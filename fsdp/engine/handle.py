@@ -577,7 +577,7 @@ class FlatParamHandle:
 
     def hold(self, scattered: Tensor) -> bool:
         """Add to a reduce-scattered gradient what was held of earlier ones; True if this one is held as well."""
-        parts = self.layout.parts(scattered, self.comm.rank)
+        parts = self.layout.local_shards(scattered, self.comm.rank)
         self.gradients.add_scattered(parts)
         if self.gradients.sync is GradientSync.SHARDS:
             self.gradients.hold_scattered(parts)
