@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,9 +27,9 @@ from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.foreign_names import refuse_data_parallel
 from fsdp.engine.forward_hooks import Hook
 from fsdp.engine.grad_buffer import GradientSync
-from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.handle import FlatParamHandle, Phase
 from fsdp.engine.layout import RowsLayout
-from fsdp.engine.managed_params import Ignored, group, is_ours, lender_of, take_over
+from fsdp.engine.managed_params import Ignored, group, is_ours, lender_of, note_stale, take_over
 from fsdp.engine.options import Options
 from fsdp.engine.placeholder import under_way
 from fsdp.engine.precision import MixedPrecision
@@ -440,10 +440,19 @@ class FSDPModule:
 
     # --- parameters ---------------------------------------------------------------------------------------------
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield what `nn.Module` does: of modules that are unsharded, the unsharded parameters, otherwise `DTensor`s.
+
+        Between passes a `DTensor` that has a gradient is listed in any case, for who clips, zeroes or steps it.
+        """
+        shown = _unsharded_in(self)
+        for name, param in super().named_parameters(*args, **kwargs):  # type: ignore[misc]
+            yield name, shown.get(param, param)
+
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Collective. Unshard the module's own parameters, until `reshard`, or the end of its next forward.
 
-        Inner sharded modules keep theirs sharded. ``parameters()`` lists the `DTensor`s all the time.
+        Inner sharded modules keep theirs sharded. ``parameters()`` lists the unsharded ones until then.
 
         Args:
             async_op: return at once; the next forward waits by itself, everybody else by the handle's ``wait()``.
@@ -731,6 +740,20 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
 
 def _units(module: Any, recurse: bool) -> list[Unit]:
     return [unit for _, unit in units_in(_of(module))] if recurse else [_of(module)]
+
+
+def _unsharded_in(module: Any) -> dict[nn.Parameter, nn.Parameter]:
+    """Return the unsharded parameters that stand for those that modules list."""
+    found: dict[nn.Parameter, nn.Parameter] = {}
+    for unit in _units(module, recurse=True):
+        for handle in unit.visible_handles:
+            if handle.phase is Phase.UNSHARDED and handle.orig_params is not None:
+                for slot, param in enumerate(handle.orig_params.params):
+                    if unit.state is not TrainingState.IDLE or param.grad is None:
+                        found[param] = leaf = handle.unsharded.leaves[slot]
+                        # Optimizers are to refuse it.
+                        note_stale(leaf, f"{handle.param_infos[slot].fqn} of {unit.name}, unsharded")
+    return found
 
 
 @cache

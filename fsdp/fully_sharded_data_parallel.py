@@ -351,7 +351,8 @@ class FullyShardedDataParallel(nn.Module):
         hooks = self._unit.forwards[self._unit.module]
         depth = hooks.depth
         try:
-            output = self.module(*args, **kwargs)
+            # Not `self.module`, which is searched for among the parameters: each unit comes by here.
+            output = self._modules[FSDP_PART](*args, **kwargs)  # type: ignore[misc]
         except BaseException:
             hooks.give_up(depth)
             raise

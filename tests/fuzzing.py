@@ -460,13 +460,13 @@ class Pair:
             yield self.plain(*self.batch(rank, turn)).square().mean()
         self.plain.train()
 
-    def backward(self, turn: int, share: float) -> None:
-        """Losses of one batch of each rank, and their gradients."""
+    def backward(self, turn: int, share: float, chosen: Chosen | None = None) -> None:
+        """Losses of one batch of each rank, and their gradients; of the chosen parameters only, if there are any."""
         inputs, flags = self.batch(dist.get_rank(), turn)
         loss = self.sharded(inputs, flags).square().mean()
-        (loss * share).backward()
+        (loss * share).backward(inputs=None if chosen is None else chosen.sharded)
         for rank, twin in enumerate(self.twins(turn)):
-            (twin * share / self.case.world_size).backward()
+            (twin * share / self.case.world_size).backward(inputs=None if chosen is None else chosen.plain)
             if rank == dist.get_rank():
                 self.same("loss", loss.detach(), twin.detach())
 
@@ -479,6 +479,14 @@ class Pair:
             optimizer.step()
             optimizer.zero_grad()
         self.step += 1
+
+
+@dataclass
+class Chosen:
+    """Parameters as the sharded model lists them, and the same ones of its twin."""
+
+    sharded: list[nn.Parameter] = field(default_factory=list)
+    plain: list[nn.Parameter] = field(default_factory=list)
 
 
 @contextmanager
@@ -496,16 +504,21 @@ def _whole(value: Tensor) -> Tensor:
 
 def _fill_missing(sharded: Any, plain: nn.Module) -> None:
     """Zeros in the twin for parameters without a gradient that lie in a flat parameter with others that have one."""
+    for _, together in _listed(sharded, plain):
+        if any(param.grad is not None for param in together):
+            for param in together:
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+
+
+def _listed(sharded: Any, plain: nn.Module) -> Iterator[tuple[nn.Parameter, list[nn.Parameter]]]:
+    """What the sharded model lists, with the parameters of the twin that are in it."""
     from fsdp import FlatParameter
 
     params = dict(plain.named_parameters(remove_duplicate=False))
-    for raw, flat in sharded.named_parameters():
-        if isinstance(flat, FlatParameter) and len(flat.metadata()[0]) > 1:
-            path = ".".join(part for part in raw.split(".")[:-1] if part not in WRAPPERS)
-            together = [params[".".join(filter(None, (path, name)))] for name in flat.metadata()[0]]
-            if any(param.grad is not None for param in together):
-                for param in together:
-                    param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+    for raw, listed in sharded.named_parameters():
+        *path, name = (part for part in raw.split(".") if part not in WRAPPERS)
+        names = listed.metadata()[0] if isinstance(listed, FlatParameter) and name.startswith("flat_param") else [name]
+        yield listed, [params[".".join([*path, each])] for each in names]
 
 
 WRAPPERS = {"_fsdp_wrapped_module", "_fpw_module"}
@@ -521,6 +534,20 @@ def train(pair: Pair) -> None:
         with pair.no_sync() if silent and turn < turns - 1 else nullcontext():
             pair.backward(turn, 1 / turns)
     pair.end_step(clip=pair.rng.choice((None, 0.1, 100.0)))
+
+
+def train_some(pair: Pair) -> None:
+    """A step on the gradients of some parameters, which backward is told."""
+    trained = [(one, twins) for one, twins in _listed(pair.sharded, pair.plain) if one.requires_grad]
+    # Where ranks use different parameters, backward to some of them would come through other units on other ranks.
+    chosen, share = Chosen(), pair.rng.choice((0.5, 1.0)) if pair.case.flags != "apart" else 1.0
+    for one, twins in trained:
+        if pair.rng.random() < share:
+            chosen.sharded.append(one)
+            chosen.plain += twins
+    if chosen.sharded:
+        pair.backward(6, 1.0, chosen)
+        pair.end_step()
 
 
 def evaluate(pair: Pair) -> None:
@@ -679,6 +706,7 @@ def discard(pair: Pair) -> None:
 OPERATIONS = (
     "train",
     "train",
+    "train_some",
     "evaluate",
     "forward_only",
     "two_forwards",
@@ -778,7 +806,7 @@ def _forgotten(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _always_the_same(original: Any) -> Any:
-    return property(lambda handle: 0)
+    return property(lambda handle: (0, (), ()))
 
 
 def _all_used(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -91,15 +91,6 @@ def decoded(value: Any) -> Any:
         raise ValueError("values lie too deep in each other") from None
 
 
-def problem_of(value: Any) -> str | None:
-    """Return why it is nothing that `encoded` has returned; None if it is."""
-    try:
-        decoded(value)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
 def _decoded(value: Any) -> Any:
     if isinstance(value, list):
         return [_decoded(each) for each in value]

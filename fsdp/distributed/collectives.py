@@ -116,9 +116,9 @@ class TorchCollectives(Communicator):
         work = dist.all_reduce(tensor, op=_OPS[op], group=self.group, async_op=True)
         return Pending(what, (work,), lambda: tensor)
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
-        source = dist.get_global_rank(self._known, source)
-        work = dist.broadcast(tensor, src=source, group=self._known, async_op=True)
+    def broadcast(self, tensor: Tensor) -> Pending:
+        first = dist.get_global_rank(self._known, 0)
+        work = dist.broadcast(tensor, src=first, group=self._known, async_op=True)
         return Pending("broadcast", (work,), lambda: tensor)
 
     def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: Tag) -> Pending:
@@ -238,27 +238,24 @@ class DirectExchange(TorchCollectives):
 
         return Pending(what, works, combined)
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
-        return Pending("broadcast", (), lambda: self._pass_on(tensor, source))
+    def broadcast(self, tensor: Tensor) -> Pending:
+        return Pending("broadcast", (), lambda: self._pass_on(tensor))
 
-    def _pass_on(self, tensor: Tensor, source: int) -> Tensor:
+    def _pass_on(self, tensor: Tensor) -> Tensor:
         """Along a binomial tree: in each round twice as many ranks have it."""
-        place, reach = (self.rank - source) % self.world_size, 1
-        while reach < self.world_size and not place & reach:
+        reach = 1
+        while reach < self.world_size and not self.rank & reach:
             reach *= 2
         host = tensor.cpu()
 
         def through(incoming: Messages, outgoing: Messages) -> None:
-            asked, sent = self._post("broadcast", "broadcast", source, incoming, outgoing)
+            asked, sent = self._post("broadcast", "broadcast", 0, incoming, outgoing)
             finish(asked + sent, "broadcast")
 
-        def rank_at(place: int) -> int:
-            return (place + source) % self.world_size
-
-        if place:
-            through({rank_at(place - reach): [host]}, {})
-        steps = [reach >> shift for shift in range(1, reach.bit_length())]
-        through({}, {rank_at(place + step): [host] for step in steps if place + step < self.world_size})
+        if self.rank:
+            through({self.rank - reach: [host]}, {})
+        receivers = [self.rank + (reach >> shift) for shift in range(1, reach.bit_length())]
+        through({}, {peer: [host] for peer in receivers if peer < self.world_size})
         return tensor if host is tensor else tensor.copy_(host)
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:

@@ -74,12 +74,11 @@ class FreedLeaves:
             self._versions = tuple([leaf._version for leaf in self._leaves])
             increment_version(self._leaves)
 
-    def unseal(self) -> tuple[int, ...] | None:
-        """They have their values again, and the versions that are returned; None if they were not sealed."""
+    def unseal(self) -> None:
+        """They have their values again, and their versions."""
         versions, self._versions = self._versions, None
         if versions is not None:
             torch._C._autograd._unsafe_set_version_counter(self._leaves, versions)
-        return versions
 
 
 def differentiable_tensors(tree: Any) -> list[Tensor]:

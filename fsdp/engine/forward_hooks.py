@@ -7,7 +7,7 @@ is the same.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -18,6 +18,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.compiler import disable
 
 from fsdp.engine.autograd import differentiable_tensors, in_backward
+from fsdp.engine.handle import ShardState
 from fsdp.engine.precision import InputCast, cast_floats
 from fsdp.engine.schedule import ExecutionOrder
 from fsdp.engine.trees import map_tensors
@@ -145,7 +146,7 @@ class ForwardHooks:
 
     def _outlive_buffers(self, tensor: Tensor) -> Tensor:
         # A module may return a parameter, or a view of it, and the unit is resharded.
-        shows = tensor._is_view() or isinstance(tensor, nn.Parameter)
+        shows = tensor._is_view() or tensor.is_leaf
         for handle in self._unit.handles:
             # What comes of a DTensor doesn't show whether it is a view of its local part.
             if (shows or any(handle.flat_param.parts)) and handle.unsharded.holds(tensor):
@@ -159,7 +160,7 @@ class Call:
     def __init__(self, unit: Unit, recomputed: bool) -> None:
         self.unit = unit
         self.recomputed = recomputed  # by activation checkpointing, inside a backward
-        self.shards: list[Hashable] = []  # the state of those that it computed with
+        self.shards: list[ShardState] = []  # the state of those that it computed with
         self.in_full_precision = False  # what it computed in
         self.will_pass = False  # whether backward goes on through its inputs
         self.order: ExecutionOrder[Unit] | None = None  # in which all ranks run it; None if only some do
@@ -178,7 +179,7 @@ class Call:
         # A leaf among the outputs was passed through; nothing of the unit is between it and the loss.
         tensors = [tensor for tensor in differentiable_tensors(outputs) if not tensor.is_leaf]
         self.in_full_precision = self.unit.in_full_precision
-        self.shards = [handle.shard_state for handle in self.unit.handles]
+        self.shards = [handle.state_in_use for handle in self.unit.handles]
         for tensor in tensors:
             # Another rank may compute with what a unit inside has returned, while this one returns it as it is. So that
             # both reach the outer unit first, its hook goes before the inner one's. (Autograd calls them as they lie.)

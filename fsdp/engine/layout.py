@@ -5,8 +5,9 @@ gradient buffers, state dicts and checkpoints are all computed from here, and no
 
 Both layouts share one property that everything else relies on: *a rank's part of one parameter is one
 contiguous range of the row-major parameter*, found at one contiguous place of the rank's shard. It is an
-`Interval`. Gathering concatenates the shards in rank order, so place ``offset`` of rank ``r`` is found at
-``r * shard_numel + offset`` of the gathered buffer, whatever the layout.
+`Interval`. (Of a parameter that is divided along another dimension than the first it is a range of slices along that
+one, which lie in the shard as a contiguous local tensor.) Gathering concatenates the shards in rank order, so place
+``offset`` of rank ``r`` is found at ``r * shard_numel + offset`` of the gathered buffer, whatever the layout.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 class Slot:
     """One parameter of a layout; `start` counts elements from the first parameter's first.
 
-    It lies with dimension `dim` first, in row-major order otherwise.
+    It is row-major in the unsharded vector. Along `dim` it is divided where the layout divides single parameters.
     """
 
     name: str
@@ -39,24 +40,8 @@ class Slot:
     dim: int = 0
 
     @cached_property
-    def kept_shape(self) -> torch.Size:
-        """The shape with dimension `dim` moved to the front, as it lies in the vector."""
-        if not self.dim:
-            return self.shape
-        return torch.Size([self.shape[self.dim], *self.shape[: self.dim], *self.shape[self.dim + 1 :]])
-
-    @cached_property
-    def kept_stride(self) -> tuple[int, ...]:
-        """The strides of a contiguous tensor of `kept_shape`."""
-        return torch.empty(self.kept_shape, device="meta").stride()
-
-    def kept(self, value: Tensor) -> Tensor:
-        """Return a view of a value of the parameter's shape with `dim` moved to the front."""
-        return value.movedim(self.dim, 0) if self.dim else value
-
-    def shown(self, kept: Tensor) -> Tensor:
-        """Return a view of a value of the kept shape in the parameter's own."""
-        return kept.movedim(0, self.dim) if self.dim else kept
+    def stride(self) -> tuple[int, ...]:
+        return torch.empty(self.shape, device="meta").stride()
 
     @cached_property
     def numel(self) -> int:
@@ -174,10 +159,7 @@ class Layout(ABC):
         """Every parameter in its shape, as views of an unsharded buffer ``[unsharded_numel]``."""
         self._check(unsharded, self.unsharded_numel, "unsharded buffer")
         first = int(unsharded.storage_offset())
-        return [
-            slot.shown(unsharded.as_strided(slot.kept_shape, slot.kept_stride, first + slot.start))
-            for slot in self.slots
-        ]
+        return [unsharded.as_strided(slot.shape, slot.stride, first + slot.start) for slot in self.slots]
 
     @property
     def is_row_major(self) -> bool:
@@ -207,9 +189,10 @@ class Layout(ABC):
         wanted = self.slots[slot]
         if value.shape != wanted.shape:
             raise ValueError(f"{wanted.name}: expected shape {tuple(wanted.shape)}, got {tuple(value.shape)}")
-        interval = self.interval(slot, rank)
-        flat = wanted.kept(value.detach()).reshape(-1)
-        return flat[interval.start : interval.stop] if interval is not None else flat[:0]
+        return self._local_shard_of(slot, value.detach(), rank)
+
+    @abstractmethod
+    def _local_shard_of(self, slot: int, value: Tensor, rank: int) -> Tensor: ...
 
     def shard_of(self, slot: int, value: Tensor, shard: Tensor, rank: int) -> None:
         """Copy the rank's shard of one parameter, of any dtype and device, into its shard."""
@@ -272,26 +255,47 @@ class ContiguousLayout(Layout):
     def divided(self, slot: int, value: Tensor) -> list[Tensor]:
         return [value]
 
+    def _local_shard_of(self, slot: int, value: Tensor, rank: int) -> Tensor:
+        flat, interval = value.reshape(-1), self.interval(slot, rank)
+        return flat[interval.start : interval.stop] if interval is not None else flat[:0]
+
 
 @dataclass(frozen=True)
 class Chunk:
     """The rows of one parameter that every rank has room for, in the rows layout.
 
+    Rows are its slices along `dim`. Those of a rank lie one behind the other in the order of the local tensor, which is
+    contiguous.
+
     Attributes:
-        total: rows of the parameter.
+        shape: of the parameter; of a scalar, that of its only row.
+        dim: along which it is divided.
         rows: of the chunk; those of the last ranks may be short, or empty.
-        row_shape: the parameter's shape without dim 0.
         offset: where it begins in a shard.
     """
 
-    total: int
+    shape: torch.Size
+    dim: int
     rows: int
-    row_shape: torch.Size
     offset: int
+
+    @property
+    def total(self) -> int:
+        """Rows of the parameter."""
+        return self.shape[self.dim]
+
+    def of_rows(self, rows: int) -> torch.Size:
+        """Return the shape of a local tensor with so many rows."""
+        return torch.Size([*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :]])
 
     @cached_property
     def row_numel(self) -> int:
-        return self.row_shape.numel()
+        return self.of_rows(1).numel()
+
+    @cached_property
+    def split(self) -> torch.Size:
+        """The shape of all full chunks, with `dim` split into that of the ranks and that of the rows."""
+        return torch.Size([*self.shape[: self.dim], self.full_ranks, self.rows, *self.shape[self.dim + 1 :]])
 
     @property
     def stop(self) -> int:
@@ -309,7 +313,7 @@ class Chunk:
 
 
 class RowsLayout(Layout):
-    """Every parameter divided along dim 0 into `world_size` chunks of equal numbers of rows: ``Shard(0)`` of DTensor.
+    """Every parameter divided along its `dim` into `world_size` chunks of equal numbers of rows: ``Shard`` of DTensor.
 
     A chunk that is short (or empty) is padded, so that every rank's shard has the same size. A scalar counts as
     one row. In the gathered buffer the rows of one parameter lie ``shard_numel`` apart, so `unpack` copies.
@@ -320,9 +324,9 @@ class RowsLayout(Layout):
         """The chunks of each parameter."""
         chunks, offset = [], 0
         for slot in self.slots:
-            shape = slot.kept_shape or torch.Size([1])
+            shape = slot.shape or torch.Size([1])
             offset = -(-offset // self.align) * self.align
-            chunks.append(Chunk(shape[0], -(-shape[0] // self.world_size), shape[1:], offset))
+            chunks.append(Chunk(shape, slot.dim, -(-shape[slot.dim] // self.world_size), offset))
             offset = chunks[-1].stop
         return tuple(chunks)
 
@@ -338,6 +342,16 @@ class RowsLayout(Layout):
         """First row and the row after the last that `rank` keeps of parameter number `slot`."""
         chunk = self._chunks[slot]
         return min(rank * chunk.rows, chunk.total), min((rank + 1) * chunk.rows, chunk.total)
+
+    def local_shape(self, slot: int, rank: int) -> torch.Size:
+        """Return the shape of the rank's local tensor of a parameter."""
+        first, last = self.rows(slot, rank)
+        return self._chunks[slot].of_rows(last - first) if self.slots[slot].shape else self.slots[slot].shape
+
+    def _local_shard_of(self, slot: int, value: Tensor, rank: int) -> Tensor:
+        first, last = self.rows(slot, rank)
+        rows = value.view(1) if value.dim() == 0 else value
+        return rows.narrow(self.slots[slot].dim, first, last - first).reshape(-1)
 
     def interval(self, slot: int, rank: int) -> Interval | None:
         chunk = self._chunks[slot]
@@ -365,24 +379,28 @@ class RowsLayout(Layout):
         """The places of each parameter: size, stride and beginning."""
         found = []
         for chunk in self._chunks:
-            inner = torch.empty(chunk.row_shape, device="meta").stride()
             places = []
             if chunk.full_ranks:
-                size = (chunk.full_ranks, chunk.rows, *chunk.row_shape)
-                places.append((size, (self.shard_numel, chunk.row_numel, *inner), chunk.offset))
+                local = torch.empty(chunk.of_rows(chunk.rows), device="meta")
+                size, stride = (chunk.full_ranks, *local.shape), (self.shard_numel, *local.stride())
+                places.append((size, stride, chunk.offset))
             if chunk.rest:
-                at = chunk.full_ranks * self.shard_numel + chunk.offset
-                places.append(((chunk.rest, *chunk.row_shape), (chunk.row_numel, *inner), at))
+                local = torch.empty(chunk.of_rows(chunk.rest), device="meta")
+                places.append((local.shape, local.stride(), chunk.full_ranks * self.shard_numel + chunk.offset))
             found.append(tuple(places))
         return tuple(found)
 
     def divided(self, slot: int, value: Tensor) -> list[Tensor]:
-        chunk, shapes = self._chunks[slot], self._geometry[slot]
-        value = self.slots[slot].kept(value)
-        if not chunk.rest:
-            return [_split_rows(value, size) for size, _, _ in shapes]
-        bound = chunk.total - chunk.rest
-        return [*(_split_rows(value[:bound], size) for size, _, _ in shapes[:-1]), value[bound:]]
+        chunk, found = self._chunks[slot], []
+        bound = chunk.full_ranks * chunk.rows
+        if chunk.full_ranks:
+            full = value.narrow(chunk.dim, 0, bound) if chunk.rest else value
+            sizes = chunk.full_ranks, chunk.rows
+            by_rank = full.view(chunk.split) if full.is_contiguous() else full.unflatten(chunk.dim, sizes)
+            found.append(by_rank.movedim(chunk.dim, 0) if chunk.dim else by_rank)
+        if chunk.rest:
+            found.append(value.narrow(chunk.dim, bound, chunk.rest))
+        return found
 
     @cached_property
     def _gaps(self) -> tuple[tuple[int, int, int], ...]:
@@ -399,10 +417,6 @@ class RowsLayout(Layout):
         by_rank = full.view(self.world_size, self.shard_numel)
         for rank, start, stop in self._gaps:
             by_rank[rank:, start:stop].zero_()
-
-
-def _split_rows(value: Tensor, size: tuple[int, ...]) -> Tensor:
-    return value.view(size) if value.is_contiguous() else value.unflatten(0, size[:2])
 
 
 # --- boxes ----------------------------------------------------------------------------------------------------------

@@ -162,6 +162,8 @@ class Conversions:
         units = [unit, *(each for each in inside if each is not unit and each.request(Converting) is None)]
         for handle in (handle for each in units for handle in each.visible_handles):
             handle.absorb()
+            if handle.orig_params is not None:
+                handle.orig_params.collect_gradients()  # they follow the shard's
             handle.settle_fingerprints()
         if unit.runtime is not None:
             unit.runtime.release()

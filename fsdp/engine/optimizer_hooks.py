@@ -125,9 +125,10 @@ def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[A
     if stale:
         listing = ", ".join(stale[:5]) + (f" and {len(stale) - 5} more" if len(stale) > 5 else "")
         raise RuntimeError(
-            f"this {type(optimizer).__name__} was made before the model was wrapped: it holds original parameters that "
-            f"get no gradients any more ({listing}). Hand it over with reshard_optimizer(optimizer) of the outermost "
-            "FullyShardedDataParallel, or make it after wrapping, from the wrapped model's parameters()."
+            f"this {type(optimizer).__name__} was made before the model was wrapped, or while it was unsharded: it "
+            f"holds parameters that get no gradients ({listing}). Make it after sharding and between steps, from the "
+            "model's parameters(); or hand it over with reshard_optimizer(optimizer) of the outermost "
+            "FullyShardedDataParallel."
         )
 
 

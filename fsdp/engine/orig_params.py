@@ -7,6 +7,7 @@ parameter, and everything else goes on with flat vectors: a step on local shards
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -32,15 +33,19 @@ class OrigParams:
         self, flat_param: FlatParameter, layout: Layout, rank: int, places: Sequence[Sequence[ParamInfo]]
     ) -> None:
         self._flat_param = flat_param
+        self._grad: weakref.ref[Tensor] | None = None  # the shard's gradient, while local shards show it
         self._intervals = [layout.interval(slot, rank) for slot in range(len(layout.slots))]
         self.params: list[nn.Parameter] = [
             self._new(slot, layout, flat_param.requires_grad) for slot in range(len(layout.slots))
         ]
-        self._pointers: list[int] = []
+        self._pointers: dict[int, int] = {}  # where each lies, as it was left
         self.alias()
         self.entries: list[tuple[nn.Module, str, nn.Parameter]] = [
             (place.module, place.name, param) for param, used in zip(self.params, places, strict=True) for place in used
         ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_grad": None}
 
     def _new(self, slot: int, layout: Layout, requires_grad: bool) -> nn.Parameter:
         interval, kept = self._intervals[slot], layout.slots[slot]
@@ -65,6 +70,11 @@ class OrigParams:
     def _have(self, slot: int, local: Tensor) -> None:
         """Let a local shard lie at these elements of the shard."""
         self.params[slot].data = local
+        self._pointers[slot] = _pointer(self.params[slot])
+
+    def _was_replaced(self, slot: int) -> bool:
+        """Return whether a local shard lies elsewhere now."""
+        return _pointer(self.params[slot]) != self._pointers[slot]
 
     def _flat(self, slot: int, tensor: Tensor) -> Tensor:
         """The memory of something in the form of a local shard, as a vector."""
@@ -94,7 +104,6 @@ class OrigParams:
         shard = self._flat_param.detach()
         for slot in range(len(self.params)):
             self._have(slot, self._of(shard, slot))
-        self._pointers = [_pointer(self._flat(slot, param)) for slot, param in enumerate(self.params)]
 
     def absorb(self) -> list[int]:
         """Write to the shard what users have assigned to the ``.data`` of local shards, and follow what they froze.
@@ -105,11 +114,16 @@ class OrigParams:
         Raises:
             RuntimeError: for another shape or dtype.
         """
-        for slot, (param, pointer) in enumerate(zip(self.params, self._pointers, strict=True)):
-            if _pointer(self._flat(slot, param)) != pointer:
+        for slot, param in enumerate(self.params):
+            if self._was_replaced(slot):
                 self._take_back(slot, param)
-        self._flat_param.requires_grad_(any(self.requires_grad))
+        self._follow_frozen()
         return []
+
+    def _follow_frozen(self) -> None:
+        is_trained = any(self.requires_grad)
+        if self._flat_param.requires_grad is not is_trained:  # transforms of torch.func forbid to set it
+            self._flat_param.requires_grad_(is_trained)
 
     def _take_back(self, slot: int, param: Any) -> None:
         ours, given = self._of(self._flat_param.detach(), slot), self._flat(slot, param)
@@ -137,6 +151,10 @@ class OrigParams:
         """
         self._flat_param.bring_gradient()
         grad = self._flat_param.grad
+        if grad is not None and not isinstance(grad, Placeholder):
+            # Detached, it is the base of all views of it, which alone keep it alive: it goes with `zero_grad()`.
+            grad = grad.detach()
+            self._grad, self._flat_param.grad = weakref.ref(grad), None
         for slot, param in enumerate(self.params):
             if isinstance(param.grad, Placeholder):
                 param.grad = None
@@ -178,7 +196,9 @@ class OrigParams:
         """Follow what users did to gradients of local shards: zeroed (None) ones are zero in the shard's as well."""
         self.forget_zeroed()
         if self._flat_param.grad is None and any(param.grad is not None for param in self.params):
-            self._flat_param.grad = torch.zeros_like(self._flat_param.detach())  # for gradients that users assigned
+            shown = None if self._grad is None else self._grad()
+            # Where it was not shown by us, users have assigned gradients.
+            self._flat_param.grad = torch.zeros_like(self._flat_param.detach()) if shown is None else shown
         grad = self._flat_param.grad
         if grad is None or isinstance(grad, Placeholder):
             return

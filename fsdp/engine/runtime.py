@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp.distributed.streams import copy_stream_of
 from fsdp.engine.autograd import BackwardPass, FollowedPass, in_backward
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.forward_hooks import Call
@@ -243,7 +244,7 @@ class Runtime:
             if not call.recomputed:
                 self._end_failed_forward(unit)
             return
-        if not call.recomputed:
+        if not call.recomputed and unit.was_written:
             self._take_written(unit, only_here=call.order is None)
         needs_backward = torch.is_grad_enabled() and call.watch_outputs(output)
         if call.recomputed:
@@ -255,7 +256,7 @@ class Runtime:
         )
         # A loss may leave by another way than the output (an attribute, a generator, a closure). Backward then comes to
         # the unit unannounced: where the output shows nothing to differentiate, it finds the parameters in place.
-        may_leave = torch.is_grad_enabled() and not needs_backward and any(one.requires_grad for one in unit.handles)
+        may_leave = not needs_backward and torch.is_grad_enabled() and any(one.requires_grad for one in unit.handles)
         unit.yet_to_run.discard(module)
         is_done = unit.frees_after_forward and not unit.yet_to_run
         if call.order is None or (is_done and not needed_at_once and not may_leave):
@@ -269,7 +270,7 @@ class Runtime:
 
     def _take_written(self, unit: Unit, *, only_here: bool = False) -> None:
         try:
-            if only_here and any(handle.was_written for handle in unit.handles):
+            if only_here:
                 raise RuntimeError(
                     f"{unit.name}: its forward writes to its own parameters, and only some ranks run it (fsdp.cond, "
                     "fsdp.join). Change parameters between steps, inside `with model.summon_full_params():`."
@@ -281,7 +282,8 @@ class Runtime:
 
     def _end_forward(self, keep: bool) -> None:
         for unit in self.units if keep else ():
-            self._take_written(unit)  # what the forward of others has written
+            if unit.was_written:  # by the forward of others
+                self._take_written(unit)
         for unit in self.units:
             # Kept for a backward that doesn't come, or for a module that was not run, or prefetched in vain.
             if not keep or unit.is_unsharding or (unit.yet_to_run and unit.frees_after_forward):
@@ -332,12 +334,6 @@ class Runtime:
                 "unsharded parameters, and nothing unshards them. Compute such gradients on the unwrapped module, "
                 "inside summon_full_params()."
             )
-        if unit.changed_since(call.shards):
-            raise RuntimeError(
-                f"{unit.name}: its parameters were changed (by an optimizer step, a cast, or requires_grad_?) between "
-                "forward and backward, so gradients would belong to neither the old nor the new values. Run backward "
-                "before the change, or forward again after it."
-            )
         self.ensure_backward()
         if call.backward is not self._backward:
             call.backward = self._backward
@@ -356,6 +352,12 @@ class Runtime:
         if unit.state not in (TrainingState.BACKWARD_PRE, TrainingState.FORWARD):
             unit.state = TrainingState.BACKWARD_PRE
             self._unshard_for_backward(unit)
+        if call.shards != [handle.state_in_use for handle in unit.handles]:
+            raise RuntimeError(
+                f"{unit.name}: its parameters were changed (by an optimizer step, a cast, or requires_grad_?) between "
+                "forward and backward, so gradients would belong to neither the old nor the new values. Run backward "
+                "before the change, or forward again after it."
+            )
 
     @property
     def is_in_backward(self) -> bool:
@@ -579,11 +581,12 @@ class Runtime:
         self._settle()
 
     def _settle(self) -> None:
-        handles = [handle for unit in self.units for handle in unit.handles]
-        for comm in {comm for handle in handles for comm in handle.comms}:
+        kept = [handle.post_forward_shard for unit in self.units for handle in unit.handles]
+        comms = {shard.comm for shard in kept if shard is not None}
+        for comm in comms.union([unit.comm for unit in self.units], [unit.replicas for unit in self.units]):
             comm.settle()
-        for copy_stream in {handle.storage.copy_stream for handle in handles}:
-            copy_stream.settle()
+        for device in {unit.device for unit in self.units}:
+            copy_stream_of(device).settle()
 
 
 class Contents:

@@ -5,7 +5,7 @@ A unit knows what belongs to it; when its parameters come and go is decided by t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -360,7 +360,7 @@ class Unit:
         """Run a handle that another unit ran."""
         handle.compute_in_full(self.in_full_precision)
         handle.on_gradient = self.on_gradient
-        handle.comm_hook, handle.all_reduce_hook = self.comm_hook, self.all_reduce_hook
+        handle.comm_hook, handle.shard_gradient.all_reduce_hook = self.comm_hook, self.all_reduce_hook
         self.handles.append(handle)
 
     def give_up(self, handle: FlatParamHandle) -> None:
@@ -458,7 +458,7 @@ class Unit:
 
     @property
     def is_unsharding(self) -> bool:
-        return any(handle.phase is Phase.UNSHARDING for handle in self.handles)
+        return Phase.UNSHARDING in [handle.phase for handle in self.handles]
 
     @property
     def is_unsharded(self) -> bool:
@@ -574,19 +574,18 @@ class Unit:
         """Have a hook change reduced gradients from now on."""
         self.all_reduce_hook = hook
         for handle in self.handles:
-            handle.all_reduce_hook = hook
+            handle.shard_gradient.all_reduce_hook = hook
 
-    def changed_since(self, shards: Sequence[Hashable]) -> bool:
-        """Return whether a shard, or its unsharded parameter, was changed after a forward that saw it like this."""
-        for handle in self.handles:
-            if handle.was_written and not handle.unsharded.is_shard:
-                return True
-        return shards != [handle.shard_state for handle in self.handles]
+    @property
+    def was_written(self) -> bool:
+        """True if a forward has written to its weights."""
+        return any(handle.was_written for handle in self.handles)
 
     def take_written(self) -> None:
-        """Collective if a forward has written to its weights: keep that."""
+        """Collective: keep what a forward has written to its weights."""
         for handle in self.handles:
-            merge_written(handle)
+            if handle.was_written:
+                merge_written(handle)
 
     def forget_written(self) -> None:
         """Do not keep what was written to its weights until now."""

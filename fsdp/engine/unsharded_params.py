@@ -13,10 +13,11 @@ The idea is torch's ``reshard_after_forward=<int>``, and that of ZeRO++ (Wang et
 from __future__ import annotations
 
 import copy
+import operator
 import weakref
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +72,14 @@ class PostForwardShard:
         self._shard = None
 
 
+class GradientHandler(Protocol):
+    """The handle of unsharded parameters, as these know it."""
+
+    @property
+    def on_gradient(self) -> Callable[[Any, int, Tensor], None]:
+        """Called with itself, a parameter's number, and its leaf when that has its gradient."""
+
+
 class Copies(NamedTuple):
     """Views from which, and to which, gathered parameters are copied. Like the leaves they are made once."""
 
@@ -99,8 +108,7 @@ class UnshardedParameters:
         requires_grad: of each leaf.
         valueless: the numbers of those without values: where the buffer is the shard, they are not seen until `reveal`.
         attributes: for each, what users had set on it.
-        on_gradient: a method, held weakly: called with a parameter's number and leaf when autograd has finished its
-            gradient.
+        handle: is held weakly, and told when autograd has finished a leaf's gradient.
         lent: the places that show, for one call, tensors that are not ours; see `fsdp.engine.registration`.
         absent: for each, what modules see while it is not unsharded; None stands for placeholders, and for the leaves
             where the buffer is the shard.
@@ -117,7 +125,7 @@ class UnshardedParameters:
         requires_grad: Sequence[bool],
         valueless: Collection[int],
         attributes: Sequence[Attributes],
-        on_gradient: Callable[[int, Tensor], None],
+        handle: GradientHandler,
         lent: Collection[tuple[nn.Module, str]],
         absent: Sequence[Tensor] | None = None,
     ) -> None:
@@ -132,7 +140,7 @@ class UnshardedParameters:
         for number, leaf in enumerate(self.leaves):
             if leaf.requires_grad:
                 # Weakly: the garbage collector does not see into these hooks, and would never free a model.
-                leaf.register_post_accumulate_grad_hook(partial(_tell, weakref.WeakMethod(on_gradient), number))
+                leaf.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(handle), number))
         self._freed = FreedLeaves(self.leaves)
         self._layout = layout
         # Where leaves lie in the buffer, in bytes; what is empty lies nowhere. Asking `DTensor`s takes longer.
@@ -140,7 +148,8 @@ class UnshardedParameters:
         self._numbers_placed = [number for number, view in enumerate(views) if view.numel()]
         self._leaves_placed = [self.leaves[number] for number in self._numbers_placed]
         self._offsets = [self._address_of(leaf) - full.data_ptr() for leaf in self._leaves_placed]
-        self._versions: tuple[int, ...] | None = None  # of the leaves, since when nothing was written
+        self._numbers_seen = [*self._numbers_placed, *range(len(self.leaves))]  # of the leaves in what `_look` returns
+        self._expected: list[int] | None = None  # what `_look` returns while nothing is written to the leaves
         if is_shard:
             self.rest()
         self._numbers: dict[Tensor, int] = {leaf: number for number, leaf in enumerate(self.leaves)}
@@ -211,7 +220,7 @@ class UnshardedParameters:
         """
         if not self.is_shard:
             self.full.untyped_storage().resize_(0)
-            self._versions = None
+            self._expected = None
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor's memory is the buffer's, and will be freed."""
@@ -242,9 +251,9 @@ class UnshardedParameters:
                 attributes[place.name] = leaf
             elif value is not leaf and (place.module, place.name) not in self._lent:
                 disturbed.append(self._numbers[leaf])
-        known = self._freed.unseal()
+        self._freed.unseal()
         if not self.is_shard:
-            self._versions = self._versions_now() if known is None else known
+            self.rest()
         if self._rnns:
             self.refresh_rnns()
         return disturbed
@@ -282,31 +291,26 @@ class UnshardedParameters:
 
     def rest(self) -> None:
         """Take what is written to the leaves from now on for new."""
-        self._versions = self._versions_now()
+        begin = self.full.data_ptr()
+        self._expected = [*[begin + offset for offset in self._offsets], *map(_version_of, self.leaves)]
 
-    def _versions_now(self) -> tuple[int, ...]:
-        return tuple([leaf._version for leaf in self.leaves])
+    def _look(self) -> list[int]:
+        """Return what changes when leaves are written: the addresses of those that have elements, and all versions."""
+        return [*map(self._address_of, self._leaves_placed), *map(_version_of, self.leaves)]
 
     def written(self) -> list[int]:
         """The numbers of the leaves that were written since they are shown, or since `rest`."""
-        if self._versions is None:
-            return []
-        versions = self._versions_now()
-        moved = self.moved()
-        if versions == self._versions and not moved:  # as after nearly every forward
-            return []
-        changed = [number for number, version in enumerate(self._versions) if version != versions[number]]
-        return sorted({*changed, *moved})
+        return self._changed(self._numbers_seen)
 
     def moved(self) -> list[int]:
         """The numbers of those `written` whose ``.data`` is in another place now, and no part of the buffer."""
-        if self._versions is None:
+        return self._changed(self._numbers_placed)
+
+    def _changed(self, numbers: Sequence[int]) -> list[int]:
+        if self._expected is None or (now := self._look()) == self._expected:  # as after nearly every forward
             return []
-        begin, found = self.full.data_ptr(), list(map(self._address_of, self._leaves_placed))
-        expected = [begin + offset for offset in self._offsets]
-        if found == expected:
-            return []
-        return [self._numbers_placed[at] for at, address in enumerate(found) if address != expected[at]]
+        compared = zip(numbers, now, self._expected)  # noqa: B905 (the places alone, or the versions as well)
+        return sorted({number for number, value, expected in compared if value != expected})
 
     def restore(self, numbers: Sequence[int]) -> None:
         """Have leaves that were `written` be views of the buffer again, with their new values."""
@@ -325,6 +329,9 @@ class UnshardedParameters:
             if value is not absent and value is not leaf and (place.module, place.name) not in self._lent:
                 found.append(self._numbers[leaf])
         return found
+
+
+_version_of = operator.attrgetter("_version")
 
 
 def _copy_leaf(leaf: weakref.ref[nn.Parameter], placeholder: Placeholder, memo: dict[int, Any]) -> Tensor:
@@ -349,7 +356,7 @@ def _leave_as_they_are() -> None:
     pass
 
 
-def _tell(method: weakref.WeakMethod[Callable[[int, Tensor], None]], number: int, leaf: Tensor) -> None:
-    on_gradient = method()
-    if on_gradient is not None:
-        on_gradient(number, leaf)
+def _tell(handle: weakref.ref[GradientHandler], number: int, leaf: Tensor) -> None:
+    found = handle()
+    if found is not None:
+        found.on_gradient(found, number, leaf)

@@ -127,10 +127,9 @@ class Usage:
     def show_gradients(self) -> None:
         """After all reductions: have handles show their gradients, those of original parameters that any rank used."""
         for handle in self._handles:
-            if handle.gradients.sync is not GradientSync.FULL:
-                continue
-            missed = [slot for slot, is_missed in enumerate(handle.gradients.missed) if is_missed]
-            handle.shard_gradient.deliver(self._used.get(handle, handle.gradients.used), missed)
+            gradients = handle.gradients
+            if gradients.sync is GradientSync.FULL:
+                handle.shard_gradient.deliver(self._used.get(handle, gradients.used), gradients.missed)
 
 
 def _forecast(handles: Iterable[FlatParamHandle]) -> bytearray:

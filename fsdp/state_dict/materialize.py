@@ -247,9 +247,7 @@ def _filling(unit: Unit, wanted: Lacks) -> Iterator[set[int]]:
     Yields the ids of the other parameters, which stand for those that have values and are forgotten.
     """
     slots = {(lack.handle, lack.slot) for lack in wanted}
-    memory = {
-        handle: as_modules_see(handle, blanks(handle, handle.storage.device)) for handle in hidden_handles(unit)
-    }
+    memory = {handle: as_modules_see(handle, blanks(handle, handle.storage.device)) for handle in hidden_handles(unit)}
     for handle, tensors in memory.items():
         for slot, tensor in enumerate(tensors):
             if (handle, slot) in slots:

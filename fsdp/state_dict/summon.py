@@ -211,24 +211,14 @@ def summoned(units: Sequence[Unit], form: Summoning) -> Iterator[None]:
             form.require_shown_by(unit.request(Summoning), unit)
         else:
             closed.append(unit)
-    with for_each(closed, lambda unit: _summoned(unit, form)):
+    with for_each(closed, lambda unit: closing(_Summoned(unit, form))):
         yield
-
-
-@contextmanager
-def _summoned(unit: Unit, form: Summoning) -> Iterator[None]:
-    with during("summon_full_params()"):
-        summoned = _Summoned(unit, form)
-    try:
-        yield
-    finally:
-        with during("summon_full_params()"):
-            summoned.close()
 
 
 class _Summoned:
     """Collective over the unit's ranks and their replicas. An exposure of values and gradients in one of many forms."""
 
+    @during("summon_full_params()")
     def __init__(self, unit: Unit, form: Summoning) -> None:
         self._unit, self._form = unit, form
         self._is_here = not form.rank0_only or number_among(unit.everyone) == 0
@@ -250,6 +240,7 @@ class _Summoned:
                 param.grad = grad
         unit.requests[Summoning] = form
 
+    @during("summon_full_params()")
     def close(self) -> None:
         """Shard the values again; see `Exposure.close`. With ``rank0_only``, all raise what the first rank does."""
         form, exposure = self._form, self._exposure

@@ -295,18 +295,15 @@ class Visits:
     def leave(self, call: Call, output: Any, *, needs_backward: bool) -> None:
         """A unit has computed."""
         if needs_backward:
-            self._expect_backward(call)
+            if not call.recomputed:
+                self._without_graph.discard(call.unit)
+            mixed = self._place(call).visit
+            if mixed is not None and (not call.recomputed or mixed.is_reentrant):
+                mixed.calls.append(call)
         if self._of_root is not None and call.unit is self._runtime.root and not call.recomputed:
             visit, self._of_root = self._of_root, None
             visit.is_differentiable = bool(differentiable_tensors(output))
             self.close(visit)
-
-    def _expect_backward(self, call: Call) -> None:
-        if not call.recomputed:
-            self._without_graph.discard(call.unit)
-        visit = self._place(call).visit
-        if visit is not None and (not call.recomputed or visit.is_reentrant):
-            visit.calls.append(call)
 
     def fail(self, unit: Unit) -> None:
         """A unit's forward has raised."""

@@ -88,6 +88,8 @@ def _save_often(folder: Path) -> None:
             saver.save(folder, model, optimizer, step=step)
         saver.wait()
         assert saver._stager.held_bytes <= 3 * shards
+    with pytest.raises(RuntimeError, match="closed: make a new one"):  # its memory is released with the block
+        saver.save(folder, model, optimizer)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -213,7 +215,7 @@ def test_an_error_that_ends_the_block_is_not_replaced_by_that_of_a_save(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failing = mock.patch("os.pwrite", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    with failing, pytest.raises(KeyError):
+    with failing, pytest.raises(KeyError, match="of the training"):
         _train_within_a_saver(tmp_path / "run", KeyError("of the training"))
     assert "besides, a checkpoint could not be saved" in capsys.readouterr().err
     with failing, pytest.raises(OSError, match="No space left"):

@@ -43,9 +43,9 @@ def _zero_between_backwards(sync: bool, zeroed: str) -> None:
     else:
         twins.on_both(partial(_zero_one, name="entry.weight"))
     twins.backward(1, sync=True)
-    twins.assert_same_gradients()
+    twins.assert_close_gradients()
     twins.optimize()
-    twins.assert_same_weights()
+    twins.assert_close_weights()
 
 
 def _use_all(model: nn.Module, inputs: Tensor, rank: int) -> Tensor:
@@ -71,8 +71,8 @@ def _run_a_unit_twice_and_then_once() -> None:
     twins = Twins(partial(toolbox, recompute=False), one_sgd, bucket_cap_mb=0)
     for number, order in enumerate(("bcab", "cab")):
         twins.step(number, partial(_in_order, order))
-        twins.assert_same_gradients()
-    twins.assert_same_weights()
+        twins.assert_close_gradients()
+    twins.assert_close_weights()
 
 
 def _in_order(order: str, model: nn.Module, inputs: Tensor, rank: int) -> Tensor:
@@ -90,9 +90,9 @@ def _accumulate_for_two_optimizers() -> None:
     twins.zero(slice(0, 1))  # the other's stay
     twins.backward(1, sync=False)
     twins.backward(2)
-    twins.assert_same_gradients()
+    twins.assert_close_gradients()
     twins.optimize()
-    twins.assert_same_weights()
+    twins.assert_close_weights()
 
 
 def test_gradients_that_are_not_reduced_are_not_stepped(ranks: RankPool) -> None:
@@ -117,11 +117,11 @@ def _accumulate_without_some() -> None:
     twins = Twins(one_toolbox, one_sgd)
     twins.backward(0)
     twins.backward(1, use_a)
-    twins.assert_same_gradients()
+    twins.assert_close_gradients()
     twins.zero()
     twins.backward(2, use_a, sync=False)
     twins.backward(3, use_a)
-    twins.assert_same_gradients()
+    twins.assert_close_gradients()
 
 
 def test_users_may_change_a_gradient(ranks: RankPool) -> None:
@@ -133,9 +133,9 @@ def _change_gradients() -> None:
     twins.backward(0)
     twins.on_both(_halve_gradients)
     twins.backward(1)  # is added to what was put there
-    twins.assert_same_gradients()
+    twins.assert_close_gradients()
     twins.optimize()
-    twins.assert_same_weights()
+    twins.assert_close_weights()
 
 
 def _halve_gradients(params: dict[str, nn.Parameter]) -> None:
@@ -158,7 +158,7 @@ def _assign_gradients() -> None:
         whole.grad = torch.ones_like(whole)
         twins.pieces[name].grad = torch.ones_like(twins.pieces[name])
     twins.backward(0)
-    twins.assert_same_gradients()
+    twins.assert_close_gradients()
 
 
 @pytest.mark.parametrize("offload", [None, "cpu", "disk"])
@@ -211,7 +211,7 @@ def _assert_clips_alike(twins: Twins) -> None:
     norm = twins.sharded.clip_grad_norm_(0.01)  # type: ignore[operator]
     expected = nn.utils.clip_grad_norm_(twins.plain.parameters(), 0.01)
     torch.testing.assert_close(norm, expected)
-    twins.assert_same_gradients()
+    twins.assert_close_gradients()
 
 
 def test_clipping_is_allowed_when_what_was_accumulated_was_zeroed(ranks: RankPool) -> None:
@@ -251,9 +251,9 @@ def _freeze_a_unit_while_accumulating() -> None:
     twins.on_both(_freeze_trunk)
     twins.backward(1)  # reduces that of the trunk as well
     twins.on_both(_thaw)
-    twins.assert_same_gradients()
+    twins.assert_close_gradients()
     twins.backward(2)
-    twins.assert_same_gradients()
+    twins.assert_close_gradients()
 
 
 def _thaw(params: dict[str, nn.Parameter]) -> None:

@@ -339,7 +339,7 @@ def test_a_load_that_was_given_up_does_not_stand_in_the_way(ranks: RankPool, tra
 
 def _copy_after_failed_load(travel: Travel) -> None:
     parent = nn.Sequential(FullyShardedDataParallel(nn.Sequential(nn.Linear(5, 5), RefusesToLoad(5, 3))))
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match="it has other plans"):
         parent.load_state_dict({})
     train(travel(parent), sgd_with_momentum(parent.parameters()), 0)
 

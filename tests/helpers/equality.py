@@ -23,7 +23,7 @@ def assert_same(found: Any, expected: Any, what: str = "") -> None:
 def assert_close(found: Any, expected: Any, what: str = "", rtol: float = 1e-9, atol: float = 1e-11) -> None:
     """Keys, shapes and dtypes are the same, and the values within rounding, by default that of float64."""
     for path, one, other in _leaves(found, expected, what):
-        if isinstance(other, Tensor):
+        if isinstance(other, (Tensor, float)):
             message = path  # bound here: the message is made before the next leaf
             torch.testing.assert_close(one, other, rtol=rtol, atol=atol, msg=lambda text, at=message: f"{at}: {text}")
         else:
@@ -47,7 +47,7 @@ def assert_close_state(
 def bits_of(tensor: Tensor) -> Tensor:
     """The elements in row-major order, as bytes."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return local.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 def _leaves(found: Any, expected: Any, path: str) -> Iterator[tuple[str, Any, Any]]:

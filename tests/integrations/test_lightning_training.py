@@ -27,6 +27,7 @@ CLIPPING = {None: None, "norm": NORM, "value": VALUE}
 
 
 @parametrize_pairs(
+    at_most=12,
     world_size=[2, 3, 1, 4],
     kind=["Regression", "OfTheTrainersModel", "WithLayers", "WithAutoWrap"],
     options=[

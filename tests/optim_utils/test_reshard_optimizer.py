@@ -160,6 +160,7 @@ def assert_goes_on(
 
 
 @parametrize_pairs(
+    at_most=9,
     world_size=[3, 2, 4, 1],
     make_optimizer=[sgd, adamw, fused_adamw, foreach_adamw],
     options=KINDS,

@@ -352,7 +352,7 @@ def _whole_after_failure() -> None:
         raise KeyError("from a hook")
 
     hook = model.module.module.entry.register_state_dict_pre_hook(fail)
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match="from a hook"):
         model.local_state_dict()
     hook.remove()
     assert_same(model.state_dict(), nested_mlp(seed=1).state_dict())

@@ -87,6 +87,7 @@ class Runtime:
         assert size > 0
         assert is_mapped(address)
         assert address not in self.registered
+        assert flags == 1, "cudaHostRegisterPortable: for all devices"
         if sum(self.registered.values()) + size > self.room:
             return 2
         self.registered[address] = size

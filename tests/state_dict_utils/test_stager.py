@@ -493,7 +493,7 @@ def test_a_tensor_that_looks_beyond_its_storage_is_an_error() -> None:
 def test_after_an_error_the_stager_works_on() -> None:
     stager = StateDictStager()
     weight = torch.ones(2)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="cannot pickle"):
         stager.stage([weight, threading.Lock()])
     assert torch.equal(stager.stage([weight])[0], weight)
 

@@ -106,7 +106,7 @@ class Failing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise ArithmeticError
+        raise ArithmeticError("on purpose")
 
 
 class Relaxing(nn.Module):
@@ -122,7 +122,7 @@ class Relaxing(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.entry(inputs).tanh()
-        with pytest.raises(ArithmeticError):
+        with pytest.raises(ArithmeticError, match="on purpose"):
             torch.autograd.grad(self.energy(Failing.apply(hidden)).sum(), hidden)
         for _ in range(2):
             energy = self.energy(hidden)

@@ -118,6 +118,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @parametrize_pairs(
+    at_most=10,
     world_size=[3, 2, 1],
     policy=list(POLICIES),
     layout=list(LAYOUTS),
@@ -167,7 +168,7 @@ def _complete_in_different_orders() -> None:
     for number in range(3):
         twins.step(number, first_rank_uses_all_of_the_last_unit)
         twins.assert_close_gradients()
-    twins.assert_same_weights()
+    twins.assert_close_weights()
 
 
 def test_optimizers_of_original_parameters_train_with_a_hook(ranks: RankPool) -> None:
@@ -179,7 +180,7 @@ def _train_original() -> None:
     for number in range(4):
         twins.step(number)
         twins.assert_close_gradients()
-    twins.assert_same_weights()
+    twins.assert_close_weights()
 
 
 # bfloat16

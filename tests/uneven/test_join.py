@@ -271,7 +271,7 @@ def test_an_exception_inside_leaves_the_model_usable(ranks: RankPool) -> None:
 def _raise_inside() -> None:
     model = nested_mlp(fully_sharded())
     optimizer = sgd_with_momentum(model.parameters())
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match="on purpose"):
         _raise_in_join(model, optimizer)
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
@@ -281,7 +281,7 @@ def _raise_inside() -> None:
 def _raise_in_join(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     with fsdp.join(model, optimizer):
         model(torch.ones(2, 5)).sum().backward()
-        raise KeyError
+        raise KeyError("on purpose")
 
 
 def test_ranks_that_step_with_different_options_are_told(ranks: RankPool) -> None:

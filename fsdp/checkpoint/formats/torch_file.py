@@ -392,10 +392,6 @@ def _bytes(text: str, encoding: str = "latin1") -> bytes:
     return text.encode("latin1")
 
 
-def _default_dict(*_: Any) -> dict[Any, Any]:
-    return {}
-
-
 def _bytearray(*args: Any) -> bytearray:
     """Make one of bytes; not of a number, for which there would be as many."""
     if args and not isinstance(args[0], (bytes, str)):
@@ -406,7 +402,7 @@ def _bytearray(*args: Any) -> bytearray:
 _BUILTINS = {"set": set, "frozenset": frozenset, "complex": complex, "bytearray": _bytearray, "getattr": _inside}
 _HARMLESS: dict[str, Any] = {
     "collections.OrderedDict": OrderedDict,
-    "collections.defaultdict": _default_dict,
+    "collections.defaultdict": lambda *_: {},
     "_codecs.encode": _bytes,
     "torch.Size": torch.Size,
     "torch._utils._rebuild_parameter": _data_of,
