@@ -190,7 +190,7 @@ def fully_shard(
         inner.register_load_state_dict_pre_hook(spread_loaded)
     for each in modules:
         each.register_load_state_dict_post_hook(Hook(partial(_take_in, unit)))
-        each.__class__ = _fsdp_class(type(each))  # a subclass of its own
+        each.__class__ = _fsdp_class(type(each))  # type: ignore[arg-type]  # a subclass of its own
     return module
 
 

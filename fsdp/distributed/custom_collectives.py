@@ -65,8 +65,8 @@ class _InFront(Communicator):
     def all_reduce(self, tensor: Tensor, op: str = "sum", what: str = "all-reduce") -> Pending:
         return self._behind.all_reduce(tensor, op, what)
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
-        return self._behind.broadcast(tensor, source)
+    def broadcast(self, tensor: Tensor) -> Pending:
+        return self._behind.broadcast(tensor)
 
     def meet(self, what: str, tag: Tag) -> None:
         self._behind.meet(what, tag)

@@ -14,8 +14,8 @@ The tensors of a handle, for W ranks (P is the layout's padded number of element
   ``shard_gradient`` is what a reduce-scatter makes of it, in the shard's dtype, for the optimizer.
 
 In forward and in backward, a handle is `SHARDED`, `UNSHARDING` (`unshard` has started the all-gather), `UNSHARDED`
-(`wait_for_unshard` has shown the leaves to modules), and `SHARDED` again after `reshard`. In a world of one the buffer is
-the shard itself and nothing is gathered, unless the shard is of another dtype or elsewhere.
+(`wait_for_unshard` has shown the leaves to modules), and `SHARDED` again after `reshard`. In a world of one the buffer
+is the shard itself and nothing is gathered, unless the shard is of another dtype or elsewhere.
 
 Users may change parameters between steps: assign others, write to them, cast, move or freeze them. The handle notices
 when it is needed next (`absorb`, `follow_shard`) and stores what it finds in the shard.
