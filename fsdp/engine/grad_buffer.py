@@ -12,6 +12,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor, nn
 
+from fsdp.distributed.comm_hooks import AllReduceHook
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.layout import Layout
 from fsdp.engine.orig_params import OrigParams
@@ -170,22 +171,25 @@ class GradientBuffer:
         for slot, is_filled in enumerate(filled):
             if is_filled or (self._fills_unused and self._expects[slot]):
                 self.used[slot] = 1
-            else:
+            if not is_filled:
                 for place in every[slot]:
                     place.zero_()
         self._layout.clear_gaps(flat)
         return flat if flat.dtype is self.dtype else flat.to(self.dtype)
 
-    def add_scattered(self, parts: Sequence[Tensor]) -> None:
-        """Add what was held of earlier backwards to this rank's shard of the sum, given by parameters."""
+    def hold(self, parts: Sequence[Tensor]) -> bool:
+        """Add what is held of earlier backwards to a sum over the shard's ranks; True if that is held in turn.
+
+        Args:
+            parts: this rank's shard of the sum, by parameters.
+        """
         for part, held in zip(parts, self._scattered):  # noqa: B905 (none, where nothing is held)
             part.add_(held)
         self.used = bytearray(map(max, self.used, self._has_scattered))
-        self._scattered, self._has_scattered = (), bytearray(len(self._filled))
-
-    def hold_scattered(self, parts: Sequence[Tensor]) -> None:
-        """Hold this rank's shard of the sum until a backward adds those of replicas."""
-        self._scattered, self._has_scattered = parts, bytearray(self.used)
+        is_held = self.sync is GradientSync.SHARDS
+        self._scattered = parts if is_held else ()
+        self._has_scattered = bytearray(self.used) if is_held else bytearray(len(self._filled))
+        return is_held
 
     def drop(self) -> None:
         """Forget what has accumulated."""
@@ -218,10 +222,14 @@ class ShardGradient:
     Args:
         flat_param: this rank's shard.
         orig_params: the local shards of its original parameters, if these are listed in its place.
+
+    Attributes:
+        all_reduce_hook: a user's function that a reduction ends with.
     """
 
     def __init__(self, flat_param: FlatParameter, orig_params: OrigParams | None) -> None:
         self._flat_param, self._orig_params = flat_param, orig_params
+        self.all_reduce_hook: AllReduceHook | None = None
         self._waiting: Tensor | None = None  # [shard_numel], until hooks are called with it
         self._delivered: Sequence[nn.Parameter] = ()  # whose gradients this backward has brought, and have hooks
 

@@ -13,9 +13,9 @@ The tensors of a handle, for W ranks (P is the layout's padded number of element
 - ``gradients`` ``[P]``, in the dtype of the reduction: each leaf's gradient is copied there when autograd has it.
   ``shard_gradient`` is what a reduce-scatter makes of it, in the shard's dtype, for the optimizer.
 
-In forward, and again in backward, a handle is `SHARDED`, then `UNSHARDING` (`unshard` has started the all-gather), then
-`UNSHARDED` (`wait_for_unshard` has shown the leaves to the modules), and `SHARDED` again after `reshard`. In a world of
-one the buffer is the shard itself and nothing is gathered, unless the shard is of another dtype or elsewhere.
+In forward and in backward, a handle is `SHARDED`, `UNSHARDING` (`unshard` has started the all-gather), `UNSHARDED`
+(`wait_for_unshard` has shown the leaves to modules), and `SHARDED` again after `reshard`. In a world of one the buffer
+is the shard itself and nothing is gathered, unless the shard is of another dtype or elsewhere.
 
 Users may change parameters between steps: assign others, write to them, cast, move or freeze them. The handle notices
 when it is needed next (`absorb`, `follow_shard`) and stores what it finds in the shard.
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator, Pending
-from fsdp.distributed.comm_hooks import AllReduceHook, CommHook, HookCall
+from fsdp.distributed.comm_hooks import CommHook, HookCall
 from fsdp.distributed.communicator import label
 from fsdp.distributed.dtensor import is_dtensor
 from fsdp.engine.flat_param import FlatParameter, ParamInfo, SharedParamInfo
@@ -110,7 +110,6 @@ class FlatParamHandle:
         shard_gradient: ``[shard_numel]``, the reduced gradient on its way into ``flat_param.grad``.
         has_frozen: some of its parameters are not trained.
         comm_hook: the user's own reduce-scatter; None for ours.
-        all_reduce_hook: the user's own last step of a reduction.
         fingerprints: of the parameters as this rank has seen them at wrapping; None once the ranks have compared them,
             and where there is nobody to compare with.
         is_exposed: modules hold unsharded, ordinary parameters in its places, for a state dict or `summon_full_params`.
@@ -118,7 +117,6 @@ class FlatParamHandle:
     """
 
     comm_hook: CommHook | None = None
-    all_reduce_hook: AllReduceHook | None = None
     is_exposed = False
 
     def __init__(
@@ -186,7 +184,7 @@ class FlatParamHandle:
     @property
     def is_local(self) -> bool:
         """True if no other rank has anything to do with it."""
-        return not self.is_sharded and not self.is_replicated
+        return not (self.is_sharded or self.is_replicated)
 
     @property
     def requires_grad(self) -> bool:
@@ -264,8 +262,7 @@ class FlatParamHandle:
         if self.flat_param.group is not None:
             kind += f" of group {text_of_key(self.flat_param.group)}"
         ranks = f"over {self.layout.world_size} ranks by {type(self.comm).__name__}"
-        if not isinstance(self.layout, ContiguousLayout):
-            kind += " in rows"
+        kind += "" if isinstance(self.layout, ContiguousLayout) else " in rows"
         if self.is_replicated:
             ranks += f" and {self.replicas.world_size} replicas by {type(self.replicas).__name__}"
         if self.post_forward_shard is not None:
@@ -336,9 +333,8 @@ class FlatParamHandle:
         self._choose_unsharded()
 
     def _new_gradients(self) -> GradientBuffer:
-        own = self.flat_param.dtype
-        dtype, needs = self.precision.reduce_dtype(own), self.requires_grad_each
-        return GradientBuffer(self.layout, dtype, own, self.storage.device, needs)
+        own, needs = self.flat_param.dtype, self.requires_grad_each
+        return GradientBuffer(self.layout, self.precision.reduce_dtype(own), own, self.storage.device, needs)
 
     def _choose_unsharded(self) -> None:
         if self.dtype not in self._unsharded_by_dtype:
@@ -573,22 +569,11 @@ class FlatParamHandle:
         if not any(self.gradients.used) and self.gradients.missed and not reduced.any():
             return  # no rank has anything of what all awaited
         self.storage.check(self.name)
-        if self.all_reduce_hook is not None:
-            reduced = self.all_reduce_hook.run(reduced.to(self.gradients.dtype)).to(self.flat_param.dtype)
         self.shard_gradient.accept(reduced.to(self.gradients.dtype) if self.precision.keeps_low_gradients else reduced)
-
-    def hold(self, scattered: Tensor) -> bool:
-        """Add to a reduce-scattered gradient what was held of earlier ones; True if this one is held as well."""
-        parts = self.layout.local_shards(scattered, self.comm.rank)
-        self.gradients.add_scattered(parts)
-        if self.gradients.sync is GradientSync.SHARDS:
-            self.gradients.hold_scattered(parts)
-        return self.gradients.sync is GradientSync.SHARDS
 
     def mark_unreduced(self) -> None:
         """Let the shard's missing gradient say why it is missing, if it is and something is accumulated."""
-        filled = self.gradients.filled
-        if any(filled):
+        if any(filled := self.gradients.filled):
             self.shard_gradient.mark_unreduced(self.name, filled)
 
     @property

@@ -22,7 +22,7 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name
 from fsdp.engine.state_requests import Converting, Filling, LocalState
-from fsdp.engine.unit import TrainingState, Unit, own_modules, serving, unit_of, unit_of_wrapper, units_in
+from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, own_modules, serving, unit_of, unit_of_wrapper, units_in
 
 Conversion = Callable[[Tensor], Tensor]
 
@@ -157,7 +157,10 @@ class Conversions:
         unit = self.unit
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
             return self._convert(fn, recurse)  # nothing of the shards changes, or it was refused
-        for handle in unit.visible_handles:
+        # A group has no module of its own, and is converted with what is around it.
+        inside = [each for _, each in units_in(unit) if isinstance(each.module, ModuleGroup)]
+        units = [unit, *(each for each in inside if each is not unit and each.request(Converting) is None)]
+        for handle in (handle for each in units for handle in each.visible_handles):
             handle.absorb()
             if handle.orig_params is not None:
                 handle.orig_params.collect_gradients()  # they follow the shard's
@@ -165,15 +168,16 @@ class Conversions:
         if unit.runtime is not None:
             unit.runtime.release()
         device = fn(torch.empty(0, device=unit.device)).device
-        gives_memory = self._gives_memory and unit.awaits_values and _makes_memory(fn)
+        gives_memory = self._gives_memory and _makes_memory(fn)
         convert = partial(_convert_tensor, unit, fn, gives_memory)
-        with serving([unit], Converting()):
+        with serving(units, Converting()):
             self._convert(convert, recurse)
-            for handle in unit.handles:
+            for handle in (handle for each in units for handle in each.handles):
                 _apply_to_hidden(handle, convert)
                 if handle.orig_params is not None and gives_memory:
                     handle.orig_params.give_memory(handle.valueless)
-        unit.follow(device)
+        for each in units:
+            each.follow(device)
         return self._module
 
 

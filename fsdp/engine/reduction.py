@@ -51,12 +51,10 @@ class Bucket:
             what = f"sum over replicas of {first.name}" + (f" to {last.name}" if last is not first else "")
             tag = tuple(handle.replica_tag for handle in handles)
             scattered = shards.pop()
-            each_own = scattered.split([handle.layout.shard_numel for handle in handles])
-            held = [not self.is_abandoned and one.hold(own) for one, own in zip(handles, each_own, strict=True)]
-            if any(held):
+            if not self.is_abandoned and _hold(handles, scattered):
                 return
             summing = summed(first.replicas, scattered, first.gradients.dtype, what, tag)
-            del scattered, each_own
+            del scattered
             shards = [(yield from summing).to(first.flat_param.dtype)]
         if self.is_abandoned:
             return
@@ -66,7 +64,17 @@ class Bucket:
                 shards, divisors = [_divided(shards[0], divisors[0])], [1.0] * len(handles)
             shards = list(shards[0].split([handle.layout.shard_numel for handle in handles]))
         for handle, shard, divisor in zip(handles, shards, divisors, strict=True):
-            handle.accept(_divided(shard, divisor))
+            gradient, hook = _divided(shard, divisor), handle.shard_gradient.all_reduce_hook
+            if hook is not None:
+                gradient = hook.run(gradient.to(handle.gradients.dtype)).to(handle.flat_param.dtype)
+            handle.accept(gradient)
+
+
+def _hold(handles: Sequence[FlatParamHandle], scattered: Tensor) -> bool:
+    """Add what the handles hold of earlier sums to these, one after the other; True if these are held as well."""
+    sums = scattered.split([handle.layout.shard_numel for handle in handles])
+    parts = [one.layout.local_shards(own, one.comm.rank) for one, own in zip(handles, sums, strict=True)]
+    return all([one.gradients.hold(own) for one, own in zip(handles, parts, strict=True)])  # noqa: C419 (each)
 
 
 def _divided(sums: Tensor, divisor: float) -> Tensor:

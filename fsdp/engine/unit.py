@@ -360,7 +360,7 @@ class Unit:
         """Run a handle that another unit ran."""
         handle.compute_in_full(self.in_full_precision)
         handle.on_gradient = self.on_gradient
-        handle.comm_hook, handle.all_reduce_hook = self.comm_hook, self.all_reduce_hook
+        handle.comm_hook, handle.shard_gradient.all_reduce_hook = self.comm_hook, self.all_reduce_hook
         self.handles.append(handle)
 
     def give_up(self, handle: FlatParamHandle) -> None:
@@ -560,11 +560,6 @@ class Unit:
         for handle in self.handles:
             handle.comm_hook = comm_hook
 
-    @property
-    def was_written(self) -> bool:
-        """True if a forward has written to its weights."""
-        return any(handle.was_written for handle in self.handles)
-
     def connect(self, way: Callable[[FlatParamHandle], tuple[Communicator, Communicator]]) -> None:
         """All-gather and reduce over other communicators with the same ranks.
 
@@ -579,7 +574,12 @@ class Unit:
         """Have a hook change reduced gradients from now on."""
         self.all_reduce_hook = hook
         for handle in self.handles:
-            handle.all_reduce_hook = hook
+            handle.shard_gradient.all_reduce_hook = hook
+
+    @property
+    def was_written(self) -> bool:
+        """True if a forward has written to its weights."""
+        return any(handle.was_written for handle in self.handles)
 
     def take_written(self) -> None:
         """Collective: keep what a forward has written to its weights."""
