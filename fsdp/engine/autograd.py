@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +28,15 @@ def in_backward() -> bool:
 def in_transform() -> bool:
     """Return whether this runs inside of a transform of `torch.func`."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Return a context in which tensors are made and read as outside of all transforms of `torch.func`."""
+    if not in_transform():
+        return nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # private (torch 2.11 and 2.13)
+
+    return temporarily_clear_interpreter_stack()
 
 
 def will_run(node: Any) -> bool:
