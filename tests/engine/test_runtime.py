@@ -790,7 +790,7 @@ def test_a_unit_s_own_all_gather_goes_before_that_of_the_next_one(ranks: RankPoo
 
 def _watch_all_gathers() -> None:
     wrap = fully_sharded()
-    model = wrap(nn.Sequential(wrap(nn.Linear(5, 5)), wrap(nn.Linear(5, 5)), wrap(nn.Linear(5, 5))))
+    model = wrap(nn.Sequential(wrap(nn.Linear(5, 5)), nn.Linear(5, 5), wrap(nn.Linear(5, 5))))
     for _ in range(2):  # then the order is known
         model(torch.ones(2, 5)).sum().backward()
     exchange, started = model._unit.comm, []
@@ -802,7 +802,8 @@ def _watch_all_gathers() -> None:
 
     with mock.patch.object(type(exchange), "all_gather", watched):
         model(torch.ones(2, 5))
-    assert [what[-1] for what in started] == ["0", "1", "2"], started
+    units = [each._unit for each in (model, model[0], model[2])]
+    assert started == [f"all-gather of {unit.handles[0].name}" for unit in units]
 
 
 def test_ranks_compare_what_they_have_once(ranks: RankPool) -> None:
