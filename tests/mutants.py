@@ -48,8 +48,8 @@ CONCERNS = {
         "tensor_parallel training/option_grid training/training distributed/comm_hook* training/comm_hooks"
     ),
     "engine/managed_params engine/shared_params engine/shard_module": (
-        "training/kinds_* engine/append_shared_param engine/sync_module_states engine/ignored* engine/group_by fully_shard/uses wrap/wrap "
-        "engine/units"
+        "training/kinds_* engine/append_shared_param engine/sync_module_states engine/ignored* engine/group_by "
+        "fully_shard/uses wrap/wrap engine/units"
     ),
     "engine/verify engine/fingerprints": (
         "engine/errors engine/different_values engine/sync_module_states engine/hybrid distributed/starts_together"
