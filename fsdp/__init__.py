@@ -16,11 +16,13 @@ from fsdp.engine.sharding_strategy import ProcessGroupName, ShardingStrategy
 from fsdp.engine.unit import TrainingState
 from fsdp.fully_shard import (
     CPUOffloadPolicy,
+    DataParallelMeshDims,
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     UnshardHandle,
     fully_shard,
+    share_comm_ctx,
 )
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel, get_fsdp_instances
 from fsdp.optim_utils.ema import EMA
@@ -52,6 +54,7 @@ from fsdp.wrap.checkpoint_wrapper import (
 __all__ = [
     "CPUOffloadPolicy",
     "ConfigAutoWrap",
+    "DataParallelMeshDims",
     "EMA",
     "FSDPModule",
     "FlatParamHandle",
@@ -92,6 +95,7 @@ __all__ = [
     "patch_batchnorm",
     "register_fsdp_forward_method",
     "save",
+    "share_comm_ctx",
     "state_dict_utils",
     "use_torch_collectives",
     "wrap",

@@ -7,7 +7,8 @@ layout (every parameter is sharded along one of its dimensions) and what the mod
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,28 +18,32 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp.distributed.collectives import Communicator, communicator
-from fsdp.distributed.communicator import Group, default_group, served_device
-from fsdp.distributed.dtensor import MeshPart, joint_mesh, spread_loaded
+from fsdp.distributed.comm_hooks import AllReduceHook
+from fsdp.distributed.communicator import Group, behind, default_group, served_device
+from fsdp.distributed.custom_collectives import Collective, CustomAllGather, CustomReduceScatter
+from fsdp.distributed.dtensor import MeshPart, is_dtensor, joint_mesh, spread_loaded
 from fsdp.engine.copying import prepare_to_copy
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.foreign_names import refuse_data_parallel
 from fsdp.engine.forward_hooks import Hook
-from fsdp.engine.layout import RowsLayout
-from fsdp.engine.managed_params import Ignored, group, lender_of, take_over
+from fsdp.engine.grad_buffer import GradientSync
+from fsdp.engine.handle import FlatParamHandle, Phase
+from fsdp.engine.managed_params import Ignored, group, is_ours, lender_of, note_stale, take_over
 from fsdp.engine.options import Options
 from fsdp.engine.placeholder import under_way
 from fsdp.engine.precision import MixedPrecision
+from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.runtime import runtime_of, runtime_of_root
 from fsdp.engine.shard_module import ALIGNED, Found, MakeFlatParam, Shard, shard_module
-from fsdp.engine.sharding_strategy import Groups, post_forward_group
+from fsdp.engine.sharding_strategy import Groups, group_apart, post_forward_group
 from fsdp.engine.shared_params import share, split_off
-from fsdp.engine.unit import TrainingState, Unit, unit_of, unit_of_wrapper, units_in
+from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, unit_of, unit_of_wrapper, units_in
 from fsdp.state_dict.full import explain
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Module = TypeVar("Module", bound=nn.Module)
+Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
 
 
 @dataclass(frozen=True)
@@ -74,72 +79,119 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
 
+@dataclass
+class DataParallelMeshDims:
+    """The dimensions of a `DeviceMesh` that are for data parallelism; torch's class is taken too.
+
+    Attributes:
+        shard: the name of the dimension to shard over, or of several that are one for this.
+        replicate: of the dimension to replicate over, if there is one.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise ValueError("DataParallelMeshDims needs the name of a dimension: shard, replicate or both")
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """The dimensions to shard over, in a tuple."""
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """The dimensions to replicate over, in a tuple."""
+        return _names(self.replicate)
+
+
+def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given or ())
+
+
 def fully_shard(
-    module: Module,
+    module: Modules,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = True,
+    reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: Any = MixedPrecisionPolicy(),
     offload_policy: Any = OffloadPolicy(),
     ignored_params: Iterable[nn.Parameter] | None = None,
-) -> Module:
+    dp_mesh_dims: Any = None,
+) -> Modules:
     """Shard the parameters of a module that no module inside has sharded: each becomes a `DTensor`.
 
     Call it on inner modules first, then on those around them; one module's parameters, and the next one's, are
     unsharded at a time. The module stays what it is and where it is; its class becomes ``FSDP<Class>``, a subclass of
     its own, with the methods of `FSDPModule`. Make the optimizer afterwards.
 
+    Modules of a list are one unit: all are unsharded when the first of them computes, and resharded when each has, or
+    at the end of the forward that they are in. ``fully_shard.state(module)`` returns the state of a sharded module, the
+    same for all in a list; None for others.
+
     Every rank must do the same in the same order, with the same values; ranks compare both at the first use.
 
     Args:
-        module: with a forward that is called (no ``ModuleList`` and the like).
+        module: with a forward that is called (no ``ModuleList`` and the like), or several. One without parameters, or
+            with those of sharded modules inside only, may be given too.
         mesh: the ranks to shard over; on a 2-D one parameters are replicated over dim 0 and sharded over dim 1. None
             means all ranks, on CUDA if a parameter is there or the default process group serves it. Parameters that
             are elsewhere are brought to the mesh's device.
-        reshard_after_forward: reshard parameters after forward, and all-gather them again for backward; the outermost
-            module, which needs its own at once, keeps them. False keeps all. A number shards them between forward and
-            backward over that many neighbouring ranks, of a machine for instance, from which backward all-gathers:
-            more memory. Making their groups is collective over the mesh. None is True.
+        reshard_after_forward: reshard parameters after forward, and all-gather them again for backward. None does so
+            but for the outermost module, which needs its own at once; True for that as well. False keeps all. A number
+            shards them between forward and backward over that many neighbouring ranks, of a machine for instance, from
+            which backward all-gathers: more memory. Making their groups is collective over the mesh.
         shard_placement_fn: called with each parameter; returns ``Shard(dim)`` or None, which is ``Shard(0)``.
         mp_policy: see `MixedPrecisionPolicy`.
         offload_policy: `CPUOffloadPolicy`, or `OffloadPolicy`, which is none.
         ignored_params: are left as they are, and their gradients are not summed over the ranks.
+        dp_mesh_dims: a `DataParallelMeshDims`, which names the dimensions of `mesh` to shard and to replicate over.
+            Parameters that are `DTensor`s on all of `mesh` must be replicated along these.
 
     Returns:
-        The module.
+        The module, or the list.
 
     Raises:
         RuntimeError: without a process group.
-        TypeError: for what is no module; for integer parameters, and `DTensor`s.
-        ValueError: for containers without a forward, modules that are sharded already, or without parameters; for
-            placements that a parameter cannot have; for dtypes that cannot be trained as asked.
+        TypeError: for what is no module, and for integer parameters.
+        ValueError: for containers without a forward, and modules that are sharded already; for `DTensor`s that are
+            not on another dimension of the same mesh; for placements that a parameter cannot have; for dtypes that
+            cannot be trained as asked.
         NotImplementedError: for parameters without dimensions on a 2-D mesh.
     """
-    ignored = Ignored.of(None, ignored_params)
-    _check_module(module, ignored)
-    mesh = _mesh_of_all(module) if mesh is None else mesh
+    modules = _outermost(module)
+    for each in modules:
+        _check_module(each)
+    one = modules[0] if len(modules) == 1 else ModuleGroup(modules)
+    mesh = _mesh_of_all(one) if mesh is None else mesh
+    if dp_mesh_dims is not None:
+        whole, mesh = mesh, _data_parallel_mesh(mesh, dp_mesh_dims)
+        _take_off(modules, whole, {*dp_mesh_dims.shard_names, *dp_mesh_dims.replicate_names})
     groups = Groups.resolve(mesh, None)
     is_resharded, kept_by = _resharding(reshard_after_forward, groups)
     on_cuda = mesh.device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
     options = Options(
         reshard_after_forward=is_resharded,
+        disable_reshard_on_root=reshard_after_forward is None,
         mixed_precision=_policy(mp_policy),
         offload="cpu" if _is_offloaded(offload_policy) else None,
         compute_device=device,
     )
     post_forward = None if kept_by is None else communicator(kept_by, device)
     form = DTensorForm(mesh, groups.replicas, shard_placement_fn, post_forward)
-    unit, _ = shard_module(module, options, groups, None, ignored, form)
-    for one in list(unit.wanted):
-        share(unit, one.handle.flat_param)
+    unit, _ = shard_module(one, options, groups, None, Ignored.of(None, ignored_params), form)
+    for tied in list(unit.wanted):
+        share(unit, tied.handle.flat_param)
     for inner in dict.fromkeys(
         place.module for handle in unit.visible_handles for used in handle.places for place in used
     ):
         inner.register_load_state_dict_pre_hook(spread_loaded)
-    module.register_load_state_dict_post_hook(Hook(partial(_take_in, unit)))
-    module.__class__ = _fsdp_class(type(module))  # type: ignore[assignment, arg-type]  # a subclass of its own
+    for each in modules:
+        each.register_load_state_dict_post_hook(Hook(partial(_take_in, unit)))
+        each.__class__ = _fsdp_class(type(each))  # type: ignore[arg-type]  # a subclass of its own
     return module
 
 
@@ -228,6 +280,53 @@ def _resharding(asked: Any, groups: Groups) -> tuple[bool, Group | None]:
     return asked > 1, post_forward_group(groups.shard, asked)
 
 
+def _data_parallel_mesh(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
+    """Collective where several dimensions are one. Return the mesh to shard over, replicas first."""
+    known = mesh.mesh_dim_names or ()
+    for name in (*dims.shard_names, *dims.replicate_names):
+        if name not in known:
+            raise ValueError(f"dp_mesh_dims names {name!r}, and the mesh has the dimensions {list(known)}")
+    if not dims.shard_names:
+        raise NotImplementedError(
+            "dp_mesh_dims without `shard` would shard nothing: for replicas alone use torch's "
+            "torch.distributed._composable.replicate, or DistributedDataParallel"
+        )
+    parts = [
+        mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+        for names in (dims.replicate_names, dims.shard_names)
+        if names
+    ]
+    return parts[0] if len(parts) == 1 else type(mesh)._concatenate(parts)
+
+
+def _take_off(modules: Sequence[nn.Module], mesh: DeviceMesh, dims: set[str]) -> None:
+    """Have parameters that are `DTensor`s on all of a mesh be so on its other dimensions alone."""
+    named = list(enumerate(mesh.mesh_dim_names or ()))
+    kept = [number for number, name in named if name not in dims]
+    found: dict[nn.Parameter, nn.Parameter] = {}
+    places = [(inner, name) for module in modules for inner in module.modules() for name in inner._parameters]
+    for inner, name in places:
+        param: Any = inner._parameters[name]
+        if param is None or not is_dtensor(param) or is_ours(param) or param.device_mesh != mesh:
+            continue
+        for number, dim in named:
+            if dim in dims and not param.placements[number].is_replicate():
+                raise ValueError(
+                    f"{name} of a {type(inner).__name__} is {param.placements[number]} along {dim!r}, a dimension for "
+                    "data parallelism: it must be Replicate() there"
+                )
+        if param not in found:
+            value = param.detach().to_local()
+            if kept:
+                rest = mesh[tuple(mesh.mesh_dim_names[number] for number in kept)]  # type: ignore[index]
+                placements = [param.placements[number] for number in kept]
+                shape, stride = param.shape, param.stride()
+                how: Any = {"run_check": False, "shape": shape, "stride": stride}
+                value = type(param.data).from_local(value, rest, placements, **how)
+            found[param] = nn.Parameter(value, param.requires_grad)
+        inner._parameters[name] = found[param]
+
+
 def _mesh_of_all(module: nn.Module) -> DeviceMesh:
     """Return the mesh of all ranks."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -248,7 +347,17 @@ def _mesh_of_all(module: nn.Module) -> DeviceMesh:
 _meshes: dict[Any, Any] = {}
 
 
-def _check_module(module: Any, ignored: Ignored) -> None:
+def _outermost(given: Any) -> list[Any]:
+    """Return the modules that were given, without those that are inside of others among them."""
+    if not isinstance(given, (list, tuple)):
+        return [given]
+    if not given:
+        raise ValueError("fully_shard was given no modules: give one, or a list of some")
+    inside = {inner for module in given if isinstance(module, nn.Module) for inner in list(module.modules())[1:]}
+    return [module for module in dict.fromkeys(given) if module not in inside]
+
+
+def _check_module(module: Any) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard shards an nn.Module, got a {type(module).__name__}")
     kind = type(module).__name__
@@ -262,8 +371,6 @@ def _check_module(module: Any, ignored: Ignored) -> None:
     wrapped = next((type(inner).__name__ for inner in module.modules() if unit_of_wrapper(inner) is not None), None)
     if wrapped is not None:
         raise ValueError(f"{kind} has a {wrapped} inside: use fully_shard for all modules of a model, or the wrapper")
-    if all(ignored.has(inner, param) for inner in module.modules() for param in inner.parameters(recurse=False)):
-        raise ValueError(f"{kind} has no parameters to shard: leave it, and call fully_shard on the module around it")
 
 
 def _policy(given: Any) -> MixedPrecision:
@@ -283,6 +390,35 @@ def _is_offloaded(policy: Any) -> bool:
     if "OffloadPolicy" not in kinds:
         raise TypeError(f"offload_policy must be CPUOffloadPolicy() or OffloadPolicy(), got {policy!r}")
     return False
+
+
+@dataclass(frozen=True)
+class FSDPState:
+    """The state of a sharded module, see ``fully_shard.state``; with what torch's pipelines ask of theirs."""
+
+    unit: Unit
+
+    @property
+    def _state_ctx(self) -> FSDPState:
+        return self
+
+    @property
+    def all_states(self) -> list[FSDPState]:
+        """The states of the module and of those inside."""
+        return [FSDPState(unit) for _, unit in units_in(self.unit)]
+
+    _fsdp_param_groups = ()  # torch's pipelines reduce the gradients of each, and then call this one:
+
+    def _root_post_backward_final_callback(self) -> None:
+        runtime_of(self.unit).reduce_accumulated()
+
+
+def _state(module: nn.Module) -> FSDPState | None:
+    unit = unit_of(module) if isinstance(module, FSDPModule) else None
+    return None if unit is None else FSDPState(unit)
+
+
+fully_shard.state = _state  # type: ignore[attr-defined]
 
 
 class UnshardHandle:
@@ -305,10 +441,19 @@ class FSDPModule:
 
     # --- parameters ---------------------------------------------------------------------------------------------
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield what `nn.Module` does: of modules that are unsharded, the unsharded parameters, otherwise `DTensor`s.
+
+        Between passes a `DTensor` that has a gradient is listed in any case, for who clips, zeroes or steps it.
+        """
+        shown = _unsharded_in(self)
+        for name, param in super().named_parameters(*args, **kwargs):  # type: ignore[misc]
+            yield name, shown.get(param, param)
+
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Collective. Unshard the module's own parameters, until `reshard`, or the end of its next forward.
 
-        Inner sharded modules keep theirs sharded. ``parameters()`` lists the `DTensor`s all the time.
+        Inner sharded modules keep theirs sharded. ``parameters()`` lists the unsharded ones until then.
 
         Args:
             async_op: return at once; the next forward waits by itself, everybody else by the handle's ``wait()``.
@@ -342,7 +487,13 @@ class FSDPModule:
         unit.reshard()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Set whether to reshard after forward, for this module and, with `recurse`, those inside."""
+        """Set whether to reshard after forward, also as the outermost module, and with `recurse` for those inside.
+
+        Raises:
+            ValueError: for what is no bool.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward must be True or False here, got {reshard_after_forward!r}")
         for unit in _units(self, recurse):
             unit.policy.set_reshard_after_forward(reshard_after_forward)
 
@@ -356,32 +507,55 @@ class FSDPModule:
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Unshard these ahead in this module's forward, in this order, instead of what is expected to come next."""
-        _of(self).policy.forward_prefetch = [_of(module) for module in modules]
+        _of(self).policy.forward_prefetch = _sharded(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Unshard these ahead in this module's backward, in this order, instead of what is expected to come next."""
-        _of(self).policy.backward_prefetch = [_of(module) for module in modules]
+        _of(self).policy.backward_prefetch = _sharded(modules)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Set whether backward unshards the module's parameters. An embedding's needs none, for instance.
+
+        Where autograd has saved them, backward raises its error about changed tensors. What is recomputed in backward
+        unshards in any case.
+        """
+        _of(self).policy.unshard_in_backward = unshard_in_backward
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Have all-gathers wait for an event that was recorded after the optimizer's step.
+
+        They are issued in the order of the stream that is current, which waits for the event now; that orders them
+        after a step on another stream. On CPU there is nothing to wait for.
+        """
+        if _of(self).device.type != "cpu":
+            torch.get_device_module(_of(self).device).current_stream().wait_event(event)
 
     # --- gradients ----------------------------------------------------------------------------------------------
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether backwards reduce gradients over the ranks, or accumulate unsharded ones on each rank.
 
-        Raises:
-            RuntimeError: on an inner module, or inside a forward or backward.
-            ValueError: for ``recurse=False`` on a module with others inside.
+        The next backward that reduces takes what has accumulated. With replicas it is both reduce-scatter and
+        all-reduce. It holds from the next backward on, for this module and, with `recurse`, those inside.
         """
-        runtime = runtime_of_root(_of(self), "set_requires_gradient_sync", "module under fully_shard")
-        if not recurse and len(runtime.units) > 1:
-            raise ValueError("set_requires_gradient_sync(recurse=False): all modules under one root reduce, or none")
-        runtime.ensure_idle("change whether gradients are reduced", is_served=True)
-        runtime.sync_gradients = requires_gradient_sync
+        for unit in _units(self, recurse):
+            unit.policy.sync = GradientSync.FULL if requires_gradient_sync else GradientSync.NONE
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Set whether backwards sum over replicas what they have reduce-scattered, or accumulate it on each rank.
+
+        It takes 1/W of the memory of accumulating unsharded gradients. Without replicas it changes nothing, nor while
+        gradients are not reduced at all.
+        """
+        for unit in _units(self, recurse):
+            if unit.policy.sync is not GradientSync.NONE:
+                unit.policy.sync = GradientSync.FULL if requires_all_reduce else GradientSync.SHARDS
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Do nothing: each backward leaves complete gradients behind, whatever comes next. The name is torch's."""
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of gradients over ranks by this number, and not by that of the ranks.
+        """Divide the sum of gradients over ranks, replicas included, by this number, and not by that of the ranks.
 
         Raises:
             ValueError: if it is not positive.
@@ -390,7 +564,114 @@ class FSDPModule:
             raise ValueError(f"gradients are divided by this: it must be positive, got {factor}")
         _of(self).set_divide_factors(1.0, float(factor))
 
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Do what `set_gradient_divide_factor` does, under its old name."""
+        warnings.warn("Use `set_gradient_divide_factor` instead", FutureWarning, stacklevel=2)
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Do nothing: all collectives here sum, and divide apart from that. The name is torch's."""
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Set whether a parameter that no rank has used gets a gradient of zeros, and not none.
+
+        Where any rank has used it, the others take part with zeros in any case.
+        """
+        for unit in _units(self, recurse):
+            unit.policy.fills_unused = reduce_scatter_unused_params
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Set how many reductions may go on, each with its unsharded gradient, while another one is started.
+
+        More of them hide slow communication, and take memory. Of all modules under one root the most counts.
+
+        Raises:
+            TypeError: for what is no int.
+            ValueError: if it is less than 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got a {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be at least 1, got {max_input_buffers}")
+        for unit in _units(self, recurse):
+            unit.policy.reductions_in_flight = max_input_buffers
+
+    # --- communication ------------------------------------------------------------------------------------------
+
+    def set_custom_all_gather(self, comm: Collective) -> None:
+        """All-gather the module's parameters with an object that has the interface of torch's ``AllGather``.
+
+        It allocates what is sent and received. A world of one has nothing to gather.
+        """
+        _of(self).connect(lambda handle: (CustomAllGather.of(handle.comm, comm), handle.reduce_comm))
+
+    def set_custom_reduce_scatter(self, comm: Collective) -> None:
+        """Reduce-scatter the module's gradients with an object that has the interface of torch's ``ReduceScatter``.
+
+        It allocates what is sent and received, and is always asked to sum; gradients are divided apart from that. A
+        world of one has nothing to reduce.
+        """
+        _of(self).connect(lambda handle: (handle.comm, CustomReduceScatter.of(handle.reduce_comm, comm)))
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Call a function with each reduced gradient of the module, which it may change in place.
+
+        Args:
+            hook: called with this rank's shard of the gradients, flat, in the reduce dtype: averaged over the ranks,
+                replicas included. All ranks call it in the same order.
+            stream: on which it runs; only without replicas.
+
+        Raises:
+            ValueError: for a stream with replicas.
+        """
+        if stream is not None and _of(self).replicas.world_size > 1:
+            raise ValueError("set_all_reduce_hook: a stream cannot be given for a module with replicas, leave it out")
+        _of(self).use_all_reduce_hook(AllReduceHook(hook, stream))
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Collective. Set whether gradients are reduced over a process group of their own, or that of all-gathers.
+
+        On NCCL the two can then go on at once. There is one group for each set of ranks; on NCCL a module that is
+        sharded over all ranks has it from the start.
+        """
+        for unit in _units(self, recurse):
+            over = partial(_reduced_apart, unit.device) if enable else lambda handle: handle.comm
+            unit.connect(lambda handle, over=over: (handle.comm, over(handle)))  # type: ignore[misc]
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Have the process group allocate what is sent and received: where its backend cannot, nothing changes.
+
+        Raises:
+            NotImplementedError: on NCCL, which can: all-gathers here have no buffers besides the parameters' places.
+        """
+        comm, device = _of(self).comm, _of(self).device
+        if enable and comm.group is not None and behind(comm.group)._get_backend(device).supports_tensor_alloc(device):
+            raise NotImplementedError(_no_buffers("set_allocate_memory_from_process_group_for_comm"))
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Raise an error: all-gathers here have no buffers, besides the parameters' places, for symmetric memory.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(_no_buffers("set_symm_mem_for_comm"))
+
     # --- other --------------------------------------------------------------------------------------------------
+
+    def reset_iter_state(self) -> None:
+        """Forget a forward or backward that has raised, with all gradients that were not reduced.
+
+        Those that accumulated under `set_requires_gradient_sync` and `set_requires_all_reduce` are among them. The next
+        forward does so by itself, but for these.
+
+        Raises:
+            RuntimeError: on another module than the outermost, or while one computes.
+        """
+        if _of(self).runtime is not None:
+            runtime_of_root(_of(self), "reset_iter_state", "module under fully_shard").reset_iteration()
+
+    def _get_fsdp_state(self) -> FSDPState:
+        return FSDPState(_of(self))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load a state dict as the module does by itself; of unsharded tensors each rank keeps its shard."""
@@ -429,8 +710,51 @@ def _of(module: Any) -> Unit:
     return unit
 
 
+def _sharded(modules: Iterable[Any]) -> list[Unit]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"got a {type(module).__name__} that is not sharded: call fully_shard on it first")
+    return list(dict.fromkeys(map(_of, modules)))
+
+
+def _no_buffers(method: str) -> str:
+    return (
+        f"{method}: parameters are all-gathered straight into their places, without the buffers that this is about. "
+        "Leave it out, or give set_custom_all_gather an object whose `allocate` returns such memory."
+    )
+
+
+def _reduced_apart(device: torch.device, handle: FlatParamHandle) -> Communicator:
+    return communicator(group_apart(handle.comm.group), device)
+
+
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """Do nothing: there are no streams of communication that modules could share. The name is torch's.
+
+    All modules of a process issue their collectives in the order of the stream that is current.
+
+    Raises:
+        ValueError: for a module that is not sharded.
+    """
+    _sharded(modules)
+
+
 def _units(module: Any, recurse: bool) -> list[Unit]:
     return [unit for _, unit in units_in(_of(module))] if recurse else [_of(module)]
+
+
+def _unsharded_in(module: Any) -> dict[nn.Parameter, nn.Parameter]:
+    """Return the unsharded parameters that stand for those that modules list."""
+    found: dict[nn.Parameter, nn.Parameter] = {}
+    for unit in _units(module, recurse=True):
+        for handle in unit.visible_handles:
+            if handle.phase is Phase.UNSHARDED and handle.orig_params is not None:
+                for slot, param in enumerate(handle.orig_params.params):
+                    if unit.state is not TrainingState.IDLE or param.grad is None:
+                        found[param] = leaf = handle.unsharded.leaves[slot]
+                        # Optimizers are to refuse it.
+                        note_stale(leaf, f"{handle.param_infos[slot].fqn} of {unit.name}, unsharded")
+    return found
 
 
 @cache

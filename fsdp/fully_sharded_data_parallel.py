@@ -194,7 +194,7 @@ class FullyShardedDataParallel(nn.Module):
         lambda self: self._unit.postdivide, doc="The factor that gradients are divided by after they were summed."
     )
     reshard_after_forward = property(
-        lambda self: self._unit.policy.frees_after_forward,
+        lambda self: self._unit.frees_after_forward,
         doc="True if parameters are resharded after forward; the root's becomes False at its first use.",
     )
     state_dict_device = property(
@@ -348,10 +348,11 @@ class FullyShardedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. Collective over its ranks, as is the backward through its outputs."""
         self._register_post_backward_hooks()
-        hooks = self._unit.forward
+        hooks = self._unit.forwards[self._unit.module]
         depth = hooks.depth
         try:
-            output = self.module(*args, **kwargs)
+            # Not `self.module`, which is searched for among the parameters: each unit comes by here.
+            output = self._modules[FSDP_PART](*args, **kwargs)  # type: ignore[misc]
         except BaseException:
             hooks.give_up(depth)
             raise

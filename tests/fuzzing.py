@@ -806,7 +806,7 @@ def _forgotten(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _always_the_same(original: Any) -> Any:
-    return property(lambda handle: 0)
+    return property(lambda handle: (0, (), ()))
 
 
 def _all_used(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -48,4 +48,4 @@ def test_a_planted_mistake_is_found(ranks: RankPool, mistake: str) -> None:
     cases = (Case.of_seed(seed, world_size) for seed in range(world_size - 1, 2000, 4))
     seeds = [case.seed for case in cases if needed in case.operations and case.optimizer != "sgd"][:40]
     with pytest.raises(RankError, match=r"CaseError: seed \d+ at operation"):
-        ranks(world_size).run(run_seeds_with, mistake, seeds, world_size)
+        ranks(world_size, grace=1).run(run_seeds_with, mistake, seeds, world_size)

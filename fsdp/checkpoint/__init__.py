@@ -1,4 +1,11 @@
-"""Checkpoints: folders of safetensors files, of which every rank writes and reads its ranges, without an all-gather."""
+"""Checkpoints: folders of safetensors files, of which every rank writes and reads its ranges, without an all-gather.
+
+`writer` writes them, `background` does so while training goes on, and `loader` loads them. Both know from
+`model_tensors` and `optim` which ranges a rank has of which tensors. Of a folder, `manifest` has the description,
+`safetensors` the files, `checksums` those of their blocks, `json_values` and `generators` what is no tensor; `folder`
+brings it to its place. `formats` has readers and writers of other libraries' checkpoints, for which ours are one more
+`Source`, and `cli` the command. Whatever reads a file keeps to the rules of `untrusted`.
+"""
 
 from __future__ import annotations
 

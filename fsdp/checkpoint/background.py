@@ -17,9 +17,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from fsdp.checkpoint.manifest import TensorSet
 from fsdp.checkpoint.model_tensors import all_ranks, prepared
 from fsdp.checkpoint.safetensors import Entry, Part
-from fsdp.checkpoint.writer import Place, Plan, Saved, TensorSet, prepare, release, write
+from fsdp.checkpoint.writer import Place, Plan, Saved, prepare, release, write
 from fsdp.distributed.collectives import during
 from fsdp.distributed.consensus import Ranks, done_by_all
 from fsdp.state_dict_utils import StateDictStager

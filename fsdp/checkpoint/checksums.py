@@ -46,22 +46,12 @@ def fragment(name: str, begin: int, memory: memoryview) -> Fragment:
     return Fragment(name, begin, len(memory), zlib.crc32(memory))
 
 
-def spans(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Divide bytes ``begin:end`` of a tensor at the borders of blocks."""
+def spans(begin: int, end: int, nbytes: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
+    """Divide bytes ``begin:end`` of a tensor at the borders of blocks, or of several blocks of so many bytes."""
     while begin < end:
-        stop = min(end, (begin // BLOCK_BYTES + 1) * BLOCK_BYTES)
+        stop = min(end, (begin // nbytes + 1) * nbytes)
         yield begin, stop
         begin = stop
-
-
-def blocks(nbytes: int) -> list[tuple[int, int]]:
-    """Return where the blocks of a tensor of so many bytes begin and end."""
-    return list(spans(0, nbytes))
-
-
-def block_count(nbytes: int) -> int:
-    """Return the number of blocks of a tensor of so many bytes."""
-    return -(-nbytes // BLOCK_BYTES)
 
 
 def block_span(number: int, nbytes: int) -> tuple[int, int]:
@@ -135,7 +125,7 @@ def by_name(fragments: Iterable[Fragment]) -> dict[str, dict[int, list[Fragment]
 
 def of_tensor(fragments: Mapping[int, Iterable[Fragment]], nbytes: int) -> list[int]:
     """Return the checksums of all blocks of a tensor."""
-    return [of_block(fragments.get(number, ()), *span) for number, span in enumerate(blocks(nbytes))]
+    return [of_block(fragments.get(number, ()), *span) for number, span in enumerate(spans(0, nbytes))]
 
 
 def as_text(checksums: Iterable[int]) -> str:

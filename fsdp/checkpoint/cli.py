@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,7 +21,6 @@ import torch
 
 from fsdp import __version__
 from fsdp.checkpoint.formats.convert import (
-    Content,
     content_of,
     require_apart,
     require_free,
@@ -109,15 +109,11 @@ def _terminated_tidily() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def _said(message: str, code: int) -> int:
@@ -220,13 +216,8 @@ def _choices(args: argparse.Namespace) -> Choices:
         lines = [] if order is None else Path(order).read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UsageError(f"--param-order: {error}") from None
-    return Choices(
-        model_key=getattr(args, "model_key", None),
-        optimizer_key=getattr(args, "optimizer_key", None),
-        param_order=None if order is None else [line.strip() for line in lines if line.strip()],
-        only=getattr(args, "only", None),
-        optimizer_files=getattr(args, "optimizer_files", None),
-    )
+    chosen = {key: getattr(args, key, None) for key in ("model_key", "optimizer_key", "only", "optimizer_files")}
+    return Choices(param_order=None if order is None else [line.strip() for line in lines if line.strip()], **chosen)
 
 
 def _target(text: str) -> str:
@@ -295,7 +286,7 @@ def _tensors(reader: TensorReader) -> dict[str, Any]:
         name: {"shape": list(each.shape), "dtype": _dtype(each.dtype), "nbytes": each.nbytes}
         for name, each in reader.tensors.items()
     }
-    return {"nbytes": sum(each["nbytes"] for each in tensors.values()), "tensors": tensors}
+    return {"nbytes": reader.nbytes, "tensors": tensors}
 
 
 def _dtype(dtype: Any) -> str:
@@ -307,7 +298,7 @@ def lines(source: Source) -> Iterator[str]:
     saved = f", saved by {source.world_size} rank{'s' if source.world_size != 1 else ''}" if source.world_size else ""
     yield f"{source.path}: {source.format}{saved}"
     yield ""
-    tensors = list(source.model.tensors.items())
+    tensors = source.model.tensors
     rows = [
         (
             readable(name, _MOST_WIDTH),
@@ -315,12 +306,11 @@ def lines(source: Source) -> Iterator[str]:
             _dtype(each.dtype),
             f"{each.nbytes:,}",
         )
-        for name, each in tensors
+        for name, each in tensors.items()
     ]
-    count = sum(each.shape.numel() for _, each in tensors)
-    nbytes = sum(each.nbytes for _, each in tensors)
+    count = sum(each.shape.numel() for each in tensors.values())
     yield from _table([("tensor", "shape", "dtype", "bytes"), *rows])
-    yield f"model: {len(rows):,} tensors, {count:,} elements, {size_text(nbytes)}"
+    yield f"model: {len(rows):,} tensors, {count:,} elements, {size_text(source.model.nbytes)}"
     if source.extra:
         yield f"extra state of modules: {', '.join(sorted(source.extra))}"
     if source.optimizer is not None:
@@ -340,9 +330,8 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _optimizer(reader: TensorReader, rest: Mapping[str, Any]) -> Iterator[str]:
-    nbytes = sum(each.nbytes for each in reader.tensors.values())
     name = f" ({rest['optimizer']})" if rest["optimizer"] else ""
-    yield f"optimizer{name}: {len(reader.tensors):,} tensors, {size_text(nbytes)}"
+    yield f"optimizer{name}: {len(reader.tensors):,} tensors, {size_text(reader.nbytes)}"
     for number, group in enumerate(rest["groups"]):
         options = ", ".join(
             f"{key}={value!r}"
@@ -402,27 +391,24 @@ def _convert(args: argparse.Namespace, choices: Choices) -> int:
             dtype = _DTYPES[args.dtype] if args.dtype else None
             # Plain models expect tied parameters under all their names.
             tied = {**(source.aliases if word in ("torch", "dcp") else {}), **dict(args.tied)}
-            content = content_of(source, dtype, args.only, tied)
+            only = "model" if word == "safetensors" else args.only
+            content = content_of(source, dtype, only, tied)
             _require_order(source, args.by_number)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        for note in (*source.notes, *_lost(content, word)):
+        for note in (*source.notes, *_lost(source, word)):
             say(f"note: {note}", sys.stderr)
-        _write(args, word, content, progress.start(content.nbytes))
+        writers: dict[str, Callable[..., None]] = {
+            "fsdp": partial(write_ours, max_file_bytes=args.max_file_bytes),
+            "safetensors": partial(write_safetensors, max_file_bytes=args.max_file_bytes),
+            "dcp": partial(write_dcp, is_flat=args.flat_optimizer),
+            "torch": partial(write_torch, by_number=args.by_number),
+        }
+        advance = progress.start(content.nbytes)
+        writers[word](args.target, content, overwrite=args.overwrite, advance=advance)
     count = len(content.model or ()) + len(content.optimizer or ())
     say(f"{args.target} ({word}): {count:,} tensors, {size_text(content.nbytes)}")
     return FINE
-
-
-def _write(args: argparse.Namespace, word: str, content: Content, advance: Progress) -> None:
-    overwrite, path = args.overwrite, args.target
-    if word == "dcp":
-        write_dcp(path, content, is_flat=args.flat_optimizer, overwrite=overwrite, advance=advance)
-    elif word == "torch":
-        write_torch(path, content, by_number=args.by_number, overwrite=overwrite, advance=advance)
-    else:
-        write = write_ours if word == "fsdp" else write_safetensors
-        write(path, content, max_file_bytes=args.max_file_bytes, overwrite=overwrite, advance=advance)
 
 
 def _require_sense(args: argparse.Namespace, word: str) -> None:
@@ -451,12 +437,11 @@ def _require_order(source: Source, by_number: bool) -> None:
         )
 
 
-def _lost(content: Content, word: str) -> Iterator[str]:
+def _lost(source: Source, word: str) -> Iterator[str]:
     """Yield notes on what the format has no place for."""
-    source = content.source
     if word == "safetensors":
         lost = (
-            ("the optimizer", content.optimizer is not None),
+            ("the optimizer", source.optimizer is not None),
             ("extra state of modules", bool(source.extra)),
             ("values", source.values is not None),
         )
@@ -510,10 +495,8 @@ class Progress:
             part = self._done / max(self._total, 1)
             filled = round(30 * part)
             bar = "#" * filled + "." * (30 - filled)
-            self._say(f"{self._what} [{bar}] {part:4.0%} of {size_text(self._total)}")
-
-    def _say(self, text: str) -> None:
-        print(f"\r{text:<79}", end="", file=sys.stderr, flush=True)
+            text = f"{self._what} [{bar}] {part:4.0%} of {size_text(self._total)}"
+            print(f"\r{text:<79}", end="", file=sys.stderr, flush=True)
 
     def __enter__(self) -> Progress:
         return self
@@ -522,5 +505,4 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
         elif self._shown:
-            self._say("")
-            print("\r", end="", file=sys.stderr, flush=True)
+            print(f"\r{'':<79}\r", end="", file=sys.stderr, flush=True)

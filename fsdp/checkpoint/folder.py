@@ -203,8 +203,9 @@ class Destination:
                 f"{self.folder} is not as this save has made it: another process saves to the same place. Give each "
                 "job a folder of its own, and start a job again when all processes of the last one have ended"
             )
-        if os.path.isdir(self.path):
-            self._take_along()
+        for entry in os.scandir(self.path) if os.path.isdir(self.path) else ():
+            if not _OURS.fullmatch(entry.name):  # what users have put there, as a configuration or a tokenizer
+                _copy_synced(entry.path, os.path.join(self.folder, entry.name))
         part = os.path.join(self.folder, _PART)
         write_synced(part, manifest)
         os.unlink(os.path.join(self.folder, _MARKER))
@@ -218,12 +219,6 @@ class Destination:
         with suppress(OSError):  # the new one is there; the next save removes what is left, or says why it cannot
             remove(self.path + REPLACED)
         self._lock.release()
-
-    def _take_along(self) -> None:
-        """Copy what users have put into the checkpoint that is replaced, as a configuration or a tokenizer."""
-        for entry in os.scandir(self.path):
-            if not _OURS.fullmatch(entry.name):
-                _copy_synced(entry.path, os.path.join(self.folder, entry.name))
 
     def abandon(self) -> None:
         """Put the old one back and remove what was written, as far as can be, after a save that has failed."""

@@ -246,7 +246,8 @@ def _misfit(target: Target, stored: FoundTensor) -> list[str]:
         found.append(f"{stored} has shape {list(stored.shape)}, and the model's {list(target.shape)}")
     if stored.dtype.is_complex and not target.dtype.is_complex:
         found.append(f"{stored} is of {stored.dtype}, and the model's of {target.dtype}")
-    if isinstance(target, UnshardedTensor) and target.is_missing_memory:
+    if isinstance(target, UnshardedTensor) and target.tensor.is_meta and isinstance(target.tensor, nn.Parameter):
+        # Others may hold it, and would not see it replaced.
         found.append(f"{target.names[0]} is on the meta device: give it memory first (to_empty), or wrap it")
     return found
 

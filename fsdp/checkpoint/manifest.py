@@ -7,16 +7,16 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp.checkpoint.checksums import BLOCK_BYTES
+from fsdp.checkpoint.checksums import BLOCK_BYTES, Fragment, HoleError, as_text, by_name, of_tensor
 from fsdp.checkpoint.folder import MANIFEST, found, steps
 from fsdp.checkpoint.formats.source import Source
-from fsdp.checkpoint.json_values import problem_of
-from fsdp.checkpoint.optim import state_problems
-from fsdp.checkpoint.safetensors import SUFFIX, CheckedFiles, PlannedFile, index_name
+from fsdp.checkpoint.json_values import decoded
+from fsdp.checkpoint.optim import check_rest
+from fsdp.checkpoint.safetensors import SUFFIX, CheckedFiles, Entry, PlannedFile, create, index_name, plan
 from fsdp.checkpoint.untrusted import beside, content_of, opened, reading, short
 
 VERSION = 1
@@ -61,11 +61,33 @@ def _entrance(stem: str, files: Collection[str]) -> str:
     return f"{stem}{SUFFIX}" if len(files) == 1 else index_name(stem)
 
 
-def files_of(stem: str, files: list[PlannedFile], checksums: Mapping[str, str]) -> TensorFiles:
-    """Describe files that were planned and written."""
-    return TensorFiles(
-        stem, {file.name: (file.nbytes, len(file.head), zlib.crc32(file.head)) for file in files}, checksums
-    )
+@dataclass(frozen=True)
+class TensorSet:
+    """Tensors that are to be written, to files of their own."""
+
+    stem: str
+    entries: list[Entry]
+    files: list[PlannedFile]
+
+    @classmethod
+    def planned(cls, stem: str, entries: list[Entry], max_file_bytes: int | None) -> TensorSet:
+        return cls(stem, entries, plan(entries, stem, max_file_bytes))
+
+    def create(self, folder: str) -> None:
+        """Make all files, without the tensors."""
+        for file in self.files:
+            create(folder, file)
+
+    def written(self, fragments: Iterable[Fragment]) -> TensorFiles:
+        """Return the files with the checksums of what all ranks have written."""
+        known, checksums = by_name(fragments), {}
+        for entry in self.entries:
+            try:
+                checksums[entry.name] = as_text(of_tensor(known.get(entry.name, {}), entry.nbytes))
+            except HoleError as hole:
+                raise RuntimeError(f"{hole} of {entry.name} were written by no rank") from None
+        heads = {file.name: (file.nbytes, len(file.head), zlib.crc32(file.head)) for file in self.files}
+        return TensorFiles(self.stem, heads, checksums)
 
 
 @dataclass(frozen=True)
@@ -120,10 +142,10 @@ class Manifest:
                 f"{path} is of version {short(content.get('version'))}, and this is version {VERSION}: load it with "
                 "the library that has saved it, or a newer one"
             )
-        # Whoever can write a file can write its checksum, so everything is looked at before anything is loaded.
-        problem = next(_problems(content), None)
-        if problem is not None:
-            raise ValueError(f"{path} is damaged: {problem}")
+        try:
+            _check(content)
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: {error}") from None
         model, optimizer = (
             content[stem] and TensorFiles(stem, content[stem]["files"], content[stem]["crc32"])
             for stem in ("model", "optimizer")
@@ -148,42 +170,44 @@ def _text(content: Any) -> str:
     return json.dumps(content, separators=(",", ":"))
 
 
-def _problems(content: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is not as `Manifest.to_bytes` writes it, with its place in the file."""
+def _check(content: Mapping[str, Any]) -> None:
+    """Raise ValueError unless all is as `Manifest.to_bytes` writes it.
+
+    Whoever can write a file can write its checksum, so everything is looked at before anything is loaded.
+    """
     world_size, generators, extra = content.get("world_size"), content.get("generators"), content.get("extra")
     if not _is_count(world_size) or world_size == 0:
-        yield f"world_size is {short(world_size)}"
+        raise ValueError(f"world_size is {short(world_size)}")
     if generators is not None and not (isinstance(generators, list) and len(generators) == world_size):
-        yield f"generators are not those of {world_size} ranks"
+        raise ValueError(f"generators are not those of {world_size} ranks")
     if not isinstance(extra, dict):
-        yield f"extra is {short(extra)}"
+        raise ValueError(f"extra is {short(extra)}")
     for stem in ("model", "optimizer"):
         if stem == "model" or content.get(stem) is not None:
-            yield from _file_problems(stem, content.get(stem))
+            _check_files(stem, content.get(stem))
     if content.get("optimizer") is not None:
-        checksums = content["optimizer"].get("crc32") if isinstance(content["optimizer"], dict) else None
-        yield from state_problems(content.get("optimizer_rest"), checksums or ())
-    for place, value in (("values", content.get("values")), *(extra.items() if isinstance(extra, dict) else ())):
-        problem = problem_of(value)
-        if problem is not None:
-            yield f"{short(place)}: {problem}"
+        check_rest(content.get("optimizer_rest"), content["optimizer"]["crc32"])
+    for place, value in (("values", content.get("values")), *extra.items()):
+        try:
+            decoded(value)
+        except ValueError as error:
+            raise ValueError(f"{short(place)}: {error}") from None
 
 
-def _file_problems(stem: str, content: Any) -> Iterator[str]:
+def _check_files(stem: str, content: Any) -> None:
     files, checksums = (content.get("files"), content.get("crc32")) if isinstance(content, dict) else (None, None)
     if not (isinstance(files, dict) and files and isinstance(checksums, dict)):
-        yield f"{stem} has no files and checksums, but {short(content)}"
-        return
+        raise ValueError(f"{stem} has no files and checksums, but {short(content)}")
     for name, numbers in files.items():
         if not _FILE.fullmatch(name) or not name.startswith(stem):
-            yield f"{stem} has a file {short(name)}, and a checkpoint has none of that name"
+            raise ValueError(f"{stem} has a file {short(name)}, and a checkpoint has none of that name")
         if not (isinstance(numbers, list) and len(numbers) == 3 and all(map(_is_count, numbers))):
-            yield f"{name} has {short(numbers)} for its size, its header's, and the checksum of that"
+            raise ValueError(f"{name} has {short(numbers)} for its size, its header's, and the checksum of that")
     if _entrance(stem, files) not in files:
-        yield f"{stem} has the files {short(list(files))}, and none that says where its tensors are"
+        raise ValueError(f"{stem} has the files {short(list(files))}, and none that says where its tensors are")
     for name, text in checksums.items():
         if not isinstance(text, str):
-            yield f"the checksums of {short(name)} are {short(text)}"
+            raise ValueError(f"the checksums of {short(name)} are {short(text)}")
 
 
 def _is_count(value: Any) -> bool:

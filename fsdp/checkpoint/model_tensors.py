@@ -121,11 +121,6 @@ class UnshardedTensor:
     def is_written_here(self, ranks: Ranks) -> bool:
         return number_among(ranks) == 0
 
-    @property
-    def is_missing_memory(self) -> bool:
-        """It is a parameter without values, which others may hold and would not see replaced."""
-        return self.tensor.is_meta and isinstance(self.tensor, nn.Parameter)
-
     def fill(self, files: TensorReader, key: str) -> None:
         if self.tensor.is_meta:
             made = torch.empty_like(self.tensor, device=self.device)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.checkpoint.formats.source import TensorReader
-from fsdp.checkpoint.json_values import decoded, encoded, problem_of
+from fsdp.checkpoint.json_values import decoded, encoded
 from fsdp.checkpoint.model_tensors import SlotTensor, Target, parts_of
 from fsdp.checkpoint.safetensors import DTYPES, KINDS, Entry
 from fsdp.checkpoint.untrusted import short
@@ -209,29 +209,23 @@ def rest_of(
     }
 
 
-def state_problems(rest: Any, tensors: Container[str]) -> Iterator[str]:
-    """Yield what is not as `rest_of` makes it, if there are these tensors."""
+def check_rest(rest: Any, tensors: Container[str]) -> None:
+    """Raise ValueError unless all is as `rest_of` makes it, for these tensors."""
     groups, states = (rest.get("groups"), rest.get("state")) if isinstance(rest, dict) else (None, None)
     if not (isinstance(groups, list) and isinstance(states, dict) and isinstance(rest.get("optimizer"), str)):
-        yield f"the rest of the optimizer's state is {short(rest)}"
-        return
+        raise ValueError(f"the rest of the optimizer's state is {short(rest)}")
     for number, group in enumerate(groups):
         names, options = (group.get("params"), group.get("options")) if isinstance(group, dict) else (None, None)
         if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-            yield f"group {number} of the optimizer has {short(names)} for the names of its parameters"
-        elif any(name not in states for name in names):
-            yield f"there is no state of {short(next(name for name in names if name not in states))}"
-        if problem_of(options) is not None or not isinstance(decoded(options), dict):
-            yield f"group {number} of the optimizer has the options {short(options)}"
+            raise ValueError(f"group {number} of the optimizer has {short(names)} for the names of its parameters")
+        if any(name not in states for name in names):
+            raise ValueError(f"there is no state of {short(next(name for name in names if name not in states))}")
+        if not isinstance(decoded(options), dict):
+            raise ValueError(f"group {number} of the optimizer has the options {short(options)}")
     for name, saved in states.items():
-        try:
-            kinds = kinds_from_json(saved, name)
-        except ValueError as error:
-            yield str(error)
-            continue
-        for key, kind in kinds.items():
+        for key, kind in kinds_from_json(saved, name).items():
             if isinstance(kind, Elements) and f"{name}/{key}" not in tensors:
-                yield f"there is no tensor for the optimizer's state {short(key)} of {short(name)}"
+                raise ValueError(f"there is no tensor for the optimizer's state {short(key)} of {short(name)}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,9 +30,7 @@ from fsdp.checkpoint.checksums import (
     BLOCK_BYTES,
     Fragment,
     HoleError,
-    block_count,
     block_span,
-    blocks,
     by_name,
     fragment,
     from_text,
@@ -116,12 +114,12 @@ class SafetensorsFiles(TensorReader):
         """Yield what is wrong with the tensors, each read once, a block at a time; `advance` is told of the bytes."""
         buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
         for name, tensor in self.tensors.items():
-            try:
-                for begin, end in blocks(tensor.nbytes):
+            for begin, end in spans(0, tensor.nbytes):
+                advance(end - begin)
+                try:
                     self.read(name, buffer[: end - begin].view(tensor.dtype), begin // tensor.dtype.itemsize)
-                    advance(end - begin)
-            except (ValueError, OSError) as error:
-                yield str(error)
+                except (ValueError, OSError) as error:
+                    yield str(error)
 
 
 def _read_header(path: str) -> tuple[dict[str, StridedTensor], dict[str, str]]:
@@ -137,7 +135,7 @@ def _read_header(path: str) -> tuple[dict[str, StridedTensor], dict[str, str]]:
             )
         header = _parsed(path, file.read(length))
     metadata = header.pop("__metadata__", {})
-    if not _maps(metadata, str):
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise ValueError(f"{path}: __metadata__ of a safetensors file must map strings to strings")
     first = _LENGTH_BYTES + length
     tensors = {name: _stored(seen, name, entry, first) for name, entry in header.items()}
@@ -161,10 +159,6 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise ValueError(f"{readable(name, 200)} is in it twice")
     return found
-
-
-def _maps(value: Any, kind: type) -> bool:
-    return isinstance(value, dict) and all(isinstance(each, kind) for each in value.values())
 
 
 def _stored(file: SeenFile, name: str, entry: Any, first: int) -> StridedTensor:
@@ -235,7 +229,7 @@ class CheckedFiles(SafetensorsFiles):
         super().__init__(path)
         self._expected = {name: from_text(text) for name, text in checksums.items()}
         for name, tensor in self.tensors.items():
-            if len(self._expected.get(name, ())) != block_count(tensor.nbytes):
+            if len(self._expected.get(name, ())) != -(-tensor.nbytes // BLOCK_BYTES):
                 raise ValueError(f"{tensor} is of {tensor.nbytes} bytes, for which there are other checksums, or none")
         missing = next((name for name in checksums if name not in self.tensors), None)
         if missing is not None:
@@ -289,20 +283,24 @@ class CheckedFiles(SafetensorsFiles):
         try:
             return of_block(known, begin, end)
         except HoleError:
-            return self.block_checksum(mine[0].name, begin, end)
+            found = self.tensors[mine[0].name]
+            size = found.dtype.itemsize
+            block = torch.empty((end - begin) // size, dtype=found.dtype)
+            return self._read_fragment(found, block, begin // size).checksum
 
-    def block_checksum(self, name: str, begin: int, end: int) -> int:
-        """Read bytes ``begin:end`` of a tensor, and return their checksum."""
-        found = self.tensors[name]
-        size = found.dtype.itemsize
-        return self._read_fragment(found, torch.empty((end - begin) // size, dtype=found.dtype), begin // size).checksum
 
-    def damaged(self, advance: Callable[[int], None]) -> Iterator[str]:
-        for name, tensor in self.tensors.items():
-            for number, (begin, end) in enumerate(blocks(tensor.nbytes)):
-                advance(end - begin)
-                if self.block_checksum(name, begin, end) != self._expected[name][number]:
-                    yield f"{tensor} is damaged: bytes {begin} to {end} of it are not what was saved"
+class Stored(NamedTuple):
+    """The values of a tensor in another checkpoint."""
+
+    reader: TensorReader
+    name: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.reader.tensors[self.name].dtype
+
+    def numel(self) -> int:
+        return self.reader.tensors[self.name].shape.numel()
 
 
 @dataclass(frozen=True, eq=False)
@@ -310,7 +308,29 @@ class Part:
     """Elements of a tensor, from number `start` on in row-major order; `values` is flat, of any dtype and device."""
 
     start: int
-    values: Tensor
+    values: Tensor | Stored
+
+    def chunks(self, dtype: torch.dtype) -> Iterator[tuple[int, memoryview]]:
+        """Yield the number of a first byte, and bytes from there on to the border of a block.
+
+        The memory may be used again for the next ones.
+        """
+        values, size = self.values, dtype.itemsize
+        # Whole blocks of what is read from files, so that each is compared with its checksum at once.
+        group = BLOCK_BYTES * size // min(size, values.dtype.itemsize) if isinstance(values, Stored) else BLOCK_BYTES
+        is_ready = isinstance(values, Tensor) and values.device.type == "cpu" and values.dtype == dtype
+        buffer = torch.empty(0 if is_ready else min(group // size, values.numel()), dtype=dtype, device="cpu")
+        for begin, end in spans(self.start * size, (self.start + values.numel()) * size, group):
+            first, last = begin // size - self.start, end // size - self.start
+            if isinstance(values, Stored):
+                chunk = buffer[: last - first]
+                values.reader.read(values.name, chunk, first)
+            else:
+                chunk = values.detach()[first:last]
+                chunk = chunk if is_ready else buffer[: last - first].copy_(chunk)
+            memory = chunk.view(torch.uint8).numpy().data
+            for start, stop in spans(begin, end):
+                yield start, memory[start - begin : stop - begin]
 
 
 @dataclass(frozen=True, eq=False)
@@ -325,6 +345,10 @@ class Entry:
     @property
     def nbytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
+
+    def chunks(self) -> Iterator[tuple[int, memoryview]]:
+        """Yield what this rank has of it."""
+        return (chunk for part in self.parts for chunk in part.chunks(self.dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -412,7 +436,12 @@ def create(folder: str, file: PlannedFile) -> None:
         os.fsync(made.fileno())  # of a file without elements nobody else does
 
 
-def write_parts(folder: str, files: Sequence[PlannedFile], entries: Sequence[Entry]) -> list[Fragment]:
+def write_parts(
+    folder: str,
+    files: Sequence[PlannedFile],
+    entries: Sequence[Entry],
+    advance: Callable[[int], object] = lambda nbytes: None,
+) -> list[Fragment]:
     """Write this rank's parts into files that are there, have the disk keep them, and return their checksums."""
     fragments: list[Fragment] = []
     for file in files:
@@ -421,9 +450,10 @@ def write_parts(folder: str, files: Sequence[PlannedFile], entries: Sequence[Ent
             continue
         with written(folder, file) as fd:
             for entry in mine:
-                for begin, memory in chunks_of(entry):
+                for begin, memory in entry.chunks():
                     fragments.append(fragment(entry.name, begin, memory))
                     write_at(fd, memory, file.begins[entry.name] + begin)
+                    advance(len(memory))
     return fragments
 
 
@@ -440,25 +470,6 @@ def written(folder: str, file: PlannedFile) -> Iterator[int]:
         raise
     finally:
         os.close(fd)
-
-
-def chunks_of(entry: Entry) -> Iterator[tuple[int, memoryview]]:
-    """Yield what this rank has of a tensor, divided at the borders of blocks: the first byte's number, and the bytes.
-
-    The memory may be used again for the next chunk.
-    """
-    size = entry.dtype.itemsize
-    buffer: Tensor | None = None
-    for part in entry.parts:
-        values = part.values.detach()
-        is_ready = values.device.type == "cpu" and values.dtype == entry.dtype
-        for begin, end in spans(part.start * size, (part.start + values.numel()) * size):
-            chunk = values[begin // size - part.start : end // size - part.start]
-            if not is_ready:
-                if buffer is None:
-                    buffer = torch.empty(BLOCK_BYTES // size, dtype=entry.dtype, device="cpu")
-                chunk = buffer[: chunk.numel()].copy_(chunk)
-            yield begin, chunk.view(torch.uint8).numpy().data
 
 
 def write_at(fd: int, memory: memoryview, offset: int) -> None:

@@ -95,11 +95,7 @@ def readable(text: str, most: int = _MOST_CHARACTERS) -> str:
         text = f"{text[:head]}... ({len(text) - most} characters) ...{text[len(text) - most + head :]}"
     if text.isprintable():
         return text
-    return "".join(each if each.isprintable() or each in "\n\t" else _escaped(each) for each in text)
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
+    return "".join(one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode() for one in text)
 
 
 def short(value: Any, width: int = 60) -> str:

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp.checkpoint.checksums import BLOCK_BYTES, Fragment, HoleError, as_text, by_name, fragment, of_tensor, spans
+from fsdp.checkpoint.checksums import BLOCK_BYTES, Fragment, fragment, spans
 from fsdp.checkpoint.folder import Destination, numbered, rotate
 from fsdp.checkpoint.generators import generator_states
 from fsdp.checkpoint.json_values import encoded
-from fsdp.checkpoint.manifest import Manifest, TensorFiles, files_of
+from fsdp.checkpoint.manifest import Manifest, TensorSet
 from fsdp.checkpoint.model_tensors import (
     Target,
     all_ranks,
@@ -43,17 +43,7 @@ from fsdp.checkpoint.model_tensors import (
     size_of,
 )
 from fsdp.checkpoint.optim import Groups, Optimizers, params_in, pickled_kinds, shared_kinds, state_entries
-from fsdp.checkpoint.safetensors import (
-    SUFFIX,
-    Entry,
-    PlannedFile,
-    chunks_of,
-    create,
-    plan,
-    write_at,
-    write_parts,
-    written,
-)
+from fsdp.checkpoint.safetensors import SUFFIX, Entry, PlannedFile, write_at, write_parts, written
 from fsdp.distributed.consensus import Ranks, agree_on, done_by_all, from_everyone, number_among
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.unit import Unit
@@ -66,15 +56,6 @@ _Extents = dict[str, list[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
-class TensorSet:
-    """Tensors that are in files of their own, and the files."""
-
-    stem: str
-    entries: list[Entry]
-    files: list[PlannedFile]
-
-
-@dataclass(frozen=True)
 class Plan:
     """The content of a checkpoint. All ranks have the same but for the parts of entries, and the generators."""
 
@@ -84,10 +65,6 @@ class Plan:
     values: Any
     generators: Any  # the states of this rank's; None if they are not to be saved
     cast: dict[str, torch.dtype]  # by name, the dtype that parameters have which are saved in another one
-
-    def with_set(self, stem: str, entries: list[Entry], max_file_bytes: int | None) -> Plan:
-        """Return the same with more tensors, in files of their own."""
-        return replace(self, sets=[*self.sets, TensorSet(stem, entries, plan(entries, stem, max_file_bytes))])
 
     @property
     def nbytes(self) -> int:
@@ -176,9 +153,8 @@ def prepare(
         cast = {entry.name: tensors[entry.name].dtype for entry in entries if entry.dtype != tensors[entry.name].dtype}
         states = encoded(generator_states(), "generators") if generators else None
         extra = {name: encoded(module.get_extra_state(), name) for name, module in extra_states(model).items()}
-        return Plan([], None, extra, encoded(values, "values"), states, cast).with_set(
-            "model", entries, max_file_bytes
-        ), tensors
+        sets = [TensorSet.planned("model", entries, max_file_bytes)]
+        return Plan(sets, None, extra, encoded(values, "values"), states, cast), tensors
 
     found, tensors = done_by_all([ranks], "prepare its part of a checkpoint", look)
     if optimizer is not None:
@@ -205,7 +181,8 @@ def _with_optimizer(
 
     def add() -> Plan:
         entries, rest = state_entries(optimizers, groups, kinds, tensors, ranks)
-        return replace(found.with_set("optimizer", entries, max_file_bytes), optimizer_rest=rest)
+        sets = [*found.sets, TensorSet.planned("optimizer", entries, max_file_bytes)]
+        return replace(found, sets=sets, optimizer_rest=rest)
 
     return done_by_all([ranks], "prepare its optimizer's state", add)
 
@@ -245,15 +222,15 @@ def write(place: Place, found: Plan, ranks: Ranks) -> Saved:
 def _begin(destination: Destination, found: Plan) -> None:
     destination.begin()
     for each in found.sets:
-        for file in each.files:
-            create(destination.folder, file)
+        each.create(destination.folder)
 
 
 def _written(destination: Destination, found: Plan, ranks: Ranks) -> list[list[Fragment]]:
     """Collective. Have all ranges in the files, and return the checksums of this rank's."""
-    is_seen = sees_folder(destination, ranks)
-    senders = Senders(ranks, [] if is_seen else [entry for each in found.sets for entry in each.entries])
-    senders.require_way(destination.folder)
+    token = destination.token
+    is_seen = from_everyone(ranks, token)[0] == token  # it is tried, not assumed
+    unseen = [] if is_seen else [entry for each in found.sets for entry in each.entries]
+    senders = Senders(ranks, unseen, destination.folder)
 
     def write_own() -> list[list[Fragment]]:
         return [write_parts(destination.folder, each.files, each.entries) if is_seen else [] for each in found.sets]
@@ -267,50 +244,22 @@ def _written(destination: Destination, found: Plan, ranks: Ranks) -> list[list[F
 
 def _manifest(found: Plan, ranks: Ranks, heard: Sequence[Any]) -> bytes:
     sets = [
-        _summary(each, [one for fragments, _ in heard for one in fragments[number]])
+        each.written(one for fragments, _ in heard for one in fragments[number])
         for number, each in enumerate(found.sets)
     ]
     generators = None if found.generators is None else [states for _, states in heard]
-    manifest = Manifest(
-        size_of(ranks),
-        sets[0],
-        sets[1] if len(sets) > 1 else None,
-        found.optimizer_rest,
-        found.extra,
-        generators,
-        found.values,
-    )
-    return manifest.to_bytes()
-
-
-def _summary(each: TensorSet, fragments: Sequence[Fragment]) -> TensorFiles:
-    known = by_name(fragments)
-    checksums = {}
-    for entry in each.entries:
-        try:
-            checksums[entry.name] = as_text(of_tensor(known.get(entry.name, {}), entry.nbytes))
-        except HoleError as hole:
-            raise RuntimeError(f"{hole} of {entry.name} were written by no rank") from None
-    return files_of(each.stem, each.files, checksums)
-
-
-def sees_folder(destination: Destination, ranks: Ranks) -> bool:
-    """Collective. Return whether this rank sees the folder that the first one has made: it is tried, not assumed."""
-    token = destination.token
-    return from_everyone(ranks, token)[0] == token
+    rest = found.optimizer_rest, found.extra, generators, found.values
+    return Manifest(size_of(ranks), sets[0], sets[1] if len(sets) > 1 else None, *rest).to_bytes()
 
 
 class Senders:
     """The ranks that do not see the folder and have something to write. Made on all ranks together."""
 
-    def __init__(self, ranks: Ranks, entries: Sequence[Entry]) -> None:
+    def __init__(self, ranks: Ranks, entries: Sequence[Entry], folder: str) -> None:
         self._comm = ranks[0].for_device(ranks[0].talk_device)
         self._own = number_among(ranks)
         heard = [pickle.loads(each) for each in from_everyone(ranks, pickle.dumps(_extents(entries)))]
         self.ranks: dict[int, _Extents] = {rank: extents for rank, extents in enumerate(heard) if extents}
-
-    def require_way(self, folder: str) -> None:
-        """Raise RuntimeError, on every rank, if a sender cannot reach the first rank: it is in another replica."""
         for rank in self.ranks:
             if rank >= self._comm.world_size:
                 raise RuntimeError(
@@ -321,7 +270,7 @@ class Senders:
     def send(self, destination: Destination, files: Sequence[PlannedFile], entries: Sequence[Entry]) -> list[Fragment]:
         """Collective. Have the first rank write what all senders have; return the checksums of what was sent."""
         if self._own in self.ranks:
-            return [self._send_block(entry.name, *block) for entry in entries for block in chunks_of(entry)]
+            return [self._send_block(entry.name, *block) for entry in entries for block in entry.chunks()]
         if self._own == 0:
             self._receive(destination.folder, files)
         return []

@@ -84,17 +84,17 @@ class TorchCollectives(Communicator):
 
     def __init__(self, group: Any) -> None:
         super().__init__(group.rank(), group.size())
-        self._group, self._known = group, behind(group)  # what is gathered and reduced goes through a user's object
+        self.group, self._known = group, behind(group)  # what is gathered and reduced goes through a user's object
         self._apart: Communicator | None = None
         self.peers_answer = "fake" not in backend_names(group).values()
 
     @property
     def talk_device(self) -> torch.device:
-        names = backend_names(self._group)
+        names = backend_names(self.group)
         return torch.device("cpu" if "cpu" in names or not names else next(iter(names)))
 
     def for_device(self, device: torch.device) -> Communicator:
-        return communicator(self._group, device)
+        return communicator(self.group, device)
 
     def apart(self) -> Communicator:
         if self._apart is None:
@@ -104,21 +104,21 @@ class TorchCollectives(Communicator):
         return self._apart
 
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
-        work = getattr(dist, _ALL_GATHER)(full, shard, group=self._group, async_op=True)
+        work = getattr(dist, _ALL_GATHER)(full, shard, group=self.group, async_op=True)
         return Pending(what, (work,), lambda: _after_use_of(shard, full))
 
     def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
         out = full.new_empty(full.numel() // self.world_size)
-        work = getattr(dist, _REDUCE_SCATTER)(out, full, group=self._group, async_op=True)
+        work = getattr(dist, _REDUCE_SCATTER)(out, full, group=self.group, async_op=True)
         return Pending(what, (work,), lambda: _after_use_of(full, out).to(dtype or full.dtype))
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", what: str = "all-reduce") -> Pending:
-        work = dist.all_reduce(tensor, op=_OPS[op], group=self._group, async_op=True)
+        work = dist.all_reduce(tensor, op=_OPS[op], group=self.group, async_op=True)
         return Pending(what, (work,), lambda: tensor)
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
-        source = dist.get_global_rank(self._known, source)
-        work = dist.broadcast(tensor, src=source, group=self._known, async_op=True)
+    def broadcast(self, tensor: Tensor) -> Pending:
+        first = dist.get_global_rank(self._known, 0)
+        work = dist.broadcast(tensor, src=first, group=self._known, async_op=True)
         return Pending("broadcast", (work,), lambda: tensor)
 
     def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: Tag) -> Pending:
@@ -185,8 +185,8 @@ class DirectExchange(TorchCollectives):
                     yield each, peer, _wire_tag(self._way, kind, tag, each.numel(), each.dtype)
 
         try:
-            asked = [self._group.recv([each], peer, number) for each, peer, number in numbered(incoming)]
-            return asked, [self._group.send([each], peer, number) for each, peer, number in numbered(outgoing)]
+            asked = [self.group.recv([each], peer, number) for each, peer, number in numbered(incoming)]
+            return asked, [self.group.send([each], peer, number) for each, peer, number in numbered(outgoing)]
         except RuntimeError as error:  # a peer is known to be gone
             raise incomplete(what, error) from error
 
@@ -238,27 +238,24 @@ class DirectExchange(TorchCollectives):
 
         return Pending(what, works, combined)
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
-        return Pending("broadcast", (), lambda: self._pass_on(tensor, source))
+    def broadcast(self, tensor: Tensor) -> Pending:
+        return Pending("broadcast", (), lambda: self._pass_on(tensor))
 
-    def _pass_on(self, tensor: Tensor, source: int) -> Tensor:
+    def _pass_on(self, tensor: Tensor) -> Tensor:
         """Along a binomial tree: in each round twice as many ranks have it."""
-        place, reach = (self.rank - source) % self.world_size, 1
-        while reach < self.world_size and not place & reach:
+        reach = 1
+        while reach < self.world_size and not self.rank & reach:
             reach *= 2
         host = tensor.cpu()
 
         def through(incoming: Messages, outgoing: Messages) -> None:
-            asked, sent = self._post("broadcast", "broadcast", source, incoming, outgoing)
+            asked, sent = self._post("broadcast", "broadcast", 0, incoming, outgoing)
             finish(asked + sent, "broadcast")
 
-        def rank_at(place: int) -> int:
-            return (place + source) % self.world_size
-
-        if place:
-            through({rank_at(place - reach): [host]}, {})
-        steps = [reach >> shift for shift in range(1, reach.bit_length())]
-        through({}, {rank_at(place + step): [host] for step in steps if place + step < self.world_size})
+        if self.rank:
+            through({self.rank - reach: [host]}, {})
+        receivers = [self.rank + (reach >> shift) for shift in range(1, reach.bit_length())]
+        through({}, {peer: [host] for peer in receivers if peer < self.world_size})
         return tensor if host is tensor else tensor.copy_(host)
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:

@@ -101,6 +101,36 @@ class CommHook:
         return shard.to(dtype)
 
 
+@dataclass(frozen=True)
+class AllReduceHook:
+    """A user's function that changes a shard's gradient in place once it is reduced.
+
+    It sums over further replicas, say, which the unit knows nothing of.
+
+    Attributes:
+        function: called with this rank's shard of the averaged gradient, flat.
+        stream: on which it runs; None means the present one.
+    """
+
+    function: Callable[[Tensor], None]
+    stream: Any = None
+
+    def __deepcopy__(self, memo: Any) -> AllReduceHook:
+        return self  # it knows the ranks
+
+    def run(self, gradient: Tensor) -> Tensor:
+        """Collective, as far as the function is. Return the gradient that it has changed."""
+        if self.stream is None:
+            self.function(gradient)
+            return gradient
+        present = torch.get_device_module(gradient.device).current_stream()
+        self.stream.wait_stream(present)
+        with self.stream:
+            self.function(gradient)
+        present.wait_stream(self.stream)
+        return gradient
+
+
 def _kind(tensor: Tensor) -> tuple[torch.Size, torch.device, bool, bool]:
     """Return all that a hook may not change; the dtype it may."""
     return tensor.shape, tensor.device, tensor.is_floating_point(), tensor.is_complex()

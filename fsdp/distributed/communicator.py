@@ -65,6 +65,7 @@ class Communicator(ABC):
 
     peers_answer = True  # False where the other ranks are only simulated, so comparing with them means nothing.
     sends_pieces = False  # True where it is up to us what goes from rank to rank, under the tag.
+    group: Any = None  # the process group, or the user's object in front of it; None where there is none
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -120,8 +121,8 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
-        """Overwrite `tensor` in place with that of the group's rank `source`."""
+    def broadcast(self, tensor: Tensor) -> Pending:
+        """Overwrite `tensor` in place with that of the group's first rank."""
 
     def meet(self, what: str, tag: Tag) -> None:  # noqa: B027 (without tags there is nothing that ranks could tell)
         """Block until all ranks come to the same, before they communicate in a way that does not say what it is."""
@@ -184,7 +185,7 @@ class LoneRank(Communicator):
     def all_reduce(self, tensor: Tensor, op: str = "sum", what: str = "all-reduce") -> Pending:
         return Pending(what, (), lambda: tensor)
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Pending:
+    def broadcast(self, tensor: Tensor) -> Pending:
         return Pending("broadcast", (), lambda: tensor)
 
     def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: Tag) -> Pending:
@@ -250,12 +251,7 @@ _NOTHING = nullcontext()
 
 
 def label(what: str, name: str) -> AbstractContextManager[Any]:
-    """Return a context that a profiler shows as ``FSDP::all_gather (layers.3)``; free where no profiler runs.
-
-    Args:
-        what: is done, in the words of torch's own labels.
-        name: of the unit that it is done for.
-    """
+    """Return a context that a profiler shows as ``FSDP::all_gather (layers.3)``; free where no profiler runs."""
     # private, and what torch's own code asks; `record_function` costs 5 us in any case (torch 2.11 and 2.13)
     return record_function(f"FSDP::{what} ({name})") if torch.autograd._profiler_enabled() else _NOTHING
 

@@ -83,6 +83,8 @@ def memory_at(tensor: Tensor) -> int:
 
 def memory_of(tensor: Tensor) -> int:
     """The address of the storage that a tensor lies in; 0 if it lies in none, and so in none of ours."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # private, as is all of it (torch 2.11 and 2.13)
+        tensor = torch._C._functorch.get_unwrapped(tensor)
     tensor = local_part(tensor)
     has_none = _is_in_flight(tensor) or tensor.layout is not torch.strided
     return 0 if has_none else tensor.untyped_storage().data_ptr()
@@ -95,22 +97,13 @@ def _is_in_flight(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Cut:
-    """The sharding of a tensor along one mesh dimension; outer mesh dimensions may have left a part of it.
-
-    Attributes:
-        mesh_dim: the dimension of the mesh.
-        dim: that of the tensor.
-        total: its size before the cut.
-        each: that of a part; of the last ones less is left, or nothing.
-        place: the number of this rank's part. By its coordinate in the mesh: a group numbers its ranks in rising order,
-            and a mesh need not.
-    """
+    """The sharding of a tensor along one mesh dimension; outer mesh dimensions may have left a part of it."""
 
     mesh_dim: int
-    dim: int
-    total: int
-    each: int
-    place: int
+    dim: int  # of the tensor
+    total: int  # its size before the cut
+    each: int  # the size of a part; of the last ones less is left, or nothing
+    place: int  # the number of this rank's part, by its coordinate in the mesh, in which ranks may have any order
 
     def range(self, place: int) -> tuple[int, int]:
         """Return the first element of a part, and its length."""
@@ -120,17 +113,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class MeshPart:
-    """The mesh, placements and shape that a `DTensor` has beside its local part.
-
-    Attributes:
-        mesh: the ranks that it is spread over.
-        placements: how, for each dimension of the mesh.
-        shape: of the unsharded tensor.
-    """
+    """The mesh, placements and shape that a `DTensor` has beside its local part."""
 
     mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-    shape: torch.Size
+    placements: tuple[Placement, ...]  # for each dimension of the mesh
+    shape: torch.Size  # of the unsharded tensor
 
     @classmethod
     def of(cls, tensor: Tensor) -> MeshPart | None:

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -24,8 +23,9 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from fsdp.distributed.dtensor import MeshPart, become, beside, held_part, is_dtensor, joint_mesh, set_local_part
 from fsdp.engine.flat_param import FlatParameter, ParamInfo, attributes_of, give_attributes
-from fsdp.engine.layout import Layout, RowsLayout, Slot
+from fsdp.engine.layout import Layout, Slot
 from fsdp.engine.orig_params import OrigParams
+from fsdp.engine.rows_layout import RowsLayout
 
 
 def spread_over(mesh: DeviceMesh, slot: Slot, part: MeshPart | None) -> MeshPart:
@@ -73,7 +73,9 @@ class DTensorParams(OrigParams):
         self._slots = layout.slots
         self._cut_before = flat_param.parts
         self._parts = [spread_over(mesh, *one) for one in zip(layout.slots, flat_param.parts, strict=True)]
-        self._shapes = [_rows_shape(layout, slot, rank) for slot in range(len(layout.slots))]
+        if not isinstance(layout, RowsLayout):
+            raise TypeError(f"rows need a layout in rows, got {type(layout).__name__}")
+        self._shapes = [layout.local_shape(slot, rank) for slot in range(len(layout.slots))]
         self._held: dict[int, Tensor] = {}
         super().__init__(flat_param, layout, rank, places)
         del self._given
@@ -81,7 +83,7 @@ class DTensorParams(OrigParams):
 
     @property
     def versions(self) -> tuple[int, ...]:
-        return tuple(param._version for param in self.params)
+        return tuple([param._version for param in self.params])
 
     @property
     def absent(self) -> list[Tensor]:  # type: ignore[override]
@@ -115,6 +117,9 @@ class DTensorParams(OrigParams):
         else:
             become(param, self._parts[slot].dtensor(rows))
 
+    def _was_replaced(self, slot: int) -> bool:
+        return held_part(self.params[slot]) is not self._held[slot]
+
     def give_memory(self, slots: Iterable[int]) -> None:
         """Have parameters that came from the meta device lie in the shard."""
         versions = list(self._versions)
@@ -124,36 +129,23 @@ class DTensorParams(OrigParams):
         self._versions = tuple(versions)
 
     def _flat(self, slot: int, tensor: Tensor) -> Tensor:
-        return self._slots[slot].kept(held_part(tensor).detach()).reshape(-1)
+        return held_part(tensor).detach().reshape(-1)
 
     def local_shard_of(self, slot: int, value: Tensor) -> Tensor | None:
         if not is_dtensor(value) or MeshPart.of(value) == self._cut_before[slot]:
             return None
-        kept = self._slots[slot]
-        return kept.kept(self._parts[slot].to_local(kept.name, value.detach())).reshape(-1)
+        return self._parts[slot].to_local(self._slots[slot].name, value.detach()).reshape(-1)
 
     def _rows(self, slot: int, part: Tensor) -> Tensor:
         """A local shard, from where it lies."""
-        return self._slots[slot].shown(part.view(self._shapes[slot]))
+        return part.view(self._shapes[slot])
 
     def absorb(self) -> list[int]:
-        for slot, param in enumerate(self.params):
-            if held_part(param) is not self._held[slot]:
-                self._take_back(slot, param)
-        self._flat_param.requires_grad_(any(self.requires_grad))
+        super().absorb()
         # Every rank writes to a DTensor when any does, also those that have no rows of it.
         before, self._versions = self._versions, self.versions
         written = (slot for slot, version in enumerate(before) if version != self._versions[slot])
         return [slot for slot in written if not self.params[slot].is_meta]
-
-
-def _rows_shape(layout: Layout, slot: int, rank: int) -> torch.Size:
-    if not isinstance(layout, RowsLayout):
-        raise TypeError(f"rows need a layout in rows, got {type(layout).__name__}")
-    if not layout.slots[slot].shape:
-        return torch.Size([])
-    first, last = layout.rows(slot, rank)
-    return torch.Size([last - first, *layout.slots[slot].kept_shape[1:]])
 
 
 def row_parameter(owner: FlatParameter, rows: Tensor, part: MeshPart, requires_grad: bool, fqn: str) -> nn.Parameter:

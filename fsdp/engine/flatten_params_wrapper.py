@@ -241,7 +241,7 @@ class FlattenParamsWrapper(nn.Module):
         """Run the wrapped module's forward, with its parameters as views of the flat ones."""
         if not self._is_managed and self.is_flattened:
             self._show_views()
-        return self._fpw_module(*args, **kwargs)
+        return self._modules[FLATTEN_PART](*args, **kwargs)  # type: ignore[misc]  # see the wrapper's `forward`
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return the wrapped module's state under its plain names."""

@@ -7,7 +7,7 @@ is the same.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.compiler import disable
 
-from fsdp.engine.autograd import differentiable_tensors, in_backward
+from fsdp.engine.autograd import differentiable_tensors, in_backward, in_transform
+from fsdp.engine.handle import ShardState
 from fsdp.engine.precision import InputCast, cast_floats
 from fsdp.engine.schedule import ExecutionOrder
 from fsdp.engine.trees import map_tensors
@@ -51,19 +52,19 @@ class ForwardHooks:
 
     Args:
         unit: whose module gets the hooks.
+        module: that module, or one of a group.
         clear_autocast_cache: let go of autocast's copies of weights after each forward.
     """
 
-    def __init__(self, unit: Unit, clear_autocast_cache: bool) -> None:
-        self._unit = unit
+    def __init__(self, unit: Unit, module: nn.Module, clear_autocast_cache: bool) -> None:
+        self._unit, self._module = unit, module
         self._clear_autocast_cache = clear_autocast_cache
         self.depth = 0  # how many calls of the module are running; all but the first are parts of it
 
     def register(self) -> None:
         """Put the hooks on the module, for as long as the unit has it."""
-        module = self._unit.module
-        before, after = Hook(self.before), Hook(self.after)
-        self._unit.forward = self
+        module, before, after = self._module, Hook(self.before), Hook(self.after)
+        self._unit.forwards[module] = self
         self._unit.hooks += [
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             module.register_forward_hook(after, always_call=True),
@@ -95,20 +96,20 @@ class ForwardHooks:
             output = cast_floats(map_tensors(self._outlive_buffers, output), unit.precision.output)
         if self._clear_autocast_cache:
             torch.clear_autocast_cache()
-        unit.runtime.after_forward(unit, output, failed)
+        unit.runtime.after_forward(unit, module, output, failed)
         return output
 
     def around(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a method of the module as its forward is run."""
         depth = self.depth
-        cast = self.before(self._unit.module, args, kwargs)
+        cast = self.before(self._module, args, kwargs)
         args, kwargs = (args, kwargs) if cast is None else cast
         try:
             output = method(*args, **kwargs)
         except BaseException:
             self.give_up(depth)
             raise
-        return self.after(self._unit.module, args, output)
+        return self.after(self._module, args, output)
 
     def give_up(self, depth: int) -> None:
         """An exception has ended the call before which so many were running; torch's hooks may not have seen it."""
@@ -126,7 +127,7 @@ class ForwardHooks:
         calls = 0
         while frame is not None and calls < 2:  # the first is the one that begins
             if frame.f_code is nn.Module._call_impl.__code__:
-                calls += frame.f_locals.get("self") is self._unit.module
+                calls += frame.f_locals.get("self") is self._module
             elif frame.f_code is ForwardHooks.around.__code__:
                 calls += frame.f_locals.get("self") is self
             frame = frame.f_back
@@ -145,7 +146,7 @@ class ForwardHooks:
 
     def _outlive_buffers(self, tensor: Tensor) -> Tensor:
         # A module may return a parameter, or a view of it, and the unit is resharded.
-        shows = tensor._is_view() or isinstance(tensor, nn.Parameter)
+        shows = tensor._is_view() or tensor.is_leaf
         for handle in self._unit.handles:
             # What comes of a DTensor doesn't show whether it is a view of its local part.
             if (shows or any(handle.flat_param.parts)) and handle.unsharded.holds(tensor):
@@ -159,7 +160,8 @@ class Call:
     def __init__(self, unit: Unit, recomputed: bool) -> None:
         self.unit = unit
         self.recomputed = recomputed  # by activation checkpointing, inside a backward
-        self.shards: list[Hashable] = []  # the state of those that it computed with
+        self.shards: list[ShardState] = []  # the state of those that it computed with
+        self.is_transformed = in_transform()  # gradients of its inputs are asked for, with create_graph in any case
         self.in_full_precision = False  # what it computed in
         self.will_pass = False  # whether backward goes on through its inputs
         self.order: ExecutionOrder[Unit] | None = None  # in which all ranks run it; None if only some do
@@ -178,7 +180,7 @@ class Call:
         # A leaf among the outputs was passed through; nothing of the unit is between it and the loss.
         tensors = [tensor for tensor in differentiable_tensors(outputs) if not tensor.is_leaf]
         self.in_full_precision = self.unit.in_full_precision
-        self.shards = [handle.shard_state for handle in self.unit.handles]
+        self.shards = [handle.state_in_use for handle in self.unit.handles]
         for tensor in tensors:
             # Another rank may compute with what a unit inside has returned, while this one returns it as it is. So that
             # both reach the outer unit first, its hook goes before the inner one's. (Autograd calls them as they lie.)

@@ -7,14 +7,24 @@ What that makes of it goes through a `ShardGradient` into ``flat_param.grad``, w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum, auto
 
 import torch
 from torch import Tensor, nn
 
+from fsdp.distributed.comm_hooks import AllReduceHook
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.layout import Layout
 from fsdp.engine.orig_params import OrigParams
 from fsdp.engine.placeholder import Placeholder, unreduced_gradient
+
+
+class GradientSync(Enum):
+    """The gradients of a backward go this far."""
+
+    NONE = auto()  # they accumulate unsharded on each rank
+    SHARDS = auto()  # they are reduce-scattered, and accumulate so, not summed over replicas of the shard
+    FULL = auto()  # they are reduced, what has accumulated included
 
 
 class GradientBuffer:
@@ -43,13 +53,16 @@ class GradientBuffer:
         self.dtype = dtype
         self._sum_dtype = torch.promote_types(dtype, sum_dtype)
         self._device = device
-        self._is_summing = False
+        self.sync = GradientSync.FULL  # of the backward that runs
         self._flat: Tensor | None = None
+        self._scattered: Sequence[Tensor] = ()  # sums of earlier backwards that replicas are to be added to, flat
         self._owes = False  # other ranks have gradients: this one contributes zeros if it has none
         self._filled = bytearray(len(layout.slots))
+        self._has_scattered = bytearray(len(layout.slots))
         self._arrived = bytearray(len(layout.slots))
-        self._expected = sum(expected)
+        self._expects, self._expected = expected, sum(expected)
         self._missing = self._expected
+        self._fills_unused = False
         self.used = bytearray(len(layout.slots))  # whose gradients were taken since the last backward began
         self.times_taken = 0  # since then
         self.awaited: Sequence[bool] = ()  # for each parameter, whether autograd said that a gradient would come
@@ -57,16 +70,23 @@ class GradientBuffer:
 
     @property
     def is_empty(self) -> bool:
+        """True if it has nothing to reduce."""
         return self._flat is None and not self._owes
+
+    @property
+    def is_reduced(self) -> bool:
+        """True if the backward that runs reduces it."""
+        return self.sync is not GradientSync.NONE
 
     @property
     def is_complete(self) -> bool:
         """True if every parameter's gradient has arrived in this backward."""
         return self._missing == 0
 
-    def begin_backward(self, is_summing: bool) -> None:
-        """Expect every gradient; `is_summing` if those of later backwards will be added before they are taken."""
-        self._is_summing = is_summing
+    def begin_backward(self, sync: GradientSync, fills_unused: bool) -> None:
+        """Expect every gradient; they go as far as `sync` says, zeros for what no rank has included if asked for."""
+        self.sync, self._fills_unused = sync, fills_unused and sync is not GradientSync.NONE
+        self._owes |= self._fills_unused or (sync is GradientSync.FULL and any(self._has_scattered))
         self.used = bytearray(len(self.used))
         self.times_taken, self.awaited = 0, ()
         self.begin_round()
@@ -88,7 +108,7 @@ class GradientBuffer:
             self._missing -= 1
 
     def _allocate(self) -> None:
-        dtype = self._sum_dtype if self._is_summing else self.dtype
+        dtype = self.dtype if self.is_reduced else self._sum_dtype
         self._flat = torch.empty(self._layout.padded_numel, dtype=dtype, device=self._device)
         self._places = self._layout.places(self._flat)
 
@@ -99,26 +119,33 @@ class GradientBuffer:
     @property
     def filled(self) -> bytes:
         """A flag for each parameter: something is accumulated for it, here or on other ranks."""
-        return b"\1" * len(self._filled) if self._owes else bytes(self._filled)
+        if self._owes:
+            return b"\1" * len(self._filled)
+        return bytes(map(max, self._filled, self._has_scattered))
 
     @property
     def arrived(self) -> list[bool]:
         """A flag for each parameter: something is accumulated for it here, or was taken since backward began."""
-        return [bool(used or filled) for used, filled in zip(self.used, self._filled, strict=True)]
+        has = zip(self.used, self._filled, self._has_scattered, strict=True)
+        zeros = self._expects if self._fills_unused else [False] * len(self._expects)
+        return [any(one) or is_zero for one, is_zero in zip(has, zeros, strict=True)]
 
     @property
-    def missed(self) -> list[bool]:
-        """A flag for each parameter: it was `awaited`, but a function of a user's returned None for it."""
-        return [awaited and not used for awaited, used in zip(self.awaited, self.used)]  # noqa: B905 (none awaited)
+    def missed(self) -> list[int]:
+        """The numbers of the parameters that were `awaited`, while a function of a user's returned None for them."""
+        return [slot for slot, is_awaited in enumerate(self.awaited) if is_awaited and not self.used[slot]]
 
     def forget(self, slots: Sequence[int]) -> None:
         """Drop what is accumulated for some parameters."""
         for slot in slots:
-            self._filled[slot] = 0
+            self._filled[slot] = self._has_scattered[slot] = 0
+            if self._scattered:
+                self._scattered[slot].zero_()
 
     def expect(self, expected: Sequence[bool]) -> None:
         """Other parameters require gradients now; what is accumulated stays."""
-        self._expected = self._missing = sum(expected)
+        self._expects, self._expected = expected, sum(expected)
+        self._missing = self._expected
 
     def fits(self, dtype: torch.dtype, sum_dtype: torch.dtype, device: torch.device) -> bool:
         """Return whether it was made for these."""
@@ -129,6 +156,8 @@ class GradientBuffer:
         for slot, places in enumerate(self._places):
             for place in places if self._filled[slot] else ():
                 place.mul_(factor)
+        for part in self._scattered:
+            part.mul_(factor)
 
     def take(self) -> Tensor:
         """The flat gradient in `dtype`, zero where nothing arrived; the buffer is empty afterwards."""
@@ -137,17 +166,37 @@ class GradientBuffer:
         flat, every, filled = self._flat, self._places, self._filled
         if flat is None:
             raise ValueError("nothing has been accumulated")
-        self.drop()
+        self._empty()
         self.times_taken += 1
-        for slot, places in enumerate(every):
-            if filled[slot]:
+        for slot, is_filled in enumerate(filled):
+            if is_filled or (self._fills_unused and self._expects[slot]):
                 self.used[slot] = 1
-            for place in () if filled[slot] else places:
-                place.zero_()
+            if not is_filled:
+                for place in every[slot]:
+                    place.zero_()
         self._layout.clear_gaps(flat)
         return flat if flat.dtype is self.dtype else flat.to(self.dtype)
 
+    def hold(self, parts: Sequence[Tensor]) -> bool:
+        """Add what is held of earlier backwards to a sum over the shard's ranks; True if that is held in turn.
+
+        Args:
+            parts: this rank's shard of the sum, by parameters.
+        """
+        for part, held in zip(parts, self._scattered):  # noqa: B905 (none, where nothing is held)
+            part.add_(held)
+        self.used = bytearray(map(max, self.used, self._has_scattered))
+        is_held = self.sync is GradientSync.SHARDS
+        self._scattered = parts if is_held else ()
+        self._has_scattered = bytearray(self.used) if is_held else bytearray(len(self._filled))
+        return is_held
+
     def drop(self) -> None:
+        """Forget what has accumulated."""
+        self._empty()
+        self._scattered, self._has_scattered = (), bytearray(len(self._filled))
+
+    def _empty(self) -> None:
         self._flat, self._places, self._owes = None, [], False
         self._filled = bytearray(len(self._filled))
 
@@ -158,7 +207,7 @@ def _put(place: Tensor, grad: Tensor, divisor: float, *, is_filled: bool) -> Non
         place.add_(grad, alpha=1.0 / divisor)
     elif divisor == 1.0:
         place.copy_(grad)
-    elif torch.promote_types(grad.dtype, place.dtype) == grad.dtype:
+    elif grad.dtype is place.dtype or torch.promote_types(grad.dtype, place.dtype) is grad.dtype:
         torch.div(grad, divisor, out=place)  # in the wider dtype: narrowed first, it might overflow
     else:
         place.copy_(grad).div_(divisor)  # dividing first would lose what only the wider dtype can hold
@@ -173,10 +222,14 @@ class ShardGradient:
     Args:
         flat_param: this rank's shard.
         orig_params: the local shards of its original parameters, if these are listed in its place.
+
+    Attributes:
+        all_reduce_hook: a user's function that a reduction ends with.
     """
 
     def __init__(self, flat_param: FlatParameter, orig_params: OrigParams | None) -> None:
         self._flat_param, self._orig_params = flat_param, orig_params
+        self.all_reduce_hook: AllReduceHook | None = None
         self._waiting: Tensor | None = None  # [shard_numel], until hooks are called with it
         self._delivered: Sequence[nn.Parameter] = ()  # whose gradients this backward has brought, and have hooks
 

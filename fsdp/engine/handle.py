@@ -13,9 +13,9 @@ The tensors of a handle, for W ranks (P is the layout's padded number of element
 - ``gradients`` ``[P]``, in the dtype of the reduction: each leaf's gradient is copied there when autograd has it.
   ``shard_gradient`` is what a reduce-scatter makes of it, in the shard's dtype, for the optimizer.
 
-In forward, and again in backward, a handle is `SHARDED`, then `UNSHARDING` (`unshard` has started the all-gather), then
-`UNSHARDED` (`wait_for_unshard` has shown the leaves to the modules), and `SHARDED` again after `reshard`. In a world of
-one the buffer is the shard itself and nothing is gathered, unless the shard is of another dtype or elsewhere.
+In forward and in backward, a handle is `SHARDED`, `UNSHARDING` (`unshard` has started the all-gather), `UNSHARDED`
+(`wait_for_unshard` has shown the leaves to modules), and `SHARDED` again after `reshard`. In a world of one the buffer
+is the shard itself and nothing is gathered, unless the shard is of another dtype or elsewhere.
 
 Users may change parameters between steps: assign others, write to them, cast, move or freeze them. The handle notices
 when it is needed next (`absorb`, `follow_shard`) and stores what it finds in the shard.
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -38,13 +38,14 @@ from fsdp.distributed.comm_hooks import CommHook, HookCall
 from fsdp.distributed.communicator import label
 from fsdp.distributed.dtensor import is_dtensor
 from fsdp.engine.flat_param import FlatParameter, ParamInfo, SharedParamInfo
-from fsdp.engine.grad_buffer import GradientBuffer, ShardGradient
+from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, ShardGradient
 from fsdp.engine.layout import ContiguousLayout
 from fsdp.engine.managed_params import text_of_key
 from fsdp.engine.orig_params import NewOrigParams, OrigParams
+from fsdp.engine.post_forward_shard import PostForwardShard
 from fsdp.engine.precision import Precision
 from fsdp.engine.registration import Registry
-from fsdp.engine.unsharded_params import PostForwardShard, UnshardedParameters
+from fsdp.engine.unsharded_params import UnshardedParameters
 
 
 class InternalError(RuntimeError):
@@ -73,6 +74,11 @@ class Phase(Enum):
 Phase.SHARDED.following = (Phase.UNSHARDING,)
 Phase.UNSHARDING.following = (Phase.UNSHARDED, Phase.SHARDED)
 Phase.UNSHARDED.following = (Phase.SHARDED,)
+
+
+# Of a shard: its version, those of local shards that count by themselves, and all that its buffers are made for: dtype,
+# `requires_grad`, the device of the computation, size, and last the address.
+ShardState = tuple[int, tuple[int, ...], tuple[Any, ...]]
 
 
 class FlatParamHandle:
@@ -148,7 +154,7 @@ class FlatParamHandle:
         self.shard_gradient = ShardGradient(flat_param, self.orig_params)
         self.on_gradient = on_gradient
         self._in_full_precision = False  # computes in the shard's own dtype, as in `eval()` if that was asked for
-        self._gathered: Hashable = None  # the state of the shard that the unsharded parameters are of
+        self._gathered: ShardState | None = None  # the state of the shard that the unsharded parameters are of
         flat_param._is_managed = True
         self.gradients = self._new_gradients()
         self._build()
@@ -166,11 +172,6 @@ class FlatParamHandle:
         return [SharedParamInfo(*place, primary=places[0]) for places in self.places for place in places[1:]]
 
     @property
-    def comms(self) -> tuple[Communicator, ...]:
-        """All ways by which its values go to other ranks."""
-        return self.comm, self.replicas, *([] if self.post_forward_shard is None else [self.post_forward_shard.comm])
-
-    @property
     def is_sharded(self) -> bool:
         """True if other ranks hold other shards of it."""
         return self.comm.world_size > 1
@@ -183,7 +184,7 @@ class FlatParamHandle:
     @property
     def is_local(self) -> bool:
         """True if no other rank has anything to do with it."""
-        return not self.is_sharded and not self.is_replicated
+        return not (self.is_sharded or self.is_replicated)
 
     @property
     def requires_grad(self) -> bool:
@@ -224,11 +225,17 @@ class FlatParamHandle:
         return torch.promote_types(own, self.gradients.dtype) if self.is_replicated else own
 
     @property
-    def shard_state(self) -> Hashable:
+    def shard_state(self) -> ShardState:
         """A value that changes when the shard is written, cast, moved, frozen or released."""
-        shard = self.flat_param
-        versions = () if self.orig_params is None else self.orig_params.versions
-        return shard._version, shard.data_ptr(), shard.dtype, shard.device, *self.requires_grad_each, versions
+        shard, listed = self.flat_param, self.orig_params
+        needs, versions = (shard.requires_grad, ()) if listed is None else (listed.requires_grad, listed.versions)
+        kind = shard.dtype, needs, self.storage.device, shard.numel(), shard.data_ptr()
+        return shard._version, versions, kind
+
+    @property
+    def state_in_use(self) -> ShardState:
+        """The state of the shard that modules compute with the unsharded parameters of."""
+        return self.shard_state if self._gathered is None else self._gathered
 
     @property
     def is_unsharded(self) -> bool:
@@ -255,8 +262,7 @@ class FlatParamHandle:
         if self.flat_param.group is not None:
             kind += f" of group {text_of_key(self.flat_param.group)}"
         ranks = f"over {self.layout.world_size} ranks by {type(self.comm).__name__}"
-        if not isinstance(self.layout, ContiguousLayout):
-            kind += " in rows"
+        kind += "" if isinstance(self.layout, ContiguousLayout) else " in rows"
         if self.is_replicated:
             ranks += f" and {self.replicas.world_size} replicas by {type(self.replicas).__name__}"
         if self.post_forward_shard is not None:
@@ -313,7 +319,7 @@ class FlatParamHandle:
     def _build(self) -> None:
         """Make everything beside the shard anew, for its present dtype and the present device."""
         shard = self.flat_param
-        self._built_for = self._kind_of_shard()
+        *_, self._built_for = self.shard_state
         self.has_frozen = not all(self.requires_grad_each)
         if self.gradients.fits(self.precision.reduce_dtype(shard.dtype), shard.dtype, self.storage.device):
             self.gradients.expect(self.requires_grad_each)  # frozen or thawed in the middle of an accumulation
@@ -326,15 +332,9 @@ class FlatParamHandle:
         self._gathered = None
         self._choose_unsharded()
 
-    def _kind_of_shard(self) -> tuple[Any, ...]:
-        """Return all that the buffers are made for, and last the shard's address."""
-        shard = self.flat_param
-        return shard.dtype, self.requires_grad_each, self.storage.device, shard.numel(), shard.data_ptr()
-
     def _new_gradients(self) -> GradientBuffer:
-        own = self.flat_param.dtype
-        dtype, needs = self.precision.reduce_dtype(own), self.requires_grad_each
-        return GradientBuffer(self.layout, dtype, own, self.storage.device, needs)
+        own, needs = self.flat_param.dtype, self.requires_grad_each
+        return GradientBuffer(self.layout, self.precision.reduce_dtype(own), own, self.storage.device, needs)
 
     def _choose_unsharded(self) -> None:
         if self.dtype not in self._unsharded_by_dtype:
@@ -358,7 +358,7 @@ class FlatParamHandle:
             requires_grad=self.requires_grad_each,
             valueless=self.valueless,
             attributes=shard.attributes,
-            on_gradient=self._leaf_has_gradient,
+            handle=self,
             lent=self.registry.lent,
             absent=self.orig_params.absent if self.orig_params is not None else None,
         )
@@ -391,13 +391,16 @@ class FlatParamHandle:
         if self.phase is Phase.UNSHARDING:
             return
         self.absorb()
+        state = self.shard_state
         if self.phase is Phase.UNSHARDED:
-            if self.shard_state == self._gathered:
+            if state == self._gathered:
                 return
             self.reshard()  # the shard was changed since: what is here is stale
-        self.follow_shard()
+        if state[-1] != self._built_for:
+            self.follow_shard()
+            state = self.shard_state
         self.storage.check(self.name)
-        self._gathered = self.shard_state
+        self._gathered = state
         if self.unsharded.is_shard:
             self.storage.read_ahead()
         elif self.post_forward_shard is not None and self.post_forward_shard.has(self._gathered):
@@ -464,8 +467,8 @@ class FlatParamHandle:
 
     def gathered(self, dtype: torch.dtype | None = None) -> Tensor:
         """Collective. Return a buffer of its own with the unsharded parameters, by default in the shard's dtype."""
-        dtype = dtype or self.flat_param.dtype
-        full = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.storage.device)
+        dtype, device = dtype or self.flat_param.dtype, self.storage.device
+        full = torch.empty(self.layout.padded_numel, dtype=dtype, device=device)
         self._gather_into(full).wait()
         self.storage.release()
         return full
@@ -524,8 +527,8 @@ class FlatParamHandle:
 
     # --- gradients ----------------------------------------------------------------------------------------------
 
-    def begin_backward(self, is_summing: bool = False) -> None:
-        """Expect every gradient; `is_summing` if this backward's are added to, and not reduced at its end."""
+    def begin_backward(self, sync: GradientSync, fills_unused: bool) -> None:
+        """Expect every gradient, see `GradientBuffer.begin_backward`."""
         if self.orig_params is not None:
             self.gradients.forget(self.orig_params.zeroed)
             self.orig_params.collect_gradients()
@@ -533,10 +536,7 @@ class FlatParamHandle:
         if self.flat_param.grad is None:
             self.flat_param.forget_gradient()
             self.gradients.drop()
-        self.gradients.begin_backward(is_summing)
-
-    def _leaf_has_gradient(self, slot: int, leaf: Tensor) -> None:
-        self.on_gradient(self, slot, leaf)
+        self.gradients.begin_backward(sync, fills_unused)
 
     def take_gradient(self, slot: int, leaf: Tensor, divisor: float) -> bool:
         """Move a leaf's gradient into the flat buffer; True when it was the last one missing in this backward."""
@@ -566,15 +566,15 @@ class FlatParamHandle:
     def accept(self, reduced: Tensor) -> None:
         """Add a reduced gradient to the shard's; if there are hooks to be called with it, when it is delivered."""
         self.flat_param._has_unreduced = False
-        if not any(self.gradients.used) and any(self.gradients.missed) and not reduced.any():
+        if not any(self.gradients.used) and self.gradients.missed and not reduced.any():
             return  # no rank has anything of what all awaited
         self.storage.check(self.name)
         self.shard_gradient.accept(reduced.to(self.gradients.dtype) if self.precision.keeps_low_gradients else reduced)
 
     def mark_unreduced(self) -> None:
         """Let the shard's missing gradient say why it is missing, if it is and something is accumulated."""
-        if not self.gradients.is_empty:
-            self.shard_gradient.mark_unreduced(self.name, self.gradients.filled)
+        if any(filled := self.gradients.filled):
+            self.shard_gradient.mark_unreduced(self.name, filled)
 
     @property
     def has_unreduced(self) -> bool:
@@ -590,47 +590,6 @@ class FlatParamHandle:
         for unsharded in self._unsharded_by_dtype.values():
             for leaf in unsharded.leaves:
                 leaf.grad = None
-
-    def full_gradients(self) -> list[Tensor | None]:
-        """Collective. Return the unsharded reduced gradients, with memory of their own; None for parameters without."""
-        if self.has_unreduced:
-            raise RuntimeError(
-                f"the gradients of {self.name} accumulated under no_sync() are not reduced over the ranks yet, so none "
-                "can be shown. Run the last backward of the step outside no_sync()."
-            )
-        if self.orig_params is not None:
-            self.orig_params.collect_gradients()
-        self.flat_param.bring_gradient()
-        grad = self.flat_param.grad
-        if grad is None:
-            return [None] * len(self.places)
-        shard = grad.detach().view(-1).to(self.storage.device)
-        full = shard.new_empty(self.layout.padded_numel)
-        self.comm.all_gather(full, shard, f"all-gather of the gradient of {self.name}", ("gradient", self.tag)).wait()
-        self.comm.settle()
-        shown: list[Tensor | None] = []
-        for slot, (view, part) in enumerate(zip(self.layout.unpack(full), self.flat_param.parts, strict=True)):
-            has_none = self.orig_params is not None and self.orig_params.params[slot].grad is None
-            shown.append(None if has_none else part.dtensor(view.clone()) if part else view.clone())
-        return shown
-
-    def keep_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Have this rank's shards of unsharded gradients, in the place of those that it has."""
-        self.zero_grad()
-        self.flat_param.forget_gradient()
-        if all(gradient is None for gradient in gradients):
-            return
-        dtype = self.gradients.dtype if self.precision.keeps_low_gradients else self.flat_param.dtype
-        shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=self.storage.device)
-        for slot, gradient in enumerate(gradients):
-            if gradient is not None:
-                part, local = self.flat_param.parts[slot], gradient.detach()
-                local = local if part is None else part.to_local(self.layout.slots[slot].name, local)
-                self.layout.shard_of(slot, local, shard, self.comm.rank)
-        self.storage.accept(self.flat_param, shard)
-        if self.orig_params is not None:
-            self.storage.copy_stream.settle()
-            self.orig_params.show_gradients([gradient is not None for gradient in gradients])
 
     @property
     def has_no_gradient(self) -> bool:
@@ -683,7 +642,7 @@ class FlatParamHandle:
     @property
     def was_written(self) -> bool:
         """True if modules or users have written to the unsharded parameters what the shards do not have."""
-        return bool(self.unsharded.written()) and not (self.unsharded.is_shard and not self.is_replicated)
+        return (self.is_replicated or not self.unsharded.is_shard) and bool(self.unsharded.written())
 
     def accept_written(self, slots: Sequence[int]) -> None:
         """Take note that the shards have what forwards on all ranks have written to the leaves of these parameters."""
@@ -711,7 +670,8 @@ class FlatParamHandle:
     def follow_shard(self) -> None:
         """Follow a shard that was moved, cast or frozen (`module.to(...)`): buffer and leaves are made anew."""
         shard, before = self.flat_param, self._built_for
-        if self._kind_of_shard() == before:
+        *_, now = self.shard_state
+        if now == before:
             return
         if shard.numel() != self.layout.shard_numel:
             raise RuntimeError(
@@ -726,7 +686,7 @@ class FlatParamHandle:
             self.replicas = self.replicas.for_device(device)
             if self.post_forward_shard is not None:
                 self.post_forward_shard.comm = self.post_forward_shard.comm.for_device(device)
-        now = self._kind_of_shard()
+        *_, now = self.shard_state
         if self.orig_params is not None and now != before:
             self.orig_params.alias()
         if now[:-1] != before[:-1] or (self.unsharded.is_shard and now != before):
@@ -748,10 +708,7 @@ class FlatParamHandle:
         self._note_values(slot)
 
     def fill(self, slot: int, read: Callable[[Tensor, int], None]) -> None:
-        """Have `read` write this rank's shard of a parameter: it gets that, and the number of its first element.
-
-        It is not called on ranks that keep nothing of the parameter.
-        """
+        """Have `read` write this rank's shard of a parameter, if there is any: it gets that, and its first number."""
         interval = self.layout.interval(slot, self.comm.rank)
         if interval is not None:
             read(self.flat_param.vector[interval.offset : interval.offset + interval.numel], interval.start)
@@ -764,9 +721,8 @@ class FlatParamHandle:
         with torch.no_grad():
             own = self.flat_param.vector if slot is None else self.local_shards[slot]
             own.copy_(value.detach().reshape(-1))
-        slots = range(len(self.layout.slots)) if slot is None else [slot]
-        self.note_written(slots)
-        for each in slots:
+        for each in range(len(self.layout.slots)) if slot is None else [slot]:
+            self.note_written([each])
             self._note_values(each)
         self.storage.release()
 

@@ -5,14 +5,14 @@ gradient buffers, state dicts and checkpoints are all computed from here, and no
 
 Both layouts share one property that everything else relies on: *a rank's part of one parameter is one
 contiguous range of the row-major parameter*, found at one contiguous place of the rank's shard. It is an
-`Interval`. Gathering concatenates the shards in rank order, so place ``offset`` of rank ``r`` is found at
-``r * shard_numel + offset`` of the gathered buffer, whatever the layout.
+`Interval`. (Of a parameter that is divided along another dimension than the first it is a range of slices along that
+one, which lie in the shard as a contiguous local tensor.) Gathering concatenates the shards in rank order, so place
+``offset`` of rank ``r`` is found at ``r * shard_numel + offset`` of the gathered buffer, whatever the layout.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Slot:
     """One parameter of a layout; `start` counts elements from the first parameter's first.
 
-    It lies with dimension `dim` first, in row-major order otherwise.
+    It is row-major in the unsharded vector. Along `dim` it is divided where the layout divides single parameters.
     """
 
     name: str
@@ -39,24 +39,8 @@ class Slot:
     dim: int = 0
 
     @cached_property
-    def kept_shape(self) -> torch.Size:
-        """The shape with dimension `dim` moved to the front, as it lies in the vector."""
-        if not self.dim:
-            return self.shape
-        return torch.Size([self.shape[self.dim], *self.shape[: self.dim], *self.shape[self.dim + 1 :]])
-
-    @cached_property
-    def kept_stride(self) -> tuple[int, ...]:
-        """The strides of a contiguous tensor of `kept_shape`."""
-        return torch.empty(self.kept_shape, device="meta").stride()
-
-    def kept(self, value: Tensor) -> Tensor:
-        """Return a view of a value of the parameter's shape with `dim` moved to the front."""
-        return value.movedim(self.dim, 0) if self.dim else value
-
-    def shown(self, kept: Tensor) -> Tensor:
-        """Return a view of a value of the kept shape in the parameter's own."""
-        return kept.movedim(0, self.dim) if self.dim else kept
+    def stride(self) -> tuple[int, ...]:
+        return torch.empty(self.shape, device="meta").stride()
 
     @cached_property
     def numel(self) -> int:
@@ -174,10 +158,7 @@ class Layout(ABC):
         """Every parameter in its shape, as views of an unsharded buffer ``[unsharded_numel]``."""
         self._check(unsharded, self.unsharded_numel, "unsharded buffer")
         first = int(unsharded.storage_offset())
-        return [
-            slot.shown(unsharded.as_strided(slot.kept_shape, slot.kept_stride, first + slot.start))
-            for slot in self.slots
-        ]
+        return [unsharded.as_strided(slot.shape, slot.stride, first + slot.start) for slot in self.slots]
 
     @property
     def is_row_major(self) -> bool:
@@ -207,9 +188,10 @@ class Layout(ABC):
         wanted = self.slots[slot]
         if value.shape != wanted.shape:
             raise ValueError(f"{wanted.name}: expected shape {tuple(wanted.shape)}, got {tuple(value.shape)}")
-        interval = self.interval(slot, rank)
-        flat = wanted.kept(value.detach()).reshape(-1)
-        return flat[interval.start : interval.stop] if interval is not None else flat[:0]
+        return self._local_shard_of(slot, value.detach(), rank)
+
+    @abstractmethod
+    def _local_shard_of(self, slot: int, value: Tensor, rank: int) -> Tensor: ...
 
     def shard_of(self, slot: int, value: Tensor, shard: Tensor, rank: int) -> None:
         """Copy the rank's shard of one parameter, of any dtype and device, into its shard."""
@@ -272,191 +254,6 @@ class ContiguousLayout(Layout):
     def divided(self, slot: int, value: Tensor) -> list[Tensor]:
         return [value]
 
-
-@dataclass(frozen=True)
-class Chunk:
-    """The rows of one parameter that every rank has room for, in the rows layout.
-
-    Attributes:
-        total: rows of the parameter.
-        rows: of the chunk; those of the last ranks may be short, or empty.
-        row_shape: the parameter's shape without dim 0.
-        offset: where it begins in a shard.
-    """
-
-    total: int
-    rows: int
-    row_shape: torch.Size
-    offset: int
-
-    @cached_property
-    def row_numel(self) -> int:
-        return self.row_shape.numel()
-
-    @property
-    def stop(self) -> int:
-        return self.offset + self.rows * self.row_numel
-
-    @cached_property
-    def full_ranks(self) -> int:
-        """The number of ranks that have a full chunk."""
-        return self.total // self.rows if self.rows and self.row_numel else 0
-
-    @cached_property
-    def rest(self) -> int:
-        """Rows of the rank after those."""
-        return self.total - self.full_ranks * self.rows if self.row_numel else 0
-
-
-class RowsLayout(Layout):
-    """Every parameter divided along dim 0 into `world_size` chunks of equal numbers of rows: ``Shard(0)`` of DTensor.
-
-    A chunk that is short (or empty) is padded, so that every rank's shard has the same size. A scalar counts as
-    one row. In the gathered buffer the rows of one parameter lie ``shard_numel`` apart, so `unpack` copies.
-    """
-
-    @cached_property
-    def _chunks(self) -> tuple[Chunk, ...]:
-        """The chunks of each parameter."""
-        chunks, offset = [], 0
-        for slot in self.slots:
-            shape = slot.kept_shape or torch.Size([1])
-            offset = -(-offset // self.align) * self.align
-            chunks.append(Chunk(shape[0], -(-shape[0] // self.world_size), shape[1:], offset))
-            offset = chunks[-1].stop
-        return tuple(chunks)
-
-    @cached_property
-    def shard_numel(self) -> int:
-        return self._chunks[-1].stop if self.slots else 0
-
-    @property
-    def gathers_in_order(self) -> bool:
-        return self.world_size == 1
-
-    def rows(self, slot: int, rank: int) -> tuple[int, int]:
-        """First row and the row after the last that `rank` keeps of parameter number `slot`."""
-        chunk = self._chunks[slot]
-        return min(rank * chunk.rows, chunk.total), min((rank + 1) * chunk.rows, chunk.total)
-
-    def interval(self, slot: int, rank: int) -> Interval | None:
-        chunk = self._chunks[slot]
-        first, last = self.rows(slot, rank)
-        if first >= last or chunk.row_numel == 0:
-            return None
-        return Interval(slot, first * chunk.row_numel, last * chunk.row_numel, chunk.offset)
-
-    def unpack(self, full: Tensor) -> list[Tensor]:
-        if self.gathers_in_order:
-            return self.views(full)
-        unsharded = full.new_empty(self.unsharded_numel)
-        for place, part in zip(*self.pairs(full, unsharded), strict=True):
-            part.copy_(place)
-        return self.views(unsharded)
-
-    def places(self, full: Tensor) -> list[list[Tensor]]:
-        self._check(full, self.padded_numel, "gathered buffer")
-        first = int(full.storage_offset())
-        # Strides are computed once: this is done for every gradient, and views of views take their time.
-        return [[full.as_strided(size, stride, first + at) for size, stride, at in each] for each in self._geometry]
-
-    @cached_property
-    def _geometry(self) -> tuple[tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...], ...]:
-        """The places of each parameter: size, stride and beginning."""
-        found = []
-        for chunk in self._chunks:
-            inner = torch.empty(chunk.row_shape, device="meta").stride()
-            places = []
-            if chunk.full_ranks:
-                size = (chunk.full_ranks, chunk.rows, *chunk.row_shape)
-                places.append((size, (self.shard_numel, chunk.row_numel, *inner), chunk.offset))
-            if chunk.rest:
-                at = chunk.full_ranks * self.shard_numel + chunk.offset
-                places.append(((chunk.rest, *chunk.row_shape), (chunk.row_numel, *inner), at))
-            found.append(tuple(places))
-        return tuple(found)
-
-    def divided(self, slot: int, value: Tensor) -> list[Tensor]:
-        chunk, shapes = self._chunks[slot], self._geometry[slot]
-        value = self.slots[slot].kept(value)
-        if not chunk.rest:
-            return [_split_rows(value, size) for size, _, _ in shapes]
-        bound = chunk.total - chunk.rest
-        return [*(_split_rows(value[:bound], size) for size, _, _ in shapes[:-1]), value[bound:]]
-
-    @cached_property
-    def _gaps(self) -> tuple[tuple[int, int, int], ...]:
-        """The ranges of shards that hold nothing, each with the rank from which on."""
-        found, stop = [], 0
-        for chunk in self._chunks:
-            found.append((0, stop, chunk.offset))
-            found.append((chunk.full_ranks, chunk.offset + chunk.rest * chunk.row_numel, chunk.stop))
-            found.append((chunk.full_ranks + 1, chunk.offset, chunk.stop))
-            stop = chunk.stop
-        return tuple(gap for gap in found if gap[0] < self.world_size and gap[1] < gap[2])
-
-    def clear_gaps(self, full: Tensor) -> None:
-        by_rank = full.view(self.world_size, self.shard_numel)
-        for rank, start, stop in self._gaps:
-            by_rank[rank:, start:stop].zero_()
-
-
-def _split_rows(value: Tensor, size: tuple[int, ...]) -> Tensor:
-    return value.view(size) if value.is_contiguous() else value.unflatten(0, size[:2])
-
-
-# --- boxes ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Box:
-    """Elements ``offsets[d]:offsets[d] + sizes[d]`` along every dimension d of a tensor."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.sizes)
-
-    def moved(self, by: Sequence[int]) -> Box:
-        """The same box in a tensor in which its own one begins at `by`."""
-        return Box(tuple(begin + more for begin, more in zip(self.offsets, by, strict=True)), self.sizes)
-
-
-def boxes_of(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Elements ``start:stop`` of a row-major tensor as boxes, each of which is a contiguous part of the range.
-
-    In the order of the range: at most the rest of a row, complete rows, and the beginning of one, and so on for
-    each row that is not complete. So there are at most ``2 * len(shape) - 1``, and none of an empty range.
-    """
-    if start >= stop:
-        return
-    if not shape:
-        yield Box((), ())
-        return
-    row, inner = math.prod(shape[1:]), shape[1:]
-    first, last = -(-start // row), stop // row  # the complete rows
-    if first > last:  # within one row
-        yield from _in_row(inner, last, start - last * row, stop - last * row)
-        return
-    yield from _in_row(inner, first - 1, start - (first - 1) * row, row if start < first * row else 0)
-    if first < last:
-        yield Box((first, *(0 for _ in inner)), (last - first, *inner))
-    yield from _in_row(inner, last, 0, stop - last * row)
-
-
-def _in_row(inner: Sequence[int], row: int, start: int, stop: int) -> Iterator[Box]:
-    for box in boxes_of(inner, start, stop):
-        yield Box((row, *box.offsets), (1, *box.sizes))
-
-
-def overlap(one: Box, other: Box) -> Box | None:
-    """Return the box that lies in both; None if they have nothing in common."""
-    begins = tuple(map(max, one.offsets, other.offsets))
-    ends = (
-        min(first + size, second + more)
-        for first, size, second, more in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    )
-    sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
-    return Box(begins, sizes) if all(size > 0 for size in sizes) else None
+    def _local_shard_of(self, slot: int, value: Tensor, rank: int) -> Tensor:
+        flat, interval = value.reshape(-1), self.interval(slot, rank)
+        return flat[interval.start : interval.stop] if interval is not None else flat[:0]

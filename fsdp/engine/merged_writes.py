@@ -17,13 +17,11 @@ from fsdp.engine.handle import FlatParamHandle
 
 
 def merge_written(handle: FlatParamHandle) -> None:
-    """Collective if a forward has written to the parameters of a handle: store that in the shards.
+    """Collective. A forward has written to the parameters of a handle: store that in the shards.
 
     Raises:
         RuntimeError: on all ranks, if some made different values of one element.
     """
-    if not handle.was_written:
-        return
     unsharded, layout, comm, replicas = handle.unsharded, handle.layout, handle.comm, handle.replicas
     slots, parts = unsharded.written(), handle.local_shards
     made = {slot: local_part(unsharded.leaves[slot]).detach() for slot in slots}

@@ -22,7 +22,7 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name
 from fsdp.engine.state_requests import Converting, Filling, LocalState
-from fsdp.engine.unit import TrainingState, Unit, own_modules, serving, unit_of, unit_of_wrapper, units_in
+from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, own_modules, serving, unit_of, unit_of_wrapper, units_in
 
 Conversion = Callable[[Tensor], Tensor]
 
@@ -157,21 +157,27 @@ class Conversions:
         unit = self.unit
         if unit.state is TrainingState.SUMMON_FULL_PARAMS:
             return self._convert(fn, recurse)  # nothing of the shards changes, or it was refused
-        for handle in unit.visible_handles:
+        # A group has no module of its own, and is converted with what is around it.
+        inside = [each for _, each in units_in(unit) if isinstance(each.module, ModuleGroup)]
+        units = [unit, *(each for each in inside if each is not unit and each.request(Converting) is None)]
+        for handle in (handle for each in units for handle in each.visible_handles):
             handle.absorb()
+            if handle.orig_params is not None:
+                handle.orig_params.collect_gradients()  # they follow the shard's
             handle.settle_fingerprints()
         if unit.runtime is not None:
             unit.runtime.release()
         device = fn(torch.empty(0, device=unit.device)).device
-        gives_memory = self._gives_memory and unit.awaits_values and _makes_memory(fn)
+        gives_memory = self._gives_memory and _makes_memory(fn)
         convert = partial(_convert_tensor, unit, fn, gives_memory)
-        with serving([unit], Converting()):
+        with serving(units, Converting()):
             self._convert(convert, recurse)
-            for handle in unit.handles:
+            for handle in (handle for each in units for handle in each.handles):
                 _apply_to_hidden(handle, convert)
                 if handle.orig_params is not None and gives_memory:
                     handle.orig_params.give_memory(handle.valueless)
-        unit.follow(device)
+        for each in units:
+            each.follow(device)
         return self._module
 
 
@@ -262,32 +268,33 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     is collective, as forward is.
 
     Args:
-        module: a `FullyShardedDataParallel`, or the module that it wraps.
-        method_name: of one of the wrapped module's methods.
+        module: a `FullyShardedDataParallel`, the module that it wraps, or one that `fully_shard` was called on. Nothing
+            happens to others, so that a program may be run without sharding.
+        method_name: of one of the module's methods.
 
     Raises:
-        ValueError: if `module` is not wrapped, or has no such method.
+        ValueError: if a sharded module has no such method.
     """
-    unit = unit_of(module) or unit_of_wrapper(module)
+    unit = unit_of(module)
     if unit is None:
-        raise ValueError(
-            f"register_fsdp_forward_method: this {type(module).__name__} is not wrapped. Give it a "
-            "FullyShardedDataParallel, or the module that one wraps."
-        )
-    if not callable(getattr(type(unit.module), method_name, None)):
-        raise ValueError(f"{type(unit.module).__name__} has no method {method_name!r} to register")
-    unit.module.__dict__[method_name] = ForwardMethod(unit, method_name)
+        unit = unit_of_wrapper(module)
+        if unit is None:
+            return
+        module = unit.module
+    if not callable(getattr(type(module), method_name, None)):
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r} to register")
+    module.__dict__[method_name] = ForwardMethod(unit, module, method_name)
 
 
 class ForwardMethod:
     """A method of a unit's module that unshards, computes and reshards as calling the module does."""
 
-    def __init__(self, unit: Unit, name: str) -> None:
-        self._unit, self._name = unit, name
+    def __init__(self, unit: Unit, module: nn.Module, name: str) -> None:
+        self._unit, self._module, self._name = unit, module, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit = self._unit
-        method = MethodType(getattr(type(unit.module), self._name), unit.module)
+        method = MethodType(getattr(type(self._module), self._name), self._module)
         if unit.state is TrainingState.FORWARD:
             return method(*args, **kwargs)
-        return unit.forward.around(method, args, kwargs)
+        return unit.forwards[self._module].around(method, args, kwargs)

@@ -7,15 +7,77 @@ parameter, and everything else goes on with flat vectors: a step on local shards
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import copy
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fsdp.engine.flat_param import FlatParameter, ParamInfo, give_attributes
+from fsdp.engine.flat_param import (
+    Attributes,
+    CountedParameter,
+    FlatParameter,
+    ParamInfo,
+    attributes_of,
+    give_attributes,
+)
 from fsdp.engine.layout import Layout
 from fsdp.engine.placeholder import Placeholder, unreduced_gradient
+
+
+class LocalShard(CountedParameter):
+    """This rank's local shard of an original parameter: elements ``offset:offset + numel()`` of it in row-major order.
+
+    1-D, and empty on ranks that have nothing of it. Of a `DTensor` it is a shard of the local part.
+    """
+
+    fqn: str  # from the wrapped module
+    unsharded_shape: torch.Size  # of the parameter, or of a DTensor's local part
+    offset: int
+    owner: FlatParameter  # of whose shard it is a view
+
+    @property
+    def group(self) -> Hashable:
+        """The key that `group_by` gave it."""
+        return self.owner.group
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.owner._is_sharded
+
+    @property
+    def has_unreduced(self) -> bool:
+        """True if gradients wait for their reduction, and this one was not zeroed."""
+        return self.owner._has_unreduced and self.grad is not None
+
+    @property
+    def shard_storage(self) -> Any:
+        return self.owner.shard_storage
+
+    @classmethod
+    def of(
+        cls, owner: FlatParameter, start: int, numel: int, requires_grad: bool, fqn: str, shape: torch.Size, offset: int
+    ) -> LocalShard:
+        """Elements ``start:start + numel`` of the shard `owner`, whose version counter it shares."""
+        local = Tensor._make_subclass(cls, owner.detach()[start : start + numel], requires_grad)
+        local.fqn, local.unsharded_shape, local.offset, local.owner = fqn, shape, offset, owner
+        return local
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalShard:
+        build, (owner, *others), *_ = self.__reduce_ex__(2)
+        copied = memo[id(self)] = build(copy.deepcopy(owner, memo), *others)
+        give_attributes(copied, attributes_of(self))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        start = int(self.storage_offset() - self.owner.storage_offset())
+        args = (start, self.numel(), self.requires_grad, self.fqn, self.unsharded_shape, self.offset)
+        return type(self).of, (self.owner, *args), attributes_of(self) or None
+
+    def __setstate__(self, state: Attributes) -> None:
+        give_attributes(self, state)
 
 
 class OrigParams:
@@ -32,15 +94,19 @@ class OrigParams:
         self, flat_param: FlatParameter, layout: Layout, rank: int, places: Sequence[Sequence[ParamInfo]]
     ) -> None:
         self._flat_param = flat_param
+        self._grad: weakref.ref[Tensor] | None = None  # the shard's gradient, while local shards show it
         self._intervals = [layout.interval(slot, rank) for slot in range(len(layout.slots))]
         self.params: list[nn.Parameter] = [
             self._new(slot, layout, flat_param.requires_grad) for slot in range(len(layout.slots))
         ]
-        self._pointers: list[int] = []
+        self._pointers: dict[int, int] = {}  # where each lies, as it was left
         self.alias()
         self.entries: list[tuple[nn.Module, str, nn.Parameter]] = [
             (place.module, place.name, param) for param, used in zip(self.params, places, strict=True) for place in used
         ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_grad": None}
 
     def _new(self, slot: int, layout: Layout, requires_grad: bool) -> nn.Parameter:
         interval, kept = self._intervals[slot], layout.slots[slot]
@@ -65,6 +131,11 @@ class OrigParams:
     def _have(self, slot: int, local: Tensor) -> None:
         """Let a local shard lie at these elements of the shard."""
         self.params[slot].data = local
+        self._pointers[slot] = _pointer(self.params[slot])
+
+    def _was_replaced(self, slot: int) -> bool:
+        """Return whether a local shard lies elsewhere now."""
+        return _pointer(self.params[slot]) != self._pointers[slot]
 
     def _flat(self, slot: int, tensor: Tensor) -> Tensor:
         """The memory of something in the form of a local shard, as a vector."""
@@ -94,7 +165,6 @@ class OrigParams:
         shard = self._flat_param.detach()
         for slot in range(len(self.params)):
             self._have(slot, self._of(shard, slot))
-        self._pointers = [_pointer(self._flat(slot, param)) for slot, param in enumerate(self.params)]
 
     def absorb(self) -> list[int]:
         """Write to the shard what users have assigned to the ``.data`` of local shards, and follow what they froze.
@@ -105,11 +175,16 @@ class OrigParams:
         Raises:
             RuntimeError: for another shape or dtype.
         """
-        for slot, (param, pointer) in enumerate(zip(self.params, self._pointers, strict=True)):
-            if _pointer(self._flat(slot, param)) != pointer:
+        for slot, param in enumerate(self.params):
+            if self._was_replaced(slot):
                 self._take_back(slot, param)
-        self._flat_param.requires_grad_(any(self.requires_grad))
+        self._follow_frozen()
         return []
+
+    def _follow_frozen(self) -> None:
+        is_trained = any(self.requires_grad)
+        if self._flat_param.requires_grad is not is_trained:  # transforms of torch.func forbid to set it
+            self._flat_param.requires_grad_(is_trained)
 
     def _take_back(self, slot: int, param: Any) -> None:
         ours, given = self._of(self._flat_param.detach(), slot), self._flat(slot, param)
@@ -137,6 +212,10 @@ class OrigParams:
         """
         self._flat_param.bring_gradient()
         grad = self._flat_param.grad
+        if grad is not None and not isinstance(grad, Placeholder):
+            # Detached, it is the base of all views of it, which alone keep it alive: it goes with `zero_grad()`.
+            grad = grad.detach()
+            self._grad, self._flat_param.grad = weakref.ref(grad), None
         for slot, param in enumerate(self.params):
             if isinstance(param.grad, Placeholder):
                 param.grad = None
@@ -178,7 +257,9 @@ class OrigParams:
         """Follow what users did to gradients of local shards: zeroed (None) ones are zero in the shard's as well."""
         self.forget_zeroed()
         if self._flat_param.grad is None and any(param.grad is not None for param in self.params):
-            self._flat_param.grad = torch.zeros_like(self._flat_param.detach())  # for gradients that users assigned
+            shown = None if self._grad is None else self._grad()
+            # Where it was not shown by us, users have assigned gradients.
+            self._flat_param.grad = torch.zeros_like(self._flat_param.detach()) if shown is None else shown
         grad = self._flat_param.grad
         if grad is None or isinstance(grad, Placeholder):
             return

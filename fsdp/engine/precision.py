@@ -196,8 +196,11 @@ class Precision:
 def cast_floats(tree: Any, dtype: torch.dtype | None, only: Iterable[torch.dtype] | None = None) -> Any:
     """Return the same nest with its floating-point tensors (of `only` these dtypes) in `dtype`; None leaves them."""
 
+    if dtype is None:
+        return tree
+
     def cast(tensor: Tensor) -> Tensor:
-        if dtype is not None and tensor.is_floating_point() and (only is None or tensor.dtype in only):
+        if tensor.is_floating_point() and (only is None or tensor.dtype in only):
             return tensor.to(dtype)
         return tensor
 

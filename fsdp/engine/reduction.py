@@ -50,7 +50,11 @@ class Bucket:
         if first.is_replicated:  # and has no hook, so that there is one
             what = f"sum over replicas of {first.name}" + (f" to {last.name}" if last is not first else "")
             tag = tuple(handle.replica_tag for handle in handles)
-            summing = summed(first.replicas, shards.pop(), first.gradients.dtype, what, tag)
+            scattered = shards.pop()
+            if not self.is_abandoned and _hold(handles, scattered):
+                return
+            summing = summed(first.replicas, scattered, first.gradients.dtype, what, tag)
+            del scattered
             shards = [(yield from summing).to(first.flat_param.dtype)]
         if self.is_abandoned:
             return
@@ -60,7 +64,17 @@ class Bucket:
                 shards, divisors = [_divided(shards[0], divisors[0])], [1.0] * len(handles)
             shards = list(shards[0].split([handle.layout.shard_numel for handle in handles]))
         for handle, shard, divisor in zip(handles, shards, divisors, strict=True):
-            handle.accept(_divided(shard, divisor))
+            gradient, hook = _divided(shard, divisor), handle.shard_gradient.all_reduce_hook
+            if hook is not None:
+                gradient = hook.run(gradient.to(handle.gradients.dtype)).to(handle.flat_param.dtype)
+            handle.accept(gradient)
+
+
+def _hold(handles: Sequence[FlatParamHandle], scattered: Tensor) -> bool:
+    """Add what the handles hold of earlier sums to these, one after the other; True if these are held as well."""
+    sums = scattered.split([handle.layout.shard_numel for handle in handles])
+    parts = [one.layout.local_shards(own, one.comm.rank) for one, own in zip(handles, sums, strict=True)]
+    return all([one.gradients.hold(own) for one, own in zip(handles, parts, strict=True)])  # noqa: C419 (each)
 
 
 def _divided(sums: Tensor, divisor: float) -> Tensor:
@@ -124,9 +138,16 @@ class Reductions:
         self._in_flight: list[tuple[Bucket, Stages]] = []  # the oldest first
         self._companions: dict[FlatParamHandle, list[FlatParamHandle]] = {}
         self._waiting: dict[int, Bucket] = {}  # by the number of the first companion
+        self._most_in_flight = 1
 
-    def begin(self, handles: Iterable[FlatParamHandle]) -> None:
-        """A backward starts, which may bring gradients of these handles, in about this order."""
+    def begin(self, handles: Iterable[FlatParamHandle], in_flight: int) -> None:
+        """A backward starts, which may bring gradients of these handles, in about this order.
+
+        Args:
+            handles: those to reduce.
+            in_flight: so many reductions may go on while another one is started.
+        """
+        self._most_in_flight = in_flight
         self._companions.clear()
         filling: dict[tuple[Any, ...], tuple[list[FlatParamHandle], int]] = {}
         for handle in handles:
@@ -134,7 +155,8 @@ class Reductions:
             if nbytes > min(_SMALL_BYTES, self._bucket_bytes) or handle.is_local or not handle.requires_grad:
                 continue
             ranks = (handle.reduce_comm, handle.replicas)
-            key = (*ranks, handle.gradients.dtype, handle.flat_param.dtype, handle.comm_hook is None)
+            dtypes = (handle.gradients.dtype, handle.flat_param.dtype)
+            key = (*ranks, *dtypes, handle.comm_hook is None, handle.gradients.sync)
             companions, filled = filling.pop(key, ([], 0))
             companions.append(handle)
             self._companions[handle] = companions
@@ -182,7 +204,8 @@ class Reductions:
     def _start(self, bucket: Bucket, keep: bool = False) -> None:
         # The new one is on its way before older ones are awaited, so the wire is not idle. Of those, only the youngest
         # can hold a unit's unsharded gradient, and is to send across replicas meanwhile: it goes first.
-        older, started = [] if keep else self._in_flight[::-1], (bucket, bucket.reduce())
+        count = 0 if keep else max(0, len(self._in_flight) + 1 - self._most_in_flight)
+        older, started = self._in_flight[:count][::-1], (bucket, bucket.reduce())
         self._in_flight.append(started)
         for reduction in (started, *older):
             self._advance(reduction)

@@ -11,9 +11,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fsdp.distributed.dtensor import MeshPart, local_part
 from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.managed_params import is_ours, note_stale
 
@@ -234,6 +236,8 @@ class Registry:
     def replacement(self, slot: int) -> nn.Parameter:
         """The parameter that a user has assigned where original number `slot` is used.
 
+        A load with ``assign=True`` assigns one to each of its places; they must be equal.
+
         Raises:
             ValueError: if there is none, or not the same one in all places.
         """
@@ -243,7 +247,7 @@ class Registry:
         names = ", ".join(place.fqn for place in self._places[slot])
         if not new:
             raise ValueError(f"{names} was removed, or is no parameter any more")
-        if any(value is not new[0] for value in values):
+        if len(new) < len(values) or not all(_are_equal(value, new[0]) for value in new):
             raise ValueError(f"a parameter was replaced under only some of its names ({names})")
         return new[0]
 
@@ -278,3 +282,10 @@ class Registry:
                 if not any(place.module is module and place.name == name for _, module, name, _ in self._listed):
                     place.module._parameters.pop(place.name, None)
         self.enter()
+
+
+def _are_equal(one: nn.Parameter, other: nn.Parameter) -> bool:
+    if one is other:
+        return True
+    alike = one.shape == other.shape and one.dtype == other.dtype and MeshPart.of(one) == MeshPart.of(other)
+    return alike and not one.is_meta and torch.equal(local_part(one), local_part(other))

@@ -27,9 +27,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp.distributed.streams import copy_stream_of
 from fsdp.engine.autograd import BackwardPass, FollowedPass, in_backward
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.forward_hooks import Call
+from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.memory import return_freed_memory
@@ -43,9 +45,7 @@ from fsdp.engine.usage import Usage
 from fsdp.engine.verify import agree, agree_on_values
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
-
-    from fsdp.engine.flat_param import FlatParameter
+    from collections.abc import Iterator, Sequence
 
 
 class Runtime:
@@ -55,7 +55,6 @@ class Runtime:
 
     Args:
         root: the outermost unit.
-        keep_root: don't free the root's parameters between forward and backward.
         bucket_bytes: see `Reductions`.
 
     Raises:
@@ -63,7 +62,7 @@ class Runtime:
             parameter was added after wrapping.
     """
 
-    def __init__(self, root: Unit, *, keep_root: bool, bucket_bytes: int) -> None:
+    def __init__(self, root: Unit, *, bucket_bytes: int) -> None:
         self.root = root
         named_units = units_in(root)
         self.units = [unit for _, unit in named_units]
@@ -72,8 +71,6 @@ class Runtime:
         agree(root.everyone, named_units, to_run=True)
         self._adopt(named_units)
         return_freed_memory()
-        root.policy.keeps_as_root = keep_root
-        self.sync_gradients = True
         self.has_run = False
         self._reductions = Reductions(bucket_bytes)
         self._usage = Usage()
@@ -126,7 +123,6 @@ class Runtime:
         for name, unit in named_units:
             if unit.runtime is not None:
                 unit.runtime.ensure_idle(f"become part of another {kind}")
-                unit.policy.keeps_as_root = False  # it may have been the outermost one
             unit.runtime = self
             unit.rename(name)
             unit.is_inside_mixed = False
@@ -158,6 +154,7 @@ class Runtime:
             self._unshard_for_backward(unit, is_recomputed=True)
         else:
             unit.state = TrainingState.FORWARD
+            unit.enter()
             unit.follow_mode()
             call.order = self._unshard(unit, is_backward=False)
         # A frozen parameter has no gradient whose arrival would tell that backward is done with it.
@@ -218,18 +215,23 @@ class Runtime:
             asked = unit.policy.ahead(is_backward)
             if asked is not None:
                 ahead, started = asked, len(asked)
-        unit.unshard()
+        is_needed = not is_backward or is_recomputed or unit.policy.unshard_in_backward
+        if is_needed:
+            unit.unshard()
         for number, following in enumerate(ahead):
+            if is_backward and not following.policy.unshard_in_backward:
+                continue
             if number < started:
                 if not is_backward:
                     following.follow_mode()
                 following.unshard()
             else:
                 following.read_ahead()
-        unit.wait_for_unshard()
+        if is_needed:
+            unit.wait_for_unshard()
         return order
 
-    def after_forward(self, unit: Unit, output: Any, failed: bool) -> None:
+    def after_forward(self, unit: Unit, module: nn.Module, output: Any, failed: bool) -> None:
         """Hook: `unit` has computed, or `failed` to."""
         if not self._running or self._running[-1].unit is not unit:
             return  # it never began: a hook before ours has raised
@@ -240,18 +242,22 @@ class Runtime:
             if not call.recomputed:
                 self._end_failed_forward(unit)
             return
-        if not call.recomputed:
+        if not call.recomputed and unit.was_written:
             self._take_written(unit, only_here=call.order is None)
         needs_backward = torch.is_grad_enabled() and call.watch_outputs(output)
         if call.recomputed:
             self.participation.leave(call, output, needs_backward=needs_backward)
             return
         unit.state = TrainingState.IDLE
-        needed_at_once = needs_backward and call.order is not None and call.order.at_expected_end()
+        needed_at_once = (
+            needs_backward and unit is not self.root and call.order is not None and call.order.at_expected_end()
+        )
         # A loss may leave by another way than the output (an attribute, a generator, a closure). Backward then comes to
         # the unit unannounced: where the output shows nothing to differentiate, it finds the parameters in place.
-        may_leave = torch.is_grad_enabled() and not needs_backward and any(one.requires_grad for one in unit.handles)
-        if call.order is None or (unit.policy.frees_after_forward and not needed_at_once and not may_leave):
+        may_leave = not needs_backward and torch.is_grad_enabled() and any(one.requires_grad for one in unit.handles)
+        unit.yet_to_run.discard(module)
+        is_done = unit.frees_after_forward and not unit.yet_to_run
+        if call.order is None or (is_done and not needed_at_once and not may_leave):
             unit.reshard(keeps_post_forward_shard=needs_backward and call.order is not None)
         self.participation.leave(call, output, needs_backward=needs_backward)
         if not self._running:
@@ -262,7 +268,7 @@ class Runtime:
 
     def _take_written(self, unit: Unit, *, only_here: bool = False) -> None:
         try:
-            if only_here and any(handle.was_written for handle in unit.handles):
+            if only_here:
                 raise RuntimeError(
                     f"{unit.name}: its forward writes to its own parameters, and only some ranks run it (fsdp.cond, "
                     "fsdp.join). Change parameters between steps, inside `with model.summon_full_params():`."
@@ -274,15 +280,18 @@ class Runtime:
 
     def _end_forward(self, keep: bool) -> None:
         for unit in self.units if keep else ():
-            self._take_written(unit)  # what the forward of others has written
+            if unit.was_written:  # by the forward of others
+                self._take_written(unit)
         for unit in self.units:
-            # Kept for a backward that doesn't come, or prefetched in vain.
-            if not keep or unit.is_unsharding:
+            # Kept for a backward that doesn't come, or for a module that was not run, or prefetched in vain.
+            if not keep or unit.is_unsharding or (unit.yet_to_run and unit.frees_after_forward):
                 unit.reshard()
+            unit.yet_to_run.clear()
         self._settle()
 
     def _end_failed_forward(self, unit: Unit) -> None:
         unit.state = TrainingState.IDLE
+        unit.yet_to_run.clear()
         self._let_go(unit)
         self.participation.fail(unit)
         if not self._running:
@@ -317,17 +326,11 @@ class Runtime:
 
     def before_backward(self, unit: Unit, call: Call) -> None:
         """Hook: backward has reached an output of a call of `unit`."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not call.is_transformed:
             raise RuntimeError(
                 f"{unit.name}: backward with create_graph=True is not supported: the second backward would need "
                 "unsharded parameters, and nothing unshards them. Compute such gradients on the unwrapped module, "
                 "inside summon_full_params()."
-            )
-        if unit.changed_since(call.shards):
-            raise RuntimeError(
-                f"{unit.name}: its parameters were changed (by an optimizer step, a cast, or requires_grad_?) between "
-                "forward and backward, so gradients would belong to neither the old nor the new values. Run backward "
-                "before the change, or forward again after it."
             )
         self.ensure_backward()
         if call.backward is not self._backward:
@@ -347,6 +350,12 @@ class Runtime:
         if unit.state not in (TrainingState.BACKWARD_PRE, TrainingState.FORWARD):
             unit.state = TrainingState.BACKWARD_PRE
             self._unshard_for_backward(unit)
+        if call.shards != [handle.state_in_use for handle in unit.handles]:
+            raise RuntimeError(
+                f"{unit.name}: its parameters were changed (by an optimizer step, a cast, or requires_grad_?) between "
+                "forward and backward, so gradients would belong to neither the old nor the new values. Run backward "
+                "before the change, or forward again after it."
+            )
 
     @property
     def is_in_backward(self) -> bool:
@@ -366,10 +375,11 @@ class Runtime:
         self._backward_order.begin()
         self.participation.begin_backward()
         for unit in self.units:
-            unit.begin_backward(is_summing=not self.sync_gradients)
-        if self.sync_gradients:
-            self._reductions.begin(handle for unit in reversed(self.units) for handle in unit.handles)
-            self._usage.begin(self.handles, ranks_begin_together=not self.participation.is_uneven)
+            unit.begin_backward()
+        reduced = [one for unit in reversed(self.units) for one in unit.handles if one.gradients.is_reduced]
+        self._reductions.begin(reduced, max(unit.policy.reductions_in_flight for unit in self.units))
+        in_order = [handle for handle in self.handles if handle.gradients.is_reduced]
+        self._usage.begin(in_order, ranks_begin_together=not self.participation.is_uneven)
 
     def _unshard_for_backward(self, unit: Unit, *, is_recomputed: bool = False) -> None:
         if not unit.incomplete:
@@ -391,7 +401,7 @@ class Runtime:
         """Have a handle's gradient reduced, unless it goes on to accumulate."""
         if not self.participation.announce_gradient(unit, handle):
             return
-        if self.sync_gradients and not self._usage.differs(handle):
+        if handle.gradients.is_reduced and not self._usage.differs(handle):
             self._reductions.submit(handle, unit.postdivide, keep=self.participation.is_uneven)
 
     def passed(self, unit: Unit, call: Call) -> None:
@@ -405,7 +415,7 @@ class Runtime:
             return
         if unit.has_frozen_handle and unit.contains_units:
             return  # what is frozen may be on the way to the gradients of the units inside
-        if unit.policy.frees_after_backward(self.sync_gradients):
+        if unit.frees_after_backward:
             unit.reshard()
             unit.state = TrainingState.BACKWARD_POST
 
@@ -415,22 +425,19 @@ class Runtime:
 
     def _finish_backward(self) -> None:
         self.has_trained = self.has_trained or any(not handle.gradients.is_empty for handle in self.handles)
-        if self.sync_gradients:
-            self._reduce_rest()
-        else:
-            for handle in self.handles:
-                handle.mark_unreduced()
+        self._reduce_rest()
+        for handle in self.handles:
+            handle.mark_unreduced()
         for unit in self.units:
             unit.unpassed.clear()
             if unit.state is TrainingState.FORWARD:
                 continue  # this backward was inside of its forward, which goes on
             unit.state = TrainingState.IDLE
-            if unit.policy.frees_after_backward(self.sync_gradients) or unit.is_unsharding:
+            if unit.frees_after_backward or unit.is_unsharding:
                 unit.reshard()
         self._settle()
-        if self.sync_gradients:
-            with torch.no_grad():
-                self._usage.show_gradients()
+        with torch.no_grad():
+            self._usage.show_gradients()
         self._backward = None
         with torch.no_grad():
             for unit in reversed(self.units):
@@ -462,21 +469,21 @@ class Runtime:
         if is_fresh:
             for handle in self.handles:
                 handle.zero_grad()
-        self.sync_gradients = is_reduced
+        self.synchronise(GradientSync.FULL if is_reduced else GradientSync.NONE)
         self._backward = FollowedPass()
         self._begin_backward()
 
     def end_followed_backward(self) -> None:
         """The backward that `follow_backward` began has ended on the other ranks."""
         self._finish_backward()
-        self.sync_gradients = True
+        self.synchronise(GradientSync.FULL)
 
     def serve_reduction(self, handle: FlatParamHandle) -> None:
         """Take part in the reduction of a handle of which others have a gradient."""
         unit = next(unit for unit in self.units if handle in unit.handles)
         handle.gradients.owe()
         unit.incomplete.discard(handle)
-        if self.sync_gradients:
+        if handle.gradients.is_reduced:
             self._reductions.submit(handle, unit.postdivide, keep=True)
 
     # --- between steps ------------------------------------------------------------------------------------------
@@ -485,11 +492,30 @@ class Runtime:
     def no_sync(self) -> Iterator[None]:
         """Backwards inside accumulate unsharded gradients without reducing them."""
         self.ensure_idle("enter no_sync()", is_served=True)
-        outer, self.sync_gradients = self.sync_gradients, False
+        outer = {unit: unit.policy.sync for unit in self.units}
+        self.synchronise(GradientSync.NONE)
         try:
             yield
         finally:
-            self.sync_gradients = outer
+            for unit, sync in outer.items():
+                unit.policy.sync = sync
+
+    @property
+    def reduces(self) -> bool:
+        """Return whether backwards reduce gradients now."""
+        return all(unit.policy.sync is not GradientSync.NONE for unit in self.units)
+
+    def synchronise(self, sync: GradientSync) -> None:
+        """Have the gradients of all units go this far from now on."""
+        for unit in self.units:
+            unit.policy.sync = sync
+
+    def reduce_accumulated(self) -> None:
+        """Collective. Reduce what has accumulated, as a backward that brings nothing more."""
+        self.ensure_idle("reduce gradients")
+        self._backward = FollowedPass()
+        self._begin_backward()
+        self._finish_backward()
 
     @property
     def is_computing(self) -> bool:
@@ -516,7 +542,6 @@ class Runtime:
         self.release()
         for unit in self.units:
             unit.runtime = None
-        self.root.policy.keeps_as_root = False
 
     def release(self) -> None:
         """Reshard what is kept unsharded between passes (after `no_sync`, or without a backward)."""
@@ -524,11 +549,18 @@ class Runtime:
             unit.reshard()
         self._settle()
 
+    def reset_iteration(self) -> None:
+        """Forget a forward or backward that was given up, and all gradients that were not reduced."""
+        if self.is_in_backward and in_backward():
+            raise RuntimeError(f"cannot reset the iteration in the middle of a backward of {self.root.name}")
+        self._recover()
+
     def _recover(self) -> None:
         """Back to idle after a forward or backward that was given up; its unreduced gradients are dropped."""
         self._running.clear()
         for unit in self.units:
             unit.state = TrainingState.IDLE
+            unit.yet_to_run.clear()
         self._abandon_backward()
 
     def _abandon_backward(self) -> None:
@@ -547,11 +579,12 @@ class Runtime:
         self._settle()
 
     def _settle(self) -> None:
-        handles = [handle for unit in self.units for handle in unit.handles]
-        for comm in {comm for handle in handles for comm in handle.comms}:
+        kept = [handle.post_forward_shard for unit in self.units for handle in unit.handles]
+        comms = {shard.comm for shard in kept if shard is not None}
+        for comm in comms.union([unit.comm for unit in self.units], [unit.replicas for unit in self.units]):
             comm.settle()
-        for copy_stream in {handle.storage.copy_stream for handle in handles}:
-            copy_stream.settle()
+        for device in {unit.device for unit in self.units}:
+            copy_stream_of(device).settle()
 
 
 class Contents:
@@ -613,17 +646,3 @@ def running() -> Runtime | None:
     """Return the runtime whose forward or backward runs now; the one that began last, if there are several."""
     runtime = None if _last is None else _last()
     return runtime if runtime is not None and runtime.is_computing else None
-
-
-def refuse_missing_gradients(optimizer: str, shards: Collection[FlatParameter]) -> None:
-    """Raise RuntimeError if an optimizer is to step shards that have never had a gradient, though a forward was run.
-
-    Who has trained before may leave a backward out, and step nothing.
-    """
-    for runtime in runtimes():
-        if runtime.has_trained is False and any(one.flat_param in shards for one in runtime.handles):
-            raise RuntimeError(
-                f"{optimizer}.step(): nothing in {runtime.root.name} has got a gradient since it was first used. What "
-                "it lists are shards, which torch.autograd.grad() doesn't find in the graph. Call backward(), which "
-                "takes them as its inputs as well."
-            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -16,6 +17,7 @@ class ExecutionOrder(Generic[T]):
 
     def __init__(self) -> None:
         self._last: list[T] = []
+        self._ahead: list[Sequence[T]] = []  # for each place of the last pass, what `enter` returns
         self._current: list[T] = []
         self._on_course = False
         self.is_settled = False
@@ -24,28 +26,32 @@ class ExecutionOrder(Generic[T]):
         """A new pass starts; the one before, if it recorded anything, becomes what is expected."""
         if self._current:
             self.is_settled = self._on_course and len(self._current) == len(self._last)
-            self._last, self._current = self._current, []
+            if not self.is_settled:
+                self._last = self._current
+                self._ahead = [_next_two(self._last, place) for place in range(len(self._last))]
+            self._current = []
         self._on_course = bool(self._last)
 
-    def enter(self, item: T) -> list[T]:
+    def enter(self, item: T) -> Sequence[T]:
         """`item` runs now. Returns the next two other ones expected, fewer if there are none or it can't be known."""
         place = len(self._current)
         self._current.append(item)
-        if not self._on_course:
-            return []
-        if place >= len(self._last) or self._last[place] is not item:
-            self._on_course = self.is_settled = False
-            return []
-        ahead: list[T] = []
-        for number in range(place + 1, len(self._last)):
-            following = self._last[number]
-            # A unit may run several times in a row (recomputed, or shared): what it needs is here already.
-            if following is not item and not (ahead and following is ahead[0]):
-                ahead.append(following)
-                if len(ahead) == 2:
-                    break
-        return ahead
+        if self._on_course and place < len(self._last) and self._last[place] is item:
+            return self._ahead[place]
+        self._on_course = self.is_settled = False
+        return ()
 
     def at_expected_end(self) -> bool:
         """Return whether the item entered last ended the last two passes as well."""
         return self.is_settled and self._on_course and len(self._current) == len(self._last)
+
+
+def _next_two(order: Sequence[T], place: int) -> Sequence[T]:
+    ahead: list[T] = []
+    for number in range(place + 1, len(order)):
+        # A unit may run several times in a row (recomputed, or shared): what it needs is here already.
+        if order[number] is not order[place] and not (ahead and order[number] is ahead[0]):
+            ahead.append(order[number])
+            if len(ahead) == 2:
+                break
+    return ahead

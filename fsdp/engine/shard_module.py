@@ -213,13 +213,14 @@ def _make_unit(module: nn.Module, options: Options, groups: Groups, device: torc
         options.precision,
         device,
         ignored,
-        policy=Policy(options.reshard_after_forward),
+        policy=Policy(options.reshard_after_forward, options.disable_reshard_on_root),
         predivide=predivide,
         postdivide=averaged / predivide,
         settings=options.compared,
-        new_runtime=partial(Runtime, keep_root=options.disable_reshard_on_root, bucket_bytes=options.bucket_bytes),
+        new_runtime=partial(Runtime, bucket_bytes=options.bucket_bytes),
     )
-    ForwardHooks(unit, options.clear_autocast_cache).register()
+    for each in unit.modules:
+        ForwardHooks(unit, each, options.clear_autocast_cache).register()
     return unit
 
 

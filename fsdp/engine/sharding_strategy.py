@@ -237,6 +237,7 @@ def ranks_of(group: Any) -> Sequence[int]:
 _checked: dict[tuple[Any, Any], frozenset[int]] = {}
 _made: dict[tuple[Any, int], tuple[Group, Group | None]] = {}
 _post_forward_groups: dict[tuple[Any, int], Group] = {}
+_groups_apart: dict[Any, Group] = {}
 
 
 @during("FullyShardedDataParallel() or fully_shard()")
@@ -328,6 +329,13 @@ def post_forward_group(group: Group, size: int) -> Group | None:
         rows = [ranks[start : start + size] for start in range(0, len(ranks), size)]
         _post_forward_groups[group, size] = _new_group(group, rows)
     return _post_forward_groups[group, size]
+
+
+def group_apart(group: Group) -> Group:
+    """Collective the first time. Return a group of the same ranks that has a way of its own to them."""
+    if group not in _groups_apart:
+        _groups_apart[group] = _new_group(group, [ranks_of(group)])
+    return _groups_apart[group]
 
 
 def _new_group(group: Group, parts: Sequence[Sequence[int]]) -> Group:

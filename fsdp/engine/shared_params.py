@@ -233,7 +233,7 @@ def _refuse_wanted(named_units: Iterable[tuple[str, Unit]]) -> None:
 
 
 def _lowest_around(members: Sequence[Unit], root: Unit, units: Sequence[Unit]) -> Unit:
-    modules = {member.module for member in members}
+    modules = {module for member in members for module in member.modules}
     return next(unit for unit in reversed(units) if unit is root or not _reaches(root, modules, without=unit))
 
 
@@ -245,7 +245,7 @@ def _reaches(root: Unit, modules: set[nn.Module], without: Unit) -> bool:
         current = ahead.pop()
         if current in modules and unit_of(current) is not without:
             return True
-        if current not in seen and current is not without.module:
+        if current not in seen and unit_of(current) is not without:
             seen.add(current)
             ahead += current.children()
     return False

@@ -5,7 +5,7 @@ A unit knows what belongs to it; when its parameters come and go is decided by t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator
-from fsdp.distributed.comm_hooks import CommHook
+from fsdp.distributed.comm_hooks import AllReduceHook, CommHook
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
+from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle, Phase
 from fsdp.engine.managed_params import Ignored
 from fsdp.engine.merged_writes import merge_written
@@ -55,7 +56,7 @@ class UnitRuntime(Protocol):
 
     def before_forward(self, unit: Unit, inputs: Any) -> None: ...
 
-    def after_forward(self, unit: Unit, output: Any, failed: bool) -> None: ...
+    def after_forward(self, unit: Unit, module: nn.Module, output: Any, failed: bool) -> None: ...
 
     def give_up_forward(self, unit: Unit) -> None: ...
 
@@ -90,24 +91,23 @@ class Policy:
 
     Attributes:
         reshard_after_forward, reshard_after_backward: whether the unit is resharded then.
+        keeps_as_root: where it is outermost, it has its parameters from forward to backward, which begins with it.
+        unshard_in_backward: whether its backward needs its parameters.
         forward_prefetch, backward_prefetch: units to unshard ahead; None for those that are expected to come next.
-        keeps_as_root: it is outermost, and has its parameters from forward to backward, which begins with it.
+        sync: how far the gradients of the next backwards go.
+        fills_unused: whether a parameter that no rank used gets a gradient of zeros.
+        reductions_in_flight: so many reductions may go on while another one is started; of a root, the most counts.
     """
 
     reshard_after_forward: bool
+    keeps_as_root: bool
     reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
     forward_prefetch: Sequence[Unit] | None = None
     backward_prefetch: Sequence[Unit] | None = None
-    keeps_as_root: bool = False
-
-    @property
-    def frees_after_forward(self) -> bool:
-        """Return whether the unit is resharded after a forward."""
-        return self.reshard_after_forward and not self.keeps_as_root
-
-    def frees_after_backward(self, is_synchronised: bool) -> bool:
-        """Return whether it is after a backward; what stays after forward also stays while gradients accumulate."""
-        return self.reshard_after_backward and (is_synchronised or self.frees_after_forward)
+    sync: GradientSync = GradientSync.FULL
+    fills_unused: bool = False
+    reductions_in_flight: int = 1
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
         """Follow what a user says, also of the outermost unit."""
@@ -118,8 +118,8 @@ class Policy:
         return self.backward_prefetch if is_backward else self.forward_prefetch
 
     def of_copy(self) -> Policy:
-        """Those of a copied unit, which may become an inner one; other units may not be copied with it."""
-        return replace(self, forward_prefetch=None, backward_prefetch=None, keeps_as_root=False)
+        """Return those of a copied unit, with which other units may not be copied."""
+        return replace(self, forward_prefetch=None, backward_prefetch=None)
 
 
 @dataclass(eq=False)
@@ -143,11 +143,15 @@ class Share:
         return self.__dict__ | {"holder": self.members[0]}  # a copy may be of a part of the model only
 
 
+class ModuleGroup(nn.ModuleList):
+    """Modules that are one unit together, and have no module around them that is theirs alone."""
+
+
 class Unit:
-    """The parameters of one wrapped module that no inner unit took.
+    """The parameters of one wrapped module that no inner unit took, or of a group of modules.
 
     Args:
-        module: gets the hooks.
+        module: gets the hooks; of a `ModuleGroup`, each module in it.
         comm: the ranks that share the parameters.
         replicas: the ranks that hold the same shards as this one, and sum gradients with it.
         ranks: the numbers of all that its gradients are summed over, as far as torch knows them.
@@ -200,6 +204,7 @@ class Unit:
         self.settings = dict(settings)
         self.predivide, self.postdivide = predivide, postdivide
         self.comm_hook: CommHook | None = None
+        self.all_reduce_hook: AllReduceHook | None = None
         self.name = type(module).__name__
         self.state = TrainingState.IDLE
         self.runtime: UnitRuntime | None = None
@@ -211,8 +216,10 @@ class Unit:
         self.unpassed: set[object] = set()  # calls: backward has reached their outputs and not their inputs
         self.param_order = {m: list(m._parameters) for m in module.modules()}  # before any is taken over
         self._new_runtime = new_runtime
-        module.__dict__[_ATTRIBUTE] = self
-        self.forward: UnitForward  # see `ForwardHooks`
+        for each in (module, *self.modules):
+            each.__dict__[_ATTRIBUTE] = self
+        self.forwards: dict[nn.Module, UnitForward] = {}  # see `ForwardHooks`
+        self.yet_to_run: set[nn.Module] = set()  # the modules of a group that this forward has not come to
 
     def __getattr__(self, name: str) -> Any:
         # A copied unit has no `handles`, but incomplete ones, until all of its modules are there.
@@ -220,6 +227,11 @@ class Unit:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         self.wake()
         return self.__dict__.get("handles", self.__dict__.get("_incomplete_handles"))
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The modules that it runs around."""
+        return tuple(self.module) if isinstance(self.module, ModuleGroup) else (self.module,)
 
     @property
     def everyone(self) -> tuple[Communicator, Communicator]:
@@ -243,6 +255,7 @@ class Unit:
             "is_agreed": False,
             "incomplete": set(),
             "unpassed": set(),
+            "yet_to_run": set(),
             "policy": self.policy.of_copy(),
             "requests": {},
             "unfinished_load": None,
@@ -304,7 +317,8 @@ class Unit:
                 if getattr(module.__dict__.get(name), "unit", None) is self:
                     del module.__dict__[name]
         self.buffers.widen()
-        del self.module.__dict__[_ATTRIBUTE]
+        for module in {self.module, *self.modules}:
+            del module.__dict__[_ATTRIBUTE]
 
     def on_gradient(self, handle: FlatParamHandle, slot: int, leaf: Tensor) -> None:
         """Hook of the handle: a leaf has its gradient."""
@@ -346,7 +360,7 @@ class Unit:
         """Run a handle that another unit ran."""
         handle.compute_in_full(self.in_full_precision)
         handle.on_gradient = self.on_gradient
-        handle.comm_hook = self.comm_hook
+        handle.comm_hook, handle.shard_gradient.all_reduce_hook = self.comm_hook, self.all_reduce_hook
         self.handles.append(handle)
 
     def give_up(self, handle: FlatParamHandle) -> None:
@@ -399,6 +413,8 @@ class Unit:
             **self.settings,
             "reshard_after_forward": self.policy.reshard_after_forward,
             "reshard_after_backward": self.policy.reshard_after_backward,
+            "unshard_in_backward": self.policy.unshard_in_backward,
+            "gradients summed over ranks": self.policy.sync.name,
             "gradient_predivide_factor": self.predivide,
             "a divisor of summed gradients of": self.postdivide,
             **{f"mixed_precision.{name}": value for name, value in self.precision.describe().items()},
@@ -416,7 +432,7 @@ class Unit:
     @property
     def mode(self) -> str:
         """The mode of its module, as users set it."""
-        return "train()" if self.module.training else "eval()"
+        return "train()" if self.modules[0].training else "eval()"
 
     # --- what the runtime asks for ------------------------------------------------------------------------------
 
@@ -426,7 +442,7 @@ class Unit:
 
     @property
     def contains_units(self) -> bool:
-        return any(unit_of(module) is not None for module in self.module.modules() if module is not self.module)
+        return any(unit_of(module) not in (None, self) for module in self.module.modules())
 
     @property
     def is_lent(self) -> bool:
@@ -442,7 +458,7 @@ class Unit:
 
     @property
     def is_unsharding(self) -> bool:
-        return any(handle.phase is Phase.UNSHARDING for handle in self.handles)
+        return Phase.UNSHARDING in [handle.phase for handle in self.handles]
 
     @property
     def is_unsharded(self) -> bool:
@@ -462,7 +478,7 @@ class Unit:
 
     def follow_mode(self) -> None:
         """Compute in full precision if that was asked for in evaluation, and the module is in it."""
-        self.compute_in_full(self.precision.full_in_eval and not self.module.training)
+        self.compute_in_full(self.precision.full_in_eval and not self.modules[0].training)
 
     def rename(self, name: str) -> None:
         self.name = name
@@ -491,11 +507,32 @@ class Unit:
         for handle in self.handles:
             handle.storage.read_ahead()
 
-    def begin_backward(self, is_summing: bool) -> None:
+    def enter(self) -> None:
+        """Note that one of its modules is about to compute; it is resharded when all of a group have."""
+        if isinstance(self.module, ModuleGroup) and not self.yet_to_run:
+            self.yet_to_run.update(self.module)
+
+    @property
+    def frees_after_forward(self) -> bool:
+        """Return whether it is resharded after a forward."""
+        is_root = self.runtime is None or self.runtime.root is self
+        return self.policy.reshard_after_forward and not (is_root and self.policy.keeps_as_root)
+
+    @property
+    def frees_after_backward(self) -> bool:
+        """Return whether it is resharded after a backward; while gradients accumulate, only if it is after forward."""
+        return self.policy.reshard_after_backward and (
+            self.policy.sync is not GradientSync.NONE or self.frees_after_forward
+        )
+
+    def begin_backward(self) -> None:
         self.expect_gradients()
         self.unpassed.clear()
+        sync = self.policy.sync
+        if sync is GradientSync.SHARDS and self.replicas.world_size == 1:
+            sync = GradientSync.FULL  # there is nothing to hold them for
         for handle in self.handles:
-            handle.begin_backward(is_summing)
+            handle.begin_backward(sync, self.policy.fills_unused)
 
     def expect_gradients(self) -> None:
         """Expect gradients: a backward begins, or begins again in a re-entrant checkpoint."""
@@ -523,17 +560,32 @@ class Unit:
         for handle in self.handles:
             handle.comm_hook = comm_hook
 
-    def changed_since(self, shards: Sequence[Hashable]) -> bool:
-        """Return whether a shard, or its unsharded parameter, was changed after a forward that saw it like this."""
+    def connect(self, way: Callable[[FlatParamHandle], tuple[Communicator, Communicator]]) -> None:
+        """All-gather and reduce over other communicators with the same ranks.
+
+        Args:
+            way: returns those to all-gather and to reduce over, for a handle whose parameters are sharded.
+        """
         for handle in self.handles:
-            if handle.was_written and not handle.unsharded.is_shard:
-                return True
-        return shards != [handle.shard_state for handle in self.handles]
+            if handle.is_sharded:
+                handle.connect(*way(handle), handle.replicas)
+
+    def use_all_reduce_hook(self, hook: AllReduceHook) -> None:
+        """Have a hook change reduced gradients from now on."""
+        self.all_reduce_hook = hook
+        for handle in self.handles:
+            handle.shard_gradient.all_reduce_hook = hook
+
+    @property
+    def was_written(self) -> bool:
+        """True if a forward has written to its weights."""
+        return any(handle.was_written for handle in self.handles)
 
     def take_written(self) -> None:
-        """Collective if a forward has written to its weights: keep that."""
+        """Collective: keep what a forward has written to its weights."""
         for handle in self.handles:
-            merge_written(handle)
+            if handle.was_written:
+                merge_written(handle)
 
     def forget_written(self) -> None:
         """Do not keep what was written to its weights until now."""
@@ -575,7 +627,7 @@ def own_modules(module: nn.Module) -> list[nn.Module]:
     ahead = [module]
     while ahead:
         current = ahead.pop()
-        if current not in found and (current is module or unit_of(current) is None):
+        if current not in found and (current is module or unit_of(current) in (None, unit_of(module))):
             found[current] = None
             ahead += reversed(list(current.children()))
     return list(found)
@@ -583,8 +635,13 @@ def own_modules(module: nn.Module) -> list[nn.Module]:
 
 def units_in(root: Unit) -> list[tuple[str, Unit]]:
     """The units of a tree with the plain names of their modules, outer before inner."""
-    found = [(name, unit_of(module)) for name, module in root.module.named_modules()]
-    return [(clean_name(name) or f"root ({type(root.module).__name__})", unit) for name, unit in found if unit]
+    found: dict[Unit, list[str]] = {}
+    for name, module in root.module.named_modules():
+        unit = unit_of(module)
+        if unit is not None:
+            found.setdefault(unit, []).append(clean_name(name))
+    root_name = f"root ({type(root.module).__name__})"
+    return [(", ".join(names) if names[0] else root_name, unit) for unit, names in found.items()]
 
 
 def _lists_meta(modules: Sequence[nn.Module]) -> bool:

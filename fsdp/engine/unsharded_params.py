@@ -4,25 +4,21 @@ The buffer is one tensor made once, whose *storage* is freed and allocated again
 views of it made once and never again; modules compute with them, and autograd accumulates into them. They are made from
 ``.data``, so each has a version counter of its own: gathering into the buffer does not look to autograd like a change
 of the weights that it saved. The leaf of a parameter that is a `DTensor` is one again, around such a view.
-
-Between keeping the buffer from forward to backward (no second gather) and freeing it (the least memory) lies a
-`PostForwardShard`: the ranks of one machine, say, keep an equal part of it each, and backward gathers from those only.
-The idea is torch's ``reshard_after_forward=<int>``, and that of ZeRO++ (Wang et al., 2023: hierarchical partitioning).
 """
 
 from __future__ import annotations
 
 import copy
+import operator
 import weakref
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from fsdp.distributed.collectives import Communicator, Pending
 from fsdp.distributed.dtensor import MeshPart, local_part, memory_at, memory_of, set_local_part
 from fsdp.engine.autograd import FreedLeaves
 from fsdp.engine.flat_param import Attributes, ParamInfo, attributes_of, give_attributes
@@ -30,45 +26,12 @@ from fsdp.engine.layout import Layout
 from fsdp.engine.placeholder import Placeholder, is_model_under_way, sharded_message, sharded_weight, valueless_weight
 
 
-class PostForwardShard:
-    """This rank's shard of the unsharded parameters between forward and backward, over fewer ranks than usual.
+class GradientHandler(Protocol):
+    """The handle of unsharded parameters, as these know it."""
 
-    Args:
-        comm: the ranks that keep the unsharded parameters together.
-
-    Attributes:
-        tag: its own among those of the communicator, once ranks have agreed.
-    """
-
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
-        self.tag = 0
-        self._shard: Tensor | None = None
-        self._state: Hashable = None
-
-    def padded(self, numel: int) -> int:
-        """Return the size of a buffer that can be divided into equal shards."""
-        return -(-numel // self.comm.world_size) * self.comm.world_size
-
-    def keep(self, full: Tensor, state: Hashable) -> None:
-        """Keep this rank's shard of a buffer ``[padded]``, which was gathered from shards in this state."""
-        self._shard = full.detach().view(self.comm.world_size, -1)[self.comm.rank].clone()
-        self._state = state
-
-    def has(self, state: Hashable) -> bool:
-        """Return whether the parameters of shards in this state can be gathered from what is kept."""
-        return self._shard is not None and self._state == state
-
-    def gather(self, full: Tensor, name: str) -> Pending:
-        """Collective. Start to fill a buffer ``[padded]``; what is kept is let go afterwards."""
-        shard, self._shard = self._shard, None
-        if shard is None:
-            raise ValueError(f"{name}: nothing is kept")
-        return self.comm.all_gather(full, shard, f"all-gather of {name} from ranks nearby", self.tag)
-
-    def forget(self) -> None:
-        """Keep nothing."""
-        self._shard = None
+    @property
+    def on_gradient(self) -> Callable[[Any, int, Tensor], None]:
+        """Called with itself, a parameter's number, and its leaf when that has its gradient."""
 
 
 class Copies(NamedTuple):
@@ -99,8 +62,7 @@ class UnshardedParameters:
         requires_grad: of each leaf.
         valueless: the numbers of those without values: where the buffer is the shard, they are not seen until `reveal`.
         attributes: for each, what users had set on it.
-        on_gradient: a method, held weakly: called with a parameter's number and leaf when autograd has finished its
-            gradient.
+        handle: is held weakly, and told when autograd has finished a leaf's gradient.
         lent: the places that show, for one call, tensors that are not ours; see `fsdp.engine.registration`.
         absent: for each, what modules see while it is not unsharded; None stands for placeholders, and for the leaves
             where the buffer is the shard.
@@ -117,7 +79,7 @@ class UnshardedParameters:
         requires_grad: Sequence[bool],
         valueless: Collection[int],
         attributes: Sequence[Attributes],
-        on_gradient: Callable[[int, Tensor], None],
+        handle: GradientHandler,
         lent: Collection[tuple[nn.Module, str]],
         absent: Sequence[Tensor] | None = None,
     ) -> None:
@@ -132,7 +94,7 @@ class UnshardedParameters:
         for number, leaf in enumerate(self.leaves):
             if leaf.requires_grad:
                 # Weakly: the garbage collector does not see into these hooks, and would never free a model.
-                leaf.register_post_accumulate_grad_hook(partial(_tell, weakref.WeakMethod(on_gradient), number))
+                leaf.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(handle), number))
         self._freed = FreedLeaves(self.leaves)
         self._layout = layout
         # Where leaves lie in the buffer, in bytes; what is empty lies nowhere. Asking `DTensor`s takes longer.
@@ -140,7 +102,8 @@ class UnshardedParameters:
         self._numbers_placed = [number for number, view in enumerate(views) if view.numel()]
         self._leaves_placed = [self.leaves[number] for number in self._numbers_placed]
         self._offsets = [self._address_of(leaf) - full.data_ptr() for leaf in self._leaves_placed]
-        self._versions: tuple[int, ...] | None = None  # of the leaves, since when nothing was written
+        self._numbers_seen = [*self._numbers_placed, *range(len(self.leaves))]  # of the leaves in what `_look` returns
+        self._expected: list[int] | None = None  # what `_look` returns while nothing is written to the leaves
         if is_shard:
             self.rest()
         self._numbers: dict[Tensor, int] = {leaf: number for number, leaf in enumerate(self.leaves)}
@@ -211,7 +174,7 @@ class UnshardedParameters:
         """
         if not self.is_shard:
             self.full.untyped_storage().resize_(0)
-            self._versions = None
+            self._expected = None
 
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor's memory is the buffer's, and will be freed."""
@@ -242,9 +205,9 @@ class UnshardedParameters:
                 attributes[place.name] = leaf
             elif value is not leaf and (place.module, place.name) not in self._lent:
                 disturbed.append(self._numbers[leaf])
-        known = self._freed.unseal()
+        self._freed.unseal()
         if not self.is_shard:
-            self._versions = self._versions_now() if known is None else known
+            self.rest()
         if self._rnns:
             self.refresh_rnns()
         return disturbed
@@ -282,31 +245,26 @@ class UnshardedParameters:
 
     def rest(self) -> None:
         """Take what is written to the leaves from now on for new."""
-        self._versions = self._versions_now()
+        begin = self.full.data_ptr()
+        self._expected = [*[begin + offset for offset in self._offsets], *map(_version_of, self.leaves)]
 
-    def _versions_now(self) -> tuple[int, ...]:
-        return tuple([leaf._version for leaf in self.leaves])
+    def _look(self) -> list[int]:
+        """Return what changes when leaves are written: the addresses of those that have elements, and all versions."""
+        return [*map(self._address_of, self._leaves_placed), *map(_version_of, self.leaves)]
 
     def written(self) -> list[int]:
         """The numbers of the leaves that were written since they are shown, or since `rest`."""
-        if self._versions is None:
-            return []
-        versions = self._versions_now()
-        moved = self.moved()
-        if versions == self._versions and not moved:  # as after nearly every forward
-            return []
-        changed = [number for number, version in enumerate(self._versions) if version != versions[number]]
-        return sorted({*changed, *moved})
+        return self._changed(self._numbers_seen)
 
     def moved(self) -> list[int]:
         """The numbers of those `written` whose ``.data`` is in another place now, and no part of the buffer."""
-        if self._versions is None:
+        return self._changed(self._numbers_placed)
+
+    def _changed(self, numbers: Sequence[int]) -> list[int]:
+        if self._expected is None or (now := self._look()) == self._expected:  # as after nearly every forward
             return []
-        begin, found = self.full.data_ptr(), list(map(self._address_of, self._leaves_placed))
-        expected = [begin + offset for offset in self._offsets]
-        if found == expected:
-            return []
-        return [self._numbers_placed[at] for at, address in enumerate(found) if address != expected[at]]
+        compared = zip(numbers, now, self._expected)  # noqa: B905 (the places alone, or the versions as well)
+        return sorted({number for number, value, expected in compared if value != expected})
 
     def restore(self, numbers: Sequence[int]) -> None:
         """Have leaves that were `written` be views of the buffer again, with their new values."""
@@ -325,6 +283,9 @@ class UnshardedParameters:
             if value is not absent and value is not leaf and (place.module, place.name) not in self._lent:
                 found.append(self._numbers[leaf])
         return found
+
+
+_version_of = operator.attrgetter("_version")
 
 
 def _copy_leaf(leaf: weakref.ref[nn.Parameter], placeholder: Placeholder, memo: dict[int, Any]) -> Tensor:
@@ -349,7 +310,7 @@ def _leave_as_they_are() -> None:
     pass
 
 
-def _tell(method: weakref.WeakMethod[Callable[[int, Tensor], None]], number: int, leaf: Tensor) -> None:
-    on_gradient = method()
-    if on_gradient is not None:
-        on_gradient(number, leaf)
+def _tell(handle: weakref.ref[GradientHandler], number: int, leaf: Tensor) -> None:
+    found = handle()
+    if found is not None:
+        found.on_gradient(found, number, leaf)

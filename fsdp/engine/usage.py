@@ -22,6 +22,7 @@ import torch
 
 from fsdp.distributed.collectives import Communicator, Pending
 from fsdp.engine.autograd import will_run
+from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
 
 _HELD, _COMING = 1, 2  # what a rank has of a gradient: it is accumulated already, it comes in this backward
@@ -59,7 +60,7 @@ class Usage:
         """Collective, inside of the backward that begins; the answers are awaited when they are needed.
 
         Args:
-            handles: all of the root's.
+            handles: those of the root that the backward reduces.
             ranks_begin_together: whether all ranks do. If not, nothing is known before the end.
         """
         self._differing, self._used, self._times, self._handles = set(), {}, {}, handles
@@ -120,13 +121,15 @@ class Usage:
 
     def is_due(self, handle: FlatParamHandle) -> bool:
         """Return whether a handle has to be reduced yet, with zeros for what has no gradient on this rank."""
-        return handle.gradients.times_taken < self._times.get(handle, 0) or not handle.gradients.is_empty
+        gradients = handle.gradients
+        return gradients.is_reduced and (gradients.times_taken < self._times.get(handle, 0) or not gradients.is_empty)
 
     def show_gradients(self) -> None:
         """After all reductions: have handles show their gradients, those of original parameters that any rank used."""
         for handle in self._handles:
-            missed = [slot for slot, is_missed in enumerate(handle.gradients.missed) if is_missed]
-            handle.shard_gradient.deliver(self._used.get(handle, handle.gradients.used), missed)
+            gradients = handle.gradients
+            if gradients.sync is GradientSync.FULL:
+                handle.shard_gradient.deliver(self._used.get(handle, gradients.used), gradients.missed)
 
 
 def _forecast(handles: Iterable[FlatParamHandle]) -> bytearray:

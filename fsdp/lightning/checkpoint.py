@@ -35,13 +35,7 @@ _NAMES = "param_names"
 
 
 class Checkpoints:
-    """The checkpoints of a strategy.
-
-    Args:
-        strategy: that has the optimizers, and talks to other ranks.
-        wrapper: returns the outermost wrapper.
-        kind: "full" or "sharded", for what is saved.
-    """
+    """The checkpoints of a strategy, which save the "full" or "sharded" state; `wrapper` returns the outermost one."""
 
     def __init__(self, strategy: DDPStrategy, wrapper: Callable[[], Any], kind: str) -> None:
         if kind not in ("full", "sharded"):
@@ -104,7 +98,10 @@ class Checkpoints:
         content = self._together(f"write {path}", lambda: _packed(checkpoint) if self._strategy.is_global_zero else b"")
         self._together("save the last checkpoint", self._finish)
         save: Callable[..., Any] = fsdp.save
-        if isinstance(self._strategy.checkpoint_io, AsyncCheckpointIO) and self._is_running():
+        module = self._strategy.lightning_module
+        # Only then will the Trainer wait in its end for what is being written.
+        is_running = module is not None and module.trainer.state.status == TrainerStatus.RUNNING
+        if isinstance(self._strategy.checkpoint_io, AsyncCheckpointIO) and is_running:
             self._saver = self._saver or fsdp.checkpoint.Saver()
             save = self._saver.save
         optimizers = self._optimizers() if "optimizer_states" in checkpoint else None
@@ -157,11 +154,6 @@ class Checkpoints:
     def _is_stock(self) -> bool:
         """Return whether files are written and read as Lightning itself does it."""
         return type(self._strategy.checkpoint_io) in (TorchCheckpointIO, AsyncCheckpointIO)
-
-    def _is_running(self) -> bool:
-        """Return whether the Trainer is at work, and will wait in its end for what is being written."""
-        module = self._strategy.lightning_module
-        return module is not None and module.trainer.state.status == TrainerStatus.RUNNING
 
     def _optimizers(self) -> Any:
         """Return the optimizers as `fsdp.save` and `fsdp.load` take them: one, or several, or None."""

@@ -26,17 +26,11 @@ def copied_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Given:
-    """A `Given` is a full dictionary, read for a model.
+    """A `Given` is a full dictionary, read for a model."""
 
-    Attributes:
-        states: the state of each original parameter that has any.
-        groups: the options of each parameter group, and the parameters in it.
-        beside: the dictionary's other keys.
-    """
-
-    states: dict[Place, dict[str, Any]]
-    groups: list[tuple[dict[str, Any], list[Place]]]
-    beside: dict[str, Any]
+    states: dict[Place, dict[str, Any]]  # of each original parameter that has any
+    groups: list[tuple[dict[str, Any], list[Place]]]  # the options of each, and the parameters in it
+    beside: dict[str, Any]  # the dictionary's other keys
 
 
 def given(params: Parameters, full: Any) -> Given:

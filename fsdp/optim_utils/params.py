@@ -124,19 +124,12 @@ def parameters_of(model: nn.Module, what: str) -> Parameters:
 
 @dataclass(frozen=True, eq=False)
 class OwnState:
-    """An `OwnState` is what an optimizer has on this rank.
+    """An `OwnState` is what an optimizer has on this rank."""
 
-    Attributes:
-        dictionary: as the optimizer gave it; not to be changed.
-        groups: what is in each parameter group.
-        ids: the optimizer's numbers.
-        states: the state of each parameter that has any.
-    """
-
-    dictionary: Mapping[str, Any]
-    groups: list[list[OptimParam]]
-    ids: dict[OptimParam, Any]
-    states: dict[OptimParam, Mapping[str, Any]]
+    dictionary: Mapping[str, Any]  # as the optimizer gave it; not to be changed
+    groups: list[list[OptimParam]]  # what is in each parameter group
+    ids: dict[OptimParam, Any]  # the optimizer's numbers
+    states: dict[OptimParam, Mapping[str, Any]]  # of each parameter that has any
 
 
 def own_state(params: Parameters, optim: Any) -> OwnState:

@@ -302,7 +302,7 @@ def deal_states(
             made = shards[one][key] = one.memory(present(one, key), kind.dtype)
             values = [full.states[one, original].get(key) for original in one.originals]
             if (one.comm, one.replicas) == tuple(source.ranks):
-                window.add(_deal(one, made, values, source), nbytes)
+                window.add(_deal(one, made, values), nbytes)
             else:  # it has ranks of its own, which only together with others reach the first one
                 _share(one, made, values, source)
     while window:
@@ -313,7 +313,7 @@ def deal_states(
     return {one: _state(one, kinds, shards[one]) for one, kinds in plans.items()}
 
 
-def _deal(one: OptimParam, made: Tensor, values: Sequence[Tensor | None], source: FirstRank) -> Callable[[], Any]:
+def _deal(one: OptimParam, made: Tensor, values: Sequence[Tensor | None]) -> Callable[[], Any]:
     """Begin to send to each rank the elements of its shard."""
     comm = one.comm
     arriving = made if made.device == one.device else torch.empty_like(made, device=one.device)

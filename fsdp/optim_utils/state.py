@@ -35,38 +35,23 @@ _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 
 @dataclass(frozen=True, eq=False)
 class Original:
-    """An `Original` is a parameter of the module before it was wrapped.
+    """An `Original` is a parameter of the module before it was wrapped."""
 
-    Attributes:
-        name: in that module.
-        shape: of the unsharded parameter.
-        slot: its number in the flat parameter.
-        part: the local part of a `DTensor`.
-        aliases: further names under which a checkpoint may have it.
-    """
-
-    name: str
-    shape: torch.Size
-    slot: int = 0
-    part: MeshPart | None = None
-    aliases: Sequence[str] = ()
+    name: str  # in that module
+    shape: torch.Size  # of the unsharded parameter
+    slot: int = 0  # its number in the flat parameter
+    part: MeshPart | None = None  # the local part of a `DTensor`
+    aliases: Sequence[str] = ()  # further names under which a checkpoint may have it
 
 
 @dataclass(frozen=True, eq=False)
 class OptimParam:
-    """An `OptimParam` is what an optimizer sees: a shard of one or several parameters, or an unsharded parameter.
+    """An `OptimParam` is what an optimizer sees: a shard of one or several parameters, or an unsharded parameter."""
 
-    Attributes:
-        param: the parameter that the optimizer has.
-        handle: runs the flat parameter; None for a parameter that is not sharded.
-        originals: what it was made of.
-        is_uncollected: its state is not to be gathered.
-    """
-
-    param: nn.Parameter
-    handle: FlatParamHandle | None
-    originals: tuple[Original, ...]
-    is_uncollected: bool = False
+    param: nn.Parameter  # that the optimizer has
+    handle: FlatParamHandle | None  # of the flat parameter; None for a parameter that is not sharded
+    originals: tuple[Original, ...]  # what it was made of
+    is_uncollected: bool = False  # its state is not to be gathered
 
     @property
     def comm(self) -> Communicator:
@@ -380,17 +365,11 @@ def own_kinds(
 
 @dataclass(frozen=True, eq=False)
 class SharedKinds:
-    """`SharedKinds` are the state that all ranks have of one parameter.
-
-    Attributes:
-        name: of the parameter.
-        by_rank: the state of each rank.
-        holders: the ranks that have elements of the parameter; others may have no state.
-    """
+    """`SharedKinds` are the state that all ranks have of one parameter."""
 
     name: str
     by_rank: list[Kinds]
-    holders: list[int]
+    holders: list[int]  # the ranks that have elements of the parameter; others may have no state
 
     @property
     def kinds(self) -> Kinds:

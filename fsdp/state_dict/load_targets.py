@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import is_dtensor
+from fsdp.engine.boxes import Box, boxes_of
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.layout import Box, boxes_of
 from fsdp.engine.unit import Unit
 from fsdp.state_dict.summon import Exposure, Values, hidden_handles
 
@@ -31,23 +31,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Part:
-    """A range of a row-major *block*, which is the whole tensor, but of a `DTensor`: the elements that a rank holds.
+    """A range of a row-major *block*, which is the whole tensor, but of a `DTensor`: the elements that a rank holds."""
 
-    Attributes:
-        shape: of the whole tensor.
-        block: where in it the elements lie.
-        start, stop: the range.
-        name, rank: of the tensor, and the rank's number, for messages.
-        is_alone: no other rank holds anything of it.
-    """
-
-    shape: torch.Size
-    block: Box
+    shape: torch.Size  # of the whole tensor
+    block: Box  # where in it the elements lie
     start: int
     stop: int
-    name: str = field(compare=False)
-    rank: int = field(compare=False)
-    is_alone: bool = field(compare=False)
+    name: str = field(compare=False)  # of the tensor, for messages
+    rank: int = field(compare=False)  # its number, for messages
+    is_alone: bool = field(compare=False)  # no other rank holds anything of it
 
     @classmethod
     def of_whole(cls, shape: torch.Size, name: str, rank: int) -> Part:
@@ -100,22 +92,14 @@ class Part:
 
 @dataclass(eq=False)
 class Held:
-    """The elements, which all aliases of a `TensorPart` have in common.
+    """The elements, which all aliases of a `TensorPart` have in common."""
 
-    Attributes:
-        flat: ``[stop - start]``.
-        lent_by: the id of the tensor in whose memory they lie, which a load must leave alone until it is complete; 0 if
-            they have their own.
-        is_blank: they have no values, and no load was begun.
-        unfit: why they must not be saved; empty if they may be.
-        apart: the keys under which other ranks have a tensor of their own.
-    """
-
-    flat: Tensor
+    flat: Tensor  # [stop - start]
+    # The id of the tensor in whose memory they lie, which a load must leave alone until it is complete; 0: their own.
     lent_by: int = 0
-    is_blank: bool = False
-    unfit: str = ""
-    apart: set[str] = field(default_factory=set)
+    is_blank: bool = False  # they have no values, and no load was begun
+    unfit: str = ""  # why they must not be saved
+    apart: set[str] = field(default_factory=set)  # the keys under which other ranks have a tensor of their own
 
     def copied(self, change: Callable[[Tensor], Tensor]) -> Held:
         """Return a copy with what `change` makes of the elements, in memory of its own."""
@@ -128,12 +112,9 @@ class TensorPart(Tensor):
     Shape, dtype and device are those of the whole tensor. Saving copies nothing. Loading writes to memory of its own,
     made when a load is planned, so that what it was taken from stays as it is. It is no tensor to compute with: it can
     be copied, cast, moved, pickled and staged.
-
-    Attributes:
-        part: which elements it holds.
     """
 
-    part: Part
+    part: Part  # which elements it holds
     _held: Held
 
     # What has no meaning for a part of a tensor raises an error in the dispatch below, and nowhere else.
@@ -267,20 +248,13 @@ def _alias(tensor: TensorPart) -> Any:
     return type(tensor).around(tensor.part, tensor._held)
 
 
-def _clone(tensor: TensorPart, **_: Any) -> Any:
-    return TensorPart.around(tensor.part, tensor._held.copied(Tensor.clone))
+def _like(make: Callable[..., Tensor], *options: str) -> Callable[..., Any]:
+    """Return a function that makes a part of what `make` makes of the elements, with those of these options given."""
 
-
-def _moved(tensor: TensorPart, **how: Any) -> Any:
-    how = {name: how[name] for name in ("dtype", "device", "non_blocking") if how.get(name) is not None}
-    return TensorPart.around(tensor.part, tensor._held.copied(lambda flat: flat.to(**how, copy=True)))
-
-
-def _like(make: Callable[..., Tensor]) -> Callable[..., Any]:
     def made(tensor: TensorPart, size: Any = None, **how: Any) -> Any:
         if size is not None and torch.Size(size) != tensor.part.shape:
             raise NotImplementedError(f"a tensor of {list(size)} in the likeness of {tensor}")
-        how = {name: how[name] for name in ("dtype", "device", "pin_memory") if how.get(name) is not None}
+        how = {name: how[name] for name in options if how.get(name) is not None}
         return TensorPart.around(tensor.part, tensor._held.copied(lambda flat: make(flat, **how)))
 
     return made
@@ -316,13 +290,13 @@ def _copy_into(part: TensorPart, value: Tensor, non_blocking: bool) -> None:
 _MEANINGFUL: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _alias,
     aten.alias.default: _alias,
-    aten.clone.default: _clone,
-    aten._to_copy.default: _moved,
+    aten.clone.default: _like(Tensor.clone),
+    aten._to_copy.default: _like(partial(Tensor.to, copy=True), "dtype", "device", "non_blocking"),
     aten.copy_.default: _copy,
-    aten.empty_like.default: _like(torch.empty_like),
-    aten.zeros_like.default: _like(torch.zeros_like),
-    aten.new_empty.default: _like(torch.empty_like),
-    aten.new_zeros.default: _like(torch.zeros_like),
+    aten.empty_like.default: _like(torch.empty_like, "dtype", "device", "pin_memory"),
+    aten.zeros_like.default: _like(torch.zeros_like, "dtype", "device", "pin_memory"),
+    aten.new_empty.default: _like(torch.empty_like, "dtype", "device", "pin_memory"),
+    aten.new_zeros.default: _like(torch.zeros_like, "dtype", "device", "pin_memory"),
     aten.is_pinned.default: lambda tensor, *_: tensor.local.is_pinned(),
 }
 

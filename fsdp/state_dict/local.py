@@ -38,21 +38,13 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class Member:
-    """A wrapper of the tree whose state is local.
+    """A wrapper of the tree whose state is local."""
 
-    Attributes:
-        path: from the root, as a plain name.
-        unit: its own.
-        is_flat: whether its parameters lie in flat ones.
-        is_counted: whether this rank's shards are those to consolidate from: the unit's ranks have the root's first.
-        is_alone: whether the first rank has all of it, though the root is sharded.
-    """
-
-    path: str
-    unit: Unit
-    is_flat: bool
-    is_counted: bool
-    is_alone: bool
+    path: str  # from the root, as a plain name
+    unit: Unit  # its own
+    is_flat: bool  # its parameters lie in flat ones
+    is_counted: bool  # this rank's shards are those to consolidate from: the unit's ranks have the root's first
+    is_alone: bool  # the first rank has all of it, though the root is sharded
 
     @property
     def title(self) -> str:
@@ -198,11 +190,7 @@ def _entries(root: nn.Module) -> dict[str, Tensor | None]:
 class LocalLoad:
     """A load of this rank's shards inside `local`, checked when it is made; nothing is changed until it runs.
 
-    Args:
-        root: the outermost wrapper.
-        members: it and those inside of it.
-        state_dict: a local state dict of this rank, in plain or raw names.
-        strict: refuse missing and unexpected keys.
+    The keys may be plain or raw names. With `strict`, missing and unexpected ones are refused.
     """
 
     def __init__(self, root: nn.Module, members: Sequence[Member], state_dict: Mapping[str, Any], strict: bool) -> None:

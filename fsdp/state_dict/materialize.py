@@ -92,7 +92,7 @@ class _Materializing:
         self._init, self._seed = param_init_fn, seed
         self._names = {module: plain_name(name) for name, module in model.named_modules()}
         self._order = _children_first(model)
-        self._units = [unit for unit in map(unit_of, self._order) if unit is not None]
+        self._units = list(filter(None, dict.fromkeys(map(unit_of, self._order))))
         for unit in self._units:
             unit.require_idle("materialize")
             if unit.state is TrainingState.SUMMON_FULL_PARAMS:
@@ -114,10 +114,12 @@ class _Materializing:
 
     def fill_all(self) -> None:
         in_units = {module for unit in self._units for module in own_modules(unit.module)}
+        last = {unit_of(module): module for module in self._order}
         for module in self._order:
             unit = unit_of(module)
             if unit is not None:
-                self.fill_unit(unit)
+                if module is last[unit]:
+                    self.fill_unit(unit)
             elif module not in in_units:
                 self._fill_module(module, self._lacks.get(module, []), self._device)
 
@@ -245,9 +247,7 @@ def _filling(unit: Unit, wanted: Lacks) -> Iterator[set[int]]:
     Yields the ids of the other parameters, which stand for those that have values and are forgotten.
     """
     slots = {(lack.handle, lack.slot) for lack in wanted}
-    memory = {
-        handle: as_modules_see(handle, blanks(handle, handle.storage.device)) for handle in hidden_handles(unit)
-    }
+    memory = {handle: as_modules_see(handle, blanks(handle, handle.storage.device)) for handle in hidden_handles(unit)}
     for handle, tensors in memory.items():
         for slot, tensor in enumerate(tensors):
             if (handle, slot) in slots:

@@ -19,7 +19,7 @@ def is_first(handle: FlatParamHandle) -> bool:
     return handle.comm.rank == 0 and handle.replicas.rank == 0
 
 
-def assembled(handle: FlatParamHandle, at_first: bool = False) -> list[Tensor]:
+def assembled(handle: FlatParamHandle, at_first: bool) -> list[Tensor]:
     """Collective. Return the parameters as modules see them, in the shard's dtype, with memory of their own.
 
     Peers may still be receiving from the shard: `handle.settle` before it is written. If only the first rank needs them

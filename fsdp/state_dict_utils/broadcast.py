@@ -55,7 +55,7 @@ def place_in(comm: Communicator) -> str:
 # What will be sent
 
 
-def description(tree: Any, type_check: bool = True) -> Any:
+def description(tree: Any, type_check: bool) -> Any:
     """Return the tree with one on the meta device for each tensor."""
     check_types(tree, type_check)
     return mapped(_info, tree)

@@ -24,13 +24,8 @@ _WHAT = "the gather of a state dict"
 class Gathering:
     """The gather of one tree: who wants the result, and which ways to other ranks were used.
 
-    Args:
-        group: the ranks that `ranks_only` counts, on this rank; None where there are no others.
-        ranks_only: those that want the result; all of them if empty.
-
-    Attributes:
-        is_wanted: this rank wants the result.
-        where: what messages call this rank.
+    Those of the group's ranks want it that `ranks_only` has, or all of them if it is empty. Messages call this rank
+    `where`.
     """
 
     def __init__(self, group: Group | None, ranks_only: Collection[int]) -> None:

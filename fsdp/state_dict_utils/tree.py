@@ -110,7 +110,7 @@ def check_leaves(tree: Any, why: Callable[[Any], str | None], kind: type[Excepti
             raise kind(f"{spelled(path)}: {problem}")
 
 
-def check_types(tree: Any, type_check: bool = True) -> None:
+def check_types(tree: Any, type_check: bool) -> None:
     """Raise TypeError for the first leaf that is neither a dense tensor nor of a plain type, unless told not to."""
     if type_check:
         check_leaves(tree, why_unknown, TypeError)
@@ -133,19 +133,12 @@ def with_own_leaves(tree: Any) -> Any:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The rules by which two trees must match.
+    """The rules by which two trees must match."""
 
-    Attributes:
-        names: what messages call them.
-        differ: says what is wrong with two leaves; None if nothing is.
-        strict: refuse keys of mappings that only one of them has.
-        fills: None in the second tree, or a key that it lacks, is a place for whatever the first one has there.
-    """
-
-    names: tuple[str, str]
-    differ: Callable[[Any, Any], str | None]
-    strict: bool = True
-    fills: bool = False
+    names: tuple[str, str]  # what messages call them
+    differ: Callable[[Any, Any], str | None]  # says what is wrong with two leaves
+    strict: bool = True  # refuse keys of mappings that only one of them has
+    fills: bool = False  # None in the second tree, or a key that it lacks, is a place for what the first one has there
 
     def check(self, first: Any, second: Any, path: Path = ()) -> None:
         """Raise CompanionMismatch at the first place where they do not match."""

@@ -295,18 +295,15 @@ class Visits:
     def leave(self, call: Call, output: Any, *, needs_backward: bool) -> None:
         """A unit has computed."""
         if needs_backward:
-            self._expect_backward(call)
+            if not call.recomputed:
+                self._without_graph.discard(call.unit)
+            mixed = self._place(call).visit
+            if mixed is not None and (not call.recomputed or mixed.is_reentrant):
+                mixed.calls.append(call)
         if self._of_root is not None and call.unit is self._runtime.root and not call.recomputed:
             visit, self._of_root = self._of_root, None
             visit.is_differentiable = bool(differentiable_tensors(output))
             self.close(visit)
-
-    def _expect_backward(self, call: Call) -> None:
-        if not call.recomputed:
-            self._without_graph.discard(call.unit)
-        visit = self._place(call).visit
-        if visit is not None and (not call.recomputed or visit.is_reentrant):
-            visit.calls.append(call)
 
     def fail(self, unit: Unit) -> None:
         """A unit's forward has raised."""
@@ -396,7 +393,7 @@ class Visits:
         for visit in self._owed:
             visit.reduced.clear()
         self.is_uneven = bool(self._owed)
-        self._mode = self._runtime.sync_gradients + 2 * all(one.has_no_gradient for one in self._directory.handles)
+        self._mode = self._runtime.reduces + 2 * all(one.has_no_gradient for one in self._directory.handles)
 
     def reach(self, call: Call) -> None:
         """Backward has reached a call: serve until no rank is further from the end than this one."""
@@ -458,8 +455,8 @@ class Visits:
             if unit.state is not TrainingState.FORWARD:
                 unit.reshard()  # it may be unsharded on some ranks only
         touched, self._touched = self._touched, set()
-        for handle in () if self._runtime.sync_gradients else touched:
-            if handle.requires_grad:
+        for handle in touched:
+            if handle.requires_grad and not handle.gradients.is_reduced:
                 handle.gradients.owe()  # all ranks must reduce it in the end
 
     # --- rounds -------------------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp.engine.layout import ContiguousLayout, Interval, Layout, RowsLayout, Slot
+from fsdp.engine.layout import ContiguousLayout, Interval, Layout, Slot
+from fsdp.engine.rows_layout import RowsLayout
 from tests.helpers.ranks import RankPool
 
 KINDS: list[type[Layout]] = [ContiguousLayout, RowsLayout]
@@ -150,16 +151,24 @@ def test_every_number_of_rows_leaves_zeros_where_there_are_none(kind: type[Layou
         _assert_filled(pack(kind, [(rows, 3), (29 - rows,)], world_size))
 
 
-@both_kinds
-@for_any(shape=st.lists(st.integers(0, 4), min_size=1, max_size=4), dim=st.integers(0, 3))
-def test_whichever_dimension_lies_first_a_parameter_is_shown_as_it_was(
-    kind: type[Layout], shape: list[int], dim: int
+@for_any(shape=st.lists(st.integers(0, 5), min_size=1, max_size=4), dim=st.integers(0, 3), world_size=WORLD_SIZES)
+def test_along_any_dimension_local_tensors_are_torchs_chunks_in_a_row(
+    shape: list[int], dim: int, world_size: int
 ) -> None:
     dim %= len(shape)
-    slot = kind.of([("p", shape)], 3, dims=[dim]).slots[0]
-    value = torch.arange(slot.numel).view(shape)
-    assert torch.equal(slot.kept(value), value.movedim(dim, 0))
-    assert torch.equal(slot.shown(slot.kept(value)), value)
+    layout = RowsLayout.of([("before", (3,)), ("p", shape)], world_size, dims=[0, dim])
+    values = values_of(layout)
+    shards = cut(layout, values)
+    chunks = list(values[1].chunk(world_size, dim))
+    for rank in range(world_size):
+        chunk = chunks[rank] if rank < len(chunks) else values[1].narrow(dim, 0, 0)
+        assert layout.local_shape(1, rank) == chunk.shape
+        assert torch.equal(layout.local_shards(shards[rank], rank)[1].view(chunk.shape), chunk)
+    full = torch.cat(shards)
+    found = layout.unpack(full)[1]
+    assert torch.equal(found, values[1])
+    assert found.is_contiguous()
+    _assert_filled(layout)
 
 
 def _assert_filled(layout: Layout) -> None:

@@ -71,6 +71,7 @@ def gradients(model: nn.Module) -> list[Any]:
 
 
 @parametrize_pairs(
+    at_most=12,
     world_size=[3, 2, 1],
     machine=["accelerated", "of CPUs only"],
     make_optimizer=[sgd_with_momentum, adamw, fused_adamw, foreach_adamw],

@@ -776,8 +776,9 @@ def _train_without_torch_distributed(options: dict[str, Any]) -> None:
     assert sharded.world_size == 1
     assert sharded.children_share_process_group
     assert not dist.is_initialized()
+    sharded_state = sharded.state_dict()
     for name, value in plain.state_dict().items():
-        assert torch.equal(sharded.state_dict()[name], value), name
+        assert torch.equal(sharded_state[name], value), name
     assert float(sharded.clip_grad_norm_(1.0)) > 0
 
 

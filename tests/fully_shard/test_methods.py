@@ -20,8 +20,8 @@ import fsdp
 from fsdp import FSDPModule, UnshardHandle
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.placeholder import Placeholder
+from fsdp.engine.post_forward_shard import PostForwardShard
 from fsdp.engine.unit import unit_of
-from fsdp.engine.unsharded_params import PostForwardShard
 from tests.helpers.dtensor_twins import (
     Uneven,
     adamw_at_once,
@@ -129,7 +129,6 @@ def _unshard_inner_first() -> None:
     model.trunk.reshard()
     once(model, INPUTS)
     assert_at_rest(model)
-    model.set_requires_gradient_sync(True)  # so that this is the outermost
 
 
 # Resharding
@@ -152,7 +151,9 @@ FORWARD = ["FSDPUneven", "trunk", "trunk.2", "gate"]
 OUTER_FIRST = ["gate", "trunk", "trunk.2"]  # in backward, where an outer module returns what an inner one has returned
 
 
-@pytest.mark.parametrize(("reshards", "expected"), [(True, OUTER_FIRST), (False, [])], ids=["resharded", "kept"])
+@pytest.mark.parametrize(
+    ("reshards", "expected"), [(True, ["FSDPUneven", *OUTER_FIRST]), (False, [])], ids=["resharded", "kept"]
+)
 def test_reshard_after_forward_decides_what_backward_gathers(
     ranks: RankPool, reshards: bool, expected: list[str]
 ) -> None:
@@ -235,7 +236,7 @@ def _spy_on_neighbours() -> None:
     if dist.get_world_size() == 2:  # all are neighbours: there is nothing nearer
         assert (near, seen[-3:]) == ([], OUTER_FIRST)
     else:
-        assert [name for name, _ in near] == OUTER_FIRST
+        assert [name for name, _ in near] == ["root (FSDPUneven)", *OUTER_FIRST]
         assert {size for _, size in near} == {2}
         assert sorted(seen) == sorted(FORWARD)
 
@@ -319,19 +320,6 @@ def _divide() -> None:
         model.set_gradient_divide_factor(0)
 
 
-def test_gradient_sync_is_a_matter_of_the_outermost_module(ranks: RankPool) -> None:
-    ranks(2).run(_sync_of_inner)
-
-
-def _sync_of_inner() -> None:
-    model: Any = uneven(ours())
-    model(INPUTS)
-    with pytest.raises(RuntimeError, match=r"outermost.*'trunk' lies inside"):
-        model.trunk.set_requires_gradient_sync(False)
-    with pytest.raises(ValueError, match="recurse=False"):
-        model.set_requires_gradient_sync(False, recurse=False)
-
-
 def test_set_is_last_backward_changes_no_gradient(ranks: RankPool) -> None:
     ranks(2).run(_last_backward)
 
@@ -372,8 +360,9 @@ def _register() -> None:
     assert model.inner.weight.grad is not None
     assert_at_rest(model)
     model(INPUTS)
-    with pytest.raises(ValueError, match="not wrapped"):
-        fsdp.register_fsdp_forward_method(nn.Linear(2, 2), "forward")
+    plain = nn.Linear(2, 2)
+    fsdp.register_fsdp_forward_method(plain, "forward")
+    assert "forward" not in plain.__dict__
 
 
 # What others see
@@ -426,16 +415,16 @@ def _weigh() -> None:
 
 
 def test_an_inner_module_may_be_unsharded_before_the_outermost_one_is_used(ranks: RankPool) -> None:
-    ranks(2).run(_unshard_inner_first)
+    ranks(2).run(_unshard_an_inner_one)
 
 
-def _unshard_inner_first() -> None:
+def _unshard_an_inner_one() -> None:
     inner = fsdp.fully_shard(nn.Linear(4, 4))
     model = fsdp.fully_shard(nn.Sequential(inner, nn.Linear(4, 2)))
     inner.unshard()  # type: ignore[operator]
     model(torch.ones(2, 4)).sum().backward()
     units = [unit_of(inner), unit_of(model)]
-    assert [unit is not None and unit.policy.frees_after_forward for unit in units] == [True, False]
+    assert [unit is not None and unit.frees_after_forward for unit in units] == [True, False]
 
 
 class WithNamesOfItsOwn(nn.Linear):

@@ -21,8 +21,8 @@ import fsdp
 from tests.helpers.dtensor_twins import (
     ROUNDING,
     Plan,
-    assert_same,
     assert_side_by_side,
+    assert_within,
     local,
     ours,
     spread_of,
@@ -137,9 +137,9 @@ def _clip() -> None:
             expected = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in grads]), norm_type)
             found = nn.utils.clip_grad_norm_(trained, expected.item() / 2, norm_type)
             assert isinstance(found, DTensor)
-            assert_same(f"norm {norm_type} {kinds}", whole(found), expected, ROUNDING)
+            assert_within(f"norm {norm_type} {kinds}", whole(found), expected, ROUNDING)
             for param, grad in zip(trained, grads, strict=True):
-                assert_same("a clipped gradient", whole(param.grad), grad / 2, 1e-5)
+                assert_within("a clipped gradient", whole(param.grad), grad / 2, 1e-5)
 
 
 # States
@@ -172,7 +172,7 @@ def _assert_equal(found: nn.Module, expected: nn.Module) -> None:
     for name, value in expected.state_dict().items():
         own: Any = found.state_dict()[name]
         assert spread_of(own) == spread_of(value), name
-        assert_same(name, local(own), local(value))
+        assert_within(name, local(own), local(value))
 
 
 def test_states_go_to_torchs_and_come_from_there(ranks: RankPool, tmp_path: Path) -> None:
@@ -216,12 +216,12 @@ def _load_uneven() -> None:
     expected = make(keep).state_dict()
     model = make(ours(mesh=mesh["dp"]))
     for name, value in wholes(model).items():
-        assert_same(name, value, expected[name])
+        assert_within(name, value, expected[name])
     generator = torch.Generator().manual_seed(3)
     state = {name: torch.randn(value.shape, generator=generator) for name, value in expected.items()}
     model.load_state_dict(state)
     for name, value in wholes(model).items():
-        assert_same(name, value, state[name])
+        assert_within(name, value, state[name])
 
 
 def test_final_files_are_read_and_not_written(ranks: RankPool, tmp_path: Path) -> None:

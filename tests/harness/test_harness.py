@@ -285,7 +285,7 @@ def _rank_0_dies(how: str) -> None:
 
 def test_leaked_process_groups_wear_a_worker_out(ranks: RankPool) -> None:
     before = ranks(2).pids
-    ranks(2).run(_leak_groups, 40)
+    ranks(2).run(_leak_groups, 100)
     assert _all_gone(before)
 
 

@@ -14,34 +14,47 @@ from typing import Any
 import pytest
 
 
-def every_pair(**values: Sequence[Any]) -> list[dict[str, Any]]:
+def every_pair(*, at_most: int | None = None, **values: Sequence[Any]) -> list[dict[str, Any]]:
     """Rows with one value for each option, in which every pair of values of two options occurs.
 
     The row with most pairs that are still missing is taken each time, the first of several; so the same call
     gives the same rows, and the very first one has the first value of every option.
+
+    Where a row is dear, `at_most` says how many there may be. Then rows with values that have not occurred come first,
+    and the last few pairs, which take about half of all rows, are left out.
     """
     names = list(values)
     rows = [tuple(enumerate(row)) for row in itertools.product(*(range(len(v)) for v in values.values()))]
     pairs = [set(itertools.combinations(row, 2)) for row in rows]
     missing = set().union(*pairs)
-    # By how many missing pairs each row had when it was last looked at, which is never less than it has now.
-    queue = [(-len(found), number) for number, found in enumerate(pairs)]
+    new = set(itertools.chain(*rows)) if at_most else set()  # values
+
+    def worth(number: int) -> tuple[int, int]:
+        return len(new.intersection(rows[number])), len(pairs[number] & missing)
+
+    # By what each row was worth when it was last looked at, which is never less than it is worth now.
+    queue = [(-first, -second, number) for number, (first, second) in enumerate(map(worth, range(len(rows))))]
+    heapq.heapify(queue)
     chosen = []
-    while missing:
-        known, number = heapq.heappop(queue)
-        found = len(pairs[number] & missing)
-        if found < -known:
-            heapq.heappush(queue, (-found, number))
+    while missing and len(chosen) != at_most:
+        *known, number = heapq.heappop(queue)
+        first, second = worth(number)
+        if [-first, -second] != known:
+            heapq.heappush(queue, (-first, -second, number))
             continue
         missing -= pairs[number]
+        new.difference_update(rows[number])
         chosen.append({names[option]: values[names[option]][choice] for option, choice in rows[number]})
+    if new:
+        raise ValueError(f"{at_most} rows are too few for every value to occur in one")
     return chosen
 
 
-def parametrize_pairs(**values: Sequence[Any]) -> Callable[..., Any]:
+def parametrize_pairs(*, at_most: int | None = None, **values: Sequence[Any]) -> Callable[..., Any]:
     """As `pytest.mark.parametrize` for several arguments, of which only every pair of values is tried."""
-    rows = [pytest.param(*row.values(), id="-".join(map(_shown, row.values()))) for row in every_pair(**values)]
-    return pytest.mark.parametrize(list(values), rows)
+    rows = every_pair(at_most=at_most, **values)
+    shown = [pytest.param(*row.values(), id="-".join(map(_shown, row.values()))) for row in rows]
+    return pytest.mark.parametrize(list(values), shown)
 
 
 def _shown(value: Any) -> str:

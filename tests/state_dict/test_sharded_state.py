@@ -54,7 +54,13 @@ def with_folder(options: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 @parametrize_pairs(
-    saved_by=[3, 1, 2, 4], loaded_by=[2, 4, 1, 3], saving=FORMS, loading=FORMS, saving_too=REST, loading_too=REST
+    at_most=13,
+    saved_by=[3, 1, 2, 4],
+    loaded_by=[2, 4, 1, 3],
+    saving=FORMS,
+    loading=FORMS,
+    saving_too=REST,
+    loading_too=REST,
 )
 def test_another_number_of_ranks_loads_what_was_saved_and_so_does_a_plain_model(
     ranks: RankPool,

@@ -54,6 +54,7 @@ def build(options: dict[str, Any], model: dict[str, Any]) -> tuple[nn.Module, nn
 
 
 @parametrize_pairs(
+    at_most=6,
     norm_type=[2.0, math.inf, 1.0, 3.0],
     kind=["heads", "sequence"],
     model=[{}, {"vocabulary": True, "tied": True}, {"frozen": ("query", "norms.0")}],

@@ -33,6 +33,7 @@ def other_values() -> dict[str, Tensor]:
 
 
 @parametrize_pairs(
+    at_most=8,
     shape=[(2, 2), (1, 2), (2, 1)],
     kind=["heads", "sequence"],
     model=[{}, {"vocabulary": True}, {"vocabulary": True, "tied": True}, {"recompute": True}],

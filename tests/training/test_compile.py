@@ -219,7 +219,7 @@ def assert_close_trainings(found: Trained, expected: Trained) -> None:
     assert_close(list(found.weights.values()), list(expected.weights.values()), rtol=1e-11, atol=1e-13)
 
 
-@parametrize_pairs(way=OF_BLOCKS, options=OPTIONS, world_size=[2, 1], reshard_after_forward=[True, False])
+@parametrize_pairs(at_most=10, way=OF_BLOCKS, options=OPTIONS, world_size=[2, 1], reshard_after_forward=[True, False])
 def test_compiled_blocks_train_as_the_plain_model_in_one_graph_without_a_break(
     ranks: RankPool, way: Way, options: dict[str, Any], world_size: int, reshard_after_forward: bool
 ) -> None:
@@ -237,7 +237,7 @@ def _train_blocks(way: Way, options: dict[str, Any]) -> None:
     assert backend.sizes == [Block.OPERATIONS] * 2
 
 
-@parametrize_pairs(way=ACROSS_UNITS, world_size=[2, 1], options=OPTIONS[:2])
+@parametrize_pairs(at_most=6, way=ACROSS_UNITS, world_size=[2, 1], options=OPTIONS[:2])
 def test_what_is_compiled_across_units_trains_as_the_plain_model_and_breaks_at_their_borders(
     ranks: RankPool, way: Way, world_size: int, options: dict[str, Any]
 ) -> None:
@@ -270,18 +270,17 @@ def _train_all(way: Way, options: dict[str, Any]) -> Counter:
 # Graphs
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["flat", "original", "unflattened"])
-def test_blocks_of_other_shapes_take_a_graph_each(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(1).run(_count_shapes, options)
+def test_blocks_of_other_shapes_take_a_graph_each(ranks: RankPool) -> None:
+    ranks(1).run(_count_shapes)
 
 
-def _count_shapes(options: dict[str, Any]) -> None:
-    for wrap in (keep, fully_sharded(**options)):
+def _count_shapes() -> None:
+    for wrap in (keep, *(fully_sharded(**options) for options in OPTIONS)):
         backend = Counter()
         model = stack(wrap, partial(call_compile, backend=backend, fullgraph=True), hidden=(3, 9, 5, 11))
         for step in range(3):
             score(model(batch(step, 0).float())).backward()
-        assert backend.sizes == [Block.OPERATIONS] * 4
+        assert backend.sizes == [Block.OPERATIONS] * 4, wrap
 
 
 def test_auto_wrap_finds_blocks_in_compiled_modules(ranks: RankPool) -> None:

@@ -224,6 +224,7 @@ SEVERAL = [
 
 
 @parametrize_pairs(
+    at_most=8,
     step=SEVERAL,
     options=FORMS,
     world_size=[3, 2, 4],

@@ -12,9 +12,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fsdp.checkpoint.formats.source import Elements, Stitched, is_tensor, memory_of, split_vector, whole
+from fsdp.checkpoint.formats.source import Elements, Stitched, is_tensor, memory_of, split_vector
 from fsdp.engine.names import clean_name, join
 from fsdp.state_dict.local import shard_mark
 
@@ -58,14 +57,12 @@ def consolidate(
     shards = [Shard(f"rank {rank}", *each) for rank, each in given]
     found = put_together(shards, with_module_buffers, strict)
     # What has several names is made once.
-    made = {id(each): _copied(each) for each in found.values() if is_tensor(each)}
+    made = {
+        id(each): each.whole() if isinstance(each, Stitched) else each.detach().clone().contiguous()
+        for each in found.values()
+        if is_tensor(each)
+    }
     return {name: made.get(id(each), each) for name, each in found.items()}
-
-
-def _copied(tensor: Any) -> Tensor:
-    if isinstance(tensor, Tensor):
-        return tensor.detach().clone(memory_format=torch.contiguous_format)
-    return tensor.whole() if isinstance(tensor, Stitched) else whole(tensor)
 
 
 def put_together(shards: Sequence[Shard], with_module_buffers: bool, strict: bool) -> dict[str, Any]:

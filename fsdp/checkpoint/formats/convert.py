@@ -15,7 +15,7 @@ import shutil
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,22 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp.checkpoint.checksums import BLOCK_BYTES, as_text, fragment, spans
 from fsdp.checkpoint.folder import Destination, sync
 from fsdp.checkpoint.formats.source import Source, StridedTensor, TensorReader
 from fsdp.checkpoint.formats.torch_file import TorchArchive
 from fsdp.checkpoint.formats.trees import MODEL_KEYS, OPTIMIZER_KEYS, VALUES
 from fsdp.checkpoint.json_values import decoded
-from fsdp.checkpoint.manifest import Manifest, TensorFiles, files_of
+from fsdp.checkpoint.manifest import Manifest, TensorFiles, TensorSet
 from fsdp.checkpoint.optim import kinds_from_json
-from fsdp.checkpoint.safetensors import (
-    SUFFIX,
-    Entry,
-    create,
-    plan,
-    write_at,
-    written,
-)
+from fsdp.checkpoint.safetensors import SUFFIX, Entry, Part, Stored, plan, write_at, write_parts
 from fsdp.optim_utils.state import Elements
 
 MODEL, OPTIMIZER = MODEL_KEYS[0], OPTIMIZER_KEYS[0]
@@ -49,47 +41,18 @@ _SAFETENSORS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 _DESCRIPTOR = b"PK\7\x08"  # in an archive, behind a record
 
 
-@dataclass(frozen=True, eq=False)
-class Item:
-    """A tensor that is to be written, perhaps in another dtype; `reader` has it under `key`."""
-
-    name: str
-    dtype: torch.dtype
-    reader: TensorReader
-    key: str
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.reader.tensors[self.key].shape
-
-    @property
-    def nbytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
-
-    def pieces(self) -> Iterator[Tensor]:
-        """Yield its elements in their order, in flat pieces of several MiB. The memory is used again for the next."""
-        # Whole blocks of what is read, so that each is compared with its checksum at once.
-        step = BLOCK_BYTES // min(self.dtype.itemsize, self.reader.tensors[self.key].dtype.itemsize)
-        count = self.shape.numel()
-        buffer = torch.empty(min(step, count), dtype=self.dtype)
-        for first in range(0, count, step):
-            piece = buffer[: count - first]
-            self.reader.read(self.key, piece, first)
-            yield piece
-
-
 @dataclass(frozen=True)
 class Content:
     """The tensors that are to be written: of a model, of an optimizer's state, or of both."""
 
     source: Source
-    model: list[Item] | None
-    optimizer: list[Item] | None
+    model: list[Entry] | None
+    optimizer: list[Entry] | None
 
     @property
     def nbytes(self) -> int:
         """Return the size of all tensors."""
-        return sum(item.nbytes for item in (*(self.model or ()), *(self.optimizer or ())))
+        return sum(entry.nbytes for entry in (*(self.model or ()), *(self.optimizer or ())))
 
 
 def content_of(
@@ -107,16 +70,16 @@ def content_of(
         unknown = [name for name in names.values() if name not in source.model.tensors]
         if unknown:
             raise ValueError(f"{source.path} has no tensor {unknown[0]} that could have another name")
-        model = [
-            Item(name, dtype if dtype is not None and found.is_floating_point else found, source.model, key)
-            for name, key in names.items()
-            for found in [source.model.tensors[key].dtype]
-        ]
+        model = [_entry(name, source.model, key, dtype) for name, key in names.items()]
     if only != MODEL and source.optimizer is not None:
-        optimizer = [
-            Item(name, found.dtype, source.optimizer, name) for name, found in source.optimizer.tensors.items()
-        ]
+        optimizer = [_entry(name, source.optimizer, name, None) for name in source.optimizer.tensors]
     return Content(source, model, optimizer)
+
+
+def _entry(name: str, reader: TensorReader, key: str, dtype: torch.dtype | None) -> Entry:
+    found = reader.tensors[key]
+    kept = dtype if dtype is not None and found.dtype.is_floating_point else found.dtype
+    return Entry(name, kept, found.shape, [Part(0, Stored(reader, key))])
 
 
 def require_apart(source: Source, target: str) -> None:
@@ -127,7 +90,7 @@ def require_apart(source: Source, target: str) -> None:
 
 
 def tree_of(
-    content: Content, make: Callable[[Item], Tensor], *, by_number: bool = False, is_flat: bool = False
+    content: Content, make: Callable[[Entry], Tensor], *, by_number: bool = False, is_flat: bool = False
 ) -> dict[str, Any]:
     """Return all of it as dictionaries: ``model``, ``optimizer``, and the values under their own names.
 
@@ -138,7 +101,7 @@ def tree_of(
     tree: dict[str, Any] = {}
     if content.model is not None:
         extra = {name: decoded(value) for name, value in source.extra.items()}
-        tree[MODEL] = {item.name: make(item) for item in content.model} | extra
+        tree[MODEL] = {entry.name: make(entry) for entry in content.model} | extra
     if content.optimizer is not None:
         full = _optimizer_tree(content, make)
         if by_number:
@@ -155,12 +118,12 @@ def tree_of(
     return tree
 
 
-def _optimizer_tree(content: Content, make: Callable[[Item], Tensor]) -> dict[str, Any]:
+def _optimizer_tree(content: Content, make: Callable[[Entry], Tensor]) -> dict[str, Any]:
     rest = content.source.optimizer_rest
-    items = {item.name: item for item in content.optimizer or ()}
+    entries = {entry.name: entry for entry in content.optimizer or ()}
     states = {
         name: {
-            key: make(items[f"{name}/{key}"]) if isinstance(kind, Elements) else kind.held
+            key: make(entries[f"{name}/{key}"]) if isinstance(kind, Elements) else kind.held
             for key, kind in kinds_from_json(saved, name).items()
         }
         for name, saved in rest["state"].items()
@@ -192,18 +155,15 @@ def _flattened(full: Mapping[str, Any]) -> dict[str, Any]:
 
 def write_ours(path: str, content: Content, *, max_file_bytes: int | None, overwrite: bool, advance: Advance) -> None:
     """Write a folder as `fsdp.save` does."""
-    if content.model is None:
-        raise ValueError("a checkpoint of ours has a model: the optimizer alone can be written for torch or dcp")
     require_free(path, overwrite)
-    source = content.source
-    destination = Destination(path)
+    source, destination = content.source, Destination(path)
+    sets = [TensorSet.planned("model", content.model or [], max_file_bytes)]
+    if content.optimizer is not None:
+        sets.append(TensorSet.planned("optimizer", content.optimizer, max_file_bytes))
     try:
         destination.begin()
-        model = _write_set(destination.folder, "model", content.model, max_file_bytes, advance)
-        optimizer = None
-        if content.optimizer is not None:
-            optimizer = _write_set(destination.folder, "optimizer", content.optimizer, max_file_bytes, advance)
-        rest = source.optimizer_rest if optimizer is not None else None
+        model, *others = (_written(destination.folder, each, advance) for each in sets)
+        optimizer, rest = (others[0], source.optimizer_rest) if others else (None, None)
         manifest = Manifest(
             source.world_size or 1, model, optimizer, rest, dict(source.extra), source.generators, source.values
         )
@@ -213,78 +173,48 @@ def write_ours(path: str, content: Content, *, max_file_bytes: int | None, overw
         raise
 
 
+def _written(folder: str, each: TensorSet, advance: Advance) -> TensorFiles:
+    each.create(folder)
+    return each.written(write_parts(folder, each.files, each.entries, advance))
+
+
 def write_safetensors(
     path: str, content: Content, *, max_file_bytes: int | None, overwrite: bool, advance: Advance
 ) -> None:
     """Write a model as one file, if `path` ends with ``.safetensors``, or as a folder with one or several."""
-    if content.model is None:
-        raise ValueError(
-            "safetensors files have no place for an optimizer's numbers and groups: convert to another format"
-        )
+    model = content.model or []
     if path.endswith(SUFFIX):
         if max_file_bytes is not None:
             raise ValueError(f"--max-file-bytes makes several files, and {path} is one: name a folder")
-        stem = os.path.basename(path).removesuffix(SUFFIX)
+        (file,) = plan(model, os.path.basename(path).removesuffix(SUFFIX))
         with new_place(path, overwrite=overwrite) as part:
             folder, name = os.path.split(part)
-            _write_set(folder, stem, content.model, None, advance, one_file=name)
+            _written(folder, TensorSet("model", model, [replace(file, name=name)]), advance)
     else:
         with new_place(path, overwrite=overwrite, own=_SAFETENSORS) as part:
-            _write_set(part, "model", content.model, max_file_bytes, advance)
-
-
-def _write_set(
-    folder: str, stem: str, items: Sequence[Item], max_file_bytes: int | None, advance: Advance, one_file: str = ""
-) -> TensorFiles:
-    """Write some tensors to files, and say what is in them."""
-    entries = [Entry(item.name, item.dtype, item.shape) for item in items]
-    files = plan(entries, stem, max_file_bytes)
-    if one_file:
-        files = [replace(files[0], name=one_file)]
-    by_name = {item.name: item for item in items}
-    checksums = {}
-    for file in files:
-        create(folder, file)
-        with written(folder, file) as fd:
-            for name, begin in file.begins.items():
-                checksums[name] = as_text(_write_item(fd, by_name[name], begin, advance))
-    return files_of(stem, files, {item.name: checksums[item.name] for item in items})
-
-
-def _write_item(fd: int, item: Item, place: int, advance: Advance) -> list[int]:
-    """Write a tensor from a byte of a file on, and return the checksums of its blocks."""
-    checksums, done = [], 0
-    for piece in item.pieces():
-        memory = piece.view(torch.uint8).numpy().data
-        for begin, end in spans(done, done + len(memory)):
-            block = memory[begin - done : end - done]
-            checksums.append(fragment(item.name, begin, block).checksum)
-            write_at(fd, block, place + begin)
-            advance(len(block))
-        done += len(memory)
-    return checksums
+            _written(part, TensorSet.planned("model", model, max_file_bytes), advance)
 
 
 def write_torch(path: str, content: Content, *, by_number: bool, overwrite: bool, advance: Advance) -> None:
     """Write one file. An optimizer alone is its state, without a dictionary around it."""
-    items: dict[int, Item] = {}
-    rooms: dict[tuple[int, str], Tensor] = {}  # tied tensors stay tied
+    entries: dict[int, Entry] = {}
+    rooms: dict[Any, Tensor] = {}  # tied tensors stay tied
 
-    def make(item: Item) -> Tensor:
-        place = (id(item.reader), item.key)
-        if place not in rooms:
-            rooms[place] = torch.empty(item.shape, dtype=item.dtype)  # which is never touched
-            items[id(rooms[place])] = item
-        return rooms[place]
+    def make(entry: Entry) -> Tensor:
+        values = entry.parts[0].values
+        if values not in rooms:
+            rooms[values] = torch.empty(entry.shape, dtype=entry.dtype)  # which is never touched
+            entries[id(rooms[values])] = entry
+        return rooms[values]
 
     tree = tree_of(content, make, by_number=by_number)
     whole = tree[OPTIMIZER] if content.model is None else tree
     with new_place(path, overwrite=overwrite) as part:
-        _save_in_pieces(part, whole, items, advance)
+        _save_in_pieces(part, whole, entries, advance)
 
 
-def _save_in_pieces(path: str, tree: Any, items: Mapping[int, Item], advance: Advance) -> None:
-    """Write a tree as `torch.save` does; `items` has, by `id`, where tensors come from that are in no memory."""
+def _save_in_pieces(path: str, tree: Any, entries: Mapping[int, Entry], advance: Advance) -> None:
+    """Write a tree as `torch.save` does; `entries` has, by `id`, where tensors come from that are in no memory."""
     with torch.serialization.skip_data():
         torch.save(tree, path)
     archive = TorchArchive(path)
@@ -292,25 +222,16 @@ def _save_in_pieces(path: str, tree: Any, items: Mapping[int, Item], advance: Ad
     fd = os.open(path, os.O_WRONLY)
     try:
         for tensor, place in zip(_tensors(tree), _tensors(archive.content), strict=True):
-            if place.begin in checksums:
-                continue
-            item = items.get(id(tensor))
-            pieces = iter([tensor.contiguous().view(-1)]) if item is None else item.pieces()
-            checksums[place.begin] = _write(fd, place.begin, pieces, None if item is None else advance)
+            if place.begin not in checksums:
+                checksums[place.begin] = 0
+                own = Entry("", tensor.dtype, tensor.shape, [Part(0, tensor.contiguous().view(-1))])
+                for begin, memory in entries.get(id(tensor), own).chunks():
+                    write_at(fd, memory, place.begin + begin)
+                    checksums[place.begin] = zlib.crc32(memory, checksums[place.begin])
+                    advance(len(memory) if id(tensor) in entries else 0)
     finally:
         os.close(fd)
     _note_checksums(path, archive, checksums)
-
-
-def _write(fd: int, place: int, pieces: Iterator[Tensor], advance: Advance | None) -> int:
-    checksum = 0
-    for piece in pieces:
-        memory = piece.view(torch.uint8).numpy().data
-        write_at(fd, memory, place)
-        checksum, place = zlib.crc32(memory, checksum), place + len(memory)
-        if advance is not None:
-            advance(len(memory))
-    return checksum
 
 
 def _tensors(tree: Any) -> Iterator[Any]:
@@ -353,7 +274,11 @@ def new_place(path: str, *, overwrite: bool, own: re.Pattern[str] | None = None)
     part = place + _WRITING
     require_free(path, overwrite)
     if os.path.lexists(place):
-        _require_own(place, own)
+        if os.path.isdir(place) != is_folder:
+            raise FileExistsError(f"{place} is a {'file' if is_folder else 'folder'}: move it away first")
+        others = [] if own is None else sorted(name for name in os.listdir(place) if not own.fullmatch(name))
+        if others:
+            raise FileExistsError(f"{place} has other files in it ({', '.join(others[:3])}): it is not replaced")
     if os.path.lexists(part):
         raise FileExistsError(f"{part} is in the way: another conversion is writing it, or was killed. Remove it.")
     os.makedirs(part if is_folder else os.path.dirname(part), exist_ok=True)
@@ -373,14 +298,6 @@ def require_free(path: str, overwrite: bool) -> None:
     """Raise FileExistsError if something is at a place, and must not be replaced."""
     if os.path.lexists(path) and not overwrite and not (os.path.isdir(path) and not os.listdir(path)):
         raise FileExistsError(f"{path} is there already: name another place, or replace it (--overwrite)")
-
-
-def _require_own(place: str, own: re.Pattern[str] | None) -> None:
-    if os.path.isdir(place) != (own is not None):
-        raise FileExistsError(f"{place} is a {'folder' if own is None else 'file'}: move it away first")
-    others = [name for name in os.listdir(place) if not own.fullmatch(name)] if own is not None else []
-    if others:
-        raise FileExistsError(f"{place} has other files in it ({', '.join(sorted(others)[:3])}): it is not replaced")
 
 
 def _replace(part: str, place: str) -> None:

@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp.checkpoint.formats.convert import Advance, Content, Item, new_place, tree_of
+from fsdp.checkpoint.formats.convert import Advance, Content, new_place, tree_of
 from fsdp.checkpoint.formats.source import ChunkedTensor, Source, StridedTensor, are_all_of
 from fsdp.checkpoint.formats.torch_file import Foreign, TorchArchive, unpickled
 from fsdp.checkpoint.formats.trees import MODEL_KEYS, OPTIMIZER_KEYS, Choices, source_of_tree
+from fsdp.checkpoint.safetensors import Entry
 from fsdp.checkpoint.untrusted import beside, content_of, reading, short
-from fsdp.engine.layout import Box
+from fsdp.engine.boxes import Box
 
 _METADATA = ".metadata"
 _OF_RANK = re.compile(r"__(\d+)_")
@@ -58,8 +59,7 @@ class _Saved:
     begin: int
     nbytes: int
 
-    @property
-    def archive(self) -> TorchArchive:
+    def open(self) -> TorchArchive:
         return TorchArchive(self.path, self.begin, self.nbytes, f"{self.name} in {self.path}")
 
 
@@ -73,7 +73,7 @@ class _Chunk:
 
     @cached_property
     def tensor(self) -> StridedTensor:
-        found = self.item.archive.content
+        found = self.item.open().content
         if not isinstance(found, StridedTensor):
             raise ValueError(f"{self.item.name} in {self.item.path} is no tensor, and {_METADATA} says that it is one")
         if (tuple(found.shape), found.dtype) != (self.box.sizes, self.dtype):
@@ -144,14 +144,11 @@ class DcpFolder:
             below = root
             for key in path[:-1]:
                 below = below.setdefault(key, {})
-            below[path[-1]] = self._tensors[name] if name in self._tensors else self._value(name)
+            if name not in self._tensors and (name, None) not in self._items:
+                raise ValueError(f"{self._place} is damaged: it does not say where {name} is")
+            found = self._tensors.get(name)
+            below[path[-1]] = self._items[name, None].open().content if found is None else found
         return _with_lists(root)
-
-    def _value(self, name: str) -> Any:
-        item = self._items.get((name, None))
-        if item is None:
-            raise ValueError(f"{os.path.join(self.path, _METADATA)} is damaged: it does not say where {name} is")
-        return item.archive.content
 
     def _path(self, name: str) -> tuple[Any, ...]:
         """Return the keys that lead to it. Folders of planners that did not note them are split at the first dot."""
@@ -183,20 +180,11 @@ class DcpFolder:
         """Return the size of all that is in files."""
         return sum(item.nbytes for item in self._items.values())
 
-    def damaged(self, advance: Callable[[int], None]) -> Iterator[str]:
-        """Yield what is wrong, each archive read once, and compared with the checksums that it has."""
-        yield from self.misplaced()
+    def archives(self) -> Iterator[Callable[[], TorchArchive]]:
+        """Yield what opens each archive that is where it should be."""
         for item in self._items.values():
             if os.path.exists(item.path) and os.path.getsize(item.path) >= item.begin + item.nbytes:
-                try:
-                    yield from item.archive.damaged(advance)
-                except ValueError as error:
-                    yield str(error)
-
-    @cached_property
-    def has_checksums(self) -> bool:
-        """Return whether torch's checksums are in all of its archives."""
-        return all(item.archive.has_checksums for item in self._items.values())
+                yield item.open
 
 
 def _with_lists(tree: Any) -> Any:
@@ -214,11 +202,11 @@ def write_dcp(path: str, content: Content, *, is_flat: bool, overwrite: bool, ad
     import torch.distributed.checkpoint as dcp  # which takes long
     from torch.distributed.checkpoint.api import CheckpointException
 
-    items: dict[int, Item] = {}  # by the id of what stands for a tensor in the state
+    entries: dict[int, Entry] = {}  # by the id of what stands for a tensor in the state
 
-    def make(item: Item) -> Tensor:
-        stand_in = torch.empty(item.shape, dtype=item.dtype, device="meta")
-        items[id(stand_in)] = item
+    def make(entry: Entry) -> Tensor:
+        stand_in = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        entries[id(stand_in)] = entry
         return stand_in
 
     class Planner(dcp.DefaultSavePlanner):
@@ -227,20 +215,20 @@ def write_dcp(path: str, content: Content, *, is_flat: bool, overwrite: bool, ad
         last: mmap.mmap | None = None
 
         def resolve_data(self, write_item: Any) -> Any:
-            item = items.get(id(self.state_dict[write_item.index.fqn]))
-            if item is None:
+            entry = entries.get(id(self.state_dict[write_item.index.fqn]))
+            if entry is None:
                 return super().resolve_data(write_item)
             if self.last is not None:
                 # It is written. The writer keeps all tensors of a file to its end, so their pages are given back.
                 self.last.madvise(mmap.MADV_DONTNEED)
                 self.last = None
-            if not item.nbytes:
-                return torch.empty(item.shape, dtype=item.dtype)
-            self.last = mmap.mmap(-1, item.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            tensor = torch.frombuffer(self.last, dtype=item.dtype).view(item.shape)
-            item.reader.read(item.key, tensor)
-            advance(item.nbytes)
-            return tensor
+            if not entry.nbytes:
+                return torch.empty(entry.shape, dtype=entry.dtype)
+            self.last = mmap.mmap(-1, entry.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            for begin, memory in entry.chunks():
+                self.last[begin : begin + len(memory)] = memory
+                advance(len(memory))
+            return torch.frombuffer(self.last, dtype=entry.dtype).view(entry.shape)
 
     state = tree_of(content, make, is_flat=is_flat)
     with new_place(path, overwrite=overwrite, own=_OWN) as part, warnings.catch_warnings():

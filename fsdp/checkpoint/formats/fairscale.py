@@ -15,17 +15,11 @@ from contextlib import suppress
 from typing import Any
 
 from fsdp.checkpoint.formats.consolidate import Backing, Shard, backings_of, put_together
-from fsdp.checkpoint.formats.optim import ADDED, NamedState, SavedOptimizer, is_single, optimizers_in
-from fsdp.checkpoint.formats.rank_files import (
-    Paths,
-    likely_files,
-    optimizers_of,
-    rank_files,
-    source_of_ranks,
-    title_of,
-)
+from fsdp.checkpoint.formats.optim import ADDED, NamedState, SavedOptimizer, is_single
+from fsdp.checkpoint.formats.rank_files import RankFiles, likely_files
 from fsdp.checkpoint.formats.source import Elements, Source, is_tensor, memory_of
-from fsdp.checkpoint.formats.torch_file import TorchArchive, shown, values_of
+from fsdp.checkpoint.formats.torch_file import TorchArchive, shown
+from fsdp.checkpoint.formats.trees import DEFAULT, Choices, Paths
 from fsdp.engine.names import clean_name, join
 
 _NAMES = "param_names"
@@ -41,46 +35,21 @@ def is_fairscale(path: str | os.PathLike[str]) -> bool:
     return False
 
 
-def open_fairscale(
-    path: Paths,
-    *,
-    optimizer: Paths | None = None,
-    optimizer_params: Sequence[str] | None = None,
-    strict: bool = True,
-    with_optimizer: bool = True,
-) -> Source:
+def open_fairscale(path: Paths, choices: Choices = DEFAULT, *, strict: bool = True) -> Source:
     """Open a checkpoint of ranks' files. Close it when it is read.
 
-    Args:
-        path: a folder of them, one of them, or all in rank order (`rank_files`).
-        optimizer: files with the optimizer's state, if they are others: one for each rank, or one with FairScale's full
-            dictionary.
-        optimizer_params: the keys of the shards (``layers.0.flat_param_0``) in the order of the optimizer's numbers.
-            None if it has those of ``model.parameters()`` in one group.
-        strict: raise an error for keys that the weights lack or metadata do not name. False leaves them out.
-        with_optimizer: look for the state of one.
+    Keys that the weights lack or metadata do not name are an error, or are left out unless `strict`.
     """
-    files = [TorchArchive(each) for each in rank_files(path)]
-    shards, keys = zip(*map(_shard_in, files), strict=True)
+    ranks = RankFiles(path, choices)
+    shards, keys = zip(*map(_shard_in, ranks.files), strict=True)
     is_whole = len(shards) == 1 and not any(shards[0].has(key) for key, _, _ in shards[0].backings())
     found = dict(_whole(shards[0])) if is_whole else put_together(shards, True, strict)
     order, is_in_order = _order(shards[0])
-    notes: list[str] = []
-    saved = _optimizers(files, optimizer, notes) if with_optimizer else []
-    state = _state_of(saved, shards, optimizer_params) if saved else None
-    values = values_of(files[0].content, {*keys[0], *(each.key for each in optimizers_in(files[0]))}, notes)
-    world_size = None if is_whole else len(files)
-    return source_of_ranks(
-        "fairscale", title_of(path), found, saved, state, values, notes, world_size, order, is_in_order=is_in_order
-    )
-
-
-def _optimizers(files: Sequence[TorchArchive], given: Paths | None, notes: list[str]) -> list[SavedOptimizer]:
-    """Return the dictionaries of all ranks, or the full one, which the first rank has."""
-    first = optimizers_in(files[0])
-    if given is None and len(first) == 1 and _is_full(first[0]):
-        return first
-    return optimizers_of(files, given, notes)
+    saved = ranks.optimizers(_is_full)
+    state = _state_of(saved, shards, choices.param_order) if saved else None
+    size = None if is_whole else len(shards)
+    values = ranks.values(keys[0])
+    return ranks.source("fairscale", found, saved, state, values, order, world_size=size, is_in_order=is_in_order)
 
 
 def _shard_in(file: TorchArchive) -> tuple[Shard, tuple[str, str]]:

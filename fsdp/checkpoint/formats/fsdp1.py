@@ -13,28 +13,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 
-from fsdp.checkpoint.formats.optim import (
-    NamedState,
-    SavedOptimizer,
-    is_optimizer_state,
-    is_single,
-    names_by_key,
-    optimizers_in,
-)
-from fsdp.checkpoint.formats.rank_files import (
-    Paths,
-    likely_files,
-    optimizers_of,
-    rank_files,
-    source_of_ranks,
-    title_of,
-)
+from fsdp.checkpoint.formats.optim import NamedState, SavedOptimizer, is_optimizer_state, is_single, names_by_key
+from fsdp.checkpoint.formats.rank_files import RankFiles, likely_files
 from fsdp.checkpoint.formats.source import (
     ChunkedTensor,
     KnownChunk,
@@ -45,8 +31,9 @@ from fsdp.checkpoint.formats.source import (
     is_tensor,
     memory_of,
 )
-from fsdp.checkpoint.formats.torch_file import Foreign, TorchArchive, shown, values_of
-from fsdp.engine.layout import Box
+from fsdp.checkpoint.formats.torch_file import Foreign, TorchArchive, shown
+from fsdp.checkpoint.formats.trees import DEFAULT, Choices, Paths
+from fsdp.engine.boxes import Box
 from fsdp.engine.names import plain_name
 
 _FLAT = "_flat_param"
@@ -55,16 +42,14 @@ _MODELS = ("model", "state_dict", "model_state_dict", "module")
 
 def has_fsdp1_shards(path: str | os.PathLike[str]) -> bool:
     """Return whether there are files of ranks at a path with sharded or local state dicts."""
-    return any(not is_optimizer_state(each) and _has_shards(each) for each in _dicts_at(path))
-
-
-def _dicts_at(path: str | os.PathLike[str]) -> Iterator[Mapping[Any, Any]]:
     for file in likely_files(path):
         with suppress(OSError, ValueError):
             content = TorchArchive(file).content
-            if isinstance(content, Mapping):
-                yield content
-                yield from (each for each in content.values() if isinstance(each, Mapping))
+            inside = [content, *content.values()] if isinstance(content, Mapping) else []
+            dicts = [each for each in inside if isinstance(each, Mapping) and not is_optimizer_state(each)]
+            if any(map(_has_shards, dicts)):
+                return True
+    return False
 
 
 def _has_shards(state_dict: Mapping[Any, Any]) -> bool:
@@ -76,15 +61,10 @@ def _is_local(state_dict: Mapping[Any, Any]) -> bool:
     return any(str(key).rpartition(".")[2] == _FLAT for key in state_dict)
 
 
-def open_fsdp1(
-    path: Paths,
-    *,
-    optimizer: Paths | None = None,
-    optimizer_params: Sequence[str] | None = None,
-    with_optimizer: bool = True,
-) -> Source:
-    """Open a file or ranks' files of FSDP1, as `open_fairscale`; close it when it is read."""
-    files = [TorchArchive(each) for each in rank_files(path)]
+def open_fsdp1(path: Paths, choices: Choices = DEFAULT) -> Source:
+    """Open a file or ranks' files of FSDP1; close it when it is read."""
+    ranks = RankFiles(path, choices)
+    files = ranks.files
     key = _model_key(files[0])
     models = [] if key is None and not _is_state_dict(files[0].content) else [_model(file, key) for file in files]
     if models and _is_local(models[0]):
@@ -93,15 +73,13 @@ def open_fsdp1(
             "are made of. Load it with FSDP1 on as many ranks, and save SHARDED_STATE_DICT or FULL_STATE_DICT."
         )
     found = _whole(models, files)
-    notes: list[str] = []
-    saved = optimizers_of(files, optimizer, notes) if with_optimizer else []
-    state = _state(saved, optimizer_params, found) if saved else None
-    left = {key, *(each.key for each in optimizers_in(files[0]))}
-    values = {} if key is None else values_of(files[0].content, left, notes)
+    saved = ranks.optimizers()
+    state = _state(saved, choices.param_order, found) if saved else None
+    values = {} if key is None else ranks.values([key])
     if not models:
-        notes.append("there are no weights of a model in it")
+        ranks.notes.append("there are no weights of a model in it")
     world_size = len(files) if models and _has_shards(models[0]) else None
-    return source_of_ranks("fsdp1", title_of(path), found, saved, state, values, notes, world_size)
+    return ranks.source("fsdp1", found, saved, state, values, world_size=world_size)
 
 
 def _is_state_dict(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 from fsdp.checkpoint.folder import found as found_ours
@@ -14,7 +15,7 @@ from fsdp.checkpoint.formats.fsdp1 import has_fsdp1_shards, open_fsdp1
 from fsdp.checkpoint.formats.rank_files import rank_files
 from fsdp.checkpoint.formats.source import Source
 from fsdp.checkpoint.formats.torch_file import TorchArchive, is_torch_file
-from fsdp.checkpoint.formats.trees import Choices, source_of_tree
+from fsdp.checkpoint.formats.trees import DEFAULT, Choices, source_of_tree
 from fsdp.checkpoint.manifest import Manifest, complete, read_ours
 from fsdp.checkpoint.safetensors import INDEX_SUFFIX, SUFFIX, SafetensorsFiles
 from fsdp.checkpoint.untrusted import reading
@@ -39,14 +40,6 @@ class Format(NamedTuple):
     is_at: Callable[[str], bool]  # as far as can be seen without reading all of it
     read: Callable[[str, Choices], Source]
     examine: Callable[[str], Examined]
-
-
-def _is_ours(path: str) -> bool:
-    return found_ours(path) is not None
-
-
-def _read_ours(path: str, choices: Choices) -> Source:
-    return read_ours(path, with_optimizer=choices.only != "model")
 
 
 def _examine_ours(path: str) -> Examined:
@@ -82,87 +75,72 @@ def _examine_safetensors(path: str) -> Examined:
     return Examined(files.nbytes, files.damaged, lambda: how)
 
 
-def _is_torch(path: str) -> bool:
-    return os.path.isfile(path) and is_torch_file(path)
-
-
-def _read_torch(path: str, choices: Choices) -> Source:
-    return source_of_tree("torch", path, TorchArchive(path).content, choices)
-
-
-def _examine_files(files: list[str]) -> Examined:
-    """Examine files of `torch.save`: the archives' own checksums, if whoever wrote them did not leave them out."""
-    hows: set[str] = set()
+def _examine_archives(archives: Iterable[Callable[[], TorchArchive]], nbytes: int) -> Examined:
+    """Examine archives of `torch.save` by their own checksums, if whoever wrote them did not leave them out."""
+    have_checksums: list[bool] = []
 
     def damaged(advance: Advance) -> Iterable[str]:
-        for file in files:
+        for opener in archives:
             try:
-                archive = TorchArchive(file)
+                archive = opener()
                 archive.content  # noqa: B018 (which is read now)
             except ValueError as error:
                 yield str(error)
                 continue
-            hows.add(_how(archive.has_checksums))
+            have_checksums.append(archive.has_checksums)
             yield from archive.damaged(advance)
 
-    return Examined(sum(map(os.path.getsize, files)), damaged, lambda: ", ".join(sorted(hows)))
+    def how() -> str:
+        if all(have_checksums):
+            return "all is what torch's checksums say"
+        return "all can be read; there are no checksums, since it was saved without them"
 
-
-def _examine_torch(path: str) -> Examined:
-    return _examine_files([path])
-
-
-def _of_ranks(opener: Callable[..., Source]) -> Callable[[str, Choices], Source]:
-    """Return how a checkpoint of a file for each rank is opened with what the user has said of it."""
-
-    def read(path: str, choices: Choices) -> Source:
-        choices.refuse_keys(path)
-        return opener(
-            path,
-            optimizer=choices.optimizer_files,
-            optimizer_params=choices.param_order,
-            with_optimizer=choices.only != "model",
-        )
-
-    return read
+    return Examined(nbytes, damaged, how)
 
 
 def _examine_ranks(path: str) -> Examined:
     files = rank_files(path)
-    found = _examine_files(files)
+    found = _examine_archives([partial(TorchArchive, file) for file in files], sum(map(os.path.getsize, files)))
     return found._replace(how=lambda: f"in {len(files)} files, {found.how()}")
 
 
 def _examine_dcp(path: str) -> Examined:
     folder = DcpFolder(path)
-    return Examined(folder.nbytes, folder.damaged, lambda: _how(folder.has_checksums))
-
-
-def _how(has_checksums: bool) -> str:
-    if has_checksums:
-        return "all is what torch's checksums say"
-    return "all can be read; there are no checksums, since it was saved without them"
+    found = _examine_archives(folder.archives(), folder.nbytes)
+    return found._replace(damaged=lambda advance: [*folder.misplaced(), *found.damaged(advance)])
 
 
 # The first that fits is taken.
 FORMATS = (
-    Format("fsdp", "a folder of fsdp.save", _is_ours, _read_ours, _examine_ours),
+    Format(
+        "fsdp",
+        "a folder of fsdp.save",
+        lambda path: found_ours(path) is not None,
+        lambda path, choices: read_ours(path, with_optimizer=choices.only != "model"),
+        _examine_ours,
+    ),
     Format("dcp", "a folder of torch.distributed.checkpoint", is_dcp, read_dcp, _examine_dcp),
     Format(
         "fairscale",
         "a file of each rank, with FairScale's local_state_dict() and local_metadata_dict()",
         is_fairscale,
-        _of_ranks(open_fairscale),
+        open_fairscale,
         _examine_ranks,
     ),
     Format(
         "fsdp1",
         "a file of each rank, with sharded state dicts of torch's FSDP1",
         has_fsdp1_shards,
-        _of_ranks(open_fsdp1),
+        open_fsdp1,
         _examine_ranks,
     ),
-    Format("torch", "a file of torch.save", _is_torch, _read_torch, _examine_torch),
+    Format(
+        "torch",
+        "a file of torch.save",
+        lambda path: os.path.isfile(path) and is_torch_file(path),
+        lambda path, choices: source_of_tree("torch", path, TorchArchive(path).content, choices),
+        lambda path: _examine_archives([partial(TorchArchive, path)], os.path.getsize(path)),
+    ),
     Format(
         "safetensors",
         "a file of the safetensors library, an index of several, or a folder with either",
@@ -182,7 +160,7 @@ def open_source(path: str | os.PathLike[str], word: str | None = None, choices: 
         ValueError: if it is of no format that is known, not of the format of this `word`, or damaged.
         OSError: if it cannot be read.
     """
-    place, given = os.fspath(path), choices or Choices()
+    place, given = os.fspath(path), choices or DEFAULT
     found = format_of(place, word)
     if given.optimizer_files is not None and found.word not in ("fairscale", "fsdp1"):
         raise ValueError(f"{place} is of the format {found.word}, and --optimizer-files is for fairscale and fsdp1")

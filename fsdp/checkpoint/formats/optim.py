@@ -141,7 +141,9 @@ def optimizer_state(
         notes.append("parameters of the optimizer with equal settings count as one group")
     groups = list(found[_GROUPS])
     names = names_by_key(path, found, param_order, model.cleaned)
-    states = {names[key]: state for key, state in _keyed(found.get(_STATE, {}), names)}
+    texts = {str(key): key for key in names}  # numbers may have become texts
+    saved = found.get(_STATE, {}).items()
+    states = {names[key if key in names else texts.get(str(key), key)]: state for key, state in saved}
     held = list(dict.fromkeys(names[key] for group in groups for key in group["params"]))
     unknown = [name for name in held if name not in model.tensors]
     if unknown:
@@ -160,12 +162,6 @@ def optimizer_state(
         for key, value in states.get(name, {}).items():
             state.add(name, key, value, model.tensors[name].shape)
     return state
-
-
-def _keyed(states: Mapping[Any, Any], names: Mapping[Any, str]) -> list[tuple[Any, Any]]:
-    """Return states by what stands for parameters in the groups; numbers may have become texts."""
-    texts = {str(key): key for key in names}
-    return [(key if key in names else texts.get(str(key), key), state) for key, state in states.items()]
 
 
 def names_by_key(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from fsdp.checkpoint.formats.optim import NamedState, SavedOptimizer, optimizers_in
 from fsdp.checkpoint.formats.source import Source, TensorReader, is_lazy
-from fsdp.checkpoint.formats.torch_file import TorchArchive, is_torch_file, materialised, shown
+from fsdp.checkpoint.formats.torch_file import TorchArchive, is_torch_file, materialised, shown, values_of
+from fsdp.checkpoint.formats.trees import Choices, Paths
 from fsdp.checkpoint.json_values import encoded
 
 # What is before a number, the number, and what is after it: the last one, but for a total (``rank3-of-8``).
@@ -22,7 +23,6 @@ _RANK = re.compile(r"(?:^|(?:shards?|rank|gpu|worker|proc|process)[-_.]?)$", re.
 _MOST_NAMED = 16  # of the ranks whose files are missing
 _EXTRA = "_extra_state"
 
-Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 # By what is before and after their numbers, files by number.
 _Groups = dict[tuple[str, str], dict[int, str]]
 
@@ -58,11 +58,6 @@ def rank_files(path: Paths) -> list[str]:
             f"there is no {place}, and no file for each rank of that name ({stem}-shard0{dot}{ending})"
         )
     return _only(place, found)
-
-
-def title_of(path: Paths) -> str:
-    """Return the name that messages have for the files of all ranks."""
-    return os.fspath(path if isinstance(path, (str, os.PathLike)) else path[0])
 
 
 def likely_files(path: str | os.PathLike[str]) -> list[str]:
@@ -118,55 +113,74 @@ def _in_order(place: str, after: str, group: Mapping[int, str]) -> list[str]:
     return [group[number] for number in sorted(group)]
 
 
-def optimizers_of(files: Sequence[TorchArchive], given: Paths | None, notes: list[str]) -> list[SavedOptimizer]:
-    """Return the optimizer's dictionaries, which the first file alone may have. Of several it has none, but a note."""
-    sources = files if given is None else [TorchArchive(each) for each in rank_files(given)]
-    found = [optimizers_in(file) for file in sources]
-    several = next((each for each in found if len(each) > 1), None)
-    if several is not None:
-        keys = ", ".join(each.key for each in several)
-        notes.append(f"{keys} are left out: a checkpoint has the state of one optimizer")
-        return []
-    saved = [one for each in found for one in each]
-    missing = next((file for file, each in zip(sources, found, strict=True) if not each), None)
-    if missing is not None and given is not None and not saved:
-        raise ValueError(f"{missing} has no dictionary of an optimizer in it")
-    if missing is not None and saved and (len(saved) > 1 or missing is sources[0]):  # or the first one has all of it
-        raise ValueError(f"{missing} has no state of the optimizer under {saved[0].key!r}, and {saved[0].file} has")
-    return saved
+class RankFiles:
+    """The files of all ranks, of which one checkpoint is made."""
 
+    def __init__(self, path: Paths, choices: Choices) -> None:
+        self.title = os.fspath(path if isinstance(path, (str, os.PathLike)) else path[0])
+        if choices.model_key is not None or choices.optimizer_key is not None:
+            raise ValueError(f"{self.title}: model and optimizer are found by what is in them: leave out their keys")
+        self.files = [TorchArchive(each) for each in rank_files(path)]
+        self.notes: list[str] = []
+        self._choices = choices
 
-def source_of_ranks(
-    word: str,
-    title: str,
-    found: Mapping[str, Any],
-    saved: Sequence[SavedOptimizer],
-    state: NamedState | None,
-    values: dict[Any, Any],
-    notes: Sequence[str],
-    world_size: int | None,
-    order: Mapping[str, int] | None = None,
-    *,
-    is_in_order: bool = True,
-) -> Source:
-    """Return one checkpoint: the model by plain names, the optimizer's dictionaries and their state, and values."""
-    tensors, aliases, extra = _sorted_out(found, title)
-    names = sorted(tensors, key=lambda name: (order or {}).get(name, -1))  # those of a flat parameter stay first
-    if saved and saved[0].others:
-        values[saved[0].key] = saved[0].others
-    return Source(
-        format=word,
-        path=title,
-        model=TensorReader(title, {name: tensors[name] for name in names}),
-        optimizer=None if state is None else TensorReader(title, state.tensors),
-        optimizer_rest=None if state is None else state.rest(),
-        extra=extra,
-        values=encoded(values, "values") if values else None,
-        world_size=world_size,
-        notes=tuple(notes),
-        aliases=aliases,
-        is_in_order=is_in_order,
-    )
+    def optimizers(self, full: Callable[[SavedOptimizer], bool] = lambda saved: False) -> list[SavedOptimizer]:
+        """Return the optimizer's dictionaries, which the first file alone may have. Of several it has none, but a note.
+
+        If the first one is `full`, nobody looks for others.
+        """
+        given = self._choices.optimizer_files
+        if self._choices.only == "model":
+            return []
+        sources = self.files if given is None else [TorchArchive(each) for each in rank_files(given)]
+        found = [optimizers_in(file) for file in sources]
+        if given is None and len(found[0]) == 1 and full(found[0][0]):
+            return found[0]
+        several = next((each for each in found if len(each) > 1), None)
+        if several is not None:
+            keys = ", ".join(each.key for each in several)
+            self.notes.append(f"{keys} are left out: a checkpoint has the state of one optimizer")
+            return []
+        saved = [one for each in found for one in each]
+        missing = next((file for file, each in zip(sources, found, strict=True) if not each), None)
+        if missing is not None and given is not None and not saved:
+            raise ValueError(f"{missing} has no dictionary of an optimizer in it")
+        if missing is not None and saved and (len(saved) > 1 or missing is sources[0]):  # or the first has all of it
+            raise ValueError(f"{missing} has no state of the optimizer under {saved[0].key!r}, and {saved[0].file} has")
+        return saved
+
+    def source(
+        self,
+        word: str,
+        found: Mapping[str, Any],
+        saved: Sequence[SavedOptimizer],
+        state: NamedState | None,
+        values: dict[Any, Any],
+        order: Mapping[str, int] | None = None,
+        **known: Any,
+    ) -> Source:
+        """Return one checkpoint: the model by plain names, the optimizer's dictionaries and their state, and values."""
+        tensors, aliases, extra = _sorted_out(found, self.title)
+        names = sorted(tensors, key=lambda name: (order or {}).get(name, -1))  # those of a flat parameter stay first
+        if saved and saved[0].others:
+            values[saved[0].key] = saved[0].others
+        return Source(
+            format=word,
+            path=self.title,
+            model=TensorReader(self.title, {name: tensors[name] for name in names}),
+            optimizer=None if state is None else TensorReader(self.title, state.tensors),
+            optimizer_rest=None if state is None else state.rest(),
+            extra=extra,
+            values=encoded(values, "values") if values else None,
+            notes=tuple(self.notes),
+            aliases=aliases,
+            **known,
+        )
+
+    def values(self, leave: Iterable[Any]) -> dict[Any, Any]:
+        """Return what the first file has besides what is under some keys, and optimizers."""
+        first = self.files[0]
+        return values_of(first.content, {*leave, *(each.key for each in optimizers_in(first))}, self.notes)
 
 
 def _sorted_out(found: Mapping[str, Any], title: str) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:

@@ -299,6 +299,9 @@ class Unpickler(pickle._Unpickler):
             size allows.
     """
 
+    stack: list[Any]
+    read: Callable[[int], bytes]
+    append: Callable[[Any], None]
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
 
     def __init__(self, content: bytes, make: Callable[..., Any] | None = None) -> None:
@@ -392,10 +395,6 @@ def _bytes(text: str, encoding: str = "latin1") -> bytes:
     return text.encode("latin1")
 
 
-def _default_dict(*_: Any) -> dict[Any, Any]:
-    return {}
-
-
 def _bytearray(*args: Any) -> bytearray:
     """Make one of bytes; not of a number, for which there would be as many."""
     if args and not isinstance(args[0], (bytes, str)):
@@ -406,7 +405,7 @@ def _bytearray(*args: Any) -> bytearray:
 _BUILTINS = {"set": set, "frozenset": frozenset, "complex": complex, "bytearray": _bytearray, "getattr": _inside}
 _HARMLESS: dict[str, Any] = {
     "collections.OrderedDict": OrderedDict,
-    "collections.defaultdict": _default_dict,
+    "collections.defaultdict": lambda *_: {},
     "_codecs.encode": _bytes,
     "torch.Size": torch.Size,
     "torch._utils._rebuild_parameter": _data_of,
@@ -442,7 +441,7 @@ def _require(left: int) -> None:
 def _objects_in(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
         return [*value.keys(), *value.values()]
-    if isinstance(value, (list, tuple, set, frozenset)) and not is_lazy(value):
+    if isinstance(value, (list, tuple, set, frozenset)):
         return list(value)
     state = getattr(value, "state", None)  # of an object that was not made
     return [state, getattr(value, "args", ())] if state is not None else []

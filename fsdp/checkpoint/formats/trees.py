@@ -7,6 +7,7 @@ for everybody else.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +19,13 @@ from fsdp.checkpoint.json_values import encoded
 from fsdp.engine.names import plain_name
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network", "weights")
-OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")
+OPTIMIZER_KEYS: tuple[str, ...] = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")
 OPTIMIZER_KEYS += ("optimizer_state", "optim_state", "optimizer_states", "opt")
 VALUES = "values"  # under which values are that have no names of their own
 _EXTRA = "_extra_state"
 _DDP = "module."
 Path = tuple[Any, ...]
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 @dataclass(frozen=True)
@@ -32,14 +34,12 @@ class Choices:
 
     model_key: str | None = None  # its place in the tree, with dots between the keys
     optimizer_key: str | None = None
-    param_order: Sequence[str] | None = None  # names of parameters, for optimizers that go by numbers
+    param_order: Sequence[str] | None = None  # for optimizers that go by numbers: names, or FairScale's keys of shards
     only: str | None = None  # "model" or "optimizer", if the other one is not wanted
-    optimizer_files: str | None = None  # for files of ranks, if those of the optimizer's state are others
+    optimizer_files: Paths | None = None  # for files of ranks, if those of the optimizer's state are others
 
-    def refuse_keys(self, path: str) -> None:
-        """Raise ValueError if the user has said where something is in a tree that is not searched."""
-        if self.model_key is not None or self.optimizer_key is not None:
-            raise ValueError(f"{path}: model and optimizer are found by what is in them: leave out their keys")
+
+DEFAULT = Choices()
 
 
 def source_of_tree(word: str, path: str, tree: Any, choices: Choices) -> Source:

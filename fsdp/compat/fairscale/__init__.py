@@ -195,7 +195,10 @@ def install(force: bool = False) -> None:
             "fsdp.compat.fairscale.install(force=True)."
         )
     sys.meta_path.insert(0, _FINDER)
-    _allow_pickles()
+    # For `torch.load` with its default, ``weights_only=True``, of what names these classes of FairScale's.
+    wrapper = "fairscale.nn.data_parallel.fully_sharded_data_parallel"
+    flat_parameter = "fairscale.nn.misc.flatten_params_wrapper.FlatParameter"
+    add_safe_globals([(FlatParameter, flat_parameter), (TrainingState, f"{wrapper}.TrainingState")])
 
 
 def uninstall() -> None:
@@ -259,14 +262,4 @@ def _missing(fullname: str) -> str:
     instead = next((INSTEAD[part] for part in fullname.split(".") if part in INSTEAD), None)
     return f"fsdp.compat.fairscale has no {fullname}: " + (
         instead or "it covers FullyShardedDataParallel and what belongs to it; docs/fairscale.md lists all names"
-    )
-
-
-def _allow_pickles() -> None:
-    """Have `torch.load` with its default, ``weights_only=True``, read what names these classes of FairScale's."""
-    add_safe_globals(
-        [
-            (FlatParameter, "fairscale.nn.misc.flatten_params_wrapper.FlatParameter"),
-            (TrainingState, "fairscale.nn.data_parallel.fully_sharded_data_parallel.TrainingState"),
-        ]
     )

@@ -203,7 +203,9 @@ def test_the_target_says_which_format_is_meant(
 
 
 def test_what_a_format_has_no_place_for_is_noted(tmp_path: Path, capsys: Captured, origin: Path) -> None:
-    notes = command(capsys, "convert", origin, tmp_path / "x.safetensors").err.splitlines()
+    said = command(capsys, "convert", origin, tmp_path / "x.safetensors")
+    notes, count = said.err.splitlines(), len(SafetensorsFiles(tmp_path / "x.safetensors").tensors)
+    assert f"(safetensors): {count} tensors" in said.out
     assert "the optimizer, extra state of modules, values" in notes[0]
     assert "random number generators" in notes[1]
     assert command(capsys, "convert", origin, tmp_path / "x").err == ""

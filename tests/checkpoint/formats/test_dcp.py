@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp
 from fsdp.checkpoint.formats.dcp import DcpFolder
-from fsdp.checkpoint.formats.open_source import open_source
+from fsdp.checkpoint.formats.open_source import examine, format_of, open_source
 from fsdp.checkpoint.formats.trees import Choices
 from fsdp.checkpoint.json_values import decoded
 from fsdp.optim_utils import full_optim_state_dict
@@ -369,6 +369,6 @@ def test_every_flipped_byte_of_a_tensor_is_found(folder: Path) -> None:
     file = folder / "__0_0.distcp"
     chunk = DcpFolder(str(folder)).tree()["model"]["first.weight"].chunks[0]
     flip(file, chunk.tensor.begin + 7)
-    problems = list(DcpFolder(str(folder)).damaged(lambda nbytes: None))
+    problems, _, _ = examine(format_of(str(folder)), str(folder), lambda _: lambda nbytes: None)
     assert len(problems) == 1
     assert "model.first.weight" in problems[0]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fsdp.checkpoint.formats.fairscale import is_fairscale, open_fairscale
+from fsdp.checkpoint.formats.trees import Choices
 from fsdp.checkpoint.json_values import decoded
 from tests.helpers.equality import assert_same
 from tests.helpers.legacy_sources import assert_same_values, groups_of, state_of, weights_of
@@ -81,7 +82,7 @@ def test_one_file_and_the_common_name_and_the_list_of_files_all_stand_for_the_ch
 def test_fairscale_s_full_optimizer_state_goes_by_names(name: str) -> None:
     full = torch.load(RECORDED / name / "full.pt", weights_only=True)
     shards = "alone-2" if "alone" in name else f"flat-{FULL_CASES[name].ranks}"
-    source = open_fairscale(RECORDED / shards, optimizer=[RECORDED / name / "full.pt"])
+    source = open_fairscale(RECORDED / shards, Choices(optimizer_files=[RECORDED / name / "full.pt"]))
     named = zip((*NAMES, *NAMES_INSIDE), full["state"].values(), strict=True)
     assert_same_values(state_of(source), dict(named))
     assert groups_of(source)[0][1] == [*NAMES, *NAMES_INSIDE]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fsdp.checkpoint.formats.fairscale import open_fairscale
+from fsdp.checkpoint.formats.trees import Choices
 from tests.checkpoint.formats.test_fairscale import RECORDED
 from tests.helpers.legacy_sources import assert_same_values, state_of
 
@@ -38,7 +39,7 @@ def change(path: Path, edit: Callable[[Content], object]) -> None:
 
 def fails(path: Any, *says: str | Path, error: type[Exception] = ValueError, **options: Any) -> None:
     with pytest.raises(error) as caught:
-        open_fairscale(path, **options)
+        open_fairscale(path, Choices(**options))
     for each in says:
         assert str(each) in str(caught.value), str(caught.value)
 
@@ -178,9 +179,9 @@ def test_an_optimizer_of_fewer_parameters_wants_their_order(folder: Path) -> Non
     for rank in range(3):
         change(shard(folder, rank), drop)
     fails(folder, "1 parameters in 1 group(s)", "2 shards (flat_param_0, inner.flat_param_0)", "--param-order")
-    source = open_fairscale(folder, optimizer_params=["inner.flat_param_0"])
+    source = open_fairscale(folder, Choices(param_order=["inner.flat_param_0"]))
     assert list(source.optimizer_rest["state"]) == ["inner.0.weight", "inner.2.bias", "inner.3.weight", "inner.3.bias"]
-    fails(folder, "no shard other.flat_param_0", optimizer_params=["other.flat_param_0"])
+    fails(folder, "no shard other.flat_param_0", param_order=["other.flat_param_0"])
 
 
 def test_several_groups_want_the_order_of_parameters(folder: Path) -> None:
@@ -194,7 +195,7 @@ def test_several_groups_want_the_order_of_parameters(folder: Path) -> None:
     for rank in range(3):
         change(shard(folder, rank), divide)
     fails(folder, "2 parameters in 2 group(s)", "--param-order")
-    source = open_fairscale(folder, optimizer_params=["inner.flat_param_0", "flat_param_0"])
+    source = open_fairscale(folder, Choices(param_order=["inner.flat_param_0", "flat_param_0"]))
     assert source.optimizer_rest["groups"][1]["options"]["lr"] == 0.5
     assert source.optimizer_rest["groups"][1]["params"] == ["first.weight", "first.bias", "norm.weight", "norm.bias"]
     assert_same_values(state_of(source), expected)
@@ -204,7 +205,7 @@ def test_a_full_state_of_another_model(folder: Path) -> None:
     content = torch.load(RECORDED / "optim-flat-2" / "full.pt", weights_only=True)
     content["param_id_map"][8] = 1
     torch.save(content, folder / "full.pt")
-    fails(shard(folder, 0), folder / "full.pt", "has 9 parameters", "name 8", optimizer=[folder / "full.pt"])
+    fails(shard(folder, 0), folder / "full.pt", "has 9 parameters", "name 8", optimizer_files=[folder / "full.pt"])
 
 
 def test_two_optimizers_are_left_out_and_told_of(folder: Path) -> None:

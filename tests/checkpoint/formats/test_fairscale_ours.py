@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel
 from fsdp.checkpoint.formats.fairscale import open_fairscale
+from fsdp.checkpoint.formats.trees import Choices
 from fsdp.optim_utils import full_optim_state_dict
 from tests.helpers.legacy_sources import assert_same_values, groups_of, state_of, weights_of
 from tests.helpers.models import keep
@@ -73,7 +74,7 @@ def test_our_files_are_whole_weights_and_state(
     # The frozen parameter has a shard, and is not in the optimizer.
     with pytest.raises(ValueError, match="--param-order"):
         open_fairscale(tmp_path)
-    source = open_fairscale(tmp_path, optimizer_params=whole["order"])
+    source = open_fairscale(tmp_path, Choices(param_order=whole["order"]))
     found = weights_of(source)
     assert found.keys() == whole["model"].keys()
     for name, value in whole["model"].items():

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 from torch.distributed.fsdp import StateDictType
 
 from fsdp.checkpoint.formats.fsdp1 import has_fsdp1_shards, open_fsdp1
+from fsdp.checkpoint.formats.trees import Choices
 from tests.helpers.legacy_sources import assert_same_values, groups_of, state_of, weights_of
 from tests.helpers.models import keep
 from tests.helpers.ranks import RankPool
@@ -175,7 +176,7 @@ def test_weights_and_state_may_be_in_different_files(ranks: RankPool, tmp_path: 
     ranks(2).run(save, tmp_path, "sharded", {})
     (tmp_path / "state").mkdir()
     torch.save(truth(tmp_path)["optimizer"], tmp_path / "state" / "optimizer.pt")
-    assert_is(open_fsdp1(tmp_path, optimizer=tmp_path / "state" / "optimizer.pt"), truth(tmp_path))
+    assert_is(open_fsdp1(tmp_path, Choices(optimizer_files=tmp_path / "state" / "optimizer.pt")), truth(tmp_path))
 
 
 def test_weights_alone_and_state_alone_are_read(ranks: RankPool, tmp_path: Path) -> None:
@@ -199,7 +200,7 @@ def test_state_by_numbers_is_read_with_names(ranks: RankPool, tmp_path: Path) ->
         "param_groups": [{**whole["optimizer"]["param_groups"][0], "params": list(range(len(names)))}],
     }
     torch.save({"model": whole["model"], "optimizer": numbered}, tmp_path / "numbered.pt")
-    assert_is(open_fsdp1(tmp_path / "numbered.pt", optimizer_params=names), whole)
+    assert_is(open_fsdp1(tmp_path / "numbered.pt", Choices(param_order=names)), whole)
     with pytest.raises(ValueError, match="numbers, and nothing says which they are"):
         open_fsdp1(tmp_path / "numbered.pt")
 

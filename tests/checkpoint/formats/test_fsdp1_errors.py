@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from fsdp.checkpoint.formats.fsdp1 import open_fsdp1
+from fsdp.checkpoint.formats.trees import Choices
 from tests.checkpoint.formats.test_fsdp1 import folders, save
 from tests.helpers.ranks import RankPool
 
 
 def fails(path: Any, *says: str | Path, error: type[Exception] = ValueError, **options: Any) -> None:
     with pytest.raises(error) as caught:
-        open_fsdp1(path, **options)
+        open_fsdp1(path, Choices(**options))
     for each in says:
         assert str(each) in str(caught.value), str(caught.value)
 
@@ -93,7 +94,7 @@ def test_flat_state_beside_weights_that_are_whole(ranks: RankPool, tmp_path: Pat
     for rank in range(2):
         torch.save(numbered, whole / f"rank{rank}.pt")
     says = (whole / "rank0.pt", "go by numbers", "FSDP.full_optim_state_dict")
-    fails(whole / "model.pt", *says, optimizer=whole / "rank0.pt")
+    fails(whole / "model.pt", *says, optimizer_files=whole / "rank0.pt")
 
 
 def test_state_of_another_shape_than_its_parameter(folder: Path) -> None:
@@ -112,4 +113,4 @@ def test_state_of_ranks_at_different_steps(folder: Path, tmp_path: Path) -> None
     for rank in range(2):
         content["optimizer"]["state"]["few.weight"]["step"] = torch.tensor(2.0 + rank)
         torch.save(content["optimizer"], tmp_path / "state" / f"rank{rank}.pt")
-    fails(folder / "whole.pt", "'step' of few.weight", "different steps", optimizer=tmp_path / "state")
+    fails(folder / "whole.pt", "'step' of few.weight", "different steps", optimizer_files=tmp_path / "state")

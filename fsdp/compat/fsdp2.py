@@ -1,0 +1,85 @@
+"""torch's names of FSDP2 for this library: after `install`, code that imports `fully_shard` from torch gets ours.
+
+import fsdp.compat.fsdp2
+
+fsdp.compat.fsdp2.install()
+
+from torch.distributed.fsdp import fully_shard
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch.distributed.fsdp as torchs
+
+from fsdp.engine.module_overrides import register_fsdp_forward_method
+from fsdp.fully_shard import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    UnshardHandle,
+    fully_shard,
+    share_comm_ctx,
+)
+
+# By torch's names.
+PROVIDED: dict[str, Any] = {
+    "CPUOffloadPolicy": CPUOffloadPolicy,
+    "DataParallelMeshDims": DataParallelMeshDims,
+    "FSDPModule": FSDPModule,
+    "MixedPrecisionPolicy": MixedPrecisionPolicy,
+    "OffloadPolicy": OffloadPolicy,
+    "UnshardHandle": UnshardHandle,
+    "fully_shard": fully_shard,
+    "register_fsdp_forward_method": register_fsdp_forward_method,
+    "share_comm_ctx": share_comm_ctx,
+}
+_TORCHS = {name: getattr(torchs, name) for name in PROVIDED if hasattr(torchs, name)}
+# Modules that are torch's own implementation, or build on it.
+_OWN = ("torch.distributed.fsdp._fully_shard._", "torch.distributed._composable.replicate_with_fsdp", "fsdp.")
+
+# Names in other modules than torch's that `install` has found, as a module's dictionary and a key.
+_found: list[tuple[dict[str, Any], str]] = []
+
+
+def install() -> None:
+    """Have torch's names of FSDP2 stand for ours, in every module that has imported them, and in those to come.
+
+    For the process, and before anything is sharded. torch's pipelines, and its functions for state dicts, take modules
+    under our `fully_shard` for sharded ones from then on. Doing it again takes in what was imported since.
+    """
+    ours = {id(each): PROVIDED[name] for name, each in _TORCHS.items()}
+    _found.extend(_exchange(_modules(), ours))
+
+
+def uninstall() -> None:
+    """Take back `install`: torch has its own names again, and modules that had them then.
+
+    What was sharded meanwhile goes on working, and so do modules that were imported meanwhile, with our names.
+    """
+    theirs = {id(PROVIDED[name]): each for name, each in _TORCHS.items()}
+    _exchange([*_modules("torch."), *_found], theirs)
+    _found.clear()
+
+
+def _modules(below: str = "") -> list[tuple[dict[str, Any], str]]:
+    """Return all names in modules, but for those of ours and of torch's own implementation."""
+    modules = {
+        id(each): each for name, each in sys.modules.items() if name.startswith(below) and not name.startswith(_OWN)
+    }
+    dictionaries = [names for module in modules.values() if isinstance(names := getattr(module, "__dict__", 0), dict)]
+    return [(names, key) for names in dictionaries for key in list(names)]
+
+
+def _exchange(places: list[tuple[dict[str, Any], str]], by_id: dict[int, Any]) -> list[tuple[dict[str, Any], str]]:
+    """Put other objects in the places of some; returns where it did."""
+    exchanged = []
+    for names, key in places:
+        if id(names.get(key)) in by_id:
+            names[key] = by_id[id(names[key])]
+            exchanged.append((names, key))
+    return exchanged

@@ -1,0 +1,109 @@
+"""`CustomAllGather` and `CustomReduceScatter` are communicators in which a user's own object does the collective.
+
+The objects have the interface of torch's ``AllGather`` and ``ReduceScatter`` (`torch.distributed.fsdp`): they allocate
+the tensors that are sent and received, and are called with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp.distributed.communicator import Communicator, Messages, Pending, Tag
+
+
+class Collective(Protocol):
+    """A user's all-gather or reduce-scatter."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a tensor to send or to receive."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **how: Any) -> Any:
+        """Start it, and return its work; None if it has ended. A reduce-scatter is told the `op`."""
+
+
+class _InFront(Communicator):
+    """A communicator that leaves all to the one behind it."""
+
+    def __init__(self, behind: Communicator, collective: Collective) -> None:
+        super().__init__(behind.rank, behind.world_size)
+        self._behind, self._collective = behind, collective
+        self.peers_answer, self.sends_pieces = behind.peers_answer, behind.sends_pieces
+        self.group = behind.group
+
+    @classmethod
+    def of(cls, comm: Communicator, collective: Collective) -> Communicator:
+        """Return a communicator in which `collective` does its part, also where another one did."""
+        return cls(comm._behind if isinstance(comm, _InFront) else comm, collective)
+
+    def new_tag(self) -> int:
+        return self._behind.new_tag()  # the two send to the same ranks
+
+    @property
+    def talk_device(self) -> torch.device:
+        return self._behind.talk_device
+
+    def for_device(self, device: torch.device) -> Communicator:
+        return type(self)(self._behind.for_device(device), self._collective)
+
+    def apart(self) -> Communicator:
+        return self._behind.apart()
+
+    def ensure_connected(self) -> None:
+        self._behind.ensure_connected()
+
+    def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
+        return self._behind.all_gather(full, shard, what, tag)
+
+    def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
+        return self._behind.reduce_scatter(full, what, tag, dtype)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", what: str = "all-reduce") -> Pending:
+        return self._behind.all_reduce(tensor, op, what)
+
+    def broadcast(self, tensor: Tensor) -> Pending:
+        return self._behind.broadcast(tensor)
+
+    def meet(self, what: str, tag: Tag) -> None:
+        self._behind.meet(what, tag)
+
+    def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: Tag) -> Pending:
+        return self._behind.exchange(incoming, outgoing, what, tag)
+
+    def all_gather_bytes(self, payload: bytes) -> list[bytes]:
+        return self._behind.all_gather_bytes(payload)
+
+    def settle(self) -> None:
+        self._behind.settle()
+
+
+class CustomAllGather(_InFront):
+    """A communicator in which a user's object all-gathers."""
+
+    def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
+        gathered = self._collective.allocate((full.numel(),), dtype=full.dtype, device=full.device)
+        own = gathered.view(self.world_size, -1)[self.rank].copy_(shard)
+        work = self._collective(output_tensor=gathered, input_tensor=own, group=self.group, async_op=True)
+        return Pending(what, (work,), lambda: full.copy_(gathered))
+
+
+class CustomReduceScatter(_InFront):
+    """A communicator in which a user's object sums gradients."""
+
+    def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
+        sent = self._collective.allocate((full.numel(),), dtype=full.dtype, device=full.device).copy_(full)
+        size = (full.numel() // self.world_size,)
+        shard = self._collective.allocate(size, dtype=full.dtype, device=full.device)
+        work = self._collective(
+            output_tensor=shard, input_tensor=sent, group=self.group, op=dist.ReduceOp.SUM, async_op=True
+        )
+        return Pending(what, (work,), lambda: _after_use_of(sent, shard).to(dtype or full.dtype))
+
+
+def _after_use_of(sent: Tensor, result: Tensor) -> Tensor:
+    """Return `result`; `sent` is named only so that it lives until the collective that reads it has been awaited."""
+    return result

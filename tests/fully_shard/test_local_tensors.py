@@ -1,0 +1,237 @@
+"""What users see of parameters and gradients under `fully_shard`: how they lie in memory, and for how long."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from tests.helpers.dtensor_twins import (
+    Plan,
+    assert_side_by_side,
+    conv_net,
+    handles,
+    local,
+    ours,
+    seeded,
+    torchs,
+    trained_twins,
+    uneven,
+    whole,
+)
+from tests.helpers.models import Wrap
+from tests.helpers.ranks import RankPool
+from tests.helpers.twins import once
+
+INPUTS = torch.linspace(-1, 1, 20).view(4, 5)
+
+
+def nth_dim(dim: int, param: nn.Parameter) -> Shard:
+    return Shard(min(dim, param.dim() - 1))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("dim", [1, 2])
+def test_along_any_dimension_everything_is_contiguous(ranks: RankPool, dim: int, world_size: int) -> None:
+    ranks(world_size).run(_look_at_strides, dim)
+
+
+def _look_at_strides(dim: int) -> None:
+    seen: list[Tensor] = []
+
+    def look(module: nn.Module, *_: Any) -> None:
+        seen.extend(tensor for tensor in vars(module).values() if isinstance(tensor, nn.Parameter))
+
+    model = conv_net(ours(shard_placement_fn=partial(nth_dim, dim)))
+    for module in model.modules():
+        module.register_forward_pre_hook(look)
+    once(model, INPUTS)
+    assert len(seen) == len(list(model.parameters()))
+    assert all(tensor.is_contiguous() for tensor in seen)
+    for param in model.parameters():
+        assert local(param).is_contiguous()
+        assert param.grad is not None
+        assert local(param.grad).is_contiguous()
+
+
+def test_along_any_dimension_it_trains_as_unsharded(ranks: RankPool) -> None:
+    ranks(3).run(_train_along_dim)
+
+
+def _train_along_dim() -> None:
+    trained_twins(uneven, shard_placement_fn=partial(nth_dim, 1))
+
+
+def test_the_memory_of_gradients_goes_with_them(ranks: RankPool) -> None:
+    ranks(2).run(_zero_gradients)
+
+
+def _zero_gradients() -> None:
+    model = uneven(ours())
+    once(model, INPUTS)
+    listed: list[Any] = list(model.parameters())
+    memory = [weakref.ref(param.grad._local_tensor._base) for param in listed if param.grad is not None]
+    assert memory
+    assert all(each() is not None for each in memory)
+    model.zero_grad()
+    assert all(each() is None for each in memory)
+
+
+def test_gradients_that_users_keep_stay_as_they_are(ranks: RankPool) -> None:
+    ranks(2).run(_keep_gradients)
+
+
+def _keep_gradients() -> None:
+    model = uneven(ours())
+    once(model, INPUTS)
+    kept = {name: param.grad for name, param in model.named_parameters()}
+    before = {name: local(grad).clone() for name, grad in kept.items() if grad is not None}
+    model.zero_grad()
+    once(model, INPUTS * 2)
+    for name, grad in before.items():
+        assert torch.equal(local(kept[name]), grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["default", "kept"])
+def test_parameters_are_listed_unsharded_as_by_torchs(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(2).run(_list_parameters, options)
+
+
+def _list_parameters(options: dict[str, Any]) -> None:
+    mine, theirs = (_kinds_listed(wrap(**options)) for wrap in (ours, torchs))
+    assert mine == theirs
+
+
+def _three_layers(wrap: Wrap) -> nn.Module:
+    return nn.Sequential(wrap(nn.Linear(5, 4)), wrap(nn.Linear(4, 3)), nn.Linear(3, 2))
+
+
+def _kinds_listed(wrap: Wrap) -> list[tuple[str, list[bool]]]:
+    """Return which of the parameters a model lists are `DTensor`s, at moments of a step."""
+    model: Any = seeded(_three_layers, wrap)
+    found: list[tuple[str, list[bool]]] = []
+
+    def look(moment: str, *_: Any) -> None:
+        found.append((moment, [isinstance(param, DTensor) for param in model.parameters()]))
+
+    look("at first")
+    model.unshard()
+    look("unsharded")
+    model.reshard()
+    look("resharded")
+    model[0].register_forward_hook(partial(look, "in forward"))
+    outputs = model(INPUTS)
+    look("after forward")
+    outputs.sum().backward()
+    look("after backward")
+    model.zero_grad()
+    look("after zero_grad")
+    return found
+
+
+def test_an_optimizer_of_unsharded_parameters_is_refused(ranks: RankPool) -> None:
+    ranks(2).run(_step_unsharded)
+
+
+def _step_unsharded() -> None:
+    model: Any = uneven(ours())
+    model.unshard()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.reshard()
+    once(model, INPUTS)
+    with pytest.raises(RuntimeError, match=r"this SGD was made .*entry.weight of .*, unsharded"):
+        optimizer.step()
+
+
+def test_a_module_that_is_unsharded_saves_dtensors(ranks: RankPool) -> None:
+    ranks(2).run(_save_unsharded)
+
+
+def _save_unsharded() -> None:
+    model: Any = uneven(ours())
+    model.unshard()
+    assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+    model.load_state_dict(model.state_dict())
+    model.reshard()
+    model.set_reshard_after_backward(False)
+    once(model, INPUTS)
+    assert all(isinstance(param, DTensor) for param in model.parameters() if param.grad is not None)
+    assert any(param.grad is not None for param in model.parameters())
+    assert whole(nn.utils.clip_grad_norm_(model.parameters(), 1.0)) > 0
+    model.zero_grad()
+    assert all(param.grad is None for handle in handles(model) for param in handle.registry.params)
+
+
+def _freeze(model: Any, step: int) -> None:
+    if step == 1:
+        model.trunk.requires_grad_(False)
+        model.entry.weight.requires_grad_(False)
+
+
+def test_parameters_that_are_frozen_later(ranks: RankPool) -> None:
+    ranks(2).run(_freeze_in_training)
+
+
+def _freeze_in_training() -> None:
+    assert_side_by_side(Plan(make_model=uneven, before_step=_freeze))
+
+
+class Tied(nn.Module):
+    """An embedding and a projection with one weight."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.entry, self.exit = nn.Embedding(6, 3), nn.Linear(3, 6, bias=False)
+        self.exit.weight = self.entry.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.exit(self.entry(tokens))
+
+
+@pytest.mark.parametrize("form", ["one memory", "copies"])
+def test_ties_outlast_a_load_that_assigns(ranks: RankPool, form: str) -> None:
+    ranks(2).run(_assign_tied, form)
+
+
+def _assign_tied(form: str) -> None:
+    model, source = seeded(Tied, ours()), seeded(Tied, ours(), seed=5)
+    state = source.state_dict()
+    if form == "copies":
+        state = {name: value.detach().clone() for name, value in state.items()}
+    model.load_state_dict(state, assign=True)
+    tokens = torch.arange(6)
+    assert torch.equal(model(tokens), source(tokens))
+    assert model.exit.weight is model.entry.weight
+    assert [name for name, _ in model.named_parameters()] == ["entry.weight"]
+    other = {name: value.detach() + number for number, (name, value) in enumerate(state.items())}
+    with pytest.raises(RuntimeError, match=r"replaced under only some of its names \(entry.weight, exit.weight\)"):
+        model.load_state_dict(other, assign=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_transforms_of_torch_func(ranks: RankPool, is_fresh: bool) -> None:
+    ranks(2).run(_transform, is_fresh)
+
+
+def _transform(is_fresh: bool) -> None:
+    plain = seeded(_three_layers)
+    for transform in (
+        lambda model: torch.func.jvp(model, (INPUTS,), (torch.ones_like(INPUTS),))[1],
+        lambda model: torch.func.vjp(model, INPUTS)[1](torch.ones(4, 2))[0],
+        lambda model: torch.func.grad(lambda inputs: model(inputs).square().sum())(INPUTS),
+        lambda model: torch.func.vmap(model)(INPUTS),
+        lambda model: torch.func.jacrev(model)(INPUTS),
+    ):
+        model = seeded(_three_layers, ours())
+        if not is_fresh:
+            once(model, INPUTS)
+            model.zero_grad()
+        torch.testing.assert_close(transform(model), transform(plain))
+        once(model, INPUTS)
+        assert all(param.grad is not None for param in model.parameters())

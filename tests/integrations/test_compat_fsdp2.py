@@ -1,0 +1,246 @@
+"""Code that is written for torch's FSDP2 and cannot be edited, and recipes of its users, on ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp
+from fsdp.compat import fsdp2
+from tests.helpers.dtensor_twins import assert_at_rest, local, whole
+from tests.helpers.ranks import RankPool
+
+
+@contextmanager
+def installed() -> Iterator[ModuleType]:
+    """`torch.distributed.fsdp`, with our names in it."""
+    import torch.distributed.fsdp as names
+
+    fsdp2.install()
+    try:
+        yield names
+    finally:
+        fsdp2.uninstall()
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + torch.tanh(self.linear(self.norm(inputs)))
+
+
+class Decoder(nn.Module):
+    """The usual parts: embedding, blocks, norm and head."""
+
+    def __init__(self, width: int = 6, depth: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 11, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+    def init_weights(self) -> None:
+        for module in self.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+
+def tokens(number: int) -> Tensor:
+    return torch.randint(11, (2, 4), generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> tuple[float, float]:
+    batch = tokens(number)
+    loss = nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=True)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item(), float(whole(norm))
+
+
+# install
+
+
+def test_names_that_were_imported_before_and_after_are_ours() -> None:
+    import torch.distributed.fsdp as names
+
+    holder = ModuleType("holder")
+    holder.shard = names.fully_shard  # type: ignore[attr-defined]
+    theirs = names.fully_shard
+    import sys
+
+    sys.modules["holder"] = holder
+    try:
+        with installed():
+            from torch.distributed._composable.fsdp import fully_shard
+            from torch.distributed.pipelining import stage
+
+            assert names.fully_shard is holder.shard is fully_shard is fsdp.fully_shard
+            assert stage.FSDPModule is names.FSDPModule is fsdp.FSDPModule  # type: ignore[attr-defined]
+        assert names.fully_shard is holder.shard is theirs
+        assert stage.FSDPModule is names.FSDPModule is not fsdp.FSDPModule  # type: ignore[attr-defined]
+        assert fsdp.fully_shard is not theirs
+    finally:
+        del sys.modules["holder"]
+
+
+# torchtitan's way
+
+
+def test_a_model_is_sharded_as_torchtitan_does(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2).run(_train_as_torchtitan, str(tmp_path))
+
+
+def _shard_as_torchtitan(names: Any, mesh: Any) -> Any:
+    with torch.device("meta"):
+        model: Any = Decoder()
+    config = {"mesh": mesh, "mp_policy": names.MixedPrecisionPolicy(torch.float32, torch.float32)}
+    names.fully_shard(model.embed, **config, reshard_after_forward=True)
+    for block in model.blocks:
+        names.fully_shard(block, **config, reshard_after_forward=True)
+    names.fully_shard([model.norm, model.head], **config, reshard_after_forward=False)
+    names.fully_shard(model, **config)
+    layers = [model.embed, *model.blocks, model.head]
+    for one, following in pairwise(layers):
+        one.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([one])
+    model.to_empty(device="cpu")
+    torch.manual_seed(3)
+    with torch.no_grad():
+        model.init_weights()
+    return model
+
+
+def _train_as_torchtitan(folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+    import torch.distributed.fsdp as names
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    expected = _shard_as_torchtitan(names, mesh)
+    weights = {name: local(value).clone() for name, value in expected.state_dict().items()}
+    with installed():
+        model = _shard_as_torchtitan(names, mesh)
+        assert isinstance(model, fsdp.FSDPModule)
+        for name, value in model.state_dict().items():
+            local(value).copy_(weights[name])
+        optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, foreach=True) for each in (expected, model)]
+        for number in range(4):
+            found = [step(each, own, number) for each, own in zip((expected, model), optimizers, strict=True)]
+            assert found[0] == pytest.approx(found[1], rel=1e-6)
+        assert_at_rest(model)
+        state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizers[1])}
+        dcp.save(state, checkpoint_id=folder)
+        other = _shard_as_torchtitan(names, mesh)
+        loaded = {"model": get_model_state_dict(other)}
+        dcp.load(loaded, checkpoint_id=folder)
+        other.load_state_dict(loaded["model"])
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(local(other.state_dict()[name]), local(value), rtol=1e-5, atol=1e-6)
+
+
+# Optimizers over DTensors
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_muon_steps_matrices_and_adamw_the_rest(ranks: RankPool) -> None:
+    ranks(2).run(_train_with_muon)
+
+
+def _train_with_muon() -> None:
+    import torch.distributed.fsdp as names
+
+    expected = _trained_with_muon(names)
+    with installed():
+        found = _trained_with_muon(names)
+    for name, param in expected.named_parameters():
+        assert local(param).equal(local(found.get_parameter(name))), name
+
+
+def _trained_with_muon(names: Any) -> Any:
+    torch.manual_seed(0)
+    model: Any = Decoder()
+    for block in model.blocks:
+        names.fully_shard(block)
+    names.fully_shard(model)
+    params = dict(model.named_parameters())
+    matrices = [name for name, param in params.items() if param.dim() == 2 and "blocks" in name]
+    optimizers = [
+        torch.optim.Muon([params[name] for name in matrices], lr=1e-2),
+        torch.optim.AdamW([param for name, param in params.items() if name not in matrices], lr=1e-3),
+    ]
+    for number in range(3):
+        batch = tokens(number)
+        nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+# Pipelines
+
+
+class Stage(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(inputs)))
+
+
+@pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleGPipe"])
+def test_stages_of_a_pipeline_are_sharded(ranks: RankPool, schedule: str) -> None:
+    ranks(4).run(_run_pipeline, schedule)
+
+
+def _run_pipeline(schedule: str) -> None:
+    from torch.distributed import pipelining
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    where, rows = mesh["pp"].get_local_rank(), 4
+    generator = torch.Generator().manual_seed(5)
+    data, targets = torch.randn(2, 2 * rows, 4, generator=generator).unbind(0)
+    own = slice(mesh["dp"].get_local_rank() * rows, (mesh["dp"].get_local_rank() + 1) * rows)
+    stages = []
+    for number in range(2):
+        torch.manual_seed(number)
+        stages.append(Stage())
+    with installed() as names:
+        torch.manual_seed(where)
+        module: Any = Stage()
+        for layer in (module.first, module.second):
+            names.fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=False)
+        names.fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False)
+        stage = pipelining.PipelineStage(module, where, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+        run = getattr(pipelining, schedule)(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss)
+        for _ in range(2):
+            module.zero_grad()
+            if where == 0:
+                run.step(data[own])
+            else:
+                run.step(target=targets[own])
+        found = {name: whole(param.grad) for name, param in module.named_parameters()}
+    nn.functional.mse_loss(stages[1](stages[0](data)), targets).backward()
+    for name, param in stages[where].named_parameters():
+        torch.testing.assert_close(found[name], param.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")

@@ -1,0 +1,166 @@
+"""Compare the names of `torch.distributed.fsdp` for FSDP2 with ours, as a table for docs/fully_shard.md.
+
+    python -m tests.tools.compare_fsdp2            # print the table
+    python -m tests.tools.compare_fsdp2 --write    # put it in the page
+
+`test_surface.py` compares the page with what is installed, whichever torch that is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.fsdp as torchs
+
+import fsdp
+
+PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "fully_shard.md"
+BEGIN, END = "<!-- begin: python -m tests.tools.compare_fsdp2 --write -->", "<!-- end -->"
+NEW_SINCE_2_11 = {
+    "DataParallelMeshDims",
+    "DataParallelMeshDims.replicate_names",
+    "DataParallelMeshDims.shard_names",
+    "FSDPModule.reset_iter_state",
+    "FSDPModule.set_reduce_scatter_max_input_buffers",
+    "FSDPModule.set_reduce_scatter_unused_params",
+    "FSDPModule.set_separate_reduce_scatter_group",
+    "FSDPModule.set_symm_mem_for_comm",
+    "fully_shard(dp_mesh_dims)",
+}
+NAMES = (
+    "fully_shard",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "UnshardHandle",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+)
+# Each difference with its reason; of names that are here and behave as torch's, nothing is said.
+DIFFERENCES = {
+    "fully_shard": "takes what torch's refuses: ties, several dtypes, no dimensions, uneven shards of any dimension; "
+    "refuses modules without a forward of their own at once",
+    "fully_shard(mesh)": "None makes no default process group by itself",
+    "fully_shard(reshard_after_forward)": "the last module of a forward keeps its parameters for backward, which "
+    "begins with it: one all-gather less",
+    "fully_shard(ignored_params)": "any iterable",
+    "fully_shard(dp_mesh_dims)": "`replicate` alone, which shards nothing, is refused",
+    "CPUOffloadPolicy(pin_memory)": "host memory is always pinned where there is an accelerator: False is an error",
+    "FSDPModule.unshard": "`parameters()` of modules inside that are not sharded themselves list `DTensor`s "
+    "meanwhile",
+    "FSDPModule.reset_iter_state": "also done by the next forward, without it",
+    "FSDPModule.set_is_last_backward": "does nothing: each backward leaves complete gradients",
+    "FSDPModule.set_force_sum_reduction_for_comms": "does nothing: all collectives sum",
+    "FSDPModule.set_all_reduce_hook": "the gradient is the average in every dtype; modules in one bucket are called in "
+    "their order in the model",
+    "FSDPModule.set_custom_all_gather": "called with `async_op=True`",
+    "FSDPModule.set_custom_reduce_scatter": "called with `async_op=True`, and with `ReduceOp.SUM` always",
+    "FSDPModule.set_post_optim_event": "the current stream waits, in whose order all-gathers are issued",
+    "FSDPModule.set_reduce_scatter_max_input_buffers": "counts reductions that go on while another one starts",
+    "FSDPModule.set_allocate_memory_from_process_group_for_comm": "an error on NCCL, as all-gathers go "
+    "straight into the parameters' places, without buffers; elsewhere no effect, as torch's",
+    "FSDPModule.set_symm_mem_for_comm": "an error, for the same reason",
+    "FSDPModule.set_unshard_in_backward": "an error of autograd if the parameters were needed",
+    "FSDPModule.set_gradient_divide_factor": "works on gloo too",
+    "FSDPModule.set_reduce_scatter_unused_params": "not needed for parameters that some ranks use",
+    "share_comm_ctx": "does nothing: there are no streams of communication",
+}
+# Arguments of ours that have another default than torch's, with the reason; there are none.
+OTHER_DEFAULTS: dict[str, str] = {}
+
+
+def surface(module: Any) -> dict[str, str]:
+    """Return each name, method and argument of FSDP2 in a module, with its default as text."""
+    found: dict[str, str] = {}
+    for name in NAMES:
+        if hasattr(module, name):
+            found |= dict(_of_one(name, getattr(module, name)))
+    return found
+
+
+def _of_one(name: str, each: Any) -> Iterator[tuple[str, str]]:
+    yield name, ""
+    if not inspect.isclass(each):
+        yield from _arguments(name, each)
+        return
+    if dataclasses.is_dataclass(each):
+        yield from _arguments(name, each)
+    for method, function in vars(each).items():
+        if not method.startswith("_") and (callable(function) or isinstance(function, property)):
+            yield f"{name}.{method}", ""
+            if callable(function):
+                yield from _arguments(f"{name}.{method}", function)
+
+
+def _arguments(name: str, function: Any) -> Iterator[tuple[str, str]]:
+    for argument in inspect.signature(function).parameters.values():
+        if argument.name != "self" and argument.kind not in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD):
+            star = "*" if argument.kind is argument.KEYWORD_ONLY else ""
+            default = "" if argument.default is argument.empty else _shown(argument.default)
+            yield f"{name}({argument.name})", f"{star}{default}"
+
+
+def _shown(default: Any) -> str:
+    return f"{type(default).__name__}()" if dataclasses.is_dataclass(default) else repr(default)
+
+
+def differences() -> list[str]:
+    """Return what the installed torch has and we have not, or otherwise, and for which no reason is given."""
+    ours, wrong = surface(fsdp), []
+    for name, default in surface(torchs).items():
+        if name not in ours:
+            wrong.append(f"{name} is missing")
+        elif ours[name] != default and name not in OTHER_DEFAULTS:
+            wrong.append(f"{name} is {ours[name]!r} here and {default!r} in torch's")
+    return wrong
+
+
+def table() -> str:
+    """Return the table of all of our names that are torch's, with their arguments."""
+    rows = ["| name | since torch 2.11 | differs from torch's |", "|---|---|---|"]
+    known = {*surface(torchs), *NEW_SINCE_2_11}
+    signatures: dict[str, list[str]] = {}
+    for name, default in surface(fsdp).items():
+        owner, _, argument = name.rstrip(")").partition("(")
+        if owner in known:
+            signatures.setdefault(owner, []).extend([_as_written(argument, default)] if argument else [])
+    for owner, arguments in signatures.items():
+        new = [name.partition("(")[2].rstrip(")") for name in NEW_SINCE_2_11 if name.partition("(")[0] == owner]
+        since = "yes" if "" in new else ", ".join(f"`{name}`" for name in new)
+        of_it = [(name, text) for name, text in DIFFERENCES.items() if name.partition("(")[0] == owner]
+        texts = [f"`{name.partition('(')[2][:-1]}`: {text}" if "(" in name else text for name, text in of_it]
+        rows.append(f"| `{owner}({', '.join(_with_star(arguments))})` | {since} | {'; '.join(texts)} |")
+    return "\n".join(rows)
+
+
+def _as_written(argument: str, default: str) -> str:
+    value = default.removeprefix("*")
+    return ("*" if default.startswith("*") else "") + argument + (f"={value}" if value else "")
+
+
+def _with_star(arguments: list[str]) -> list[str]:
+    """Return arguments as a signature has them: those by name only after one star."""
+    first = next((number for number, each in enumerate(arguments) if each.startswith("*")), len(arguments))
+    stars = ["*"] if first < len(arguments) else []
+    return [*arguments[:first], *stars, *(each.removeprefix("*") for each in arguments[first:])]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="put the table in docs/fully_shard.md")
+    if parser.parse_args().write:
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}")
+    else:
+        print(table())
+
+
+if __name__ == "__main__":
+    main()
