@@ -28,11 +28,11 @@ from fsdp.engine.foreign_names import refuse_data_parallel
 from fsdp.engine.forward_hooks import Hook
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle, Phase
-from fsdp.engine.layout import RowsLayout
 from fsdp.engine.managed_params import Ignored, group, is_ours, lender_of, note_stale, take_over
 from fsdp.engine.options import Options
 from fsdp.engine.placeholder import under_way
 from fsdp.engine.precision import MixedPrecision
+from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.runtime import runtime_of, runtime_of_root
 from fsdp.engine.shard_module import ALIGNED, Found, MakeFlatParam, Shard, shard_module
 from fsdp.engine.sharding_strategy import Groups, group_apart, post_forward_group
@@ -155,9 +155,10 @@ def fully_shard(
 
     Raises:
         RuntimeError: without a process group.
-        TypeError: for what is no module; for integer parameters, and `DTensor`s.
-        ValueError: for containers without a forward, and modules that are sharded already; for placements that a
-            parameter cannot have; for dtypes that cannot be trained as asked.
+        TypeError: for what is no module, and for integer parameters.
+        ValueError: for containers without a forward, and modules that are sharded already; for `DTensor`s that are
+            not on another dimension of the same mesh; for placements that a parameter cannot have; for dtypes that
+            cannot be trained as asked.
         NotImplementedError: for parameters without dimensions on a 2-D mesh.
     """
     modules = _outermost(module)

@@ -216,13 +216,8 @@ def _choices(args: argparse.Namespace) -> Choices:
         lines = [] if order is None else Path(order).read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UsageError(f"--param-order: {error}") from None
-    return Choices(
-        model_key=getattr(args, "model_key", None),
-        optimizer_key=getattr(args, "optimizer_key", None),
-        param_order=None if order is None else [line.strip() for line in lines if line.strip()],
-        only=getattr(args, "only", None),
-        optimizer_files=getattr(args, "optimizer_files", None),
-    )
+    chosen = {key: getattr(args, key, None) for key in ("model_key", "optimizer_key", "only", "optimizer_files")}
+    return Choices(param_order=None if order is None else [line.strip() for line in lines if line.strip()], **chosen)
 
 
 def _target(text: str) -> str:

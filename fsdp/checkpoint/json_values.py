@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp.checkpoint.safetensors import DTYPES
+from fsdp.checkpoint.safetensors import DTYPES, KINDS
 from fsdp.checkpoint.untrusted import readable, short
 
-_KINDS = {dtype: kind for kind, dtype in DTYPES.items()}
 _TUPLE, _DICT, _TENSOR, _BYTES, _FLOAT = "~tuple", "~dict", "~tensor", "~bytes", "~float"
 MAX_TENSOR_BYTES = 1 << 20
 
@@ -64,11 +63,7 @@ def _encoded_dict(value: dict[Any, Any], where: str) -> Any:
 
 
 def _encoded_tensor(value: Tensor, where: str) -> list[Any]:
-    if (
-        type(value) not in (Tensor, torch.nn.Parameter)
-        or value.dtype not in _KINDS
-        or value.layout is not torch.strided
-    ):
+    if type(value) not in (Tensor, torch.nn.Parameter) or value.dtype not in KINDS or value.layout is not torch.strided:
         raise TypeError(f"{where} is a {type(value).__name__} of {value.dtype} and {value.layout}, which no file holds")
     if value.nbytes > MAX_TENSOR_BYTES:
         raise TypeError(
@@ -76,7 +71,7 @@ def _encoded_tensor(value: Tensor, where: str) -> list[Any]:
             f"{MAX_TENSOR_BYTES} bytes each). Register it as a buffer of the model."
         )
     flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return [_KINDS[value.dtype], list(value.shape), base64.b64encode(flat.numpy().tobytes()).decode()]
+    return [KINDS[value.dtype], list(value.shape), base64.b64encode(flat.numpy().tobytes()).decode()]
 
 
 def decoded(value: Any) -> Any:

@@ -248,9 +248,8 @@ def _manifest(found: Plan, ranks: Ranks, heard: Sequence[Any]) -> bytes:
         for number, each in enumerate(found.sets)
     ]
     generators = None if found.generators is None else [states for _, states in heard]
-    model, optimizer = [*sets, None][:2]
     rest = found.optimizer_rest, found.extra, generators, found.values
-    return Manifest(size_of(ranks), model, optimizer, *rest).to_bytes()
+    return Manifest(size_of(ranks), sets[0], sets[1] if len(sets) > 1 else None, *rest).to_bytes()
 
 
 class Senders:

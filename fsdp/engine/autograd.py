@@ -1,9 +1,9 @@
 """The few places where we reach into autograd, and those of its names that are private.
 
 ``torch._C._current_graph_task_id``, ``torch._C._will_engine_execute_node``,
-``torch._C._autograd._unsafe_set_version_counter`` and ``Variable._execution_engine.queue_callback`` have no public
-counterpart; torch's own DistributedDataParallel, FSDP and ``register_multi_grad_hook`` use them. Tried on torch 2.11
-and 2.13.
+``torch._C._functorch.peek_interpreter_stack``, ``torch._C._autograd._unsafe_set_version_counter`` and
+``Variable._execution_engine.queue_callback`` have no public counterpart; torch's own DistributedDataParallel, FSDP and
+``register_multi_grad_hook`` use them. Tried on torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ from torch.autograd.graph import increment_version
 def in_backward() -> bool:
     """Return whether autograd runs a backward on this thread now: a forward that starts here recomputes."""
     return torch._C._current_graph_task_id() != -1
+
+
+def in_transform() -> bool:
+    """Return whether this runs inside of a transform of `torch.func`."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def will_run(node: Any) -> bool:

@@ -23,8 +23,9 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from fsdp.distributed.dtensor import MeshPart, become, beside, held_part, is_dtensor, joint_mesh, set_local_part
 from fsdp.engine.flat_param import FlatParameter, ParamInfo, attributes_of, give_attributes
-from fsdp.engine.layout import Layout, RowsLayout, Slot
+from fsdp.engine.layout import Layout, Slot
 from fsdp.engine.orig_params import OrigParams
+from fsdp.engine.rows_layout import RowsLayout
 
 
 def spread_over(mesh: DeviceMesh, slot: Slot, part: MeshPart | None) -> MeshPart:

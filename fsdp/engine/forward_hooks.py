@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.compiler import disable
 
-from fsdp.engine.autograd import differentiable_tensors, in_backward
+from fsdp.engine.autograd import differentiable_tensors, in_backward, in_transform
 from fsdp.engine.handle import ShardState
 from fsdp.engine.precision import InputCast, cast_floats
 from fsdp.engine.schedule import ExecutionOrder
@@ -161,6 +161,7 @@ class Call:
         self.unit = unit
         self.recomputed = recomputed  # by activation checkpointing, inside a backward
         self.shards: list[ShardState] = []  # the state of those that it computed with
+        self.is_transformed = in_transform()  # gradients of its inputs are asked for, with create_graph in any case
         self.in_full_precision = False  # what it computed in
         self.will_pass = False  # whether backward goes on through its inputs
         self.order: ExecutionOrder[Unit] | None = None  # in which all ranks run it; None if only some do

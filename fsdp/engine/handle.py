@@ -42,9 +42,10 @@ from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, ShardGradient
 from fsdp.engine.layout import ContiguousLayout
 from fsdp.engine.managed_params import text_of_key
 from fsdp.engine.orig_params import NewOrigParams, OrigParams
+from fsdp.engine.post_forward_shard import PostForwardShard
 from fsdp.engine.precision import Precision
 from fsdp.engine.registration import Registry
-from fsdp.engine.unsharded_params import PostForwardShard, UnshardedParameters
+from fsdp.engine.unsharded_params import UnshardedParameters
 
 
 class InternalError(RuntimeError):
@@ -466,8 +467,8 @@ class FlatParamHandle:
 
     def gathered(self, dtype: torch.dtype | None = None) -> Tensor:
         """Collective. Return a buffer of its own with the unsharded parameters, by default in the shard's dtype."""
-        dtype = dtype or self.flat_param.dtype
-        full = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.storage.device)
+        dtype, device = dtype or self.flat_param.dtype, self.storage.device
+        full = torch.empty(self.layout.padded_numel, dtype=dtype, device=device)
         self._gather_into(full).wait()
         self.storage.release()
         return full
@@ -590,47 +591,6 @@ class FlatParamHandle:
             for leaf in unsharded.leaves:
                 leaf.grad = None
 
-    def full_gradients(self) -> list[Tensor | None]:
-        """Collective. Return the unsharded reduced gradients, with memory of their own; None for parameters without."""
-        if self.has_unreduced:
-            raise RuntimeError(
-                f"the gradients of {self.name} accumulated under no_sync() are not reduced over the ranks yet, so none "
-                "can be shown. Run the last backward of the step outside no_sync()."
-            )
-        if self.orig_params is not None:
-            self.orig_params.collect_gradients()
-        self.flat_param.bring_gradient()
-        grad = self.flat_param.grad
-        if grad is None:
-            return [None] * len(self.places)
-        shard = grad.detach().view(-1).to(self.storage.device)
-        full = shard.new_empty(self.layout.padded_numel)
-        self.comm.all_gather(full, shard, f"all-gather of the gradient of {self.name}", ("gradient", self.tag)).wait()
-        self.comm.settle()
-        shown: list[Tensor | None] = []
-        for slot, (view, part) in enumerate(zip(self.layout.unpack(full), self.flat_param.parts, strict=True)):
-            has_none = self.orig_params is not None and self.orig_params.params[slot].grad is None
-            shown.append(None if has_none else part.dtensor(view.clone()) if part else view.clone())
-        return shown
-
-    def keep_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        """Have this rank's shards of unsharded gradients, in the place of those that it has."""
-        self.zero_grad()
-        self.flat_param.forget_gradient()
-        if all(gradient is None for gradient in gradients):
-            return
-        dtype = self.gradients.dtype if self.precision.keeps_low_gradients else self.flat_param.dtype
-        shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=self.storage.device)
-        for slot, gradient in enumerate(gradients):
-            if gradient is not None:
-                part, local = self.flat_param.parts[slot], gradient.detach()
-                local = local if part is None else part.to_local(self.layout.slots[slot].name, local)
-                self.layout.shard_of(slot, local, shard, self.comm.rank)
-        self.storage.accept(self.flat_param, shard)
-        if self.orig_params is not None:
-            self.storage.copy_stream.settle()
-            self.orig_params.show_gradients([gradient is not None for gradient in gradients])
-
     @property
     def has_no_gradient(self) -> bool:
         """True if nothing is there that the next gradient would be added to."""
@@ -748,10 +708,7 @@ class FlatParamHandle:
         self._note_values(slot)
 
     def fill(self, slot: int, read: Callable[[Tensor, int], None]) -> None:
-        """Have `read` write this rank's shard of a parameter: it gets that, and the number of its first element.
-
-        It is not called on ranks that keep nothing of the parameter.
-        """
+        """Have `read` write this rank's shard of a parameter, if there is any: it gets that, and its first number."""
         interval = self.layout.interval(slot, self.comm.rank)
         if interval is not None:
             read(self.flat_param.vector[interval.offset : interval.offset + interval.numel], interval.start)

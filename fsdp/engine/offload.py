@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from fsdp.distributed.streams import CopyStream, copy_stream_of
-from fsdp.engine.flat_param import FlatParameter, LocalShard
+from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.mapped_files import MappedFiles, Region, files_under
+from fsdp.engine.orig_params import LocalShard
 
 _HOST = torch.device("cpu")
 

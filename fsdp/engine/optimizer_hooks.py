@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fsdp.distributed.dtensor import is_dtensor, is_on_many_ranks
 from fsdp.engine.managed_params import is_ours, taken_by
 from fsdp.engine.offload import DiskStorage
-from fsdp.engine.runtime import refuse_missing_gradients, runtimes
+from fsdp.engine.runtime import runtimes
 
 
 @cache
@@ -80,7 +80,7 @@ def _prepare(optimizer: torch.optim.Optimizer) -> None:
     _refuse_mixed_dtypes(optimizer, ours)
     if all(param.grad is None for param in ours):
         trained = {param.owner for param in ours if param.requires_grad}
-        refuse_missing_gradients(type(optimizer).__name__, trained)
+        _refuse_missing_gradients(type(optimizer).__name__, trained)
     for param in ours:
         what = f"{type(optimizer).__name__}.step() of a flat parameter with {param.owner._names[0]}"
         param.owner.shard_storage.check(what, optimizer.state.get(param, {}).values())
@@ -117,6 +117,20 @@ def _ours(params: Iterable[Any]) -> list[Any]:
 def _is_spread(param: Any) -> bool:
     """Return whether other ranks have other shards of a parameter, and torch does not know."""
     return not is_dtensor(param) and (param.owner._is_sharded or is_on_many_ranks(param.owner.parts))
+
+
+def _refuse_missing_gradients(optimizer: str, shards: set[Any]) -> None:
+    """Raise RuntimeError if an optimizer is to step shards that have never had a gradient, though a forward was run.
+
+    Who has trained before may leave a backward out, and step nothing.
+    """
+    for runtime in runtimes():
+        if runtime.has_trained is False and any(one.flat_param in shards for one in runtime.handles):
+            raise RuntimeError(
+                f"{optimizer}.step(): nothing in {runtime.root.name} has got a gradient since it was first used. What "
+                "it lists are shards, which torch.autograd.grad() doesn't find in the graph. Call backward(), which "
+                "takes them as its inputs as well."
+            )
 
 
 def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[Any]) -> None:

@@ -45,9 +45,7 @@ from fsdp.engine.usage import Usage
 from fsdp.engine.verify import agree, agree_on_values
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
-
-    from fsdp.engine.flat_param import FlatParameter
+    from collections.abc import Iterator, Sequence
 
 
 class Runtime:
@@ -328,7 +326,7 @@ class Runtime:
 
     def before_backward(self, unit: Unit, call: Call) -> None:
         """Hook: backward has reached an output of a call of `unit`."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not call.is_transformed:
             raise RuntimeError(
                 f"{unit.name}: backward with create_graph=True is not supported: the second backward would need "
                 "unsharded parameters, and nothing unshards them. Compute such gradients on the unwrapped module, "
@@ -648,17 +646,3 @@ def running() -> Runtime | None:
     """Return the runtime whose forward or backward runs now; the one that began last, if there are several."""
     runtime = None if _last is None else _last()
     return runtime if runtime is not None and runtime.is_computing else None
-
-
-def refuse_missing_gradients(optimizer: str, shards: Collection[FlatParameter]) -> None:
-    """Raise RuntimeError if an optimizer is to step shards that have never had a gradient, though a forward was run.
-
-    Who has trained before may leave a backward out, and step nothing.
-    """
-    for runtime in runtimes():
-        if runtime.has_trained is False and any(one.flat_param in shards for one in runtime.handles):
-            raise RuntimeError(
-                f"{optimizer}.step(): nothing in {runtime.root.name} has got a gradient since it was first used. What "
-                "it lists are shards, which torch.autograd.grad() doesn't find in the graph. Call backward(), which "
-                "takes them as its inputs as well."
-            )

@@ -4,10 +4,6 @@ The buffer is one tensor made once, whose *storage* is freed and allocated again
 views of it made once and never again; modules compute with them, and autograd accumulates into them. They are made from
 ``.data``, so each has a version counter of its own: gathering into the buffer does not look to autograd like a change
 of the weights that it saved. The leaf of a parameter that is a `DTensor` is one again, around such a view.
-
-Between keeping the buffer from forward to backward (no second gather) and freeing it (the least memory) lies a
-`PostForwardShard`: the ranks of one machine, say, keep an equal part of it each, and backward gathers from those only.
-The idea is torch's ``reshard_after_forward=<int>``, and that of ZeRO++ (Wang et al., 2023: hierarchical partitioning).
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ from __future__ import annotations
 import copy
 import operator
 import weakref
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
@@ -23,53 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from fsdp.distributed.collectives import Communicator, Pending
 from fsdp.distributed.dtensor import MeshPart, local_part, memory_at, memory_of, set_local_part
 from fsdp.engine.autograd import FreedLeaves
 from fsdp.engine.flat_param import Attributes, ParamInfo, attributes_of, give_attributes
 from fsdp.engine.layout import Layout
 from fsdp.engine.placeholder import Placeholder, is_model_under_way, sharded_message, sharded_weight, valueless_weight
-
-
-class PostForwardShard:
-    """This rank's shard of the unsharded parameters between forward and backward, over fewer ranks than usual.
-
-    Args:
-        comm: the ranks that keep the unsharded parameters together.
-
-    Attributes:
-        tag: its own among those of the communicator, once ranks have agreed.
-    """
-
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
-        self.tag = 0
-        self._shard: Tensor | None = None
-        self._state: Hashable = None
-
-    def padded(self, numel: int) -> int:
-        """Return the size of a buffer that can be divided into equal shards."""
-        return -(-numel // self.comm.world_size) * self.comm.world_size
-
-    def keep(self, full: Tensor, state: Hashable) -> None:
-        """Keep this rank's shard of a buffer ``[padded]``, which was gathered from shards in this state."""
-        self._shard = full.detach().view(self.comm.world_size, -1)[self.comm.rank].clone()
-        self._state = state
-
-    def has(self, state: Hashable) -> bool:
-        """Return whether the parameters of shards in this state can be gathered from what is kept."""
-        return self._shard is not None and self._state == state
-
-    def gather(self, full: Tensor, name: str) -> Pending:
-        """Collective. Start to fill a buffer ``[padded]``; what is kept is let go afterwards."""
-        shard, self._shard = self._shard, None
-        if shard is None:
-            raise ValueError(f"{name}: nothing is kept")
-        return self.comm.all_gather(full, shard, f"all-gather of {name} from ranks nearby", self.tag)
-
-    def forget(self) -> None:
-        """Keep nothing."""
-        self._shard = None
 
 
 class GradientHandler(Protocol):

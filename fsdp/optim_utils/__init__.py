@@ -6,8 +6,14 @@ wrapping, or by FairScale's numbers (`FullyShardedDataParallel.gather_full_optim
 dictionaries that they are given alone.
 """
 
-from fsdp.optim_utils.full import rekey_optim_state_dict as rekey_optim_state_dict
-from fsdp.optim_utils.gather import full_optim_state_dict as full_optim_state_dict
-from fsdp.optim_utils.gather import stream_optim_state as stream_optim_state
-from fsdp.optim_utils.scatter import load_full_optim_state_dict as load_full_optim_state_dict
-from fsdp.optim_utils.scatter import shard_full_optim_state_dict as shard_full_optim_state_dict
+from fsdp.optim_utils.full import rekey_optim_state_dict
+from fsdp.optim_utils.gather import full_optim_state_dict, stream_optim_state
+from fsdp.optim_utils.scatter import load_full_optim_state_dict, shard_full_optim_state_dict
+
+__all__ = [  # which `help` shows
+    "full_optim_state_dict",
+    "load_full_optim_state_dict",
+    "rekey_optim_state_dict",
+    "shard_full_optim_state_dict",
+    "stream_optim_state",
+]

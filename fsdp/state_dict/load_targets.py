@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import is_dtensor
+from fsdp.engine.boxes import Box, boxes_of
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.layout import Box, boxes_of
 from fsdp.engine.unit import Unit
 from fsdp.state_dict.summon import Exposure, Values, hidden_handles
 

@@ -228,7 +228,7 @@ class _Summoned:
         device = torch.device("cpu") if form.on_host else None
         grads: dict[FlatParamHandle, list[Tensor | None]] = {}
         for handle in handles if form.with_grads else ():
-            found = handle.full_gradients()
+            found = _full_gradients(handle)
             if self._is_here:
                 grads[handle] = [grad if grad is None or device is None else grad.to(device) for grad in found]
         values = unsharded(unit, form.rank0_only, device)
@@ -266,7 +266,7 @@ class _Summoned:
             problems = self._share(kept, grads, problems)
         elif form.keeps_changes and form.with_grads and not problems:
             for handle in exposure.handles:
-                handle.keep_gradients(grads[handle])
+                _keep_gradients(handle, grads[handle])
         if problems:
             raise RuntimeError(problems[0])
 
@@ -282,7 +282,7 @@ class _Summoned:
         deal_changes(handles, changed, values)
         for handle, flags in zip(handles, have, strict=False):
             own = enumerate(grads[handle])
-            handle.keep_gradients([self._sent(handle, slot, grad) if flags[slot] else None for slot, grad in own])
+            _keep_gradients(handle, [self._sent(handle, slot, grad) if flags[slot] else None for slot, grad in own])
         return list(problems)
 
     def _sent(self, handle: FlatParamHandle, slot: int, value: Tensor | None) -> Tensor:
@@ -330,3 +330,46 @@ def params_shown(unit: Unit, prefix: str) -> dict[str, nn.Parameter]:
     places = [places[0] for handle in unit.visible_handles if handle.is_exposed for places in handle.places]
     listed = {prefix + place.fqn: listed_at(place) for place in places}
     return {name: param for name, param in listed.items() if param is not None and not is_ours(param)}
+
+
+def _full_gradients(handle: FlatParamHandle) -> list[Tensor | None]:
+    """Collective. Return the unsharded reduced gradients, with memory of their own; None for parameters without."""
+    if handle.has_unreduced:
+        raise RuntimeError(
+            f"the gradients of {handle.name} accumulated under no_sync() are not reduced over the ranks yet, so none "
+            "can be shown. Run the last backward of the step outside no_sync()."
+        )
+    if handle.orig_params is not None:
+        handle.orig_params.collect_gradients()
+    handle.flat_param.bring_gradient()
+    grad = handle.flat_param.grad
+    if grad is None:
+        return [None] * len(handle.places)
+    shard = grad.detach().view(-1).to(handle.storage.device)
+    full = shard.new_empty(handle.layout.padded_numel)
+    handle.comm.all_gather(full, shard, f"all-gather of the gradient of {handle.name}", ("gradient", handle.tag)).wait()
+    handle.comm.settle()
+    shown: list[Tensor | None] = []
+    for slot, (view, part) in enumerate(zip(handle.layout.unpack(full), handle.flat_param.parts, strict=True)):
+        has_none = handle.orig_params is not None and handle.orig_params.params[slot].grad is None
+        shown.append(None if has_none else part.dtensor(view.clone()) if part else view.clone())
+    return shown
+
+
+def _keep_gradients(handle: FlatParamHandle, gradients: Sequence[Tensor | None]) -> None:
+    """Have this rank's shards of unsharded gradients, in the place of those that it has."""
+    handle.zero_grad()
+    handle.flat_param.forget_gradient()
+    if all(gradient is None for gradient in gradients):
+        return
+    dtype = handle.gradients.dtype if handle.precision.keeps_low_gradients else handle.flat_param.dtype
+    shard = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.storage.device)
+    for slot, gradient in enumerate(gradients):
+        if gradient is not None:
+            part, local = handle.flat_param.parts[slot], gradient.detach()
+            local = local if part is None else part.to_local(handle.layout.slots[slot].name, local)
+            handle.layout.shard_of(slot, local, shard, handle.comm.rank)
+    handle.storage.accept(handle.flat_param, shard)
+    if handle.orig_params is not None:
+        handle.storage.copy_stream.settle()
+        handle.orig_params.show_gradients([gradient is not None for gradient in gradients])

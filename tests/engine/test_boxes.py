@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fsdp.engine.layout import Box, boxes_of
+from fsdp.engine.boxes import Box, boxes_of
 from tests.engine.test_layout import for_any
 
 # With a range in it: two of the borders between its elements.

@@ -140,8 +140,9 @@ def _cast_with_gradients(layout: str, make_optimizer: MakeOptimizer) -> None:
         model.double()
     twins.new_optimizers(make_optimizer)
     twins.optimize()
+    sharded_state = twins.sharded.state_dict()
     for name, value in twins.plain.state_dict().items():
-        torch.testing.assert_close(twins.sharded.state_dict()[name], value, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(sharded_state[name], value, rtol=1e-4, atol=1e-6)
     for param in twins.sharded.parameters():
         assert param.dtype is torch.float64
 
@@ -158,8 +159,9 @@ def _cast_a_unit(layout: str) -> None:
             model.second.double()
             first = model.first(torch.ones(4, 5))
             assert model.second(first.double()).dtype is torch.float64
+        sharded_state = sharded.state_dict()
         for name, value in plain.state_dict().items():
-            assert sharded.state_dict()[name].dtype is value.dtype
+            assert sharded_state[name].dtype is value.dtype
 
 
 def _holder(wrap: Wrap) -> Holder:
@@ -176,8 +178,9 @@ def _cast_a_holder(layout: str) -> None:
     sharded, plain = (_holder(wrap) for wrap in (fully_sharded(**LAYOUTS[layout]), keep))
     for model in (sharded, plain):
         model.double()
+    sharded_state = sharded.state_dict()
     for name, value in plain.state_dict().items():
-        assert torch.equal(sharded.state_dict()[name], value)
+        assert torch.equal(sharded_state[name], value)
     inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     torch.testing.assert_close(sharded(inputs), plain(inputs))
 

@@ -512,8 +512,9 @@ def _forward_step_state_dict() -> None:
         model(torch.ones(4, 5))  # the root is whole now, for a backward
     for param in model.parameters():
         param.mul_(2)
+    sharded_state = model.state_dict()
     for name, value in nested_mlp().state_dict().items():
-        assert torch.equal(model.state_dict()[name], 2 * value), name
+        assert torch.equal(sharded_state[name], 2 * value), name
 
 
 CHANGES = {"state_dict": FullyShardedDataParallel.state_dict, "load": _load, "summon": _summon, "step": _step}

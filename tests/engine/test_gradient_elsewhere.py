@@ -175,8 +175,9 @@ def _step(options: dict[str, Any]) -> None:
             optimizer = sgd_with_momentum(each.parameters())
             backward(each)
             optimizer.step()
+    near_state = near.state_dict()
     for name, value in model.state_dict().items():
-        assert torch.equal(value, near.state_dict()[name]), name
+        assert torch.equal(value, near_state[name]), name
     assert all(torch.equal(*pair) for pair in zip(held(model), held(near), strict=True))
 
 
@@ -259,8 +260,9 @@ def _unscale(options: dict[str, Any], unscale_first: bool) -> None:
         model = nested_mlp(fully_sharded(**options))
         _train_scaled(model, unscale_first)
     # A scale that is a power of two changes nothing in float32.
+    near_state = near.state_dict()
     for name, value in model.state_dict().items():
-        assert torch.equal(value, near.state_dict()[name]), name
+        assert torch.equal(value, near_state[name]), name
 
 
 def _train_scaled(model: nn.Module, unscale_first: bool) -> None:

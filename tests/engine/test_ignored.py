@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, auto_wrap, default_auto_wrap_policy, enable_wrap
-from fsdp.engine.flat_param import FlatParameter, LocalShard
+from fsdp.engine.flat_param import FlatParameter
+from fsdp.engine.orig_params import LocalShard
 from tests.helpers.changed_params import LAYOUTS, adamw, momentum
 from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.pairs import parametrize_pairs

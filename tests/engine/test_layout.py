@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp.engine.layout import ContiguousLayout, Interval, Layout, RowsLayout, Slot
+from fsdp.engine.layout import ContiguousLayout, Interval, Layout, Slot
+from fsdp.engine.rows_layout import RowsLayout
 from tests.helpers.ranks import RankPool
 
 KINDS: list[type[Layout]] = [ContiguousLayout, RowsLayout]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FlatParameter, FullyShardedDataParallel, get_fsdp_instances
-from fsdp.engine.flat_param import LocalShard
+from fsdp.engine.orig_params import LocalShard
 from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded

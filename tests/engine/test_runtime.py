@@ -552,7 +552,12 @@ def test_a_model_may_catch_the_exception_of_its_unit(ranks: RankPool, options: d
 
 
 def test_a_backward_that_failed_leaves_the_next_one_whole(ranks: RankPool) -> None:
-    ranks(2).run(assert_trains_like_plain, trapped_toolbox, fail_first_of_two_backwards)
+    ranks(2).run(_train_after_failures)
+
+
+def _train_after_failures() -> None:
+    assert_trains_like_plain(trapped_toolbox, fail_first_of_two_backwards)
+    assert_trains_like_plain(trapped_toolbox, fail_and_zero_in_place)
 
 
 def fail_first_of_two_backwards(model: nn.Module, inputs: Tensor) -> None:
@@ -565,6 +570,17 @@ def fail_first_of_two_backwards(model: nn.Module, inputs: Tensor) -> None:
         working.backward()
     else:
         once(model, inputs)
+
+
+def fail_and_zero_in_place(model: nn.Module, inputs: Tensor) -> None:
+    """What has come of the gradients that failed is not added to later ones."""
+    if isinstance(model, FullyShardedDataParallel):
+        once(model, inputs)
+        arm(model, "backward", ValueError("sprung"))
+        with pytest.raises(ValueError, match="sprung"):
+            once(model, inputs.neg())
+        model.zero_grad(set_to_none=False)
+    once(model, inputs)
 
 
 @every_option
@@ -759,6 +775,7 @@ def _train_without_torch_distributed(options: dict[str, Any]) -> None:
     assert sharded.world_size == 1
     assert sharded.children_share_process_group
     assert not dist.is_initialized()
+    sharded_state = sharded.state_dict()
     for name, value in plain.state_dict().items():
-        assert torch.equal(sharded.state_dict()[name], value), name
+        assert torch.equal(sharded_state[name], value), name
     assert float(sharded.clip_grad_norm_(1.0)) > 0

@@ -87,7 +87,7 @@ def number(param: Tensor) -> Any:
         (wrapped, ValueError, "FullyShardedDataParallel"),
         (with_wrapper_inside, ValueError, "Sequential has a FullyShardedDataParallel inside"),
         (integers, TypeError, "steps.*int64"),
-        (of_dtensors, TypeError, "weight is a DTensor already.*FullyShardedDataParallel"),
+        (of_dtensors, ValueError, r"weight is a DTensor .* no other dimension of the same mesh.*mesh=mesh\[\"dp\"\]"),
     ],
     ids=[
         "module_list", "module_dict", "parameter_list", "without_forward", "number", "empty", "list",

@@ -97,13 +97,13 @@ def _keep_gradients() -> None:
         assert torch.equal(local(kept[name]), grad)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_parameters_are_listed_unsharded_as_by_torchs(ranks: RankPool, reshard_after_forward: bool) -> None:
-    ranks(2).run(_list_parameters, reshard_after_forward)
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["default", "kept"])
+def test_parameters_are_listed_unsharded_as_by_torchs(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(2).run(_list_parameters, options)
 
 
-def _list_parameters(reshard_after_forward: bool) -> None:
-    mine, theirs = (_kinds_listed(wrap(reshard_after_forward=reshard_after_forward)) for wrap in (ours, torchs))
+def _list_parameters(options: dict[str, Any]) -> None:
+    mine, theirs = (_kinds_listed(wrap(**options)) for wrap in (ours, torchs))
     assert mine == theirs
 
 

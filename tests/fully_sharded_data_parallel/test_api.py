@@ -148,8 +148,9 @@ def _train_with_a_dummy_group() -> None:
         step(model)
         step(plain)
     assert (model.rank, model.world_size, model.process_group) == (0, 1, group)
+    sharded_state = model.state_dict()
     for name, value in plain.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], value)
+        torch.testing.assert_close(sharded_state[name], value)
 
 
 def test_a_proxy_of_a_group_of_one() -> None:
@@ -621,8 +622,9 @@ def _cast_and_train(name: str) -> None:
             optimizer = sgd_with_momentum(each.parameters())
             each(same).square().sum().backward()
             optimizer.step()
+        sharded_state = model.state_dict()
         for key, value in plain.state_dict().items():
-            found = model.state_dict()[key]
+            found = sharded_state[key]
             assert found.dtype is dtype
             torch.testing.assert_close(found, value)
 

@@ -383,8 +383,9 @@ def test_a_world_of_one_needs_no_groups_afterwards(travel: Callable[[Any], Any],
             score(each(inputs)).backward()
             optimizer.step()
             optimizer.zero_grad()
+        sharded_state = model.state_dict()
         for name, value in plain.state_dict().items():
-            torch.testing.assert_close(model.state_dict()[name], value)
+            torch.testing.assert_close(sharded_state[name], value)
     group = Alone()
     for wrapper in wrappers_in(model):
         wrapper.process_group, wrapper.process_group_reduce_scatter = group, None

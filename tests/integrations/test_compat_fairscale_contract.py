@@ -351,8 +351,9 @@ def test_unflattened_parameters_keep_their_shapes_in_a_world_of_one(options: dic
                 model.clip_grad_norm_(1e9)
             optimizer.step()
         _travel(number, model, optimizers[0])
+        sharded_state = model.state_dict()
         for name, value in plain.state_dict().items():
-            torch.testing.assert_close(model.state_dict()[name], value, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(sharded_state[name], value, rtol=tolerance, atol=tolerance)
     assert all(state["exp_avg"].shape == param.shape for param, state in optimizers[0].state.items())
 
 

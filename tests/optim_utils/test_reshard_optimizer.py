@@ -249,8 +249,9 @@ def _go_on_scaled(make_optimizer: MakeOptimizer, options: dict[str, Any]) -> Non
     late.hand_over(in_units(late.model, **options))
     late.train(range(EARLY, ALL), sharded=True)
     assert late.scaler.get_scale() == plain.scaler.get_scale() == 2.0**13
+    sharded_state = late.model.state_dict()
     for name, value in plain.model.state_dict().items():
-        assert_close(late.model.state_dict()[name], value, name)
+        assert_close(sharded_state[name], value, name)
 
 
 # Where state is

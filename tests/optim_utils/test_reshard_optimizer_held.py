@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp.engine.flat_param import FlatParameter, LocalShard
+from fsdp.engine.flat_param import FlatParameter
+from fsdp.engine.orig_params import LocalShard
 from tests.helpers.models import keep, nested_mlp
 from tests.helpers.offload import alone
 from tests.helpers.parity import fully_sharded

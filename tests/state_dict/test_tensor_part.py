@@ -18,7 +18,7 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from fsdp.engine.layout import Box
+from fsdp.engine.boxes import Box
 from fsdp.state_dict.load_targets import Held, LoadTarget, Part, TensorPart
 
 WHOLE = torch.arange(20.0).view(4, 5)

@@ -96,7 +96,7 @@ def _compare_with_torchs_collectives(make_optimizer: MakeOptimizer) -> None:
 def test_training_with_a_hook_equals_the_unsharded_model(
     ranks: RankPool, world_size: int, hook: CommHook, make_optimizer: MakeOptimizer
 ) -> None:
-    ranks(world_size).run(assert_parity, partial(with_hook, nested_mlp, hook), make_optimizer, 10)
+    ranks(world_size).run(assert_parity, partial(with_hook, nested_mlp, hook), make_optimizer, 5)
 
 
 POLICIES: dict[str, dict[str, Any]] = {

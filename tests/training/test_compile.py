@@ -270,18 +270,17 @@ def _train_all(way: Way, options: dict[str, Any]) -> Counter:
 # Graphs
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["flat", "original", "unflattened"])
-def test_blocks_of_other_shapes_take_a_graph_each(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(1).run(_count_shapes, options)
+def test_blocks_of_other_shapes_take_a_graph_each(ranks: RankPool) -> None:
+    ranks(1).run(_count_shapes)
 
 
-def _count_shapes(options: dict[str, Any]) -> None:
-    for wrap in (keep, fully_sharded(**options)):
+def _count_shapes() -> None:
+    for wrap in (keep, *(fully_sharded(**options) for options in OPTIONS)):
         backend = Counter()
         model = stack(wrap, partial(call_compile, backend=backend, fullgraph=True), hidden=(3, 9, 5, 11))
         for step in range(3):
             score(model(batch(step, 0).float())).backward()
-        assert backend.sizes == [Block.OPERATIONS] * 4
+        assert backend.sizes == [Block.OPERATIONS] * 4, wrap
 
 
 def test_auto_wrap_finds_blocks_in_compiled_modules(ranks: RankPool) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import ShardedGradScaler, auto_wrap, enable_wrap
-from fsdp.engine.flat_param import LocalShard
+from fsdp.engine.orig_params import LocalShard
 from tests.helpers.equality import assert_close, assert_close_state
 from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
 from tests.helpers.offload import on

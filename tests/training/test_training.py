@@ -44,7 +44,7 @@ from tests.helpers.parity import (
 )
 from tests.helpers.ranks import RankPool
 
-STEPS = 4
+STEPS = 3
 
 OPTIMIZERS = {"sgd": sgd_with_momentum, "adam": adam, "adamw": adamw}
 MODELS: dict[str, MakeModel] = {
@@ -140,7 +140,7 @@ def test_gradients_are_the_mean_over_ranks(ranks: RankPool, world_size: int, acc
 
 def _compare_gradients(accumulate: int) -> None:
     torch.set_default_dtype(torch.float64)
-    for predivide in (None, 1.0, 3.0):
+    for predivide in (None, 1.0, 3.0) if accumulate == 1 else (None,):
         for flatten_parameters in (True, False):
             wrap = fully_sharded(gradient_predivide_factor=predivide, flatten_parameters=flatten_parameters)
             sharded, plain = nested_mlp(wrap), nested_mlp(keep)
@@ -218,8 +218,9 @@ def _train_in_halves(group: str) -> None:
             optimizer.zero_grad()
             model(_inputs(dist.get_rank(), step)).square().mean().backward()
             optimizer.step()
+    sharded_state = sharded.state_dict()
     for name, value in module.state_dict().items():
-        torch.testing.assert_close(sharded.state_dict()[name], value, msg=name)
+        torch.testing.assert_close(sharded_state[name], value, msg=name)
 
 
 def test_units_may_differ_in_their_options(ranks: RankPool) -> None:

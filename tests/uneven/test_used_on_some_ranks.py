@@ -184,16 +184,17 @@ def test_re_entrant_checkpoints_bring_what_nobody_saw_coming(ranks: RankPool) ->
     ranks(2, timeout=30).run(_train, "original", {}, "reentrant", 2, "ours")
 
 
-@pytest.mark.parametrize("bucket_cap_mb", [0, 25])
-def test_replicas_and_communication_hooks_see_the_same_parameters(ranks: RankPool, bucket_cap_mb: int) -> None:
-    ranks(4, timeout=60).run(_train_replicas, bucket_cap_mb)
+@pytest.mark.parametrize(("bucket_cap_mb", "form"), [(0, "original"), (25, "unflattened")])
+def test_replicas_and_communication_hooks_see_the_same_parameters(
+    ranks: RankPool, bucket_cap_mb: float, form: str
+) -> None:
+    ranks(4, timeout=60).run(_train_replicas, bucket_cap_mb, form)
     ranks(3, timeout=30).run(_train_with_hook, bucket_cap_mb)
 
 
-def _train_replicas(bucket_cap_mb: float) -> None:
-    for form in ("unflattened", "original"):
-        wrap = FORMS[form](process_group=mesh_of(2, 2), bucket_cap_mb=bucket_cap_mb)
-        train_like_plain(make_model, wrap)
+def _train_replicas(bucket_cap_mb: float, form: str) -> None:
+    wrap = FORMS[form](process_group=mesh_of(2, 2), bucket_cap_mb=bucket_cap_mb)
+    train_like_plain(make_model, wrap)
 
 
 def _train_with_hook(bucket_cap_mb: float) -> None:

@@ -162,8 +162,8 @@ def write_ours(path: str, content: Content, *, max_file_bytes: int | None, overw
         sets.append(TensorSet.planned("optimizer", content.optimizer, max_file_bytes))
     try:
         destination.begin()
-        model, optimizer = [*(_written(destination.folder, each, advance) for each in sets), None][:2]
-        rest = source.optimizer_rest if optimizer is not None else None
+        model, *others = (_written(destination.folder, each, advance) for each in sets)
+        optimizer, rest = (others[0], source.optimizer_rest) if others else (None, None)
         manifest = Manifest(
             source.world_size or 1, model, optimizer, rest, dict(source.extra), source.generators, source.values
         )

@@ -27,7 +27,7 @@ from fsdp.checkpoint.formats.torch_file import Foreign, TorchArchive, unpickled
 from fsdp.checkpoint.formats.trees import MODEL_KEYS, OPTIMIZER_KEYS, Choices, source_of_tree
 from fsdp.checkpoint.safetensors import Entry
 from fsdp.checkpoint.untrusted import beside, content_of, reading, short
-from fsdp.engine.layout import Box
+from fsdp.engine.boxes import Box
 
 _METADATA = ".metadata"
 _OF_RANK = re.compile(r"__(\d+)_")

@@ -33,7 +33,7 @@ from fsdp.checkpoint.formats.source import (
 )
 from fsdp.checkpoint.formats.torch_file import Foreign, TorchArchive, shown
 from fsdp.checkpoint.formats.trees import DEFAULT, Choices, Paths
-from fsdp.engine.layout import Box
+from fsdp.engine.boxes import Box
 from fsdp.engine.names import plain_name
 
 _FLAT = "_flat_param"

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fsdp.checkpoint.checksums import BLOCK_BYTES, spans
 from fsdp.checkpoint.untrusted import descriptor, readable
-from fsdp.engine.layout import Box, boxes_of, overlap
+from fsdp.engine.boxes import Box, boxes_of, overlap
 
 _MOST_OPEN = 64  # of files at once: thousands of ranks may have written one each
 _Reader = TypeVar("_Reader", bound="TensorReader")

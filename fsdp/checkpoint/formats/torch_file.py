@@ -299,6 +299,9 @@ class Unpickler(pickle._Unpickler):
             size allows.
     """
 
+    stack: list[Any]
+    read: Callable[[int], bytes]
+    append: Callable[[Any], None]
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
 
     def __init__(self, content: bytes, make: Callable[..., Any] | None = None) -> None:
@@ -438,7 +441,7 @@ def _require(left: int) -> None:
 def _objects_in(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
         return [*value.keys(), *value.values()]
-    if isinstance(value, (list, tuple, set, frozenset)) and not is_lazy(value):
+    if isinstance(value, (list, tuple, set, frozenset)):
         return list(value)
     state = getattr(value, "state", None)  # of an object that was not made
     return [state, getattr(value, "args", ())] if state is not None else []

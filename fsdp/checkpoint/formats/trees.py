@@ -19,7 +19,7 @@ from fsdp.checkpoint.json_values import encoded
 from fsdp.engine.names import plain_name
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network", "weights")
-OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")
+OPTIMIZER_KEYS: tuple[str, ...] = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")
 OPTIMIZER_KEYS += ("optimizer_state", "optim_state", "optimizer_states", "opt")
 VALUES = "values"  # under which values are that have no names of their own
 _EXTRA = "_extra_state"

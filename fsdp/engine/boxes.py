@@ -1,0 +1,61 @@
+"""Boxes of elements, and ranges of a row-major tensor as such: checkpoint files of other libraries hold boxes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Box:
+    """Elements ``offsets[d]:offsets[d] + sizes[d]`` along every dimension d of a tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    def moved(self, by: Sequence[int]) -> Box:
+        """The same box in a tensor in which its own one begins at `by`."""
+        return Box(tuple(begin + more for begin, more in zip(self.offsets, by, strict=True)), self.sizes)
+
+
+def boxes_of(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Elements ``start:stop`` of a row-major tensor as boxes, each of which is a contiguous part of the range.
+
+    In the order of the range: at most the rest of a row, complete rows, and the beginning of one, and so on for
+    each row that is not complete. So there are at most ``2 * len(shape) - 1``, and none of an empty range.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row, inner = math.prod(shape[1:]), shape[1:]
+    first, last = -(-start // row), stop // row  # the complete rows
+    if first > last:  # within one row
+        yield from _in_row(inner, last, start - last * row, stop - last * row)
+        return
+    yield from _in_row(inner, first - 1, start - (first - 1) * row, row if start < first * row else 0)
+    if first < last:
+        yield Box((first, *(0 for _ in inner)), (last - first, *inner))
+    yield from _in_row(inner, last, 0, stop - last * row)
+
+
+def _in_row(inner: Sequence[int], row: int, start: int, stop: int) -> Iterator[Box]:
+    for box in boxes_of(inner, start, stop):
+        yield Box((row, *box.offsets), (1, *box.sizes))
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """Return the box that lies in both; None if they have nothing in common."""
+    begins = tuple(map(max, one.offsets, other.offsets))
+    ends = (
+        min(first + size, second + more)
+        for first, size, second, more in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    )
+    sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+    return Box(begins, sizes) if all(size > 0 for size in sizes) else None

@@ -1,0 +1,173 @@
+"""`RowsLayout` divides every parameter along one dimension, as a `DTensor` does with ``Shard``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fsdp.engine.layout import Interval, Layout
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The rows of one parameter that every rank has room for, in the rows layout.
+
+    Rows are its slices along `dim`. Those of a rank lie one behind the other in the order of the local tensor, which is
+    contiguous.
+
+    Attributes:
+        shape: of the parameter; of a scalar, that of its only row.
+        dim: along which it is divided.
+        rows: of the chunk; those of the last ranks may be short, or empty.
+        offset: where it begins in a shard.
+    """
+
+    shape: torch.Size
+    dim: int
+    rows: int
+    offset: int
+
+    @property
+    def total(self) -> int:
+        """Rows of the parameter."""
+        return self.shape[self.dim]
+
+    def of_rows(self, rows: int) -> torch.Size:
+        """Return the shape of a local tensor with so many rows."""
+        return torch.Size([*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :]])
+
+    @cached_property
+    def row_numel(self) -> int:
+        return self.of_rows(1).numel()
+
+    @cached_property
+    def split(self) -> torch.Size:
+        """The shape of all full chunks, with `dim` split into that of the ranks and that of the rows."""
+        return torch.Size([*self.shape[: self.dim], self.full_ranks, self.rows, *self.shape[self.dim + 1 :]])
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.rows * self.row_numel
+
+    @cached_property
+    def full_ranks(self) -> int:
+        """The number of ranks that have a full chunk."""
+        return self.total // self.rows if self.rows and self.row_numel else 0
+
+    @cached_property
+    def rest(self) -> int:
+        """Rows of the rank after those."""
+        return self.total - self.full_ranks * self.rows if self.row_numel else 0
+
+
+class RowsLayout(Layout):
+    """Every parameter divided along its `dim` into `world_size` chunks of equal numbers of rows: ``Shard`` of DTensor.
+
+    A chunk that is short (or empty) is padded, so that every rank's shard has the same size. A scalar counts as
+    one row. In the gathered buffer the rows of one parameter lie ``shard_numel`` apart, so `unpack` copies.
+    """
+
+    @cached_property
+    def _chunks(self) -> tuple[Chunk, ...]:
+        """The chunks of each parameter."""
+        chunks, offset = [], 0
+        for slot in self.slots:
+            shape = slot.shape or torch.Size([1])
+            offset = -(-offset // self.align) * self.align
+            chunks.append(Chunk(shape, slot.dim, -(-shape[slot.dim] // self.world_size), offset))
+            offset = chunks[-1].stop
+        return tuple(chunks)
+
+    @cached_property
+    def shard_numel(self) -> int:
+        return self._chunks[-1].stop if self.slots else 0
+
+    @property
+    def gathers_in_order(self) -> bool:
+        return self.world_size == 1
+
+    def rows(self, slot: int, rank: int) -> tuple[int, int]:
+        """First row and the row after the last that `rank` keeps of parameter number `slot`."""
+        chunk = self._chunks[slot]
+        return min(rank * chunk.rows, chunk.total), min((rank + 1) * chunk.rows, chunk.total)
+
+    def local_shape(self, slot: int, rank: int) -> torch.Size:
+        """Return the shape of the rank's local tensor of a parameter."""
+        first, last = self.rows(slot, rank)
+        return self._chunks[slot].of_rows(last - first) if self.slots[slot].shape else self.slots[slot].shape
+
+    def _local_shard_of(self, slot: int, value: Tensor, rank: int) -> Tensor:
+        first, last = self.rows(slot, rank)
+        rows = value.view(1) if value.dim() == 0 else value
+        return rows.narrow(self.slots[slot].dim, first, last - first).reshape(-1)
+
+    def interval(self, slot: int, rank: int) -> Interval | None:
+        chunk = self._chunks[slot]
+        first, last = self.rows(slot, rank)
+        if first >= last or chunk.row_numel == 0:
+            return None
+        return Interval(slot, first * chunk.row_numel, last * chunk.row_numel, chunk.offset)
+
+    def unpack(self, full: Tensor) -> list[Tensor]:
+        if self.gathers_in_order:
+            return self.views(full)
+        unsharded = full.new_empty(self.unsharded_numel)
+        for place, part in zip(*self.pairs(full, unsharded), strict=True):
+            part.copy_(place)
+        return self.views(unsharded)
+
+    def places(self, full: Tensor) -> list[list[Tensor]]:
+        self._check(full, self.padded_numel, "gathered buffer")
+        first = int(full.storage_offset())
+        # Strides are computed once: this is done for every gradient, and views of views take their time.
+        return [[full.as_strided(size, stride, first + at) for size, stride, at in each] for each in self._geometry]
+
+    @cached_property
+    def _geometry(self) -> tuple[tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...], ...]:
+        """The places of each parameter: size, stride and beginning."""
+        found = []
+        for chunk in self._chunks:
+            places = []
+            if chunk.full_ranks:
+                local = torch.empty(chunk.of_rows(chunk.rows), device="meta")
+                size, stride = (chunk.full_ranks, *local.shape), (self.shard_numel, *local.stride())
+                places.append((size, stride, chunk.offset))
+            if chunk.rest:
+                local = torch.empty(chunk.of_rows(chunk.rest), device="meta")
+                places.append((local.shape, local.stride(), chunk.full_ranks * self.shard_numel + chunk.offset))
+            found.append(tuple(places))
+        return tuple(found)
+
+    def divided(self, slot: int, value: Tensor) -> list[Tensor]:
+        chunk, found = self._chunks[slot], []
+        bound = chunk.full_ranks * chunk.rows
+        if chunk.full_ranks:
+            full = value.narrow(chunk.dim, 0, bound) if chunk.rest else value
+            sizes = chunk.full_ranks, chunk.rows
+            by_rank = full.view(chunk.split) if full.is_contiguous() else full.unflatten(chunk.dim, sizes)
+            found.append(by_rank.movedim(chunk.dim, 0) if chunk.dim else by_rank)
+        if chunk.rest:
+            found.append(value.narrow(chunk.dim, bound, chunk.rest))
+        return found
+
+    @cached_property
+    def _gaps(self) -> tuple[tuple[int, int, int], ...]:
+        """The ranges of shards that hold nothing, each with the rank from which on."""
+        found, stop = [], 0
+        for chunk in self._chunks:
+            found.append((0, stop, chunk.offset))
+            found.append((chunk.full_ranks, chunk.offset + chunk.rest * chunk.row_numel, chunk.stop))
+            found.append((chunk.full_ranks + 1, chunk.offset, chunk.stop))
+            stop = chunk.stop
+        return tuple(gap for gap in found if gap[0] < self.world_size and gap[1] < gap[2])
+
+    def clear_gaps(self, full: Tensor) -> None:
+        by_rank = full.view(self.world_size, self.shard_numel)
+        for rank, start, stop in self._gaps:
+            by_rank[rank:, start:stop].zero_()
+
+
+torch.serialization.add_safe_globals([RowsLayout])  # as the other kind, in `flat_param`
