@@ -17,7 +17,6 @@ from torch.nn.parameter import is_lazy
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator
 from fsdp.distributed.comm_hooks import AllReduceHook, CommHook
-from fsdp.engine.autograd import outside_transforms
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle, Phase
@@ -280,8 +279,7 @@ class Unit:
     def ensure_runtime(self) -> UnitRuntime:
         """Return the runtime. A unit that has none and runs is the outermost: hooks of inner ones run later."""
         if self.runtime is None:
-            with outside_transforms():  # ranks talk to each other
-                self.runtime = self._new_runtime(self)
+            self.runtime = self._new_runtime(self)
         return self.runtime
 
     def request(self, kind: type[_Request]) -> _Request | None:
