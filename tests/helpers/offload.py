@@ -94,7 +94,7 @@ def accelerated() -> Iterator[None]:
         mock.patch.object(DiskStorage, "is_elsewhere", property(lambda home: True)),
         mock.patch.object(HostStorage, "copy_stream", property(lambda home: lanes[home._params])),
         mock.patch.object(HostStorage, "accept", accept_from_device),
-        mock.patch("fsdp.engine.runtime.copy_stream_of", lambda device: both),
+        mock.patch("fsdp.engine.runtime.copy_stream_of", return_value=both),
     ):
         yield
 
