@@ -61,7 +61,8 @@ def assert_pieces_are_the_shards(model: nn.Module) -> None:
         assert lies_in(piece, piece.owner), f"{name} has memory of its own"
         if piece.grad is not None:
             assert piece.grad.dtype == piece.dtype
-            assert lies_in(piece.grad, grads.setdefault(piece.owner, piece.grad)), f"the gradient of {name} has memory of its own"
+            shown = grads.setdefault(piece.owner, piece.grad)
+            assert lies_in(piece.grad, shown), f"the gradient of {name} has memory of its own"
 
 
 # Names and pieces
