@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import FlatParameter, FullyShardedDataParallel, get_fsdp_instances
+from fsdp import FlatParameter, FullyShardedDataParallel
 from fsdp.engine.orig_params import LocalShard
 from tests.helpers.models import Wrap, keep, nested_mlp, tiny_transformer
 from tests.helpers.pairs import parametrize_pairs
@@ -36,11 +36,6 @@ from tests.training.test_orig_params import (
     part_of,
     two_optimizers,
 )
-
-
-def owners(model: nn.Module) -> list[FlatParameter]:
-    """The shards of all units."""
-    return [handle.flat_param for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]
 
 
 def pieces(model: nn.Module) -> dict[str, LocalShard]:
@@ -163,7 +158,7 @@ def test_zeroed_gradients_are_freed_before_the_next_forward_computes(ranks: Rank
 def _free_gradients() -> None:
     model = nested_mlp(original())
     model(torch.ones(2, 5)).sum().backward()
-    gradients = [weakref.ref(owner.grad) for owner in owners(model)]
+    gradients = [weakref.ref(param.grad._base) for param in model.parameters()]  # type: ignore[union-attr]
     assert all(gradient() is not None for gradient in gradients)
     model.zero_grad()
     with torch.no_grad():
