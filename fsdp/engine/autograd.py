@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +28,18 @@ def in_backward() -> bool:
 def in_transform() -> bool:
     """Return whether this runs inside of a transform of `torch.func`."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Have tensors that are made inside of it be ordinary ones, also where a transform of `torch.func` runs."""
+    if not in_transform():
+        return _UNCHANGED
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # private (torch 2.11 and 2.13)
+
+    return temporarily_clear_interpreter_stack()
+
+
+_UNCHANGED = nullcontext()
 
 
 def will_run(node: Any) -> bool:
@@ -46,7 +59,8 @@ class BackwardPass:
 
     def __init__(self, at_end: Callable[[], None]) -> None:
         def callback() -> None:
-            at_end()
+            with outside_transforms():
+                at_end()
 
         self._callback = weakref.ref(callback)
         Variable._execution_engine.queue_callback(callback)
