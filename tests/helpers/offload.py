@@ -84,6 +84,7 @@ def accelerated() -> Iterator[None]:
     """Whatever is offloaded inside is away from where it is computed with."""
     lanes = {True: LateLane(lambda source: source), False: LateLane(Far)}  # by whether shards are on the host as well
     accept = HostStorage.accept
+    both = mock.Mock(settle=lambda: [lane.settle() for lane in lanes.values()])  # the runtime has one for a device
 
     def accept_from_device(home: HostStorage, flat_param: FlatParameter, reduced: Tensor) -> None:
         accept(home, flat_param, reduced if home._grads or not home._params else Far(reduced))
@@ -93,6 +94,7 @@ def accelerated() -> Iterator[None]:
         mock.patch.object(DiskStorage, "is_elsewhere", property(lambda home: True)),
         mock.patch.object(HostStorage, "copy_stream", property(lambda home: lanes[home._params])),
         mock.patch.object(HostStorage, "accept", accept_from_device),
+        mock.patch("fsdp.engine.runtime.copy_stream_of", lambda device: both),
     ):
         yield
 
