@@ -41,15 +41,15 @@ CONCERNS = {
     ),
     "engine/unit engine/runtime engine/schedule engine/forward_hooks engine/usage engine/autograd": (
         "engine/runtime engine/schedule engine/units training/training engine/nested_calls engine/errors "
-        "training/option_grid training/kinds_* engine/precision_eval fully_shard/uses engine/no_sync"
+        "training/option_grid training/kinds_* engine/precision_eval fully_shard/uses engine/no_sync uneven"
     ),
     "engine/reduction engine/grad_clipping distributed/*": (
         "distributed/collectives engine/runtime engine/clip training/kinds_clip engine/hybrid distributed/hybrid_bytes "
-        "tensor_parallel/clip training/option_grid training/training distributed/comm_hook* training/comm_hooks"
+        "tensor_parallel training/option_grid training/training distributed/comm_hook* training/comm_hooks"
     ),
     "engine/managed_params engine/shared_params engine/shard_module": (
-        "training/kinds_* engine/append_shared_param engine/ignored* engine/group_by fully_shard/uses wrap/wrap "
-        "engine/units"
+        "training/kinds_* engine/append_shared_param engine/sync_module_states engine/ignored* engine/group_by "
+        "fully_shard/uses wrap/wrap engine/units"
     ),
     "engine/verify engine/fingerprints": (
         "engine/errors engine/different_values engine/sync_module_states engine/hybrid distributed/starts_together"

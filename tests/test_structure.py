@@ -40,7 +40,7 @@ CLIENTS = {"accelerate", "transformers", "lightning"}
 PUBLIC_PACKAGES = {"", "checkpoint", "state_dict_utils", "optim_utils", "wrap"}
 # The files that one reads to know how the library works, listed in docs/architecture.md.
 ENGINE_PROPER = re.compile(r"^\| `((?:engine|distributed)/\w+\.py)` \|", re.MULTILINE)
-MAX_ENGINE_FILES, MAX_ENGINE_LINES = 12, 4_050
+MAX_ENGINE_FILES, MAX_ENGINE_LINES = 12, 4_200
 
 MAX_MODULE_LINES = 800  # of the central ones; a class is never cut in two to stay below it
 MAX_FUNCTION_LINES = 60  # of its body, without its docstring
@@ -346,7 +346,7 @@ def public_names() -> dict[str, str]:
     init = PACKAGE / "__init__.py"
     statements = parse(init).body if init.exists() else []
     froms = [node for node in statements if isinstance(node, ast.ImportFrom) and node.module != "__future__"]
-    return {alias.asname or alias.name: next(_imported_by(node)) for node in froms for alias in node.names}
+    return {alias.name: module for node in froms for alias, module in zip(node.names, _imported_by(node), strict=True)}
 
 
 def definition(name: str, module: str) -> ast.stmt | ast.Module | None:
@@ -370,12 +370,11 @@ def documentation() -> str:
 def test_the_package_is_nothing_but_its_public_names() -> None:
     for node in parse(PACKAGE / "__init__.py").body:
         code = ast.unparse(node)
-        if isinstance(node, ast.ImportFrom):
-            own = node.module == "__future__" or all(alias.asname == alias.name for alias in node.names)
-            assert own, f"re-export as `from .x import y as y`, not: {code}"
-        else:
-            docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-            assert docstring or code.startswith("__version__ ="), f"fsdp/__init__.py is no place for: {code}"
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        is_name = isinstance(node, ast.ImportFrom) or code.startswith(("__version__ =", "__all__ ="))
+        assert docstring or is_name, f"fsdp/__init__.py is no place for: {code}"
+        if code.startswith("__all__ ="):
+            assert sorted(ast.literal_eval(code.partition("=")[2].strip())) == sorted(public_names())
 
 
 def test_public_names_have_docstrings() -> None:

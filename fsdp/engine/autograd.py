@@ -30,6 +30,9 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+_UNCHANGED = nullcontext()
+
+
 def outside_transforms() -> AbstractContextManager[Any]:
     """Have tensors that are made inside of it be ordinary ones, also where a transform of `torch.func` runs."""
     if not in_transform():
@@ -37,9 +40,6 @@ def outside_transforms() -> AbstractContextManager[Any]:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # private (torch 2.11 and 2.13)
 
     return temporarily_clear_interpreter_stack()
-
-
-_UNCHANGED = nullcontext()
 
 
 def will_run(node: Any) -> bool:

@@ -213,8 +213,8 @@ class OrigParams:
         self._flat_param.bring_gradient()
         grad = self._flat_param.grad
         if grad is not None and not isinstance(grad, Placeholder):
-            # The base of all views of it, it is kept alive by those alone: it goes with `zero_grad()`. The storage may
-            # ask for how long (see `DiskStorage.accept`), so it is another tensor only where it is a view itself.
+            # It is the base of all views of it, which alone keep it alive: it goes with `zero_grad()`. It is not made
+            # anew if it is that already: a storage on disk knows by it whether users have kept the gradient.
             grad = grad.detach() if grad._is_view() else grad
             self._grad, self._flat_param.grad = weakref.ref(grad), None
         for slot, param in enumerate(self.params):

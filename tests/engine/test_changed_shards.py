@@ -87,3 +87,18 @@ def _backward_without_reduction(model: Any, inputs: Tensor, kind: str) -> None:
         return
     with model.no_sync():
         model(inputs).sum().backward()
+
+
+def test_what_was_written_to_unsharded_weights_is_stored_once(ranks: RankPool) -> None:
+    ranks(2).run(_write_to_both)
+
+
+def _write_to_both() -> None:
+    model = FullyShardedDataParallel(nn.Linear(4, 3), reshard_after_forward=False)
+    before = model.state_dict()["weight"]
+    _backward_without_reduction(model, torch.ones(2, 4), "flat")
+    with torch.no_grad():
+        model.module.module.weight.mul_(2)
+    assert torch.equal(model.state_dict()["weight"], 2 * before)
+    counted(model.parameters())  # the shards, which what was written before is not put over
+    assert torch.equal(model.state_dict()["weight"], 4 * before)

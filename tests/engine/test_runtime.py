@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -779,3 +780,40 @@ def _train_without_torch_distributed(options: dict[str, Any]) -> None:
     for name, value in plain.state_dict().items():
         assert torch.equal(sharded_state[name], value), name
     assert float(sharded.clip_grad_norm_(1.0)) > 0
+
+
+# What is exchanged, and when
+
+
+def test_a_unit_s_own_all_gather_goes_before_that_of_the_next_one(ranks: RankPool) -> None:
+    ranks(2).run(_watch_all_gathers)
+
+
+def _watch_all_gathers() -> None:
+    wrap = fully_sharded()
+    model = wrap(nn.Sequential(wrap(nn.Linear(5, 5)), nn.Linear(5, 5), wrap(nn.Linear(5, 5))))
+    for _ in range(2):  # then the order is known
+        model(torch.ones(2, 5)).sum().backward()
+    exchange, started = model._unit.comm, []
+    gather = type(exchange).all_gather
+
+    def watched(comm: Any, full: Tensor, shard: Tensor, what: str, tag: Any) -> Any:
+        started.append(what)
+        return gather(comm, full, shard, what, tag)
+
+    with mock.patch.object(type(exchange), "all_gather", watched):
+        model(torch.ones(2, 5))
+    units = [each._unit for each in (model, model[0], model[2])]
+    assert started == [f"all-gather of {unit.handles[0].name}" for unit in units]
+
+
+def test_ranks_compare_what_they_have_once(ranks: RankPool) -> None:
+    ranks(2).run(_compare_once)
+
+
+def _compare_once() -> None:
+    model = nested_mlp(fully_sharded())
+    with mock.patch("fsdp.engine.verify.agree_on_plan") as compared:
+        for _ in range(2):
+            model.state_dict()
+    assert compared.call_count == 1

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp
 from fsdp.compat import fsdp2
 from tests.helpers.dtensor_twins import assert_at_rest, local, whole
+from tests.helpers.hugging_face import PATIENCE, TOKENS, made, needs
 from tests.helpers.ranks import RankPool
 
 
@@ -244,3 +245,44 @@ def _run_pipeline(schedule: str) -> None:
     nn.functional.mse_loss(stages[1](stages[0](data)), targets).backward()
     for name, param in stages[where].named_parameters():
         torch.testing.assert_close(found[name], param.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# accelerate
+
+
+@needs("transformers", "accelerate")
+def test_accelerate_shards_a_model_as_for_torchs(ranks: RankPool) -> None:
+    ranks(2, timeout=PATIENCE).run(_shard_with_accelerate)
+
+
+def _shard_with_accelerate() -> None:
+    """Accelerate itself has FSDP for accelerators only, and asks for a few things of one."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    with installed():
+        model, layer = made("llama")
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=[layer.__name__],
+            cpu_ram_efficient_loading=False,
+        )
+        asked = SimpleNamespace(
+            state=SimpleNamespace(fsdp_plugin=plugin), device=torch.device("cpu"), mixed_precision="no"
+        )
+        asked.is_main_process = dist.get_rank() == 0
+        sharded: Any = fsdp2_prepare_model(asked, model)
+    assert isinstance(sharded, fsdp.FSDPModule)
+    assert all(isinstance(inner, fsdp.FSDPModule) for inner in sharded.modules() if isinstance(inner, layer))
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(3):
+        loss = sharded(input_ids=TOKENS, labels=TOKENS).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(sharded.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[2] < losses[0]
+    assert_at_rest(sharded)

@@ -53,8 +53,7 @@ DIFFERENCES = {
     "fully_shard(ignored_params)": "any iterable",
     "fully_shard(dp_mesh_dims)": "`replicate` alone, which shards nothing, is refused",
     "CPUOffloadPolicy(pin_memory)": "host memory is always pinned where there is an accelerator: False is an error",
-    "FSDPModule.unshard": "`parameters()` of modules inside that are not sharded themselves list `DTensor`s "
-    "meanwhile",
+    "FSDPModule.unshard": "`parameters()` of modules inside that are not sharded themselves list `DTensor`s meanwhile",
     "FSDPModule.reset_iter_state": "also done by the next forward, without it",
     "FSDPModule.set_is_last_backward": "does nothing: each backward leaves complete gradients",
     "FSDPModule.set_force_sum_reduction_for_comms": "does nothing: all collectives sum",
