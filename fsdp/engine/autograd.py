@@ -30,10 +30,13 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+_UNCHANGED = nullcontext()
+
+
 def outside_transforms() -> AbstractContextManager[Any]:
-    """Return a context in which tensors are made and read as outside of all transforms of `torch.func`."""
+    """Have tensors that are made inside of it be ordinary ones, also where a transform of `torch.func` runs."""
     if not in_transform():
-        return nullcontext()
+        return _UNCHANGED
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # private (torch 2.11 and 2.13)
 
     return temporarily_clear_interpreter_stack()
@@ -56,7 +59,8 @@ class BackwardPass:
 
     def __init__(self, at_end: Callable[[], None]) -> None:
         def callback() -> None:
-            at_end()
+            with outside_transforms():
+                at_end()
 
         self._callback = weakref.ref(callback)
         Variable._execution_engine.queue_callback(callback)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.compiler import disable
 
-from fsdp.engine.autograd import differentiable_tensors, in_backward, in_transform
+from fsdp.engine.autograd import differentiable_tensors, in_backward, in_transform, outside_transforms
 from fsdp.engine.handle import ShardState
 from fsdp.engine.precision import InputCast, cast_floats
 from fsdp.engine.schedule import ExecutionOrder
@@ -77,7 +77,8 @@ class ForwardHooks:
         else:
             self.depth = 1
             if not self._unit.is_lent:  # else it has no part in this call
-                self._unit.ensure_runtime().before_forward(self._unit, (args, kwargs))
+                with outside_transforms():
+                    self._unit.ensure_runtime().before_forward(self._unit, (args, kwargs))
         return self._cast_inputs((args, kwargs))
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -161,7 +162,7 @@ class Call:
         self.unit = unit
         self.recomputed = recomputed  # by activation checkpointing, inside a backward
         self.shards: list[ShardState] = []  # the state of those that it computed with
-        self.is_transformed = in_transform()  # gradients of its inputs are asked for, with create_graph in any case
+        self.is_transformed = False  # by `torch.func`, which asks for gradients of inputs with create_graph in any case
         self.in_full_precision = False  # what it computed in
         self.will_pass = False  # whether backward goes on through its inputs
         self.order: ExecutionOrder[Unit] | None = None  # in which all ranks run it; None if only some do
@@ -177,6 +178,7 @@ class Call:
 
     def watch_outputs(self, outputs: Any) -> bool:
         """Have the runtime told when backward reaches the outputs; False if it never will."""
+        self.is_transformed = in_transform()
         # A leaf among the outputs was passed through; nothing of the unit is between it and the loss.
         tensors = [tensor for tensor in differentiable_tensors(outputs) if not tensor.is_leaf]
         self.in_full_precision = self.unit.in_full_precision
@@ -202,4 +204,5 @@ class Call:
 
     def _output_has_gradient(self, _: Tensor) -> None:
         if self.unit.runtime is not None:
-            self.unit.runtime.before_backward(self.unit, self)
+            with outside_transforms():
+                self.unit.runtime.before_backward(self.unit, self)

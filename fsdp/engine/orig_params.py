@@ -213,8 +213,9 @@ class OrigParams:
         self._flat_param.bring_gradient()
         grad = self._flat_param.grad
         if grad is not None and not isinstance(grad, Placeholder):
-            # Detached, it is the base of all views of it, which alone keep it alive: it goes with `zero_grad()`.
-            grad = grad.detach()
+            # It is the base of all views of it, which alone keep it alive: it goes with `zero_grad()`. It is not made
+            # anew if it is that already: a storage on disk knows by it whether users have kept the gradient.
+            grad = grad.detach() if grad._is_view() else grad
             self._grad, self._flat_param.grad = weakref.ref(grad), None
         for slot, param in enumerate(self.params):
             if isinstance(param.grad, Placeholder):
