@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fsdp import FlatParameter, FullyShardedDataParallel
 from fsdp.distributed.collectives import LONE_RANK, Communicator, LoneRank, communicator
+from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle, InternalError, Phase
 from fsdp.engine.layout import ContiguousLayout
 from fsdp.engine.managed_params import collect, names_of, take_over
@@ -682,7 +683,7 @@ def _reduce_gradients() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for number in (1, 2):
         handle.wait_for_unshard()
-        handle.begin_backward()
+        handle.begin_backward(GradientSync.FULL, fills_unused=False)
         module(rank + 1.0).backward()
         assert arrived == [False, False, False, True] * number, "once per parameter, the shared one too"
         assert all(leaf.grad is None for leaf in handle.unsharded.leaves)
@@ -708,7 +709,7 @@ def _accumulate() -> None:
     handle = handle_of(module, on_gradient=take)
     for _ in range(3):
         handle.wait_for_unshard()
-        handle.begin_backward()
+        handle.begin_backward(GradientSync.FULL, fills_unused=False)
         module().backward()
         handle.mark_unreduced()
         assert isinstance(handle.flat_param.grad, Placeholder)
@@ -729,12 +730,12 @@ def _accumulate_and_zero() -> None:
     handle = handle_of(module, on_gradient=take)
     for zero in (lambda: setattr(handle.flat_param, "grad", None), handle.drop_unreduced):
         handle.wait_for_unshard()
-        handle.begin_backward()
+        handle.begin_backward(GradientSync.FULL, fills_unused=False)
         module(1000.0).backward()
         handle.mark_unreduced()
         zero()
         assert handle.flat_param.grad is None
-        handle.begin_backward()
+        handle.begin_backward(GradientSync.FULL, fills_unused=False)
         assert handle.gradients.is_empty
         module().backward()
         reduced = handle.reduce().wait()
@@ -749,7 +750,7 @@ def _leave_gradients_out() -> None:
     module = Odd()
     handle = handle_of(module, on_gradient=take)
     handle.wait_for_unshard()
-    handle.begin_backward()
+    handle.begin_backward(GradientSync.FULL, fills_unused=False)
     module.scalar.square().backward()
     assert not handle.gradients.is_complete
     reduced = handle.reduce().wait()
@@ -784,7 +785,7 @@ def _copy_out(state: str) -> None:
     handle = handle_of(module)
     if state == "whole":
         handle.wait_for_unshard()
-    copies = assembled(handle)
+    copies = assembled(handle, at_first=False)
     assert all(map(torch.equal, copies, VALUES.values()))
     for value in copies:
         value.fill_(math.nan)
@@ -802,7 +803,7 @@ def _copy_out_changed() -> None:
     handle.wait_for_unshard()
     handle.comm.settle()
     _add_one(handle)
-    assert torch.equal(assembled(handle)[3], VALUES["odd"] + 1)
+    assert torch.equal(assembled(handle, at_first=False)[3], VALUES["odd"] + 1)
 
 
 @two_or_three
@@ -857,7 +858,7 @@ def _shard_a_pair() -> list[float]:
     handle = handle_of(module, on_gradient=take)
     handle.wait_for_unshard()
     assert module.pair.tolist() == [2.0, 3.0]
-    handle.begin_backward()
+    handle.begin_backward(GradientSync.FULL, fills_unused=False)
     module.pair.square().sum().backward()
     handle.reshard()
     handle.accept(handle.reduce().wait())
@@ -883,12 +884,12 @@ def _shard_nothing() -> None:
     handle = handle_of(module, on_gradient=take)
     for _ in range(2):
         handle.wait_for_unshard()
-        handle.begin_backward()
+        handle.begin_backward(GradientSync.FULL, fills_unused=False)
         (torch.ones(2, 3) @ module.nothing).sum().backward()
         handle.accept(handle.reduce().wait())
         handle.reshard()
     assert handle.flat_param.shape == handle.flat_param.grad.shape == (0,)
-    assert assembled(handle)[0].shape == (3, 0)
+    assert assembled(handle, at_first=False)[0].shape == (3, 0)
 
 
 def test_alone_the_whole_is_the_shard_itself() -> None:
