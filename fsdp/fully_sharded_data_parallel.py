@@ -93,7 +93,7 @@ class FullyShardedDataParallel(nn.Module):
 
     Raises:
         RuntimeError: without a process group, or if the disk is too small.
-        TypeError: for parameters that are integers, or `DTensor`s without values or of unknown placements.
+        TypeError: for parameters that are integers, or `DTensor`s of unknown placements.
         ValueError: for a module whose own parameters a wrapper has already, that has no parameters, or that shares one
             with an inner wrapper; for ranks, devices, dtypes and options that do not fit together.
     """

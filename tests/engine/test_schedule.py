@@ -67,7 +67,7 @@ def test_the_two_next_other_units_are_expected() -> None:
 
 def test_entering_without_a_begun_pass_predicts_nothing() -> None:
     order: ExecutionOrder[Unit] = ExecutionOrder()
-    assert order.enter(UNITS["a"]) == []
+    assert not order.enter(UNITS["a"])
     assert not order.at_expected_end()
 
 

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum, auto
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -180,15 +181,19 @@ def _share_one_event_loop() -> None:
     """
     if not dist.is_gloo_available():
         return
-    others = _threads()
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    device = Gloo.create_device(interface=interface) if interface else Gloo.create_default_device()
-    for thread in _threads() - others:
-        os.setpriority(os.PRIO_PROCESS, thread, 5)
     initialize = Gloo.__init__
+
+    @cache
+    def device_on(interface: str | None) -> object:
+        others = _threads()
+        device = Gloo.create_device(interface=interface) if interface else Gloo.create_default_device()
+        for thread in _threads() - others:
+            os.setpriority(os.PRIO_PROCESS, thread, 5)
+        return device
 
     def with_the_device(group: Gloo, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         options = Gloo._Options()
+        device = device_on(os.environ.get("GLOO_SOCKET_IFNAME"))  # a rank may be put on another machine
         options._devices, options._threads, options._timeout = [device], 2, timeout
         initialize(group, store, rank, size, options)
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import fsdp
 from fsdp import EMA, FlattenParamsWrapper, FullyShardedDataParallel, MixedPrecision
@@ -143,7 +143,7 @@ def test_what_is_wrapped_while_the_default_device_is_meta_has_its_shards_in_memo
             assert {param.device.type for param in model.parameters()} == {"cpu"}
 
 
-def test_dtensors_without_values_are_refused(ranks: RankPool) -> None:
+def test_dtensors_may_come_without_values(ranks: RankPool) -> None:
     ranks(2).run(_wrap_dtensor)
 
 
@@ -151,8 +151,13 @@ def _wrap_dtensor() -> None:
     layer = nn.Linear(4, 2, device="meta")
     mesh = init_device_mesh("cpu", (2,))
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
-    with pytest.raises(TypeError, match=r"weight is a DTensor without values .*Give it values before"):
-        FullyShardedDataParallel(layer, process_group=Alone())
+    model = FullyShardedDataParallel(layer, process_group=Alone())
+    with pytest.raises(RuntimeError, match="have no values yet"):
+        model(torch.ones(1, 4))
+    weight = torch.arange(8.0).view(2, 4)
+    model.load_state_dict({"weight": weight, "bias": torch.zeros(2)})
+    found = model.state_dict()["weight"]
+    assert torch.equal(found.full_tensor() if isinstance(found, DTensor) else found, weight)
 
 
 def test_flattening_alone_is_for_parameters_with_values() -> None:

@@ -92,8 +92,8 @@ class Mesh:
     def size(self, number: int) -> int:
         return self._sizes[number]
 
-    def get_local_rank(self, number: int) -> int:
-        return self._place[number]
+    def get_coordinate(self) -> list[int]:
+        return self._place
 
 
 @settings(deadline=None, max_examples=200)

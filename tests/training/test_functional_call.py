@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import cached
 
-from fsdp import FullyShardedDataParallel, fully_shard
+from fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from tests.helpers.ranks import RankPool
 
 Given = dict[str, Tensor]
@@ -72,6 +72,8 @@ def _given(model: nn.Module, make: Any) -> Given:
 
 def _trained(model: nn.Module, shard: bool = True) -> list[Tensor]:
     """Whole values after one step on what the model itself has."""
+    if isinstance(model, FSDPModule):
+        model.reshard()  # else it lists unsharded parameters, as torch's does after a forward without a backward
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(_inputs()).square().sum().backward()
     if not shard:

@@ -112,9 +112,8 @@ def _train_clipped(
 
 
 def held_gradients(model: nn.Module) -> list[Tensor]:
-    """What this rank has of the gradients, padding included."""
-    handles = [handle for wrapper in get_fsdp_instances(model) for handle in wrapper._unit.handles]
-    return [handle.flat_param.grad for handle in handles if handle.flat_param.grad is not None]
+    """What this rank has of the gradients."""
+    return [param.grad for param in model.parameters() if param.grad is not None]
 
 
 @parametrize_pairs(norm_type=NORM_TYPES, options=FORMS, units=[whole, auto_wrapped, each_in_another_form])

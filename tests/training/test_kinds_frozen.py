@@ -236,8 +236,6 @@ def _weigh(options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer)
     state = 4 * (2 * stepped + counts) if make_optimizer is adamw else 4 * stepped
     # The ranks tell each other which original parameters were used, and gloo's thread may still hold what it sent.
     flags = sum(map(len, TRAINED)) if options == ORIGINAL else 0
-    # The gradient of which original parameters had parts is let go by the next forward.
-    zeroed = 4 * trained if options == ORIGINAL else 0
 
     def assert_held(nbytes: int) -> None:
         assert live_bytes() - before - nbytes in (0, flags)
@@ -248,7 +246,7 @@ def _weigh(options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer)
         optimizer.step()
         assert_held(weights + 4 * trained + state)
         optimizer.zero_grad()
-        assert_held(weights + state + zeroed)
+        assert_held(weights + state)
     with model.no_sync():
         train_step(model, inputs)
     # Whole gradients of what is trained; the root alone keeps its parameters.
