@@ -155,7 +155,7 @@ def fully_shard(
 
     Raises:
         RuntimeError: without a process group.
-        TypeError: for what is no module, and for integer parameters.
+        TypeError: for what is no module, no mesh, and for integer parameters.
         ValueError: for containers without a forward, and modules that are sharded already; for `DTensor`s that are
             not on another dimension of the same mesh; for placements that a parameter cannot have; for dtypes that
             cannot be trained as asked.
@@ -166,6 +166,8 @@ def fully_shard(
         _check_module(each)
     one = modules[0] if len(modules) == 1 else ModuleGroup(modules)
     mesh = _mesh_of_all(one) if mesh is None else mesh
+    if not hasattr(mesh, "get_coordinate"):
+        raise TypeError(f"mesh must be a DeviceMesh, of init_device_mesh() for instance, got a {type(mesh).__name__}")
     if dp_mesh_dims is not None:
         whole, mesh = mesh, _data_parallel_mesh(mesh, dp_mesh_dims)
         _take_off(modules, whole, {*dp_mesh_dims.shard_names, *dp_mesh_dims.replicate_names})

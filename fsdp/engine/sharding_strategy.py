@@ -195,14 +195,12 @@ def _pair_of(given: Any) -> tuple[Group, Group] | None:
     """Return the groups to shard and to replicate over, if two are given."""
     if _is_mesh(given):
         if given.get_coordinate() is None:
-            raise ValueError(
-                f"process_group is {given}, and rank {dist.get_rank()} is not in that mesh: wrap only on its ranks"
-            )
+            raise ValueError(f"rank {dist.get_rank()} is not in the mesh {given}: shard only on its ranks")
         if given.ndim > 2:
             names = given.mesh_dim_names or ("replicate", "shard")
             raise ValueError(
-                f"process_group is a {given.ndim}-D DeviceMesh, and sharding uses at most two dimensions: give a part "
-                f'of it, mesh["{names[0]}", "{names[1]}"] to replicate over {names[0]} and shard over {names[1]}'
+                f"got a {given.ndim}-D DeviceMesh, and sharding uses at most two dimensions: give a part of it, "
+                f'mesh["{names[0]}", "{names[1]}"] to replicate over {names[0]} and shard over {names[1]}'
             )
         return None if given.ndim == 1 else (given.get_group(1), given.get_group(0))
     if not isinstance(given, (tuple, list)):

@@ -402,5 +402,5 @@ def _refuse_strange_groups() -> None:
             wrapped(process_group=pair)
     with pytest.raises(TypeError, match=r"a None in it"):
         wrapped(process_group=(None, others[rank]))
-    with pytest.raises(ValueError, match=rf"rank {rank} is not in that mesh"):
+    with pytest.raises(ValueError, match=rf"rank {rank} is not in the mesh"):
         wrapped(process_group=meshes[1 - rank])

@@ -155,6 +155,7 @@ def _ignore() -> None:
         ({"reshard_after_forward": -1}, ValueError, "reshard_after_forward"),
         ({"reshard_after_forward": "yes"}, TypeError, "must be True, False, None or a number of ranks, got 'yes'"),
         ({"reshard_after_forward": 2.0}, TypeError, "got 2.0"),
+        ({"mesh": (2, 2)}, TypeError, "mesh must be a DeviceMesh, of init_device_mesh.*got a tuple"),
         ({"mp_policy": torch.bfloat16}, TypeError, "mp_policy must be a MixedPrecisionPolicy, got a dtype"),
         ({"mp_policy": None}, TypeError, "mp_policy must be a MixedPrecisionPolicy"),
         ({"offload_policy": True}, TypeError, r"offload_policy must be CPUOffloadPolicy\(\) or OffloadPolicy\(\)"),
@@ -187,7 +188,7 @@ def test_a_mesh_has_one_or_two_dimensions(ranks: RankPool) -> None:
 def _cube() -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
-    with pytest.raises(ValueError, match="mesh"):
+    with pytest.raises(ValueError, match="got a 3-D DeviceMesh, and sharding uses at most two dimensions"):
         fsdp.fully_shard(linear(), mesh=init_device_mesh("cpu", (1, 1, 1)))
 
 
