@@ -37,6 +37,12 @@ Found = dict[str, Tensor | None]
 Steps = Callable[[Any], Found]
 
 
+def torchs_has(method: str) -> pytest.MarkDecorator:
+    """A mark for tests beside torch's that need a method which torch 2.11 does not have."""
+    has = hasattr(TorchsModule, method)
+    return pytest.mark.skipif(not has, reason=f"this torch has no {method} to compare with")
+
+
 def inputs(number: int) -> Tensor:
     generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
     return torch.randn(3, 5, generator=generator, dtype=torch.get_default_dtype())
@@ -179,6 +185,7 @@ def half_used(wrap: Wrap) -> nn.Module:
     return seeded(HalfUsed, wrap)
 
 
+@torchs_has("set_reduce_scatter_unused_params")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_parameter_that_nobody_uses_gets_zeros_if_that_is_asked_for(ranks: RankPool, world_size: int) -> None:
     ranks(world_size).run(assert_alike, half_used, _fill_unused)
@@ -193,6 +200,7 @@ def _fill_unused(model: Any) -> Found:
     return found | gradients(model)
 
 
+@torchs_has("set_reduce_scatter_max_input_buffers")
 def test_more_reductions_in_flight_change_no_gradient(ranks: RankPool) -> None:
     ranks(3).run(assert_alike, uneven, _more_in_flight)
 
@@ -433,18 +441,18 @@ def _see_and_double(model: Any) -> Found:
     return {key: seen[key] for key in sorted(seen)} | gradients(model)
 
 
+@torchs_has("set_separate_reduce_scatter_group")
 def test_reductions_have_a_group_of_their_own(ranks: RankPool) -> None:
     ranks(2).run(assert_alike, uneven, _set_apart)
 
 
 def _set_apart(model: Any) -> Found:
     backward(model, 0)
-    if hasattr(model, "set_separate_reduce_scatter_group"):
-        model.set_separate_reduce_scatter_group()
-        if isinstance(model, FSDPModule):
-            assert all(one.reduce_comm is not one.comm for one in handles(model) if one.is_sharded)
-        backward(model, 1)
-        model.set_separate_reduce_scatter_group(False)
+    model.set_separate_reduce_scatter_group()
+    if isinstance(model, FSDPModule):
+        assert all(one.reduce_comm is not one.comm for one in handles(model) if one.is_sharded)
+    backward(model, 1)
+    model.set_separate_reduce_scatter_group(False)
     backward(model, 2)
     return gradients(model)
 
