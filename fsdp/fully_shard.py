@@ -169,8 +169,8 @@ def fully_shard(
     if not hasattr(mesh, "get_coordinate"):
         raise TypeError(f"mesh must be a DeviceMesh, of init_device_mesh() for instance, got a {type(mesh).__name__}")
     if dp_mesh_dims is not None:
-        whole, mesh = mesh, _data_parallel_mesh(mesh, dp_mesh_dims)
-        _take_off(modules, whole, {*dp_mesh_dims.shard_names, *dp_mesh_dims.replicate_names})
+        all_dims, mesh = mesh, _data_parallel_mesh(mesh, dp_mesh_dims)
+        _take_off(modules, all_dims, {*dp_mesh_dims.shard_names, *dp_mesh_dims.replicate_names})
     groups = Groups.resolve(mesh, None)
     is_resharded, kept_by = _resharding(reshard_after_forward, groups)
     on_cuda = mesh.device_type == "cuda"

@@ -240,7 +240,7 @@ def _key(target: Target, stored: Mapping[str, FoundTensor]) -> str | None:
 
 def _misfit(target: Target, stored: FoundTensor) -> list[str]:
     if target.part is not None:
-        target.part.cut_dim(stored.name)
+        target.part.sharded_dim(stored.name)
     found = []
     if stored.shape != target.shape:
         found.append(f"{stored} has shape {list(stored.shape)}, and the model's {list(target.shape)}")

@@ -26,18 +26,19 @@ from fsdp.fully_shard import (
     share_comm_ctx,
 )
 
-# By torch's names.
-PROVIDED: dict[str, Any] = {
-    "CPUOffloadPolicy": CPUOffloadPolicy,
-    "DataParallelMeshDims": DataParallelMeshDims,
-    "FSDPModule": FSDPModule,
-    "MixedPrecisionPolicy": MixedPrecisionPolicy,
-    "OffloadPolicy": OffloadPolicy,
-    "UnshardHandle": UnshardHandle,
-    "fully_shard": fully_shard,
-    "register_fsdp_forward_method": register_fsdp_forward_method,
-    "share_comm_ctx": share_comm_ctx,
-}
+_OURS: tuple[Any, ...] = (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    UnshardHandle,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+# By torch's names, which are ours too.
+PROVIDED: dict[str, Any] = {each.__name__: each for each in _OURS}
 _TORCHS = {name: getattr(torchs, name) for name in PROVIDED if hasattr(torchs, name)}
 # Modules that are torch's own implementation, or build on it.
 _OWN = ("torch.distributed.fsdp._fully_shard._", "torch.distributed._composable.replicate_with_fsdp", "fsdp.")

@@ -1,6 +1,6 @@
 """Parameters that are `DTensor`s already: their local parts on this rank, and how to make `DTensor`s of these again.
 
-Tensor parallelism cuts parameters over a device mesh of its own. We shard what each rank has of them, its local part,
+Tensor parallelism shards parameters over a device mesh of its own. We shard what each rank has of them, its local part,
 over the data-parallel ranks, and modules see `DTensor`s around the gathered local parts. Everything that must be known
 of `DTensor`s is here. `torch.distributed.tensor` takes a second to import, so it is imported by who has made one.
 """
@@ -96,12 +96,12 @@ def _is_in_flight(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Cut:
+class DimSharding:
     """The sharding of a tensor along one mesh dimension; outer mesh dimensions may have left a part of it."""
 
     mesh_dim: int
     dim: int  # of the tensor
-    total: int  # its size before the cut
+    total: int  # its size before it is sharded so
     each: int  # the size of a part; of the last ones less is left, or nothing
     place: int  # the number of this rank's part, by its coordinate in the mesh, in which ranks may have any order
 
@@ -140,24 +140,24 @@ class MeshPart:
         return (*(number for number in dims if number not in strided), *reversed(strided))
 
     @cached_property
-    def cuts(self) -> tuple[Cut, ...]:
-        """The cuts, in the order of `sharded_dims`: each divides what those before it have left."""
+    def shardings(self) -> tuple[DimSharding, ...]:
+        """The shardings, in the order of `sharded_dims`: each divides what those before it have left."""
         sizes, found = list(self.shape), []
         place = self.mesh.get_coordinate() or ()
         for number in self.sharded_dims:
             dim = self.placements[number].dim  # type: ignore[attr-defined]
-            cut = Cut(number, dim, sizes[dim], -(-sizes[dim] // self.mesh.size(number)), place[number])
-            sizes[dim] = cut.range(cut.place)[1]
-            found.append(cut)
+            sharding = DimSharding(number, dim, sizes[dim], -(-sizes[dim] // self.mesh.size(number)), place[number])
+            sizes[dim] = sharding.range(sharding.place)[1]
+            found.append(sharding)
         return tuple(found)
 
     @cached_property
     def _extents(self) -> tuple[tuple[int, int], ...]:
         """Along each dimension, where the local part begins in the unsharded tensor, and its size."""
         found = [(0, size) for size in self.shape]
-        for cut in self.cuts:
-            begin, size = cut.range(cut.place)
-            found[cut.dim] = found[cut.dim][0] + begin, size
+        for sharding in self.shardings:
+            begin, size = sharding.range(sharding.place)
+            found[sharding.dim] = found[sharding.dim][0] + begin, size
         return tuple(found)
 
     @property
@@ -213,12 +213,12 @@ class MeshPart:
 
     def held_of(self, value: Tensor) -> Tensor:
         """This rank's part of an unsharded, plain value; shares its memory."""
-        for cut in self.cuts:
-            value = value.narrow(cut.dim, *cut.range(cut.place))
+        for sharding in self.shardings:
+            value = value.narrow(sharding.dim, *sharding.range(sharding.place))
         return value
 
-    def cut_dim(self, name: str) -> int | None:
-        """The only dimension along which it is cut; None if every rank of the mesh has all of it."""
+    def sharded_dim(self, name: str) -> int | None:
+        """The only dimension along which it is sharded; None if every rank of the mesh has all of it."""
         if not all(placement.is_shard() or placement.is_replicate() for placement in self.placements):
             raise NotImplementedError(
                 f"{name} has placements {list(self.placements)}: only Shard and Replicate are read"
@@ -226,8 +226,8 @@ class MeshPart:
         dims = {self.placements[number].dim % len(self.shape) for number in self.sharded_dims}  # type: ignore[attr-defined]
         if len(dims) > 1:
             raise NotImplementedError(
-                f"{name} is cut along dimensions {sorted(dims)} ({self}): a file can be read into parameters that are "
-                "cut along one. Load it with load_state_dict."
+                f"{name} is sharded along dimensions {sorted(dims)} ({self}): a file can be read into parameters "
+                "that are sharded along one. Load it with load_state_dict."
             )
         return dims.pop() if dims else None
 
@@ -236,7 +236,7 @@ class MeshPart:
 
         One range if it is sharded along dimension 0, otherwise one for each row of what is before the dimension.
         """
-        dim = self.cut_dim(name)
+        dim = self.sharded_dim(name)
         if dim is None:
             yield start, stop
             return
@@ -294,7 +294,7 @@ def check_placements(name: str, param: Tensor) -> None:
     for number in part.sharded_dims:
         if bool((part.mesh.mesh.movedim(number, -1).diff() < 0).any()):
             raise ValueError(
-                f"{name} is a DTensor on {part.mesh}, along which ranks do not rise: torch cuts tensors in the order "
+                f"{name} is a DTensor on {part.mesh}, along which ranks do not rise: torch shards tensors in the order "
                 "of the mesh and puts them together in that of the ranks. Make the mesh with rising ranks."
             )
 

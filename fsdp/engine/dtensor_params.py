@@ -71,7 +71,7 @@ class DTensorParams(OrigParams):
     ) -> None:
         self.mesh, self._given = mesh, params
         self._slots = layout.slots
-        self._cut_before = flat_param.parts
+        self._parts_before = flat_param.parts
         self._parts = [spread_over(mesh, *one) for one in zip(layout.slots, flat_param.parts, strict=True)]
         if not isinstance(layout, RowsLayout):
             raise TypeError(f"rows need a layout in rows, got {type(layout).__name__}")
@@ -132,7 +132,7 @@ class DTensorParams(OrigParams):
         return held_part(tensor).detach().reshape(-1)
 
     def local_shard_of(self, slot: int, value: Tensor) -> Tensor | None:
-        if not is_dtensor(value) or MeshPart.of(value) == self._cut_before[slot]:
+        if not is_dtensor(value) or MeshPart.of(value) == self._parts_before[slot]:
             return None
         return self._parts[slot].to_local(self._slots[slot].name, value.detach()).reshape(-1)
 

@@ -320,7 +320,7 @@ class LoadTarget(nn.Parameter):
     def like(
         cls, shape: torch.Size, tensor: Tensor, check: Callable[[Tensor], None], requires_grad: bool = False
     ) -> LoadTarget:
-        """Return a target of this shape, as `tensor` is else; `check` raises for a value that could not be kept."""
+        """Return a target of this shape, and the dtype and device of `tensor`; `check` raises for unfit values."""
         empty = torch.empty(shape, dtype=tensor.dtype, device="meta")
         made = Tensor._make_subclass(cls, empty, requires_grad)
         made.source, made._check, made._device = None, check, tensor.device

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsdp.distributed.collectives import Communicator, communicator
 from fsdp.distributed.communicator import Group
-from fsdp.distributed.dtensor import Cut, MeshPart, arrived, full_tensor, local_part
+from fsdp.distributed.dtensor import DimSharding, MeshPart, arrived, full_tensor, local_part
 
 _WHAT = "the gather of a state dict"
 
@@ -80,10 +80,10 @@ class Gathering:
         return full.to(home) if self.is_wanted and full is not None else None
 
     def _put_together(self, local: Tensor, part: MeshPart) -> Tensor | None:
-        """Gather over one mesh dimension after the other, from the innermost, which was cut last."""
+        """Gather over one mesh dimension after the other, from the innermost, which was sharded last."""
         full: Tensor | None = local
-        for left, cut in reversed(list(enumerate(part.cuts))):
-            group = part.mesh.get_group(cut.mesh_dim)
+        for left, sharding in reversed(list(enumerate(part.shardings))):
+            group = part.mesh.get_group(sharding.mesh_dim)
             comm = communicator(group, local.device)
             if comm.world_size == 1:
                 continue
@@ -93,7 +93,7 @@ class Gathering:
                 wants = [True] * len(ranks)  # of some of them it is not known here
             self._used.add(comm)
             piece = local.resolve_conj().resolve_neg().contiguous()
-            full = _joined(comm, cut, piece, _places(part, cut, ranks), wants)
+            full = _joined(comm, sharding, piece, _places(part, sharding, ranks), wants)
             if left > 0 or piece is not local:
                 comm.settle()  # what is only made to be sent should not pile up
             local = local if full is None else full
@@ -123,16 +123,20 @@ def _put_together_by_torch(tensor: Tensor, part: MeshPart) -> Tensor:
     return full.clone() if full.untyped_storage().nbytes() > full.nbytes else full
 
 
-def _joined(comm: Communicator, cut: Cut, piece: Tensor, places: list[int], wants: list[bool]) -> Tensor | None:
+def _joined(
+    comm: Communicator, sharding: DimSharding, piece: Tensor, places: list[int], wants: list[bool]
+) -> Tensor | None:
     """Send each part to those who want it, straight into its place where that is one range of memory."""
     outgoing = {rank: [as_bytes(piece)] for rank, wanted in enumerate(wants) if wanted and rank != comm.rank}
     incoming: dict[int, list[Tensor]] = {}
     beside: list[tuple[Tensor, Tensor]] = []
     full: Tensor | None = None
     if wants[comm.rank]:
-        full = piece.new_empty([cut.total if dim == cut.dim else size for dim, size in enumerate(piece.shape)])
+        full = piece.new_empty(
+            [sharding.total if dim == sharding.dim else size for dim, size in enumerate(piece.shape)]
+        )
         for rank, place in enumerate(places):
-            target = full.narrow(cut.dim, *cut.range(place))
+            target = full.narrow(sharding.dim, *sharding.range(place))
             if rank == comm.rank:
                 target.copy_(piece)
             elif target.numel():
@@ -148,11 +152,11 @@ def _joined(comm: Communicator, cut: Cut, piece: Tensor, places: list[int], want
     return full
 
 
-def _places(part: MeshPart, cut: Cut, ranks: list[int]) -> list[int]:
+def _places(part: MeshPart, sharding: DimSharding, ranks: list[int]) -> list[int]:
     """Return the number of its part for each rank of a mesh dimension's group, in the group's order."""
     line = list(part.mesh.get_coordinate() or ())
-    lines = part.mesh.mesh.movedim(cut.mesh_dim, -1)
-    del line[cut.mesh_dim]
+    lines = part.mesh.mesh.movedim(sharding.mesh_dim, -1)
+    del line[sharding.mesh_dim]
     in_mesh = lines[tuple(line)].tolist()
     return [in_mesh.index(rank) for rank in ranks]
 

@@ -75,7 +75,7 @@ def _load_twice_cut(path: Path) -> None:
     for layer, each in zip(module, placements, strict=True):
         layer.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh["a", "b"], each))
     model = FullyShardedDataParallel(module, process_group=mesh["dp"].get_group())
-    with pytest.raises(NotImplementedError, match=r"1\.weight is cut along dimensions \[0, 1\]"):
+    with pytest.raises(NotImplementedError, match=r"1\.weight is sharded along dimensions \[0, 1\]"):
         load_safetensors(model, path)
     assert not any(bool(value.any()) for value in model.state_dict().values())
 
