@@ -19,7 +19,7 @@ from torch import nn
 
 from fsdp.distributed.collectives import Communicator, communicator
 from fsdp.distributed.comm_hooks import AllReduceHook
-from fsdp.distributed.communicator import Group, behind, default_group, served_device
+from fsdp.distributed.communicator import Group, behind, default_group, made_once_for_groups, served_device
 from fsdp.distributed.custom_collectives import Collective, CustomAllGather, CustomReduceScatter
 from fsdp.distributed.dtensor import MeshPart, is_dtensor, joint_mesh, spread_loaded
 from fsdp.engine.copying import prepare_to_copy
@@ -346,7 +346,7 @@ def _mesh_of_all(module: nn.Module) -> DeviceMesh:
 
 
 # Of the default process group: every call wants the same.
-_meshes: dict[Any, Any] = {}
+_meshes: dict[Any, Any] = made_once_for_groups()
 
 
 def _outermost(given: Any) -> list[Any]:

@@ -22,11 +22,13 @@ matched by their order alone, and one that meets another of another length ends 
 
 from __future__ import annotations
 
+import atexit
+import gc
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -41,6 +43,7 @@ from fsdp.distributed.communicator import (
     behind,
     finish,
     incomplete,
+    made_once_for_groups,
     own_rank,
     present_call,
 )
@@ -49,6 +52,11 @@ from fsdp.distributed.communicator import MissingRanks as MissingRanks
 from fsdp.distributed.communicator import Pending as Pending
 from fsdp.distributed.communicator import Tag as Tag
 from fsdp.distributed.communicator import during as during
+
+if dist.is_available():
+    # Its functions take the default group of when it is imported for their default. torch imports it lazily: that group
+    # would live until the interpreter is torn down (see `made_once_for_groups`). Now there is none yet.
+    import torch.distributed.nn.functional
 
 # torch 2.12 renamed these; both are looked up at each call, because tools count collectives by replacing them.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -84,9 +92,14 @@ class TorchCollectives(Communicator):
 
     def __init__(self, group: Any) -> None:
         super().__init__(group.rank(), group.size())
-        self.group, self._known = group, behind(group)  # what is gathered and reduced goes through a user's object
+        self.group = group  # what is gathered and reduced goes through it, also where it is a user's object
         self._apart: Communicator | None = None
         self.peers_answer = "fake" not in backend_names(group).values()
+
+    @property
+    def _known(self) -> Any:
+        """The group as torch knows it."""
+        return behind(self.group)
 
     @property
     def talk_device(self) -> torch.device:
@@ -154,6 +167,24 @@ class _Sending:
         self._kept, self.is_finished = None, True
 
 
+class _Receiving:
+    """A message on its way to this rank, which has a place to go to until it is there.
+
+    Whoever asked for it may be given up, by an exception in the middle of a step. gloo (seen in torch 2.13) reads
+    nothing more from a peer once a message comes for a buffer that is gone.
+    """
+
+    _under_way: ClassVar[set[_Receiving]] = set()
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._under_way.add(self)
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._under_way.discard(self)
+
+
 class DirectExchange(TorchCollectives):
     """gloo on CPU: pieces go from rank to rank directly, each received where it belongs."""
 
@@ -185,7 +216,7 @@ class DirectExchange(TorchCollectives):
                     yield each, peer, _wire_tag(self._way, kind, tag, each.numel(), each.dtype)
 
         try:
-            asked = [self.group.recv([each], peer, number) for each, peer, number in numbered(incoming)]
+            asked = [_Receiving(self.group.recv([each], peer, number)) for each, peer, number in numbered(incoming)]
             return asked, [self.group.send([each], peer, number) for each, peer, number in numbered(outgoing)]
         except RuntimeError as error:  # a peer is known to be gone
             raise incomplete(what, error) from error
@@ -322,14 +353,21 @@ class StagedExchange(DirectExchange):
 
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
-_communicators: dict[tuple[Any, str, bool], Communicator] = {}
+_communicators: dict[tuple[Any, str, bool], TorchCollectives] = made_once_for_groups()
+
+
+@atexit.register
+def _let_groups_go() -> None:
+    """Leave models that live until the end without their groups; see `made_once_for_groups`."""
+    for comm in _communicators.values():
+        comm.group = None
+    gc.collect()  # models that nobody has any more, and that are full of cycles, hold their groups too
 
 
 def communicator(group: Group, device: torch.device) -> Communicator:
     """The way to the ranks of `group` for tensors on `device`; one object per group and device type."""
     if group.size() == 1:
         return LONE_RANK
-    # Kept for the life of the process: torch 2.13 may deadlock when a gloo group dies while the GIL is held.
     key = (group, device.type, _only_torch)
     if key not in _communicators:
         is_gloo = backend_names(group).get(device.type) == "gloo" and hasattr(group, "send")

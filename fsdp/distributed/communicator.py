@@ -6,6 +6,7 @@ process groups as users give them: which devices they serve, and which ones stan
 
 from __future__ import annotations
 
+import atexit
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -259,6 +260,18 @@ def label(what: str, name: str) -> AbstractContextManager[Any]:
 # --- process groups -------------------------------------------------------------------------------------------------
 
 
+def made_once_for_groups() -> dict[Any, Any]:
+    """Return a dictionary for what is made once for a process group, which is emptied when the process ends.
+
+    A thread of gloo may still have to free a tensor of a user's last collective, for which it needs the GIL. A group
+    that dies waits for its threads; if it dies while the interpreter is torn down, where there is no GIL to be had, the
+    process is aborted ("terminate called without an active exception", torch 2.13).
+    """
+    made: dict[Any, Any] = {}
+    atexit.register(made.clear)
+    return made
+
+
 class Group(Protocol):
     """A process group, as far as we need one; dummies with only these two methods serve for a world of one."""
 
@@ -331,4 +344,4 @@ def reduce_group(group: Group, device: torch.device) -> Group:
     return group
 
 
-_second_groups: dict[tuple[Any, str], Any] = {}
+_second_groups: dict[tuple[Any, str], Any] = made_once_for_groups()

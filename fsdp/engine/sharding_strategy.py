@@ -18,7 +18,14 @@ import torch
 import torch.distributed as dist
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator, communicator, during
-from fsdp.distributed.communicator import Group, behind, default_group, number_of_groups, reduce_group
+from fsdp.distributed.communicator import (
+    Group,
+    behind,
+    default_group,
+    made_once_for_groups,
+    number_of_groups,
+    reduce_group,
+)
 from fsdp.distributed.consensus import agree_on
 
 _HOST = torch.device("cpu")
@@ -231,11 +238,11 @@ def ranks_of(group: Any) -> Sequence[int]:
         return [alone] if group.size() == 1 else []
 
 
-# What was checked, or made, before: every unit of a model asks for the same. Groups live as long as the process.
-_checked: dict[tuple[Any, Any], frozenset[int]] = {}
-_made: dict[tuple[Any, int], tuple[Group, Group | None]] = {}
-_post_forward_groups: dict[tuple[Any, int], Group] = {}
-_groups_apart: dict[Any, Group] = {}
+# What was checked, or made, before: every unit of a model asks for the same.
+_checked: dict[tuple[Any, Any], frozenset[int]] = made_once_for_groups()
+_made: dict[tuple[Any, int], tuple[Group, Group | None]] = made_once_for_groups()
+_post_forward_groups: dict[tuple[Any, int], Group] = made_once_for_groups()
+_groups_apart: dict[Any, Group] = made_once_for_groups()
 
 
 @during("FullyShardedDataParallel() or fully_shard()")

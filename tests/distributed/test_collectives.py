@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -27,6 +30,7 @@ from fsdp.distributed.collectives import (
 )
 from fsdp.distributed.communicator import default_group, reduce_group
 from tests.helpers.parity import Alone
+from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankPool
 
 CPU = torch.device("cpu")
@@ -412,6 +416,37 @@ def _talk_to_nobody() -> None:
     model(torch.ones(2, 30)).sum().backward()
     (shard,) = model.parameters()
     assert shard.shape == shard.grad.shape == (-(-1550 // 64),)
+
+
+# What is given up, and the end
+
+
+def test_a_gather_that_is_given_up_stops_nothing_else(ranks: RankPool) -> None:
+    ranks(2).run(_give_up)
+
+
+def _give_up() -> None:
+    comm = world()
+    shard = torch.ones(1000)
+    if comm.rank == 0:
+        comm.all_gather(torch.empty(2000), shard, "a gather", tag=0)
+        gc.collect()
+    dist.barrier()  # gloo's own way: rank 0 has given up before rank 1 sends
+    if comm.rank == 1:
+        comm.all_gather(torch.empty(2000), shard, "a gather", tag=0).wait()
+    assert comm.all_gather_bytes(b"%d" % comm.rank) == [b"0", b"1"]
+    comm.settle()
+
+
+def test_a_process_ends_well_while_gloo_tidies_up_its_last_collective(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.helpers.last_collective"]
+    ended = [
+        subprocess.Popen([*command, str(rank), str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for process in ended:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
 
 
 # The names that torch 2.12 changed
