@@ -20,7 +20,7 @@ from torch import nn
 from fsdp.distributed.collectives import Communicator, communicator
 from fsdp.distributed.comm_hooks import AllReduceHook
 from fsdp.distributed.communicator import Group, behind, default_group, made_once_for_groups, served_device
-from fsdp.distributed.custom_collectives import Collective, CustomAllGather, CustomReduceScatter
+from fsdp.distributed.custom_collectives import Collective, CustomAllGather, CustomReduceScatter, moved
 from fsdp.distributed.dtensor import MeshPart, is_dtensor, joint_mesh, spread_loaded
 from fsdp.engine.copying import prepare_to_copy
 from fsdp.engine.deferred_init import require_values_everywhere
@@ -637,8 +637,8 @@ class FSDPModule:
         sharded over all ranks has it from the start.
         """
         for unit in _units(self, recurse):
-            over = partial(_reduced_apart, unit.device) if enable else lambda handle: handle.comm
-            unit.connect(lambda handle, over=over: (handle.comm, over(handle)))  # type: ignore[misc]
+            to = partial(_reduced_apart, unit.device) if enable else lambda handle: handle.comm
+            unit.connect(lambda handle, to=to: (handle.comm, moved(handle.reduce_comm, to(handle))))  # type: ignore[misc]
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Have the process group allocate what is sent and received: where its backend cannot, nothing changes.

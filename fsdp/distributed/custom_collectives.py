@@ -38,7 +38,7 @@ class _InFront(Communicator):
     @classmethod
     def of(cls, comm: Communicator, collective: Collective) -> Communicator:
         """Return a communicator in which `collective` does its part, also where another one did."""
-        return cls(comm._behind if isinstance(comm, _InFront) else comm, collective)
+        return cls(_behind(comm), collective)
 
     def new_tag(self) -> int:
         return self._behind.new_tag()  # the two send to the same ranks
@@ -102,6 +102,15 @@ class CustomReduceScatter(_InFront):
             output_tensor=shard, input_tensor=sent, group=self.group, op=dist.ReduceOp.SUM, async_op=True
         )
         return Pending(what, (work,), lambda: _after_use_of(sent, shard).to(dtype or full.dtype))
+
+
+def moved(comm: Communicator, to: Communicator) -> Communicator:
+    """Return the way `to` some ranks, with the user's object that is in front of `comm`, if there is one."""
+    return type(comm).of(to, comm._collective) if isinstance(comm, _InFront) else _behind(to)
+
+
+def _behind(comm: Communicator) -> Communicator:
+    return comm._behind if isinstance(comm, _InFront) else comm
 
 
 def _after_use_of(sent: Tensor, result: Tensor) -> Tensor:

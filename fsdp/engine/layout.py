@@ -119,7 +119,7 @@ class Layout(ABC):
         return self.shard_numel * self.world_size
 
     def intervals(self, rank: int) -> list[Interval]:
-        """All that `rank` keeps, in the order of its shard."""
+        """All that `rank` keeps, in the order of the parameters."""
         found = (self.interval(slot, rank) for slot in range(len(self.slots)))
         return [interval for interval in found if interval is not None]
 

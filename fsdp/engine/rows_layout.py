@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -49,8 +49,12 @@ class Chunk:
         return torch.Size([*self.shape[: self.dim], self.full_ranks, self.rows, *self.shape[self.dim + 1 :]])
 
     @property
+    def numel(self) -> int:
+        return self.rows * self.row_numel
+
+    @property
     def stop(self) -> int:
-        return self.offset + self.rows * self.row_numel
+        return self.offset + self.numel
 
     @cached_property
     def full_ranks(self) -> int:
@@ -68,22 +72,28 @@ class RowsLayout(Layout):
 
     A chunk that is short (or empty) is padded, so that every rank's shard has the same size. A scalar counts as
     one row. In the gathered buffer the rows of one parameter lie ``shard_numel`` apart, so `unpack` copies.
+
+    Chunks of multiples of `align` elements begin at one, and lie before the others; nothing is between them.
     """
 
     @cached_property
     def _chunks(self) -> tuple[Chunk, ...]:
         """The chunks of each parameter."""
-        chunks, offset = [], 0
+        chunks = []
         for slot in self.slots:
             shape = slot.shape or torch.Size([1])
-            offset = -(-offset // self.align) * self.align
-            chunks.append(Chunk(shape, slot.dim, -(-shape[slot.dim] // self.world_size), offset))
-            offset = chunks[-1].stop
+            chunks.append(Chunk(shape, slot.dim, -(-shape[slot.dim] // self.world_size), slot.start))
+        if not self.gathers_in_order:
+            # Gaps would be sent: what leaves the next chunk where it should not begin comes last.
+            offset = 0
+            for slot in sorted(range(len(chunks)), key=lambda slot: chunks[slot].numel % self.align > 0):
+                chunks[slot] = replace(chunks[slot], offset=offset)
+                offset = chunks[slot].stop
         return tuple(chunks)
 
     @cached_property
     def shard_numel(self) -> int:
-        return self._chunks[-1].stop if self.slots else 0
+        return max((chunk.stop for chunk in self._chunks), default=0)
 
     @property
     def gathers_in_order(self) -> bool:
@@ -157,7 +167,7 @@ class RowsLayout(Layout):
     def _gaps(self) -> tuple[tuple[int, int, int], ...]:
         """The ranges of shards that hold nothing, each with the rank from which on."""
         found, stop = [], 0
-        for chunk in self._chunks:
+        for chunk in sorted(self._chunks, key=lambda chunk: (chunk.offset, chunk.stop)):
             found.append((0, stop, chunk.offset))
             found.append((chunk.full_ranks, chunk.offset + chunk.rest * chunk.row_numel, chunk.stop))
             found.append((chunk.full_ranks + 1, chunk.offset, chunk.stop))

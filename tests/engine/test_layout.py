@@ -298,6 +298,17 @@ def test_aligned_parameters_start_at_multiples(shapes: Shapes, world_size: int, 
 
 
 @for_any(shapes=SHAPES, world_size=WORLD_SIZES, align=st.integers(1, 9))
+def test_rows_are_aligned_where_that_leaves_no_gaps(shapes: Shapes, world_size: int, align: int) -> None:
+    named = [(f"p{number}", shape) for number, shape in enumerate(shapes)]
+    layout, dense = RowsLayout.of(named, world_size, align), RowsLayout.of(named, world_size)
+    for kept in layout.intervals(0):  # the first rank's are complete
+        assert kept.offset % align == 0 or kept.numel % align > 0
+    values = values_of(layout)
+    assert all(map(torch.equal, layout.unpack(torch.cat(cut(layout, values))), values))
+    assert world_size == 1 or layout.shard_numel == dense.shard_numel, "gaps would be sent"
+
+
+@for_any(shapes=SHAPES, world_size=WORLD_SIZES, align=st.integers(1, 9))
 def test_only_what_belongs_to_no_parameter_is_cleared(shapes: Shapes, world_size: int, align: int) -> None:
     layout = ContiguousLayout.of(((f"p{number}", shape) for number, shape in enumerate(shapes)), world_size, align)
     full = torch.full((layout.padded_numel,), torch.nan, dtype=torch.float64)

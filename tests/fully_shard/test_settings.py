@@ -457,6 +457,28 @@ def _set_apart(model: Any) -> Found:
     return gradients(model)
 
 
+@torchs_has("set_separate_reduce_scatter_group")
+def test_collectives_of_the_users_own_stay_when_the_group_changes(ranks: RankPool) -> None:
+    ranks(2).run(assert_alike, even, _use_own_apart)
+
+
+def _use_own_apart(model: Any) -> Found:
+    gather, scatter = OwnAllGather(), OwnReduceScatter()
+    for layer in model:
+        layer.set_custom_all_gather(gather)
+        layer.set_custom_reduce_scatter(scatter)
+    found: Found = {}
+    for number, is_apart in enumerate((True, False)):
+        model.set_separate_reduce_scatter_group(is_apart)
+        gather.calls.clear()
+        scatter.calls.clear()
+        backward(model, number)
+        assert gather.calls
+        assert len(scatter.calls) == 2
+        found |= gradients(model, f"{number} ")
+    return found
+
+
 # Several modules in one unit, and none
 
 

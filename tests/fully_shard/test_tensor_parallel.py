@@ -12,12 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import fsdp
+from tests.helpers.convert_formats import converted
 from tests.helpers.dtensor_twins import (
     ROUNDING,
     Plan,
@@ -240,6 +242,23 @@ def _read_final_files(folder: Path) -> None:
     _assert_equal(model, expected)
     with pytest.raises(NotImplementedError, match=r"tokens.weight is a DTensor .*state_dict\(\) under fully_shard"):
         fsdp.save(folder / "checkpoint", model)
+
+
+def test_folders_of_torchs_become_final_files(ranks: RankPool, tmp_path: Path) -> None:
+    expected = ranks(4).run(_save_with_torch, tmp_path / "saved")[0]
+    converted(tmp_path / "saved", tmp_path / "final", "--to", "safetensors")
+    found = load_file(tmp_path / "final" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_within(name, found[name], value)
+
+
+def _save_with_torch(folder: Path) -> dict[str, Tensor]:
+    mesh = mesh_of(2, 2)
+    model, optimizer = _trained(ours(mesh=mesh["dp"]), mesh)
+    state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=folder)
+    return wholes(model)
 
 
 def test_values_that_come_after_sharding(ranks: RankPool) -> None:

@@ -6,6 +6,7 @@ Both cut parameters alike, so weights and gradients are compared part by part on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from fsdp.engine.unit import Unit, unit_of
 from tests.helpers.equality import assert_close_state
 from tests.helpers.models import Wrap, keep
 from tests.helpers.parity import REGRESSION, MakeModel, MakeOptimizer, Task, sgd_with_momentum
+from tests.helpers.traffic import Counting, Traffic
 from tests.helpers.twins import Step, Twins, once
 
 FullyShard = Callable[..., Any]
@@ -157,13 +159,14 @@ class Plan:
 
 @dataclass
 class Trained:
-    """What a rank has seen of a training: its losses, and its parts of gradients and weights."""
+    """What a rank has seen of a training: losses, its parts of gradients and weights, what the last step brought."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     spread: dict[str, Any] = field(default_factory=dict)
+    traffic: Traffic = field(default_factory=Traffic)
 
 
 def train(plan: Plan, wrap: Wrap) -> Trained:
@@ -172,26 +175,31 @@ def train(plan: Plan, wrap: Wrap) -> Trained:
     optimizer = plan.make_optimizer(model.parameters())
     found = Trained()
     for step in range(plan.steps):
-        if plan.before_step is not None:
-            plan.before_step(model, step)
-        for turn in range(plan.accumulate):
-            if plan.accumulate > 1:
-                model.set_requires_gradient_sync(plan.sync_each or turn == plan.accumulate - 1)
-            generator = torch.Generator().manual_seed(1000 * step + 10 * turn + plan.place)
-            inputs, targets = plan.task.batch(generator, plan.rows)
-            outputs, targets = model(_like_weights(inputs)), _like_weights(targets)
-            loss = plan.task.loss(outputs.to(torch.get_default_dtype()), targets)
-            loss.backward()
-            found.losses.append(loss.item())
-        if plan.clip is not None:
-            found.norms.append(float(whole(nn.utils.clip_grad_norm_(model.parameters(), plan.clip))))
-        found.gradients.append({name: _copied(param.grad) for name, param in model.named_parameters()})
-        optimizer.step()
-        optimizer.zero_grad()
+        with nullcontext() if step < plan.steps - 1 else Counting(found.traffic):
+            _take_step(plan, step, model, optimizer, found)
     state = model.state_dict()
     found.weights = {name: local(value).clone() for name, value in state.items()}
     found.spread = {name: spread_of(value) for name, value in state.items() if isinstance(value, DTensor)}
     return found
+
+
+def _take_step(plan: Plan, step: int, model: Any, optimizer: torch.optim.Optimizer, found: Trained) -> None:
+    if plan.before_step is not None:
+        plan.before_step(model, step)
+    for turn in range(plan.accumulate):
+        if plan.accumulate > 1:
+            model.set_requires_gradient_sync(plan.sync_each or turn == plan.accumulate - 1)
+        generator = torch.Generator().manual_seed(1000 * step + 10 * turn + plan.place)
+        inputs, targets = plan.task.batch(generator, plan.rows)
+        outputs, targets = model(_like_weights(inputs)), _like_weights(targets)
+        loss = plan.task.loss(outputs.to(torch.get_default_dtype()), targets)
+        loss.backward()
+        found.losses.append(loss.item())
+    if plan.clip is not None:
+        found.norms.append(float(whole(nn.utils.clip_grad_norm_(model.parameters(), plan.clip))))
+    found.gradients.append({name: _copied(param.grad) for name, param in model.named_parameters()})
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def spread_of(tensor: DTensor) -> tuple[Any, ...]:
@@ -213,7 +221,8 @@ def assert_side_by_side(
     """Collective. Ours trains as torch's does: the same losses, norms, gradients and weights on this rank.
 
     Bit for bit at one and two ranks, where sums have one order; in float64 and but for rounding at more, or within a
-    `tolerance`, relative to the largest element. `unlike` are options that only ours is given.
+    `tolerance`, relative to the largest element. A rank receives no more than with torch's. `unlike` are options that
+    only ours is given.
     """
     if tolerance is None and dist.get_world_size() > 2:
         torch.set_default_dtype(torch.float64)
@@ -229,6 +238,7 @@ def assert_side_by_side(
     assert found.spread == expected.spread
     for name, value in expected.weights.items():
         assert_within(name, found.weights[name], value, tolerance)
+    assert found.traffic.values <= expected.traffic.values, "a rank receives more than with torch's"
 
 
 def assert_within(what: str, found: Tensor | None, expected: Tensor | None, tolerance: float | None = None) -> None:

@@ -1,0 +1,77 @@
+"""Blocks in torchtitan's order beside torch's: tensor parallelism, activation checkpointing, compiling, sharding."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+import fsdp
+from tests.helpers.compile_backends import Counter, torchs_own_deprecations
+from tests.helpers.dtensor_twins import Plan, assert_side_by_side
+from tests.helpers.models import Wrap
+from tests.helpers.parity import adamw
+from tests.helpers.ranks import RankPool
+from tests.helpers.tensor_parallel import SENTENCES, Layer, gpt, mesh_of
+
+
+class Recomputed(nn.Module):
+    """A layer that is recomputed in backward by a call of `torch.utils.checkpoint`."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return checkpoint(self.layer, inputs, use_reentrant=False)
+
+
+RECOMPUTING = {
+    "composable": composable_checkpoint,
+    "wrapper": checkpoint_wrapper,
+    "ours": fsdp.checkpoint_wrapper,
+    "call": Recomputed,
+}
+
+
+@torchs_own_deprecations
+@pytest.mark.parametrize(
+    ("shape", "kind", "recomputing"),
+    [
+        ((2, 1), None, "composable"),
+        ((2, 1), None, "wrapper"),
+        ((1, 2), "heads", "ours"),
+        ((1, 2), "sequence", "wrapper"),
+        ((2, 2), "heads", "composable"),
+        ((2, 2), "sequence", "call"),
+        ((4, 1), None, "call"),
+    ],
+)
+def test_recomputed_and_compiled_blocks(
+    ranks: RankPool, shape: tuple[int, int], kind: str | None, recomputing: str
+) -> None:
+    ranks(shape[0] * shape[1]).run(_compare, shape, kind, recomputing)
+
+
+def _compare(shape: tuple[int, int], kind: str | None, recomputing: str) -> None:
+    mesh, counter = mesh_of(*shape), Counter()
+    make = partial(_as_torchtitan, mesh, kind, recomputing, counter)
+    plan = Plan(make_model=make, make_optimizer=adamw, task=SENTENCES, mesh=mesh["dp"], steps=3, accumulate=2)
+    assert_side_by_side(plan, mesh=mesh["dp"])
+    assert counter.sizes, "nothing was compiled"
+
+
+def _as_torchtitan(mesh: DeviceMesh, kind: str | None, recomputing: str, backend: Any, wrap: Wrap) -> nn.Module:
+    def prepared(module: nn.Module) -> nn.Module:
+        if isinstance(module, Layer):
+            module = RECOMPUTING[recomputing](module)
+            module.compile(backend=backend)
+        return wrap(module)
+
+    return gpt(prepared, mesh=None if kind is None else mesh, kind=kind or "", vocabulary=kind is not None)

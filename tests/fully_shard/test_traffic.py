@@ -1,0 +1,126 @@
+"""A rank receives no more than with torch's `fully_shard`, whatever the recipe.
+
+`assert_side_by_side` compares that in every test that trains beside torch's. Here are the recipes one by one, and what
+our ranks tell each other besides.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.helpers.dtensor_twins import Plan, Uneven, mesh_of, ours, seeded, torchs, train, uneven
+from tests.helpers.models import Wrap, keep, tiny_transformer
+from tests.helpers.parity import TOKENS
+from tests.helpers.ranks import RankPool
+from tests.helpers.tensor_parallel import SENTENCES, gpt
+from tests.helpers.tensor_parallel import mesh_of as mesh_beside
+from tests.helpers.traffic import Counting, Traffic
+
+LAYERS, WIDTH = 3, 12
+
+
+def tower(wrap: Wrap) -> nn.Module:
+    """Layers that two ranks divide, each sharded, and nothing around them."""
+    layers = [wrap(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(LAYERS)]
+    return wrap(nn.Sequential(*layers))
+
+
+def test_what_is_counted_is_by_formula(ranks: RankPool) -> None:
+    ranks(2).run(_count_by_formula)
+
+
+def _count_by_formula() -> None:
+    half, counts = WIDTH * WIDTH * 4 // 2, []
+    for options in ({}, {"mesh": mesh_of(2, 1)}):
+        for wrap in (torchs, ours):
+            model: Any = tower(wrap(**options))
+            for _ in range(3):
+                with Counting(traffic := Traffic()):
+                    model(torch.ones(1, WIDTH)).sum().backward()
+            counts.append(traffic.values / half)
+    # Each layer is gathered and reduced; and gathered for backward, but for the last one with ours.
+    assert counts == [3 * LAYERS, 3 * LAYERS - 1, 2 * LAYERS, 2 * LAYERS]
+
+
+def _partly_frozen(wrap: Wrap) -> nn.Module:
+    def build(inner: Wrap) -> nn.Module:
+        model = Uneven(keep)
+        for name in ("trunk.2", "gate", "entry"):
+            model.get_submodule(name).requires_grad_(False)
+        for name in ("trunk.2", "trunk", "gate"):
+            inner(model.get_submodule(name))
+        return model
+
+    return seeded(build, wrap)
+
+
+class Sometimes(nn.Module):
+    """One of its parts is never used."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.used, self.unused = wrap(nn.Linear(5, 9)), wrap(nn.Linear(5, 9))
+        self.both = wrap(nn.ModuleDict({"used": nn.Linear(9, 1), "unused": nn.Linear(9, 1)})["used"])
+        self.spare = nn.Linear(3, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.both(torch.tanh(self.used(inputs)))
+
+
+HALF = {"mp_policy": {"param_dtype": torch.bfloat16}}
+SUMMED_IN_FLOAT = {"mp_policy": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}}
+TIED = {"make_model": partial(tiny_transformer, tied=True), "task": TOKENS}
+
+RECIPES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "plain": (3, {}, {}),
+    "not resharded after forward": (3, {}, {"reshard_after_forward": False}),
+    "resharded to neighbours": (4, {}, {"reshard_after_forward": 2}),
+    "hybrid": (4, {}, {"mesh": (2, 2)}),
+    "replicated": (3, {}, {"mesh": (3, 1)}),
+    "accumulated without sync": (3, {"accumulate": 3}, {}),
+    "accumulated without sync, hybrid": (4, {"accumulate": 3}, {"mesh": (2, 2)}),
+    "accumulated with sync": (2, {"accumulate": 3, "sync_each": True}, {}),
+    "clipped": (3, {"clip": 0.1}, {}),
+    "mixed precision": (3, {}, HALF),
+    "gradients in float32": (3, {}, SUMMED_IN_FLOAT),
+    "mixed precision, hybrid": (4, {}, {"mesh": (2, 2), **SUMMED_IN_FLOAT}),
+    "frozen part": (3, {"make_model": _partly_frozen}, {}),
+    "unused parameters": (3, {"make_model": partial(seeded, Sometimes)}, {}),
+    "shared parameters": (3, TIED, {}),
+    "shared parameters, hybrid": (4, TIED, {"mesh": (2, 2)}),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipes(ranks: RankPool, recipe: str) -> None:
+    world_size, what, options = RECIPES[recipe]
+    ranks(world_size).run(_compare, what, options)
+
+
+def _compare(what: dict[str, Any], options: dict[str, Any]) -> None:
+    plan = Plan(**{"make_model": uneven, **what})
+    expected, found = (train(plan, wrap(**options)) for wrap in (torchs, ours))
+    assert 0 < found.traffic.values <= expected.traffic.values
+    assert expected.traffic.words == 0
+    # Which parameters a backward uses is told in the background: two bytes for each.
+    peers, params = dist.get_world_size() - 1, len(found.gradients[0])
+    assert found.traffic.words <= 2 * params * peers * plan.accumulate
+
+
+@pytest.mark.parametrize("kind", ["heads", "sequence"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_tensor_parallel_recipes(ranks: RankPool, kind: str, accumulate: int) -> None:
+    ranks(4).run(_compare_tensor_parallel, kind, accumulate)
+
+
+def _compare_tensor_parallel(kind: str, accumulate: int) -> None:
+    mesh = mesh_beside(2, 2)
+    model = partial(gpt, mesh=mesh, kind=kind, vocabulary=True)
+    what = {"make_model": model, "task": SENTENCES, "mesh": mesh["dp"], "accumulate": accumulate}
+    _compare(what, {"mesh": mesh["dp"]})

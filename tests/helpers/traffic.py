@@ -1,0 +1,71 @@
+"""The bytes that a rank receives, counted alike for our messages and for torch's collectives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass
+class Traffic:
+    """Bytes that this rank has received.
+
+    Attributes:
+        values: of parameters, gradients and activations. A collective counts as what it needs at least.
+        words: of what ranks tell each other besides, which is bytes here and nothing with torch's.
+    """
+
+    values: int = 0
+    words: int = 0
+
+
+class Counting(TorchDispatchMode):
+    """Adds to `traffic` what this rank receives inside, also what `DTensor`s communicate."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        super().__init__()
+        self.traffic = traffic
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
+            nbytes = _received(func.__name__.partition(".")[0], args, [each.nbytes for each in tensors])
+            if tensors and tensors[0].dtype is torch.uint8:
+                self.traffic.words += nbytes
+            else:
+                self.traffic.values += nbytes
+        return found
+
+
+def _received(name: str, args: tuple[Any, ...], nbytes: list[int]) -> int:
+    """Return how many bytes a rank receives in one collective at least."""
+    match name:
+        case "send" | "wait_tensor":
+            return 0
+        case "recv_":
+            return sum(nbytes)
+        case "_allgather_base_":
+            return nbytes[0] - nbytes[1]
+        case "_reduce_scatter_base_":
+            return nbytes[1] - nbytes[0]
+        case "allreduce_":
+            return _all_reduced(nbytes, dist.ProcessGroup.unbox(args[1]).size())
+        case "all_gather_into_tensor":
+            return nbytes[0] * (args[1] - 1)
+        case "reduce_scatter_tensor":
+            return nbytes[0] * (args[2] - 1) // args[2]
+        case "all_reduce":
+            return _all_reduced(nbytes, _resolve_process_group(args[2]).size())
+    raise NotImplementedError(f"{name} is not counted yet")
+
+
+def _all_reduced(nbytes: list[int], ranks: int) -> int:
+    return 2 * sum(nbytes) * (ranks - 1) // ranks

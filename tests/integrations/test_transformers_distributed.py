@@ -1,0 +1,85 @@
+"""`transformers`' own distributed configuration, which shards while it loads, with ours for torch's `fully_shard`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsdp
+from tests.helpers.dtensor_twins import assert_at_rest, assert_within, local, spread_of
+from tests.helpers.fsdp2_clients import installed
+from tests.helpers.hugging_face import LENGTH, PATIENCE, VOCABULARY, needs
+from tests.helpers.ranks import RankPool
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "sharded": {"fsdp_size": 2},
+    "mixed precision": {"fsdp_size": 2, "fsdp_mixed_precision": True},
+    "hybrid": {"dp_replicate_size": 2, "fsdp_size": 2},
+    "tensor parallel": {"fsdp_size": 2, "tp_size": 2},
+}
+
+
+@needs("transformers")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+def test_from_pretrained_shards_as_with_torchs(ranks: RankPool, tmp_path: Path, layout: str, tied: bool) -> None:
+    config = LAYOUTS[layout]
+    world_size = torch.Size(config.get(key, 1) for key in ("dp_replicate_size", "fsdp_size", "tp_size")).numel()
+    ranks(world_size, timeout=PATIENCE).run(_train_both, tmp_path, config, tied)
+
+
+def _train_both(folder: Path, config: dict[str, Any], tied: bool) -> None:
+    import transformers
+
+    if dist.get_rank() == 0:
+        torch.manual_seed(0)
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 20, "max_position_embeddings": 16}
+        heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        described = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=tied)
+        transformers.LlamaForCausalLM(described).save_pretrained(folder / "start")
+    dist.barrier()
+    expected, losses = _train(folder / "start", config)
+    with installed():
+        model, found = _train(folder / "start", config)
+        assert isinstance(model, fsdp.FSDPModule)
+        assert not isinstance(expected, fsdp.FSDPModule)
+        assert_at_rest(model)
+        assert found == pytest.approx(losses, rel=1e-5)
+        assert found[2] < found[0]
+        state = model.state_dict()
+        for name, value in expected.state_dict().items():
+            assert spread_of(state[name]) == spread_of(value), name
+            assert_within(name, local(state[name]), local(value), 1e-4)
+        model.save_pretrained(folder / "end")
+        dist.barrier()
+        again, _ = _load(folder / "end", config)
+    for name, value in again.state_dict().items():
+        assert_within(name, local(value), local(state[name]))
+
+
+def _load(folder: Path, config: dict[str, Any]) -> tuple[Any, Any]:
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**config))
+    return model, model._device_mesh
+
+
+def _train(folder: Path, config: dict[str, Any]) -> tuple[Any, list[float]]:
+    model, mesh = _load(folder, config)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    losses = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + mesh["fsdp"].get_local_rank())
+        tokens = torch.randint(VOCABULARY, (2, LENGTH), generator=generator)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return model, losses
