@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -198,7 +199,7 @@ def fully_shard(
 
 
 def _take_in(unit: Unit, *_: Any) -> None:
-    """Keep in the shards what ``load_state_dict(assign=True)`` assigned, so that optimizers may be made now."""
+    """Keep in the shards what was assigned, by ``load_state_dict(assign=True)`` too, so that optimizers may be made."""
     for handle in unit.handles:
         handle.absorb()
 
@@ -252,7 +253,10 @@ class DTensorForm:
             # What has no dimensions is unsharded on every rank, as if all were replicas.
             is_replicated = params[0].dim() == 0
             ranks = {"rank": 0, "world_size": 1, "replicas": unit.comm.world_size} if is_replicated else {}
-            flat_param = make(params, align=ALIGNED, layout_type=RowsLayout, dims=dims, **ranks)
+            # Where ranks are nothing but replicas, they would send each other the gaps.
+            are_replicas = is_replicated or unit.comm.world_size == 1
+            align = 1 if are_replicas and unit.comm.world_size * self._replicas > 1 else ALIGNED
+            flat_param = make(params, align=align, layout_type=RowsLayout, dims=dims, **ranks)
             places = [found[param] for param in params]
             shards.append(Shard(flat_param, places, (), new_orig_params, self._post_forward, is_replicated))
         ordered = {param: found[param] for params in groups for param in params}
@@ -446,8 +450,13 @@ class FSDPModule:
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield what `nn.Module` does: of modules that are unsharded, the unsharded parameters, otherwise `DTensor`s.
 
-        Between passes a `DTensor` that has a gradient is listed in any case, for who clips, zeroes or steps it.
+        Between passes a `DTensor` that has a gradient is listed in any case, for who clips, zeroes or steps it. What a
+        user has put in the place of a parameter is kept in its shard before.
         """
+        for unit in _units(self, recurse=True):
+            if unit.state is TrainingState.IDLE:
+                with suppress(RuntimeError):  # which the next forward raises
+                    _take_in(unit)
         shown = _unsharded_in(self)
         for name, param in super().named_parameters(*args, **kwargs):  # type: ignore[misc]
             yield name, shown.get(param, param)

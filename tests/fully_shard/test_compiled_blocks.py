@@ -62,7 +62,8 @@ def test_recomputed_and_compiled_blocks(
 def _compare(shape: tuple[int, int], kind: str | None, recomputing: str) -> None:
     mesh, counter = mesh_of(*shape), Counter()
     make = partial(_as_torchtitan, mesh, kind, recomputing, counter)
-    plan = Plan(make_model=make, make_optimizer=adamw, task=SENTENCES, mesh=mesh["dp"], steps=3, accumulate=2)
+    how = {"make_optimizer": adamw, "steps": 3, "accumulate": 2, "is_counted": False}
+    plan = Plan(make_model=make, task=SENTENCES, mesh=mesh["dp"], **how)
     assert_side_by_side(plan, mesh=mesh["dp"])
     assert counter.sizes, "nothing was compiled"
 

@@ -108,9 +108,9 @@ def _compare(what: dict[str, Any], options: dict[str, Any]) -> None:
     expected, found = (train(plan, wrap(**options)) for wrap in (torchs, ours))
     assert 0 < found.traffic.values <= expected.traffic.values
     assert expected.traffic.words == 0
-    # Which parameters a backward uses is told in the background: two bytes for each.
+    # Which parameters a backward uses is told in the background: two bytes for each, and as many where some are unused.
     peers, params = dist.get_world_size() - 1, len(found.gradients[0])
-    assert found.traffic.words <= 2 * params * peers * plan.accumulate
+    assert found.traffic.words <= 4 * params * peers * plan.accumulate
 
 
 @pytest.mark.parametrize("kind", ["heads", "sequence"])

@@ -150,6 +150,7 @@ class Plan:
     clip: float | None = None
     before_step: Callable[[Any, int], None] | None = None
     mesh: DeviceMesh | None = None  # of data parallelism: the ranks beside it see the same batches
+    is_counted: bool = True  # False where it is compiled: not all of that runs while something counts
 
     @property
     def place(self) -> int:
@@ -175,7 +176,7 @@ def train(plan: Plan, wrap: Wrap) -> Trained:
     optimizer = plan.make_optimizer(model.parameters())
     found = Trained()
     for step in range(plan.steps):
-        with nullcontext() if step < plan.steps - 1 else Counting(found.traffic):
+        with Counting(found.traffic) if plan.is_counted and step == plan.steps - 1 else nullcontext():
             _take_step(plan, step, model, optimizer, found)
     state = model.state_dict()
     found.weights = {name: local(value).clone() for name, value in state.items()}

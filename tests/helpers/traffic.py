@@ -48,7 +48,7 @@ class Counting(TorchDispatchMode):
 def _received(name: str, args: tuple[Any, ...], nbytes: list[int]) -> int:
     """Return how many bytes a rank receives in one collective at least."""
     match name:
-        case "send" | "wait_tensor":
+        case "send" | "wait_tensor" | "_wrap_tensor_autograd":
             return 0
         case "recv_":
             return sum(nbytes)
