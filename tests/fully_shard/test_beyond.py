@@ -484,3 +484,31 @@ def _add_torchs() -> None:
     heard = [torch.empty(3) for _ in range(2)]
     dist.all_gather(heard, model.shift.grad)
     assert not torch.equal(*heard)
+
+
+def outputs_after_a_look(model: Any) -> tuple[Tensor, Tensor]:
+    """Outputs after a step before which somebody has looked at some, and those of weights that are gathered anew."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    once(model, INPUTS)
+    with torch.no_grad():
+        model(INPUTS)
+        optimizer.step()
+        found = model(INPUTS).clone()
+        model.reshard()
+        return found, model(INPUTS)
+
+
+def test_a_forward_between_backward_and_step_leaves_no_old_weights(ranks: RankPool) -> None:
+    ranks(2).run(_look)
+
+
+def _look() -> None:
+    assert torch.equal(*outputs_after_a_look(uneven(ours())))
+
+
+def test_a_forward_between_backward_and_step_leaves_old_weights_under_torchs(ranks: RankPool) -> None:
+    ranks(2).run(_look_under_torchs)
+
+
+def _look_under_torchs() -> None:
+    assert not torch.equal(*outputs_after_a_look(uneven(torchs())))

@@ -109,6 +109,28 @@ def _load(form: str, assign: bool) -> None:
     assert_same_state(wholes(source), before)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_optimizers_find_what_was_assigned(ranks: RankPool, device: str) -> None:
+    # As by `transformers`, which shards a model and assigns each parameter as it reads it.
+    ranks(2).run(_assign, device)
+
+
+def _assign(device: str) -> None:
+    values = {name: value.detach() for name, value in uneven(ours(), seed=9).state_dict().items()}
+    found: list[dict[str, Tensor]] = []
+    for wrap in (torchs, ours):
+        with torch.device(device):
+            model = uneven(wrap())
+        for name, value in values.items():
+            where, _, key = name.rpartition(".")
+            setattr(model.get_submodule(where), key, nn.Parameter(value.clone()))
+        optimizer = adamw(model.parameters())
+        go_on(model, optimizer)
+        found.append({name: local(value).clone() for name, value in model.state_dict().items()})
+    assert_states_within(found[1], found[0], None)
+    assert any(not torch.equal(value, local(values[name])) for name, value in found[1].items())
+
+
 def test_loading_with_keys_that_are_missing_or_too_many(ranks: RankPool) -> None:
     ranks(2).run(_load_other_keys)
 

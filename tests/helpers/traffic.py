@@ -37,7 +37,7 @@ class Counting(TorchDispatchMode):
         found = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             tensors = [each for each in tree_leaves(args) if isinstance(each, Tensor)]
-            nbytes = _received(func.__name__.partition(".")[0], args, [each.nbytes for each in tensors])
+            nbytes = _received(func.__name__.partition(".")[0], args, tensors)
             if tensors and tensors[0].dtype is torch.uint8:
                 self.traffic.words += nbytes
             else:
@@ -45,8 +45,9 @@ class Counting(TorchDispatchMode):
         return found
 
 
-def _received(name: str, args: tuple[Any, ...], nbytes: list[int]) -> int:
+def _received(name: str, args: tuple[Any, ...], tensors: list[Tensor]) -> int:
     """Return how many bytes a rank receives in one collective at least."""
+    nbytes = [each.nbytes for each in tensors]
     match name:
         case "send" | "wait_tensor" | "_wrap_tensor_autograd":
             return 0
@@ -57,15 +58,16 @@ def _received(name: str, args: tuple[Any, ...], nbytes: list[int]) -> int:
         case "_reduce_scatter_base_":
             return nbytes[1] - nbytes[0]
         case "allreduce_":
-            return _all_reduced(nbytes, dist.ProcessGroup.unbox(args[1]).size())
+            return sum(_all_reduced(each, dist.ProcessGroup.unbox(args[1])) for each in tensors)
         case "all_gather_into_tensor":
             return nbytes[0] * (args[1] - 1)
         case "reduce_scatter_tensor":
             return nbytes[0] * (args[2] - 1) // args[2]
         case "all_reduce":
-            return _all_reduced(nbytes, _resolve_process_group(args[2]).size())
+            return _all_reduced(tensors[0], _resolve_process_group(args[2]))
     raise NotImplementedError(f"{name} is not counted yet")
 
 
-def _all_reduced(nbytes: list[int], ranks: int) -> int:
-    return 2 * sum(nbytes) * (ranks - 1) // ranks
+def _all_reduced(tensor: Tensor, group: dist.ProcessGroup) -> int:
+    """Each rank sums one part of equal size, and sends it to all."""
+    return 2 * (group.size() - 1) * -(-tensor.numel() // group.size()) * tensor.element_size()

@@ -20,7 +20,6 @@ import fsdp
 from tests.helpers.dtensor_twins import assert_at_rest, whole
 from tests.helpers.fsdp2_clients import Decoder
 from tests.helpers.ranks import RankPool
-from tests.helpers.traffic import Counting, Traffic
 
 PROMPTS, PROMPT, LENGTH, VOCABULARY, BATCHES = 4, 2, 5, 11, 2
 Loss = Callable[[Any, Any, Tensor, Tensor], Tensor]
@@ -34,7 +33,6 @@ class Found:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     engine: list[Tensor] = field(default_factory=list)
-    traffic: Traffic = field(default_factory=Traffic)
 
 
 def sharded(names: Any, seed: int) -> Any:
@@ -121,24 +119,23 @@ def learn(names: Any, loss_of: Loss, steps: int = 4) -> tuple[Any, Found]:
     for step in range(steps):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
         prompts = torch.randint(VOCABULARY, (PROMPTS * BATCHES, PROMPT), generator=generator)
-        with Counting(found.traffic):
-            ways = [
-                lambda: generate(policy, prompts),  # noqa: B023 (called at once)
-                lambda: generate_unsharded(names, policy, prompts),  # noqa: B023
-                lambda: generate(engine, prompts),  # noqa: B023
-            ]
-            tokens = ways[step % len(ways)]()
-            with torch.no_grad():
-                before = log_probabilities(policy, tokens)
-            for turn, (some, some_before) in enumerate(zip(tokens.chunk(BATCHES), before.chunk(BATCHES), strict=True)):
-                policy.set_requires_gradient_sync(turn == BATCHES - 1)
-                loss = loss_of(policy, reference, some, some_before) / BATCHES
-                loss.backward()
-                found.losses.append(loss.item())
-            found.norms.append(float(whole(nn.utils.clip_grad_norm_(policy.parameters(), 0.5))))
-            optimizer.step()
-            optimizer.zero_grad()
-            hand_over(policy, engine)
+        ways = [
+            lambda: generate(policy, prompts),  # noqa: B023 (called at once)
+            lambda: generate_unsharded(names, policy, prompts),  # noqa: B023
+            lambda: generate(engine, prompts),  # noqa: B023
+        ]
+        tokens = ways[step % len(ways)]()
+        with torch.no_grad():
+            before = log_probabilities(policy, tokens)
+        for turn, (some, some_before) in enumerate(zip(tokens.chunk(BATCHES), before.chunk(BATCHES), strict=True)):
+            policy.set_requires_gradient_sync(turn == BATCHES - 1)
+            loss = loss_of(policy, reference, some, some_before) / BATCHES
+            loss.backward()
+            found.losses.append(loss.item())
+        found.norms.append(float(whole(nn.utils.clip_grad_norm_(policy.parameters(), 0.5))))
+        optimizer.step()
+        optimizer.zero_grad()
+        hand_over(policy, engine)
         found.generated.append(tokens)
     found.engine = [param.detach() for param in engine.parameters()]
     return policy, found
@@ -158,5 +155,4 @@ def _compare(loss_of: Loss) -> None:
     assert all(norm > 0 for norm in found.norms)
     for mine, other in zip(found.generated + found.engine, expected.generated + expected.engine, strict=True):
         assert torch.equal(mine, other)
-    assert found.traffic.values <= expected.traffic.values
     assert_at_rest(policy)
