@@ -119,12 +119,12 @@ def learn(names: Any, loss_of: Loss, steps: int = 4) -> tuple[Any, Found]:
     for step in range(steps):
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
         prompts = torch.randint(VOCABULARY, (PROMPTS * BATCHES, PROMPT), generator=generator)
-        ways = [
-            lambda: generate(policy, prompts),  # noqa: B023 (called at once)
-            lambda: generate_unsharded(names, policy, prompts),  # noqa: B023
-            lambda: generate(engine, prompts),  # noqa: B023
-        ]
-        tokens = ways[step % len(ways)]()
+        if step % 3 == 0:
+            tokens = generate(policy, prompts)
+        elif step % 3 == 1:
+            tokens = generate_unsharded(names, policy, prompts)
+        else:
+            tokens = generate(engine, prompts)
         with torch.no_grad():
             before = log_probabilities(policy, tokens)
         for turn, (some, some_before) in enumerate(zip(tokens.chunk(BATCHES), before.chunk(BATCHES), strict=True)):

@@ -25,23 +25,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @needs("transformers")
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-def test_from_pretrained_shards_as_with_torchs(ranks: RankPool, tmp_path: Path, layout: str, tied: bool) -> None:
+def test_from_pretrained_shards_as_with_torchs(ranks: RankPool, tmp_path: Path, layout: str) -> None:
     config = LAYOUTS[layout]
     world_size = torch.Size(config.get(key, 1) for key in ("dp_replicate_size", "fsdp_size", "tp_size")).numel()
-    ranks(world_size, timeout=PATIENCE).run(_train_both, tmp_path, config, tied)
+    ranks(world_size, timeout=PATIENCE).run(_train_both, tmp_path, config)
 
 
-def _train_both(folder: Path, config: dict[str, Any], tied: bool) -> None:
-    import transformers
-
-    if dist.get_rank() == 0:
-        torch.manual_seed(0)
-        sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 20, "max_position_embeddings": 16}
-        heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-        described = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=tied)
-        transformers.LlamaForCausalLM(described).save_pretrained(folder / "start")
-    dist.barrier()
+def _train_both(folder: Path, config: dict[str, Any]) -> None:
+    _save_one(folder / "start", tied=False)
     expected, losses = _train(folder / "start", config)
     with installed():
         model, found = _train(folder / "start", config)
@@ -59,6 +50,30 @@ def _train_both(folder: Path, config: dict[str, Any], tied: bool) -> None:
         again, _ = _load(folder / "end", config)
     for name, value in again.state_dict().items():
         assert_within(name, local(value), local(state[name]))
+
+
+@needs("transformers")
+def test_a_head_that_is_tied_after_sharding_is_an_error(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, timeout=PATIENCE).run(_train_tied, tmp_path)
+
+
+def _train_tied(folder: Path) -> None:
+    _save_one(folder, tied=True)
+    with installed(), pytest.raises(RuntimeError, match=r"lm_head.weight: ties must be made before"):
+        _train(folder, LAYOUTS["sharded"])
+
+
+def _save_one(folder: Path, *, tied: bool) -> None:
+    """Collective. A small model as `transformers` saves it."""
+    import transformers
+
+    if dist.get_rank() == 0:
+        torch.manual_seed(0)
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 20, "max_position_embeddings": 16}
+        heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=tied)
+        transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    dist.barrier()
 
 
 def _load(folder: Path, config: dict[str, Any]) -> tuple[Any, Any]:
