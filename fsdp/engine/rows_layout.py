@@ -86,9 +86,9 @@ class RowsLayout(Layout):
         if not self.gathers_in_order:
             # Gaps would be sent: what leaves the next chunk where it should not begin comes last.
             offset = 0
-            for slot in sorted(range(len(chunks)), key=lambda slot: chunks[slot].numel % self.align > 0):
-                chunks[slot] = replace(chunks[slot], offset=offset)
-                offset = chunks[slot].stop
+            for number in sorted(range(len(chunks)), key=lambda number: chunks[number].numel % self.align > 0):
+                chunks[number] = replace(chunks[number], offset=offset)
+                offset = chunks[number].stop
         return tuple(chunks)
 
     @cached_property
