@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -14,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp
 from tests.helpers.compile_backends import Counter, torchs_own_deprecations
-from tests.helpers.dtensor_twins import Plan, assert_side_by_side
+from tests.helpers.dtensor_twins import ROUNDING, Plan, assert_side_by_side
+from tests.helpers.hugging_face import PATIENCE
 from tests.helpers.models import Wrap
 from tests.helpers.parity import adamw
 from tests.helpers.ranks import RankPool
@@ -57,15 +59,17 @@ RECOMPUTING = {
 def test_recomputed_and_compiled_blocks(
     ranks: RankPool, shape: tuple[int, int], kind: str | None, recomputing: str, backend: str
 ) -> None:
-    ranks(shape[0] * shape[1]).run(_compare, shape, kind, recomputing, backend)
+    ranks(shape[0] * shape[1], timeout=PATIENCE).run(_compare, shape, kind, recomputing, backend)
 
 
 def _compare(shape: tuple[int, int], kind: str | None, recomputing: str, backend: str) -> None:
     mesh, counter = mesh_of(*shape), Counter(backend)
     make = partial(_as_torchtitan, mesh, kind, recomputing, counter)
-    how = {"make_optimizer": adamw, "steps": 3, "accumulate": 2, "is_counted": False}
+    if kind is not None:
+        torch.set_default_dtype(torch.float64)  # partial gradients are summed before they accumulate, or after it
+    how = {"make_optimizer": adamw, "steps": 2, "accumulate": 2, "is_counted": False}
     plan = Plan(make_model=make, task=SENTENCES, mesh=mesh["dp"], **how)
-    assert_side_by_side(plan, mesh=mesh["dp"])
+    assert_side_by_side(plan, tolerance=None if kind is None else ROUNDING, mesh=mesh["dp"])
     assert counter.sizes, "nothing was compiled"
 
 
