@@ -150,7 +150,7 @@ class Plan:
     clip: float | None = None
     before_step: Callable[[Any, int], None] | None = None
     mesh: DeviceMesh | None = None  # of data parallelism: the ranks beside it see the same batches
-    is_counted: bool = True  # False where it is compiled: not all of that runs while something counts
+    is_counted: bool = True  # whether what ranks receive in the last step is compared
 
     @property
     def place(self) -> int:
