@@ -53,7 +53,7 @@ Message = dict[str, Any]
 
 
 class Address(NamedTuple):
-    """Where a rank listens, and what it wants to hear before it answers."""
+    """An address says where a rank listens, and what it wants to hear before it answers."""
 
     host: str
     ip: str
@@ -63,7 +63,7 @@ class Address(NamedTuple):
 
 @dataclass
 class Position:
-    """Where a rank is.
+    """A position says where a rank is.
 
     Attributes:
         waits_for: the collective that it waits in; None if it waits in none of ours.
@@ -105,7 +105,7 @@ class Position:
 
 
 class Report:
-    """What the ranks have answered, as text for people.
+    """A report puts what the ranks have answered into words for people.
 
     Args:
         asker: the rank that waits too long.
