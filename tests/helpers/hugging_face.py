@@ -26,6 +26,11 @@ FAMILIES = ["llama", "gpt2"]  # the second ties its head to its embedding
 VOCABULARY, LENGTH = 29, 9
 PATIENCE = 240  # seconds: on a busy machine ranks take long to import it all
 TOKENS = torch.arange(LENGTH)[None]
+MODULES = [  # what ranks import for these
+    "fsdp.transformers",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+]
 
 # Ways to shard, by the name that tests have for them.
 FORMS: dict[str, dict[str, Any]] = {

@@ -18,6 +18,7 @@ from tests.helpers.pairs import parametrize_pairs
 from tests.integrations.test_lightning_training import needs_lightning
 
 pytestmark = needs_lightning
+PRELOAD = ["fsdp.lightning"]
 
 WRAPS: list[dict[str, Any]] = [{}, {"auto_wrap_policy": {nn.Linear}}, {"flatten_parameters": False}]
 

@@ -39,6 +39,7 @@ from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch, score
 
+PRELOAD = ["torch._inductor.compile_fx"]
 STEPS = 4
 
 # Ways to compile. Each returns the model, and what computes its loss.

@@ -28,6 +28,7 @@ from tests.helpers.parity import MakeOptimizer, adamw, fully_sharded, sgd_with_m
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch, score
 
+PRELOAD = ["torch._inductor.compile_fx"]
 OPTIONS: list[dict[str, Any]] = [{}, {"use_orig_params": True}, {"flatten_parameters": False}]
 
 
