@@ -224,6 +224,7 @@ def resident_kib(folder: Path) -> int:
 
 @needs_proc
 @parametrize_pairs(
+    at_most=7,
     world_size=[3, 1, 2],
     make_optimizer=[sgd_with_momentum, plain_sgd, adamw, fused_adamw, foreach_adamw],
     machine=["of CPUs only", "accelerated"],

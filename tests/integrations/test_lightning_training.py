@@ -237,6 +237,7 @@ def _go_on() -> None:
 
 
 @parametrize_pairs(
+    at_most=7,
     options=[
         {},
         {"use_orig_params": False},
