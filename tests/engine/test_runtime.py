@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import cycle
 from typing import Any
 from unittest import mock
 
@@ -48,8 +49,8 @@ from tests.helpers.twins import (
 )
 
 
-@every_option
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+# Each kind with one form of parameters, and below with all.
+@pytest.mark.parametrize(("step", "options"), list(zip(STEPS, cycle(OPTIONS), strict=False)))
 def test_a_step_of_this_kind(ranks: RankPool, step: Step, options: dict[str, Any]) -> None:
     ranks(3).run(assert_trains_like_plain, nested_mlp, step, options=options)
 

@@ -46,7 +46,7 @@ def _train(shape: tuple[int, int], make_optimizer: MakeOptimizer, **how: Any) ->
 
 
 @parametrize_pairs(
-    at_most=10,
+    at_most=8,
     make_optimizer=[sgd_with_momentum, adamw],
     shape=[(2, 2), (1, 2)],
     kind=["sequence", "heads"],
