@@ -203,9 +203,7 @@ def sgd_with_trained(params: Any) -> torch.optim.Optimizer:
     return sgd_with_momentum([param for param in params if param.requires_grad])
 
 
-@pytest.mark.parametrize("under_no_sync", [True, False])
-@pytest.mark.parametrize("machine", ["accelerated", "of CPUs only"])
-@every_kind
+@parametrize_pairs(options=KINDS, machine=["accelerated", "of CPUs only"], under_no_sync=[True, False])
 def test_pain_point_16_accumulation_with_cpu_offload_equals_one_large_batch(
     ranks: RankPool, options: dict[str, Any], machine: str, under_no_sync: bool
 ) -> None:
