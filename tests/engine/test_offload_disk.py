@@ -71,7 +71,7 @@ def gradients(model: nn.Module) -> list[Any]:
 
 
 @parametrize_pairs(
-    at_most=12,
+    at_most=9,
     world_size=[3, 2, 1],
     machine=["accelerated", "of CPUs only"],
     make_optimizer=[sgd_with_momentum, adamw, fused_adamw, foreach_adamw],

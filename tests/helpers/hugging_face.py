@@ -1,6 +1,6 @@
 """What tests of `transformers` and `accelerate` share: small models, batches, and processes as torchrun starts them.
 
-Both are imported on the ranks only, since that takes seconds.
+Both are imported on the ranks only, since that takes seconds; `MODULES` are for the `PRELOAD` of a file of tests.
 """
 
 from __future__ import annotations

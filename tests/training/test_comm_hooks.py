@@ -118,7 +118,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @parametrize_pairs(
-    at_most=10,
+    at_most=9,
     world_size=[3, 2, 1],
     policy=list(POLICIES),
     layout=list(LAYOUTS),

@@ -405,7 +405,7 @@ OFFLOADS: dict[str, dict[str, Any]] = {
 
 
 @parametrize_pairs(
-    at_most=14,
+    at_most=10,
     world_size=[3, 2, 1, 4],
     precision=list(PRECISIONS),
     offload=list(OFFLOADS),
