@@ -648,8 +648,9 @@ class FlatParamHandle:
         if self.orig_params is None:
             leaf.requires_grad_(not needs)
             raise RuntimeError(
-                f"{self.unit_name}: {self.layout.slots[slot].name} was given requires_grad={needs}, and cannot be frozen "
-                "or thawed apart from its flat parameter. Freeze the whole wrapped module, or use use_orig_params=True."
+                f"{self.unit_name}: {self.layout.slots[slot].name} was given requires_grad={needs}, and cannot be "
+                "frozen or thawed apart from its flat parameter. Freeze the whole wrapped module, or use "
+                "use_orig_params=True."
             )
         self.orig_params.params[slot].requires_grad_(needs)
 
