@@ -44,6 +44,7 @@ from fsdp.engine.sharding_strategy import Groups, group_to_reduce_over
 from fsdp.engine.shared_params import claimed_in, refuse_nothing_own, wanted
 from fsdp.engine.torch_functions import teach_torch
 from fsdp.engine.unit import Policy, Unit, own_modules, unit_of
+from fsdp.engine.unsharded_params import UnshardedParameters
 
 # Elements: 16 bytes of any dtype that is trained in. Compilers of CUDA kernels copy what lies less well at every call.
 # Only where no checkpoint of FairScale's flat shards is to be read or written.
@@ -64,6 +65,7 @@ class Shard:
         listed_at: the modules, and the names there, that list the flat parameter itself.
         new_orig_params: makes what modules list in its place.
         post_forward_comm: the ranks that keep it unsharded between forward and backward.
+        new_unsharded: makes its unsharded parameters.
         is_replicated: every rank has all of it.
     """
 
@@ -72,6 +74,7 @@ class Shard:
     listed_at: Sequence[tuple[nn.Module, str]] = ()
     new_orig_params: NewOrigParams | None = None
     post_forward_comm: Communicator | None = None
+    new_unsharded: Callable[..., UnshardedParameters] = UnshardedParameters
     is_replicated: bool = False
 
 
@@ -130,6 +133,7 @@ def shard_module(
             reduce_comm,
             shard.new_orig_params,
             shard.post_forward_comm,
+            shard.new_unsharded,
             shard.is_replicated,
         )
     unit.rename(type(module).__name__)
@@ -151,7 +155,14 @@ def _shard_params(
     module: nn.Module, options: Options, groups: Groups, reduce_over: Any, ignored: Ignored, form: ParamForm
 ) -> tuple[Unit, Group, list[Shard]]:
     tied: Found = {}
-    found = collect(module, ignored, tied if form.takes_tied else None, claimed_in(module), with_values=False)
+    found = collect(
+        module,
+        ignored,
+        tied if form.takes_tied else None,
+        claimed_in(module),
+        with_values=False,
+        takes_extended=form.lists_parts,
+    )
     form.prepare(found, tied, module)
     params_are_on = _device_of(found, module, groups.shard)
     device = options.device_for(params_are_on)

@@ -25,6 +25,7 @@ from fsdp.engine.merged_writes import merge_written
 from fsdp.engine.names import clean_name, join
 from fsdp.engine.orig_params import NewOrigParams
 from fsdp.engine.precision import Buffers, Precision, compute_in_own_dtype, kept_modules
+from fsdp.engine.unsharded_params import UnshardedParameters
 
 if TYPE_CHECKING:
     from fsdp.engine.managed_params import Places
@@ -335,6 +336,7 @@ class Unit:
         reduce_comm: Communicator,
         new_orig_params: NewOrigParams | None = None,
         post_forward_comm: Communicator | None = None,
+        new_unsharded: Callable[..., UnshardedParameters] = UnshardedParameters,
         is_replicated: bool = False,
     ) -> None:
         """Run a flat parameter's shard, whose original parameters were used at `places`; see `FlatParamHandle`.
@@ -351,6 +353,7 @@ class Unit:
             self.on_gradient,
             new_orig_params,
             post_forward_comm,
+            new_unsharded,
         )
         self.handles.append(handle)
         self.owned_handles.append(handle)

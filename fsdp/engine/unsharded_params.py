@@ -90,13 +90,12 @@ class UnshardedParameters:
         self._nbytes = full.numel() * full.element_size()
         views = [view.data for view in layout.views(full[: layout.unsharded_numel])]
         seen = [part.dtensor(view) if part else view for view, part in zip(views, parts, strict=True)]
-        self.leaves = [nn.Parameter(tensor, needs) for tensor, needs in zip(seen, requires_grad, strict=True)]
-        for number, leaf in enumerate(self.leaves):
-            if leaf.requires_grad:
-                # Weakly: the garbage collector does not see into these hooks, and would never free a model.
-                leaf.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(handle), number))
-        self._freed = FreedLeaves(self.leaves)
+        self._handle = weakref.ref(handle)
+        self._attributes = attributes
         self._layout = layout
+        self._absent: dict[str, Placeholder] = {}
+        self.leaves = list(map(self._new_leaf, range(len(seen)), seen, requires_grad))
+        self._freed = FreedLeaves(self.leaves)
         # Where leaves lie in the buffer, in bytes; what is empty lies nowhere. Asking `DTensor`s takes longer.
         self._address_of = memory_at if any(parts) else Tensor.data_ptr
         self._numbers_placed = [number for number, view in enumerate(views) if view.numel()]
@@ -108,15 +107,8 @@ class UnshardedParameters:
             self.rest()
         self._numbers: dict[Tensor, int] = {leaf: number for number, leaf in enumerate(self.leaves)}
         self._swaps: list[tuple[dict[str, Any], ParamInfo, Tensor, Tensor]] = []
-        self._absent: dict[str, Placeholder] = {}
         for number, (slot, leaf, used) in enumerate(zip(layout.slots, self.leaves, places, strict=True)):
-            placeholder = sharded_weight(slot.name, leaf)
-            # Whoever copies a model gets no second copy of the weights with what its modules show: shards are copied.
-            give_attributes(leaf, attributes[number])
-            itself = weakref.ref(leaf)
-            leaf.__dict__["__deepcopy__"] = partial(_copy_leaf, itself, placeholder)
-            leaf.__dict__["__reduce_ex__"] = partial(_reduce_leaf, itself, placeholder)
-            hidden: Tensor = leaf if is_shard else self._absent.setdefault(slot.name, placeholder)
+            hidden: Tensor = leaf if is_shard else self._absent[slot.name]
             if absent is not None:
                 hidden = absent[number]
             elif is_shard and number in valueless:
@@ -126,6 +118,20 @@ class UnshardedParameters:
         self._copies = None if is_shard or layout.gathers_in_order else Copies.between(layout, full)
         self._gathered = full[: layout.padded_numel] if self._copies is None else self._copies.gathered
         self.free()
+
+    def _new_leaf(self, number: int, tensor: Tensor, requires_grad: bool) -> nn.Parameter:
+        """Return a leaf around the unsharded values of a parameter."""
+        leaf = nn.Parameter(tensor, requires_grad)
+        if requires_grad:
+            # Weakly: the garbage collector does not see into these hooks, and would never free a model.
+            leaf.register_post_accumulate_grad_hook(partial(_tell, self._handle, number))
+        give_attributes(leaf, self._attributes[number])
+        # Whoever copies a model gets no second copy of the weights with what its modules show: shards are copied.
+        name, itself = self._layout.slots[number].name, weakref.ref(leaf)
+        placeholder = self._absent.setdefault(name, sharded_weight(name, leaf))
+        leaf.__dict__["__deepcopy__"] = partial(_copy_leaf, itself, placeholder)
+        leaf.__dict__["__reduce_ex__"] = partial(_reduce_leaf, itself, placeholder)
+        return leaf
 
     def _find_rnns(self) -> None:
         modules = {place.module: None for _, place, _, _ in self._swaps}
@@ -138,6 +144,11 @@ class UnshardedParameters:
     def accumulators(self) -> list[Any]:
         """The nodes by which autograd adds to the leaves' gradients; None for those without."""
         return [get_gradient_edge(leaf).node if leaf.requires_grad else None for leaf in self.leaves]
+
+    @property
+    def outgoing(self) -> Tensor | None:
+        """The tensor that this rank sends in an all-gather; None is its shard."""
+        return None
 
     def use_at(self, slot: int, places: Sequence[ParamInfo]) -> None:
         """Have a parameter seen in more places."""
@@ -265,6 +276,10 @@ class UnshardedParameters:
             return []
         compared = zip(numbers, now, self._expected)  # noqa: B905 (the places alone, or the versions as well)
         return sorted({number for number, value, expected in compared if value != expected})
+
+    def new_value(self, number: int) -> Tensor:
+        """Return a leaf that was `written`, whose values the shards are to have."""
+        return self.leaves[number]
 
     def restore(self, numbers: Sequence[int]) -> None:
         """Have leaves that were `written` be views of the buffer again, with their new values."""
