@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fsdp.distributed.dtensor import held_part, memory_of
-from fsdp.engine.autograd import FreedLeaves
+from fsdp.engine.autograd import FreedLeaves, accumulator_of
 from fsdp.engine.layout import Layout
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.unsharded_params import UnshardedParameters
@@ -79,6 +79,10 @@ class ExtendedParameters(UnshardedParameters):
         """This rank's rows, in their class and on the device of the computation."""
         local = held_part(self._sharded)
         return local if local.device == self.full.device else local.to(self.full.device)
+
+    @cached_property
+    def accumulators(self) -> list[Any]:  # of one that users' classes need no `view` for
+        return [accumulator_of(leaf) if leaf.requires_grad else None for leaf in self.leaves]
 
     # --- before and after an all-gather -------------------------------------------------------------------------
 

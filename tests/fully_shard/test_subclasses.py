@@ -15,8 +15,9 @@ HALF = partial(extended, kind=InHalf, width=7)  # which no number of ranks divid
 EIGHT = partial(extended, kind=InEight, width=12)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("make_model", [HALF, EIGHT], ids=["half", "eight"])
+@pytest.mark.parametrize(
+    ("make_model", "world_size"), [(HALF, 1), (HALF, 2), (HALF, 3), (HALF, 4), (EIGHT, 2), (EIGHT, 3), (EIGHT, 4)]
+)
 def test_training_at_every_world_size(ranks: RankPool, make_model: Any, world_size: int) -> None:
     ranks(world_size).run(_compare, {"make_model": make_model}, {})
 
