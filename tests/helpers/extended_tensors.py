@@ -57,8 +57,8 @@ class Values(Tensor):
 
         plain_args, plain_kwargs = tree_map_only(Values, unwrapped, (args, kwargs or {}))
         found = func(*plain_args, **plain_kwargs)
-        if func is torch.ops.aten.copy_.default or func._schema.is_mutable:
-            return args[0]
+        if func._schema.is_mutable:
+            return args[0] if func._schema.returns else None
         return tree_map_only(Tensor, lambda made: cls(made, *settings), found) if func in _KEPT else found
 
 
