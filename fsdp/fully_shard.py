@@ -35,7 +35,8 @@ from fsdp.engine.placeholder import under_way
 from fsdp.engine.precision import MixedPrecision
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.runtime import runtime_of, runtime_of_root
-from fsdp.engine.shard_module import ALIGNED, Found, MakeFlatParam, Shard, shard_module
+from fsdp.engine.shard import Shard
+from fsdp.engine.shard_module import ALIGNED, Found, MakeFlatParam, shard_module
 from fsdp.engine.sharding_strategy import Groups, group_apart, post_forward_group
 from fsdp.engine.shared_params import share, split_off
 from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, unit_of, unit_of_wrapper, units_in

@@ -26,7 +26,6 @@ class Arriving(NamedTuple):
     """An all-gather of a parameter's tensors, which travel as bytes one behind the other."""
 
     full: Tensor  # ``[ranks * bytes]``
-    own: Tensor  # ``[bytes]``, what this rank sends
     looks: list[tuple[torch.Size, torch.dtype]]  # of the tensors that each rank sends
     metadata: Any  # that the method before the all-gather has for the one after it
 
@@ -86,16 +85,12 @@ class ExtendedParameters(UnshardedParameters):
 
     # --- before and after an all-gather -------------------------------------------------------------------------
 
-    @property
-    def outgoing(self) -> Tensor | None:
-        return None if self._arriving is None else self._arriving.own
-
     def begin_gather(self, *, directly: bool = False) -> Tensor:
         with _as_for_parameters():
             sent, metadata = self._before_gather()
-            own = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in sent])
-            full = own.new_empty(self._world_size * own.numel())
-        self._arriving = Arriving(full, own, [(tensor.shape, tensor.dtype) for tensor in sent], metadata)
+            self.outgoing = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in sent])
+            full = self.outgoing.new_empty(self._world_size * self.outgoing.numel())
+        self._arriving = Arriving(full, [(tensor.shape, tensor.dtype) for tensor in sent], metadata)
         return full
 
     def _before_gather(self) -> tuple[list[Tensor], Any]:
@@ -117,7 +112,7 @@ class ExtendedParameters(UnshardedParameters):
         return sent, metadata
 
     def end_gather(self, *, is_wanted: bool = True) -> None:
-        arriving, self._arriving = self._arriving, None
+        arriving, self._arriving, self.outgoing = self._arriving, None, None
         if arriving is None or not is_wanted:
             return
         with _as_for_parameters():

@@ -68,6 +68,8 @@ class UnshardedParameters:
             where the buffer is the shard.
     """
 
+    outgoing: Tensor | None = None  # what this rank sends in an all-gather in the place of its shard
+
     def __init__(
         self,
         layout: Layout,
@@ -144,11 +146,6 @@ class UnshardedParameters:
     def accumulators(self) -> list[Any]:
         """The nodes by which autograd adds to the leaves' gradients; None for those without."""
         return [get_gradient_edge(leaf).node if leaf.requires_grad else None for leaf in self.leaves]
-
-    @property
-    def outgoing(self) -> Tensor | None:
-        """The tensor that this rank sends in an all-gather; None is its shard."""
-        return None
 
     def use_at(self, slot: int, places: Sequence[ParamInfo]) -> None:
         """Have a parameter seen in more places."""

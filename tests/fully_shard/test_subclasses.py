@@ -36,6 +36,7 @@ from tests.helpers.twins import once
 
 HALF = partial(extended, kind=InHalf, width=7)  # which no number of ranks divides
 EIGHT = partial(extended, kind=InEight, width=12)
+IN_HALF = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 INPUTS = torch.linspace(-1, 1, 20).view(4, 5)
 
 
@@ -56,8 +57,7 @@ def test_training_at_every_world_size(ranks: RankPool, make_model: Any, world_si
     ("plan", "options"),
     [
         ({"make_optimizer": adamw_one_by_one}, {"reshard_after_forward": False}),
-        ({"make_optimizer": adamw_at_once}, {"mp_policy": {"param_dtype": torch.bfloat16}}),
-        ({"accumulate": 2}, {"mp_policy": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}}),
+        ({"make_optimizer": adamw_at_once, "accumulate": 2}, {"mp_policy": IN_HALF}),
         ({"accumulate": 2, "sync_each": True, "clip": 0.1}, {"reshard_after_forward": True}),
         ({}, {"unlike": {"reshard_after_forward": 2}}),  # which torch's cannot do
         ({}, {"unlike": {"offload_policy": fsdp.CPUOffloadPolicy()}}),
