@@ -163,12 +163,13 @@ def _check(fqn: str, param: nn.Parameter, with_values: bool, takes_extended: boo
             "buffer (register_buffer) if it is not trained."
         )
     check_placements(fqn, param)
-    is_known = type(param) in _PLAIN or is_dtensor(param)
+    is_known = type(param) in _PLAIN or (is_dtensor(param) and not is_extended(local_part(param)))
     if takes_extended and is_extended(param):
         check_extension(fqn, param)
         is_known = True
     if param.layout is not torch.strided or (param.is_meta and with_values) or not is_known:
         kind = f"{param.layout} {param.device.type}" if is_known else type(param).__name__
+        kind += f" around a {type(local_part(param)).__name__}" if is_dtensor(param) else ""
         raise TypeError(
             f"{fqn} is a {kind} parameter: only plain, dense parameters with values can be flattened. Materialize it "
             "(to_empty() and reset_parameters()) or convert it before wrapping."

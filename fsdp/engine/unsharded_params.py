@@ -311,7 +311,10 @@ def _reduce_leaf(leaf: weakref.ref[nn.Parameter], placeholder: Placeholder, prot
 def _apart(leaf: weakref.ref[nn.Parameter], placeholder: Placeholder) -> Tensor:
     """Return a copy of a leaf with its values, if it has any: a module may hold one that is not shown any more."""
     found = leaf()
-    if found is None or (found.numel() and not local_part(found).untyped_storage().nbytes()):
+    local = None if found is None else local_part(found)
+    if found is None or local is None or type(local) not in (Tensor, nn.Parameter):
+        return placeholder  # of another class there is no telling
+    if local.numel() and not local.untyped_storage().nbytes():
         return placeholder
     apart = nn.Parameter(found.detach().clone(), found.requires_grad)
     give_attributes(apart, attributes_of(found))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdp
 from fsdp import FullyShardedDataParallel
@@ -25,11 +25,12 @@ from tests.helpers.dtensor_twins import (
     assert_within,
     handles,
     local,
+    mesh_of,
     ours,
     torchs,
     train,
 )
-from tests.helpers.extended_tensors import InEight, InHalf, Scaled, Values, extended
+from tests.helpers.extended_tensors import InEight, InHalf, Scaled, Values, extended, padded
 from tests.helpers.parity import Alone, adamw
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import once
@@ -156,6 +157,47 @@ def _quantise(layer: Any, args: Any) -> None:
     sent, metadata = weight.fsdp_pre_all_gather(None)
     made, _ = weight.fsdp_post_all_gather(sent, metadata, weight.dtype)
     layer[0].kept = layer[0]._parameters["weight"] = nn.Parameter(made)
+
+
+class PaddedEight(InEight):
+    """Of any number of rows, on whatever number of ranks."""
+
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, *others: Any) -> Any:  # type: ignore[override]
+        (numbers, scales), metadata = super().fsdp_pre_all_gather(mesh)
+        return (padded(numbers, mesh, outer_size), scales), metadata
+
+
+def test_scales_beside_rows_that_do_not_divide_evenly(ranks: RankPool) -> None:
+    ranks(3).run(_train_uneven)
+
+
+def _train_uneven() -> None:
+    model, plain = extended(ours(), kind=PaddedEight), extended(kind=PaddedEight)
+    found = model(INPUTS)
+    found.sum().backward()
+    for layer in plain.inner:
+        rows = [PaddedEight(part) for part in layer[0].weight.values.split(3)]
+        sent = [InEight.fsdp_pre_all_gather(each, None)[0] for each in rows]
+        layer[0].weight = nn.Parameter(torch.cat([numbers * scale for numbers, scale in sent]))
+    outputs = plain(INPUTS)
+    outputs.sum().backward()
+    assert_within("outputs", found, outputs, 1e-6)
+    mine = model.inner[0][0].weight.grad.full_tensor()
+    assert_within("gradient", mine, plain.inner[0][0].weight.grad, 1e-6)
+
+
+def test_a_copy_of_what_is_unsharded_is_not_read_where_it_was_freed(ranks: RankPool) -> None:
+    ranks(1).run(_copy_leaf)
+
+
+def _copy_leaf() -> None:
+    model: Any = EIGHT(ours())
+    layer = model.inner[0]
+    layer.unshard()
+    weight = layer[0].weight
+    layer.reshard()
+    with pytest.raises(RuntimeError, match="is sharded"):
+        copy.deepcopy(weight) + 1
 
 
 def test_memory_is_freed_and_autograd_does_not_read_what_was_freed(ranks: RankPool) -> None:
@@ -400,6 +442,18 @@ def _refuse_columns() -> None:
         HALF(ours(shard_placement_fn=lambda param: Shard(param.dim() - 1)))
 
 
+def test_tensor_parallel_parts_of_the_class_are_refused(ranks: RankPool) -> None:
+    ranks(1).run(_refuse_dtensors)
+
+
+def _refuse_dtensors() -> None:
+    model: Any = HALF()
+    weight = DTensor.from_local(model.inner[0][0].weight.detach(), mesh_of(1), [Replicate()])
+    model.inner[0][0].weight = nn.Parameter(weight)
+    with pytest.raises(TypeError, match=r"inner.0.0.weight is a DTensor around a InHalf parameter"):
+        fsdp.fully_shard(model)
+
+
 def test_the_wrapper_refuses_the_class() -> None:
     with pytest.raises(TypeError, match=r"inner.0.0.weight is a InHalf parameter"):
         FullyShardedDataParallel(HALF(), Alone())
@@ -447,5 +501,3 @@ def _write() -> None:
         layer[0].weight.mul_(2)
     with pytest.raises(RuntimeError, match=r"weight was written to while it was unsharded"):
         model(INPUTS)
-
-

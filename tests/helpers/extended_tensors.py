@@ -102,10 +102,10 @@ class Scaled(Tensor):
     scales: Tensor
 
     @staticmethod
-    def __new__(cls, numbers: Tensor, scales: Tensor, dtype: torch.dtype, *_: Any) -> Any:
-        return Tensor._make_wrapper_subclass(cls, numbers.shape, numbers.stride(), dtype=dtype, device=numbers.device)
+    def __new__(cls, numbers: Tensor, scales: Tensor, dtype: torch.dtype, size: Any = None) -> Any:
+        return Tensor._make_wrapper_subclass(cls, size or numbers.shape, dtype=dtype, device=numbers.device)
 
-    def __init__(self, numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, numbers: Tensor, scales: Tensor, dtype: torch.dtype, size: Any = None) -> None:
         self.numbers, self.scales = numbers, scales
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -113,7 +113,8 @@ class Scaled(Tensor):
 
     def plain(self) -> Tensor:
         rows = self.numbers.shape[0] // self.scales.numel()
-        return self.numbers.to(self.dtype) * self.scales.to(self.dtype).repeat_interleave(rows).unsqueeze(1)
+        factors = self.scales.to(self.dtype).repeat_interleave(rows).unsqueeze(1)
+        return (self.numbers.to(self.dtype) * factors)[: self.shape[0]]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -125,9 +126,9 @@ class Scaled(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return cls(args[0].numbers, args[0].scales, args[0].dtype)
+            return cls(args[0].numbers, args[0].scales, args[0].dtype, args[0].shape)
         if func is torch.ops.aten.as_strided.default:
-            return cls(args[0].numbers, args[0].scales, args[0].dtype)
+            return cls(args[0].numbers, args[0].scales, args[0].dtype, args[1])
         raise NotImplementedError(f"{func} of Scaled")
 
 
