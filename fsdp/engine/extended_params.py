@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import held_part, memory_of
 from fsdp.engine.autograd import FreedLeaves, accumulator_of
@@ -64,7 +64,7 @@ class ExtendedParameters(UnshardedParameters):
         self._full_rows = layout.local_shape(0, 0) if isinstance(layout, RowsLayout) else self._shape
         self._world_size = layout.world_size
         self._arriving: Arriving | None = None
-        self._gathered: list[Tensor] = []  # those of all ranks, for each tensor that is sent; made once
+        self._received: list[Tensor] = []  # those of all ranks, for each tensor that is sent; made once
         # Its leaf may lie anywhere, so that only its version shows whether it was written.
         self._numbers_placed, self._leaves_placed, self._offsets, self._numbers_seen = [], [], [], [0]
 
@@ -74,10 +74,9 @@ class ExtendedParameters(UnshardedParameters):
         return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
 
     @property
-    def _local(self) -> Any:
-        """This rank's rows, in their class and on the device of the computation."""
-        local = held_part(self._sharded)
-        return local if local.device == self.full.device else local.to(self.full.device)
+    def _rows(self) -> Any:
+        """This rank's rows, in their class."""
+        return held_part(self._sharded)
 
     @cached_property
     def accumulators(self) -> list[Any]:  # of one that users' classes need no `view` for
@@ -94,7 +93,7 @@ class ExtendedParameters(UnshardedParameters):
         return full
 
     def _before_gather(self) -> tuple[list[Tensor], Any]:
-        local = self._local
+        local = self._rows if self._rows.device == self.full.device else self._rows.to(self.full.device)
         taken = len(inspect.signature(local.fsdp_pre_all_gather).parameters)
         if taken not in (1, 5):
             raise TypeError(
@@ -120,9 +119,9 @@ class ExtendedParameters(UnshardedParameters):
                 storage.resize_(nbytes)
             self._take(arriving)
             come = tuple(
-                tensor.view(-1, *shape[1:]) for tensor, (shape, _) in zip(self._gathered, arriving.looks, strict=True)
+                tensor.view(-1, *shape[1:]) for tensor, (shape, _) in zip(self._received, arriving.looks, strict=True)
             )
-            after = self._local.fsdp_post_all_gather
+            after = self._rows.fsdp_post_all_gather
             if self._memory:
                 after(come, arriving.metadata, self.full.dtype, out=self.leaves[0])
             else:
@@ -131,18 +130,18 @@ class ExtendedParameters(UnshardedParameters):
     def _take(self, arriving: Arriving) -> None:
         """Copy what has come to where it stays."""
         if not self._memory:
-            self._gathered = [
+            self._received = [
                 torch.empty(self._world_size * shape.numel(), dtype=dtype, device=self.full.device)
                 for shape, dtype in arriving.looks
             ]
         by_rank = arriving.full.view(self._world_size, -1)
         sizes = [shape.numel() * dtype.itemsize for shape, dtype in arriving.looks]
-        if [self._world_size * size for size in sizes] != [tensor.nbytes for tensor in self._gathered]:
+        if [self._world_size * size for size in sizes] != [tensor.nbytes for tensor in self._received]:
             raise RuntimeError(
-                f"fsdp_pre_all_gather of a {type(self._local).__name__} ({self._name}) returned tensors of other sizes "
+                f"fsdp_pre_all_gather of a {type(self._rows).__name__} ({self._name}) returned tensors of other sizes "
                 "than the first time: they must stay the same"
             )
-        for tensor, part in zip(self._gathered, by_rank.split(sizes, dim=1), strict=True):
+        for tensor, part in zip(self._received, by_rank.split(sizes, dim=1), strict=True):
             tensor.view(self._world_size, -1).view(torch.uint8).copy_(part)
 
     def _show_as(self, made: Tensor, inner: Sequence[Tensor]) -> None:
@@ -153,7 +152,7 @@ class ExtendedParameters(UnshardedParameters):
         self.leaves[:], self._numbers = [leaf], {leaf: 0}
         self._swaps = [(*place, leaf, absent) for *place, _, absent in self._swaps]  # type: ignore[misc]
         self.__dict__.pop("accumulators", None)  # of the leaf that was there before
-        held = [*self._gathered, *inner]
+        held = [*self._received, *inner]
         self._memory = [(storage, storage.nbytes()) for storage in map(Tensor.untyped_storage, held)]
         self._freed = FreedLeaves([leaf, *held])
 
@@ -165,7 +164,7 @@ class ExtendedParameters(UnshardedParameters):
     def holds(self, tensor: Tensor) -> bool:
         return memory_of(tensor) in {storage.data_ptr() for storage, _ in self._memory}
 
-    def new_value(self, number: int) -> Tensor:
+    def new_value(self, number: int) -> nn.Parameter:
         raise RuntimeError(
             f"{self._name} was written to while it was unsharded: what its fsdp_post_all_gather has made cannot be "
             "taken back into the shards. Write to the sharded parameter, between steps."

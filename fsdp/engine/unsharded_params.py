@@ -274,7 +274,7 @@ class UnshardedParameters:
         compared = zip(numbers, now, self._expected)  # noqa: B905 (the places alone, or the versions as well)
         return sorted({number for number, value, expected in compared if value != expected})
 
-    def new_value(self, number: int) -> Tensor:
+    def new_value(self, number: int) -> nn.Parameter:
         """Return a leaf that was `written`, whose values the shards are to have."""
         return self.leaves[number]
 
