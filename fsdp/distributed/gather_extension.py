@@ -21,7 +21,10 @@ def is_extended(tensor: Tensor) -> bool:
 
 def values_of(tensor: Tensor) -> Tensor:
     """Return the plain tensor in which a tensor of such a class has its values; another tensor is its own."""
-    return getattr(tensor, _attribute_of(tensor)) if is_extended(tensor) else tensor
+    if type(tensor) is Tensor or not is_extended(tensor):  # most are, and it is asked of every gradient
+        return tensor
+    found: Tensor = getattr(tensor, _attribute_of(tensor))
+    return found
 
 
 def around(like: Tensor, values: Tensor) -> Tensor:
