@@ -148,7 +148,7 @@ class ExtendedParameters(UnshardedParameters):
         """Have a leaf around a tensor, which is padded as the shards are, and know the memory in which it lies."""
         if made.shape != self._shape or made.stride() != self._stride:
             made = torch.as_strided(made, self._shape, self._stride, 0)
-        leaf = self._new_leaf(0, made, self.leaves[0].requires_grad)
+        leaf = self._new_leaf(0, made, self._requires_grad[0])
         self.leaves[:], self._numbers = [leaf], {leaf: 0}
         self._swaps = [(*place, leaf, absent) for *place, _, absent in self._swaps]  # type: ignore[misc]
         self.__dict__.pop("accumulators", None)  # of the leaf that was there before

@@ -94,6 +94,7 @@ class UnshardedParameters:
         seen = [part.dtensor(view) if part else view for view, part in zip(views, parts, strict=True)]
         self._handle = weakref.ref(handle)
         self._attributes = attributes
+        self._requires_grad = list(requires_grad)
         self._layout = layout
         self._absent: dict[str, Placeholder] = {}
         self.leaves = list(map(self._new_leaf, range(len(seen)), seen, requires_grad))
@@ -278,6 +279,13 @@ class UnshardedParameters:
         """Return a leaf that was `written`, whose values the shards are to have."""
         return self.leaves[number]
 
+    def refrozen(self) -> list[int]:
+        """The numbers of the leaves that users have frozen, or had trained, since they were made."""
+        now = list(map(_requires_grad_of, self.leaves))
+        if now == self._requires_grad:
+            return []
+        return [number for number, needs in enumerate(now) if needs is not self._requires_grad[number]]
+
     def restore(self, numbers: Sequence[int]) -> None:
         """Have leaves that were `written` be views of the buffer again, with their new values."""
         views = self._layout.views(self.full.detach()[: self._layout.unsharded_numel])
@@ -298,6 +306,7 @@ class UnshardedParameters:
 
 
 _version_of = operator.attrgetter("_version")
+_requires_grad_of = operator.attrgetter("requires_grad")
 
 
 def _copy_leaf(leaf: weakref.ref[nn.Parameter], placeholder: Placeholder, memo: dict[int, Any]) -> Tensor:
