@@ -8,7 +8,6 @@ of the weights that it saved. The leaf of a parameter that is a `DTensor` is one
 
 from __future__ import annotations
 
-import copy
 import operator
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -21,9 +20,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from fsdp.distributed.dtensor import MeshPart, local_part, memory_at, memory_of, set_local_part
 from fsdp.engine.autograd import FreedLeaves
-from fsdp.engine.flat_param import Attributes, ParamInfo, attributes_of, give_attributes
+from fsdp.engine.flat_param import Attributes, ParamInfo, give_attributes
 from fsdp.engine.layout import Layout
-from fsdp.engine.placeholder import Placeholder, is_model_under_way, sharded_message, sharded_weight, valueless_weight
+from fsdp.engine.leaf_copies import copy_as
+from fsdp.engine.placeholder import Placeholder, sharded_message, sharded_weight, valueless_weight
 
 
 class GradientHandler(Protocol):
@@ -129,11 +129,8 @@ class UnshardedParameters:
             # Weakly: the garbage collector does not see into these hooks, and would never free a model.
             leaf.register_post_accumulate_grad_hook(partial(_tell, self._handle, number))
         give_attributes(leaf, self._attributes[number])
-        # Whoever copies a model gets no second copy of the weights with what its modules show: shards are copied.
-        name, itself = self._layout.slots[number].name, weakref.ref(leaf)
-        placeholder = self._absent.setdefault(name, sharded_weight(name, leaf))
-        leaf.__dict__["__deepcopy__"] = partial(_copy_leaf, itself, placeholder)
-        leaf.__dict__["__reduce_ex__"] = partial(_reduce_leaf, itself, placeholder)
+        name = self._layout.slots[number].name
+        copy_as(leaf, self._absent.setdefault(name, sharded_weight(name, leaf)))
         return leaf
 
     def _find_rnns(self) -> None:
@@ -307,27 +304,6 @@ class UnshardedParameters:
 
 _version_of = operator.attrgetter("_version")
 _requires_grad_of = operator.attrgetter("requires_grad")
-
-
-def _copy_leaf(leaf: weakref.ref[nn.Parameter], placeholder: Placeholder, memo: dict[int, Any]) -> Tensor:
-    return copy.deepcopy(placeholder, memo) if is_model_under_way() else _apart(leaf, placeholder)
-
-
-def _reduce_leaf(leaf: weakref.ref[nn.Parameter], placeholder: Placeholder, protocol: Any) -> Any:
-    return (placeholder if is_model_under_way() else _apart(leaf, placeholder)).__reduce_ex__(protocol)
-
-
-def _apart(leaf: weakref.ref[nn.Parameter], placeholder: Placeholder) -> Tensor:
-    """Return a copy of a leaf with its values, if it has any: a module may hold one that is not shown any more."""
-    found = leaf()
-    local = None if found is None else local_part(found)
-    if found is None or local is None or type(local) not in (Tensor, nn.Parameter):
-        return placeholder  # of another class there is no telling
-    if local.numel() and not local.untyped_storage().nbytes():
-        return placeholder
-    apart = nn.Parameter(found.detach().clone(), found.requires_grad)
-    give_attributes(apart, attributes_of(found))
-    return apart
 
 
 def _leave_as_they_are() -> None:
