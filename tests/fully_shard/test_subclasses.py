@@ -162,7 +162,9 @@ def _quantise(layer: Any, args: Any) -> None:
 class PaddedEight(InEight):
     """Of any number of rows, on whatever number of ranks."""
 
-    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, *others: Any) -> Any:  # type: ignore[override]
+    def fsdp_pre_all_gather(  # type: ignore[override]
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
         (numbers, scales), metadata = super().fsdp_pre_all_gather(mesh)
         return (padded(numbers, mesh, outer_size), scales), metadata
 
