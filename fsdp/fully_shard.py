@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,6 +23,7 @@ from fsdp.distributed.comm_hooks import AllReduceHook
 from fsdp.distributed.communicator import Group, behind, default_group, made_once_for_groups, served_device
 from fsdp.distributed.custom_collectives import Collective, CustomAllGather, CustomReduceScatter, moved
 from fsdp.distributed.dtensor import MeshPart, is_dtensor, joint_mesh, spread_loaded
+from fsdp.distributed.gather_extension import is_extended
 from fsdp.engine.copying import prepare_to_copy
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.foreign_names import refuse_data_parallel
@@ -35,7 +36,8 @@ from fsdp.engine.placeholder import under_way
 from fsdp.engine.precision import MixedPrecision
 from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.runtime import runtime_of, runtime_of_root
-from fsdp.engine.shard_module import ALIGNED, Found, MakeFlatParam, Shard, shard_module
+from fsdp.engine.shard import Shard
+from fsdp.engine.shard_module import ALIGNED, Found, MakeFlatParam, shard_module
 from fsdp.engine.sharding_strategy import Groups, group_apart, post_forward_group
 from fsdp.engine.shared_params import share, split_off
 from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, unit_of, unit_of_wrapper, units_in
@@ -184,7 +186,7 @@ def fully_shard(
         compute_device=device,
     )
     post_forward = None if kept_by is None else communicator(kept_by, device)
-    form = DTensorForm(mesh, groups.replicas, shard_placement_fn, post_forward)
+    form = DTensorForm(mesh, groups.replicas, shard_placement_fn, post_forward, mp_policy)
     unit, _ = shard_module(one, options, groups, None, Ignored.of(None, ignored_params), form)
     for tied in list(unit.wanted):
         share(unit, tied.handle.flat_param)
@@ -212,6 +214,7 @@ class DTensorForm:
         replicas: how many ranks hold the same shards.
         placement_of: says along which dimension a parameter is sharded; None is the first.
         post_forward: the ranks that keep parameters unsharded between forward and backward.
+        mp_policy: for the methods of parameters that say how they are all-gathered.
     """
 
     takes_tied = lists_parts = True
@@ -223,9 +226,10 @@ class DTensorForm:
         replicas: int,
         placement_of: Callable[[nn.Parameter], Any] | None,
         post_forward: Communicator | None,
+        mp_policy: Any,
     ) -> None:
         self._mesh, self._replicas = mesh, replicas
-        self._placement_of, self._post_forward = placement_of, post_forward
+        self._placement_of, self._post_forward, self._mp_policy = placement_of, post_forward, mp_policy
         self._dims: dict[str, int] = {}  # along which each parameter is sharded, by its name
 
     def prepare(self, found: Found, tied: Found, module: nn.Module) -> None:
@@ -240,14 +244,20 @@ class DTensorForm:
             if part is not None:
                 joint_mesh(name, part, self._mesh)  # raises an error if there is none
             self._dims[name] = self._dim_of(name, param)
+            if is_extended(param) and self._dims[name] != 0:
+                raise NotImplementedError(
+                    f"{name} is a {type(param).__name__}, which says itself how it is all-gathered: shard_placement_fn "
+                    "must return Shard(0) or None for it"
+                )
         for param in tied:
             split_off(param, lender_of(param))
 
     def shard(self, found: Found, unit: Unit, make: MakeFlatParam) -> list[Shard]:
         from fsdp.engine.dtensor_params import DTensorParams  # imports DTensor, which takes a second
+        from fsdp.engine.extended_params import ExtendedParameters  # as this does
 
         new_orig_params, shards = partial(DTensorParams, mesh=self._mesh), []
-        groups = [params for _, params in group(found, unit.precision_at, lambda _, param: param.dim() == 0)]
+        groups = [params for _, params in group(found, unit.precision_at, _kind_of)]
         for params in groups:
             dims = tuple(self._dims[found[param][0].fqn] for param in params)
             # What has no dimensions is unsharded on every rank, as if all were replicas.
@@ -258,7 +268,11 @@ class DTensorForm:
             align = 1 if are_replicas and unit.comm.world_size * self._replicas > 1 else ALIGNED
             flat_param = make(params, align=align, layout_type=RowsLayout, dims=dims, **ranks)
             places = [found[param] for param in params]
-            shards.append(Shard(flat_param, places, (), new_orig_params, self._post_forward, is_replicated))
+            shard = Shard(flat_param, places, (), new_orig_params, self._post_forward, is_replicated=is_replicated)
+            if is_extended(params[0]):  # what its methods make cannot be kept among a few ranks
+                new_unsharded = partial(ExtendedParameters, mp_policy=self._mp_policy)
+                shard = replace(shard, post_forward_comm=None, new_unsharded=new_unsharded)
+            shards.append(shard)
         ordered = {param: found[param] for params in groups for param in params}
         take_over(ordered, [shard.flat_param for shard in shards], unit.name, unit)
         return shards
@@ -275,6 +289,11 @@ class DTensorForm:
                 "Shard(dim) of one of its dimensions, or None"
             )
         return dim % param.dim()
+
+
+def _kind_of(name: str, param: nn.Parameter) -> Hashable:
+    """Return what tells parameters apart that do not share a flat parameter; extended ones have each their own."""
+    return param.dim() == 0, param if is_extended(param) else None
 
 
 def _resharding(asked: Any, groups: Groups) -> tuple[bool, Group | None]:

@@ -50,6 +50,25 @@ def will_run(node: Any) -> bool:
         return False  # a leaf that `torch.autograd.grad` was asked for: its gradient is returned, and nothing is added
 
 
+class _Edge(torch.autograd.Function):
+    """An operation of which only its place in the graph counts."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return torch.empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None
+
+
+def accumulator_of(leaf: Tensor) -> Any:
+    """Return the node by which autograd adds to the gradient of a leaf of any class, of which it asks no operation."""
+    with torch.enable_grad():
+        edge: Any = _Edge.apply(leaf)
+        return edge.grad_fn.next_functions[0][0]
+
+
 class BackwardPass:
     """One run of autograd, from the first hook to its end; begins when it is made, inside of a hook.
 

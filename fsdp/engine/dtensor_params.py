@@ -22,6 +22,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from fsdp.distributed.dtensor import MeshPart, become, beside, held_part, is_dtensor, joint_mesh, set_local_part
+from fsdp.distributed.gather_extension import around, values_of
 from fsdp.engine.flat_param import FlatParameter, ParamInfo, attributes_of, give_attributes
 from fsdp.engine.layout import Layout, Slot
 from fsdp.engine.orig_params import OrigParams
@@ -110,15 +111,16 @@ class DTensorParams(OrigParams):
         self._lie_at(slot, rows.to("meta") if param.is_meta else rows)
 
     def _lie_at(self, slot: int, rows: Tensor) -> None:
-        param = self.params[slot]
+        param, shown = self.params[slot], as_shown(self._flat_param, rows)
         self._held[slot] = rows
         if (rows.dtype, rows.device) == (param.dtype, param.device):
-            set_local_part(param, rows)
+            set_local_part(param, shown)
         else:
-            become(param, self._parts[slot].dtensor(rows))
+            become(param, self._parts[slot].dtensor(shown))
 
     def _was_replaced(self, slot: int) -> bool:
-        return held_part(self.params[slot]) is not self._held[slot]
+        local = held_part(self.params[slot])
+        return (local if self._flat_param.example is None else values_of(local)) is not self._held[slot]
 
     def give_memory(self, slots: Iterable[int]) -> None:
         """Have parameters that came from the meta device lie in the shard."""
@@ -129,12 +131,12 @@ class DTensorParams(OrigParams):
         self._versions = tuple(versions)
 
     def _flat(self, slot: int, tensor: Tensor) -> Tensor:
-        return held_part(tensor).detach().reshape(-1)
+        return values_of(held_part(tensor)).detach().reshape(-1)
 
     def local_shard_of(self, slot: int, value: Tensor) -> Tensor | None:
         if not is_dtensor(value) or MeshPart.of(value) == self._parts_before[slot]:
             return None
-        return self._parts[slot].to_local(self._slots[slot].name, value.detach()).reshape(-1)
+        return values_of(self._parts[slot].to_local(self._slots[slot].name, value.detach())).reshape(-1)
 
     def _rows(self, slot: int, part: Tensor) -> Tensor:
         """A local shard, from where it lies."""
@@ -148,12 +150,17 @@ class DTensorParams(OrigParams):
         return [slot for slot in written if not self.params[slot].is_meta]
 
 
+def as_shown(owner: FlatParameter, rows: Tensor) -> Tensor:
+    """Return rows of a shard in the class that its parameter has, if that is one with torch's all-gather extension."""
+    return rows if owner.example is None else around(owner.example, rows)
+
+
 def row_parameter(owner: FlatParameter, rows: Tensor, part: MeshPart, requires_grad: bool, fqn: str) -> nn.Parameter:
     """A parameter around this rank's rows, a view of the shard `owner`.
 
     An ordinary `DTensor`, since torch's own code asks for the class, with what a `LocalShard` has.
     """
-    param = nn.Parameter(part.dtensor(rows.as_subclass(Tensor)), requires_grad)
+    param = nn.Parameter(part.dtensor(as_shown(owner, rows.as_subclass(Tensor))), requires_grad)
     param.__dict__.update(owner=owner, fqn=fqn, unsharded_shape=part.shape, offset=0)
     itself = weakref.ref(param)
     param.__dict__["__deepcopy__"] = partial(_copied, itself, part)
@@ -163,7 +170,7 @@ def row_parameter(owner: FlatParameter, rows: Tensor, part: MeshPart, requires_g
 
 def _copied(param: weakref.ref[Any], part: MeshPart, memo: dict[int, Any]) -> nn.Parameter:
     found: Any = param()
-    rows = held_part(found)
+    rows = values_of(held_part(found))
     owner = copy.deepcopy(found.owner, memo)
     start = int(rows.storage_offset() - found.owner.storage_offset())
     mine = owner.detach().as_subclass(Tensor).as_strided(rows.shape, rows.stride(), owner.storage_offset() + start)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import MeshPart, is_dtensor, local_part
+from fsdp.distributed.gather_extension import is_extended, values_of
 from fsdp.engine.fingerprints import Fingerprints
 from fsdp.engine.layout import ContiguousLayout, Layout
 from fsdp.engine.placeholder import Placeholder, gradient_elsewhere
@@ -98,6 +99,7 @@ class FlatParameter(CountedParameter):
     attributes: tuple[Attributes, ...]  # what users had set on its parameters
     group: Hashable = None  # what `group_by` said of its parameters
     fingerprints: Fingerprints | None = None  # of what it was made from, until a handle takes them over
+    example: Tensor | None = None  # an empty tensor of its parameter's class, if that has torch's all-gather extension
     _vector: Tensor | None = None  # the last one that was asked for
 
     def __new__(
@@ -162,7 +164,7 @@ class FlatParameter(CountedParameter):
             dims: the dimension along which each parameter is sharded; None is the first.
             keeps_shape: if it is one parameter that no other rank has a part of, it has that one's shape.
         """
-        locals_ = [local_part(param) for param in params]
+        locals_ = [values_of(local_part(param)) for param in params]
         shapes = tuple(local.shape for local in locals_)
         layout = layout_type.of(zip(names, shapes, strict=True), world_size, align, dims)
         shard = storage.allocate(layout.shard_numel, params[0].dtype)
@@ -181,6 +183,8 @@ class FlatParameter(CountedParameter):
         self.attributes = tuple(map(attributes_of, params))
         if len(params) == 1:
             give_attributes(self, self.attributes[0])
+        if is_extended(params[0]):  # which is the only one
+            self.example = params[0].detach().new_zeros([0] * params[0].dim())
         storage.release()
         return self
 
@@ -207,6 +211,7 @@ class FlatParameter(CountedParameter):
         self.valueless = {number for number, slot in enumerate(slots) if slot in shard.valueless}
         self.group, self.shard_storage = shard.group, storage
         self.attributes = tuple(shard.attributes[slot] for slot in slots)
+        self.example = shard.example
         return self
 
     def __init__(self, params: Any = None, requires_grad: bool = True, names: Any = None) -> None:
@@ -313,7 +318,7 @@ class FlatParameter(CountedParameter):
         copied.parts, copied._align, copied._dims = self.parts, self._align, self._dims
         copied.valueless = set(self.valueless)
         copied.shard_storage = storage
-        copied.attributes = self.attributes
+        copied.attributes, copied.example = self.attributes, self.example
         give_attributes(copied, attributes_of(self))
         return copied
 

@@ -37,14 +37,16 @@ from fsdp.distributed.collectives import LONE_RANK, Communicator, Pending
 from fsdp.distributed.comm_hooks import CommHook, HookCall
 from fsdp.distributed.communicator import label
 from fsdp.distributed.dtensor import is_dtensor
-from fsdp.engine.flat_param import FlatParameter, ParamInfo, SharedParamInfo
+from fsdp.distributed.gather_extension import values_of
+from fsdp.engine.flat_param import ParamInfo, SharedParamInfo
 from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, ShardGradient
 from fsdp.engine.layout import ContiguousLayout
 from fsdp.engine.managed_params import text_of_key
-from fsdp.engine.orig_params import NewOrigParams, OrigParams
+from fsdp.engine.orig_params import OrigParams
 from fsdp.engine.post_forward_shard import PostForwardShard
 from fsdp.engine.precision import Precision
 from fsdp.engine.registration import Registry
+from fsdp.engine.shard import Shard
 from fsdp.engine.unsharded_params import UnshardedParameters
 
 
@@ -85,10 +87,7 @@ class FlatParamHandle:
     """Runs one flat parameter: shards it, unshards it, and takes in its gradients.
 
     Args:
-        infos: for each parameter, the places where it is used, first the one that names it.
-        registered: the modules, with the name, that are to list `flat_param` among their parameters.
-        new_orig_params: makes local shards of the original parameters, which are listed in their places instead.
-        post_forward_comm: the ranks that keep it together between forward and backward; see `PostForwardShard`.
+        shard: this rank's shard of the flat parameter, and what it is run with.
 
     Attributes:
         flat_param: ``[shard_numel]`` (or the parameter's shape, for one that keeps it), the parameters' own dtype.
@@ -121,38 +120,35 @@ class FlatParamHandle:
 
     def __init__(
         self,
-        flat_param: FlatParameter,
-        infos: Sequence[Sequence[ParamInfo]],
+        shard: Shard,
         comm: Communicator,
         reduce_comm: Communicator,
         replicas: Communicator,
-        registered: Sequence[tuple[nn.Module, str]],
         precision: Precision,
         on_gradient: Callable[[FlatParamHandle, int, Tensor], None],
-        new_orig_params: NewOrigParams | None = None,
-        post_forward_comm: Communicator | None = None,
     ) -> None:
-        self.flat_param = flat_param
+        self.flat_param = flat_param = shard.flat_param
         self.storage = flat_param.shard_storage
         self.fingerprints, flat_param.fingerprints = flat_param.fingerprints, None
         self.connect(comm, reduce_comm, replicas)
         self.layout = flat_param.make_layout(self.comm.world_size)
         self.name, self.unit_name = "", "its unit"
         self.number = self.tag = self.reduce_tag = self.replica_tag = 0
-        self.places = [list(places) for places in infos]
-        entries: list[tuple[nn.Module, str, nn.Parameter]] = [(*place, flat_param) for place in registered]
+        self.places = [list(places) for places in shard.places]
+        entries: list[tuple[nn.Module, str, nn.Parameter]] = [(*place, flat_param) for place in shard.listed_at]
         self.orig_params: OrigParams | None = None
-        if new_orig_params is not None:
-            self.orig_params = new_orig_params(flat_param, self.layout, comm.rank, infos)
+        if shard.new_orig_params is not None:
+            self.orig_params = shard.new_orig_params(flat_param, self.layout, comm.rank, shard.places)
             entries = self.orig_params.entries
         self.registry = Registry(self.places, entries, looks=self)
         self.precision = precision
         self.phase = Phase.SHARDED
         self.post_forward_shard: PostForwardShard | None = None
-        if post_forward_comm is not None and post_forward_comm.world_size > 1:
-            self.post_forward_shard = PostForwardShard(post_forward_comm)
+        if shard.post_forward_comm is not None and shard.post_forward_comm.world_size > 1:
+            self.post_forward_shard = PostForwardShard(shard.post_forward_comm)
         self.shard_gradient = ShardGradient(flat_param, self.orig_params)
         self.on_gradient = on_gradient
+        self._make_unsharded = shard.new_unsharded
         self._in_full_precision = False  # computes in the shard's own dtype, as in `eval()` if that was asked for
         self._gathered: ShardState | None = None  # the state of the shard that the unsharded parameters are of
         flat_param._is_managed = True
@@ -263,6 +259,7 @@ class FlatParamHandle:
             kind += f" of group {text_of_key(self.flat_param.group)}"
         ranks = f"over {self.layout.world_size} ranks by {type(self.comm).__name__}"
         kind += "" if isinstance(self.layout, ContiguousLayout) else " in rows"
+        kind += "" if self.flat_param.example is None else f" of class {type(self.flat_param.example).__name__}"
         if self.is_replicated:
             ranks += f" and {self.replicas.world_size} replicas by {type(self.replicas).__name__}"
         if self.post_forward_shard is not None:
@@ -349,7 +346,7 @@ class FlatParamHandle:
         is_shard = not self.is_sharded and self.dtype == shard.dtype and not self.storage.is_elsewhere
         if self.post_forward_shard is not None:
             numel = self.post_forward_shard.padded(numel)
-        return UnshardedParameters(
+        return self._make_unsharded(
             self.layout,
             self.places,
             shard.parts,
@@ -406,20 +403,21 @@ class FlatParamHandle:
         elif self.post_forward_shard is not None and self.post_forward_shard.has(self._gathered):
             self._pending = self.post_forward_shard.gather(self.unsharded.begin_gather(directly=True), self.name)
         else:
-            self._pending = self._gather_into(self.unsharded.begin_gather())
+            self._pending = self._gather_into(self.unsharded.begin_gather(), self.unsharded.outgoing)
         self._enter(Phase.UNSHARDING)  # if that did not raise
 
-    def _gather_into(self, full: Tensor) -> Pending:
-        if not self.storage.is_elsewhere:
-            return self._exchange(full)
+    def _gather_into(self, full: Tensor, outgoing: Tensor | None = None) -> Pending:
+        """Start to all-gather the shard, or what is sent in its place."""
+        if outgoing is not None or not self.storage.is_elsewhere:
+            return self._exchange(full, outgoing)
         copy_stream = self.storage.copy_stream
         with copy_stream.fork():
             pending = self._exchange(full)
         return pending.after(copy_stream.arrival())
 
-    def _exchange(self, full: Tensor) -> Pending:
-        shard = self.flat_param.vector  # in a world of one it is copied to its place directly
-        if full.dtype != shard.dtype or (self.is_sharded and self.storage.is_elsewhere):
+    def _exchange(self, full: Tensor, outgoing: Tensor | None = None) -> Pending:
+        shard = self.flat_param.vector if outgoing is None else outgoing  # in a world of one copied directly
+        if outgoing is None and (full.dtype != shard.dtype or (self.is_sharded and self.storage.is_elsewhere)):
             shard = self.storage.staged(self.flat_param, full.dtype)
         with label("all_gather", self.unit_name):
             return self.comm.all_gather(full, shard, f"all-gather of {self.name}", self.tag)
@@ -548,7 +546,7 @@ class FlatParamHandle:
                     "dense. Make the embedding with sparse=False."
                 )
             part = self.flat_param.parts[slot]
-            self.gradients.add(slot, gradient if part is None else part.gradient(gradient), divisor)
+            self.gradients.add(slot, values_of(gradient) if part is None else part.gradient(gradient), divisor)
         return self.gradients.is_complete
 
     def reduce(self) -> Pending:
@@ -628,7 +626,7 @@ class FlatParamHandle:
     def _store_changes(self, replaced: list[int], written: list[int]) -> None:
         try:
             for slot in written:
-                self.keep(slot, self.unsharded.leaves[slot])
+                self.keep(slot, self.unsharded.new_value(slot))
             for slot in replaced:
                 self.keep(slot, self.registry.assigned(slot))
             self.note_written([*written, *replaced])
@@ -715,7 +713,7 @@ class FlatParamHandle:
         with torch.no_grad():
             rows = None if self.orig_params is None else self.orig_params.local_shard_of(slot, value)
             if rows is None:
-                value = value if part is None else part.to_local(self.layout.slots[slot].name, value)
+                value = values_of(value) if part is None else part.to_local(self.layout.slots[slot].name, value)
                 self.layout.shard_of(slot, value, self.flat_param.vector, self.comm.rank)
             else:
                 self.local_shards[slot].copy_(rows)

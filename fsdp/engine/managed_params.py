@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import MeshPart, check_placements, is_dtensor, local_part
+from fsdp.distributed.gather_extension import check_extension, is_extended, values_of
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.names import clean_name
 
@@ -101,6 +102,7 @@ def collect(
     claimed: Collection[tuple[nn.Module, str]] = (),
     *,
     with_values: bool = True,
+    takes_extended: bool = False,
 ) -> dict[nn.Parameter, Places]:
     """Return the parameters below `module` that no inner unit took, each with every place where it is used.
 
@@ -110,6 +112,7 @@ def collect(
         tied: if given, gets the parameters that another unit took and can share, with their places here.
         claimed: places that inner units see to.
         with_values: refuse parameters without values, those on the meta device.
+        takes_extended: take tensor subclasses with torch's all-gather extension.
 
     Raises:
         TypeError: if one is an integer tensor or another kind that cannot be flattened.
@@ -129,7 +132,7 @@ def collect(
                 continue
             if ignored is not None and ignored.has(submodule, param):
                 continue
-            _check(fqn, param, with_values)
+            _check(fqn, param, with_values, takes_extended)
             kind = found
             if tied is not None and lender_of(param) is not None:
                 kind = tied
@@ -143,7 +146,7 @@ def collect(
 def _refuse_aliases(found: dict[nn.Parameter, Places]) -> None:
     seen: dict[int, Places] = {}
     for param, places in found.items():
-        local = local_part(param)
+        local = values_of(local_part(param))
         other = seen.setdefault(local.data_ptr(), places) if local.numel() and not local.is_meta else places
         if other is not places:
             raise ValueError(
@@ -153,16 +156,20 @@ def _refuse_aliases(found: dict[nn.Parameter, Places]) -> None:
             )
 
 
-def _check(fqn: str, param: nn.Parameter, with_values: bool) -> None:
+def _check(fqn: str, param: nn.Parameter, with_values: bool, takes_extended: bool) -> None:
     if not param.is_floating_point() and not param.is_complex():
         raise TypeError(
             f"{fqn} is a parameter of {param.dtype}: only floating-point parameters can be sharded. Register it as a "
             "buffer (register_buffer) if it is not trained."
         )
     check_placements(fqn, param)
-    is_known = type(param) in _PLAIN or is_dtensor(param)
+    is_known = type(param) in _PLAIN or (is_dtensor(param) and not is_extended(local_part(param)))
+    if takes_extended and is_extended(param):
+        check_extension(fqn, param)
+        is_known = True
     if param.layout is not torch.strided or (param.is_meta and with_values) or not is_known:
         kind = f"{param.layout} {param.device.type}" if is_known else type(param).__name__
+        kind += f" around a {type(local_part(param)).__name__}" if is_dtensor(param) else ""
         raise TypeError(
             f"{fqn} is a {kind} parameter: only plain, dense parameters with values can be flattened. Materialize it "
             "(to_empty() and reset_parameters()) or convert it before wrapping."

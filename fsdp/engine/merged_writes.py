@@ -24,7 +24,7 @@ def merge_written(handle: FlatParamHandle) -> None:
     """
     unsharded, layout, comm, replicas = handle.unsharded, handle.layout, handle.comm, handle.replicas
     slots, parts = unsharded.written(), handle.local_shards
-    made = {slot: local_part(unsharded.leaves[slot]).detach() for slot in slots}
+    made = {slot: local_part(unsharded.new_value(slot)).detach() for slot in slots}
     own = [parts[slot].data for slot in slots]  # `.data`: it is not the user who changes it between two passes
     before = None if unsharded.is_shard else [part.to(handle.storage.device, handle.dtype) for part in own]
     dealt = [[layout.local_shard_of(slot, made[slot], rank) for slot in slots] for rank in range(comm.world_size)]

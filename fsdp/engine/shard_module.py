@@ -10,14 +10,13 @@ places of the original parameters, is what the two front doors differ in, and a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from fsdp.distributed.collectives import Communicator, communicator
+from fsdp.distributed.collectives import communicator
 from fsdp.distributed.communicator import Group, served_device
 from fsdp.distributed.dtensor import check_ranks
 from fsdp.engine.flat_param import FlatParameter
@@ -38,8 +37,9 @@ from fsdp.engine.module_overrides import guard, move_values, refuse_shared_modul
 from fsdp.engine.module_states import take_states_of_first
 from fsdp.engine.optimizer_hooks import watch_optimizers
 from fsdp.engine.options import Options
-from fsdp.engine.orig_params import NewOrigParams, OrigParams
+from fsdp.engine.orig_params import OrigParams
 from fsdp.engine.runtime import Runtime
+from fsdp.engine.shard import Shard
 from fsdp.engine.sharding_strategy import Groups, group_to_reduce_over
 from fsdp.engine.shared_params import claimed_in, refuse_nothing_own, wanted
 from fsdp.engine.torch_functions import teach_torch
@@ -52,27 +52,6 @@ ALIGNED = 8
 Found = dict[nn.Parameter, Places]
 # `FlatParameter.shard_of` of some parameters, with ranks and storage settled; keywords say what is different.
 MakeFlatParam = Callable[..., FlatParameter]
-
-
-@dataclass(frozen=True)
-class Shard:
-    """This rank's shard of one flat parameter, whose original parameters have left their modules.
-
-    Attributes:
-        flat_param: the shard.
-        places: for each original parameter, where it is used.
-        listed_at: the modules, and the names there, that list the flat parameter itself.
-        new_orig_params: makes what modules list in its place.
-        post_forward_comm: the ranks that keep it unsharded between forward and backward.
-        is_replicated: every rank has all of it.
-    """
-
-    flat_param: FlatParameter
-    places: list[Places]
-    listed_at: Sequence[tuple[nn.Module, str]] = ()
-    new_orig_params: NewOrigParams | None = None
-    post_forward_comm: Communicator | None = None
-    is_replicated: bool = False
 
 
 class ParamForm(Protocol):
@@ -123,15 +102,7 @@ def shard_module(
     # The original parameters are gone by now: handles take more memory.
     reduce_comm = communicator(reduce_group, unit.device)
     for shard in shards:
-        unit.add_handle(
-            shard.flat_param,
-            shard.places,
-            shard.listed_at,
-            reduce_comm,
-            shard.new_orig_params,
-            shard.post_forward_comm,
-            shard.is_replicated,
-        )
+        unit.add_handle(shard, reduce_comm)
     unit.rename(type(module).__name__)
     unit.restore_order()
     guard(unit, lists_parts=form.lists_parts, names_shards=form.names_shards)
@@ -151,7 +122,14 @@ def _shard_params(
     module: nn.Module, options: Options, groups: Groups, reduce_over: Any, ignored: Ignored, form: ParamForm
 ) -> tuple[Unit, Group, list[Shard]]:
     tied: Found = {}
-    found = collect(module, ignored, tied if form.takes_tied else None, claimed_in(module), with_values=False)
+    found = collect(
+        module,
+        ignored,
+        tied if form.takes_tied else None,
+        claimed_in(module),
+        with_values=False,
+        takes_extended=form.lists_parts,
+    )
     form.prepare(found, tied, module)
     params_are_on = _device_of(found, module, groups.shard)
     device = options.device_for(params_are_on)

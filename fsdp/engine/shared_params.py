@@ -20,6 +20,7 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import Places, follow_flat_param, lender_of, taken_over
 from fsdp.engine.names import clean_name
 from fsdp.engine.precision import Precision
+from fsdp.engine.shard import Shard
 from fsdp.engine.state_requests import Exporting
 from fsdp.engine.unit import Share, TrainingState, Unit, Wanted, unit_of, units_in
 
@@ -136,17 +137,11 @@ def _split_out(owner: Unit, handle: FlatParamHandle, slots: Sequence[int]) -> Fl
         raise TypeError(f"{handle.name} is not in rows")
     flat_param = FlatParameter.part_of_shard(old, slots, handle.comm.rank, handle.comm.world_size)
     flat_param.fingerprints = handle.fingerprints and handle.fingerprints.only(slots)
-    made = FlatParamHandle(
-        flat_param,
-        [handle.places[slot] for slot in slots],
-        handle.comm,
-        handle.reduce_comm,
-        handle.replicas,
-        [],
-        handle.precision,
-        owner.on_gradient,
-        partial(DTensorParams, mesh=listed.mesh, params=[listed.params[slot] for slot in slots]),
-    )
+    params = [listed.params[slot] for slot in slots]
+    new_orig_params = partial(DTensorParams, mesh=listed.mesh, params=params)
+    shard = Shard(flat_param, [handle.places[slot] for slot in slots], new_orig_params=new_orig_params)
+    comms = handle.comm, handle.reduce_comm, handle.replicas
+    made = FlatParamHandle(shard, *comms, handle.precision, owner.on_gradient)
     follow_flat_param(old, {slot: (flat_param, number) for number, slot in enumerate(slots)})
     return made
 

@@ -17,14 +17,14 @@ from torch.nn.parameter import is_lazy
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator
 from fsdp.distributed.comm_hooks import AllReduceHook, CommHook
-from fsdp.engine.flat_param import FlatParameter, ParamInfo
+from fsdp.engine.flat_param import ParamInfo
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle, Phase
 from fsdp.engine.managed_params import Ignored
 from fsdp.engine.merged_writes import merge_written
 from fsdp.engine.names import clean_name, join
-from fsdp.engine.orig_params import NewOrigParams
 from fsdp.engine.precision import Buffers, Precision, compute_in_own_dtype, kept_modules
+from fsdp.engine.shard import Shard
 
 if TYPE_CHECKING:
     from fsdp.engine.managed_params import Places
@@ -327,31 +327,10 @@ class Unit:
         if handle.take_gradient(slot, leaf, self.predivide) and self.runtime is not None:
             self.runtime.gradient_complete(self, handle)
 
-    def add_handle(
-        self,
-        flat_param: FlatParameter,
-        places: Sequence[Sequence[ParamInfo]],
-        registered: Sequence[tuple[nn.Module, str]],
-        reduce_comm: Communicator,
-        new_orig_params: NewOrigParams | None = None,
-        post_forward_comm: Communicator | None = None,
-        is_replicated: bool = False,
-    ) -> None:
-        """Run a flat parameter's shard, whose original parameters were used at `places`; see `FlatParamHandle`.
-
-        If it `is_replicated`, every rank has all of it, and gradients are summed over all.
-        """
-        precision = self.precision_at(places[0])
-        handle = FlatParamHandle(
-            flat_param,
-            places,
-            *((LONE_RANK, LONE_RANK, self.comm) if is_replicated else (self.comm, reduce_comm, self.replicas)),
-            registered,
-            precision,
-            self.on_gradient,
-            new_orig_params,
-            post_forward_comm,
-        )
+    def add_handle(self, shard: Shard, reduce_comm: Communicator) -> None:
+        """Run a flat parameter's shard. Gradients of one that is replicated are summed over all ranks."""
+        comms = (LONE_RANK, LONE_RANK, self.comm) if shard.is_replicated else (self.comm, reduce_comm, self.replicas)
+        handle = FlatParamHandle(shard, *comms, self.precision_at(shard.places[0]), self.on_gradient)
         self.handles.append(handle)
         self.owned_handles.append(handle)
         self.awaits_values |= bool(handle.valueless)

@@ -8,7 +8,6 @@ of the weights that it saved. The leaf of a parameter that is a `DTensor` is one
 
 from __future__ import annotations
 
-import copy
 import operator
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -21,9 +20,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from fsdp.distributed.dtensor import MeshPart, local_part, memory_at, memory_of, set_local_part
 from fsdp.engine.autograd import FreedLeaves
-from fsdp.engine.flat_param import Attributes, ParamInfo, attributes_of, give_attributes
+from fsdp.engine.flat_param import Attributes, ParamInfo, give_attributes
 from fsdp.engine.layout import Layout
-from fsdp.engine.placeholder import Placeholder, is_model_under_way, sharded_message, sharded_weight, valueless_weight
+from fsdp.engine.leaf_copies import copy_as
+from fsdp.engine.placeholder import Placeholder, sharded_message, sharded_weight, valueless_weight
 
 
 class GradientHandler(Protocol):
@@ -68,6 +68,8 @@ class UnshardedParameters:
             where the buffer is the shard.
     """
 
+    outgoing: Tensor | None = None  # what this rank sends in an all-gather in the place of its shard
+
     def __init__(
         self,
         layout: Layout,
@@ -90,14 +92,13 @@ class UnshardedParameters:
         self._nbytes = full.numel() * full.element_size()
         views = [view.data for view in layout.views(full[: layout.unsharded_numel])]
         seen = [part.dtensor(view) if part else view for view, part in zip(views, parts, strict=True)]
-        self.leaves = [nn.Parameter(tensor, needs) for tensor, needs in zip(seen, requires_grad, strict=True)]
+        self._handle = weakref.ref(handle)
+        self._attributes = attributes
         self._requires_grad = list(requires_grad)
-        for number, leaf in enumerate(self.leaves):
-            if leaf.requires_grad:
-                # Weakly: the garbage collector does not see into these hooks, and would never free a model.
-                leaf.register_post_accumulate_grad_hook(partial(_tell, weakref.ref(handle), number))
-        self._freed = FreedLeaves(self.leaves)
         self._layout = layout
+        self._absent: dict[str, Placeholder] = {}
+        self.leaves = list(map(self._new_leaf, range(len(seen)), seen, requires_grad))
+        self._freed = FreedLeaves(self.leaves)
         # Where leaves lie in the buffer, in bytes; what is empty lies nowhere. Asking `DTensor`s takes longer.
         self._address_of = memory_at if any(parts) else Tensor.data_ptr
         self._numbers_placed = [number for number, view in enumerate(views) if view.numel()]
@@ -109,15 +110,8 @@ class UnshardedParameters:
             self.rest()
         self._numbers: dict[Tensor, int] = {leaf: number for number, leaf in enumerate(self.leaves)}
         self._swaps: list[tuple[dict[str, Any], ParamInfo, Tensor, Tensor]] = []
-        self._absent: dict[str, Placeholder] = {}
         for number, (slot, leaf, used) in enumerate(zip(layout.slots, self.leaves, places, strict=True)):
-            placeholder = sharded_weight(slot.name, leaf)
-            # Whoever copies a model gets no second copy of the weights with what its modules show: shards are copied.
-            give_attributes(leaf, attributes[number])
-            itself = weakref.ref(leaf)
-            leaf.__dict__["__deepcopy__"] = partial(_copy_leaf, itself, placeholder)
-            leaf.__dict__["__reduce_ex__"] = partial(_reduce_leaf, itself, placeholder)
-            hidden: Tensor = leaf if is_shard else self._absent.setdefault(slot.name, placeholder)
+            hidden: Tensor = leaf if is_shard else self._absent[slot.name]
             if absent is not None:
                 hidden = absent[number]
             elif is_shard and number in valueless:
@@ -127,6 +121,17 @@ class UnshardedParameters:
         self._copies = None if is_shard or layout.gathers_in_order else Copies.between(layout, full)
         self._gathered = full[: layout.padded_numel] if self._copies is None else self._copies.gathered
         self.free()
+
+    def _new_leaf(self, number: int, tensor: Tensor, requires_grad: bool) -> nn.Parameter:
+        """Return a leaf around the unsharded values of a parameter."""
+        leaf = nn.Parameter(tensor, requires_grad)
+        if requires_grad:
+            # Weakly: the garbage collector does not see into these hooks, and would never free a model.
+            leaf.register_post_accumulate_grad_hook(partial(_tell, self._handle, number))
+        give_attributes(leaf, self._attributes[number])
+        name = self._layout.slots[number].name
+        copy_as(leaf, self._absent.setdefault(name, sharded_weight(name, leaf)))
+        return leaf
 
     def _find_rnns(self) -> None:
         modules = {place.module: None for _, place, _, _ in self._swaps}
@@ -267,6 +272,10 @@ class UnshardedParameters:
         compared = zip(numbers, now, self._expected)  # noqa: B905 (the places alone, or the versions as well)
         return sorted({number for number, value, expected in compared if value != expected})
 
+    def new_value(self, number: int) -> nn.Parameter:
+        """Return a leaf that was `written`, whose values the shards are to have."""
+        return self.leaves[number]
+
     def refrozen(self) -> list[int]:
         """The numbers of the leaves that users have frozen, or had trained, since they were made."""
         asked = zip(self.leaves, self._requires_grad, strict=True)
@@ -292,24 +301,6 @@ class UnshardedParameters:
 
 
 _version_of = operator.attrgetter("_version")
-
-
-def _copy_leaf(leaf: weakref.ref[nn.Parameter], placeholder: Placeholder, memo: dict[int, Any]) -> Tensor:
-    return copy.deepcopy(placeholder, memo) if is_model_under_way() else _apart(leaf, placeholder)
-
-
-def _reduce_leaf(leaf: weakref.ref[nn.Parameter], placeholder: Placeholder, protocol: Any) -> Any:
-    return (placeholder if is_model_under_way() else _apart(leaf, placeholder)).__reduce_ex__(protocol)
-
-
-def _apart(leaf: weakref.ref[nn.Parameter], placeholder: Placeholder) -> Tensor:
-    """Return a copy of a leaf with its values, if it has any: a module may hold one that is not shown any more."""
-    found = leaf()
-    if found is None or (found.numel() and not local_part(found).untyped_storage().nbytes()):
-        return placeholder
-    apart = nn.Parameter(found.detach().clone(), found.requires_grad)
-    give_attributes(apart, attributes_of(found))
-    return apart
 
 
 def _leave_as_they_are() -> None:

@@ -29,6 +29,7 @@ def assembled(handle: FlatParamHandle, at_first: bool) -> list[Tensor]:
     handle.absorb()
     handle.refuse_lent("put whole parameters together")
     is_at_hand = handle.dtype == handle.flat_param.dtype and handle.is_unsharded  # on all ranks alike
+    is_at_hand &= handle.flat_param.example is None  # or what its class makes of it in an all-gather would be here
     if at_first and not is_first(handle):
         if not is_at_hand and handle.replicas.rank == 0:
             _send_intervals(handle, [], [0])

@@ -29,6 +29,7 @@ from fsdp.engine.managed_params import collect, names_of, take_over
 from fsdp.engine.offload import ShardStorage
 from fsdp.engine.placeholder import Placeholder
 from fsdp.engine.precision import Precision
+from fsdp.engine.shard import Shard
 from fsdp.state_dict.redistribute import assembled
 from tests.helpers.models import Wrap, keep
 from tests.helpers.parity import assert_parity, fully_sharded, nested_mlp, sgd_with_momentum
@@ -196,7 +197,7 @@ def handle_of(
     module.register_parameter("flat_param_0", flat)
     places = list(found.values())
     registered = [(module, "flat_param_0")]
-    handle = FlatParamHandle(flat, places, comm, comm, LONE_RANK, registered, Precision(), on_gradient)
+    handle = FlatParamHandle(Shard(flat, places, registered), comm, comm, LONE_RANK, Precision(), on_gradient)
     handle.name = "the unit"
     return handle
 

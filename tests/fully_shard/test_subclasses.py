@@ -1,0 +1,505 @@
+"""Parameters of classes that say themselves how they are all-gathered, beside torch's `fully_shard`."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import fsdp
+from fsdp import FullyShardedDataParallel
+from tests.helpers.dtensor_twins import (
+    Plan,
+    adamw_at_once,
+    adamw_one_by_one,
+    assert_at_rest,
+    assert_side_by_side,
+    assert_within,
+    handles,
+    local,
+    mesh_of,
+    ours,
+    torchs,
+    train,
+)
+from tests.helpers.extended_tensors import InEight, InHalf, Scaled, Values, extended, padded
+from tests.helpers.parity import Alone, adamw
+from tests.helpers.ranks import RankPool
+from tests.helpers.twins import once
+
+HALF = partial(extended, kind=InHalf, width=7)  # which no number of ranks divides
+EIGHT = partial(extended, kind=InEight, width=12)
+IN_HALF = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+INPUTS = torch.linspace(-1, 1, 20).view(4, 5)
+
+
+# Training beside torch's
+
+
+# torch's sends only the first tensor in a world of one.
+@pytest.mark.parametrize(
+    ("make_model", "world_size"),
+    [(HALF, 1), (HALF, 2), (HALF, 3), (HALF, 4), (EIGHT, 2), (EIGHT, 3), (EIGHT, 4)],
+    ids=lambda value: value.keywords["kind"].__name__ if isinstance(value, partial) else str(value),
+)
+def test_training_at_every_world_size(ranks: RankPool, make_model: Any, world_size: int) -> None:
+    ranks(world_size).run(_compare, {"make_model": make_model}, {})
+
+
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [
+        ({"make_optimizer": adamw_one_by_one}, {"reshard_after_forward": False}),
+        ({"make_optimizer": adamw_at_once, "accumulate": 2}, {"mp_policy": IN_HALF}),
+        ({"accumulate": 2, "sync_each": True, "clip": 0.1}, {"reshard_after_forward": True}),
+        ({}, {"unlike": {"reshard_after_forward": 2}}),  # which torch's cannot do
+        ({}, {"unlike": {"offload_policy": fsdp.CPUOffloadPolicy()}}),
+    ],
+)
+def test_training_with_options(ranks: RankPool, plan: dict[str, Any], options: dict[str, Any]) -> None:
+    ranks(2).run(_compare, {"make_model": HALF, **plan}, options)
+
+
+@pytest.mark.parametrize("make_model", [HALF, EIGHT], ids=["half", "eight"])
+def test_training_with_replicas(ranks: RankPool, make_model: Any) -> None:
+    ranks(4).run(_compare, {"make_model": make_model, "make_optimizer": adamw_at_once}, {"mesh": (2, 2)})
+
+
+def _compare(plan: dict[str, Any], options: dict[str, Any]) -> None:
+    assert_side_by_side(Plan(rows=4, **plan), **options)
+
+
+@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)], ids=str)
+def test_methods_are_called_with_what_torchs_gives_them(ranks: RankPool, shape: tuple[int, ...]) -> None:
+    ranks(dist_size(shape)).run(_compare_calls, shape)
+
+
+def dist_size(shape: tuple[int, ...]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def _compare_calls(shape: tuple[int, ...]) -> None:
+    options: dict[str, Any] = {"mesh": shape, "mp_policy": {"param_dtype": torch.bfloat16}}
+    seen = []
+    for wrap in (torchs(**options), ours(**options)):
+        InHalf.seen.clear()
+        train(Plan(make_model=partial(HALF), rows=4, steps=2), wrap)
+        seen.append(set(InHalf.seen))
+    assert seen[0] == seen[1]
+    assert any(call[-1] is None for call in seen[1] if call[1] == "metadata")  # the first one
+    assert any(call[-1] == (7, 7) for call in seen[1] if call[1] == "metadata")  # and later ones
+
+
+# torch 2.12 renamed it.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Counting:
+    """All-gathers as usual, and counts the bytes that a rank sends."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        self.nbytes += input_tensor.nbytes
+        return ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+@pytest.mark.parametrize("make_model", [HALF, EIGHT], ids=["half", "eight"])
+def test_no_more_bytes_are_sent_than_by_torchs(ranks: RankPool, make_model: Any) -> None:
+    ranks(2).run(_count, make_model)
+
+
+def _count(make_model: Any) -> None:
+    sent = []
+    for wrap in (torchs(), ours()):
+        model, counting = make_model(wrap), Counting()
+        for layer in model.inner:
+            layer.set_custom_all_gather(counting)
+        once(model, INPUTS)
+        sent.append(counting.nbytes)
+    assert 0 < sent[1] <= sent[0]
+
+
+# Beside one process
+
+
+def test_tensors_of_several_dtypes_in_a_world_of_one(ranks: RankPool) -> None:
+    ranks(1).run(_train_alone)
+
+
+def _train_alone() -> None:
+    model, plain = EIGHT(ours()), EIGHT()
+    for layer in plain.inner:  # as if each weight had been sent
+        layer.register_forward_pre_hook(_quantise)
+    found = []
+    for each in (model, plain):
+        outputs = each(INPUTS)
+        outputs.sum().backward()
+        found.append(outputs)
+    assert torch.equal(*found)
+    assert torch.equal(local(model.inner[0][0].weight.grad), plain.inner[0][0].kept.grad)
+
+
+def _quantise(layer: Any, args: Any) -> None:
+    weight = layer[0].weight
+    sent, metadata = weight.fsdp_pre_all_gather(None)
+    made, _ = weight.fsdp_post_all_gather(sent, metadata, weight.dtype)
+    layer[0].kept = layer[0]._parameters["weight"] = nn.Parameter(made)
+
+
+class PaddedEight(InEight):
+    """Of any number of rows, on whatever number of ranks."""
+
+    def fsdp_pre_all_gather(  # type: ignore[override]
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        (numbers, scales), metadata = super().fsdp_pre_all_gather(mesh)
+        return (padded(numbers, mesh, outer_size), scales), metadata
+
+
+def test_scales_beside_rows_that_do_not_divide_evenly(ranks: RankPool) -> None:
+    ranks(3).run(_train_uneven)
+
+
+def _train_uneven() -> None:
+    model, plain = extended(ours(), kind=PaddedEight), extended(kind=PaddedEight)
+    found = model(INPUTS)
+    found.sum().backward()
+    for layer in plain.inner:
+        rows = [PaddedEight(part) for part in layer[0].weight.values.split(3)]
+        sent = [InEight.fsdp_pre_all_gather(each, None)[0] for each in rows]
+        layer[0].weight = nn.Parameter(torch.cat([numbers * scale for numbers, scale in sent]))
+    outputs = plain(INPUTS)
+    outputs.sum().backward()
+    assert_within("outputs", found, outputs, 1e-6)
+    mine = model.inner[0][0].weight.grad.full_tensor()
+    assert_within("gradient", mine, plain.inner[0][0].weight.grad, 1e-6)
+
+
+def test_a_copy_of_what_is_unsharded_is_not_read_where_it_was_freed(ranks: RankPool) -> None:
+    ranks(1).run(_copy_leaf)
+
+
+def _copy_leaf() -> None:
+    model: Any = EIGHT(ours())
+    layer = model.inner[0]
+    layer.unshard()
+    weight = layer[0].weight
+    layer.reshard()
+    with pytest.raises(RuntimeError, match="is sharded"):
+        copy.deepcopy(weight) + 1
+
+
+def test_memory_is_freed_and_autograd_does_not_read_what_was_freed(ranks: RankPool) -> None:
+    ranks(2).run(_look_at_memory)
+
+
+def _look_at_memory() -> None:
+    model: Any = EIGHT(ours())
+    layer = model.inner[0]
+    layer.unshard()
+    weight = layer[0].weight
+    assert isinstance(weight, Scaled)
+    product = nn.functional.linear(torch.ones(2, 12), weight).sum()
+    assert weight.numbers.untyped_storage().nbytes() == 144
+    layer.reshard()
+    assert weight.numbers.untyped_storage().nbytes() == weight.scales.untyped_storage().nbytes() == 0
+    assert isinstance(layer[0].weight, DTensor)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    once(model, INPUTS)
+    assert_at_rest(model)
+
+
+def test_forwards_without_gradients_first(ranks: RankPool) -> None:
+    ranks(2).run(_infer_first)
+
+
+def _infer_first() -> None:
+    model, other = HALF(ours()), HALF(ours())
+    with torch.inference_mode():
+        before = model(INPUTS)
+    with torch.no_grad():
+        assert torch.equal(model(INPUTS), before)
+    once(model, INPUTS)
+    once(other, INPUTS)
+    _assert_same_gradients(model, other)
+
+
+def _assert_same_gradients(one: nn.Module, other: nn.Module) -> None:
+    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        assert mine.grad is not None
+        assert_within("gradient", local(mine.grad), local(theirs.grad))
+
+
+def test_a_frozen_parameter_is_gathered_and_not_reduced(ranks: RankPool) -> None:
+    ranks(2).run(_freeze)
+
+
+def _freeze() -> None:
+    model: Any = HALF()
+    model.inner[0][0].weight.requires_grad_(False)
+    model = fsdp.fully_shard(model)
+    once(model, INPUTS)
+    assert model.inner[0][0].weight.grad is None
+    assert model.inner[1][0].weight.grad is not None
+
+
+# Copies and states
+
+
+def _steps(model: Any, optimizer: torch.optim.Optimizer, count: int = 2) -> None:
+    for step in range(count):
+        once(model, INPUTS * (step + 1))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _values(model: nn.Module) -> dict[str, Tensor]:
+    """This rank's rows, plain."""
+    rows = {name: local(value) for name, value in model.state_dict().items()}
+    return {name: (each.values if isinstance(each, Values) else each).clone() for name, each in rows.items()}
+
+
+def _assert_values(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_modules_list_the_class_and_states_hold_it_as_torchs_do(ranks: RankPool) -> None:
+    ranks(3).run(_look_at_state)
+
+
+def _look_at_state() -> None:
+    states = [HALF(wrap).state_dict() for wrap in (ours(), torchs())]
+    for (name, mine), (theirs_name, theirs) in zip(*(state.items() for state in states), strict=True):
+        assert name == theirs_name
+        assert type(local(mine)) is type(local(theirs))
+        assert (mine.shape, mine.stride(), mine.placements) == (theirs.shape, theirs.stride(), theirs.placements)
+        assert torch.equal(local(mine), local(theirs))
+    assert isinstance(local(states[0]["inner.0.0.weight"]), InHalf)
+
+
+def test_copies_train_by_themselves(ranks: RankPool) -> None:
+    ranks(2).run(_copy)
+
+
+def _copy() -> None:
+    model = HALF(ours())
+    _steps(model, adamw(model.parameters()))
+    copied = copy.deepcopy(model)
+    before = _values(model)
+    _steps(copied, adamw(copied.parameters()))
+    _assert_values(_values(model), before)
+    assert isinstance(local(copied.inner[0][0].weight), InHalf)
+    _steps(model, adamw(model.parameters()))
+    _assert_values(_values(copied), _values(model))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dicts_are_loaded(ranks: RankPool, assign: bool) -> None:
+    ranks(3).run(_load, assign)
+
+
+def _load(assign: bool) -> None:
+    source, model = HALF(ours()), HALF(ours(), seed=9)
+    model.load_state_dict(source.state_dict(), assign=assign)
+    _assert_values(_values(model), _values(source))
+    plain = HALF()
+    whole = {name: value.values if isinstance(value, Values) else value for name, value in plain.state_dict().items()}
+    other = HALF(ours(), seed=9)
+    other.load_state_dict(whole)
+    _assert_values(_values(other), _values(source))
+    for each in (model, other):
+        once(each, INPUTS)
+    _assert_same_gradients(model, other)
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2)], ids=str)
+def test_our_checkpoints_at_other_world_sizes(ranks: RankPool, sizes: tuple[int, int], tmp_path: Path) -> None:
+    expected = ranks(sizes[0]).run(_save, tmp_path / "saved")[0]
+    ranks(sizes[1]).run(_load_saved, tmp_path / "saved", expected)
+
+
+def _save(folder: Path) -> list[float]:
+    """Return the losses of further steps."""
+    model = HALF(ours())
+    optimizer = adamw(model.parameters())
+    _steps(model, optimizer)
+    fsdp.save(folder, model, optimizer, generators=False)
+    return _losses(model, optimizer)
+
+
+def _losses(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+    found = []
+    for _ in range(3):
+        loss = model(INPUTS).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def _load_saved(folder: Path, expected: list[float]) -> None:
+    model = HALF(ours(), seed=9)
+    optimizer = adamw(model.parameters())
+    fsdp.load(folder, model, optimizer)
+    assert _losses(model, optimizer) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("wraps", [(ours, torchs), (torchs, ours)], ids=["to_torchs", "from_torchs"])
+def test_distributed_checkpoints(ranks: RankPool, wraps: tuple[Any, Any], tmp_path: Path) -> None:
+    ranks(2).run(_save_and_load_distributed, *wraps, tmp_path)
+
+
+def _save_and_load_distributed(before: Any, after: Any, folder: Path) -> None:
+    torch.serialization.add_safe_globals([InHalf])
+    source, model = HALF(before()), HALF(after(), seed=9)
+    dcp.save(source.state_dict(), checkpoint_id=folder)
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state)
+    _assert_values(_values(model), _values(source))
+
+
+def test_models_of_the_meta_device(ranks: RankPool) -> None:
+    ranks(2).run(_start_on_meta)
+
+
+def _start_on_meta() -> None:
+    with torch.device("meta"):
+        model = HALF()
+    for layer in model.inner:
+        fsdp.fully_shard(layer)
+    fsdp.fully_shard(model)
+    model.to_empty(device="cpu")
+    assert isinstance(local(model.inner[0][0].weight), InHalf)
+    source = HALF(ours())
+    model.load_state_dict(source.state_dict())
+    for each in (model, source):
+        once(each, INPUTS)
+    _assert_same_gradients(model, source)
+
+
+# What is refused
+
+
+class WithoutPost(Values):
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.values,), None
+
+
+class OfTwoTensors(InHalf):
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["values", "values"], self.settings
+
+
+class Quantised(InHalf):
+    """With values in another dtype than its own."""
+
+    @staticmethod
+    def __new__(cls, values: Tensor, *settings: Any) -> Any:
+        return Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (WithoutPost, r"inner.0.0.weight is a WithoutPost, which has no fsdp_post_all_gather"),
+        (OfTwoTensors, r"inner.0.0.weight is a OfTwoTensors, whose values are not one plain tensor"),
+        (Quantised, r"inner.0.0.weight is a Quantised, whose values are not one plain tensor"),
+    ],
+)
+def test_classes_that_cannot_be_sharded(ranks: RankPool, kind: Any, message: str) -> None:
+    ranks(1).run(_refuse, kind, message)
+
+
+def _refuse(kind: Any, message: str) -> None:
+    model = extended(kind=kind)
+    with pytest.raises(TypeError, match=message):
+        fsdp.fully_shard(model)
+    assert type(model.inner[0][0].weight) is kind  # as it was found
+
+
+def test_rows_along_another_dimension_are_refused(ranks: RankPool) -> None:
+    ranks(1).run(_refuse_columns)
+
+
+def _refuse_columns() -> None:
+    with pytest.raises(NotImplementedError, match=r"0.weight is a InHalf, which says itself.*must return Shard\(0\)"):
+        HALF(ours(shard_placement_fn=lambda param: Shard(param.dim() - 1)))
+
+
+def test_tensor_parallel_parts_of_the_class_are_refused(ranks: RankPool) -> None:
+    ranks(1).run(_refuse_dtensors)
+
+
+def _refuse_dtensors() -> None:
+    model: Any = HALF()
+    weight = DTensor.from_local(model.inner[0][0].weight.detach(), mesh_of(1), [Replicate()])
+    model.inner[0][0].weight = nn.Parameter(weight)
+    with pytest.raises(TypeError, match=r"inner.0.0.weight is a DTensor around a InHalf parameter"):
+        fsdp.fully_shard(model)
+
+
+def test_the_wrapper_refuses_the_class() -> None:
+    with pytest.raises(TypeError, match=r"inner.0.0.weight is a InHalf parameter"):
+        FullyShardedDataParallel(HALF(), Alone())
+
+
+class Unpadded(InHalf):
+    def fsdp_pre_all_gather(self, *args: Any) -> Any:  # type: ignore[override]
+        return (self.values.bfloat16(),), None
+
+
+class OfOddSignature(InHalf):
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any) -> Any:  # type: ignore[override]
+        return (self.values,), None
+
+
+def test_methods_that_return_or_take_the_wrong_things(ranks: RankPool) -> None:
+    ranks(1).run(_call_wrong)
+
+
+def _call_wrong() -> None:
+    with pytest.raises(TypeError, match=r"fsdp_pre_all_gather of a OfOddSignature \(.*weight\) takes 2 arguments"):
+        extended(ours(), kind=OfOddSignature)(INPUTS)
+
+
+def test_rows_that_are_not_padded(ranks: RankPool) -> None:
+    ranks(2).run(_send_unpadded)
+
+
+def _send_unpadded() -> None:
+    handle = next(each for each in handles(extended(ours(), kind=Unpadded)) if each.flat_param.example is not None)
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match=r"returned \[3, 7\], this rank's rows.*Pad it to \[4, 7\]"):
+            handle.unshard()
+
+
+def test_writing_to_the_unsharded_parameter_is_an_error(ranks: RankPool) -> None:
+    ranks(2).run(_write)
+
+
+def _write() -> None:
+    model: Any = HALF(ours())
+    layer = model.inner[0]
+    layer.unshard()
+    with torch.no_grad():
+        layer[0].weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"weight was written to while it was unsharded"):
+        model(INPUTS)
