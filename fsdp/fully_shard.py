@@ -24,7 +24,7 @@ from fsdp.distributed.custom_collectives import Collective, CustomAllGather, Cus
 from fsdp.distributed.dtensor import MeshPart, is_dtensor, joint_mesh, spread_loaded
 from fsdp.engine.copying import prepare_to_copy
 from fsdp.engine.deferred_init import require_values_everywhere
-from fsdp.engine.foreign_names import refuse_data_parallel
+from fsdp.engine.foreign_names import note_fully_sharded, refuse_data_parallel, replicated_in
 from fsdp.engine.forward_hooks import Hook
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle, Phase
@@ -37,6 +37,7 @@ from fsdp.engine.runtime import runtime_of, runtime_of_root
 from fsdp.engine.shard_module import ALIGNED, Found, MakeFlatParam, Shard, shard_module
 from fsdp.engine.sharding_strategy import Groups, group_apart, post_forward_group
 from fsdp.engine.shared_params import share, split_off
+from fsdp.engine.trees import map_tensors
 from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, unit_of, unit_of_wrapper, units_in
 from fsdp.state_dict.full import explain
 
@@ -184,7 +185,8 @@ def fully_shard(
     )
     post_forward = None if kept_by is None else communicator(kept_by, device)
     form = DTensorForm(mesh, groups.replicas, shard_placement_fn, post_forward)
-    unit, _ = shard_module(one, options, groups, None, Ignored.of(None, ignored_params), form)
+    ignored = Ignored.of(replicated_in(one), ignored_params)
+    unit, _ = shard_module(one, options, groups, None, ignored, form)
     for tied in list(unit.wanted):
         share(unit, tied.handle.flat_param)
     for inner in dict.fromkeys(
@@ -193,8 +195,17 @@ def fully_shard(
         inner.register_load_state_dict_pre_hook(spread_loaded)
     for each in modules:
         each.register_load_state_dict_post_hook(Hook(partial(_take_in, unit)))
+        each.register_forward_pre_hook(Hook(partial(_bring_inputs, unit)), prepend=True, with_kwargs=True)
         each.__class__ = _fsdp_class(type(each))  # type: ignore[arg-type]  # a subclass of its own
+        note_fully_sharded(each)
     return module
+
+
+def _bring_inputs(unit: Unit, _: nn.Module, *inputs: Any) -> Any:
+    """Bring the tensors that the outermost module is called with to the device where it computes."""
+    if unit.runtime is None or unit.runtime.root is unit:
+        return map_tensors(lambda tensor: tensor.to(unit.device), inputs)
+    return None
 
 
 def _take_in(unit: Unit, *_: Any) -> None:
@@ -552,6 +563,9 @@ class FSDPModule:
         for unit in _units(self, recurse):
             if unit.policy.sync is not GradientSync.NONE:
                 unit.policy.sync = GradientSync.FULL if requires_all_reduce else GradientSync.SHARDS
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Do nothing: all-gathers here are asynchronous always. The name is torch's."""
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Do nothing: each backward leaves complete gradients behind, whatever comes next. The name is torch's."""

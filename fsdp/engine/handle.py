@@ -507,8 +507,8 @@ class FlatParamHandle:
             raise RuntimeError(
                 f"{name} of {self.unit_name} was given a {type(tensor).__name__} of shape {tuple(tensor.shape)} to "
                 "compute with (by torch.func.functional_call?): give an unsharded, ordinary tensor of shape "
-                f"{tuple(shape)} under the original parameter's name. Inside `with model.summon_full_params():` the "
-                "model lists such."
+                f"{tuple(shape)} under the original parameter's name. Unsharded models list such: inside "
+                "summon_full_params(), or after unshard() under fully_shard."
             )
         return tensor.to(self.dtype) if self.is_cast and tensor.dtype == self.flat_param.dtype else tensor
 
@@ -630,7 +630,7 @@ class FlatParamHandle:
             self.note_written([*written, *replaced])
         except ValueError as error:
             raise RuntimeError(
-                f"{self.name}: a parameter was replaced after wrapping by what cannot be kept: {error}. Assign an "
+                f"{self.name}: a parameter was replaced after sharding by what cannot be kept: {error}. Assign an "
                 "nn.Parameter of the parameter's shape, on every rank."
             ) from None
         if written:
@@ -663,7 +663,7 @@ class FlatParamHandle:
         if value.requires_grad is not self.requires_grad_each[slot]:
             raise ValueError(
                 f"{self.layout.slots[slot].name} has requires_grad={value.requires_grad} now: set that on the "
-                "parameters that the wrapped model lists, not on a new value"
+                "parameters that the sharded model lists, not on a new value"
             )
         self.store(slot, value)
 

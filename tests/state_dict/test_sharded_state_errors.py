@@ -276,7 +276,7 @@ def _seed_differently(folder: Path) -> None:
     dcp.save(nested_mlp(seed=2).state_dict(), checkpoint_id=folder / "good")
     model = nested_mlp(fully_sharded(), seed=dist.get_rank())
     with pytest.raises(
-        CheckpointException, match=r"(?s)cannot save \S+: .*the ranks were wrapped with different values"
+        CheckpointException, match=r"(?s)cannot save \S+: .*the ranks have sharded different values"
     ):
         save_sharded(model, folder / "bad")
     load_sharded(model, folder / "good")
@@ -294,7 +294,7 @@ def _load_a_part(folder: Path) -> None:
     state = model.sharded_state_dict()
     dcp.load(state, checkpoint_id=folder, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
     model.load_sharded_state_dict(state)
-    with pytest.raises(RuntimeError, match=r"wrapped with different values.*of entry.weight of unit"):
+    with pytest.raises(RuntimeError, match=r"sharded different values.*of entry.weight of unit"):
         model(torch.ones(2, 5))
 
 

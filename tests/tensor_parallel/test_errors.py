@@ -65,7 +65,7 @@ def test_other_placements_are_refused(ranks: RankPool, placement: Placement) -> 
 def _wrap_placement(placement: Placement) -> None:
     mesh = mesh_of(2, 2)
     module = Holder(DTensor.from_local(torch.ones(4, 2), mesh["tp"], [placement], run_check=False))
-    with pytest.raises(TypeError, match=r"weight is a DTensor with placements .*Redistribute it before wrapping"):
+    with pytest.raises(TypeError, match=r"weight is a DTensor with placements .*Redistribute it before sharding"):
         over_data(mesh)(module)
 
 
