@@ -21,14 +21,15 @@ from fsdp.distributed.collectives import Communicator, communicator
 from fsdp.distributed.comm_hooks import AllReduceHook
 from fsdp.distributed.communicator import Group, behind, default_group, made_once_for_groups, served_device
 from fsdp.distributed.custom_collectives import Collective, CustomAllGather, CustomReduceScatter
-from fsdp.distributed.dtensor import MeshPart, is_dtensor, joint_mesh, spread_loaded
+from fsdp.distributed.dtensor import MeshPart, joint_mesh, spread_loaded
 from fsdp.engine.copying import prepare_to_copy
 from fsdp.engine.deferred_init import require_values_everywhere
+from fsdp.engine.dtensor_params import data_parallel_mesh, placed_elsewhere, take_off
 from fsdp.engine.foreign_names import note_fully_sharded, refuse_data_parallel, replicated_in
 from fsdp.engine.forward_hooks import Hook
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle, Phase
-from fsdp.engine.managed_params import Ignored, group, is_ours, lender_of, note_stale, take_over
+from fsdp.engine.managed_params import Ignored, group, lender_of, note_stale, take_over
 from fsdp.engine.options import Options
 from fsdp.engine.placeholder import under_way
 from fsdp.engine.precision import MixedPrecision
@@ -144,7 +145,9 @@ def fully_shard(
             but for the outermost module, which needs its own at once; True for that as well. False keeps all. A number
             shards them between forward and backward over that many neighbouring ranks, of a machine for instance, from
             which backward all-gathers: more memory. Making their groups is collective over the mesh.
-        shard_placement_fn: called with each parameter; returns ``Shard(dim)`` or None, which is ``Shard(0)``.
+        shard_placement_fn: called with each parameter; returns ``Shard(dim)`` or None, which is ``Shard(0)``; or
+            torch's ``ShardPlacementResult`` with a mesh besides: modules inside that have parameters on another mesh
+            are sharded over that one first.
         mp_policy: see `MixedPrecisionPolicy`.
         offload_policy: `CPUOffloadPolicy`, or `OffloadPolicy`, which is none.
         ignored_params: are left as they are, and their gradients are not summed over the ranks.
@@ -170,8 +173,8 @@ def fully_shard(
     if not hasattr(mesh, "get_coordinate"):
         raise TypeError(f"mesh must be a DeviceMesh, of init_device_mesh() for instance, got a {type(mesh).__name__}")
     if dp_mesh_dims is not None:
-        all_dims, mesh = mesh, _data_parallel_mesh(mesh, dp_mesh_dims)
-        _take_off(modules, all_dims, {*dp_mesh_dims.shard_names, *dp_mesh_dims.replicate_names})
+        all_dims, mesh = mesh, data_parallel_mesh(mesh, dp_mesh_dims)
+        take_off(modules, all_dims, {*dp_mesh_dims.shard_names, *dp_mesh_dims.replicate_names})
     groups = Groups.resolve(mesh, None)
     is_resharded, kept_by = _resharding(reshard_after_forward, groups)
     on_cuda = mesh.device_type == "cuda"
@@ -186,6 +189,22 @@ def fully_shard(
     post_forward = None if kept_by is None else communicator(kept_by, device)
     form = DTensorForm(mesh, groups.replicas, shard_placement_fn, post_forward)
     ignored = Ignored.of(replicated_in(one), ignored_params)
+    if shard_placement_fn is not None:
+        for inner, its_mesh in placed_elsewhere(one, mesh, shard_placement_fn, ignored).items():
+            if inner in modules:
+                raise ValueError(
+                    f"shard_placement_fn puts parameters of the {type(inner).__name__} itself on {its_mesh}, and it is "
+                    f"sharded over {mesh}: have them in a module inside, which then is a unit of its own"
+                )
+            fully_shard(
+                inner,
+                mesh=its_mesh,
+                reshard_after_forward=reshard_after_forward,
+                shard_placement_fn=shard_placement_fn,
+                mp_policy=mp_policy,
+                offload_policy=offload_policy,
+                ignored_params=ignored.parameters,
+            )
     unit, _ = shard_module(one, options, groups, None, ignored, form)
     for tied in list(unit.wanted):
         share(unit, tied.handle.flat_param)
@@ -273,6 +292,7 @@ class DTensorForm:
     def _dim_of(self, name: str, param: nn.Parameter) -> int:
         """Return the dimension along which a parameter is sharded."""
         wanted = None if self._placement_of is None or param.dim() == 0 else self._placement_of(param)
+        wanted = getattr(wanted, "placement", wanted)  # of torch's ShardPlacementResult
         if wanted is None:
             return 0
         dim = getattr(wanted, "dim", None)
@@ -291,53 +311,6 @@ def _resharding(asked: Any, groups: Groups) -> tuple[bool, Group | None]:
     if not isinstance(asked, int):
         raise TypeError(f"reshard_after_forward must be True, False, None or a number of ranks, got {asked!r}")
     return asked > 1, post_forward_group(groups.shard, asked)
-
-
-def _data_parallel_mesh(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
-    """Collective where several dimensions are one. Return the mesh to shard over, replicas first."""
-    known = mesh.mesh_dim_names or ()
-    for name in (*dims.shard_names, *dims.replicate_names):
-        if name not in known:
-            raise ValueError(f"dp_mesh_dims names {name!r}, and the mesh has the dimensions {list(known)}")
-    if not dims.shard_names:
-        raise NotImplementedError(
-            "dp_mesh_dims without `shard` would shard nothing: for replicas alone use torch's "
-            "torch.distributed._composable.replicate, or DistributedDataParallel"
-        )
-    parts = [
-        mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
-        for names in (dims.replicate_names, dims.shard_names)
-        if names
-    ]
-    return parts[0] if len(parts) == 1 else type(mesh)._concatenate(parts)
-
-
-def _take_off(modules: Sequence[nn.Module], mesh: DeviceMesh, dims: set[str]) -> None:
-    """Have parameters that are `DTensor`s on all of a mesh be so on its other dimensions alone."""
-    named = list(enumerate(mesh.mesh_dim_names or ()))
-    kept = [number for number, name in named if name not in dims]
-    found: dict[nn.Parameter, nn.Parameter] = {}
-    places = [(inner, name) for module in modules for inner in module.modules() for name in inner._parameters]
-    for inner, name in places:
-        param: Any = inner._parameters[name]
-        if param is None or not is_dtensor(param) or is_ours(param) or param.device_mesh != mesh:
-            continue
-        for number, dim in named:
-            if dim in dims and not param.placements[number].is_replicate():
-                raise ValueError(
-                    f"{name} of a {type(inner).__name__} is {param.placements[number]} along {dim!r}, a dimension for "
-                    "data parallelism: it must be Replicate() there"
-                )
-        if param not in found:
-            value = param.detach().to_local()
-            if kept:
-                rest = mesh[tuple(mesh.mesh_dim_names[number] for number in kept)]  # type: ignore[index]
-                placements = [param.placements[number] for number in kept]
-                shape, stride = param.shape, param.stride()
-                how: Any = {"run_check": False, "shape": shape, "stride": stride}
-                value = type(param.data).from_local(value, rest, placements, **how)
-            found[param] = nn.Parameter(value, param.requires_grad)
-        inner._parameters[name] = found[param]
 
 
 def _mesh_of_all(module: nn.Module) -> DeviceMesh:
