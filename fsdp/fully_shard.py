@@ -24,7 +24,6 @@ from fsdp.distributed.custom_collectives import Collective, CustomAllGather, Cus
 from fsdp.distributed.dtensor import MeshPart, joint_mesh, spread_loaded
 from fsdp.engine.copying import prepare_to_copy
 from fsdp.engine.deferred_init import require_values_everywhere
-from fsdp.engine.dtensor_params import data_parallel_mesh, placed_elsewhere, take_off
 from fsdp.engine.foreign_names import note_fully_sharded, refuse_data_parallel, replicated_in
 from fsdp.engine.forward_hooks import Hook
 from fsdp.engine.grad_buffer import GradientSync
@@ -172,6 +171,9 @@ def fully_shard(
     mesh = _mesh_of_all(one) if mesh is None else mesh
     if not hasattr(mesh, "get_coordinate"):
         raise TypeError(f"mesh must be a DeviceMesh, of init_device_mesh() for instance, got a {type(mesh).__name__}")
+    from fsdp.engine.dtensor_params import data_parallel_mesh, placed_elsewhere, take_off, teach_dtensor
+
+    teach_dtensor()
     if dp_mesh_dims is not None:
         all_dims, mesh = mesh, data_parallel_mesh(mesh, dp_mesh_dims)
         take_off(modules, all_dims, {*dp_mesh_dims.shard_names, *dp_mesh_dims.replicate_names})

@@ -170,15 +170,17 @@ class MeshPart:
         """A key that parameters of one flat parameter share: it tells which ranks hold the same elements of them."""
         return self.mesh, self.sharded_dims
 
-    def __str__(self) -> str:
+    @property
+    def spread(self) -> str:
+        """What is the same on all ranks of the mesh, as text."""
         names = self.mesh.mesh_dim_names or [f"dim {number}" for number in range(self.mesh.ndim)]
+        dims = enumerate(zip(self.placements, names, strict=True))
+        over = [f"{placement!r} over {name} of {self.mesh.size(number)}" for number, (placement, name) in dims]
+        return f"of {list(self.shape)}, {', '.join(over)}"
+
+    def __str__(self) -> str:
         # With this rank's place in the mesh: equal parts of other places must not be taken for the same.
-        place = self.mesh.get_coordinate() or ()
-        spread = [
-            f"{placement!r} over {name} ({mine} of {self.mesh.size(number)})"
-            for number, (placement, name, mine) in enumerate(zip(self.placements, names, place, strict=True))
-        ]
-        return f"of {list(self.shape)}, {', '.join(spread)}"
+        return f"{self.spread}, at {list(self.mesh.get_coordinate() or ())}"
 
     def dtensor(self, local: Tensor) -> DTensor:
         """A `DTensor` around a local part; shares its memory."""

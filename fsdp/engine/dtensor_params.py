@@ -13,12 +13,12 @@ import copy
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial, wraps
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from fsdp.distributed.dtensor import MeshPart, become, beside, held_part, is_dtensor, joint_mesh, set_local_part
@@ -27,6 +27,26 @@ from fsdp.engine.layout import Layout, Slot
 from fsdp.engine.managed_params import Ignored, is_ours
 from fsdp.engine.orig_params import OrigParams
 from fsdp.engine.rows_layout import RowsLayout
+
+
+@cache
+def teach_dtensor() -> None:
+    """Have `copy.deepcopy` copy `DTensor`s whose local tensor begins inside of its memory, as those of state dicts here.
+
+    torch (seen in 2.13) takes them for tensors with memory of their own, which `DTensor`s do not have.
+    """
+    torchs = DTensor.__deepcopy__
+
+    @wraps(torchs)
+    def copied(self: Any, memo: dict[int, Any]) -> Any:
+        if id(self) in memo or not self.storage_offset():
+            return torchs(self, memo)
+        found = memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+        found.grad = copy.deepcopy(self.grad, memo)
+        found.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return found
+
+    DTensor.__deepcopy__ = copied  # type: ignore[method-assign]
 
 
 def data_parallel_mesh(mesh: DeviceMesh, dims: Any) -> DeviceMesh:

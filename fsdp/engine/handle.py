@@ -250,8 +250,8 @@ class FlatParamHandle:
     def describe(self) -> str:
         """Return all that the ranks must agree on, as text."""
         slots = ", ".join(
-            f"{slot.name}{list(slot.shape)}{f' along {slot.dim}' if slot.dim else ''}"
-            + (f" ({part})" if part else "")
+            (f"{slot.name} ({part.spread})" if part else f"{slot.name}{list(slot.shape)}")
+            + (f" along {slot.dim}" if slot.dim else "")
             + (" frozen" if self.requires_grad and not needs else "")
             for slot, part, needs in zip(self.layout.slots, self.flat_param.parts, self.requires_grad_each, strict=True)
         )
@@ -268,6 +268,11 @@ class FlatParamHandle:
         if self.post_forward_shard is not None:
             ranks += f", kept among {self.post_forward_shard.comm.world_size} of them"
         return f"{kind} {ranks}: {slots}"
+
+    def describe_parts(self) -> list[str]:
+        """Return which parts of `DTensor`s are sharded here, on which the ranks of the shards must agree."""
+        parts = zip(self.layout.slots, self.flat_param.parts, strict=True)
+        return [f"{slot.name} ({part})" for slot, part in parts if part]
 
     def rename(self, name: str, unit: str) -> None:
         """Go by this name, as one of those of `unit`, in messages."""

@@ -63,10 +63,26 @@ def agree(ranks: Ranks, units: Sequence[tuple[str, Compared]], *, to_run: bool =
         plan: Plan = [(name, unit.describe() | {"mode": unit.mode if to_run else outside}) for name, unit in units]
         versions = {"torch": torch.__version__.split("+")[0], "fsdp": __version__}  # whatever torch was built for
         agree_on_plan(ranks, [(plan[0][0], plan[0][1] | versions), *plan[1:]])
+        _agree_on_parts(units)
     for _, unit in units:
         unit.is_agreed = True
     for number, handle in enumerate(handle for _, unit in units for handle in unit.handles):
         handle.number_as(number)
+
+
+def _agree_on_parts(units: Sequence[tuple[str, Compared]]) -> None:
+    """Collective. Make sure that the ranks which shard a `DTensor`'s local part have the same part of it.
+
+    Others may have other ones: with expert parallelism a unit's ranks are some of the root's.
+    """
+    plans: dict[tuple[Communicator, Communicator], Plan] = {}
+    for name, unit in units:
+        for handle in unit.handles:
+            if parts := handle.describe_parts():
+                plans.setdefault((handle.comm, handle.replicas), []).append((name, {"parts": parts}))
+    for ranks, plan in plans.items():
+        if peers_answer(ranks):
+            agree_on_plan(ranks, plan)
 
 
 def agree_on_plan(ranks: Ranks, plan: Plan) -> None:
