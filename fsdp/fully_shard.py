@@ -171,6 +171,7 @@ def fully_shard(
     mesh = _mesh_of_all(one) if mesh is None else mesh
     if not hasattr(mesh, "get_coordinate"):
         raise TypeError(f"mesh must be a DeviceMesh, of init_device_mesh() for instance, got a {type(mesh).__name__}")
+    # Imports DTensor, which takes a second.
     from fsdp.engine.dtensor_params import data_parallel_mesh, placed_elsewhere, take_off, teach_dtensor
 
     teach_dtensor()

@@ -31,7 +31,7 @@ from fsdp.engine.rows_layout import RowsLayout
 
 @cache
 def teach_dtensor() -> None:
-    """Have `copy.deepcopy` copy `DTensor`s whose local tensor begins inside of its memory, as those of state dicts here.
+    """Have `copy.deepcopy` copy `DTensor`s whose local tensor begins inside of its memory, as in state dicts here.
 
     torch (seen in 2.13) takes them for tensors with memory of their own, which `DTensor`s do not have.
     """
