@@ -194,20 +194,10 @@ def fully_shard(
     ignored = Ignored.of(replicated_in(one), ignored_params)
     if shard_placement_fn is not None:
         for inner, its_mesh in placed_elsewhere(one, mesh, shard_placement_fn, ignored).items():
-            if inner in modules:
-                raise ValueError(
-                    f"shard_placement_fn puts parameters of the {type(inner).__name__} itself on {its_mesh}, and it is "
-                    f"sharded over {mesh}: have them in a module inside, which then is a unit of its own"
-                )
-            fully_shard(
-                inner,
-                mesh=its_mesh,
-                reshard_after_forward=reshard_after_forward,
-                shard_placement_fn=shard_placement_fn,
-                mp_policy=mp_policy,
-                offload_policy=offload_policy,
-                ignored_params=ignored.parameters,
-            )
+            _check_inside(inner, modules, its_mesh, mesh)
+            alike = {"reshard_after_forward": reshard_after_forward, "shard_placement_fn": shard_placement_fn}
+            policies = {"mp_policy": mp_policy, "offload_policy": offload_policy}
+            fully_shard(inner, mesh=its_mesh, ignored_params=ignored.parameters, **alike, **policies)
     unit, _ = shard_module(one, options, groups, None, ignored, form)
     for tied in list(unit.wanted):
         share(unit, tied.handle.flat_param)
@@ -360,6 +350,14 @@ def _check_module(module: Any) -> None:
     wrapped = next((type(inner).__name__ for inner in module.modules() if unit_of_wrapper(inner) is not None), None)
     if wrapped is not None:
         raise ValueError(f"{kind} has a {wrapped} inside: use fully_shard for all modules of a model, or the wrapper")
+
+
+def _check_inside(inner: nn.Module, modules: Sequence[nn.Module], its_mesh: DeviceMesh, mesh: DeviceMesh) -> None:
+    if inner in modules:
+        raise ValueError(
+            f"shard_placement_fn puts parameters of the {type(inner).__name__} itself on {its_mesh}, and it is sharded "
+            f"over {mesh}: have them in a module inside, which then is a unit of its own"
+        )
 
 
 def _policy(given: Any) -> MixedPrecision:

@@ -172,7 +172,7 @@ class MeshPart:
 
     @property
     def spread(self) -> str:
-        """What is the same on all ranks of the mesh, as text."""
+        """Shape and placements as text, the same on all ranks of the mesh."""
         names = self.mesh.mesh_dim_names or [f"dim {number}" for number in range(self.mesh.ndim)]
         dims = enumerate(zip(self.placements, names, strict=True))
         over = [f"{placement!r} over {name} of {self.mesh.size(number)}" for number, (placement, name) in dims]
