@@ -7,6 +7,7 @@ from fsdp.checkpoint import load, save
 from fsdp.checkpoint.loader import load_safetensors
 from fsdp.distributed.collectives import use_torch_collectives
 from fsdp.distributed.comm_hooks import bf16_compress_hook
+from fsdp.distributed.watchdog import set_watchdog
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper
 from fsdp.engine.handle import FlatParamHandle
@@ -95,6 +96,7 @@ __all__ = [
     "patch_batchnorm",
     "register_fsdp_forward_method",
     "save",
+    "set_watchdog",
     "share_comm_ctx",
     "state_dict_utils",
     "use_torch_collectives",

@@ -406,7 +406,14 @@ class Pair:
 
     def renew_optimizers(self) -> None:
         make = OPTIMIZERS[self.case.optimizer]
+        self.reshard()
         self.optimizers = make(list(self.sharded.parameters())), make(list(self.plain.parameters()))
+
+    def reshard(self) -> None:
+        """Have `parameters()` list shards: under `fully_shard` it lists what was kept unsharded, as torch's does."""
+        for module in self.sharded.modules():
+            if not self.is_wrapper and hasattr(module, "reshard"):
+                module.reshard()
 
     # Data
 
@@ -464,9 +471,12 @@ class Pair:
         """Losses of one batch of each rank, and their gradients; of the chosen parameters only, if there are any."""
         inputs, flags = self.batch(dist.get_rank(), turn)
         loss = self.sharded(inputs, flags).square().mean()
-        (loss * share).backward(inputs=None if chosen is None else chosen.sharded)
+        is_trained = any(param.requires_grad for param in self.plain.parameters())  # else nobody could run a backward
+        if is_trained:
+            (loss * share).backward(inputs=None if chosen is None else chosen.sharded)
         for rank, twin in enumerate(self.twins(turn)):
-            (twin * share / self.case.world_size).backward(inputs=None if chosen is None else chosen.plain)
+            if is_trained:
+                (twin * share / self.case.world_size).backward(inputs=None if chosen is None else chosen.plain)
             if rank == dist.get_rank():
                 self.same("loss", loss.detach(), twin.detach())
 
@@ -601,6 +611,7 @@ def summon(pair: Pair) -> None:
 
 def scale_data(pair: Pair) -> None:
     """Shards are changed between steps: through ``.data``, but of `DTensor`s, where nobody can see that."""
+    pair.reshard()
     with torch.no_grad():
         for param in pair.sharded.parameters():
             (param.data if pair.is_wrapper else param).mul_(0.8)

@@ -52,6 +52,7 @@ from fsdp.distributed.communicator import MissingRanks as MissingRanks
 from fsdp.distributed.communicator import Pending as Pending
 from fsdp.distributed.communicator import Tag as Tag
 from fsdp.distributed.communicator import during as during
+from fsdp.distributed.watchdog import watch
 
 if dist.is_available():
     # Its functions take the default group of when it is imported for their default. torch imports it lazily: that group
@@ -376,6 +377,8 @@ def communicator(group: Group, device: torch.device) -> Communicator:
             _communicators[key] = TorchCollectives(group)
         else:
             _communicators[key] = DirectExchange(group) if device.type == "cpu" else StagedExchange(group)
+        if _communicators[key].peers_answer:
+            watch()
     return _communicators[key]
 
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import threading
+import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -199,16 +202,57 @@ class LoneRank(Communicator):
 LONE_RANK = LoneRank()
 
 
+class CollectiveError(RuntimeError):
+    """A collective did not complete, because of what happened on another rank."""
+
+
+class Wait(NamedTuple):
+    """A collective that a thread of this rank waits in, the public call that it is in, and since when."""
+
+    what: str
+    call: str
+    since: float
+
+
+# For the watchdog: by thread, what this rank waits in now; what it has waited in last; and how long waits take, in
+# seconds: the longest of late, since one of a thousand waits ago counts for a third.
+waits: dict[int, Wait] = {}
+ended: deque[str] = deque(maxlen=4)
+longest = 0.0
+
+
+def explain() -> str:
+    """Return what is known of the ranks when a collective did not complete; the watchdog puts its own in the place."""
+    return ""
+
+
 def finish(works: Sequence[Any], what: str) -> None:
+    """Wait for works of `torch.distributed`.
+
+    Raises:
+        CollectiveError: if one did not complete; it says why, if that is known.
+    """
+    global longest
+    thread, since = threading.get_ident(), time.monotonic()
+    waits[thread] = Wait(what, _call.get(), since)
     try:
         for work in works:
             if work is not None:
                 work.wait()
     except RuntimeError as error:
         raise incomplete(what, error) from error
+    finally:
+        del waits[thread]
+    ended.append(what)
+    longest = max(0.999 * longest, time.monotonic() - since)
 
 
-def incomplete(what: str, error: RuntimeError) -> RuntimeError:
+def incomplete(what: str, error: RuntimeError) -> CollectiveError:
+    """Return the error of a collective that did not complete."""
+    begin = f"rank {own_rank()}: {what} did not complete: "
+    known = explain()
+    if known:
+        return CollectiveError(f"{begin}{known}\n({error})")
     call = _call.get()
     if call:
         remedy = f"This rank is in {call}: make the same call on every rank of the group"
@@ -218,9 +262,8 @@ def incomplete(what: str, error: RuntimeError) -> RuntimeError:
             "evaluation too, and make the same collective calls (state_dict, clip_grad_norm_, fsdp.save). Where ranks "
             "have different numbers of batches use fsdp.join, and where not every rank runs a module fsdp.cond"
         )
-    return RuntimeError(
-        f"rank {own_rank()}: {what} did not complete: {error}. {remedy}; look at what the other ranks were doing, one "
-        "may have failed or taken another path."
+    return CollectiveError(
+        f"{begin}{error}. {remedy}; look at what the other ranks were doing, one may have failed or taken another path."
     )
 
 

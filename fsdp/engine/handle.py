@@ -611,6 +611,8 @@ class FlatParamHandle:
     def absorb(self) -> None:
         """Write to the shard what users have put in the places of parameters, or assigned to ``.data`` of shards.
 
+        What they have frozen while it was unsharded is frozen.
+
         Raises:
             RuntimeError: for what cannot be written; it is left where it is.
         """
@@ -621,6 +623,8 @@ class FlatParamHandle:
         written = self.unsharded.moved() if self.unsharded.is_shard else self.unsharded.written()
         if replaced or written:
             self._store_changes(replaced, written)
+        for slot in self.unsharded.refrozen():
+            self._freeze_as_leaf(slot)
         if self.orig_params is not None:
             for slot in self.orig_params.absorb():
                 self.note_written([slot])
@@ -643,6 +647,16 @@ class FlatParamHandle:
         if replaced:
             self.registry.withdraw(replaced)
             self.fill_places()
+
+    def _freeze_as_leaf(self, slot: int) -> None:
+        needs = self.unsharded.leaves[slot].requires_grad
+        if self.orig_params is None:
+            self.unsharded.leaves[slot].requires_grad_(not needs)
+            raise RuntimeError(
+                f"{self.layout.slots[slot].name} was given requires_grad={needs}, and it lies in {self.name} with "
+                "others: set that on the parameters that the wrapped model lists, or use use_orig_params=True"
+            )
+        self.orig_params.params[slot].requires_grad_(needs)
 
     @property
     def was_written(self) -> bool:

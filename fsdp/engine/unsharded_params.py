@@ -91,6 +91,7 @@ class UnshardedParameters:
         views = [view.data for view in layout.views(full[: layout.unsharded_numel])]
         seen = [part.dtensor(view) if part else view for view, part in zip(views, parts, strict=True)]
         self.leaves = [nn.Parameter(tensor, needs) for tensor, needs in zip(seen, requires_grad, strict=True)]
+        self._requires_grad = list(requires_grad)
         for number, leaf in enumerate(self.leaves):
             if leaf.requires_grad:
                 # Weakly: the garbage collector does not see into these hooks, and would never free a model.
@@ -266,6 +267,13 @@ class UnshardedParameters:
         compared = zip(numbers, now, self._expected)  # noqa: B905 (the places alone, or the versions as well)
         return sorted({number for number, value, expected in compared if value != expected})
 
+    def refrozen(self) -> list[int]:
+        """The numbers of the leaves that users have frozen, or had trained, since they were made."""
+        now = list(map(_requires_grad_of, self.leaves))
+        if now == self._requires_grad:
+            return []
+        return [number for number, needs in enumerate(now) if needs is not self._requires_grad[number]]
+
     def restore(self, numbers: Sequence[int]) -> None:
         """Have leaves that were `written` be views of the buffer again, with their new values."""
         views = self._layout.views(self.full.detach()[: self._layout.unsharded_numel])
@@ -286,6 +294,7 @@ class UnshardedParameters:
 
 
 _version_of = operator.attrgetter("_version")
+_requires_grad_of = operator.attrgetter("requires_grad")
 
 
 def _copy_leaf(leaf: weakref.ref[nn.Parameter], placeholder: Placeholder, memo: dict[int, Any]) -> Tensor:

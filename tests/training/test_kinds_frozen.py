@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp import fully_shard
 from tests.engine.test_memory import live_bytes
 from tests.engine.test_precision_memory import counting_sent_bytes
 from tests.helpers.models import Wrap, keep
@@ -385,3 +386,38 @@ def _freeze_a_part() -> None:
     original: Any = fully_sharded(use_orig_params=True)(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     original.module.module[0].requires_grad_(False)
     assert [param.requires_grad for param in original.parameters()] == [False, False, True, True]
+
+
+def test_what_is_frozen_while_it_is_unsharded_is_frozen(ranks: RankPool) -> None:
+    for world_size in (1, 2):
+        ranks(world_size).run(_freeze_unsharded)
+
+
+def _freeze_unsharded() -> None:
+    for wrapper in (fully_sharded(use_orig_params=True, mixed_precision=True), fully_shard):
+        model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model = wrapper(model) or model
+        layer = model.module.module[0] if hasattr(model, "module") else model[0]
+        for is_trained in (False, True):
+            model(torch.ones(2, 3))  # no backward, so parameters stay unsharded
+            layer.weight.requires_grad_(is_trained)
+            model(torch.ones(2, 3)).sum().backward()
+            grads = {name.rpartition("0.")[2]: param.grad for name, param in model.named_parameters()}
+            assert (grads["weight"] is not None) is is_trained
+            assert grads["bias"] is not None
+            model.zero_grad()
+
+
+def test_a_part_of_a_flat_parameter_cannot_be_frozen_while_it_is_unsharded(ranks: RankPool) -> None:
+    ranks(2).run(_freeze_a_part_unsharded)
+
+
+def _freeze_a_part_unsharded() -> None:
+    layer = nn.Linear(3, 3)
+    model = fully_sharded()(layer)
+    model(torch.ones(2, 3))
+    layer.weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"weight was given requires_grad=False, .*use_orig_params=True"):
+        model(torch.ones(2, 3))
+    model(torch.ones(2, 3)).sum().backward()
+    assert model.params[0].grad is not None

@@ -1,0 +1,408 @@
+"""The watchdog says where every rank is when one of them waits too long, and why a rank has ended.
+
+Each rank listens on a socket of its own; the ranks give each other the addresses once, through the store of the default
+process group. A thread looks every second for how long this rank has waited in a collective. If that is too long, it
+asks all ranks where they are, makes a report of the answers, and gives it to all, which print it. A rank that is ended
+by an exception tells the others before it goes. Nothing of this goes through the collectives that it is about.
+
+A thread answers, so a rank can be asked whatever its main thread does, unless it is stopped or holds the interpreter's
+lock. On NCCL, where the host does not wait for collectives, nobody is found waiting.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hmac
+import json
+import os
+import secrets
+import socket
+import socketserver
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+
+from fsdp.distributed import communicator
+
+_TICK = 1.0  # seconds between two looks at how long this rank waits
+_ANSWER = 1.0  # seconds that a rank is given to answer; its thread has nothing else to do
+_LAST_WORDS = 0.5  # seconds that one waits for a word of a rank that has closed its connections
+_SLACK = 2.0  # of the longest wait so far: what took long before may take long again
+_POLL = 0.1  # seconds that the end of a process may have to wait for the thread that listens
+_FRAMES = 3  # of the user's code, that a report shows of a rank
+
+# Why a rank does not answer.
+_GONE = "is gone: its process has ended"
+_SILENT = "gives no answer: it is stopped, or cannot be reached"
+_ABSENT = "has wrapped no model yet"
+
+Message = dict[str, Any]
+
+
+class Address(NamedTuple):
+    """An address says where a rank listens, and what it wants to hear before it answers."""
+
+    host: str
+    ip: str
+    port: int
+    secret: str
+
+
+@dataclass
+class Position:
+    """A position says where a rank is.
+
+    Attributes:
+        waits_for: the collective that it waits in; None if it waits in none of ours.
+        call: the public call that it is in; empty in forward and backward.
+        seconds: for how long it has waited.
+        stack: the lines of the user's code that its main thread is in, as "train.py:12 in step", the outermost first.
+        occupation: what it does that may take long, if that can be told.
+        before: the collectives that it has ended last, the oldest first.
+    """
+
+    waits_for: str | None
+    call: str
+    seconds: float
+    stack: Sequence[str]
+    occupation: str | None
+    before: Sequence[str]
+
+    @classmethod
+    def here(cls) -> Position:
+        """Return where this rank is, of all its threads that of the longest wait."""
+        wait = longest_wait()
+        frames = _frames(sys._current_frames().get(threading.main_thread().ident or 0))
+        return cls(
+            waits_for=wait and wait.what,
+            call=wait.call if wait else "",
+            seconds=time.monotonic() - wait.since if wait else 0.0,
+            stack=[_place(frame) for frame in frames if not _is_library(frame)][-_FRAMES:],
+            occupation=next((words for frame in frames for part, words in _SLOW if part in frame.filename), None),
+            before=list(communicator.ended),
+        )
+
+    def __str__(self) -> str:
+        where = f", at {' > '.join(self.stack)}" if self.stack else ""
+        if self.waits_for is None:
+            return f"in no collective{f', {self.occupation}' if self.occupation else ''}{where}"
+        call = f" in {self.call}" if self.call else ""
+        before = f"; before it: {', '.join(self.before)}" if self.before else ""
+        return f"waiting for {self.waits_for}{call}{where}{before}"
+
+
+class Report:
+    """A report puts what the ranks have answered into words for people.
+
+    Args:
+        asker: the rank that waits too long.
+        answers: by rank; a text if it gave no answer, which says why.
+    """
+
+    def __init__(self, asker: int, answers: Mapping[int, Position | str]) -> None:
+        self._asker, self._answers = asker, answers
+        self._came = {rank: each for rank, each in answers.items() if isinstance(each, Position)}
+        self._wait = self._came[asker]
+
+    @property
+    def is_due(self) -> bool:
+        """False if the wait is over, or the ranks that are waited for are busy with what takes long."""
+        absent = [each for each in self._answers.values() if isinstance(each, str) or each.waits_for is None]
+        busy = [each for each in absent if isinstance(each, Position) and each.occupation]
+        return self._wait.waits_for is not None and not (absent and len(absent) == len(busy))
+
+    def __str__(self) -> str:
+        what = self._wait.waits_for
+        lines = [f"fsdp: rank {self._asker} has waited for {what} for {self._wait.seconds:.0f} s."]
+        by_text: dict[str, list[int]] = {}
+        for rank, answer in sorted(self._answers.items()):
+            by_text.setdefault(str(answer), []).append(rank)
+        lines += [f"  {_named(ranks)}: {text}" for text, ranks in by_text.items()]
+        late = [rank for rank, each in self._answers.items() if isinstance(each, str) or each.waits_for is None]
+        elsewhere = [rank for rank, each in self._came.items() if each.waits_for not in (None, what)]
+        if late:
+            lines.append(f"The others wait for {_named(late)}.")
+        elif elsewhere:
+            lines.append("The ranks wait for each other in different collectives: they have taken different paths.")
+        else:
+            lines.append("All wait for the same: the network is slow, or has lost something.")
+        return "\n".join(lines)
+
+
+class Watchdog:
+    """The thread that looks after this rank's waits, and the socket on which it answers others.
+
+    Args:
+        rank, world_size: of the default process group.
+        store: of the default process group, to exchange addresses; it is not used any more when all are known.
+    """
+
+    def __init__(self, rank: int, world_size: int, store: Any) -> None:
+        self._rank = rank
+        self._store = dist.PrefixStore("fsdp.watchdog", store)
+        self._others = [each for each in range(world_size) if each != rank]
+        self._addresses: dict[int, Address] = {}  # of those others that have told theirs
+        self._ends: dict[int, str] = {}  # why ranks have ended
+        self._report, self._reported_at = "", 0.0  # the last one
+        self._stopped = threading.Event()
+        is_one_host = os.environ.get("LOCAL_WORLD_SIZE", "") == str(world_size)
+        self._server = _Server(("127.0.0.1" if is_one_host else "", 0), self._answer)
+        own = Address(socket.gethostname(), _own_ip(), self._server.server_address[1], self._server.secret)
+        self._store.set(f"address of {rank}", json.dumps(own))
+        self._threads = [
+            threading.Thread(target=self._server.serve_forever, args=[_POLL], name="fsdp answers", daemon=True),
+            threading.Thread(target=self._run, name="fsdp watchdog", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Look no more, and answer nobody."""
+        self._stopped.set()
+        self._server.shutdown()
+        self._server.server_close()
+        for thread in self._threads:
+            thread.join(_TICK)
+
+    def announce_end(self, error: BaseException, trace: TracebackType | None) -> None:
+        """Tell the other ranks that an exception ends this one, unless it comes of what happened on another."""
+        if isinstance(error, communicator.CollectiveError):
+            return
+        places = [_place(frame) for frame in traceback.extract_tb(trace) if not _is_library(frame)][-1:]
+        text = " ".join(str(error).split())
+        end = f"{type(error).__name__}{': ' * bool(text)}{text[:300]}{''.join(f' ({place})' for place in places)}"
+        self._tell_all({"end": end, "rank": self._rank})
+
+    def explain(self) -> str:
+        """Return why a collective did not complete: which ranks have ended, or where all were; empty if unknown."""
+        until = time.monotonic() + _LAST_WORDS
+        while not self._ends and time.monotonic() < until:
+            time.sleep(0.02)
+        if self._ends:
+            return "; ".join(f"rank {rank} was ended by {end}" for rank, end in sorted(self._ends.items()))
+        wait = longest_wait()
+        if wait is not None and self._reported_at > wait.since:
+            return self._report
+        gone = [rank for rank, answer in self._tell_all({}).items() if answer == _GONE]
+        return f"{_named(gone)} {_GONE}" if gone else ""
+
+    def _run(self) -> None:
+        asked: communicator.Wait | None = None
+        patience, pause, next_look = 0.0, _TICK, 0.0
+        while not self._stopped.wait(_TICK):
+            now = time.monotonic()
+            if self._unknown and now > next_look:
+                self._find_unknown()
+                pause, next_look = 2 * pause, now + pause
+            wait = longest_wait()
+            if wait is None or _patience is None:
+                continue
+            if wait is not asked:
+                asked, patience = wait, _patience + _SLACK * communicator.longest
+            # In turn, so that one asks for all: the others have its report before it is theirs to ask.
+            if now - max(wait.since, self._reported_at) > patience + _TICK * self._rank / (1 + len(self._addresses)):
+                report = Report(self._rank, self._ask_all())
+                if report.is_due:
+                    self._tell_all({"report": str(report)})
+                    self._show(str(report))
+                else:
+                    self._reported_at = now
+                patience *= 2
+
+    @property
+    def _unknown(self) -> list[int]:
+        return [rank for rank in self._others if rank not in self._addresses]
+
+    def _find_unknown(self) -> None:
+        with suppress(RuntimeError):  # the store may be gone, with its process
+            for rank in self._unknown:
+                if self._store.check([key := f"address of {rank}"]):
+                    self._addresses[rank] = Address(*json.loads(self._store.get(key)))
+
+    def _show(self, report: str) -> None:
+        self._report, self._reported_at = report, time.monotonic()
+        print(report, file=sys.stderr, flush=True)
+
+    def _answer(self, message: Message) -> Message:
+        """Return the answer to a message of another rank."""
+        if "end" in message:
+            self._ends[message["rank"]] = message["end"]
+        elif "report" in message:
+            self._show(message["report"])
+        else:
+            return vars(Position.here())
+        return {}
+
+    def _ask_all(self) -> dict[int, Position | str]:
+        answers: dict[int, Position | str] = {self._rank: Position.here()}
+        for rank, answer in self._tell_all({}).items():
+            known = f"was ended by {self._ends[rank]}" if rank in self._ends else answer
+            answers[rank] = known if isinstance(known, str) else Position(**known)
+        return answers
+
+    def _tell_all(self, message: Message) -> dict[int, Message | str]:
+        """Return what each other rank has answered to a message; a text for one that has not."""
+        self._find_unknown()
+        ranks = list(self._addresses)
+        with ThreadPoolExecutor(max_workers=64) as pool:
+            answers = pool.map(lambda rank: _tell(self._addresses[rank], message), ranks)
+            return dict.fromkeys(self._unknown, _ABSENT) | dict(zip(ranks, answers, strict=True))
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    """Answers one line of JSON with another, if it has the secret in it."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], answer: Callable[[Message], Message]) -> None:
+        super().__init__(address, _Handler)
+        self.answer, self.secret = answer, secrets.token_hex(16)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Leave it to the one who asked."""
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    timeout = _ANSWER
+
+    def handle(self) -> None:
+        server, message = cast(_Server, self.server), json.loads(self.rfile.readline(1 << 20))
+        if hmac.compare_digest(message.pop("secret"), server.secret):
+            self.wfile.write(json.dumps(server.answer(message)).encode() + b"\n")
+
+
+def _tell(address: Address, message: Message) -> Message | str:
+    is_here = address.host == socket.gethostname()
+    try:
+        with socket.create_connection(("127.0.0.1" if is_here else address.ip, address.port), _ANSWER) as connection:
+            connection.settimeout(_ANSWER)
+            connection.sendall(json.dumps({**message, "secret": address.secret}).encode() + b"\n")
+            answer: Message = json.loads(connection.makefile().readline())
+            return answer
+    except ConnectionRefusedError:
+        return _GONE
+    except (OSError, ValueError):
+        return _SILENT
+
+
+def longest_wait() -> communicator.Wait | None:
+    """Return what the thread that has waited longest waits for."""
+    return min(list(communicator.waits.values()), key=lambda wait: wait.since, default=None)
+
+
+# What may take long for a good reason, by the files that it is in.
+_SLOW = [
+    ("/torch/_dynamo/", "compiling"),
+    ("/torch/_inductor/", "compiling"),
+    ("/fsdp/checkpoint/", "saving or loading a checkpoint"),
+    ("/torch/serialization.py", "saving or loading a file"),
+    ("/torch/distributed/checkpoint/", "saving or loading a checkpoint"),
+    ("/bdb.py", "in a debugger"),
+]
+_LIBRARIES = tuple(
+    {str(Path(module).parent) for module in (torch.__file__, communicator.__file__.replace("/distributed/", "/"))}
+    | {sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib")}
+)
+
+
+def _frames(frame: FrameType | None) -> Sequence[traceback.FrameSummary]:
+    return traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)[::-1] if frame else []
+
+
+def _is_library(frame: traceback.FrameSummary) -> bool:
+    return frame.filename.startswith((*_LIBRARIES, "<frozen"))
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
+
+
+def _named(ranks: Iterable[int]) -> str:
+    """Return ranks as "rank 3" or "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank{'s' * (len(runs) > 1 or len(runs[0]) > 1)} {text}"
+
+
+def _own_ip() -> str:
+    """Return the address by which other machines reach this one."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ.get("MASTER_ADDR", ""), 1))  # sends nothing
+        return str(probe.getsockname()[0])
+    with suppress(OSError):
+        return socket.gethostbyname(socket.gethostname())
+    return "127.0.0.1"
+
+
+# --- the one of this process ----------------------------------------------------------------------------------------
+
+_patience: float | None = 15.0
+_watchdogs: dict[Any, Watchdog] = communicator.made_once_for_groups()  # by the default group
+
+
+def set_watchdog(patience: float | None = 15.0) -> None:
+    """Set how long a rank waits in a collective before all ranks print where they are; None: never.
+
+    Args:
+        patience: seconds, beyond twice what the longest wait before took. Set it on every rank.
+
+    Raises:
+        ValueError: if it is not positive.
+    """
+    global _patience
+    if patience is not None and not patience > 0:
+        raise ValueError(f"set_watchdog: patience is a positive number of seconds, or None for never, got {patience}")
+    _patience = patience
+
+
+def watch() -> None:
+    """Start the watchdog of the default process group, if it has none."""
+    group = dist.group.WORLD
+    if group is None or group in _watchdogs:
+        return
+    stop()
+    try:
+        _watchdogs[group] = Watchdog(dist.get_rank(), dist.get_world_size(), cast(Any, group.get_group_store()).clone())
+    except (OSError, RuntimeError, NotImplementedError) as error:  # no sockets here, or a store of another kind
+        warnings.warn(f"no watchdog tells why ranks wait for each other: {error}", stacklevel=2)
+
+
+def stop() -> None:
+    """Stop the watchdog of a group that was destroyed, or that ends with the process."""
+    while _watchdogs:
+        _watchdogs.popitem()[1].stop()
+
+
+def _explain() -> str:
+    return next((watchdog.explain() for watchdog in _watchdogs.values()), "")
+
+
+def _announce(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    for watchdog in _watchdogs.values():
+        with suppress(Exception):
+            watchdog.announce_end(error, trace)
+    _show_exception(kind, error, trace)
+
+
+atexit.register(stop)
+os.register_at_fork(after_in_child=_watchdogs.clear)  # threads do not come along
+communicator.explain = _explain
+_show_exception, sys.excepthook = sys.excepthook, _announce

@@ -1,0 +1,209 @@
+"""A rank that waits too long makes all ranks say where they are, and a rank that ends says why."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from datetime import timedelta
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp import FullyShardedDataParallel, set_watchdog
+from fsdp.distributed import watchdog
+from fsdp.distributed.watchdog import Position, Report
+from tests.helpers.paths import ROOT
+from tests.helpers.ranks import RankPool
+
+LATE = 5.0  # seconds: longer than a report of an impatient watchdog takes
+
+
+def printed_while(behaviour: Callable[[], None]) -> str:
+    """What the watchdog prints while this rank behaves so, and patience is short."""
+    set_watchdog(0.2)
+    try:
+        with redirect_stderr(StringIO()) as output:
+            behaviour()
+    finally:
+        set_watchdog()
+    return output.getvalue()
+
+
+def trained_model() -> FullyShardedDataParallel:
+    torch.manual_seed(0)
+    model = FullyShardedDataParallel(nn.Linear(4, 4))
+    train(model)
+    return model
+
+
+def train(model: nn.Module) -> None:
+    model(torch.ones(1, 4)).sum().backward()
+
+
+def test_a_wait_that_lasts_is_reported_on_every_rank_with_the_place_of_who_is_late(ranks: RankPool) -> None:
+    for report in ranks(3).run(_be_late):
+        assert "has waited for all-gather of root (Linear) for" in report
+        assert "  ranks 0, 2: waiting for all-gather of root (Linear), at test_watchdog.py:" in report
+        assert "  rank 1: in no collective, at test_watchdog.py:" in report
+        assert " in _sleep_on_rank_1\n" in report
+        assert "The others wait for rank 1." in report
+
+
+def _be_late() -> str:
+    model = trained_model()
+    return printed_while(lambda: _come(model))
+
+
+def _come(model: nn.Module) -> None:
+    _sleep_on_rank_1()
+    train(model)
+
+
+def _sleep_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(LATE)
+
+
+def test_a_rank_that_is_busy_for_a_good_reason_is_waited_for(ranks: RankPool) -> None:
+    assert ranks(2).run(_compile_for_long) == ["", ""]
+
+
+def _compile_for_long() -> str:
+    model = trained_model()
+    names: dict[str, Any] = {"sleep": _sleep_on_rank_1}
+    exec(compile("def compile_frame(): sleep()", "/lib/torch/_dynamo/convert_frame.py", "exec"), names)
+
+    def behave() -> None:
+        names["compile_frame"]()
+        train(model)
+
+    return printed_while(behave)
+
+
+def test_ranks_in_different_calls_are_reported_as_such_and_the_error_has_the_report(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    for error in ranks(2, backend=None).run(_take_different_paths, tmp_path):
+        assert "did not complete: fsdp: rank " in error
+        assert "  rank 0: waiting for all-gather of root (Linear), at test_watchdog.py:" in error
+        assert "  rank 1: waiting for gather of root (Linear) in state_dict()" in error
+        assert "The ranks wait for each other in different collectives: they have taken different paths." in error
+
+
+def _take_different_paths(folder: Path) -> str:
+    rank = int(os.environ["RANK"])
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=2 * LATE))
+    model = trained_model()
+    set_watchdog(1.0)
+    paths = [lambda: train(model), model.state_dict]
+    with pytest.raises(RuntimeError) as error, redirect_stderr(StringIO()):
+        paths[rank]()
+    return str(error.value)
+
+
+def test_the_watchdog_can_be_turned_off(ranks: RankPool) -> None:
+    assert ranks(2).run(_be_late_unwatched) == ["", ""]
+
+
+def _be_late_unwatched() -> str:
+    model = trained_model()
+
+    def behave() -> None:
+        set_watchdog(None)
+        _come(model)
+
+    return printed_while(behave)
+
+
+@pytest.mark.parametrize("patience", [0, -1.0])
+def test_patience_is_positive(patience: float) -> None:
+    with pytest.raises(ValueError, match="patience is a positive number of seconds, or None for never"):
+        set_watchdog(patience)
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [
+        ("raise", r"was ended by ValueError: a bad batch \(ended_rank\.py:\d+ in load_batch\)"),
+        ("kill", r"is gone: its process has ended"),
+    ],
+)
+def test_why_a_rank_has_ended_is_in_the_error_of_the_others(tmp_path: Path, end: str, words: str) -> None:
+    command = [sys.executable, "-m", "tests.helpers.ended_rank"]
+    waiting, ended = (
+        subprocess.Popen([*command, str(rank), str(tmp_path), end], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    )
+    _, errors = waiting.communicate(timeout=300)
+    ended.communicate(timeout=300)
+    assert waiting.returncode == 1
+    assert re.search(
+        rf"CollectiveError: rank 0: all-gather of root \(Linear\) did not complete: rank 1 {words}\n", errors
+    )
+
+
+def test_nobody_is_answered_without_the_secret(ranks: RankPool) -> None:
+    ranks(2).run(_ask_without_the_secret)
+
+
+def _ask_without_the_secret() -> None:
+    trained_model()
+    (one,) = watchdog._watchdogs.values()
+    for secret, is_answered in ((one._server.secret, True), ("0" * 32, False)):
+        with socket.create_connection(("127.0.0.1", one._server.server_address[1]), 10) as connection:
+            connection.sendall(json.dumps({"secret": secret}).encode() + b"\n")
+            assert bool(connection.makefile().readline()) is is_answered
+
+
+# What a report says
+
+
+def waiting(what: str, **known: Any) -> Position:
+    return Position(
+        **{"waits_for": what, "call": "", "seconds": 20.0, "stack": [], "occupation": None, "before": []} | known
+    )
+
+
+def elsewhere(**known: Any) -> Position:
+    return waiting("", **known | {"waits_for": None})
+
+
+def test_ranks_that_say_the_same_share_a_line() -> None:
+    answers: dict[int, Position | str] = {rank: waiting("all-gather of a") for rank in (0, 1, 2, 5)}
+    answers |= {3: elsewhere(stack=["train.py:3 in step", "data.py:7 in load"]), 4: "is gone"}
+    assert str(Report(5, answers)).splitlines() == [
+        "fsdp: rank 5 has waited for all-gather of a for 20 s.",
+        "  ranks 0-2, 5: waiting for all-gather of a",
+        "  rank 3: in no collective, at train.py:3 in step > data.py:7 in load",
+        "  rank 4: is gone",
+        "The others wait for ranks 3-4.",
+    ]
+
+
+def test_a_report_is_due_unless_the_wait_is_over_or_all_that_are_late_are_busy() -> None:
+    waits, busy, late = waiting("all-gather of a"), elsewhere(occupation="compiling"), elsewhere()
+    assert Report(0, {0: waits, 1: late}).is_due
+    assert Report(0, {0: waits, 1: busy, 2: late}).is_due
+    assert Report(0, {0: waits, 1: busy, 2: "is gone"}).is_due
+    assert Report(0, {0: waits, 1: waiting("all-gather of b")}).is_due
+    assert not Report(0, {0: waits, 1: busy}).is_due
+    assert not Report(0, {0: late, 1: waits}).is_due
+
+
+def test_ranks_that_all_wait_for_the_same_point_to_the_network() -> None:
+    report = str(Report(0, {rank: waiting("all-gather of a", call="state_dict()") for rank in range(4)}))
+    assert "  ranks 0-3: waiting for all-gather of a in state_dict()\n" in report
+    assert report.endswith("All wait for the same: the network is slow, or has lost something.")
