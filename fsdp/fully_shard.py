@@ -197,7 +197,7 @@ def fully_shard(
             _check_inside(inner, modules, its_mesh, mesh)
             alike = {"reshard_after_forward": reshard_after_forward, "shard_placement_fn": shard_placement_fn}
             policies = {"mp_policy": mp_policy, "offload_policy": offload_policy}
-            fully_shard(inner, mesh=its_mesh, ignored_params=ignored.parameters, **alike, **policies)
+            fully_shard(inner, mesh=its_mesh, ignored_params=ignored_params, **alike, **policies)
     unit, _ = shard_module(one, options, groups, None, ignored, form)
     for tied in list(unit.wanted):
         share(unit, tied.handle.flat_param)
