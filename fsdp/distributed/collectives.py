@@ -24,11 +24,9 @@ from __future__ import annotations
 
 import atexit
 import gc
-import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,6 +50,7 @@ from fsdp.distributed.communicator import MissingRanks as MissingRanks
 from fsdp.distributed.communicator import Pending as Pending
 from fsdp.distributed.communicator import Tag as Tag
 from fsdp.distributed.communicator import during as during
+from fsdp.distributed.messages import Receiving, Sending, as_bytes, as_tensor, blank, wire_tag
 from fsdp.distributed.watchdog import watch
 
 if dist.is_available():
@@ -62,10 +61,6 @@ if dist.is_available():
 # torch 2.12 renamed these; both are looked up at each call, because tools count collectives by replacing them.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-
-# Tags below this are left to the user's own point-to-point messages on the same group. gloo's have 31 bits.
-_FIRST_TAG = 1 << 20
-_TAGS = (1 << 31) - _FIRST_TAG
 
 # What ranks tell each other before a payload: its length, and the public call that they are in.
 _LENGTH_BYTES = 8
@@ -154,38 +149,6 @@ class TorchCollectives(Communicator):
         return payloads
 
 
-class _Sending:
-    """A shard on its way to the peers."""
-
-    def __init__(self, works: Sequence[Any], kept: Any, what: str) -> None:
-        self._works, self._what = works, what
-        self._kept = kept  # what is being sent lives until then
-        self.is_finished = False
-
-    def finish(self) -> None:
-        works, self._works = self._works, ()
-        finish(works, self._what)
-        self._kept, self.is_finished = None, True
-
-
-class _Receiving:
-    """A message on its way to this rank, which has a place to go to until it is there.
-
-    Whoever asked for it may be given up, by an exception in the middle of a step. gloo (seen in torch 2.13) reads
-    nothing more from a peer once a message comes for a buffer that is gone.
-    """
-
-    _under_way: ClassVar[set[_Receiving]] = set()
-
-    def __init__(self, work: Any) -> None:
-        self._work = work
-        self._under_way.add(self)
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._under_way.discard(self)
-
-
 class DirectExchange(TorchCollectives):
     """gloo on CPU: pieces go from rank to rank directly, each received where it belongs."""
 
@@ -195,15 +158,15 @@ class DirectExchange(TorchCollectives):
         super().__init__(group)
         self._way = type(self).__name__  # there may be one for each type of device, with handles of the same numbers
         self._peers = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        self._sent: deque[_Sending] = deque()
-        self._answered: _Sending | None = None
+        self._sent: deque[Sending] = deque()
+        self._answered: Sending | None = None
 
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
         pieces = full.view(self.world_size, -1)
         incoming = {peer: [pieces[peer]] for peer in self._peers}
         outgoing = {peer: [shard] for peer in self._peers}
         received, works = self._post(what, "gather", tag, incoming, outgoing)
-        sending = _Sending(works, shard, what)
+        sending = Sending(works, shard, what)
         self._sent.append(sending)
         pieces[self.rank].copy_(shard)
         return Pending(what, received, lambda: self._answer(sending, full))
@@ -214,20 +177,20 @@ class DirectExchange(TorchCollectives):
         def numbered(messages: Messages) -> Iterator[tuple[Tensor, int, int]]:
             for peer, tensors in messages.items():
                 for each in tensors:
-                    yield each, peer, _wire_tag(self._way, kind, tag, each.numel(), each.dtype)
+                    yield each, peer, wire_tag(self._way, kind, tag, each.numel(), each.dtype)
 
         try:
-            asked = [_Receiving(self.group.recv([each], peer, number)) for each, peer, number in numbered(incoming)]
+            asked = [Receiving(self.group.recv([each], peer, number)) for each, peer, number in numbered(incoming)]
             return asked, [self.group.send([each], peer, number) for each, peer, number in numbered(outgoing)]
         except RuntimeError as error:  # a peer is known to be gone
             raise incomplete(what, error) from error
 
     def exchange(self, incoming: Messages, outgoing: Messages, what: str, tag: Tag) -> Pending:
         asked, works = self._post(what, "exchange", tag, incoming, outgoing)
-        self._sent.append(_Sending(works, outgoing, what))
+        self._sent.append(Sending(works, outgoing, what))
         return Pending(what, asked, lambda: torch.empty(0))
 
-    def _answer(self, sending: _Sending, full: Tensor) -> Tensor:
+    def _answer(self, sending: Sending, full: Tensor) -> Tensor:
         # A shard that was cast only to be sent should go when its messages are through. Peers ask for ours before they
         # send theirs, so those of the gather that was awaited before this one are.
         if self._answered is not None:
@@ -292,10 +255,10 @@ class DirectExchange(TorchCollectives):
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         own_call = present_call().encode()[:_CALL_BYTES].ljust(_CALL_BYTES)
-        header = _as_tensor(len(payload).to_bytes(_LENGTH_BYTES, "little") + own_call)
+        header = as_tensor(len(payload).to_bytes(_LENGTH_BYTES, "little") + own_call)
         works, headers = self._swap(_TALK, "header", "", [header] * self.world_size)
         finish(works, _TALK)
-        heard = [_as_bytes(each) for each in headers]
+        heard = [as_bytes(each) for each in headers]
         calls = [each[_LENGTH_BYTES:].decode(errors="replace").strip() for each in heard]
         for number, call in enumerate(calls):
             if call != calls[0]:
@@ -305,16 +268,16 @@ class DirectExchange(TorchCollectives):
                     f"and rank {ranks[number]} in {call or _TRAINING}. Make the same calls on every rank, in the same "
                     "order."
                 )
-        bodies = [_blank(int.from_bytes(each[:_LENGTH_BYTES], "little")) for each in heard]
-        bodies[self.rank] = _as_tensor(payload)
+        bodies = [blank(int.from_bytes(each[:_LENGTH_BYTES], "little")) for each in heard]
+        bodies[self.rank] = as_tensor(payload)
         incoming = {peer: [bodies[peer]] for peer in self._peers if len(bodies[peer])}
         outgoing = {peer: [bodies[self.rank]] for peer in self._peers if payload}
         asked, sent = self._post(_TALK, "body", "", incoming, outgoing)
         finish(asked + sent, _TALK)
-        return [_as_bytes(each) for each in bodies]
+        return [as_bytes(each) for each in bodies]
 
     def meet(self, what: str, tag: Tag) -> None:
-        works, _ = self._swap(what, "meeting", tag, [_blank(1)] * self.world_size)
+        works, _ = self._swap(what, "meeting", tag, [blank(1)] * self.world_size)
         finish(works, what)
 
     def settle(self) -> None:
@@ -385,26 +348,3 @@ def communicator(group: Group, device: torch.device) -> Communicator:
 def _after_use_of(sent: Tensor, result: Tensor) -> Tensor:
     """`result`; `sent` is named only so that it lives until the collective that reads it has been awaited."""
     return result
-
-
-@lru_cache(maxsize=1 << 14)
-def _wire_tag(*meant: Any) -> int:
-    """The tag of a message on gloo, from all that its two ends must agree on.
-
-    That two messages which are under way at once share one by chance is less likely than a broken wire, and would
-    matter only where ranks send them in different orders.
-    """
-    return _FIRST_TAG + zlib.crc32(repr(meant).encode()) % _TAGS
-
-
-def _blank(nbytes: int) -> Tensor:
-    # On the host, also where a user makes the model inside of `with torch.device("meta")`.
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-
-
-def _as_tensor(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _blank(0)
-
-
-def _as_bytes(tensor: Tensor) -> bytes:
-    return tensor.numpy().tobytes()

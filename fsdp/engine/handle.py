@@ -621,10 +621,10 @@ class FlatParamHandle:
         replaced = list(dict.fromkeys([*self.unsharded.disturbed(), *self.registry.missing()]))
         # Where the buffer is the shard, what is written to it is there already.
         written = self.unsharded.moved() if self.unsharded.is_shard else self.unsharded.written()
+        for slot in self.unsharded.refrozen():
+            self._follow_frozen(self.unsharded.leaves[slot], slot)
         if replaced or written:
             self._store_changes(replaced, written)
-        for slot in self.unsharded.refrozen():
-            self._freeze_as_leaf(slot)
         if self.orig_params is not None:
             for slot in self.orig_params.absorb():
                 self.note_written([slot])
@@ -648,13 +648,14 @@ class FlatParamHandle:
             self.registry.withdraw(replaced)
             self.fill_places()
 
-    def _freeze_as_leaf(self, slot: int) -> None:
-        needs = self.unsharded.leaves[slot].requires_grad
+    def _follow_frozen(self, leaf: nn.Parameter, slot: int) -> None:
+        needs = leaf.requires_grad
         if self.orig_params is None:
-            self.unsharded.leaves[slot].requires_grad_(not needs)
+            leaf.requires_grad_(not needs)
             raise RuntimeError(
-                f"{self.layout.slots[slot].name} was given requires_grad={needs}, and it lies in {self.name} with "
-                "others: set that on the parameters that the wrapped model lists, or use use_orig_params=True"
+                f"{self.unit_name}: {self.layout.slots[slot].name} was given requires_grad={needs}, and cannot be "
+                "frozen or thawed apart from its flat parameter. Freeze the whole wrapped module, or use "
+                "use_orig_params=True."
             )
         self.orig_params.params[slot].requires_grad_(needs)
 

@@ -269,10 +269,8 @@ class UnshardedParameters:
 
     def refrozen(self) -> list[int]:
         """The numbers of the leaves that users have frozen, or had trained, since they were made."""
-        now = list(map(_requires_grad_of, self.leaves))
-        if now == self._requires_grad:
-            return []
-        return [number for number, needs in enumerate(now) if needs is not self._requires_grad[number]]
+        asked = zip(self.leaves, self._requires_grad, strict=True)
+        return [number for number, (leaf, needs) in enumerate(asked) if leaf.requires_grad is not needs]
 
     def restore(self, numbers: Sequence[int]) -> None:
         """Have leaves that were `written` be views of the buffer again, with their new values."""
@@ -294,7 +292,6 @@ class UnshardedParameters:
 
 
 _version_of = operator.attrgetter("_version")
-_requires_grad_of = operator.attrgetter("requires_grad")
 
 
 def _copy_leaf(leaf: weakref.ref[nn.Parameter], placeholder: Placeholder, memo: dict[int, Any]) -> Tensor:

@@ -1,0 +1,72 @@
+"""Messages from rank to rank on gloo: their tags, and the memory that they need until they have arrived."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fsdp.distributed.communicator import finish
+
+# Tags below this are left to the user's own point-to-point messages on the same group. gloo's have 31 bits.
+_FIRST_TAG = 1 << 20
+_TAGS = (1 << 31) - _FIRST_TAG
+
+
+class Sending:
+    """A shard on its way to the peers."""
+
+    def __init__(self, works: Sequence[Any], kept: Any, what: str) -> None:
+        self._works, self._what = works, what
+        self._kept = kept  # what is being sent lives until then
+        self.is_finished = False
+
+    def finish(self) -> None:
+        works, self._works = self._works, ()
+        finish(works, self._what)
+        self._kept, self.is_finished = None, True
+
+
+class Receiving:
+    """A message on its way to this rank, which has a place to go to until it is there.
+
+    Whoever asked for it may be given up, by an exception in the middle of a step. gloo (seen in torch 2.13) reads
+    nothing more from a peer once a message comes for a buffer that is gone.
+    """
+
+    _under_way: ClassVar[set[Receiving]] = set()
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._under_way.add(self)
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._under_way.discard(self)
+
+
+@lru_cache(maxsize=1 << 14)
+def wire_tag(*meant: Any) -> int:
+    """The tag of a message on gloo, from all that its two ends must agree on.
+
+    That two messages which are under way at once share one by chance is less likely than a broken wire, and would
+    matter only where ranks send them in different orders.
+    """
+    return _FIRST_TAG + zlib.crc32(repr(meant).encode()) % _TAGS
+
+
+def blank(nbytes: int) -> Tensor:
+    # On the host, also where a user makes the model inside of `with torch.device("meta")`.
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
+def as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else blank(0)
+
+
+def as_bytes(tensor: Tensor) -> bytes:
+    return tensor.numpy().tobytes()
