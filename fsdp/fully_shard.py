@@ -195,9 +195,9 @@ def fully_shard(
     if shard_placement_fn is not None:
         for inner, its_mesh in placed_elsewhere(one, mesh, shard_placement_fn, ignored).items():
             _check_inside(inner, modules, its_mesh, mesh)
-            alike = {"reshard_after_forward": reshard_after_forward, "shard_placement_fn": shard_placement_fn}
-            policies = {"mp_policy": mp_policy, "offload_policy": offload_policy}
-            fully_shard(inner, mesh=its_mesh, ignored_params=ignored_params, **alike, **policies)
+            alike: dict[str, Any] = {"mp_policy": mp_policy, "offload_policy": offload_policy}
+            alike |= {"reshard_after_forward": reshard_after_forward, "shard_placement_fn": shard_placement_fn}
+            fully_shard(inner, mesh=its_mesh, ignored_params=ignored_params, **alike)
     unit, _ = shard_module(one, options, groups, None, ignored, form)
     for tied in list(unit.wanted):
         share(unit, tied.handle.flat_param)
