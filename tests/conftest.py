@@ -68,7 +68,9 @@ def pytest_runtest_makereport(
 @pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     """`ranks(n).run(body, *args)` runs a module-level function in n processes with gloo as WORLD."""
-    pool = RankPool(tmp_path_factory.mktemp("ranks"))
+    modules = {getattr(item, "module", None) for item in request.session.items}
+    preload = sorted({name for module in modules for name in getattr(module, "PRELOAD", ())})
+    pool = RankPool(tmp_path_factory.mktemp("ranks"), preload)
     request.config.stash[POOL] = pool
     yield pool
     pool.close()

@@ -25,6 +25,7 @@ from tests.helpers.checkpoint_models import content
 from tests.helpers.equality import assert_same
 from tests.helpers.killed_saves import counted_steps
 from tests.helpers.models import nested_mlp
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import adam, fully_sharded
 from tests.helpers.ranks import RankError, RankPool
 
@@ -125,19 +126,18 @@ def _assert_in_order(folder: Path, mode: str) -> None:
         assert entries - folders <= {f"{name}.lock" for name in folders if name.endswith(".saving")}
 
 
-@pytest.mark.parametrize("seed", range(16))
+@parametrize_pairs(mode=MODES, world_size=[2, 3], all_die=[True, False], loading=[1, 2])
 def test_any_rank_or_all_killed_at_any_moment_leave_the_newest_complete_state(
-    ranks: RankPool, tmp_path: Path, seed: int
+    ranks: RankPool, tmp_path: Path, mode: str, world_size: int, all_die: bool, loading: int
 ) -> None:
-    mode, world_size = MODES[seed % 4], [2, 3][seed // 4 % 2]
+    seed = 8 * MODES.index(mode) + 4 * (world_size - 2) + 2 * all_die + loading - 1
     victims = list(range(world_size))
     random.Random(seed).shuffle(victims)
-    if seed // 8 % 2:
+    if not all_die:
         victims = victims[:1]
     with pytest.raises(RankError, match="SIGKILL"):
         ranks(world_size).run(_save_until_killed, tmp_path, mode, seed, victims)
     complete = max(_versions_in_place(tmp_path), default=0)
-    loading = [1, 2][(seed + seed // 4 + seed // 8) % 2]  # so that every two of these choices meet
     (version, *others) = ranks(loading).run(_load_and_save, tmp_path, mode)
     assert not others or others == [version]
     assert version in (COMPLETE, COMPLETE + 1)

@@ -15,11 +15,12 @@ from torch import nn
 import fsdp
 from fsdp import load_safetensors
 from tests.helpers.equality import assert_same_state
-from tests.helpers.hugging_face import FAMILIES, from_pretrained, logits, made, needs, sharded, wrapped
+from tests.helpers.hugging_face import FAMILIES, MODULES, from_pretrained, logits, made, needs, sharded, wrapped
 from tests.helpers.parity import adamw
 from tests.helpers.ranks import RankPool
 
 pytestmark = needs("transformers")
+PRELOAD = MODULES
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:

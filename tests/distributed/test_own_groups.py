@@ -94,6 +94,7 @@ ROOTS = ["all", "hybrid"]
 
 
 @parametrize_pairs(
+    at_most=6,
     size=[2, 1],
     root=ROOTS,
     form=[{}, {"use_orig_params": True}, {"flatten_parameters": False}],

@@ -110,6 +110,7 @@ MODELS = [layers, nested, by_policy, half_frozen, two_dtypes]
 
 
 @parametrize_pairs(
+    at_most=10,
     make=MODELS,
     world_size=[3, 2, 4, 1],
     make_optimizer=[sgd_by_kind, adamw_by_kind],

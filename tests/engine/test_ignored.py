@@ -139,7 +139,12 @@ def _look(wrap: Callable[..., nn.Module], layout: str) -> None:
 
 
 @parametrize_pairs(
-    world_size=[3, 2, 4, 1], wrap=WRAPS, layout=list(LAYOUTS), make_optimizer=[momentum, adamw], kept=[False, True]
+    at_most=6,
+    world_size=[3, 2, 4, 1],
+    wrap=WRAPS,
+    layout=list(LAYOUTS),
+    make_optimizer=[momentum, adamw],
+    kept=[False, True],
 )
 def test_training_equals_the_plain_model(
     ranks: RankPool,

@@ -174,29 +174,35 @@ def test_kept_files_have_the_values_and_say_what_for(tmp_path: Path) -> None:
         assert torch.equal(torch.frombuffer(content, dtype=torch.float64, count=5), torch.arange(5).double())
 
 
-@pytest.mark.parametrize("ending", ["return", "raise", "kill"])
-def test_files_vanish_however_the_process_ends_unless_kept(tmp_path: Path, ending: str) -> None:
+def test_files_vanish_however_the_process_ends_unless_kept(tmp_path: Path) -> None:
     done = in_a_process(
         f"""
-        import os, signal, torch
+        import os, signal, sys, torch
         from fsdp.engine.mapped_files import MappedFiles
-        made = []
-        for keep in (True, False):
-            files = MappedFiles({str(tmp_path)!r} + "/" + str(keep), keep)
-            made += [(files, files.allocate(numel, torch.float32, "test")[0].fill_(7)) for numel in (1, {LARGE})]
-        if {ending!r} == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if {ending!r} == "raise":
-            raise ValueError
+        for ending in ("return", "raise", "kill"):
+            child = os.fork()
+            if child:
+                print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+                continue
+            made = []
+            for keep in (True, False):
+                files = MappedFiles({str(tmp_path)!r} + f"/{{ending}}/{{keep}}", keep)
+                made += [(files, files.allocate(numel, torch.float32, "test")[0].fill_(7)) for numel in (1, {LARGE})]
+            if ending == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if ending == "raise":
+                raise ValueError
+            sys.exit()
         """
     )
-    assert done.returncode == {"return": 0, "raise": 1, "kill": -signal.SIGKILL}[ending]
-    assert names_in(tmp_path / "False") == []
-    small, large = (next((tmp_path / "True").rglob(name)) for name in names_in(tmp_path / "True"))
-    assert torch.frombuffer(bytearray(large.read_bytes()), dtype=torch.float32).eq(7).all()
-    assert torch.frombuffer(bytearray(small.read_bytes()), dtype=torch.float32, count=1) == 7
-    if ending != "kill":
-        assert list((tmp_path / "False").iterdir()) == []
+    assert list(map(int, done.stdout.split())) == [0, 1, -signal.SIGKILL], done.stderr
+    for ending in ("return", "raise", "kill"):
+        kept, others = tmp_path / ending / "True", tmp_path / ending / "False"
+        assert names_in(others) == [], ending
+        small, large = (next(kept.rglob(name)) for name in names_in(kept))
+        assert torch.frombuffer(bytearray(large.read_bytes()), dtype=torch.float32).eq(7).all(), ending
+        assert torch.frombuffer(bytearray(small.read_bytes()), dtype=torch.float32, count=1) == 7, ending
+        assert ending == "kill" or list(others.iterdir()) == []
 
 
 def test_a_forked_child_that_ends_takes_nothing_with_it(tmp_path: Path) -> None:

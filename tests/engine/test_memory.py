@@ -246,6 +246,7 @@ def unit_bytes(model: FullyShardedDataParallel) -> tuple[int, list[int]]:
 
 
 @parametrize_pairs(
+    at_most=4,
     world_size=[2, 3],
     recompute=[None, True, False],
     flatten_parameters=[True, False],

@@ -59,7 +59,12 @@ class Redirected(nn.Module):
 
 
 @parametrize_pairs(
-    world_size=[2, 1, 3], how=HOWS, kind=[Again, Redirected, Recomputed], inside=[False, True], accumulate=[1, 2]
+    at_most=7,
+    world_size=[2, 1, 3],
+    how=HOWS,
+    kind=[Again, Redirected, Recomputed],
+    inside=[False, True],
+    accumulate=[1, 2],
 )
 def test_a_module_that_is_called_inside_its_own_call_trains_as_the_plain_one(
     ranks: RankPool, world_size: int, how: dict[str, Any] | None, kind: type[nn.Module], inside: bool, accumulate: int

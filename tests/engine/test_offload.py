@@ -113,7 +113,7 @@ def test_a_module_s_own_attributes_of_these_names_are_still_forwarded() -> None:
 
 
 @parametrize_pairs(
-    at_most=12,
+    at_most=9,
     world_size=[3, 2, 1],
     machine=["accelerated", "of CPUs only"],
     options=[*KINDS, {"cpu_offload": True}, {"move_params_to_cpu": True}],
@@ -203,9 +203,7 @@ def sgd_with_trained(params: Any) -> torch.optim.Optimizer:
     return sgd_with_momentum([param for param in params if param.requires_grad])
 
 
-@pytest.mark.parametrize("under_no_sync", [True, False])
-@pytest.mark.parametrize("machine", ["accelerated", "of CPUs only"])
-@every_kind
+@parametrize_pairs(options=KINDS, machine=["accelerated", "of CPUs only"], under_no_sync=[True, False])
 def test_pain_point_16_accumulation_with_cpu_offload_equals_one_large_batch(
     ranks: RankPool, options: dict[str, Any], machine: str, under_no_sync: bool
 ) -> None:

@@ -71,7 +71,7 @@ def gradients(model: nn.Module) -> list[Any]:
 
 
 @parametrize_pairs(
-    at_most=12,
+    at_most=9,
     world_size=[3, 2, 1],
     machine=["accelerated", "of CPUs only"],
     make_optimizer=[sgd_with_momentum, adamw, fused_adamw, foreach_adamw],
@@ -224,6 +224,7 @@ def resident_kib(folder: Path) -> int:
 
 @needs_proc
 @parametrize_pairs(
+    at_most=7,
     world_size=[3, 1, 2],
     make_optimizer=[sgd_with_momentum, plain_sgd, adamw, fused_adamw, foreach_adamw],
     machine=["of CPUs only", "accelerated"],

@@ -17,6 +17,7 @@ from fsdp import FullyShardedDataParallel, MixedPrecision, get_fsdp_instances
 from fsdp.distributed.collectives import DirectExchange
 from tests.engine.test_precision import BRAIN, HALF, SINGLE, wrap_alone
 from tests.helpers.models import Wrap, nested_mlp
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import assert_at_rest
@@ -51,9 +52,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 # Equal to the unsharded model
 
 
-@every_option
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, nullcontext])
+@parametrize_pairs(mode=[torch.no_grad, torch.inference_mode, nullcontext], world_size=[3, 1], options=OPTIONS)
 def test_evaluation_equals_the_unsharded_model_bit_for_bit(
     ranks: RankPool, world_size: int, mode: Callable[[], Any], options: dict[str, Any]
 ) -> None:
@@ -120,9 +119,7 @@ def test_unless_asked_evaluation_is_as_training(options: dict[str, Any]) -> None
 # Forwards and backwards in both modes
 
 
-@every_option
-@pytest.mark.parametrize("mode", [torch.no_grad, nullcontext])
-@pytest.mark.parametrize("world_size", [1, 3])
+@parametrize_pairs(world_size=[3, 1], mode=[torch.no_grad, nullcontext], options=OPTIONS)
 def test_an_evaluation_between_forward_and_backward_changes_no_gradient(
     ranks: RankPool, world_size: int, mode: Callable[[], Any], options: dict[str, Any]
 ) -> None:

@@ -139,6 +139,7 @@ def _step_by_little() -> None:
 
 
 @parametrize_pairs(
+    at_most=7,
     policy=list(POLICIES),
     world_size=[2, 1],
     reduces_at=["every one", "the last", "some"],

@@ -94,6 +94,7 @@ def _forward(strategy: ShardingStrategy) -> None:
 
 
 @parametrize_pairs(
+    at_most=7,
     world_size=[2, 3, 1, 4],
     form=[{}, {"use_orig_params": True}, {"flatten_parameters": False}, {"reshard_after_forward": False}],
     bucket_cap_mb=[25, 0],

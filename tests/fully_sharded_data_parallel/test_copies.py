@@ -46,6 +46,7 @@ from tests.helpers.twins import batch, score
 
 
 @parametrize_pairs(
+    at_most=8,
     world_size=[2, 3, 4, 1],
     make_optimizer=[sgd_with_momentum, adamw],
     options=[FLAT, ORIGINAL, UNFLATTENED],

@@ -27,6 +27,8 @@ from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankError, RankPool
 from tests.helpers.workers import Ending
 
+PRELOAD = ["mailbox"]  # which nothing else imports
+
 # Results
 
 
@@ -46,6 +48,16 @@ def test_processes_are_reused_and_each_world_size_has_its_own(ranks: RankPool) -
     first, second = ranks(2).run(os.getpid), ranks(2).run(os.getpid)
     assert first == second == ranks(2).pids
     assert len({*ranks(2).pids, *ranks(3).pids, os.getpid()}) == 6
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_rank_finds_what_its_file_preloads(ranks: RankPool, world_size: int) -> None:
+    # The server looks in the folder that it is started in, and elsewhere would find another copy of the package.
+    assert ranks(world_size).run(_has_preloaded) == [Path.cwd() == ROOT] * world_size
+
+
+def _has_preloaded() -> bool:
+    return PRELOAD[0] in sys.modules
 
 
 def test_every_run_starts_from_the_same_state(ranks: RankPool) -> None:

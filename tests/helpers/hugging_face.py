@@ -1,6 +1,6 @@
 """What tests of `transformers` and `accelerate` share: small models, batches, and processes as torchrun starts them.
 
-Both are imported on the ranks only, since that takes seconds.
+Both are imported on the ranks only, since that takes seconds; `MODULES` are for the `PRELOAD` of a file of tests.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ FAMILIES = ["llama", "gpt2"]  # the second ties its head to its embedding
 VOCABULARY, LENGTH = 29, 9
 PATIENCE = 240  # seconds: on a busy machine ranks take long to import it all
 TOKENS = torch.arange(LENGTH)[None]
+MODULES = [  # what ranks import for these
+    "fsdp.transformers",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+]
 
 # Ways to shard, by the name that tests have for them.
 FORMS: dict[str, dict[str, Any]] = {

@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -91,15 +91,18 @@ class Ranks:
 
 
 class RankPool:
-    """All sets of one session. `pool(n)` gives the ranks; `close()` ends every process."""
+    """All sets of one session. `pool(n)` gives the ranks; `close()` ends every process.
 
-    def __init__(self, folder: Path) -> None:
+    The server that they are forked from imports `preload` too, so that not every rank has to.
+    """
+
+    def __init__(self, folder: Path, preload: Iterable[str] = ()) -> None:
         self._folder = folder
         self._sets: dict[Key, WorkerSet] = {}
         self._serial = itertools.count()
         self._printed: list[tuple[str, str]] = []
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOAD + [PACKAGE] * _found_by_server())
+        self._context.set_forkserver_preload(PRELOAD + [PACKAGE, *preload] * _found_by_server())
 
     def __call__(
         self, world_size: int, *, timeout: float = TIMEOUT, grace: float = GRACE, backend: str | None = "gloo"

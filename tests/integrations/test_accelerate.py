@@ -15,6 +15,7 @@ from fsdp import ShardedGradScaler, fully_shard
 from tests.helpers.equality import assert_close_state, assert_same_state
 from tests.helpers.hugging_face import (
     FORMS,
+    MODULES,
     PATIENCE,
     TOKENS,
     as_launched,
@@ -31,6 +32,7 @@ from tests.helpers.hugging_face import (
 from tests.helpers.ranks import RankPool
 
 pytestmark = needs("transformers", "accelerate")
+PRELOAD = MODULES
 
 ROWS, BATCH, TURNS = 24, 2, 2  # in the data set, in a rank's batch, and batches in a step
 

@@ -21,6 +21,7 @@ from tests.conftest import LitRanks
 from tests.integrations.test_lightning_training import needs_lightning
 
 pytestmark = needs_lightning
+PRELOAD = ["fsdp.lightning"]
 
 
 def test_training_goes_on_and_the_last_checkpoint_stays_until_the_next_is_there(

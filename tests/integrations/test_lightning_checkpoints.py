@@ -18,11 +18,12 @@ from tests.helpers.pairs import parametrize_pairs
 from tests.integrations.test_lightning_training import needs_lightning
 
 pytestmark = needs_lightning
+PRELOAD = ["fsdp.lightning"]
 
 WRAPS: list[dict[str, Any]] = [{}, {"auto_wrap_policy": {nn.Linear}}, {"flatten_parameters": False}]
 
 
-@parametrize_pairs(at_most=6, kind=["full", "sharded"], saved_by=[2, 3], loaded_by=[3, 2], saved=WRAPS, loaded=WRAPS)
+@parametrize_pairs(at_most=5, kind=["full", "sharded"], saved_by=[2, 3], loaded_by=[3, 2], saved=WRAPS, loaded=WRAPS)
 def test_training_goes_on_at_another_number_of_ranks(
     lit_ranks: LitRanks,
     tmp_path: Path,

@@ -12,6 +12,7 @@ from tests.conftest import LitRanks
 from tests.integrations.test_lightning_training import needs_lightning
 
 pytestmark = needs_lightning
+PRELOAD = ["fsdp.lightning"]
 
 
 def test_arguments_are_looked_at_when_they_are_given(lit_ranks: LitRanks) -> None:

@@ -14,6 +14,7 @@ from tests.conftest import LitRanks
 from tests.integrations.test_lightning_training import needs_lightning
 
 pytestmark = needs_lightning
+PRELOAD = ["fsdp.lightning"]
 
 # By precision: the dtype of shards, of what is computed with, and how far from one process it may end.
 DTYPES: dict[str, tuple[torch.dtype, torch.dtype, float]] = {

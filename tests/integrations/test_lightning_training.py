@@ -21,6 +21,7 @@ needs_lightning = pytest.mark.skipif(
     reason="lightning is not installed (the extra `lightning`; `make test` tries to)",
 )
 pytestmark = needs_lightning
+PRELOAD = ["fsdp.lightning"]
 
 NORM, VALUE = 0.05, 0.002
 CLIPPING = {None: None, "norm": NORM, "value": VALUE}
@@ -236,6 +237,7 @@ def _go_on() -> None:
 
 
 @parametrize_pairs(
+    at_most=7,
     options=[
         {},
         {"use_orig_params": False},

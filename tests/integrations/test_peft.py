@@ -17,6 +17,7 @@ from fsdp import FullyShardedDataParallel, fully_shard, register_fsdp_forward_me
 from tests.helpers.equality import assert_close_state, assert_same_state
 from tests.helpers.hugging_face import (
     FORMS,
+    MODULES,
     PATIENCE,
     as_launched,
     logits,
@@ -35,6 +36,7 @@ pytestmark = [
     # peft calls what transformers has renamed.
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
 ]
+PRELOAD = [*MODULES, "peft"]
 
 every_form = pytest.mark.parametrize("form", ["original", "flat", "fully_shard"])
 CASES = [("llama", "original"), ("llama", "flat"), ("gpt2", "fully_shard"), ("gpt2", "original")]

@@ -16,6 +16,7 @@ from tests.helpers.equality import assert_same_state
 from tests.helpers.hugging_face import (
     FAMILIES,
     FORMS,
+    MODULES,
     PATIENCE,
     from_pretrained,
     logits,
@@ -31,6 +32,7 @@ from tests.helpers.hugging_face import (
 from tests.helpers.ranks import RankPool
 
 pytestmark = needs("transformers")
+PRELOAD = MODULES
 
 
 def from_files(family: str, form: str, folder: Path, **options: Any) -> tuple[Any, Any]:

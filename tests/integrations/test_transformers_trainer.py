@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from tests.helpers.equality import assert_close_state, assert_same_state
 from tests.helpers.hugging_face import (
+    MODULES,
     PATIENCE,
     as_launched,
     from_pretrained,
@@ -29,6 +30,7 @@ from tests.helpers.hugging_face import (
 from tests.helpers.ranks import RankPool
 
 pytestmark = needs("transformers", "accelerate")
+PRELOAD = MODULES
 
 BATCH = 6  # rows in a global batch
 Log = list[dict[str, float]]

@@ -181,7 +181,7 @@ def assert_skips_together(
     assert outcomes == list(zip(TAKEN, SCALES, strict=True))
 
 
-@parametrize_pairs(value=[math.inf, -math.inf, math.nan], place=["batch", "shard"], world_size=[2, 3])
+@parametrize_pairs(at_most=4, value=[math.inf, -math.inf, math.nan], place=["batch", "shard"], world_size=[2, 3])
 def test_pain_point_17_all_ranks_skip_the_steps_that_one_cannot_take(
     ranks: RankPool, world_size: int, place: str, value: float
 ) -> None:

@@ -38,7 +38,12 @@ def assert_idle(model: nn.Module) -> None:
 
 
 @parametrize_pairs(
-    part=list(PARTS), world_size=[3, 2, 1], layout=list(LAYOUTS), whole=[False, True], make_optimizer=[momentum, adamw]
+    at_most=9,
+    part=list(PARTS),
+    world_size=[3, 2, 1],
+    layout=list(LAYOUTS),
+    whole=[False, True],
+    make_optimizer=[momentum, adamw],
 )
 def test_a_module_inside_is_loaded(
     ranks: RankPool, part: str, world_size: int, layout: str, whole: bool, make_optimizer: MakeOptimizer
@@ -121,7 +126,9 @@ def with_another(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**state, "another": torch.ones(1)}
 
 
-@parametrize_pairs(part=list(PARTS), layout=list(LAYOUTS), spoil=[without_weight, with_another], strict=[True, False])
+@parametrize_pairs(
+    at_most=8, part=list(PARTS), layout=list(LAYOUTS), spoil=[without_weight, with_another], strict=[True, False]
+)
 def test_keys_that_do_not_fit_are_named_as_in_the_plain_model(
     ranks: RankPool, part: str, layout: str, spoil: Callable[[Any], Any], strict: bool
 ) -> None:
@@ -148,7 +155,9 @@ def _told(module: nn.Module, state: dict[str, Tensor], strict: bool) -> list[str
     return [*result.missing_keys, *result.unexpected_keys]
 
 
-@parametrize_pairs(part=["the module in the wrapper", "a part of a unit"], world_size=[3, 1], layout=list(LAYOUTS))
+@parametrize_pairs(
+    at_most=4, part=["the module in the wrapper", "a part of a unit"], world_size=[3, 1], layout=list(LAYOUTS)
+)
 def test_a_value_of_another_shape_is_an_error_that_names_it(
     ranks: RankPool, part: str, world_size: int, layout: str
 ) -> None:
@@ -228,7 +237,7 @@ def _load_by_data() -> None:
     torch.testing.assert_close(model.state_dict(), dict(plain.state_dict()), rtol=0, atol=0)
 
 
-@parametrize_pairs(part=list(PARTS), world_size=[3, 1], layout=list(LAYOUTS))
+@parametrize_pairs(at_most=9, part=list(PARTS), world_size=[3, 1], layout=list(LAYOUTS))
 def test_a_module_is_loaded_inside_summon_full_params(ranks: RankPool, part: str, world_size: int, layout: str) -> None:
     ranks(world_size).run(_load_summoned, PARTS[part], layout)
 
@@ -242,7 +251,9 @@ def _load_summoned(path: str, layout: str) -> None:
     twins.train(lambda: None)
 
 
-@parametrize_pairs(part=list(PARTS), world_size=[3, 1], layout=[name for name in LAYOUTS if name != "unflattened"])
+@parametrize_pairs(
+    at_most=7, part=list(PARTS), world_size=[3, 1], layout=[name for name in LAYOUTS if name != "unflattened"]
+)
 def test_the_state_of_a_module_inside_is_refused(ranks: RankPool, part: str, world_size: int, layout: str) -> None:
     ranks(world_size).run(_save_part, PARTS[part], layout)
 

@@ -169,6 +169,7 @@ def test_flattening_alone_is_for_parameters_with_values() -> None:
 
 
 @parametrize_pairs(
+    at_most=7,
     world_size=[1, 2, 3, 4],
     make=[mlp, transformer],
     form=FORMS,

@@ -78,13 +78,13 @@ def _clip(norm_type: float, how: dict[str, Any], options: dict[str, Any]) -> flo
     return float(norm)
 
 
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pytest.mark.parametrize(
-    "placements",
+    ("norm_type", "placements"),
     [
-        [[Shard(0), Shard(1)], [Shard(1), Replicate()]],
-        [[Replicate(), Shard(0)], [Replicate(), Replicate()]],
-        [[Shard(0), Shard(0)], [Replicate(), Shard(1)]],
+        (2.0, [[Shard(0), Shard(1)], [Shard(1), Replicate()]]),
+        (2.0, [[Replicate(), Shard(0)], [Replicate(), Replicate()]]),
+        (2.0, [[Shard(0), Shard(0)], [Replicate(), Shard(1)]]),
+        (math.inf, [[Shard(0), Shard(1)], [Shard(1), Replicate()]]),
     ],
     ids=str,
 )

@@ -91,7 +91,7 @@ def _compare_with_torchs_collectives(make_optimizer: MakeOptimizer) -> None:
 
 
 @parametrize_pairs(
-    world_size=[3, 4, 2, 1], hook=[average, torchs_reduce_scatter], make_optimizer=[sgd_with_momentum, adamw]
+    at_most=6, world_size=[3, 4, 2, 1], hook=[average, torchs_reduce_scatter], make_optimizer=[sgd_with_momentum, adamw]
 )
 def test_training_with_a_hook_equals_the_unsharded_model(
     ranks: RankPool, world_size: int, hook: CommHook, make_optimizer: MakeOptimizer
@@ -118,7 +118,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @parametrize_pairs(
-    at_most=10,
+    at_most=9,
     world_size=[3, 2, 1],
     policy=list(POLICIES),
     layout=list(LAYOUTS),
@@ -267,7 +267,9 @@ def _stay_close(make_optimizer: MakeOptimizer) -> None:
 # torch's own
 
 
-@parametrize_pairs(world_size=[3, 2, 1], layout=list(LAYOUTS), name=["bf16_compress_hook", "fp16_compress_hook"])
+@parametrize_pairs(
+    at_most=6, world_size=[3, 2, 1], layout=list(LAYOUTS), name=["bf16_compress_hook", "fp16_compress_hook"]
+)
 def test_torchs_compressing_hooks_work_unchanged(ranks: RankPool, world_size: int, layout: str, name: str) -> None:
     ranks(world_size).run(_use_torchs, name, LAYOUTS[layout])
 

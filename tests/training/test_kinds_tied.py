@@ -92,6 +92,7 @@ def aliases(model: nn.Module) -> list[set[str]]:
 
 
 @parametrize_pairs(
+    at_most=6,
     options=FORMS,
     units=UNITS,
     world_size=[3, 2, 4],
@@ -254,6 +255,7 @@ def shared_unit(model: nn.Module, wrap: Wrap) -> nn.Module:
 
 
 @parametrize_pairs(
+    at_most=7,
     options=FORMS,
     units=[shared_unit, auto_wrapped, whole],
     world_size=[2, 3, 4],

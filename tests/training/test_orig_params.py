@@ -170,7 +170,9 @@ def test_training_equals_the_plain_model(ranks: RankPool, world_size: int, make_
     ranks(world_size).run(_train_nested, make_optimizers, {})
 
 
-@parametrize_pairs(world_size=[3, 1], how=[{"fused": True}, {"foreach": True}], offload=[None, "cpu", "disk"])
+@parametrize_pairs(
+    at_most=4, world_size=[3, 1], how=[{"fused": True}, {"foreach": True}], offload=[None, "cpu", "disk"]
+)
 def test_fused_and_foreach_optimizers_step_pieces(
     ranks: RankPool, tmp_path: Path, world_size: int, how: dict[str, Any], offload: str | None
 ) -> None:
@@ -403,7 +405,7 @@ OFFLOADS: dict[str, dict[str, Any]] = {
 
 
 @parametrize_pairs(
-    at_most=14,
+    at_most=10,
     world_size=[3, 2, 1, 4],
     precision=list(PRECISIONS),
     offload=list(OFFLOADS),

@@ -151,7 +151,7 @@ MODELS: dict[str, tuple[MakeModel, Task]] = {
 
 
 @parametrize_pairs(
-    at_most=20,
+    at_most=14,
     precision=list(PRECISIONS),
     world_size=[3, 1, 2, 4],
     model=list(MODELS),

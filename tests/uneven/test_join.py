@@ -82,6 +82,7 @@ def _uneven() -> None:
 
 
 @parametrize_pairs(
+    at_most=5,
     accumulate=[1, 2],
     clip=[None, 0.05],
     set_to_none=[True, False],

@@ -156,7 +156,7 @@ FORMS: dict[str, Callable[..., Wrap]] = {
 
 
 @parametrize_pairs(
-    at_most=6,
+    at_most=5,
     world_size=[2, 3],
     form=["unflattened", "grouped", "original", "rows"],
     how=["plain", "not reentrant"],
