@@ -22,15 +22,15 @@ from fsdp.distributed.collectives import Communicator, communicator
 from fsdp.distributed.comm_hooks import AllReduceHook
 from fsdp.distributed.communicator import Group, behind, default_group, made_once_for_groups, served_device
 from fsdp.distributed.custom_collectives import Collective, CustomAllGather, CustomReduceScatter, moved
-from fsdp.distributed.dtensor import MeshPart, is_dtensor, joint_mesh, spread_loaded
+from fsdp.distributed.dtensor import MeshPart, joint_mesh, spread_loaded
 from fsdp.distributed.gather_extension import is_extended
 from fsdp.engine.copying import prepare_to_copy
 from fsdp.engine.deferred_init import require_values_everywhere
-from fsdp.engine.foreign_names import refuse_data_parallel
+from fsdp.engine.foreign_names import note_fully_sharded, refuse_data_parallel, replicated_in
 from fsdp.engine.forward_hooks import Hook
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle, Phase
-from fsdp.engine.managed_params import Ignored, group, is_ours, lender_of, note_stale, take_over
+from fsdp.engine.managed_params import Ignored, group, lender_of, note_stale, take_over
 from fsdp.engine.options import Options
 from fsdp.engine.placeholder import under_way
 from fsdp.engine.precision import MixedPrecision
@@ -40,6 +40,7 @@ from fsdp.engine.shard import Shard
 from fsdp.engine.shard_module import ALIGNED, Found, MakeFlatParam, shard_module
 from fsdp.engine.sharding_strategy import Groups, group_apart, post_forward_group
 from fsdp.engine.shared_params import share, split_off
+from fsdp.engine.trees import map_tensors
 from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, unit_of, unit_of_wrapper, units_in
 from fsdp.state_dict.full import explain
 
@@ -146,7 +147,9 @@ def fully_shard(
             but for the outermost module, which needs its own at once; True for that as well. False keeps all. A number
             shards them between forward and backward over that many neighbouring ranks, of a machine for instance, from
             which backward all-gathers: more memory. Making their groups is collective over the mesh.
-        shard_placement_fn: called with each parameter; returns ``Shard(dim)`` or None, which is ``Shard(0)``.
+        shard_placement_fn: called with each parameter; returns ``Shard(dim)`` or None, which is ``Shard(0)``; or
+            torch's ``ShardPlacementResult`` with a mesh besides: modules inside that have parameters on another mesh
+            are sharded over that one first.
         mp_policy: see `MixedPrecisionPolicy`.
         offload_policy: `CPUOffloadPolicy`, or `OffloadPolicy`, which is none.
         ignored_params: are left as they are, and their gradients are not summed over the ranks.
@@ -171,9 +174,13 @@ def fully_shard(
     mesh = _mesh_of_all(one) if mesh is None else mesh
     if not hasattr(mesh, "get_coordinate"):
         raise TypeError(f"mesh must be a DeviceMesh, of init_device_mesh() for instance, got a {type(mesh).__name__}")
+    # Imports DTensor, which takes a second.
+    from fsdp.engine.dtensor_params import data_parallel_mesh, placed_elsewhere, take_off, teach_dtensor
+
+    teach_dtensor()
     if dp_mesh_dims is not None:
-        all_dims, mesh = mesh, _data_parallel_mesh(mesh, dp_mesh_dims)
-        _take_off(modules, all_dims, {*dp_mesh_dims.shard_names, *dp_mesh_dims.replicate_names})
+        all_dims, mesh = mesh, data_parallel_mesh(mesh, dp_mesh_dims)
+        take_off(modules, all_dims, {*dp_mesh_dims.shard_names, *dp_mesh_dims.replicate_names})
     groups = Groups.resolve(mesh, None)
     is_resharded, kept_by = _resharding(reshard_after_forward, groups)
     on_cuda = mesh.device_type == "cuda"
@@ -187,7 +194,14 @@ def fully_shard(
     )
     post_forward = None if kept_by is None else communicator(kept_by, device)
     form = DTensorForm(mesh, groups.replicas, shard_placement_fn, post_forward, mp_policy)
-    unit, _ = shard_module(one, options, groups, None, Ignored.of(None, ignored_params), form)
+    ignored = Ignored.of(replicated_in(one), ignored_params)
+    if shard_placement_fn is not None:
+        for inner, its_mesh in placed_elsewhere(one, mesh, shard_placement_fn, ignored).items():
+            _check_inside(inner, modules, its_mesh, mesh)
+            alike: dict[str, Any] = {"mp_policy": mp_policy, "offload_policy": offload_policy}
+            alike |= {"reshard_after_forward": reshard_after_forward, "shard_placement_fn": shard_placement_fn}
+            fully_shard(inner, mesh=its_mesh, ignored_params=ignored_params, **alike)
+    unit, _ = shard_module(one, options, groups, None, ignored, form)
     for tied in list(unit.wanted):
         share(unit, tied.handle.flat_param)
     for inner in dict.fromkeys(
@@ -196,8 +210,17 @@ def fully_shard(
         inner.register_load_state_dict_pre_hook(spread_loaded)
     for each in modules:
         each.register_load_state_dict_post_hook(Hook(partial(_take_in, unit)))
+        each.register_forward_pre_hook(Hook(partial(_bring_inputs, unit)), prepend=True, with_kwargs=True)
         each.__class__ = _fsdp_class(type(each))  # type: ignore[arg-type]  # a subclass of its own
+        note_fully_sharded(each)
     return module
+
+
+def _bring_inputs(unit: Unit, _: nn.Module, *inputs: Any) -> Any:
+    """Bring the tensors that the outermost module is called with to the device where it computes."""
+    if unit.runtime is None or unit.runtime.root is unit:
+        return map_tensors(lambda tensor: tensor.to(unit.device), inputs)
+    return None
 
 
 def _take_in(unit: Unit, *_: Any) -> None:
@@ -280,6 +303,7 @@ class DTensorForm:
     def _dim_of(self, name: str, param: nn.Parameter) -> int:
         """Return the dimension along which a parameter is sharded."""
         wanted = None if self._placement_of is None or param.dim() == 0 else self._placement_of(param)
+        wanted = getattr(wanted, "placement", wanted)  # of torch's ShardPlacementResult
         if wanted is None:
             return 0
         dim = getattr(wanted, "dim", None)
@@ -303,53 +327,6 @@ def _resharding(asked: Any, groups: Groups) -> tuple[bool, Group | None]:
     if not isinstance(asked, int):
         raise TypeError(f"reshard_after_forward must be True, False, None or a number of ranks, got {asked!r}")
     return asked > 1, post_forward_group(groups.shard, asked)
-
-
-def _data_parallel_mesh(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
-    """Collective where several dimensions are one. Return the mesh to shard over, replicas first."""
-    known = mesh.mesh_dim_names or ()
-    for name in (*dims.shard_names, *dims.replicate_names):
-        if name not in known:
-            raise ValueError(f"dp_mesh_dims names {name!r}, and the mesh has the dimensions {list(known)}")
-    if not dims.shard_names:
-        raise NotImplementedError(
-            "dp_mesh_dims without `shard` would shard nothing: for replicas alone use torch's "
-            "torch.distributed._composable.replicate, or DistributedDataParallel"
-        )
-    parts = [
-        mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
-        for names in (dims.replicate_names, dims.shard_names)
-        if names
-    ]
-    return parts[0] if len(parts) == 1 else type(mesh)._concatenate(parts)
-
-
-def _take_off(modules: Sequence[nn.Module], mesh: DeviceMesh, dims: set[str]) -> None:
-    """Have parameters that are `DTensor`s on all of a mesh be so on its other dimensions alone."""
-    named = list(enumerate(mesh.mesh_dim_names or ()))
-    kept = [number for number, name in named if name not in dims]
-    found: dict[nn.Parameter, nn.Parameter] = {}
-    places = [(inner, name) for module in modules for inner in module.modules() for name in inner._parameters]
-    for inner, name in places:
-        param: Any = inner._parameters[name]
-        if param is None or not is_dtensor(param) or is_ours(param) or param.device_mesh != mesh:
-            continue
-        for number, dim in named:
-            if dim in dims and not param.placements[number].is_replicate():
-                raise ValueError(
-                    f"{name} of a {type(inner).__name__} is {param.placements[number]} along {dim!r}, a dimension for "
-                    "data parallelism: it must be Replicate() there"
-                )
-        if param not in found:
-            value = param.detach().to_local()
-            if kept:
-                rest = mesh[tuple(mesh.mesh_dim_names[number] for number in kept)]  # type: ignore[index]
-                placements = [param.placements[number] for number in kept]
-                shape, stride = param.shape, param.stride()
-                how: Any = {"run_check": False, "shape": shape, "stride": stride}
-                value = type(param.data).from_local(value, rest, placements, **how)
-            found[param] = nn.Parameter(value, param.requires_grad)
-        inner._parameters[name] = found[param]
 
 
 def _mesh_of_all(module: nn.Module) -> DeviceMesh:
@@ -396,6 +373,14 @@ def _check_module(module: Any) -> None:
     wrapped = next((type(inner).__name__ for inner in module.modules() if unit_of_wrapper(inner) is not None), None)
     if wrapped is not None:
         raise ValueError(f"{kind} has a {wrapped} inside: use fully_shard for all modules of a model, or the wrapper")
+
+
+def _check_inside(inner: nn.Module, modules: Sequence[nn.Module], its_mesh: DeviceMesh, mesh: DeviceMesh) -> None:
+    if inner in modules:
+        raise ValueError(
+            f"shard_placement_fn puts parameters of the {type(inner).__name__} itself on {its_mesh}, and it is sharded "
+            f"over {mesh}: have them in a module inside, which then is a unit of its own"
+        )
 
 
 def _policy(given: Any) -> MixedPrecision:
@@ -580,6 +565,9 @@ class FSDPModule:
         for unit in _units(self, recurse):
             if unit.policy.sync is not GradientSync.NONE:
                 unit.policy.sync = GradientSync.FULL if requires_all_reduce else GradientSync.SHARDS
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Do nothing: all-gathers here are asynchronous always. The name is torch's."""
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Do nothing: each backward leaves complete gradients behind, whatever comes next. The name is torch's."""

@@ -123,9 +123,10 @@ class AllReduceHook:
         if self.stream is None:
             self.function(gradient)
             return gradient
-        present = torch.get_device_module(gradient.device).current_stream()
+        device = torch.get_device_module(gradient.device)
+        present = device.current_stream()
         self.stream.wait_stream(present)
-        with self.stream:
+        with device.stream(self.stream):
             self.function(gradient)
         present.wait_stream(self.stream)
         return gradient

@@ -360,8 +360,8 @@ def default_group(group: Group | None) -> Group:
     if dist.is_available() and dist.is_initialized():
         return cast(Group, dist.group.WORLD)
     raise RuntimeError(
-        "FullyShardedDataParallel needs a process group and torch.distributed is not initialized. Start the script "
-        "with torchrun and put these two lines before the model is wrapped:\n"
+        "sharding needs a process group and torch.distributed is not initialized. Start the script with torchrun and "
+        "put these two lines before the model is sharded:\n"
         "    import torch.distributed as dist\n"
         '    dist.init_process_group("gloo")  # "nccl" where the model is on GPUs'
     )

@@ -170,15 +170,17 @@ class MeshPart:
         """A key that parameters of one flat parameter share: it tells which ranks hold the same elements of them."""
         return self.mesh, self.sharded_dims
 
-    def __str__(self) -> str:
+    @property
+    def spread(self) -> str:
+        """Shape and placements as text, the same on all ranks of the mesh."""
         names = self.mesh.mesh_dim_names or [f"dim {number}" for number in range(self.mesh.ndim)]
+        dims = enumerate(zip(self.placements, names, strict=True))
+        over = [f"{placement!r} over {name} of {self.mesh.size(number)}" for number, (placement, name) in dims]
+        return f"of {list(self.shape)}, {', '.join(over)}"
+
+    def __str__(self) -> str:
         # With this rank's place in the mesh: equal parts of other places must not be taken for the same.
-        place = self.mesh.get_coordinate() or ()
-        spread = [
-            f"{placement!r} over {name} ({mine} of {self.mesh.size(number)})"
-            for number, (placement, name, mine) in enumerate(zip(self.placements, names, place, strict=True))
-        ]
-        return f"of {list(self.shape)}, {', '.join(spread)}"
+        return f"{self.spread}, at {list(self.mesh.get_coordinate() or ())}"
 
     def dtensor(self, local: Tensor) -> DTensor:
         """A `DTensor` around a local part; shares its memory."""
@@ -285,7 +287,7 @@ def check_placements(name: str, param: Tensor) -> None:
     if type(param) is not DTensor or any(type(placement) not in (Shard, Replicate) for placement in part.placements):
         raise TypeError(
             f"{name} is a {type(param).__name__} with placements {list(part.placements)}: only DTensors of Shard and "
-            "Replicate can be flattened. Redistribute it before wrapping."
+            "Replicate can be flattened. Redistribute it before sharding."
         )
     if part.mesh.get_coordinate() is None:
         raise ValueError(
@@ -307,15 +309,15 @@ def check_ranks(name: str, param: Tensor, group: Group, device: torch.device) ->
     if part.mesh.device_type != device.type:
         raise ValueError(
             f"{name} is a DTensor on a mesh of {part.mesh.device_type} and would be computed with on {device}. Make "
-            f"the mesh for {device.type} (init_device_mesh), or pass compute_device={part.mesh.device_type!r}."
+            f"the mesh for {device.type} (init_device_mesh), or compute on {part.mesh.device_type}."
         )
     both = set(_ranks_of(group)) & set(part.mesh.mesh.flatten().tolist()) - {dist.get_rank()}
     if both:
         raise ValueError(
-            f"{name} is a DTensor ({part}) on ranks {part.mesh.mesh.tolist()}, and process_group holds "
+            f"{name} is a DTensor ({part}) on ranks {part.mesh.mesh.tolist()}, and it is to be sharded over "
             f"{sorted(both)} of them as well: what is spread for tensor parallelism cannot be sharded over the same "
-            'ranks. Pass the group of the data-parallel dimension, process_group=mesh["dp"].get_group(), and have '
-            'DTensors on the other dimensions only, mesh["tp"].'
+            'ranks. Shard over the data-parallel dimension of the mesh, mesh["dp"], and have DTensors on the other '
+            'dimensions only, mesh["tp"].'
         )
 
 

@@ -57,7 +57,7 @@ def require_values(module: nn.Module, what: str, recurse: bool = True) -> None:
         owner = units[0][1].name
         raise RuntimeError(
             f"{owner}: cannot {what}: {len(missing)} of its parameters and buffers have no values yet, because they "
-            f"were on the meta device when it was wrapped: {', '.join(missing[:_NAMED])}{more}. {_REMEDY}"
+            f"were on the meta device when it was sharded: {', '.join(missing[:_NAMED])}{more}. {_REMEDY}"
         )
 
 

@@ -12,21 +12,104 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial, wraps
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from fsdp.distributed.dtensor import MeshPart, become, beside, held_part, is_dtensor, joint_mesh, set_local_part
 from fsdp.distributed.gather_extension import around, values_of
 from fsdp.engine.flat_param import FlatParameter, ParamInfo, attributes_of, give_attributes
 from fsdp.engine.layout import Layout, Slot
+from fsdp.engine.managed_params import Ignored, is_ours
 from fsdp.engine.orig_params import OrigParams
 from fsdp.engine.rows_layout import RowsLayout
+
+
+@cache
+def teach_dtensor() -> None:
+    """Have `copy.deepcopy` copy `DTensor`s whose local tensor begins inside of its memory, as in state dicts here.
+
+    torch (seen in 2.13) takes them for tensors with memory of their own, which `DTensor`s do not have.
+    """
+    torchs = DTensor.__deepcopy__
+
+    @wraps(torchs)
+    def copied(self: Any, memo: dict[int, Any]) -> Any:
+        if id(self) in memo or not self.storage_offset():
+            return torchs(self, memo)
+        found = memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+        found.grad = copy.deepcopy(self.grad, memo)
+        found.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return found
+
+    DTensor.__deepcopy__ = copied  # type: ignore[method-assign]
+
+
+def data_parallel_mesh(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
+    """Collective where several dimensions are one. Return the mesh to shard over, replicas first."""
+    known = mesh.mesh_dim_names or ()
+    for name in (*dims.shard_names, *dims.replicate_names):
+        if name not in known:
+            raise ValueError(f"dp_mesh_dims names {name!r}, and the mesh has the dimensions {list(known)}")
+    if not dims.shard_names:
+        raise NotImplementedError(
+            "dp_mesh_dims without `shard` would shard nothing: for replicas alone use torch's "
+            "torch.distributed._composable.replicate, or DistributedDataParallel"
+        )
+    parts = [
+        mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+        for names in (dims.replicate_names, dims.shard_names)
+        if names
+    ]
+    return parts[0] if len(parts) == 1 else type(mesh)._concatenate(parts)
+
+
+def take_off(modules: Sequence[nn.Module], mesh: DeviceMesh, dims: set[str]) -> None:
+    """Have parameters that are `DTensor`s on all of a mesh be so on its other dimensions alone."""
+    named = list(enumerate(mesh.mesh_dim_names or ()))
+    kept = [number for number, name in named if name not in dims]
+    found: dict[nn.Parameter, nn.Parameter] = {}
+    places = [(inner, name) for module in modules for inner in module.modules() for name in inner._parameters]
+    for inner, name in places:
+        param: Any = inner._parameters[name]
+        if param is None or not is_dtensor(param) or is_ours(param) or param.device_mesh != mesh:
+            continue
+        for number, dim in named:
+            if dim in dims and not param.placements[number].is_replicate():
+                raise ValueError(
+                    f"{name} of a {type(inner).__name__} is {param.placements[number]} along {dim!r}, a dimension for "
+                    "data parallelism: it must be Replicate() there"
+                )
+        if param not in found:
+            value = param.detach().to_local()
+            if kept:
+                rest = mesh[tuple(mesh.mesh_dim_names[number] for number in kept)]  # type: ignore[index]
+                placements = [param.placements[number] for number in kept]
+                shape, stride = param.shape, param.stride()
+                how: Any = {"run_check": False, "shape": shape, "stride": stride}
+                value = type(param.data).from_local(value, rest, placements, **how)
+            found[param] = nn.Parameter(value, param.requires_grad)
+        inner._parameters[name] = found[param]
+
+
+def placed_elsewhere(
+    module: nn.Module, mesh: DeviceMesh, placement_of: Callable[[nn.Parameter], Any], ignored: Ignored
+) -> dict[nn.Module, DeviceMesh]:
+    """Return the modules inside with parameters that a user's function puts on other meshes, and these meshes."""
+    found = {}
+    for inner in module.modules():
+        for param in inner._parameters.values():
+            if param is None or is_ours(param) or ignored.has(inner, param):
+                continue
+            info = getattr(placement_of(param), "mesh_info", None)  # of torch's ShardPlacementResult
+            if info is not None and info.mesh != mesh:
+                found[inner] = info.mesh
+    return found
 
 
 def spread_over(mesh: DeviceMesh, slot: Slot, part: MeshPart | None) -> MeshPart:

@@ -1,10 +1,15 @@
-"""Names of torch's FSDP1 and of FairScale that `FullyShardedDataParallel` does not have, and what to use instead."""
+"""Names of torch's FSDP1 and of FairScale that `FullyShardedDataParallel` does not have, and what to use instead.
+
+And those by which torch's composable functions (`replicate`, `fully_shard`) leave each other's modules alone.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from typing import Any, NoReturn, ParamSpec
+
+from torch import nn
 
 _Arguments = ParamSpec("_Arguments")
 
@@ -74,6 +79,20 @@ def refuse_foreign(owner: type, name: str) -> None:
     for others, table in (("torch's", METHODS), ("FairScale's", PRIVATE)):
         if name in table:
             raise AttributeError(f"{owner.__name__} has no {name}, which {others} has: {table[name]}")
+
+
+def replicated_in(module: nn.Module) -> list[nn.Module]:
+    """Return the modules inside that torch's composable `replicate` sees to."""
+    from torch.distributed._composable.contract import REGISTRY_KEY
+
+    return [inner for inner in module.modules() if "replicate" in inner.__dict__.get(REGISTRY_KEY, ())]
+
+
+def note_fully_sharded(module: nn.Module) -> None:
+    """Have torch's composable `replicate`, around a sharded module, leave it alone."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+
+    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
 def refuse_data_parallel(name: str, instead: str) -> NoReturn:

@@ -81,9 +81,8 @@ def norm_over_ranks(root: Unit, units: Sequence[Unit], owned: Owned, norm_type: 
     beyond = [unit.name for unit in units if root.ranks and not unit.ranks <= root.ranks]
     if beyond:
         raise ValueError(
-            f"clip_grad_norm_ adds up what the ranks of the outermost wrapper have ({sorted(root.ranks)}), and inner "
-            f"ones are spread over more ({', '.join(beyond)}). Wrap the outermost module with a process_group of all "
-            "these ranks."
+            f"clip_grad_norm_ adds up what the ranks of the outermost unit have ({sorted(root.ranks)}), and inner "
+            f"ones are spread over more ({', '.join(beyond)}). Shard the outermost module over all these ranks."
         )
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, or inf for the largest absolute value; got {norm_type}")

@@ -246,8 +246,8 @@ class FlatParamHandle:
     def describe(self) -> str:
         """Return all that the ranks must agree on, as text."""
         slots = ", ".join(
-            f"{slot.name}{list(slot.shape)}{f' along {slot.dim}' if slot.dim else ''}"
-            + (f" ({part})" if part else "")
+            (f"{slot.name} ({part.spread})" if part else f"{slot.name}{list(slot.shape)}")
+            + (f" along {slot.dim}" if slot.dim else "")
             + (" frozen" if self.requires_grad and not needs else "")
             for slot, part, needs in zip(self.layout.slots, self.flat_param.parts, self.requires_grad_each, strict=True)
         )
@@ -265,6 +265,11 @@ class FlatParamHandle:
         if self.post_forward_shard is not None:
             ranks += f", kept among {self.post_forward_shard.comm.world_size} of them"
         return f"{kind} {ranks}: {slots}"
+
+    def describe_parts(self) -> list[str]:
+        """Return which parts of `DTensor`s are sharded here, on which the ranks of the shards must agree."""
+        parts = zip(self.layout.slots, self.flat_param.parts, strict=True)
+        return [f"{slot.name} ({part})" for slot, part in parts if part]
 
     def rename(self, name: str, unit: str) -> None:
         """Go by this name, as one of those of `unit`, in messages."""
@@ -505,8 +510,8 @@ class FlatParamHandle:
             raise RuntimeError(
                 f"{name} of {self.unit_name} was given a {type(tensor).__name__} of shape {tuple(tensor.shape)} to "
                 "compute with (by torch.func.functional_call?): give an unsharded, ordinary tensor of shape "
-                f"{tuple(shape)} under the original parameter's name. Inside `with model.summon_full_params():` the "
-                "model lists such."
+                f"{tuple(shape)} under the original parameter's name. Unsharded models list such: inside "
+                "summon_full_params(), or after unshard() under fully_shard."
             )
         return tensor.to(self.dtype) if self.is_cast and tensor.dtype == self.flat_param.dtype else tensor
 
@@ -632,7 +637,7 @@ class FlatParamHandle:
             self.note_written([*written, *replaced])
         except ValueError as error:
             raise RuntimeError(
-                f"{self.name}: a parameter was replaced after wrapping by what cannot be kept: {error}. Assign an "
+                f"{self.name}: a parameter was replaced after sharding by what cannot be kept: {error}. Assign an "
                 "nn.Parameter of the parameter's shape, on every rank."
             ) from None
         if written:
@@ -676,7 +681,7 @@ class FlatParamHandle:
         if value.requires_grad is not self.requires_grad_each[slot]:
             raise ValueError(
                 f"{self.layout.slots[slot].name} has requires_grad={value.requires_grad} now: set that on the "
-                "parameters that the wrapped model lists, not on a new value"
+                "parameters that the sharded model lists, not on a new value"
             )
         self.store(slot, value)
 

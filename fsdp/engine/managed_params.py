@@ -172,12 +172,12 @@ def _check(fqn: str, param: nn.Parameter, with_values: bool, takes_extended: boo
         kind += f" around a {type(local_part(param)).__name__}" if is_dtensor(param) else ""
         raise TypeError(
             f"{fqn} is a {kind} parameter: only plain, dense parameters with values can be flattened. Materialize it "
-            "(to_empty() and reset_parameters()) or convert it before wrapping."
+            "(to_empty() and reset_parameters()) or convert it before sharding."
         )
     if param._backward_hooks or param._post_accumulate_grad_hooks:
         raise ValueError(
             f"{fqn} has gradient hooks, which would never run: another tensor takes its place. Remove them before "
-            "wrapping; gradients can be hooked afterwards on the wrapper's `params`, flat and reduced."
+            "sharding, and register them afterwards on what the sharded model lists."
         )
 
 
@@ -185,8 +185,8 @@ def _refuse_taken(fqn: str, param: nn.Parameter) -> None:
     owner = taken_by(param)
     if owner is not None:
         raise ValueError(
-            f"{fqn} is the same parameter as {owner}, which an inner unit has already taken over: wrapped like this, "
-            "the two would no longer be tied. Leave that module unwrapped, so that the unit that contains both takes "
+            f"{fqn} is the same parameter as {owner}, which an inner unit has already taken over: sharded like this, "
+            "the two would no longer be tied. Leave that module alone, so that the unit that contains both takes "
             "the parameter (auto_wrap does so by itself)."
         )
 

@@ -149,7 +149,7 @@ class Conversions:
             if here and not (alone and fn(_probe(handle)).device == handle.flat_param.device):
                 raise RuntimeError(
                     f"{self.unit.name}: {here[0].fqn} cannot be cast or moved apart from its unit, whose parameters "
-                    "lie in one vector. Cast or move the whole model (model.to(...)), or do it before wrapping: a unit "
+                    "lie in one vector. Cast or move the whole model (model.to(...)), or do it before sharding: a unit "
                     "may mix dtypes."
                 )
 

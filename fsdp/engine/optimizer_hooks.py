@@ -139,9 +139,9 @@ def _refuse_original_parameters(optimizer: torch.optim.Optimizer, params: list[A
     if stale:
         listing = ", ".join(stale[:5]) + (f" and {len(stale) - 5} more" if len(stale) > 5 else "")
         raise RuntimeError(
-            f"this {type(optimizer).__name__} was made before the model was wrapped, or while it was unsharded: it "
+            f"this {type(optimizer).__name__} was made before the model was sharded, or while it was unsharded: it "
             f"holds parameters that get no gradients ({listing}). Make it after sharding and between steps, from the "
-            "model's parameters(); or hand it over with reshard_optimizer(optimizer) of the outermost "
+            "model's parameters(); or hand it over with the method reshard_optimizer of the outermost "
             "FullyShardedDataParallel."
         )
 
@@ -194,7 +194,7 @@ def _warn_of_groups(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _warn_of_parameters_apart(optimizer: torch.optim.Optimizer, params: list[Any], ours: list[Any]) -> None:
-    """Warn if it steps, beside shards, what is in no wrapper: the outermost one was forgotten."""
+    """Warn if it steps, beside shards, what is not sharded: the outermost module was forgotten."""
     if not any(is_dtensor(param) or _is_spread(param) for param in ours):
         return
     ignored = {id(param) for runtime in runtimes() for param in runtime.root.module.parameters()}
@@ -202,10 +202,9 @@ def _warn_of_parameters_apart(optimizer: torch.optim.Optimizer, params: list[Any
     if apart:
         shapes = ", ".join([*(str(list(param.shape)) for param in apart[:3]), *(["..."] if apart[3:] else [])])
         warnings.warn(
-            f"this {type(optimizer).__name__} steps sharded parameters, and {len(apart)} that are in no wrapper (of "
+            f"this {type(optimizer).__name__} steps sharded parameters, and {len(apart)} that are not (of "
             f"shapes {shapes}): nobody averages their gradients over the ranks, so each rank "
-            "trains its own. Wrap the outermost module as well; or, if you average them yourself, wrap it with "
-            "ignored_parameters.",
+            "trains its own. Shard the outermost module as well, with these ignored if you average them yourself.",
             stacklevel=5,
         )
 

@@ -142,7 +142,7 @@ def sharded_message(name: str, unit: str) -> str:
     """Say what is wrong with a weight that is not there, and what to do; `unit` is what it comes and goes with."""
     return (
         f"{name} is sharded: outside of the forward and backward of {unit} this rank holds only its part of it, and "
-        "not under this name. Call the wrapped module (its forward gathers the weights; another module that reads them "
+        "not under this name. Call the sharded module (its forward gathers the weights; another module that reads them "
         "must be in the same unit). If a method besides forward reads them, make it known once: "
         "fsdp.register_fsdp_forward_method(model, 'name'). Or read and change whole parameters inside "
         "`with model.summon_full_params():`."
@@ -153,7 +153,7 @@ def valueless_weight(name: str, like: Tensor) -> Placeholder:
     """Make what a module finds, in a world of one, at the place of a parameter that has no values yet."""
     return Placeholder(
         like,
-        f"{name} has no values yet: it was on the meta device when it was wrapped. Give it values with "
+        f"{name} has no values yet: it was on the meta device when it was sharded. Give it values with "
         "fsdp.materialize(model), or load them.",
     )
 

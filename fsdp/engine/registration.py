@@ -270,7 +270,7 @@ class Registry:
             raise ValueError(f"{name} was given a parameter with gradient hooks, or one that the model has elsewhere")
         registry, other, other_name = _assigned.setdefault(value, (id(self), slot, name))
         if (registry, other) != (id(self), slot):
-            raise ValueError(f"{name} was given the new value of {other_name}: ties must be made before wrapping")
+            raise ValueError(f"{name} was given the new value of {other_name}: ties must be made before sharding")
         return value
 
     def withdraw(self, slots: Sequence[int]) -> None:

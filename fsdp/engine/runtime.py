@@ -90,7 +90,7 @@ class Runtime:
     # --- whose units and parameters are whose ---------------------------------------------------------------------
 
     def _refuse_strangers(self) -> None:
-        """Raise RuntimeError if a parameter was added after wrapping."""
+        """Raise RuntimeError if a parameter was added after sharding."""
         ours = {(place.module, place.name) for unit in self.units for place in unit.places()}
         # What was put into ignored modules since, is theirs too.
         ignored = {inner for unit in self.units for module in unit.ignored.modules for inner in module.modules()}
@@ -101,9 +101,9 @@ class Runtime:
                 if any(param in unit.ignored.parameters for unit in self.units):
                     continue
                 raise RuntimeError(
-                    f"{clean_name(join(path, attribute))} became a parameter after wrapping: it is not sharded, and "
-                    "ranks would train it each for itself. Complete the module before wrapping, wrap what is put into "
-                    "it by itself, or leave it out of sharding with ignored_parameters or ignored_modules."
+                    f"{clean_name(join(path, attribute))} became a parameter after sharding: it is not sharded, and "
+                    "ranks would train it each for itself. Complete the module before sharding, shard what is put into "
+                    "it by itself, or have the parameter ignored (ignored_parameters, ignored_params of fully_shard)."
                 )
 
     def _adopt(self, named_units: Sequence[tuple[str, Unit]]) -> None:
@@ -117,8 +117,8 @@ class Runtime:
             if unit is not self.root and unit.runtime is not None and unit.runtime.is_used_by(unit):
                 raise RuntimeError(
                     f"a second root: unit '{name}' was called on its own before the {kind} around it, and became a "
-                    "root itself. Call the outermost unit first, or `_reset_lazy_init()` on the inner one before the "
-                    "outer one is used."
+                    "root itself. Call the outermost unit first. (FullyShardedDataParallel has `_reset_lazy_init()` "
+                    "for this, to be called on the inner one before the outer one is used.)"
                 )
         for name, unit in named_units:
             if unit.runtime is not None:
@@ -170,8 +170,9 @@ class Runtime:
         for other in self.units:
             if other.runtime is not self:
                 raise RuntimeError(
-                    f"a second root: unit '{other.name}' now belongs to another root, since it was wrapped and called "
-                    "there. Use only one of the two, or call `_reset_lazy_init()` on this one first."
+                    f"a second root: unit '{other.name}' now belongs to another root, since it was sharded and called "
+                    "there. Use only one of the two. (FullyShardedDataParallel has `_reset_lazy_init()`, to be called "
+                    "on this one first.)"
                 )
         if DistributedDataParallel._active_ddp_module is not None:
             self._refuse_ddp(DistributedDataParallel._active_ddp_module)
@@ -613,7 +614,7 @@ def ddp_message(name: str) -> str:
     return (
         f"DistributedDataParallel has been given {name}, which is sharded: it takes the ranks' shards for copies of "
         "the same parameters, and overwrites them with those of its first rank. Leave it out: gradients are averaged "
-        "over the ranks without it (for replicas of shards, see sharding_strategy), and build the model anew. Around "
+        "over the ranks without it (for replicas of shards, shard over a 2-D mesh), and build the model anew. Around "
         "other parameters, have it ignore the unit's by all their names: named_parameters(remove_duplicate=False)."
     )
 

@@ -195,14 +195,14 @@ def _move(one: Share, unit: Unit) -> None:
         return
     owner, precision = one.members[0], one.handle.precision
     for what, differ in (
-        ("process_group", unit.everyone != owner.everyone),
-        ("compute_device", unit.device != owner.device),
+        ("their ranks", unit.everyone != owner.everyone),
+        ("their devices", unit.device != owner.device),
         ("full_precision_in_eval", one.handle.is_cast and unit.precision.full_in_eval != precision.full_in_eval),
     ):
         if differ:
             raise RuntimeError(
                 f"{unit.name} is the lowest unit around all that share {_name(one.handle)} of {owner.name}, and "
-                f"has to gather it, but it differs from them in {what}. Wrap it with the same."
+                f"has to gather it, but it differs from them in {what}. Shard it alike."
             )
     one.handle.gradients.rescale(before.predivide / unit.predivide)
     before.give_up(one.handle)

@@ -173,7 +173,7 @@ def _check_before(owner: Any, name: str) -> None:
         if isinstance(module._parameters, Listing) and module._parameters.runs(param):
             raise RuntimeError(
                 f"'{param}' of this {type(module).__name__} is sharded, and cannot be computed from other parameters "
-                "any more. Apply weight norm, spectral norm, pruning and other parametrizations before wrapping."
+                "any more. Apply weight norm, spectral norm, pruning and other parametrizations before sharding."
             )
         return torchs(*args, **kwargs)
 

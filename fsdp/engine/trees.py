@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
@@ -23,6 +24,9 @@ def _mapped(function: Callable[[Tensor], Tensor], tree: Any) -> tuple[Any, bool]
     if isinstance(tree, Tensor):
         new = function(tree)
         return new, new is not tree
+    if isinstance(tree, PackedSequence):  # whose sizes stay on the host
+        values = _changed(function, {name: getattr(tree, name) for name in tree._fields if name != "batch_sizes"})
+        return (tree._replace(**values), True) if values else (tree, False)
     if isinstance(tree, (list, tuple)):
         results = [_mapped(function, item) for item in tree]
         if not any(changed for _, changed in results):

@@ -63,10 +63,26 @@ def agree(ranks: Ranks, units: Sequence[tuple[str, Compared]], *, to_run: bool =
         plan: Plan = [(name, unit.describe() | {"mode": unit.mode if to_run else outside}) for name, unit in units]
         versions = {"torch": torch.__version__.split("+")[0], "fsdp": __version__}  # whatever torch was built for
         agree_on_plan(ranks, [(plan[0][0], plan[0][1] | versions), *plan[1:]])
+        _agree_on_parts(units)
     for _, unit in units:
         unit.is_agreed = True
     for number, handle in enumerate(handle for _, unit in units for handle in unit.handles):
         handle.number_as(number)
+
+
+def _agree_on_parts(units: Sequence[tuple[str, Compared]]) -> None:
+    """Collective. Make sure that the ranks which shard a `DTensor`'s local part have the same part of it.
+
+    Others may have other ones: with expert parallelism a unit's ranks are some of the root's.
+    """
+    plans: dict[tuple[Communicator, Communicator], Plan] = {}
+    for name, unit in units:
+        for handle in unit.handles:
+            if parts := handle.describe_parts():
+                plans.setdefault((handle.comm, handle.replicas), []).append((name, {"parts": parts}))
+    for ranks, plan in plans.items():
+        if peers_answer(ranks):
+            agree_on_plan(ranks, plan)
 
 
 def agree_on_plan(ranks: Ranks, plan: Plan) -> None:
@@ -85,7 +101,7 @@ def agree_on_plan(ranks: Ranks, plan: Plan) -> None:
             raise RuntimeError(
                 f"rank {number_among(ranks)}: the ranks have built different models. "
                 f"{_difference(plans[0], other, rank)} "
-                "Build and wrap the same modules in the same order and with the same options on every rank."
+                "Build and shard the same modules in the same order and with the same options on every rank."
             )
 
 
@@ -128,7 +144,7 @@ def agree_on_values(units: Sequence[tuple[str, Compared]]) -> None:
 
 
 def _difference_of_values(ranks: Ranks, handles: Sequence[tuple[str, FlatParamHandle]]) -> str:
-    """Collective. Return what is wrong if ranks were wrapped with different values; empty if nothing is."""
+    """Collective. Return what is wrong if ranks have sharded different values; empty if nothing is."""
     seen = [(unit, handle, slot) for unit, handle in handles for slot in range(len(handle.layout.slots))]
     found = [handle.fingerprints.unsharded[slot] for _, handle, slot in seen if handle.fingerprints is not None]
     known = bytes(one is not None for one in found)
@@ -144,8 +160,8 @@ def _difference_of_values(ranks: Ranks, handles: Sequence[tuple[str, FlatParamHa
     unit, handle, slot = seen[number]
     more = f" (and of {count - 1} more)" if count > 1 else ""
     return (
-        f"rank {number_among(ranks)}: the ranks were wrapped with different values. Rank {rank} has other values than "
+        f"rank {number_among(ranks)}: the ranks have sharded different values. Rank {rank} has other values than "
         f"rank 0 of {handle.layout.slots[slot].name} of unit '{unit}'{more}: their shards are of different models. "
-        "Seed all ranks alike before the model is built (torch.manual_seed), wrap with sync_module_states=True, or "
-        "load a checkpoint before the first use."
+        "Seed all ranks alike before the model is built (torch.manual_seed), broadcast its values (which "
+        "FullyShardedDataParallel does with sync_module_states=True), or load a checkpoint before the first use."
     )

@@ -43,7 +43,7 @@ def test_a_replica_that_was_wrapped_with_other_values_is_named(ranks: RankPool, 
 
 def _wrap_other_values(layout: str, odd: int) -> None:
     model = nested_mlp(sharded(**spread(layout)), seed=int(dist.get_rank() == odd))
-    with pytest.raises(RuntimeError, match=rf"wrapped with different values\. Rank {odd} has other values than rank 0"):
+    with pytest.raises(RuntimeError, match=rf"sharded different values\. Rank {odd} has other values than rank 0"):
         model(INPUTS)
 
 

@@ -226,7 +226,7 @@ def _clip_beyond_the_root() -> None:
     backward(model, 0)
     before = inner.params[0].grad.clone()
     with pytest.raises(
-        ValueError, match=r"outermost wrapper have \(\[\d\]\), and inner ones .* \(0\).*of all these ranks"
+        ValueError, match=r"outermost unit have \(\[\d\]\), and inner ones .* \(0\).*over all these ranks"
     ):
         model.clip_grad_norm_(1e-3)
     assert torch.equal(inner.params[0].grad, before)

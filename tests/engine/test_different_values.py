@@ -31,7 +31,7 @@ from tests.helpers.ranks import RankPool
 from tests.helpers.tensor_parallel import gpt, mesh_of, over_data
 
 INPUTS = torch.ones(2, 5)
-DIFFERENT = "the ranks were wrapped with different values"
+DIFFERENT = "the ranks have sharded different values"
 
 OPTIONS: list[dict[str, Any]] = [
     {},

@@ -194,7 +194,7 @@ def _step_an_early_optimizer() -> None:
     bystander = torch.optim.SGD(elsewhere.parameters(), lr=0.1)
     model = FullyShardedDataParallel(nn.Sequential(FullyShardedDataParallel(module[0]), *module[1:]))
     model(torch.ones(2, 5)).sum().backward()
-    with pytest.raises(RuntimeError, match="this SGD was made before the model was wrapped") as error:
+    with pytest.raises(RuntimeError, match="this SGD was made before the model was sharded") as error:
         early.step()
     for name in ("weight of Linear", "bias of Linear", "2.weight of Sequential", "2.bias of Sequential"):
         assert name in str(error.value)
@@ -399,7 +399,7 @@ def _use_different_models(odd: Any, message: str, use: Any) -> None:
 def test_a_parameter_with_gradient_hooks() -> None:
     module = layers()
     module[2].weight.register_hook(lambda grad: grad)
-    with pytest.raises(ValueError, match=r"2\.weight has gradient hooks.*Remove them before wrapping"):
+    with pytest.raises(ValueError, match=r"2\.weight has gradient hooks.*Remove them before sharding"):
         wrap_alone(module)
 
 
@@ -410,7 +410,7 @@ def test_a_parameter_that_was_added_after_wrapping(ranks: RankPool) -> None:
 def _add_a_parameter() -> None:
     model = FullyShardedDataParallel(layers())
     model.module.module[2].extra = nn.Parameter(torch.zeros(3))
-    with pytest.raises(RuntimeError, match=r"2\.extra became a parameter after wrapping"):
+    with pytest.raises(RuntimeError, match=r"2\.extra became a parameter after sharding"):
         model(torch.ones(2, 5))
     del model.module.module[2].extra
     step(model)

@@ -95,7 +95,7 @@ def _add_outside(layout: str) -> None:
     plain = layers()
     model = FullyShardedDataParallel(plain, ignored_modules=[plain[1]], **LAYOUTS[layout])
     plain[0].extra = nn.Parameter(torch.ones(1))
-    with pytest.raises(RuntimeError, match=r"0\.extra became a parameter after wrapping.*ignored_parameters"):
+    with pytest.raises(RuntimeError, match=r"0\.extra became a parameter after sharding.*ignored_parameters"):
         model(torch.ones(2, 5))
 
 
@@ -128,7 +128,7 @@ def _put_modules_in_later(layout: str) -> None:
     ]:
         change()
         for _ in range(2):
-            with pytest.raises(RuntimeError, match=rf"^{name} became a parameter after wrapping"):
+            with pytest.raises(RuntimeError, match=rf"^{name} became a parameter after sharding"):
                 model(inputs)
         undo()
         model(inputs).sum().backward()

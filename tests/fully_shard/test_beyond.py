@@ -388,7 +388,7 @@ def _step_stale() -> None:
     module = nn.Linear(5, 3)
     optimizer = adamw(module.parameters())
     once(ours()(module), INPUTS)
-    with pytest.raises(RuntimeError, match=r"made before the model was wrapped"):
+    with pytest.raises(RuntimeError, match=r"made before the model was sharded"):
         optimizer.step()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -287,3 +288,62 @@ def _tie_after_first_use() -> None:
         fsdp.fully_shard(second)
     assert type(second) is nn.Linear
     assert type(second.bias) is nn.Parameter
+
+
+def test_errors_of_the_engine_do_not_speak_of_the_wrapper(ranks: RankPool) -> None:
+    ranks(2).run(_go_wrong)
+
+
+WORDS_OF_THE_WRAPPER = re.compile(r"[Ww]rap|process_group|compute_device|flatten_parameters|use_orig_params")
+
+
+def _go_wrong() -> None:
+    def lends_a_shard() -> None:
+        model = fsdp.fully_shard(linear())
+        torch.func.functional_call(model, {"weight": torch.ones(1, 5)}, (INPUTS,))
+
+    def adds_a_parameter() -> None:
+        model = fsdp.fully_shard(linear())
+        model.extra = nn.Parameter(torch.ones(1))
+        model(INPUTS)
+
+    def is_of_another_kind_of_device() -> None:
+        model = linear()
+        mesh = mesh_of(2, 1)
+        model.weight = nn.Parameter(distribute_tensor(torch.ones(3, 5), mesh["replicate"], [Replicate()]))  # type: ignore[assignment]
+        fsdp.fully_shard(model, mesh=mesh["replicate"])
+
+    def reparametrizes() -> None:
+        torch.nn.utils.parametrizations.weight_norm(fsdp.fully_shard(linear()))
+
+    def ties_what_is_on_other_ranks() -> None:
+        model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+        model[1].weight = model[0].weight
+        mesh = mesh_of(2, 1)
+        for module, where in ((model[0], "replicate"), (model[1], "replicate"), (model, "shard")):
+            fsdp.fully_shard(module, mesh=mesh[where])
+        model(INPUTS)
+
+    def differs_between_ranks() -> None:
+        torch.manual_seed(dist.get_rank())
+        fsdp.fully_shard(linear())(INPUTS)
+
+    for mistake in (
+        lends_a_shard,
+        adds_a_parameter,
+        is_of_another_kind_of_device,
+        reparametrizes,
+        ties_what_is_on_other_ranks,
+        differs_between_ranks,
+    ):
+        message = _message(mistake)
+        assert message, mistake.__name__
+        assert not WORDS_OF_THE_WRAPPER.search(message), f"{mistake.__name__}: {message}"
+
+
+def _message(mistake: Callable[[], None]) -> str:
+    try:
+        mistake()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""

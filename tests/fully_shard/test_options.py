@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.distributed.tensor import Shard
 
+import fsdp
 from tests.helpers.compile_backends import Counter, call_compile, torchs_own_deprecations
 from tests.helpers.dtensor_twins import (
     Plan,
@@ -17,6 +22,7 @@ from tests.helpers.dtensor_twins import (
     assert_side_by_side,
     assert_within,
     last_dim_if_even,
+    mesh_of,
     ours,
     seeded,
     train,
@@ -259,3 +265,51 @@ def _compiled(backend: Any, wrap: Wrap) -> nn.Module:
         return wrap(call_compile(module, backend) if is_block else module)
 
     return tiny_transformer(compiled)
+
+
+def test_parameters_of_modules_inside_may_be_on_another_mesh_as_with_torchs(ranks: RankPool) -> None:
+    ranks(4).run(_train_on_two_meshes)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(6, 5)), nn.Parameter(torch.randn(6))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs @ self.first.T + self.second
+
+
+def _train_on_two_meshes() -> None:
+    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if not hasattr(common, "ShardPlacementResult"):
+        pytest.skip("torch before 2.13 has one mesh for each module")
+    everyone, some = mesh_of(4), mesh_of(2, 2)
+    by_rows = common.FSDPMeshInfo(everyone, shard_mesh_dim=0)
+    by_columns = common.HSDPMeshInfo(some, shard_mesh_dim=1, replicate_mesh_dim=0)
+    trained = []
+    for fully_shard in (fsdp.fully_shard, torchs_fully_shard):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 5), Experts(), nn.Linear(6, 3)).double()
+
+        def place(param: nn.Parameter, experts: frozenset[Any] = frozenset(model[1].parameters())) -> Any:
+            info = by_columns if param in experts else by_rows
+            return common.ShardPlacementResult(Shard(0), info)
+
+        fully_shard(model, mesh=everyone, shard_placement_fn=place)
+        assert [param.device_mesh for param in model.parameters()] == [everyone] * 2 + [some] * 2 + [everyone] * 2
+        torch.manual_seed(dist.get_rank())
+        for _ in range(2):
+            model(torch.randn(2, 5, dtype=torch.double)).square().mean().backward()
+        trained.append([(param.to_local(), param.grad.to_local()) for param in model.parameters()])
+    torch.testing.assert_close(*trained, rtol=1e-10, atol=1e-12)
+
+
+def test_a_module_has_its_own_parameters_on_one_mesh(ranks: RankPool) -> None:
+    ranks(2).run(_put_own_parameters_elsewhere)
+
+
+def _put_own_parameters_elsewhere() -> None:
+    placed = SimpleNamespace(placement=None, mesh_info=SimpleNamespace(mesh=mesh_of(2, 1)))
+    with pytest.raises(ValueError, match=r"parameters of the Linear itself on .*a module inside"):
+        fsdp.fully_shard(nn.Linear(3, 3), mesh=mesh_of(2), shard_placement_fn=lambda _: placed)

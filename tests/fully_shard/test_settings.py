@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -428,7 +429,15 @@ def _hook(mesh: tuple[int, ...]) -> None:
     assert_alike(even, _see_and_double, mesh=mesh)
 
 
-def _see_and_double(model: Any) -> Found:
+def test_a_hook_runs_on_a_stream_of_any_device(ranks: RankPool) -> None:
+    ranks(2).run(_hook_on_a_stream)
+
+
+def _hook_on_a_stream() -> None:
+    assert_alike(even, partial(_see_and_double, stream=torch.cpu.Stream()), mesh=(2,))
+
+
+def _see_and_double(model: Any, stream: Any = None) -> Found:
     seen: Found = {}
 
     def double(gradient: Tensor) -> None:
@@ -436,7 +445,7 @@ def _see_and_double(model: Any) -> Found:
         gradient.mul_(2)
 
     for layer in model:
-        layer.set_all_reduce_hook(double)
+        layer.set_all_reduce_hook(double, stream=stream)
     backward(model, 0)
     return {key: seen[key] for key in sorted(seen)} | gradients(model)
 

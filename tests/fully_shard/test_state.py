@@ -293,3 +293,21 @@ def _load_safetensors(path: Path) -> None:
     assert_same_state(wholes(model), plain.state_dict())
     with torch.no_grad():
         assert torch.equal(model(INPUTS), plain(INPUTS))
+
+
+def test_a_state_dict_can_be_copied(ranks: RankPool) -> None:
+    ranks(2).run(_copy_state)
+
+
+def _copy_state() -> None:
+    model, _ = trained(ours())
+    kept = copy.deepcopy(model.state_dict())
+    expected = {name: local(value).clone() for name, value in kept.items()}
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    for name, value in kept.items():
+        assert type(value) is DTensor, name
+        assert torch.equal(local(value), expected[name]), name
+    model.load_state_dict(kept)
+    assert_same_state({name: local(value) for name, value in model.state_dict().items()}, expected)

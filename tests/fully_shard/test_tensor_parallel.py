@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import fsdp
 from tests.helpers.convert_formats import converted
@@ -306,3 +307,40 @@ def _shard_over_other_meshes() -> None:
         model = gpt(lambda module: module, mesh=mesh)
         with pytest.raises(ValueError, match=r'query.weight is a DTensor .* pass mesh=mesh\["dp"\]'):
             fsdp.fully_shard(model.layers[0], mesh=data)
+
+
+# Expert parallelism: over ranks that are data-parallel for the rest of the model
+
+
+def test_experts_that_data_parallel_ranks_have_divided_among_them(ranks: RankPool) -> None:
+    ranks(4).run(_train_experts)
+
+
+class Experts(nn.Module):
+    """Every rank computes with the experts that it has, on its own inputs."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        # Three over two: the ranks have different numbers of them.
+        self.weight = nn.Parameter(distribute_tensor(torch.randn(3, 5, 5, dtype=torch.double), mesh, [Shard(0)]))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        weight = self.weight
+        own = weight.to_local() if isinstance(weight, DTensor) else weight
+        return torch.einsum("bi,eij->bj", inputs, own)
+
+
+def _train_experts() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "ep"))
+    everyone = mesh["fsdp", "ep"]._flatten("dp")
+    trained = []
+    for fully_shard in (fsdp.fully_shard, torchs_fully_shard):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 5), Experts(mesh["ep"]), nn.Linear(5, 2)).double()
+        fully_shard(model[1], mesh=mesh["fsdp"])
+        fully_shard(model, mesh=everyone)
+        torch.manual_seed(dist.get_rank())
+        for _ in range(2):
+            model(torch.randn(3, 5, dtype=torch.double)).square().mean().backward()
+        trained.append([(local(param), local(param.grad)) for param in model.parameters()])
+    torch.testing.assert_close(*trained, rtol=ROUNDING, atol=ROUNDING)

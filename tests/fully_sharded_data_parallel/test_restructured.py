@@ -41,7 +41,7 @@ def _restructure_after_wrapping() -> None:
             model = wrap(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)))
             inner = model.module.module if door != "rows" else model
             before = model(torch.ones(2, 3))
-            with pytest.raises(RuntimeError, match=r"'weight' of this Linear is sharded.* before wrapping"):
+            with pytest.raises(RuntimeError, match=r"'weight' of this Linear is sharded.* before sharding"):
                 restructure(inner[0])
             assert torch.equal(model(torch.ones(2, 3)), before)  # nothing has changed
 

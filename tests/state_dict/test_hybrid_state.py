@@ -285,7 +285,7 @@ def _share() -> None:
         other.append_shared_param(one.params[0])  # type: ignore[operator,index]
     same.append_shared_param(one.params[0])  # type: ignore[operator,index]
     around = fully_sharded(**unreplicated)(nn.Sequential(one, same, nn.Linear(5, 5)))
-    with pytest.raises(RuntimeError, match="it differs from them in process_group"):
+    with pytest.raises(RuntimeError, match="it differs from them in their ranks"):
         around(torch.ones(1, 5))
 
 

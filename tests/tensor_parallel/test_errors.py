@@ -33,9 +33,7 @@ def _wrap_over_all() -> None:
     mesh = mesh_of(2, 2)
     module = Holder(distribute_tensor(torch.ones(4, 2), mesh["tp"], [Shard(0)]))
     for group in (None, mesh["tp"].get_group()):
-        with pytest.raises(
-            ValueError, match=r"weight is a DTensor .*Shard\(dim=0\) over tp.*mesh\[\"dp\"\]\.get_group"
-        ):
+        with pytest.raises(ValueError, match=r"weight is a DTensor .*Shard\(dim=0\) over tp.*mesh\[\"dp\"\]"):
             FullyShardedDataParallel(module, group)
     module = Holder(distribute_tensor(torch.ones(4, 2), mesh, [Replicate(), Shard(0)]))
     with pytest.raises(ValueError, match=r"DTensors on the other dimensions only, mesh\[\"tp\"\]"):
@@ -53,7 +51,7 @@ def _mix_parts() -> None:
     across = [dist.new_group([0, 3]), dist.new_group([1, 2])]
     module = nn.Sequential(nn.Linear(2, 2), Holder(distribute_tensor(torch.ones(4, 2), mesh["tp"], [Shard(0)])))
     model = FullyShardedDataParallel(module, across[dist.get_rank() in (1, 2)])
-    with pytest.raises(RuntimeError, match=r"weight\[2, 2\] \(of \[4, 2\], Shard\(dim=0\) over tp \(1 of 2\)\)"):
+    with pytest.raises(RuntimeError, match=r"weight \(of \[4, 2\], Shard\(dim=0\) over tp of 2, at \[1\]\)"):
         model.state_dict()
 
 
@@ -65,7 +63,7 @@ def test_other_placements_are_refused(ranks: RankPool, placement: Placement) -> 
 def _wrap_placement(placement: Placement) -> None:
     mesh = mesh_of(2, 2)
     module = Holder(DTensor.from_local(torch.ones(4, 2), mesh["tp"], [placement], run_check=False))
-    with pytest.raises(TypeError, match=r"weight is a DTensor with placements .*Redistribute it before wrapping"):
+    with pytest.raises(TypeError, match=r"weight is a DTensor with placements .*Redistribute it before sharding"):
         over_data(mesh)(module)
 
 
@@ -131,7 +129,7 @@ def _step_too_early() -> None:
     optimizer = torch.optim.SGD(cut, lr=0.1)
     model = over_data(mesh)(plain)
     model(SENTENCES.batch(torch.Generator(), 2)[0]).sum().backward()
-    with pytest.raises(RuntimeError, match=r"made before the model was wrapped.*query\.weight"):
+    with pytest.raises(RuntimeError, match=r"made before the model was sharded.*query\.weight"):
         optimizer.step()
 
 

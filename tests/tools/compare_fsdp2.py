@@ -50,8 +50,11 @@ DIFFERENCES = {
     "fully_shard(mesh)": "None makes no default process group by itself",
     "fully_shard(reshard_after_forward)": "the last module of a forward keeps its parameters for backward, which "
     "begins with it: one all-gather less",
+    "fully_shard(shard_placement_fn)": "modules with parameters on a mesh of their own are sharded modules themselves",
     "fully_shard(ignored_params)": "any iterable",
-    "fully_shard(dp_mesh_dims)": "`replicate` alone, which shards nothing, is refused",
+    "fully_shard(dp_mesh_dims)": "`replicate` alone, which shards nothing, is refused; while a module computes, its "
+    "parameters are `DTensor`s on the other dimensions, or plain tensors, and not `DTensor`s on all: inputs must be "
+    "like that",
     "CPUOffloadPolicy(pin_memory)": "host memory is always pinned where there is an accelerator: False is an error",
     "FSDPModule.unshard": "`parameters()` of modules inside that are not sharded themselves list `DTensor`s meanwhile",
     "FSDPModule.reset_iter_state": "also done by the next forward, without it",

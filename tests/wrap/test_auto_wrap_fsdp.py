@@ -387,7 +387,7 @@ def _train_apart() -> None:
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             optimizer.step()
-        assert [str(one.message) for one in seen if "4 that are in no wrapper" in str(one.message)] == [
+        assert [str(one.message) for one in seen if "4 that are not" in str(one.message)] == [
             str(one.message) for one in seen if is_noticed
         ]
         assert len(seen) == is_noticed
