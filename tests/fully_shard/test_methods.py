@@ -139,9 +139,9 @@ def gathers() -> Iterator[list[str]]:
     """The names of the units whose parameters are gathered, in order."""
     seen: list[str] = []
 
-    def exchange(handle: FlatParamHandle, full: Tensor, do: Callable[..., Any] = FlatParamHandle._exchange) -> Any:
+    def exchange(handle: FlatParamHandle, *sent: Any, do: Callable[..., Any] = FlatParamHandle._exchange) -> Any:
         seen.append(handle.unit_name.removeprefix("root (").removesuffix(")"))
-        return do(handle, full)
+        return do(handle, *sent)
 
     with mock.patch.object(FlatParamHandle, "_exchange", exchange):
         yield seen

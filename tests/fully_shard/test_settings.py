@@ -280,7 +280,7 @@ def _leave_sharded() -> None:
         backward(model, number)
     gathered: list[Any] = []
     exchange = FlatParamHandle._exchange
-    FlatParamHandle._exchange = lambda handle, full: gathered.append(handle) or exchange(handle, full)  # type: ignore
+    FlatParamHandle._exchange = lambda handle, *sent: gathered.append(handle) or exchange(handle, *sent)  # type: ignore
     try:
         loss = model(inputs(4)).sum()
         gathered.clear()

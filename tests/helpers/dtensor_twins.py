@@ -239,7 +239,9 @@ def assert_side_by_side(
     assert found.spread == expected.spread
     for name, value in expected.weights.items():
         assert_within(name, found.weights[name], value, tolerance)
-    assert found.traffic.values <= expected.traffic.values, "a rank receives more than with torch's"
+    # torch's ranks tell each other nothing besides, and gather parameters of several dtypes as bytes.
+    most = expected.traffic.values + expected.traffic.words
+    assert found.traffic.values <= most, "a rank receives more than with torch's"
 
 
 def assert_within(what: str, found: Tensor | None, expected: Tensor | None, tolerance: float | None = None) -> None:
