@@ -294,8 +294,7 @@ def test_a_checkpoint_that_is_removed_says_so_to_the_last(tmp_path: Path) -> Non
 
 
 def test_of_two_saves_at_once_one_wins_and_saving_works_afterwards(ranks: RankPool, tmp_path: Path) -> None:
-    wins = ranks(3, backend=None).run(_save_again_and_again, tmp_path / "run")
-    assert all(wins)
+    ranks(3, backend=None).run(_save_again_and_again, tmp_path / "run")
     assert _whole_version(tmp_path / "run") in (0, 1, 2)
     for _ in range(2):  # a lone save
         fsdp.save(tmp_path / "run", small(seed=NEXT), values=NEXT)
@@ -311,20 +310,17 @@ def _whole_version(path: Path) -> int:
     return version
 
 
-def _save_again_and_again(path: Path) -> int:
-    """Each process by itself. How many of its saves have won; the others were told."""
+def _save_again_and_again(path: Path) -> None:
+    """Each process by itself, until some of its saves have won; the others were told."""
     version, wins = int(os.environ["RANK"]), 0
     model = small(seed=version)
-    for _ in range(400):
+    while wins < 10:
         try:
             fsdp.save(path, model, values=version)
             wins += 1
         except RuntimeError as error:
             if "another save to" not in str(error):
                 raise
-        if wins == 10:
-            break
-    return wins
 
 
 def test_a_save_that_runs_is_left_alone_whoever_saves_or_tidies_up(ranks: RankPool, tmp_path: Path) -> None:

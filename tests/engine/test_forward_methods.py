@@ -89,7 +89,7 @@ def test_without_it_the_error_names_the_weight(ranks: RankPool) -> None:
 
 def _encode_unregistered() -> None:
     coder: Any = fully_sharded()(Coder())
-    with pytest.raises(RuntimeError, match=r"down\.weight is sharded.*Call the wrapped module"):
+    with pytest.raises(RuntimeError, match=r"down\.weight is sharded.*Call the sharded module"):
         coder.encode(torch.ones(1, 6))
     register_fsdp_forward_method(coder, "encode")
     assert coder.encode(torch.ones(1, 6)).shape == (1, 3)

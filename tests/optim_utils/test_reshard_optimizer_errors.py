@@ -322,7 +322,7 @@ def _step_without_handing_over(options: dict[str, Any]) -> None:
     optimizer = stepped(model, adamw(model))
     wrapped = fully_sharded(**options)(model)
     wrapped(torch.ones(2, 5)).sum().backward()
-    with refused(optimizer, "or hand it over with reshard_optimizer(optimizer)", "0.weight", error=RuntimeError):
+    with refused(optimizer, "or hand it over with the method reshard_optimizer", "0.weight", error=RuntimeError):
         optimizer.step()
     wrapped.reshard_optimizer(optimizer)  # type: ignore[operator]
     optimizer.step()

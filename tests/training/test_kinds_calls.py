@@ -160,7 +160,7 @@ def _touch_weights(options: dict[str, Any]) -> None:
     pair = SideBySide(Generator, by_parts, **options)
     pair.step(0)
     model = pair.sharded
-    way_out = r".*Call the wrapped module.*`with model\.summon_full_params\(\):`"
+    way_out = r".*Call the sharded module.*`with model\.summon_full_params\(\):`"
     with pytest.raises(RuntimeError, match=r"^2\.weight is sharded: .* of encoder this rank" + way_out):
         model.encoder[2].weight.sum()
     # A weight that is computed from parameters names those.
