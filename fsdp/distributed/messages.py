@@ -32,10 +32,11 @@ class Sending:
 
 
 class Receiving:
-    """A message on its way to this rank, which has a place to go to until it is there.
+    """A message on its way to this rank, which has a place to go to until it was awaited.
 
-    Whoever asked for it may be given up, by an exception in the middle of a step. gloo (seen in torch 2.13) reads
-    nothing more from a peer once a message comes for a buffer that is gone.
+    A model may be given up, by an exception in the middle of a step, before its messages have come. gloo (seen in torch
+    2.13) reads nothing more from a peer once a message comes for a buffer that is gone, and does not say that one has
+    come unless it is awaited: such a buffer stays for the life of the process.
     """
 
     _under_way: ClassVar[set[Receiving]] = set()

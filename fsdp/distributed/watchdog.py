@@ -116,13 +116,13 @@ class Report:
         self._asker, self._answers = asker, answers
         self._came = {rank: each for rank, each in answers.items() if isinstance(each, Position)}
         self._wait = self._came[asker]
+        self._late = [rank for rank in answers if rank not in self._came or self._came[rank].waits_for is None]
 
     @property
     def is_due(self) -> bool:
         """False if the wait is over, or the ranks that are waited for are busy with what takes long."""
-        absent = [each for each in self._answers.values() if isinstance(each, str) or each.waits_for is None]
-        busy = [each for each in absent if isinstance(each, Position) and each.occupation]
-        return self._wait.waits_for is not None and not (absent and len(absent) == len(busy))
+        busy = [rank for rank in self._late if rank in self._came and self._came[rank].occupation]
+        return self._wait.waits_for is not None and (not self._late or busy != self._late)
 
     def __str__(self) -> str:
         what = self._wait.waits_for
@@ -131,10 +131,9 @@ class Report:
         for rank, answer in sorted(self._answers.items()):
             by_text.setdefault(str(answer), []).append(rank)
         lines += [f"  {_named(ranks)}: {text}" for text, ranks in by_text.items()]
-        late = [rank for rank, each in self._answers.items() if isinstance(each, str) or each.waits_for is None]
         elsewhere = [rank for rank, each in self._came.items() if each.waits_for not in (None, what)]
-        if late:
-            lines.append(f"The others wait for {_named(late)}.")
+        if self._late:
+            lines.append(f"The others wait for {_named(self._late)}.")
         elif elsewhere:
             lines.append("The ranks wait for each other in different collectives: they have taken different paths.")
         else:

@@ -100,7 +100,7 @@ class FlatParamHandle:
         name, unit_name: what messages call it and its unit.
         places: for each parameter, where modules use it.
         registry: the entries of `flat_param`, or of the local shards, in the ``_parameters`` of modules.
-        pieces: local shards of the original parameters; None without ``use_orig_params``.
+        orig_params: local shards of the original parameters; None where modules list `flat_param` itself.
         precision: the dtypes of computation and reduction.
         phase: what is true of the unsharded buffer.
         unsharded: the buffer ``[P]``, in `dtype`, and its leaves.
