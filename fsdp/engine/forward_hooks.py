@@ -78,11 +78,11 @@ class ForwardHooks:
         else:
             self.depth = 1
             if not self._unit.is_lent:  # else it has no part in this call
-                runtime = self._unit.ensure_runtime()
+                with outside_transforms():
+                    runtime = self._unit.ensure_runtime()
+                    runtime.before_forward(self._unit, inputs)
                 if runtime.root is self._unit:
                     inputs = map_tensors(self._bring, inputs)
-                with outside_transforms():
-                    runtime.before_forward(self._unit, inputs)
         return self._cast_inputs(inputs)
 
     def _bring(self, tensor: Tensor) -> Tensor:
