@@ -183,8 +183,8 @@ class RowsLayout(Layout):
     def leaving_out(self, slots: Collection[int]) -> Layout:
         if self.gathers_in_order or not slots:
             return self
-        empty = {"shape": torch.Size([0]), "dim": 0}
-        left = (replace(slot, **empty) if number in slots else slot for number, slot in enumerate(self.slots))
+        empty = torch.Size([0])
+        left = [replace(each, shape=empty, dim=0) if n in slots else each for n, each in enumerate(self.slots)]
         return replace(self, slots=tuple(left))
 
 
