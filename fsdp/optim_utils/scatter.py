@@ -456,7 +456,7 @@ def _refuse_strangers(held: Iterable[Any], ours: set[FlatParameter]) -> None:
         taken = taken_over(param)
         if taken is not None and taken.flat_param is None:
             summoned.append(taken.description)
-        elif taken is not None and taken.flat_param() not in ours:  # type: ignore[misc]
+        elif taken is not None and taken.flat_param() not in ours:  # type: ignore[misc, operator]
             strangers.append(taken.description)
         elif is_ours(param) and param.owner._is_managed and param.owner not in ours:
             strangers.append(f"the shard with {param.owner._names[0]}")

@@ -480,19 +480,6 @@ class ModuleGraph:
         """Return True if every path from the root to the parameter goes through the module."""
         return self._paths[module] * self.uses[module][parameter] == self.uses[self.root][parameter]
 
-    def module_names(self) -> dict[nn.Module, str]:
-        """Return the first name of every module, quoted and with its class, for messages."""
-        names = {module: f"{name!r} ({type(module).__name__})" for name, module in self.root.named_modules()}
-        return names | {self.root: f"'' (the root, {type(self.root).__name__})"}
-
-    def parameter_names(self) -> dict[nn.Parameter, list[str]]:
-        """Return all names of every parameter."""
-        names: dict[nn.Parameter, list[str]] = {}
-        for path, module in self.root.named_modules(remove_duplicate=False):
-            for name, parameter in _own_parameters(module):
-                names.setdefault(parameter, []).append(join(path, name))
-        return names
-
 
 @dataclass(frozen=True)
 class WrapPlan:
@@ -543,7 +530,12 @@ def log_ties(graph: ModuleGraph, plan: WrapPlan) -> None:
     tied = [p for p, holders in graph.holders.items() if holders > 1 or p in plan.turned_down]
     if not tied or not _log.isEnabledFor(logging.INFO):
         return
-    modules, parameters = graph.module_names(), graph.parameter_names()
+    modules = {module: f"{name!r} ({type(module).__name__})" for name, module in graph.root.named_modules()}
+    modules[graph.root] = f"'' (the root, {type(graph.root).__name__})"
+    parameters: dict[nn.Parameter, list[str]] = {}  # by all their names
+    for path, module in graph.root.named_modules(remove_duplicate=False):
+        for name, parameter in _own_parameters(module):
+            parameters.setdefault(parameter, []).append(join(path, name))
     for parameter in tied:
         owner = plan.owner.get(parameter)
         where = f"unit {modules[owner]}" if owner else f"{modules[graph.root]}, outside of all units in it"
