@@ -61,7 +61,7 @@ from fsdp.state_dict_utils.tree import FlatMapping as FlatMapping
 from fsdp.state_dict_utils.tree import flatten_state_dict as flatten_state_dict
 from fsdp.state_dict_utils.tree import unflatten_state_dict as unflatten_state_dict
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 _CPU = torch.device("cpu")
 _ALIGNMENT = 16  # bytes; that of the widest dtype, so that a part of a buffer can be seen as any
 
@@ -431,7 +431,7 @@ def _told(error: Exception, where: str) -> Exception:
     return next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)(f"on {where}, {error}")
 
 
-def _agree(ways: Sequence[Communicator], where: str, check: Callable[[], Result]) -> Result:
+def _agree(ways: Sequence[Communicator], where: str, check: Callable[[], _Result]) -> _Result:
     """Collective. Return the result of a check, or raise on all ranks the kind of error that it raises on one.
 
     What is heard on one of the `ways` to other ranks is told on the next; they call this one `where`.
