@@ -61,6 +61,11 @@ class Part:
     rank: int = field(compare=False)  # its number, for messages
     is_alone: bool = field(compare=False)  # no other rank holds anything of it
 
+    @classmethod
+    def of_whole(cls, shape: torch.Size, name: str, rank: int) -> Part:
+        """Return the part that is all of a tensor, which is on every rank."""
+        return cls(shape, Box((0,) * len(shape), tuple(shape)), 0, shape.numel(), name, rank, is_alone=True)
+
     @cached_property
     def boxes(self) -> tuple[tuple[Box, int], ...]:
         """The elements' places in the whole tensor, each box with the place of its first element among them."""
@@ -337,8 +342,7 @@ def _show_blanks(unit: Unit, rank: int) -> list[Uninitialized]:
         blank.give_memory(unit.device)
         given = blank.value
         if given is not None:
-            box = Box((0,) * given.dim(), tuple(given.shape))
-            part = Part(given.shape, box, 0, given.numel(), blank.places[0][1], rank, is_alone=True)
+            part = Part.of_whole(given.shape, blank.places[0][1], rank)
             shown = TensorPart.around(part, Held(given.detach().reshape(-1), is_blank=True, unfit=_VALUELESS))
             blank.put(nn.Parameter(shown, given.requires_grad) if isinstance(given, nn.Parameter) else shown)
             found.append(blank)
