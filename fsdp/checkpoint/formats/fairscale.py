@@ -17,7 +17,7 @@ from typing import Any
 from fsdp.checkpoint.formats.consolidate import Backing, Shard, backings_of, put_together
 from fsdp.checkpoint.formats.optim import ADDED, NamedState, SavedOptimizer, is_single
 from fsdp.checkpoint.formats.rank_files import RankFiles, likely_files
-from fsdp.checkpoint.formats.source import Elements, Source, is_tensor, memory_of
+from fsdp.checkpoint.formats.source import Piece, Source, is_tensor, memory_of
 from fsdp.checkpoint.formats.torch_file import TorchArchive, shown
 from fsdp.checkpoint.formats.trees import DEFAULT, Choices, Paths
 from fsdp.engine.names import clean_name, join
@@ -203,7 +203,7 @@ def _add_backing(
             state.add_single(backing.names, key, values)
             continue
         pieces = [_piece(backing, key, rank, entries[rank][key], holders) for rank in parts]
-        if len({piece.dtype for piece in pieces}) > 1:
+        if len({piece.tensor.dtype for piece in pieces}) > 1:
             raise ValueError(f"{state.where(backing.key, key)} has another dtype on some ranks")
         for name, each in backing.cut(pieces).items():
             state.add_elements(name, key, each)
@@ -211,7 +211,7 @@ def _add_backing(
 
 def _piece(
     backing: Backing, key: str, rank: int, value: Any, holders: Sequence[tuple[SavedOptimizer, Shard]]
-) -> Elements:
+) -> Piece:
     """Return a rank's shard of the state, without padding; weights may be without, and the first rank's have none."""
     saved, shard = holders[rank]
     sizes = [each.get(backing.key).shape.numel() for each in (shard, holders[0][1])]
@@ -222,4 +222,4 @@ def _piece(
             f"shape [{sizes[0]}]: what is neither of the shard's shape nor a number cannot be put together. If all "
             "keys are so, the order of parameters is another one (--param-order)."
         )
-    return Elements.of(value, backing.pieces[rank].numel)
+    return Piece.of(value, backing.pieces[rank].numel)

@@ -22,8 +22,8 @@ import torch
 from fsdp.checkpoint.formats.optim import NamedState, SavedOptimizer, is_optimizer_state, is_single, names_by_key
 from fsdp.checkpoint.formats.rank_files import RankFiles, likely_files
 from fsdp.checkpoint.formats.source import (
+    Chunk,
     ChunkedTensor,
-    KnownChunk,
     LazyTensor,
     Source,
     are_all_of,
@@ -174,7 +174,7 @@ def _merged(name: str, values: Sequence[Any], files: Sequence[str]) -> LazyTenso
     if not _is_sharded(first):
         return first
     shape, _ = _shards_of(name, first, files[0])
-    chunks: dict[Box, KnownChunk] = {}  # replicas have the same
+    chunks: dict[Box, Chunk] = {}  # replicas have the same
     for value, file in zip(values, files, strict=True):
         other, found = _shards_of(name, value, file) if _is_sharded(value) else (None, [])
         if other != shape:
@@ -195,7 +195,7 @@ def _merged(name: str, values: Sequence[Any], files: Sequence[str]) -> LazyTenso
     return ChunkedTensor(dtype, shape, [chunk for chunk in chunks.values() if chunk.box.numel])
 
 
-def _shards_of(name: str, value: Any, file: str) -> tuple[torch.Size, list[KnownChunk]]:
+def _shards_of(name: str, value: Any, file: str) -> tuple[torch.Size, list[Chunk]]:
     """Return the shape of an unsharded tensor, and its shards in a file."""
     try:
         if _is_sharded_tensor(value):
@@ -216,19 +216,19 @@ def _dtype_of(value: Any) -> torch.dtype:
     return properties.state[0] if isinstance(properties.state, tuple) else properties.state["dtype"]
 
 
-def _chunk(shard: Mapping[str, Any]) -> KnownChunk:
+def _chunk(shard: Mapping[str, Any]) -> Chunk:
     """Return a shard in a `ShardedTensor`."""
     where = shard["metadata"].fields
-    return KnownChunk(Box(tuple(where["shard_offsets"]), tuple(where["shard_sizes"])), shard["tensor"])
+    return Chunk(Box(tuple(where["shard_offsets"]), tuple(where["shard_sizes"])), lambda: shard["tensor"])
 
 
-def _rows(name: str, value: Any, shape: torch.Size, file: str) -> KnownChunk:
+def _rows(name: str, value: Any, shape: torch.Size, file: str) -> Chunk:
     """Return the shard in a `DTensor`."""
     local, spec = value.fields["_local_tensor"], value.fields["_spec"].fields
     kinds = [each.origin.rpartition(".")[2] for each in spec["placements"]]
     sharded = [dim for dim, kind in enumerate(kinds) if kind != "Replicate"]
     if not sharded:
-        return KnownChunk(Box((0,) * len(shape), tuple(shape)), local)
+        return Chunk(Box((0,) * len(shape), tuple(shape)), lambda: local)
     if len(sharded) > 1 or kinds[sharded[0]] != "Shard" or spec["placements"][sharded[0]].fields["dim"] != 0:
         dims = [each.fields.get("dim", "") for each in spec["placements"]]
         shown = ", ".join(f"{kind}({dim})" for kind, dim in zip(kinds, dims, strict=True))
@@ -239,7 +239,7 @@ def _rows(name: str, value: Any, shape: torch.Size, file: str) -> KnownChunk:
     ranks, number = _place_in_mesh(spec["mesh"].fields, sharded[0])
     rows = -(-shape[0] // ranks)  # as `torch.chunk`
     first, last = (min(each * rows, shape[0]) for each in (number, number + 1))
-    return KnownChunk(Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])), local)
+    return Chunk(Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])), lambda: local)
 
 
 def _place_in_mesh(mesh: Mapping[str, Any], dim: int) -> tuple[int, int]:
