@@ -21,7 +21,7 @@ from fsdp.checkpoint.folder import newest as newest
 from fsdp.checkpoint.folder import steps as steps
 from fsdp.checkpoint.json_values import decoded
 from fsdp.checkpoint.loader import Loaded as Loaded
-from fsdp.checkpoint.manifest import Manifest, complete
+from fsdp.checkpoint.manifest import Manifest, complete, examine_ours
 from fsdp.checkpoint.writer import Saved as Saved
 from fsdp.distributed.collectives import during
 
@@ -153,11 +153,8 @@ def verify(path: str | os.PathLike[str]) -> int:
         FileNotFoundError: if there is no complete checkpoint.
         ValueError: if it is damaged; it names all files and tensors that are.
     """
-    folder = complete(path)
-    problems, opened = Manifest.read(folder).opened(folder)
-    for files in opened:
-        with files:
-            problems += files.damaged(lambda nbytes: None)
+    problems: list[str] = []
+    nbytes, _ = examine_ours(path, lambda nbytes: lambda done: None, problems)
     if problems:
-        raise ValueError(f"{folder} is damaged:\n\t" + "\n\t".join(problems))
-    return sum(files.nbytes for files in opened)
+        raise ValueError(f"{complete(path)} is damaged:\n\t" + "\n\t".join(problems))
+    return nbytes

@@ -110,7 +110,7 @@ class SafetensorsFiles(TensorReader):
         )
         return hashlib.sha256(json.dumps(places).encode()).hexdigest()
 
-    def damaged(self, advance: Callable[[int], None]) -> Iterator[str]:
+    def damaged(self, advance: Callable[[int], object]) -> Iterator[str]:
         """Yield what is wrong with the tensors, each read once, a block at a time; `advance` is told of the bytes."""
         buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
         for name, tensor in self.tensors.items():
