@@ -1,10 +1,10 @@
 """Checkpoints: folders of safetensors files, of which every rank writes and reads its ranges, without an all-gather.
 
-`writer` writes them, `background` does so while training goes on, and `loader` loads them. Both know from
+`writer` writes them, while training goes on if it should, and `loader` loads them. Both know from
 `model_tensors` and `optim` which ranges a rank has of which tensors. Of a folder, `manifest` has the description,
 `safetensors` the files, `checksums` those of their blocks, `json_values` and `generators` what is no tensor; `folder`
 brings it to its place. `formats` has readers and writers of other libraries' checkpoints, for which ours are one more
-`Source`, and `cli` the command. Whatever reads a file keeps to the rules of `untrusted`.
+`Source`. Whatever reads a file keeps to the rules of `untrusted`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from fsdp.checkpoint import loader, writer
-from fsdp.checkpoint.background import Saver as Saver
 from fsdp.checkpoint.folder import newest as newest
 from fsdp.checkpoint.folder import steps as steps
 from fsdp.checkpoint.json_values import decoded
 from fsdp.checkpoint.loader import Loaded as Loaded
 from fsdp.checkpoint.manifest import Manifest, complete, examine_ours
 from fsdp.checkpoint.writer import Saved as Saved
+from fsdp.checkpoint.writer import Saver as Saver
 from fsdp.distributed.collectives import during
 
 

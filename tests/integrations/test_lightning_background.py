@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp
-from fsdp.checkpoint import background
+from fsdp.checkpoint import writer
 from tests.conftest import LitRanks
 from tests.integrations.test_lightning_training import needs_lightning
 
@@ -126,7 +126,7 @@ def _writing(first: Callable[[], Any]) -> Iterator[None]:
         first()
         return write(place, found, ranks)
 
-    with mock.patch.object(background, "write", writing):
+    with mock.patch.object(writer, "write", writing):
         yield
 
 
