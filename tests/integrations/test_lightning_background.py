@@ -120,7 +120,7 @@ def _fitted(folder: Path, module: Any, epochs: int) -> Any:
 @contextmanager
 def _writing(first: Callable[[], Any]) -> Iterator[None]:
     """Whoever writes in the background does something first, on each rank."""
-    write = background.write
+    write = writer.write
 
     def writing(place: Any, found: Any, ranks: Any) -> Any:
         first()

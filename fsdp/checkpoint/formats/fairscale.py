@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from fsdp.checkpoint.formats.consolidate import Backing, Shard, backings_of, put_together
 from fsdp.checkpoint.formats.optim import ADDED, NamedState, SavedOptimizer, is_single
-from fsdp.checkpoint.formats.rank_files import RankFiles, likely_files
+from fsdp.checkpoint.formats.rank_files import RankFiles, is_in_files
 from fsdp.checkpoint.formats.source import Piece, Source, is_tensor, memory_of
 from fsdp.checkpoint.formats.torch_file import TorchArchive, shown
 from fsdp.checkpoint.formats.trees import DEFAULT, Choices, Paths
@@ -27,12 +26,7 @@ _NAMES = "param_names"
 
 def is_fairscale(path: str | os.PathLike[str]) -> bool:
     """Return whether there are files of ranks at a path, with weights and metadata as FairScale's users save them."""
-    for file in likely_files(path):
-        with suppress(OSError, ValueError):
-            content = TorchArchive(file).content
-            if isinstance(content, Mapping) and any(map(_is_metadata, content.values())):
-                return True
-    return False
+    return is_in_files(path, lambda content: any(map(_is_metadata, content.values())))
 
 
 def open_fairscale(path: Paths, choices: Choices = DEFAULT, *, strict: bool = True) -> Source:

@@ -11,8 +11,7 @@ from fsdp.checkpoint.folder import found as found_ours
 from fsdp.checkpoint.folder import is_left_behind, newest
 from fsdp.checkpoint.formats.dcp import DcpFolder, is_dcp, read_dcp
 from fsdp.checkpoint.formats.fairscale import is_fairscale, open_fairscale
-from fsdp.checkpoint.formats.fsdp1 import has_fsdp1_shards, open_fsdp1
-from fsdp.checkpoint.formats.rank_files import rank_files
+from fsdp.checkpoint.formats.rank_files import has_fsdp1_shards, open_fsdp1, rank_files
 from fsdp.checkpoint.formats.source import Source
 from fsdp.checkpoint.formats.torch_file import TorchArchive, is_torch_file
 from fsdp.checkpoint.formats.trees import DEFAULT, Choices, source_of_tree
