@@ -126,12 +126,71 @@ class Place:
             rotate(self.path, self.keep, self.step)
 
 
+@during("fsdp.save()")
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    step: int | None = None,
+    keep: int | None = None,
+    values: Any = None,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int | None = None,
+    generators: bool = True,
+) -> Saved:
+    """Collective. Save a model, and its optimizer, as files with unsharded tensors, under their FQNs.
+
+    Every rank writes the ranges of its own shards straight into the final files, from the memory that they are in;
+    nothing is all-gathered, and no memory is used but 4 MiB for values that are cast or on an accelerator. Of replicas
+    the first writes; what is not sharded (buffers, ignored parameters) is written by the first rank, and tied
+    parameters under the first of their names. Ranks that do not see the first one's folder send their ranges there, a
+    block at a time.
+
+    The files are written beside `path`, synced to the disk, and then put there. If the save fails or is killed at any
+    moment, the checkpoint that was there is still there. Files of yours in it are copied to the new one.
+
+    Args:
+        path: the folder, written alike on all ranks. One that is a checkpoint, or empty, is replaced.
+        model: wrapped, or with units inside, or plain, which all ranks of the default process group then have alike.
+        optimizer: of the model's parameters, or a list of several, each of its own; None saves none. State with a value
+            for each element of a parameter is saved as tensors of the parameter's shape, numbers and parameter groups
+            by the parameters' names. Of other shapes it is an error.
+        step: save to ``step-00000100`` in the folder `path` instead, which `newest` finds.
+        keep: with `step`, remove all such checkpoints but those of so many highest steps, when this one is there.
+        values: of the first rank: None, numbers, strings, bytes, lists, tuples, dicts, and tensors up to 1 MiB each.
+        dtype: of floating-point parameters; None saves them in their own. Buffers keep theirs.
+        max_file_bytes: begin another file before there are more bytes of tensors in one, as Hugging Face divides models
+            (``model-00001-of-00003.safetensors`` and an index). None makes one file for the model and one for the
+            optimizer.
+        generators: save the states of the random number generators of every rank (Python's, NumPy's, torch's).
+
+    Returns:
+        Where it is, its size, and what was cast.
+
+    Raises:
+        RuntimeError: in a forward or backward, or inside `summon_full_params`; if there are parameters without values;
+            for units with other ranks than the outermost one; on every rank, naming the reason, if another one fails,
+            or if ranks were given different paths, steps or settings.
+        OSError: if this rank cannot write: the disk is full, the folder read-only, the path a file or no checkpoint.
+        TypeError: for `values` of other types; says where. For what is no model, optimizer, number or float dtype.
+        ValueError: for an optimizer of other parameters, or two of the same; for state that is neither of the
+            parameter's shape nor a number; it names parameter, key and shape.
+        NotImplementedError: for `DTensor`s.
+    """
+    place = Place(path, step, keep)
+    found, ranks, units = prepare(place, model, optimizer, values, dtype, max_file_bytes, generators)
+    try:
+        return write(place, found, ranks)
+    finally:
+        release(units)
+
+
 def prepare(
     place: Place,
     model: nn.Module,
     optimizer: Any,
     values: Any,
-    *,
     dtype: torch.dtype | None,
     max_file_bytes: int | None,
     generators: bool,
@@ -144,13 +203,9 @@ def prepare(
         raise ValueError(f"max_file_bytes must be a positive number of bytes or None, got {max_file_bytes}")
     units, everyone = prepared(model, _WHAT)
     ranks = all_ranks(everyone)
-    settings = [
-        os.fspath(place.folder),
-        f"keep={place.keep}",
-        f"generators={bool(generators)}",
-        "no optimizer" if optimizer is None else "an optimizer",
-    ]
-    agree_on(ranks, "places or settings for a checkpoint", ", ".join(settings))
+    given = "no optimizer" if optimizer is None else "an optimizer"
+    settings = f"{place.folder}, keep={place.keep}, generators={bool(generators)}, {given}"
+    agree_on(ranks, "places or settings for a checkpoint", settings)
     require_one_model(units, ranks)
     for unit in outermost_units(model):
         require_values_everywhere(unit, _WHAT)
@@ -442,9 +497,7 @@ class Saver:
         ranks = all_ranks(prepared(model, what)[1])
         done_by_all([ranks], what, self._require_room)
         done_by_all([ranks], "save the last checkpoint", self._finish)
-        found, ranks, units = prepare(
-            place, model, optimizer, values, dtype=dtype, max_file_bytes=max_file_bytes, generators=generators
-        )
+        found, ranks, units = prepare(place, model, optimizer, values, dtype, max_file_bytes, generators)
         found = done_by_all([ranks], "copy its part of a checkpoint", lambda: self._copied(found))
         release(units)
         self._jobs[:] = [_Job(place, found, tuple(comm.apart() for comm in ranks))]

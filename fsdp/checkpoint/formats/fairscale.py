@@ -14,11 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fsdp.checkpoint.formats.consolidate import Backing, Shard, backings_of, put_together
-from fsdp.checkpoint.formats.optim import ADDED, NamedState, SavedOptimizer, is_single
 from fsdp.checkpoint.formats.rank_files import RankFiles, is_in_files
 from fsdp.checkpoint.formats.source import Piece, Source, is_tensor, memory_of
 from fsdp.checkpoint.formats.torch_file import TorchArchive, shown
-from fsdp.checkpoint.formats.trees import DEFAULT, Choices, Paths
+from fsdp.checkpoint.formats.trees import ADDED, DEFAULT, Choices, NamedState, Paths, SavedOptimizer, is_single
 from fsdp.engine.names import clean_name, join
 
 _NAMES = "param_names"

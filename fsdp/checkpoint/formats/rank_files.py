@@ -24,14 +24,6 @@ from typing import Any
 
 import torch
 
-from fsdp.checkpoint.formats.optim import (
-    NamedState,
-    SavedOptimizer,
-    is_optimizer_state,
-    is_single,
-    names_by_key,
-    optimizers_in,
-)
 from fsdp.checkpoint.formats.source import (
     Chunk,
     ChunkedTensor,
@@ -45,7 +37,17 @@ from fsdp.checkpoint.formats.source import (
     memory_of,
 )
 from fsdp.checkpoint.formats.torch_file import Foreign, TorchArchive, is_torch_file, materialised, shown, values_of
-from fsdp.checkpoint.formats.trees import DEFAULT, Choices, Paths
+from fsdp.checkpoint.formats.trees import (
+    DEFAULT,
+    Choices,
+    NamedState,
+    Paths,
+    SavedOptimizer,
+    is_optimizer_state,
+    is_single,
+    names_by_key,
+    optimizers_in,
+)
 from fsdp.checkpoint.json_values import encoded
 from fsdp.engine.boxes import Box
 from fsdp.engine.names import plain_name
