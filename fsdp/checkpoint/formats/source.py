@@ -163,7 +163,14 @@ class OpenFiles:
         if file not in self._open:
             if len(self._open) >= _MOST_OPEN:
                 os.close(self._open.pop(next(iter(self._open))))
-            self._open[file] = _opened(file)
+            fd = descriptor(file.path)
+            if SeenFile.of(file.path, fd) != file:
+                os.close(fd)
+                raise ValueError(
+                    f"{file.path} was changed, or another file was put in its place, after it was looked at: begin "
+                    "anew, when nobody writes it"
+                )
+            self._open[file] = fd
         done = 0
         while done < len(memory):  # the system may read less, as when it is interrupted
             count = os.preadv(self._open[file], [memory[done:]], begin + done)
@@ -183,17 +190,6 @@ class OpenFiles:
         self._last = None
         while self._open:
             os.close(self._open.popitem()[1])
-
-
-def _opened(file: SeenFile) -> int:
-    fd = descriptor(file.path)
-    if SeenFile.of(file.path, fd) != file:
-        os.close(fd)
-        raise ValueError(
-            f"{file.path} was changed, or another file was put in its place, after it was looked at: begin anew, when "
-            "nobody writes it"
-        )
-    return fd
 
 
 class LazyTensor(Protocol):

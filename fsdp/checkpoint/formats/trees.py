@@ -55,7 +55,13 @@ DEFAULT = Choices()
 def source_of_tree(word: str, path: str, tree: Any, choices: Choices) -> Source:
     """Return the source for a tree of mappings and lists with lazy tensors."""
     notes: list[str] = []
-    model_path, optimizer_path = _places(path, tree, choices, notes)
+    if not isinstance(tree, Mapping):
+        raise ValueError(f"{path} holds a {shown(tree)}, and a checkpoint is a dictionary")
+    model_path = _model_place(path, tree, choices, notes)
+    if model_path is None and not any(is_lazy(value) for value in tree.values()):
+        keys = ", ".join(repr(key) for key, value in tree.items() if isinstance(value, Mapping)) or "no dictionaries"
+        raise ValueError(f"{path} has no model under a usual name ({keys}): say which it is (--model-key)")
+    optimizer_path = _optimizer_place(path, tree, choices, () if model_path is None else model_path[:-1])
     model_tree, rest = _model_and_rest(tree, model_path, optimizer_path)
     model, extra = _model(path, model_tree, notes)
     reader = TensorReader(path, model.tensors)
@@ -69,19 +75,8 @@ def source_of_tree(word: str, path: str, tree: Any, choices: Choices) -> Source:
     return Source(word, path, reader, optimizer, optimizer_rest, extra, values, notes=tuple(notes))
 
 
-def _places(path: str, tree: Any, choices: Choices, notes: list[str]) -> tuple[Path | None, Path | None]:
-    """Return the places of model and optimizer: None for a model whose tensors are not in a mapping of their own."""
-    if not isinstance(tree, Mapping):
-        raise ValueError(f"{path} holds a {shown(tree)}, and a checkpoint is a dictionary")
-    model_path = _model_place(path, tree, choices, notes)
-    if model_path is None and not any(is_lazy(value) for value in tree.values()):
-        keys = ", ".join(repr(key) for key, value in tree.items() if isinstance(value, Mapping)) or "no dictionaries"
-        raise ValueError(f"{path} has no model under a usual name ({keys}): say which it is (--model-key)")
-    base = () if model_path is None else model_path[:-1]
-    return model_path, _optimizer_place(path, tree, choices, base)
-
-
 def _model_place(path: str, tree: Any, choices: Choices, notes: list[str]) -> Path | None:
+    """Return where the model is; None if its tensors are not in a mapping of their own."""
     if choices.model_key is not None:
         return _chosen(path, tree, choices.model_key, "--model-key")
     base = _base(tree)
