@@ -309,24 +309,25 @@ def lines(source: Source) -> Iterator[str]:
         for name, each in tensors.items()
     ]
     count = sum(each.shape.numel() for each in tensors.values())
-    yield from _table([("tensor", "shape", "dtype", "bytes"), *rows])
+    table = [("tensor", "shape", "dtype", "bytes"), *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for *texts, number in table:
+        cells = [text.ljust(width) for text, width in zip(texts, widths, strict=False)]
+        yield "  " + "  ".join([*cells, number.rjust(widths[-1])])
     yield f"model: {len(rows):,} tensors, {count:,} elements, {size_text(source.model.nbytes)}"
     if source.extra:
         yield f"extra state of modules: {', '.join(sorted(source.extra))}"
     if source.optimizer is not None:
         yield ""
         yield from _optimizer(source.optimizer, source.optimizer_rest)
-    yield from _values(source)
+    values = decoded(source.values)
+    if isinstance(values, dict):
+        yield from ("", "values:", *(f"  {key}: {short(value)}" for key, value in values.items()))
+    elif values is not None:
+        yield from ("", f"values: {short(values)}")
     if source.notes:
         yield ""
         yield from (f"note: {note}" for note in source.notes)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [text.ljust(width) for text, width in zip(row[:-1], widths, strict=False)]
-        yield "  " + "  ".join([*cells, row[-1].rjust(widths[-1])])
 
 
 def _optimizer(reader: TensorReader, rest: Mapping[str, Any]) -> Iterator[str]:
@@ -355,18 +356,6 @@ def _summary(kinds: Sequence[Kind]) -> str:
     return texts[0] if len(texts) == 1 else f"{len(texts)} different values, {texts[0]} first"
 
 
-def _values(source: Source) -> Iterator[str]:
-    values = decoded(source.values)
-    if values is None:
-        return
-    yield ""
-    if isinstance(values, dict):
-        yield "values:"
-        yield from (f"  {key}: {short(value)}" for key, value in values.items())
-    else:
-        yield f"values: {short(values)}"
-
-
 def _verify(args: argparse.Namespace, choices: Choices) -> int:
     found = format_of(args.path, args.format)
     with Progress("verifying") as progress:
@@ -393,7 +382,12 @@ def _convert(args: argparse.Namespace, choices: Choices) -> int:
             tied = {**(source.aliases if word in ("torch", "dcp") else {}), **dict(args.tied)}
             only = "model" if word == "safetensors" else args.only
             content = content_of(source, dtype, only, tied)
-            _require_order(source, args.by_number)
+            if args.by_number and not source.is_in_order:
+                raise ValueError(
+                    f"{source.path} does not say in which order the model has the parameters of different units, so "
+                    "that their numbers are not known: leave --by-number out, and rekey the optimizer's state with the "
+                    "model (fsdp.optim_utils.rekey_optim_state_dict)"
+                )
         except ValueError as error:
             raise UsageError(str(error)) from None
         for note in (*source.notes, *_lost(source, word)):
@@ -427,26 +421,12 @@ def _require_sense(args: argparse.Namespace, word: str) -> None:
         raise UsageError("--dtype and --tied are about the model, and --only optimizer leaves it out")
 
 
-def _require_order(source: Source, by_number: bool) -> None:
-    """Raise ValueError if numbers are wanted, and nobody knows them."""
-    if by_number and not source.is_in_order:
-        raise ValueError(
-            f"{source.path} does not say in which order the model has the parameters of different units, so that their "
-            "numbers are not known: leave --by-number out, and rekey the optimizer's state with the model "
-            "(fsdp.optim_utils.rekey_optim_state_dict)"
-        )
-
-
 def _lost(source: Source, word: str) -> Iterator[str]:
     """Yield notes on what the format has no place for."""
     if word == "safetensors":
-        lost = (
-            ("the optimizer", source.optimizer is not None),
-            ("extra state of modules", bool(source.extra)),
-            ("values", source.values is not None),
-        )
-        names = [what for what, is_there in lost if is_there]
-        if names:
+        has = {"the optimizer": source.optimizer is not None, "extra state of modules": bool(source.extra)}
+        has |= {"values": source.values is not None}
+        if names := [what for what, is_there in has.items() if is_there]:
             yield f"left out, since safetensors files have no place for it: {', '.join(names)}"
     if word != "fsdp" and source.generators is not None:
         yield "left out: the states of random number generators, which only fsdp has"

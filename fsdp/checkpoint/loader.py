@@ -31,7 +31,7 @@ from fsdp.checkpoint.model_tensors import (
     size_of,
     tensors_in,
 )
-from fsdp.checkpoint.optim import StatePlan, give_state, plan_state, read_state
+from fsdp.checkpoint.optim import give_state, plan_state, read_state
 from fsdp.checkpoint.safetensors import CheckedFiles, SafetensorsFiles
 from fsdp.checkpoint.untrusted import readable, reading
 from fsdp.distributed.collectives import during
@@ -168,7 +168,8 @@ def load(
                 problems.append(f"{what}: {readable(', '.join(sorted(names)))}")
         plan = None
         if optimizer is not None:
-            plan = done_by_all(everyone, f"load {source.path}", lambda: _plan(optimizer, source, model, units))
+            named = partial(named_tensors, model, units)
+            plan = done_by_all(everyone, f"load {source.path}", lambda: plan_state(optimizer, named(), source))
             problems += plan.problems
         problem = RuntimeError(does_not_fit(source.path, model, problems)) if problems else None
         agree_on_outcome(everyone, f"load {source.path}", problem)
@@ -184,12 +185,6 @@ def load(
     if states is not None:
         states.set()
     return Loaded(Path(source.path), decoded(source.values), missing, unexpected, states is not None, source.world_size)
-
-
-def _plan(optimizer: Any, source: Source, model: nn.Module, units: Sequence[Unit]) -> StatePlan:
-    if source.optimizer is None:
-        raise ValueError(f"{source.path} has no optimizer in it: load it without one")
-    return plan_state(optimizer, named_tensors(model, units), source.optimizer, source.optimizer_rest)
 
 
 def _opened(path: str | os.PathLike[str], everyone: Sequence[Ranks], with_optimizer: bool) -> Source:

@@ -310,6 +310,10 @@ class Part:
     start: int
     values: Tensor | Stored
 
+    def extent(self, dtype: torch.dtype) -> tuple[int, int]:
+        """Return which bytes of the tensor they are if it is of this dtype."""
+        return self.start * dtype.itemsize, (self.start + self.values.numel()) * dtype.itemsize
+
     def chunks(self, dtype: torch.dtype) -> Iterator[tuple[int, memoryview]]:
         """Yield the number of a first byte, and bytes from there on to the border of a block.
 
@@ -320,7 +324,7 @@ class Part:
         group = BLOCK_BYTES * size // min(size, values.dtype.itemsize) if isinstance(values, Stored) else BLOCK_BYTES
         is_ready = isinstance(values, Tensor) and values.device.type == "cpu" and values.dtype == dtype
         buffer = torch.empty(0 if is_ready else min(group // size, values.numel()), dtype=dtype, device="cpu")
-        for begin, end in spans(self.start * size, (self.start + values.numel()) * size, group):
+        for begin, end in spans(*self.extent(dtype), group):
             first, last = begin // size - self.start, end // size - self.start
             if isinstance(values, Stored):
                 chunk = buffer[: last - first]

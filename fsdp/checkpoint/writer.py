@@ -323,7 +323,8 @@ class Senders:
     def __init__(self, ranks: Ranks, entries: Sequence[Entry], folder: str) -> None:
         self._comm = ranks[0].for_device(ranks[0].talk_device)
         self._own = number_among(ranks)
-        heard = [pickle.loads(each) for each in from_everyone(ranks, pickle.dumps(_extents(entries)))]
+        extents = {entry.name: [part.extent(entry.dtype) for part in entry.parts] for entry in entries if entry.parts}
+        heard = [pickle.loads(each) for each in from_everyone(ranks, pickle.dumps(extents))]
         self.ranks: dict[int, _Extents] = {rank: extents for rank, extents in enumerate(heard) if extents}
         for rank in self.ranks:
             if rank >= self._comm.world_size:
@@ -334,17 +335,16 @@ class Senders:
 
     def send(self, destination: Destination, files: Sequence[PlannedFile], entries: Sequence[Entry]) -> list[Fragment]:
         """Collective. Have the first rank write what all senders have; return the checksums of what was sent."""
-        if self._own in self.ranks:
-            return [self._send_block(entry.name, *block) for entry in entries for block in entry.chunks()]
+        sent: list[Fragment] = []
+        for entry in entries if self._own in self.ranks else ():
+            for begin, memory in entry.chunks():
+                chunk = torch.frombuffer(memory, dtype=torch.uint8).to(self._comm.talk_device)
+                self._comm.exchange({}, {0: [chunk]}, _SENT, "checkpoint").wait()
+                self._comm.settle()  # the memory is used for the next one
+                sent.append(fragment(entry.name, begin, memory))
         if self._own == 0:
             self._receive(destination.folder, files)
-        return []
-
-    def _send_block(self, name: str, begin: int, memory: memoryview) -> Fragment:
-        chunk = torch.frombuffer(memory, dtype=torch.uint8).to(self._comm.talk_device)
-        self._comm.exchange({}, {0: [chunk]}, _SENT, "checkpoint").wait()
-        self._comm.settle()  # the memory is used for the next one
-        return fragment(name, begin, memory)
+        return sent
 
     def _receive(self, folder: str, files: Sequence[PlannedFile]) -> None:
         """Write what arrives, or drop it after the first error, since the others cannot know of that."""
@@ -369,22 +369,9 @@ class Senders:
     def _chunks(self, names: Collection[str]) -> Iterator[tuple[int, str, int, int]]:
         """Yield what arrives, in its order: the rank, the tensor, and which bytes of it."""
         for rank, extents in self.ranks.items():
-            for name, parts in extents.items():
-                if name in names:
-                    for begin, end in parts:
-                        for start, stop in spans(begin, end):
-                            yield rank, name, start, stop
-
-
-def _extents(entries: Sequence[Entry]) -> _Extents:
-    return {
-        entry.name: [
-            (part.start * entry.dtype.itemsize, (part.start + part.values.numel()) * entry.dtype.itemsize)
-            for part in entry.parts
-        ]
-        for entry in entries
-        if entry.parts
-    }
+            for name in (name for name in extents if name in names):
+                for extent in extents[name]:
+                    yield from ((rank, name, *span) for span in spans(*extent))
 
 
 class _Job:

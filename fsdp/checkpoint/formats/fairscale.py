@@ -10,7 +10,7 @@ tensors in the parameters' shapes, under numbers, which count the parameters in 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdp.checkpoint.formats.consolidate import Backing, Shard, backings_of, put_together
@@ -36,10 +36,20 @@ def open_fairscale(path: Paths, choices: Choices = DEFAULT, *, strict: bool = Tr
     ranks = RankFiles(path, choices)
     shards, keys = zip(*map(_shard_in, ranks.files), strict=True)
     is_whole = len(shards) == 1 and not any(shards[0].has(key) for key, _, _ in shards[0].backings())
-    found = dict(_whole(shards[0])) if is_whole else put_together(shards, True, strict)
+    found: dict[str, Any] = {}
+    if is_whole:  # they were not sharded when they were saved, as fairseq does by default; tied ones are one
+        known: dict[Any, Any] = {}
+        for key, value in shards[0].weights.items():
+            found[clean_name(key)] = known.setdefault(memory_of(value), value)
+    else:
+        found = put_together(shards, True, strict)
     order, is_in_order = _order(shards[0])
     saved = ranks.optimizers(_is_full)
-    state = _state_of(saved, shards, choices.param_order) if saved else None
+    state = NamedState(str(saved[0])) if saved else None
+    if state is not None and _is_full(saved[0]):
+        _add_full(state, saved[0], shards[0])
+    elif state is not None:
+        _add_local(state, saved, shards, choices.param_order)
     size = None if is_whole else len(shards)
     values = ranks.values(keys[0])
     return ranks.source("fairscale", found, saved, state, values, order, world_size=size, is_in_order=is_in_order)
@@ -84,13 +94,6 @@ def _fits(value: Any, metadata: Mapping[str, Any]) -> bool:
     )
 
 
-def _whole(shard: Shard) -> Iterator[tuple[str, Any]]:
-    """Yield weights that were not sharded when they were saved, as fairseq does by default; tied ones as one."""
-    known: dict[Any, Any] = {}
-    for key, value in shard.weights.items():
-        yield clean_name(key), known.setdefault(memory_of(value), value)
-
-
 def _order(shard: Shard) -> tuple[dict[str, int], bool]:
     """Return the places of tensors in the order of the modules, and whether it is known.
 
@@ -106,16 +109,6 @@ def _order(shard: Shard) -> tuple[dict[str, int], bool]:
 def _is_full(saved: SavedOptimizer) -> bool:
     """Return whether it is FairScale's full dictionary."""
     return all(key in saved.content for key in ADDED)
-
-
-def _state_of(saved: Sequence[SavedOptimizer], shards: Sequence[Shard], order: Sequence[str] | None) -> NamedState:
-    """Return the state by names, of the full dictionary or all ranks'; `order` has the keys of the shards."""
-    state = NamedState(str(saved[0]))
-    if _is_full(saved[0]):
-        _add_full(state, saved[0], shards[0])
-    else:
-        _add_local(state, saved, shards, order)
-    return state
 
 
 def _add_full(state: NamedState, saved: SavedOptimizer, shard: Shard) -> None:

@@ -72,10 +72,6 @@ def _examine_archives(
     return nbytes, "all can be read; there are no checksums, since it was saved without them"
 
 
-def _examine_torch(path: str, start: Start, problems: list[str]) -> tuple[int, str]:
-    return _examine_archives([partial(TorchArchive, path)], os.path.getsize(path), start, problems)
-
-
 def _examine_ranks(path: str, start: Start, problems: list[str]) -> tuple[int, str]:
     files = rank_files(path)
     archives = [partial(TorchArchive, file) for file in files]
@@ -118,7 +114,7 @@ FORMATS = (
         "a file of torch.save",
         lambda path: os.path.isfile(path) and is_torch_file(path),
         lambda path, choices: source_of_tree("torch", path, TorchArchive(path).content, choices),
-        _examine_torch,
+        lambda path, *how: _examine_archives([partial(TorchArchive, path)], os.path.getsize(path), *how),
     ),
     Format(
         "safetensors",

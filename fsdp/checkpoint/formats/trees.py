@@ -62,7 +62,12 @@ def source_of_tree(word: str, path: str, tree: Any, choices: Choices) -> Source:
         keys = ", ".join(repr(key) for key, value in tree.items() if isinstance(value, Mapping)) or "no dictionaries"
         raise ValueError(f"{path} has no model under a usual name ({keys}): say which it is (--model-key)")
     optimizer_path = _optimizer_place(path, tree, choices, () if model_path is None else model_path[:-1])
-    model_tree, rest = _model_and_rest(tree, model_path, optimizer_path)
+    rest = _without(tree, [model_path, optimizer_path])
+    if model_path is not None:
+        model_tree = _at(tree, model_path)
+    else:
+        model_tree = {key: value for key, value in rest.items() if is_lazy(value) or str(key).endswith(_EXTRA)}
+        rest = {key: value for key, value in rest.items() if key not in model_tree}
     model, extra = _model(path, model_tree, notes)
     reader = TensorReader(path, model.tensors)
     optimizer, optimizer_rest = None, None
@@ -135,14 +140,6 @@ def _at(tree: Any, path: Path) -> Any:
     for key in path:
         tree = tree[key]
     return tree
-
-
-def _model_and_rest(tree: Any, model_path: Path | None, optimizer_path: Path | None) -> tuple[Any, Any]:
-    if model_path is not None:
-        return _at(tree, model_path), _without(tree, [model_path, optimizer_path])
-    rest = _without(tree, [optimizer_path])
-    model = {key: value for key, value in rest.items() if is_lazy(value) or str(key).endswith(_EXTRA)}
-    return model, {key: value for key, value in rest.items() if key not in model}
 
 
 def _without(tree: Any, paths: Sequence[Path | None]) -> Any:
