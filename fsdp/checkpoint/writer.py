@@ -405,17 +405,15 @@ class _Job:
         if error is not None:
             raise error
 
-    def report(self) -> None:
-        """Print what it raised, since nobody will ask any more."""
-        self._thread.join()
-        if self._error is not None:
-            print("fsdp: a checkpoint could not be saved:", file=sys.stderr)
-            traceback.print_exception(self._error)
-
 
 def _report(jobs: list[_Job]) -> None:
-    for job in jobs:
-        job.report()
+    """Print what the last job raised, since nobody will ask any more."""
+    try:
+        for job in jobs:
+            job.finish()
+    except BaseException:  # noqa: BLE001
+        print("fsdp: a checkpoint could not be saved:", file=sys.stderr)
+        traceback.print_exc()
 
 
 class Saver:
