@@ -133,7 +133,12 @@ def _read_header(path: str) -> tuple[dict[str, StridedTensor], dict[str, str]]:
                 f"{path} is no whole safetensors file: its {size} bytes cannot hold a header of {length} bytes "
                 f"(at most {_MAX_HEADER})"
             )
-        header = _parsed(path, file.read(length))
+        try:
+            header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is no safetensors file: its header cannot be read: {error}") from None
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} is no safetensors file: its header is no JSON object")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise ValueError(f"{path}: __metadata__ of a safetensors file must map strings to strings")
@@ -141,16 +146,6 @@ def _read_header(path: str) -> tuple[dict[str, StridedTensor], dict[str, str]]:
     tensors = {name: _stored(seen, name, entry, first) for name, entry in header.items()}
     _check_places(path, tensors, first, size)
     return tensors, metadata
-
-
-def _parsed(path: str, text: bytes) -> dict[str, Any]:
-    try:
-        header = json.loads(text, object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no safetensors file: its header cannot be read: {error}") from None
-    if not isinstance(header, dict):
-        raise ValueError(f"{path} is no safetensors file: its header is no JSON object")
-    return header
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

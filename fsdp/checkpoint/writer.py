@@ -21,7 +21,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -267,27 +267,26 @@ def write(place: Place, found: Plan, ranks: Ranks) -> Saved:
     """Collective. Have a checkpoint at a place, or what was there before if that raises an error."""
     destination = Destination(place.folder)
     is_first = number_among(ranks) == 0
+
+    def on_first(what: str, job: Callable[[], None]) -> None:
+        done_by_all([ranks], what, job if is_first else lambda: None)
+
+    def begin() -> None:
+        destination.begin()
+        for each in found.sets:
+            each.create(destination.folder)
+
     try:
-        done_by_all([ranks], f"make {destination.folder}", lambda: _begin(destination, found) if is_first else None)
+        on_first(f"make {destination.folder}", begin)
         fragments = _written(destination, found, ranks)
         heard = [pickle.loads(each) for each in from_everyone(ranks, pickle.dumps((fragments, found.generators)))]
-        done_by_all(
-            [ranks],
-            f"complete {destination.path}",
-            lambda: destination.commit(_manifest(found, ranks, heard)) if is_first else None,
-        )
-        done_by_all([ranks], f"remove old checkpoints from {place.path}", lambda: place.tidy() if is_first else None)
+        on_first(f"complete {destination.path}", lambda: destination.commit(_manifest(found, ranks, heard)))
+        on_first(f"remove old checkpoints from {place.path}", place.tidy)
     except BaseException:
         if is_first:
             destination.abandon()
         raise
     return Saved(Path(destination.path), found.nbytes, found.cast)
-
-
-def _begin(destination: Destination, found: Plan) -> None:
-    destination.begin()
-    for each in found.sets:
-        each.create(destination.folder)
 
 
 def _written(destination: Destination, found: Plan, ranks: Ranks) -> list[list[Fragment]]:
