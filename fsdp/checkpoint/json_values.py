@@ -45,7 +45,7 @@ def encoded(value: Any, where: str) -> Any:
         items = [encoded(each, f"{where}[{number}]") for number, each in enumerate(value)]
         return items if isinstance(value, list) else {_TUPLE: items}
     if isinstance(value, dict):
-        pairs = [(key, encoded(each, f"{where}[{key!r}]")) for key, each in value.pairs()]
+        pairs = [(key, encoded(each, f"{where}[{key!r}]")) for key, each in value.items()]
         if all(isinstance(key, str) and not key.startswith("~") for key in value):
             return {str(key): each for key, each in pairs}
         return {_DICT: [[encoded(key, f"a key of {where}"), each] for key, each in pairs]}
