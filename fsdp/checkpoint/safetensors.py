@@ -366,22 +366,19 @@ def plan(entries: Sequence[Entry], stem: str, max_file_bytes: int | None = None)
     A new file begins before there are more than `max_file_bytes` of tensors in one; one tensor may be larger. Several
     have an index behind them.
     """
-    names = [entry.name for entry in entries]
-    twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
-    if twice is not None:
-        raise ValueError(f"two tensors have the name {twice}: a file can hold one of them")
+    if twice := [name for name, count in Counter(entry.name for entry in entries).items() if count > 1]:
+        raise ValueError(f"two tensors have the name {twice[0]}: a file can hold one of them")
     for entry in entries:
         if entry.dtype not in KINDS:
             raise TypeError(f"{entry.name} is of {entry.dtype}, which safetensors files cannot hold")
     bundles: list[list[Entry]] = [[]]
-    room = max_file_bytes
+    filled = 0
     for entry in entries:
-        if room is not None and max_file_bytes is not None:
-            if bundles[-1] and entry.nbytes > room:
-                bundles.append([])
-                room = max_file_bytes
-            room -= entry.nbytes
+        if max_file_bytes is not None and bundles[-1] and filled + entry.nbytes > max_file_bytes:
+            bundles.append([])
+            filled = 0
         bundles[-1].append(entry)
+        filled += entry.nbytes
     if len(bundles) == 1:
         return [_planned(f"{stem}{SUFFIX}", entries)]
     files = [
