@@ -3,8 +3,8 @@
 __version__ = "0.1.0"
 
 from fsdp import checkpoint, optim_utils, state_dict_utils
-from fsdp.checkpoint import load, save
-from fsdp.checkpoint.loader import load_safetensors
+from fsdp.checkpoint.loader import load, load_safetensors
+from fsdp.checkpoint.writer import save
 from fsdp.distributed.collectives import use_torch_collectives
 from fsdp.distributed.comm_hooks import bf16_compress_hook
 from fsdp.distributed.watchdog import set_watchdog

@@ -111,10 +111,11 @@ class _Lock:
                 return False
             except OSError:
                 pass  # a file system without locks
-            if _is_at(fd, self._path):
-                self._fd = fd
-            else:
-                os.close(fd)  # whoever had it has removed it since
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), os.stat(self._path)):
+                    self._fd = fd
+                    return True
+            os.close(fd)  # whoever had it has removed it since
         return True
 
     def release(self) -> None:
@@ -127,14 +128,6 @@ class _Lock:
             fcntl.flock(self._fd, fcntl.LOCK_UN)  # closing is not enough if the process was forked since
         os.close(self._fd)
         self._fd = None
-
-
-def _is_at(fd: int, path: str) -> bool:
-    """Return whether an open file is the one at a path."""
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
-    except FileNotFoundError:
-        return False
 
 
 class Destination:
@@ -223,18 +216,14 @@ class Destination:
     def abandon(self) -> None:
         """Put the old one back and remove what was written, as far as can be, after a save that has failed."""
         try:
-            if self._token:
-                self._put_back()
+            with suppress(OSError):
+                if self._token and not os.path.lexists(self.path) and _is_complete(self.path + REPLACED):
+                    os.rename(self.path + REPLACED, self.path)
+                is_the_only_one = _is_complete(self.folder) and not _is_complete(self.path)
+                if self._token and self.token in (self._token, b"") and not is_the_only_one:
+                    remove(self.folder)
         finally:
             self._lock.release()
-
-    def _put_back(self) -> None:
-        with suppress(OSError):
-            if not os.path.lexists(self.path) and _is_complete(self.path + REPLACED):
-                os.rename(self.path + REPLACED, self.path)
-            is_the_only_one = _is_complete(self.folder) and not _is_complete(self.path)
-            if self.token in (self._token, b"") and not is_the_only_one:
-                remove(self.folder)
 
 
 def remove(folder: str) -> None:

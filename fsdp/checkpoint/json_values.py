@@ -45,21 +45,16 @@ def encoded(value: Any, where: str) -> Any:
         items = [encoded(each, f"{where}[{number}]") for number, each in enumerate(value)]
         return items if isinstance(value, list) else {_TUPLE: items}
     if isinstance(value, dict):
-        return _encoded_dict(value, where)
+        pairs = [(key, encoded(each, f"{where}[{key!r}]")) for key, each in value.items()]
+        if all(isinstance(key, str) and not key.startswith("~") for key in value):
+            return {str(key): each for key, each in pairs}
+        return {_DICT: [[encoded(key, f"a key of {where}"), each] for key, each in pairs]}
     if isinstance(value, Tensor):
         return {_TENSOR: _encoded_tensor(value, where)}
     raise TypeError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint holds None, numbers, strings, "
         "bytes, lists, tuples, dicts and small tensors besides the model and the optimizer. Save what it is made of."
     )
-
-
-def _encoded_dict(value: dict[Any, Any], where: str) -> Any:
-    if all(isinstance(key, str) and not key.startswith("~") for key in value):
-        return {str(key): encoded(each, f"{where}[{key!r}]") for key, each in value.items()}
-    return {
-        _DICT: [[encoded(key, f"a key of {where}"), encoded(each, f"{where}[{key!r}]")] for key, each in value.items()]
-    }
 
 
 def _encoded_tensor(value: Tensor, where: str) -> list[Any]:

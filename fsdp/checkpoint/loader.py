@@ -31,7 +31,7 @@ from fsdp.checkpoint.model_tensors import (
     size_of,
     tensors_in,
 )
-from fsdp.checkpoint.optim import StatePlan, give_state, plan_state, read_state
+from fsdp.checkpoint.optim import give_state, plan_state, read_state
 from fsdp.checkpoint.safetensors import CheckedFiles, SafetensorsFiles
 from fsdp.checkpoint.untrusted import readable, reading
 from fsdp.distributed.collectives import during
@@ -114,13 +114,47 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
     return _IncompatibleKeys(missing, unexpected)
 
 
-def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, strict: bool, generators: bool) -> Loaded:
-    """Collective. Load a checkpoint: see `fsdp.checkpoint.load`."""
+@during("fsdp.load()")
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    strict: bool = True,
+    generators: bool = True,
+) -> Loaded:
+    """Collective. Load a checkpoint, saved by any number of ranks, each rank reading only what it keeps.
+
+    As `fsdp.load_safetensors`; besides, every byte that is read is compared with the checksums of the checkpoint.
+
+    Folders of ``torch.distributed.checkpoint`` are loaded as well, by ranges, but they have no such checksums: a model
+    under ``model`` or by itself, and an optimizer under ``optimizer`` (docs/command_line.md has the rules).
+
+    Args:
+        path: its folder. What a save that was killed has left beside it is found, too.
+        model: with units, or without; not a part of a wrapped module.
+        optimizer: of the model's parameters, or a list of several, in groups as they were when it was saved; they get
+            the saved settings. None leaves out what the checkpoint has of one.
+        strict: raise for missing and unexpected keys of the model. An optimizer fits or does not.
+        generators: have this rank's random number generators go on from where they were saved, if there are as many
+            ranks now.
+
+    Returns:
+        The values that were saved with it, its step, and what was missing.
+
+    Raises:
+        FileNotFoundError: if there is no complete checkpoint at `path`.
+        RuntimeError: for all that does not fit, together, before anything is changed; in a forward or backward, or
+            inside `summon_full_params`; on every rank, naming the reason, if another one fails.
+        ValueError: if a file is damaged; it names the file and the tensor. Parameters and state may have been read by
+            then: load another checkpoint. If an optimizer is given, and the checkpoint has none.
+        OSError: if a file cannot be read.
+    """
     units, everyone = prepared(model, "load a checkpoint")
-    settings = [f"strict={bool(strict)}", f"generators={bool(generators)}"]
-    settings += ["no optimizer" if optimizer is None else "an optimizer"]
+    given = "no optimizer" if optimizer is None else "an optimizer"
     for ranks in everyone:
-        agree_on(ranks, "settings to load a checkpoint", ", ".join(settings))
+        settings = f"strict={bool(strict)}, generators={bool(generators)}, {given}"
+        agree_on(ranks, "settings to load a checkpoint", settings)
     with closing(_opened(path, everyone, optimizer is not None)) as source:
         states = None
         if generators:
@@ -128,10 +162,14 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
         targets = tensors_in(model, units)
         missing, unexpected, problems = misfits(targets, source.model, strict)
         extra = extra_states(model)
-        problems += _extra_problems(extra, source) if strict else []
+        both = {"missing": extra.keys() - source.extra.keys(), "unexpected": source.extra.keys() - extra.keys()}
+        for what, names in both.items():
+            if strict and names:
+                problems.append(f"{what}: {readable(', '.join(sorted(names)))}")
         plan = None
         if optimizer is not None:
-            plan = done_by_all(everyone, f"load {source.path}", lambda: _plan(optimizer, source, model, units))
+            named = partial(named_tensors, model, units)
+            plan = done_by_all(everyone, f"load {source.path}", lambda: plan_state(optimizer, named(), source))
             problems += plan.problems
         problem = RuntimeError(does_not_fit(source.path, model, problems)) if problems else None
         agree_on_outcome(everyone, f"load {source.path}", problem)
@@ -147,18 +185,6 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Any, *, stri
     if states is not None:
         states.set()
     return Loaded(Path(source.path), decoded(source.values), missing, unexpected, states is not None, source.world_size)
-
-
-def _extra_problems(extra: Mapping[str, nn.Module], source: Source) -> list[str]:
-    missing, unexpected = extra.keys() - source.extra.keys(), source.extra.keys() - extra.keys()
-    both = ((missing, "missing"), (unexpected, "unexpected"))
-    return [f"{what}: {readable(', '.join(sorted(names)))}" for names, what in both if names]
-
-
-def _plan(optimizer: Any, source: Source, model: nn.Module, units: Sequence[Unit]) -> StatePlan:
-    if source.optimizer is None:
-        raise ValueError(f"{source.path} has no optimizer in it: load it without one")
-    return plan_state(optimizer, named_tensors(model, units), source.optimizer, source.optimizer_rest)
 
 
 def _opened(path: str | os.PathLike[str], everyone: Sequence[Ranks], with_optimizer: bool) -> Source:

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,19 +153,6 @@ class Manifest:
         rest = (content[key] for key in ("optimizer_rest", "extra", "generators", "values"))
         return cls(content["world_size"], model, optimizer, *rest)
 
-    def opened(self, folder: str) -> tuple[list[str], list[CheckedFiles]]:
-        """Return what is wrong with the files in a folder, but for their tensors; and those that are not damaged."""
-        problems, opened = [], []
-        for each in filter(None, (self.model, self.optimizer)):
-            found = list(each.damaged_heads(folder))
-            problems += found
-            try:
-                opened += [] if found else [each.opened_in(folder)]
-            except (ValueError, OSError) as error:
-                problems.append(str(error))
-        return problems, opened
-
-
 def _text(content: Any) -> str:
     return json.dumps(content, separators=(",", ":"))
 
@@ -232,6 +219,31 @@ def read_ours(path: str | os.PathLike[str], *, with_optimizer: bool = True) -> S
         generators=manifest.generators,
         identity=hashlib.sha256(manifest.to_bytes()).hexdigest(),  # of the values as well
     )
+
+
+def examine_ours(
+    path: str | os.PathLike[str], start: Callable[[int], Callable[[int], object]], problems: list[str]
+) -> tuple[int, str]:
+    """Read a folder of `fsdp.save` from end to end, and add all that is wrong to `problems`.
+
+    Returns:
+        The number of bytes of its tensors, of which `start` is told before they are read, and what is known then.
+    """
+    folder = complete(path)
+    manifest, opened = Manifest.read(folder), []
+    for each in filter(None, (manifest.model, manifest.optimizer)):
+        found = list(each.damaged_heads(folder))
+        problems += found
+        try:
+            opened += [] if found else [each.opened_in(folder)]
+        except (ValueError, OSError) as error:
+            problems.append(str(error))
+    nbytes = sum(files.nbytes for files in opened)
+    advance = start(nbytes)
+    for files in opened:
+        with files:
+            problems += files.damaged(advance)
+    return nbytes, "all is what its checksums say"
 
 
 def complete(path: str | os.PathLike[str]) -> str:

@@ -35,9 +35,12 @@ class SlotTensor:
     """A sharded parameter."""
 
     names: list[str]
-    aliases: list[str]  # it may be stored under these, too
     handle: FlatParamHandle
     slot: int
+
+    @property
+    def aliases(self) -> list[str]:
+        return _aliases_of(self.names)
 
     @property
     def shape(self) -> torch.Size:
@@ -84,9 +87,12 @@ class UnshardedTensor:
     """A buffer, or a parameter that is not sharded."""
 
     names: list[str]
-    aliases: list[str]
     places: list[tuple[dict[str, Any], str]]  # in `_buffers`, or `_parameters`, of modules
     device: torch.device  # for one that has no memory yet
+
+    @property
+    def aliases(self) -> list[str]:
+        return _aliases_of(self.names)
 
     @property
     def tensor(self) -> Tensor:
@@ -170,24 +176,16 @@ def prepared(model: nn.Module, what: str) -> tuple[list[Unit], list[Ranks]]:
 
 
 def tensors_in(model: nn.Module, units: Sequence[Unit]) -> list[Target]:
-    """Return all that files have of a model."""
-    return [*sharded_tensors(model, units), *unsharded_tensors(model, units)]
-
-
-def sharded_tensors(model: nn.Module, units: Sequence[Unit]) -> Iterator[SlotTensor]:
-    """Yield each parameter that units took, with all of its names."""
-    paths = paths_in(model)
-    for handle in handles_of(units):
-        for slot, places in enumerate(handle.places):
-            names = [path + place.name for place in places for path in paths.get(place.module, ())]
-            yield SlotTensor(*_with_aliases(names), handle, slot)
-
-
-def unsharded_tensors(model: nn.Module, units: Sequence[Unit]) -> Iterator[UnshardedTensor]:
-    """Yield each tensor that is not sharded once, with all of its names."""
+    """Return all that files have of a model: what units took, and what is not sharded, each once with all its names."""
+    paths_of = paths_in(model)
+    sharded = [
+        SlotTensor([path + place.name for place in places for path in paths_of.get(place.module, ())], handle, slot)
+        for handle in handles_of(units)
+        for slot, places in enumerate(handle.places)
+    ]
     devices = {module: unit.device for unit in units for module in own_modules(unit.module)}
-    found: dict[int, tuple[list[str], list[tuple[dict[str, Any], str]], torch.device]] = {}
-    for module, paths in paths_in(model).items():
+    others: dict[int, UnshardedTensor] = {}
+    for module, paths in paths_of.items():
         buffers = {
             name: each for name, each in module._buffers.items() if name not in module._non_persistent_buffers_set
         }
@@ -199,11 +197,10 @@ def unsharded_tensors(model: nn.Module, units: Sequence[Unit]) -> Iterator[Unsha
                     )
                 if tensor is not None and not is_ours(tensor):
                     device = devices.get(module, torch.device("cpu"))
-                    names, places, _ = found.setdefault(id(tensor), ([], [], device))
-                    names += [path + name for path in paths]
-                    places.append((entries, name))
-    for names, places, device in found.values():
-        yield UnshardedTensor(*_with_aliases(names), places, device)
+                    target = others.setdefault(id(tensor), UnshardedTensor([], [], device))
+                    target.names += [path + name for path in paths]
+                    target.places.append((entries, name))
+    return [*sharded, *others.values()]
 
 
 def extra_states(model: nn.Module) -> dict[str, nn.Module]:
@@ -224,9 +221,9 @@ def paths_in(model: nn.Module) -> dict[nn.Module, list[str]]:
     return paths
 
 
-def _with_aliases(names: list[str]) -> tuple[list[str], list[str]]:
-    # Parts of names that torch's wrappers add, and files do not have.
-    return names, [name for name in map(plain_name, names) if name not in names]
+def _aliases_of(names: list[str]) -> list[str]:
+    """Return further names under which a tensor may be stored: without what torch's wrappers add, and files lack."""
+    return [name for name in map(plain_name, names) if name not in names]
 
 
 def handles_of(units: Sequence[Unit]) -> list[FlatParamHandle]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.checkpoint.formats.source import TensorReader
+from fsdp.checkpoint.formats.source import Source, TensorReader
 from fsdp.checkpoint.json_values import decoded, encoded
 from fsdp.checkpoint.model_tensors import SlotTensor, Target, parts_of
 from fsdp.checkpoint.safetensors import DTYPES, KINDS, Entry
@@ -239,8 +239,11 @@ class StatePlan:
     problems: list[str]
 
 
-def plan_state(given: Any, tensors: Mapping[str, Target], files: TensorReader, rest: Any) -> StatePlan:
+def plan_state(given: Any, tensors: Mapping[str, Target], source: Source) -> StatePlan:
     """Return what an optimizer, or several, are to get of a checkpoint, and what does not fit."""
+    files, rest = source.optimizer, source.optimizer_rest
+    if files is None:
+        raise ValueError(f"{source.path} has no optimizer in it: load it without one")
     optimizers = Optimizers(given)
     groups = params_in(optimizers, tensors)
     saved_in = {name: number for number, group in enumerate(rest["groups"]) for name in group["params"]}

@@ -110,7 +110,7 @@ class SafetensorsFiles(TensorReader):
         )
         return hashlib.sha256(json.dumps(places).encode()).hexdigest()
 
-    def damaged(self, advance: Callable[[int], None]) -> Iterator[str]:
+    def damaged(self, advance: Callable[[int], object]) -> Iterator[str]:
         """Yield what is wrong with the tensors, each read once, a block at a time; `advance` is told of the bytes."""
         buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8)
         for name, tensor in self.tensors.items():
@@ -133,7 +133,12 @@ def _read_header(path: str) -> tuple[dict[str, StridedTensor], dict[str, str]]:
                 f"{path} is no whole safetensors file: its {size} bytes cannot hold a header of {length} bytes "
                 f"(at most {_MAX_HEADER})"
             )
-        header = _parsed(path, file.read(length))
+        try:
+            header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is no safetensors file: its header cannot be read: {error}") from None
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} is no safetensors file: its header is no JSON object")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise ValueError(f"{path}: __metadata__ of a safetensors file must map strings to strings")
@@ -141,16 +146,6 @@ def _read_header(path: str) -> tuple[dict[str, StridedTensor], dict[str, str]]:
     tensors = {name: _stored(seen, name, entry, first) for name, entry in header.items()}
     _check_places(path, tensors, first, size)
     return tensors, metadata
-
-
-def _parsed(path: str, text: bytes) -> dict[str, Any]:
-    try:
-        header = json.loads(text, object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no safetensors file: its header cannot be read: {error}") from None
-    if not isinstance(header, dict):
-        raise ValueError(f"{path} is no safetensors file: its header is no JSON object")
-    return header
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -310,6 +305,10 @@ class Part:
     start: int
     values: Tensor | Stored
 
+    def extent(self, dtype: torch.dtype) -> tuple[int, int]:
+        """Return which bytes of the tensor they are if it is of this dtype."""
+        return self.start * dtype.itemsize, (self.start + self.values.numel()) * dtype.itemsize
+
     def chunks(self, dtype: torch.dtype) -> Iterator[tuple[int, memoryview]]:
         """Yield the number of a first byte, and bytes from there on to the border of a block.
 
@@ -320,7 +319,7 @@ class Part:
         group = BLOCK_BYTES * size // min(size, values.dtype.itemsize) if isinstance(values, Stored) else BLOCK_BYTES
         is_ready = isinstance(values, Tensor) and values.device.type == "cpu" and values.dtype == dtype
         buffer = torch.empty(0 if is_ready else min(group // size, values.numel()), dtype=dtype, device="cpu")
-        for begin, end in spans(self.start * size, (self.start + values.numel()) * size, group):
+        for begin, end in spans(*self.extent(dtype), group):
             first, last = begin // size - self.start, end // size - self.start
             if isinstance(values, Stored):
                 chunk = buffer[: last - first]
@@ -367,22 +366,19 @@ def plan(entries: Sequence[Entry], stem: str, max_file_bytes: int | None = None)
     A new file begins before there are more than `max_file_bytes` of tensors in one; one tensor may be larger. Several
     have an index behind them.
     """
-    names = [entry.name for entry in entries]
-    twice = next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None
-    if twice is not None:
-        raise ValueError(f"two tensors have the name {twice}: a file can hold one of them")
+    if twice := [name for name, count in Counter(entry.name for entry in entries).items() if count > 1]:
+        raise ValueError(f"two tensors have the name {twice[0]}: a file can hold one of them")
     for entry in entries:
         if entry.dtype not in KINDS:
             raise TypeError(f"{entry.name} is of {entry.dtype}, which safetensors files cannot hold")
     bundles: list[list[Entry]] = [[]]
-    room = max_file_bytes
+    filled = 0
     for entry in entries:
-        if room is not None and max_file_bytes is not None:
-            if bundles[-1] and entry.nbytes > room:
-                bundles.append([])
-                room = max_file_bytes
-            room -= entry.nbytes
+        if max_file_bytes is not None and bundles[-1] and filled + entry.nbytes > max_file_bytes:
+            bundles.append([])
+            filled = 0
         bundles[-1].append(entry)
+        filled += entry.nbytes
     if len(bundles) == 1:
         return [_planned(f"{stem}{SUFFIX}", entries)]
     files = [

@@ -6,6 +6,9 @@ is to be written.
 
 Where ranks do not share a file system, those that do not see the folder send their ranges to the first rank, which
 writes them: one block at a time, from one rank after the other, so that nobody needs memory for more (`Senders`).
+
+A `Saver` copies what is to be written to host memory, and a thread on each rank writes the copies while training goes
+on. The threads talk to each other over groups of their own, so that their messages never meet those of training.
 """
 
 from __future__ import annotations
@@ -14,12 +17,17 @@ import hashlib
 import json
 import os
 import pickle
-from collections.abc import Collection, Iterator, Sequence
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -43,11 +51,13 @@ from fsdp.checkpoint.model_tensors import (
     size_of,
 )
 from fsdp.checkpoint.optim import Groups, Optimizers, params_in, pickled_kinds, shared_kinds, state_entries
-from fsdp.checkpoint.safetensors import SUFFIX, Entry, PlannedFile, write_at, write_parts, written
+from fsdp.checkpoint.safetensors import SUFFIX, Entry, Part, PlannedFile, write_at, write_parts, written
+from fsdp.distributed.collectives import during
 from fsdp.distributed.consensus import Ranks, agree_on, done_by_all, from_everyone, number_among
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.unit import Unit
 from fsdp.state_dict.full import ensure_same_values
+from fsdp.state_dict_utils import StateDictStager
 
 _WHAT = "save a checkpoint"
 _SENT = "parts of a checkpoint"
@@ -116,12 +126,71 @@ class Place:
             rotate(self.path, self.keep, self.step)
 
 
+@during("fsdp.save()")
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    step: int | None = None,
+    keep: int | None = None,
+    values: Any = None,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int | None = None,
+    generators: bool = True,
+) -> Saved:
+    """Collective. Save a model, and its optimizer, as files with unsharded tensors, under their FQNs.
+
+    Every rank writes the ranges of its own shards straight into the final files, from the memory that they are in;
+    nothing is all-gathered, and no memory is used but 4 MiB for values that are cast or on an accelerator. Of replicas
+    the first writes; what is not sharded (buffers, ignored parameters) is written by the first rank, and tied
+    parameters under the first of their names. Ranks that do not see the first one's folder send their ranges there, a
+    block at a time.
+
+    The files are written beside `path`, synced to the disk, and then put there. If the save fails or is killed at any
+    moment, the checkpoint that was there is still there. Files of yours in it are copied to the new one.
+
+    Args:
+        path: the folder, written alike on all ranks. One that is a checkpoint, or empty, is replaced.
+        model: wrapped, or with units inside, or plain, which all ranks of the default process group then have alike.
+        optimizer: of the model's parameters, or a list of several, each of its own; None saves none. State with a value
+            for each element of a parameter is saved as tensors of the parameter's shape, numbers and parameter groups
+            by the parameters' names. Of other shapes it is an error.
+        step: save to ``step-00000100`` in the folder `path` instead, which `newest` finds.
+        keep: with `step`, remove all such checkpoints but those of so many highest steps, when this one is there.
+        values: of the first rank: None, numbers, strings, bytes, lists, tuples, dicts, and tensors up to 1 MiB each.
+        dtype: of floating-point parameters; None saves them in their own. Buffers keep theirs.
+        max_file_bytes: begin another file before there are more bytes of tensors in one, as Hugging Face divides models
+            (``model-00001-of-00003.safetensors`` and an index). None makes one file for the model and one for the
+            optimizer.
+        generators: save the states of the random number generators of every rank (Python's, NumPy's, torch's).
+
+    Returns:
+        Where it is, its size, and what was cast.
+
+    Raises:
+        RuntimeError: in a forward or backward, or inside `summon_full_params`; if there are parameters without values;
+            for units with other ranks than the outermost one; on every rank, naming the reason, if another one fails,
+            or if ranks were given different paths, steps or settings.
+        OSError: if this rank cannot write: the disk is full, the folder read-only, the path a file or no checkpoint.
+        TypeError: for `values` of other types; says where. For what is no model, optimizer, number or float dtype.
+        ValueError: for an optimizer of other parameters, or two of the same; for state that is neither of the
+            parameter's shape nor a number; it names parameter, key and shape.
+        NotImplementedError: for `DTensor`s.
+    """
+    place = Place(path, step, keep)
+    found, ranks, units = prepare(place, model, optimizer, values, dtype, max_file_bytes, generators)
+    try:
+        return write(place, found, ranks)
+    finally:
+        release(units)
+
+
 def prepare(
     place: Place,
     model: nn.Module,
     optimizer: Any,
     values: Any,
-    *,
     dtype: torch.dtype | None,
     max_file_bytes: int | None,
     generators: bool,
@@ -134,13 +203,9 @@ def prepare(
         raise ValueError(f"max_file_bytes must be a positive number of bytes or None, got {max_file_bytes}")
     units, everyone = prepared(model, _WHAT)
     ranks = all_ranks(everyone)
-    settings = [
-        os.fspath(place.folder),
-        f"keep={place.keep}",
-        f"generators={bool(generators)}",
-        "no optimizer" if optimizer is None else "an optimizer",
-    ]
-    agree_on(ranks, "places or settings for a checkpoint", ", ".join(settings))
+    given = "no optimizer" if optimizer is None else "an optimizer"
+    settings = f"{place.folder}, keep={place.keep}, generators={bool(generators)}, {given}"
+    agree_on(ranks, "places or settings for a checkpoint", settings)
     require_one_model(units, ranks)
     for unit in outermost_units(model):
         require_values_everywhere(unit, _WHAT)
@@ -202,27 +267,26 @@ def write(place: Place, found: Plan, ranks: Ranks) -> Saved:
     """Collective. Have a checkpoint at a place, or what was there before if that raises an error."""
     destination = Destination(place.folder)
     is_first = number_among(ranks) == 0
+
+    def on_first(what: str, job: Callable[[], None]) -> None:
+        done_by_all([ranks], what, job if is_first else lambda: None)
+
+    def begin() -> None:
+        destination.begin()
+        for each in found.sets:
+            each.create(destination.folder)
+
     try:
-        done_by_all([ranks], f"make {destination.folder}", lambda: _begin(destination, found) if is_first else None)
+        on_first(f"make {destination.folder}", begin)
         fragments = _written(destination, found, ranks)
         heard = [pickle.loads(each) for each in from_everyone(ranks, pickle.dumps((fragments, found.generators)))]
-        done_by_all(
-            [ranks],
-            f"complete {destination.path}",
-            lambda: destination.commit(_manifest(found, ranks, heard)) if is_first else None,
-        )
-        done_by_all([ranks], f"remove old checkpoints from {place.path}", lambda: place.tidy() if is_first else None)
+        on_first(f"complete {destination.path}", lambda: destination.commit(_manifest(found, ranks, heard)))
+        on_first(f"remove old checkpoints from {place.path}", place.tidy)
     except BaseException:
         if is_first:
             destination.abandon()
         raise
     return Saved(Path(destination.path), found.nbytes, found.cast)
-
-
-def _begin(destination: Destination, found: Plan) -> None:
-    destination.begin()
-    for each in found.sets:
-        each.create(destination.folder)
 
 
 def _written(destination: Destination, found: Plan, ranks: Ranks) -> list[list[Fragment]]:
@@ -258,7 +322,8 @@ class Senders:
     def __init__(self, ranks: Ranks, entries: Sequence[Entry], folder: str) -> None:
         self._comm = ranks[0].for_device(ranks[0].talk_device)
         self._own = number_among(ranks)
-        heard = [pickle.loads(each) for each in from_everyone(ranks, pickle.dumps(_extents(entries)))]
+        extents = {entry.name: [part.extent(entry.dtype) for part in entry.parts] for entry in entries if entry.parts}
+        heard = [pickle.loads(each) for each in from_everyone(ranks, pickle.dumps(extents))]
         self.ranks: dict[int, _Extents] = {rank: extents for rank, extents in enumerate(heard) if extents}
         for rank in self.ranks:
             if rank >= self._comm.world_size:
@@ -269,17 +334,16 @@ class Senders:
 
     def send(self, destination: Destination, files: Sequence[PlannedFile], entries: Sequence[Entry]) -> list[Fragment]:
         """Collective. Have the first rank write what all senders have; return the checksums of what was sent."""
-        if self._own in self.ranks:
-            return [self._send_block(entry.name, *block) for entry in entries for block in entry.chunks()]
+        sent: list[Fragment] = []
+        for entry in entries if self._own in self.ranks else ():
+            for begin, memory in entry.chunks():
+                chunk = torch.frombuffer(memory, dtype=torch.uint8).to(self._comm.talk_device)
+                self._comm.exchange({}, {0: [chunk]}, _SENT, "checkpoint").wait()
+                self._comm.settle()  # the memory is used for the next one
+                sent.append(fragment(entry.name, begin, memory))
         if self._own == 0:
             self._receive(destination.folder, files)
-        return []
-
-    def _send_block(self, name: str, begin: int, memory: memoryview) -> Fragment:
-        chunk = torch.frombuffer(memory, dtype=torch.uint8).to(self._comm.talk_device)
-        self._comm.exchange({}, {0: [chunk]}, _SENT, "checkpoint").wait()
-        self._comm.settle()  # the memory is used for the next one
-        return fragment(name, begin, memory)
+        return sent
 
     def _receive(self, folder: str, files: Sequence[PlannedFile]) -> None:
         """Write what arrives, or drop it after the first error, since the others cannot know of that."""
@@ -304,19 +368,169 @@ class Senders:
     def _chunks(self, names: Collection[str]) -> Iterator[tuple[int, str, int, int]]:
         """Yield what arrives, in its order: the rank, the tensor, and which bytes of it."""
         for rank, extents in self.ranks.items():
-            for name, parts in extents.items():
-                if name in names:
-                    for begin, end in parts:
-                        for start, stop in spans(begin, end):
-                            yield rank, name, start, stop
+            for name in (name for name in extents if name in names):
+                for extent in extents[name]:
+                    yield from ((rank, name, *span) for span in spans(*extent))
 
 
-def _extents(entries: Sequence[Entry]) -> _Extents:
-    return {
-        entry.name: [
-            (part.start * entry.dtype.itemsize, (part.start + part.values.numel()) * entry.dtype.itemsize)
-            for part in entry.parts
-        ]
-        for entry in entries
-        if entry.parts
-    }
+class _Job:
+    """One checkpoint that is being written. What became of it is told once."""
+
+    def __init__(self, place: Place, found: Plan, ranks: Ranks) -> None:
+        self._work: tuple[Place, Plan, Ranks] | None = (place, found, ranks)
+        self._error: BaseException | None = None
+        self.saved: Saved | None = None
+        self._thread = threading.Thread(target=self._run, name=f"saves {place.folder}")
+        self._thread.start()  # which the interpreter waits for at its end
+
+    @during("fsdp.checkpoint.Saver.save()")
+    def _run(self) -> None:
+        try:
+            if self._work is not None:
+                self.saved = write(*self._work)
+        except BaseException as error:  # noqa: BLE001 (it is raised by whoever asks)
+            self._error = error
+        finally:
+            self._work = None  # the copies can be written over
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Wait for it; raise what it raised, unless that was told before."""
+        self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def _report(jobs: list[_Job]) -> None:
+    """Print what the last job raised, since nobody will ask any more."""
+    try:
+        for job in jobs:
+            job.finish()
+    except BaseException:  # noqa: BLE001
+        print("fsdp: a checkpoint could not be saved:", file=sys.stderr)
+        traceback.print_exc()
+
+
+class Saver:
+    """Saves checkpoints in the background: training waits for a copy to host memory only.
+
+    What is copied is what this rank is to write: its shards, and its part of the optimizer's state. The memory is used
+    again for the next checkpoint.
+
+    An error in the background is raised on every rank, by the next `save` or by `wait`; what nobody asked for is
+    printed in the end. The interpreter does not exit before a checkpoint is written, but
+    ``torch.distributed.destroy_process_group()`` must not be called before: use the saver in a ``with`` block, or call
+    `wait`.
+
+    Args:
+        when_busy: what `save` does while the last checkpoint is still being written on any rank: "wait" for it, or
+            "raise" a RuntimeError on every rank.
+        pin_memory, max_bytes: of the copies, see `fsdp.StateDictStager`.
+
+    Raises:
+        ValueError: for another `when_busy`; as `StateDictStager`.
+    """
+
+    def __init__(
+        self, *, when_busy: Literal["wait", "raise"] = "wait", pin_memory: bool = False, max_bytes: int | None = None
+    ) -> None:
+        if when_busy not in ("wait", "raise"):
+            raise ValueError(f'when_busy must be "wait" or "raise", got {when_busy!r}')
+        self._waits = when_busy == "wait"
+        self._stager = StateDictStager(pin_memory, max_bytes=max_bytes)
+        self._jobs: list[_Job] = []  # the last one
+        weakref.finalize(self, _report, self._jobs)
+
+    @property
+    def _job(self) -> _Job | None:
+        return self._jobs[0] if self._jobs else None
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether this rank is still writing."""
+        return self._job is not None and self._job.is_running
+
+    @during("fsdp.checkpoint.Saver.save()")
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: Any = None,
+        *,
+        step: int | None = None,
+        keep: int | None = None,
+        values: Any = None,
+        dtype: torch.dtype | None = None,
+        max_file_bytes: int | None = None,
+        generators: bool = True,
+    ) -> None:
+        """Collective. Save as `fsdp.save`, but return when model and optimizer may be changed again.
+
+        Raises:
+            RuntimeError: if the last checkpoint is still being written, and `when_busy` is "raise".
+            Exception: what the last one has raised; this one is not begun then.
+            MemoryError: if the copies need more than `max_bytes`.
+            Besides, what `fsdp.save` raises before it writes.
+        """
+        place = Place(path, step, keep)
+        what = "save a checkpoint in the background"
+        ranks = all_ranks(prepared(model, what)[1])
+        done_by_all([ranks], what, self._require_room)
+        done_by_all([ranks], "save the last checkpoint", self._finish)
+        found, ranks, units = prepare(place, model, optimizer, values, dtype, max_file_bytes, generators)
+        found = done_by_all([ranks], "copy its part of a checkpoint", lambda: self._copied(found))
+        release(units)
+        self._jobs[:] = [_Job(place, found, tuple(comm.apart() for comm in ranks))]
+
+    def wait(self) -> Saved | None:
+        """Block until the last checkpoint is there, and say where. On each rank for itself.
+
+        Returns:
+            What `fsdp.save` returns; None if nothing was saved.
+
+        Raises:
+            Exception: what the save has raised, once.
+        """
+        self._finish()
+        return None if self._job is None else self._job.saved
+
+    def _require_room(self) -> None:
+        if self.is_busy and not self._waits:
+            raise RuntimeError(
+                'the last checkpoint is still being written. Save less often, or with when_busy="wait", or wait()'
+            )
+
+    def _finish(self) -> None:
+        if self._job is not None:
+            self._job.finish()
+
+    def _copied(self, found: Plan) -> Plan:
+        """Return the same with copies of what this rank is to write."""
+        values = [part.values for each in found.sets for entry in each.entries for part in entry.parts]
+        copies = iter(self._stager.stage(values))
+
+        def copied(entry: Entry) -> Entry:
+            return replace(entry, parts=[Part(part.start, next(copies)) for part in entry.parts])
+
+        sets = [TensorSet(each.stem, [copied(entry) for entry in each.entries], each.files) for each in found.sets]
+        return replace(found, sets=sets)
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._finish()
+        except Exception:
+            if error is None:
+                raise
+            print("fsdp: besides, a checkpoint could not be saved:", file=sys.stderr)
+            traceback.print_exc()  # and let the error pass that the block was left with
+        finally:
+            self._stager.close()

@@ -95,7 +95,14 @@ class Checkpoints:
         if "://" in os.fspath(path):
             raise ValueError(f"{path}: sharded checkpoints are written to file systems; choose a path")
         # The model's and the optimizers' state in it are empty.
-        content = self._together(f"write {path}", lambda: _packed(checkpoint) if self._strategy.is_global_zero else b"")
+
+        def packed() -> bytes:
+            content = io.BytesIO()
+            if self._strategy.is_global_zero:
+                torch.save(checkpoint, content)
+            return content.getvalue()
+
+        content = self._together(f"write {path}", packed)
         self._together("save the last checkpoint", self._finish)
         save: Callable[..., Any] = fsdp.save
         module = self._strategy.lightning_module
@@ -170,12 +177,6 @@ class Checkpoints:
         if not self._strategy.reduce_boolean_decision(True):
             raise RuntimeError(f"another rank could not {what}: its error says why")
         return result
-
-
-def _packed(checkpoint: dict[str, Any]) -> bytes:
-    content = io.BytesIO()
-    torch.save(checkpoint, content)
-    return content.getvalue()
 
 
 def _open_folder(path: Any, weights_only: bool | None) -> dict[str, Any]:

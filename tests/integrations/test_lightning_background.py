@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp
-from fsdp.checkpoint import background
+from fsdp.checkpoint import writer
 from tests.conftest import LitRanks
 from tests.integrations.test_lightning_training import needs_lightning
 
@@ -120,13 +120,13 @@ def _fitted(folder: Path, module: Any, epochs: int) -> Any:
 @contextmanager
 def _writing(first: Callable[[], Any]) -> Iterator[None]:
     """Whoever writes in the background does something first, on each rank."""
-    write = background.write
+    write = writer.write
 
     def writing(place: Any, found: Any, ranks: Any) -> Any:
         first()
         return write(place, found, ranks)
 
-    with mock.patch.object(background, "write", writing):
+    with mock.patch.object(writer, "write", writing):
         yield
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fsdp.checkpoint.formats.source import Elements, Stitched, is_tensor, memory_of, split_vector
+from fsdp.checkpoint.formats.source import Piece, Stitched, is_tensor, memory_of, split_vector
 from fsdp.engine.names import clean_name, join
 from fsdp.state_dict.local import shard_mark
 
@@ -166,7 +166,7 @@ class Backing:
         self._check_order(shards)
         self._check_size(shards)
 
-    def _piece(self, shard: Shard, padding: int) -> Elements:
+    def _piece(self, shard: Shard, padding: int) -> Piece:
         value = shard.get(self.key)
         if not is_tensor(value):
             raise ValueError(f"{shard.title}: {self.key!r} is a {type(value).__name__}, not a tensor")
@@ -176,13 +176,13 @@ class Backing:
                 f"{shard.title}: {self.key!r} has {numel} elements, of which its metadata call {padding} "
                 "padding. The file is cut short, or weights and metadata are of different ranks or models."
             )
-        return Elements.of(value, numel - padding)
+        return Piece.of(value, numel - padding)
 
     def _check_order(self, shards: Sequence[Shard]) -> None:
         """Check that only the last shard is padded, and that shards are in order where state dicts number them."""
-        kinds = {piece.dtype for piece in self.pieces}
+        kinds = {piece.tensor.dtype for piece in self.pieces}
         if len(kinds) > 1:
-            dtypes = ", ".join(str(piece.dtype) for piece in self.pieces)
+            dtypes = ", ".join(str(piece.tensor.dtype) for piece in self.pieces)
             raise ValueError(f"{self.key!r} has another dtype on each of some ranks: {dtypes}")
         held = [(shard, piece) for shard, piece in zip(shards, self.pieces, strict=True) if piece.numel]
         for (shard, piece), (after, _) in pairwise(held):
@@ -219,7 +219,7 @@ class Backing:
             )
         )
 
-    def cut(self, pieces: Sequence[Elements]) -> dict[str, Stitched]:
+    def cut(self, pieces: Sequence[Piece]) -> dict[str, Stitched]:
         """Return the tensors that lie in a vector as the parameters lie in this one."""
         return dict(split_vector(pieces, self.names, self._described["shapes"]))
 

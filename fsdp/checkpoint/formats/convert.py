@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fsdp.checkpoint.folder import Destination, sync
-from fsdp.checkpoint.formats.source import Source, StridedTensor, TensorReader
+from fsdp.checkpoint.formats.source import Source, TensorReader
 from fsdp.checkpoint.formats.torch_file import TorchArchive
 from fsdp.checkpoint.formats.trees import MODEL_KEYS, OPTIMIZER_KEYS, VALUES
 from fsdp.checkpoint.json_values import decoded
@@ -32,6 +32,7 @@ from fsdp.checkpoint.manifest import Manifest, TensorFiles, TensorSet
 from fsdp.checkpoint.optim import kinds_from_json
 from fsdp.checkpoint.safetensors import SUFFIX, Entry, Part, Stored, plan, write_at, write_parts
 from fsdp.optim_utils.state import Elements
+from fsdp.state_dict_utils.tree import leaves
 
 MODEL, OPTIMIZER = MODEL_KEYS[0], OPTIMIZER_KEYS[0]
 Advance = Callable[[int], None]
@@ -221,7 +222,9 @@ def _save_in_pieces(path: str, tree: Any, entries: Mapping[int, Entry], advance:
     checksums: dict[int, int] = {}
     fd = os.open(path, os.O_WRONLY)
     try:
-        for tensor, place in zip(_tensors(tree), _tensors(archive.content), strict=True):
+        for (_, tensor), (_, place) in zip(leaves(tree), leaves(archive.content), strict=True):
+            if not isinstance(tensor, Tensor):
+                continue
             if place.begin not in checksums:
                 checksums[place.begin] = 0
                 own = Entry("", tensor.dtype, tensor.shape, [Part(0, tensor.contiguous().view(-1))])
@@ -232,18 +235,6 @@ def _save_in_pieces(path: str, tree: Any, entries: Mapping[int, Entry], advance:
     finally:
         os.close(fd)
     _note_checksums(path, archive, checksums)
-
-
-def _tensors(tree: Any) -> Iterator[Any]:
-    """Yield all tensors in it, in its order."""
-    if isinstance(tree, (Tensor, StridedTensor)):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from _tensors(value)
 
 
 def _note_checksums(path: str, archive: TorchArchive, checksums: Mapping[int, int]) -> None:
@@ -287,7 +278,12 @@ def new_place(path: str, *, overwrite: bool, own: re.Pattern[str] | None = None)
         for name in os.listdir(part) if is_folder else ():
             sync(os.path.join(part, name))
         sync(part)
-        _replace(part, place)
+        old = place + _REPLACED
+        if is_folder and os.path.lexists(place):
+            os.rename(place, old)
+        os.replace(part, place)
+        if is_folder:
+            _remove(old)
         sync(os.path.dirname(place))
     except BaseException:
         _remove(part)
@@ -298,17 +294,6 @@ def require_free(path: str, overwrite: bool) -> None:
     """Raise FileExistsError if something is at a place, and must not be replaced."""
     if os.path.lexists(path) and not overwrite and not (os.path.isdir(path) and not os.listdir(path)):
         raise FileExistsError(f"{path} is there already: name another place, or replace it (--overwrite)")
-
-
-def _replace(part: str, place: str) -> None:
-    if not os.path.isdir(part):
-        os.replace(part, place)
-        return
-    old = place + _REPLACED
-    if os.path.lexists(place):
-        os.rename(place, old)
-    os.rename(part, place)
-    _remove(old)
 
 
 def _remove(place: str) -> None:

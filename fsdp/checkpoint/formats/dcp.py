@@ -14,7 +14,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import partial
 from operator import index
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fsdp.checkpoint.formats.convert import Advance, Content, new_place, tree_of
-from fsdp.checkpoint.formats.source import ChunkedTensor, Source, StridedTensor, are_all_of
+from fsdp.checkpoint.formats.source import Chunk, ChunkedTensor, Source, StridedTensor, are_all_of
 from fsdp.checkpoint.formats.torch_file import Foreign, TorchArchive, unpickled
 from fsdp.checkpoint.formats.trees import MODEL_KEYS, OPTIMIZER_KEYS, Choices, source_of_tree
 from fsdp.checkpoint.safetensors import Entry
@@ -63,25 +63,17 @@ class _Saved:
         return TorchArchive(self.path, self.begin, self.nbytes, f"{self.name} in {self.path}")
 
 
-@dataclass(frozen=True, eq=False)
-class _Chunk:
-    """A box of a tensor, which is looked up when it is first read."""
-
-    item: _Saved
-    dtype: torch.dtype
-    box: Box
-
-    @cached_property
-    def tensor(self) -> StridedTensor:
-        found = self.item.open().content
-        if not isinstance(found, StridedTensor):
-            raise ValueError(f"{self.item.name} in {self.item.path} is no tensor, and {_METADATA} says that it is one")
-        if (tuple(found.shape), found.dtype) != (self.box.sizes, self.dtype):
-            raise ValueError(
-                f"{self.item.name} in {self.item.path} has shape {list(found.shape)} and {found.dtype}, and "
-                f"{_METADATA} says {list(self.box.sizes)} and {self.dtype}"
-            )
-        return found
+def _tensor_in(item: _Saved, dtype: torch.dtype, box: Box) -> StridedTensor:
+    """Return the tensor that the metadata say is there."""
+    found = item.open().content
+    if not isinstance(found, StridedTensor):
+        raise ValueError(f"{item.name} in {item.path} is no tensor, and {_METADATA} says that it is one")
+    if (tuple(found.shape), found.dtype) != (box.sizes, dtype):
+        raise ValueError(
+            f"{item.name} in {item.path} has shape {list(found.shape)} and {found.dtype}, and "
+            f"{_METADATA} says {list(box.sizes)} and {dtype}"
+        )
+    return found
 
 
 class DcpFolder:
@@ -124,7 +116,7 @@ class DcpFolder:
         chunks = []
         for chunk in described["chunks"]:
             box = Box(tuple(map(index, chunk.state["offsets"])), tuple(map(index, chunk.state["sizes"])))
-            chunks.append(_Chunk(self._items[name, box.offsets], dtype, box))
+            chunks.append(Chunk(box, partial(_tensor_in, self._items[name, box.offsets], dtype, box)))
         found = ChunkedTensor(dtype, shape, chunks)
         if not are_all_of(shape, {chunk.box for chunk in chunks}):
             raise ValueError(f"the chunks of {name} do not make a tensor of shape {list(shape)}")

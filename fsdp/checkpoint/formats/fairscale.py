@@ -10,16 +10,14 @@ tensors in the parameters' shapes, under numbers, which count the parameters in 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdp.checkpoint.formats.consolidate import Backing, Shard, backings_of, put_together
-from fsdp.checkpoint.formats.optim import ADDED, NamedState, SavedOptimizer, is_single
-from fsdp.checkpoint.formats.rank_files import RankFiles, likely_files
-from fsdp.checkpoint.formats.source import Elements, Source, is_tensor, memory_of
+from fsdp.checkpoint.formats.rank_files import RankFiles, is_in_files
+from fsdp.checkpoint.formats.source import Piece, Source, is_tensor, memory_of
 from fsdp.checkpoint.formats.torch_file import TorchArchive, shown
-from fsdp.checkpoint.formats.trees import DEFAULT, Choices, Paths
+from fsdp.checkpoint.formats.trees import ADDED, DEFAULT, Choices, NamedState, Paths, SavedOptimizer, is_single
 from fsdp.engine.names import clean_name, join
 
 _NAMES = "param_names"
@@ -27,12 +25,7 @@ _NAMES = "param_names"
 
 def is_fairscale(path: str | os.PathLike[str]) -> bool:
     """Return whether there are files of ranks at a path, with weights and metadata as FairScale's users save them."""
-    for file in likely_files(path):
-        with suppress(OSError, ValueError):
-            content = TorchArchive(file).content
-            if isinstance(content, Mapping) and any(map(_is_metadata, content.values())):
-                return True
-    return False
+    return is_in_files(path, lambda content: any(map(_is_metadata, content.values())))
 
 
 def open_fairscale(path: Paths, choices: Choices = DEFAULT, *, strict: bool = True) -> Source:
@@ -43,10 +36,20 @@ def open_fairscale(path: Paths, choices: Choices = DEFAULT, *, strict: bool = Tr
     ranks = RankFiles(path, choices)
     shards, keys = zip(*map(_shard_in, ranks.files), strict=True)
     is_whole = len(shards) == 1 and not any(shards[0].has(key) for key, _, _ in shards[0].backings())
-    found = dict(_whole(shards[0])) if is_whole else put_together(shards, True, strict)
+    found: dict[str, Any] = {}
+    if is_whole:  # they were not sharded when they were saved, as fairseq does by default; tied ones are one
+        known: dict[Any, Any] = {}
+        for key, value in shards[0].weights.items():
+            found[clean_name(key)] = known.setdefault(memory_of(value), value)
+    else:
+        found = put_together(shards, True, strict)
     order, is_in_order = _order(shards[0])
     saved = ranks.optimizers(_is_full)
-    state = _state_of(saved, shards, choices.param_order) if saved else None
+    state = NamedState(str(saved[0])) if saved else None
+    if state is not None and _is_full(saved[0]):
+        _add_full(state, saved[0], shards[0])
+    elif state is not None:
+        _add_local(state, saved, shards, choices.param_order)
     size = None if is_whole else len(shards)
     values = ranks.values(keys[0])
     return ranks.source("fairscale", found, saved, state, values, order, world_size=size, is_in_order=is_in_order)
@@ -91,13 +94,6 @@ def _fits(value: Any, metadata: Mapping[str, Any]) -> bool:
     )
 
 
-def _whole(shard: Shard) -> Iterator[tuple[str, Any]]:
-    """Yield weights that were not sharded when they were saved, as fairseq does by default; tied ones as one."""
-    known: dict[Any, Any] = {}
-    for key, value in shard.weights.items():
-        yield clean_name(key), known.setdefault(memory_of(value), value)
-
-
 def _order(shard: Shard) -> tuple[dict[str, int], bool]:
     """Return the places of tensors in the order of the modules, and whether it is known.
 
@@ -113,16 +109,6 @@ def _order(shard: Shard) -> tuple[dict[str, int], bool]:
 def _is_full(saved: SavedOptimizer) -> bool:
     """Return whether it is FairScale's full dictionary."""
     return all(key in saved.content for key in ADDED)
-
-
-def _state_of(saved: Sequence[SavedOptimizer], shards: Sequence[Shard], order: Sequence[str] | None) -> NamedState:
-    """Return the state by names, of the full dictionary or all ranks'; `order` has the keys of the shards."""
-    state = NamedState(str(saved[0]))
-    if _is_full(saved[0]):
-        _add_full(state, saved[0], shards[0])
-    else:
-        _add_local(state, saved, shards, order)
-    return state
 
 
 def _add_full(state: NamedState, saved: SavedOptimizer, shard: Shard) -> None:
@@ -203,7 +189,7 @@ def _add_backing(
             state.add_single(backing.names, key, values)
             continue
         pieces = [_piece(backing, key, rank, entries[rank][key], holders) for rank in parts]
-        if len({piece.dtype for piece in pieces}) > 1:
+        if len({piece.tensor.dtype for piece in pieces}) > 1:
             raise ValueError(f"{state.where(backing.key, key)} has another dtype on some ranks")
         for name, each in backing.cut(pieces).items():
             state.add_elements(name, key, each)
@@ -211,7 +197,7 @@ def _add_backing(
 
 def _piece(
     backing: Backing, key: str, rank: int, value: Any, holders: Sequence[tuple[SavedOptimizer, Shard]]
-) -> Elements:
+) -> Piece:
     """Return a rank's shard of the state, without padding; weights may be without, and the first rank's have none."""
     saved, shard = holders[rank]
     sizes = [each.get(backing.key).shape.numel() for each in (shard, holders[0][1])]
@@ -222,4 +208,4 @@ def _piece(
             f"shape [{sizes[0]}]: what is neither of the shard's shape nor a number cannot be put together. If all "
             "keys are so, the order of parameters is another one (--param-order)."
         )
-    return Elements.of(value, backing.pieces[rank].numel)
+    return Piece.of(value, backing.pieces[rank].numel)

@@ -11,25 +11,16 @@ from fsdp.checkpoint.folder import found as found_ours
 from fsdp.checkpoint.folder import is_left_behind, newest
 from fsdp.checkpoint.formats.dcp import DcpFolder, is_dcp, read_dcp
 from fsdp.checkpoint.formats.fairscale import is_fairscale, open_fairscale
-from fsdp.checkpoint.formats.fsdp1 import has_fsdp1_shards, open_fsdp1
-from fsdp.checkpoint.formats.rank_files import rank_files
+from fsdp.checkpoint.formats.rank_files import has_fsdp1_shards, open_fsdp1, rank_files
 from fsdp.checkpoint.formats.source import Source
 from fsdp.checkpoint.formats.torch_file import TorchArchive, is_torch_file
 from fsdp.checkpoint.formats.trees import DEFAULT, Choices, source_of_tree
-from fsdp.checkpoint.manifest import Manifest, complete, read_ours
+from fsdp.checkpoint.manifest import examine_ours, read_ours
 from fsdp.checkpoint.safetensors import INDEX_SUFFIX, SUFFIX, SafetensorsFiles
 from fsdp.checkpoint.untrusted import reading
 
-Advance = Callable[[int], None]  # is told how many bytes were read
+Start = Callable[[int], Callable[[int], None]]  # is told how many bytes there are, and returns what is told of progress
 _SAFETENSORS_ENDINGS = (SUFFIX, INDEX_SUFFIX)
-
-
-class Examined(NamedTuple):
-    """A checkpoint that is about to be read from end to end."""
-
-    nbytes: int
-    damaged: Callable[[Advance], Iterable[str]]  # reads it, and yields all that is wrong
-    how: Callable[[], str]  # is known if nothing is wrong
 
 
 class Format(NamedTuple):
@@ -39,21 +30,8 @@ class Format(NamedTuple):
     what: str  # for messages
     is_at: Callable[[str], bool]  # as far as can be seen without reading all of it
     read: Callable[[str, Choices], Source]
-    examine: Callable[[str], Examined]
-
-
-def _examine_ours(path: str) -> Examined:
-    """Examine a folder of `fsdp.save`: every byte has a checksum."""
-    folder = complete(path)
-    problems, opened = Manifest.read(folder).opened(folder)
-
-    def damaged(advance: Advance) -> Iterable[str]:
-        yield from problems
-        for files in opened:
-            with files:
-                yield from files.damaged(advance)
-
-    return Examined(sum(files.nbytes for files in opened), damaged, lambda: "all is what its checksums say")
+    # Reads it from end to end and adds all that is wrong to a list; returns its size, and what is known if nothing is.
+    examine: Callable[[str, Start, list[str]], tuple[int, str]]
 
 
 def _is_safetensors(path: str) -> bool:
@@ -69,45 +47,42 @@ def _read_safetensors(path: str, choices: Choices) -> Source:
     return Source("safetensors", files.path, files, notes=tuple(notes))
 
 
-def _examine_safetensors(path: str) -> Examined:
+def _examine_safetensors(path: str, start: Start, problems: list[str]) -> tuple[int, str]:
     files = SafetensorsFiles(path)
-    how = "headers and sizes agree, and all can be read; the format has no checksums"
-    return Examined(files.nbytes, files.damaged, lambda: how)
+    problems += files.damaged(start(files.nbytes))
+    return files.nbytes, "headers and sizes agree, and all can be read; the format has no checksums"
 
 
-def _examine_archives(archives: Iterable[Callable[[], TorchArchive]], nbytes: int) -> Examined:
+def _examine_archives(
+    archives: Iterable[Callable[[], TorchArchive]], nbytes: int, start: Start, problems: list[str]
+) -> tuple[int, str]:
     """Examine archives of `torch.save` by their own checksums, if whoever wrote them did not leave them out."""
-    have_checksums: list[bool] = []
-
-    def damaged(advance: Advance) -> Iterable[str]:
-        for opener in archives:
-            try:
-                archive = opener()
-                archive.content  # noqa: B018 (which is read now)
-            except ValueError as error:
-                yield str(error)
-                continue
-            have_checksums.append(archive.has_checksums)
-            yield from archive.damaged(advance)
-
-    def how() -> str:
-        if all(have_checksums):
-            return "all is what torch's checksums say"
-        return "all can be read; there are no checksums, since it was saved without them"
-
-    return Examined(nbytes, damaged, how)
+    advance, have_checksums = start(nbytes), True
+    for opener in archives:
+        try:
+            archive = opener()
+            archive.content  # noqa: B018 (which is read now)
+        except ValueError as error:
+            problems.append(str(error))
+        else:
+            have_checksums &= archive.has_checksums
+            problems += archive.damaged(advance)
+    if have_checksums:
+        return nbytes, "all is what torch's checksums say"
+    return nbytes, "all can be read; there are no checksums, since it was saved without them"
 
 
-def _examine_ranks(path: str) -> Examined:
+def _examine_ranks(path: str, start: Start, problems: list[str]) -> tuple[int, str]:
     files = rank_files(path)
-    found = _examine_archives([partial(TorchArchive, file) for file in files], sum(map(os.path.getsize, files)))
-    return found._replace(how=lambda: f"in {len(files)} files, {found.how()}")
+    archives = [partial(TorchArchive, file) for file in files]
+    nbytes, how = _examine_archives(archives, sum(map(os.path.getsize, files)), start, problems)
+    return nbytes, f"in {len(files)} files, {how}"
 
 
-def _examine_dcp(path: str) -> Examined:
+def _examine_dcp(path: str, start: Start, problems: list[str]) -> tuple[int, str]:
     folder = DcpFolder(path)
-    found = _examine_archives(folder.archives(), folder.nbytes)
-    return found._replace(damaged=lambda advance: [*folder.misplaced(), *found.damaged(advance)])
+    problems += folder.misplaced()
+    return _examine_archives(folder.archives(), folder.nbytes, start, problems)
 
 
 # The first that fits is taken.
@@ -117,7 +92,7 @@ FORMATS = (
         "a folder of fsdp.save",
         lambda path: found_ours(path) is not None,
         lambda path, choices: read_ours(path, with_optimizer=choices.only != "model"),
-        _examine_ours,
+        examine_ours,
     ),
     Format("dcp", "a folder of torch.distributed.checkpoint", is_dcp, read_dcp, _examine_dcp),
     Format(
@@ -139,7 +114,7 @@ FORMATS = (
         "a file of torch.save",
         lambda path: os.path.isfile(path) and is_torch_file(path),
         lambda path, choices: source_of_tree("torch", path, TorchArchive(path).content, choices),
-        lambda path: _examine_archives([partial(TorchArchive, path)], os.path.getsize(path)),
+        lambda path, *how: _examine_archives([partial(TorchArchive, path)], os.path.getsize(path), *how),
     ),
     Format(
         "safetensors",
@@ -168,17 +143,17 @@ def open_source(path: str | os.PathLike[str], word: str | None = None, choices: 
         return found.read(place, given)
 
 
-def examine(found: Format, path: str, start: Callable[[int], Advance]) -> tuple[list[str], int, str]:
+def examine(found: Format, path: str, start: Start) -> tuple[list[str], int, str]:
     """Read a checkpoint from end to end, and return all that is wrong, the number of bytes, and what is known if not.
 
     `start` is given the number of bytes that will be read, and returns what is told of them as they are.
     """
+    problems: list[str] = []
     try:
-        examined = found.examine(path)
+        nbytes, how = found.examine(path, start, problems)
     except (ValueError, FileNotFoundError) as error:
-        return [str(error)], 0, ""
-    problems = list(examined.damaged(start(examined.nbytes)))
-    return problems, examined.nbytes, "" if problems else examined.how()
+        return [*problems, str(error)], 0, ""
+    return problems, nbytes, "" if problems else how
 
 
 def format_of(path: str, word: str | None = None) -> Format:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -163,7 +163,14 @@ class OpenFiles:
         if file not in self._open:
             if len(self._open) >= _MOST_OPEN:
                 os.close(self._open.pop(next(iter(self._open))))
-            self._open[file] = _opened(file)
+            fd = descriptor(file.path)
+            if SeenFile.of(file.path, fd) != file:
+                os.close(fd)
+                raise ValueError(
+                    f"{file.path} was changed, or another file was put in its place, after it was looked at: begin "
+                    "anew, when nobody writes it"
+                )
+            self._open[file] = fd
         done = 0
         while done < len(memory):  # the system may read less, as when it is interrupted
             count = os.preadv(self._open[file], [memory[done:]], begin + done)
@@ -183,17 +190,6 @@ class OpenFiles:
         self._last = None
         while self._open:
             os.close(self._open.popitem()[1])
-
-
-def _opened(file: SeenFile) -> int:
-    fd = descriptor(file.path)
-    if SeenFile.of(file.path, fd) != file:
-        os.close(fd)
-        raise ValueError(
-            f"{file.path} was changed, or another file was put in its place, after it was looked at: begin anew, when "
-            "nobody writes it"
-        )
-    return fd
 
 
 class LazyTensor(Protocol):
@@ -260,20 +256,16 @@ class StridedTensor:
             into.copy_(files.whole(self).as_strided(box.sizes, self.strides, first))
 
 
-class Chunk(Protocol):
-    """A box of a tensor, in a file."""
-
-    @property
-    def box(self) -> Box: ...
-    @property
-    def tensor(self) -> StridedTensor: ...
-
-
-class KnownChunk(NamedTuple):
-    """A box of a tensor, of which it is known where it lies."""
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """A box of a tensor, which is looked up in its file when it is first read."""
 
     box: Box
-    tensor: StridedTensor
+    find: Callable[[], StridedTensor]
+
+    @cached_property
+    def tensor(self) -> StridedTensor:
+        return self.find()
 
 
 @dataclass(frozen=True, eq=False)
@@ -328,7 +320,7 @@ def memory_of(value: Any) -> Any:
         return value.data_ptr(), value.shape, value.stride(), value.dtype
     if isinstance(value, StridedTensor):
         return value.file, value.begin, value.shape, value.strides, value.dtype
-    return value
+    return tuple(memory_of(chunk.tensor) for chunk in value.chunks) if isinstance(value, ChunkedTensor) else value
 
 
 def whole(tensor: LazyTensor, device: torch.device | str = "cpu") -> Tensor:
@@ -367,71 +359,50 @@ def _bytes_of(flat: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-@dataclass(frozen=True, eq=False)
-class Elements:
-    """Some elements of a tensor, in memory or in a file, one after the other in row-major order."""
+class Piece(NamedTuple):
+    """The first elements of a tensor, flat if it is in memory, are what one rank holds of a vector."""
 
     tensor: Tensor | LazyTensor
-    start: int
     numel: int
 
     @classmethod
-    def of(cls, tensor: Tensor | LazyTensor, numel: int | None = None) -> Elements:
-        """Return the first ones of a tensor, or all."""
+    def of(cls, tensor: Tensor | LazyTensor, numel: int | None = None) -> Piece:
+        """Return the first elements of a tensor, or all."""
         flat = tensor.detach().reshape(-1) if isinstance(tensor, Tensor) else tensor
-        return cls(flat, 0, tensor.shape.numel() if numel is None else numel)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
-
-    def part(self, first: int, numel: int) -> Elements:
-        return Elements(self.tensor, self.start + first, numel)
-
-    def fill(self, files: OpenFiles, into: Tensor) -> None:
-        """Read all; `into` is flat, of as many elements and the same dtype."""
-        if isinstance(self.tensor, Tensor):
-            into.copy_(self.tensor[self.start : self.start + self.numel])
-        else:
-            self.tensor.fill(files, into, self.start)
+        return cls(flat, tensor.shape.numel() if numel is None else numel)
 
 
-@dataclass(frozen=True, eq=False)
 class Stitched:
-    """A tensor as the elements that ranks hold of it (a `LazyTensor`): nothing is put together before it is read."""
+    """A tensor in a vector that ranks hold one after the other (a `LazyTensor`), put together when it is read."""
 
-    shape: torch.Size
-    dtype: torch.dtype
-    pieces: tuple[Elements, ...]  # in row-major order
+    def __init__(self, pieces: Sequence[Piece], start: int, shape: Sequence[int]) -> None:
+        self._pieces, self._start, self.shape, self.dtype = pieces, start, torch.Size(shape), pieces[0].tensor.dtype
 
     def whole(self) -> Tensor:
-        """Return it in memory of its own, on the device of the elements."""
-        held = [piece.tensor.device for piece in self.pieces if isinstance(piece.tensor, Tensor)]
-        return whole(self, held[0] if held else "cpu")
+        """Return it in memory of its own, on the device of the first piece."""
+        first = self._pieces[0].tensor
+        return whole(self, first.device if isinstance(first, Tensor) else "cpu")
 
     def fill(self, files: OpenFiles, into: Tensor, start: int) -> None:
-        done, skipped = 0, 0
-        for piece in self.pieces:
-            first = max(start + done - skipped, 0)
-            count = min(piece.numel - first, into.numel() - done)
+        done, before = 0, 0
+        for tensor, numel in self._pieces:
+            first = max(self._start + start + done - before, 0)
+            count = min(numel - first, into.numel() - done)
             if count > 0:
-                piece.part(first, count).fill(files, into[done : done + count])
+                part = into[done : done + count]
+                if isinstance(tensor, Tensor):
+                    part.copy_(tensor[first : first + count])
+                else:
+                    tensor.fill(files, part, first)
                 done += count
-            skipped += piece.numel
+            before += numel
 
 
 def split_vector(
-    pieces: Iterable[Elements], names: Sequence[str], shapes: Sequence[Sequence[int]]
+    pieces: Iterable[Piece], names: Sequence[str], shapes: Sequence[Sequence[int]]
 ) -> Iterator[tuple[str, Stitched]]:
-    """Yield the tensors that lie one after the other in a vector, of which ranks hold these elements, in order."""
-    held = list(pieces)
-    dtype, ahead = held[0].dtype, iter([piece for piece in held if piece.numel])
-    rest = held[0].part(0, 0)
-    for name, shape in zip(names, map(torch.Size, shapes), strict=True):
-        parts, missing = [], shape.numel()
-        while missing:
-            rest = rest if rest.numel else next(ahead)
-            parts.append(rest.part(0, min(missing, rest.numel)))
-            missing -= parts[-1].numel
-            rest = rest.part(parts[-1].numel, rest.numel - parts[-1].numel)
-        yield name, Stitched(shape, dtype, tuple(parts or [rest.part(0, 0)]))
+    """Yield the tensors that lie one after the other in a vector, of which ranks hold these pieces, in order."""
+    held, start = list(pieces), 0
+    for name, shape in zip(names, shapes, strict=True):
+        yield name, Stitched(held, start, shape)
+        start += math.prod(shape)

@@ -35,6 +35,7 @@ from fsdp.checkpoint.checksums import BLOCK_BYTES
 from fsdp.checkpoint.formats.source import SeenFile, StridedTensor, is_lazy, whole
 from fsdp.checkpoint.json_values import MAX_TENSOR_BYTES, encoded
 from fsdp.checkpoint.untrusted import BROKEN, opened, readable, short
+from fsdp.state_dict_utils.tree import leaves
 
 _ZIP = b"PK\3\4"
 _LOCAL_HEADER = 30  # bytes, and then the name and extra fields, whose lengths are at 26
@@ -390,11 +391,6 @@ def _data_of(data: Any, *_: Any) -> Any:
     return data
 
 
-def _bytes(text: str, encoding: str = "latin1") -> bytes:
-    """Return bytes, which old pickles have as text."""
-    return text.encode("latin1")
-
-
 def _bytearray(*args: Any) -> bytearray:
     """Make one of bytes; not of a number, for which there would be as many."""
     if args and not isinstance(args[0], (bytes, str)):
@@ -406,7 +402,7 @@ _BUILTINS = {"set": set, "frozenset": frozenset, "complex": complex, "bytearray"
 _HARMLESS: dict[str, Any] = {
     "collections.OrderedDict": OrderedDict,
     "collections.defaultdict": lambda *_: {},
-    "_codecs.encode": _bytes,
+    "_codecs.encode": lambda text, encoding="latin1": text.encode("latin1"),  # bytes, which old pickles have as text
     "torch.Size": torch.Size,
     "torch._utils._rebuild_parameter": _data_of,
     "torch._utils._rebuild_parameter_with_state": _data_of,
@@ -477,7 +473,7 @@ def values_of(content: Mapping[Any, Any], leave: Iterable[Any], notes: list[str]
                 read = materialised(value)
                 encoded(read, str(key))
             except (TypeError, RecursionError) as error:
-                has_tensors = isinstance(error, TypeError) and _has_tensors(value)
+                has_tensors = isinstance(error, TypeError) and any(is_lazy(leaf) for _, leaf in leaves(value))
                 what = f"{key}, with tensors that are not the model's" if has_tensors else str(error).partition(":")[0]
                 notes.append(f"left out: {what}")
             else:
@@ -490,8 +486,3 @@ def shown(value: Any) -> str:
     if isinstance(value, Foreign):
         return value.origin
     return "Tensor" if is_lazy(value) else type(value).__name__
-
-
-def _has_tensors(tree: Any) -> bool:
-    values = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, (list, tuple)) else ()
-    return is_lazy(tree) or any(map(_has_tensors, values))

@@ -3,20 +3,28 @@
 `torch.save` and `torch.distributed.checkpoint` keep whatever they are given. Most people give them a dictionary with
 ``model`` and ``optimizer``, or the model's state alone; here are the rules by which these are found, and the choices
 for everybody else.
+
+Optimizers' states are brought into the form of ours (`fsdp.checkpoint.optim`) from three others: that of torch's
+optimizers, in which parameters go by numbers; the same by names, as of `get_optimizer_state_dict` and FSDP1; and flat
+ones, with keys like ``state.<name>.exp_avg``.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from fsdp.checkpoint.formats.optim import Names, optimizer_state
-from fsdp.checkpoint.formats.source import LazyTensor, Source, TensorReader, is_lazy
-from fsdp.checkpoint.formats.torch_file import materialised, shown, values_of
+import torch
+
+from fsdp.checkpoint.formats.source import LazyTensor, Source, TensorReader, is_lazy, is_tensor, whole
+from fsdp.checkpoint.formats.torch_file import TorchArchive, materialised, shown, values_of
 from fsdp.checkpoint.json_values import encoded
+from fsdp.checkpoint.optim import kind_to_json, rest_of
 from fsdp.engine.names import plain_name
+from fsdp.optim_utils.state import Elements, Kind, Number, Value, is_number, odd_shape, options_of
 
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "model_state", "module", "net", "network", "weights")
 OPTIMIZER_KEYS: tuple[str, ...] = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")
@@ -24,6 +32,8 @@ OPTIMIZER_KEYS += ("optimizer_state", "optim_state", "optimizer_states", "opt")
 VALUES = "values"  # under which values are that have no names of their own
 _EXTRA = "_extra_state"
 _DDP = "module."
+_STATE, _GROUPS = "state", "param_groups"
+ADDED = ("param_id_map", "uncollected_local_ids")  # to an optimizer's dictionary, by FairScale
 Path = tuple[Any, ...]
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -45,8 +55,19 @@ DEFAULT = Choices()
 def source_of_tree(word: str, path: str, tree: Any, choices: Choices) -> Source:
     """Return the source for a tree of mappings and lists with lazy tensors."""
     notes: list[str] = []
-    model_path, optimizer_path = _places(path, tree, choices, notes)
-    model_tree, rest = _model_and_rest(tree, model_path, optimizer_path)
+    if not isinstance(tree, Mapping):
+        raise ValueError(f"{path} holds a {shown(tree)}, and a checkpoint is a dictionary")
+    model_path = _model_place(path, tree, choices, notes)
+    if model_path is None and not any(is_lazy(value) for value in tree.values()):
+        keys = ", ".join(repr(key) for key, value in tree.items() if isinstance(value, Mapping)) or "no dictionaries"
+        raise ValueError(f"{path} has no model under a usual name ({keys}): say which it is (--model-key)")
+    optimizer_path = _optimizer_place(path, tree, choices, () if model_path is None else model_path[:-1])
+    rest = _without(tree, [model_path, optimizer_path])
+    if model_path is not None:
+        model_tree = _at(tree, model_path)
+    else:
+        model_tree = {key: value for key, value in rest.items() if is_lazy(value) or str(key).endswith(_EXTRA)}
+        rest = {key: value for key, value in rest.items() if key not in model_tree}
     model, extra = _model(path, model_tree, notes)
     reader = TensorReader(path, model.tensors)
     optimizer, optimizer_rest = None, None
@@ -59,19 +80,8 @@ def source_of_tree(word: str, path: str, tree: Any, choices: Choices) -> Source:
     return Source(word, path, reader, optimizer, optimizer_rest, extra, values, notes=tuple(notes))
 
 
-def _places(path: str, tree: Any, choices: Choices, notes: list[str]) -> tuple[Path | None, Path | None]:
-    """Return the places of model and optimizer: None for a model whose tensors are not in a mapping of their own."""
-    if not isinstance(tree, Mapping):
-        raise ValueError(f"{path} holds a {shown(tree)}, and a checkpoint is a dictionary")
-    model_path = _model_place(path, tree, choices, notes)
-    if model_path is None and not any(is_lazy(value) for value in tree.values()):
-        keys = ", ".join(repr(key) for key, value in tree.items() if isinstance(value, Mapping)) or "no dictionaries"
-        raise ValueError(f"{path} has no model under a usual name ({keys}): say which it is (--model-key)")
-    base = () if model_path is None else model_path[:-1]
-    return model_path, _optimizer_place(path, tree, choices, base)
-
-
 def _model_place(path: str, tree: Any, choices: Choices, notes: list[str]) -> Path | None:
+    """Return where the model is; None if its tensors are not in a mapping of their own."""
     if choices.model_key is not None:
         return _chosen(path, tree, choices.model_key, "--model-key")
     base = _base(tree)
@@ -130,14 +140,6 @@ def _at(tree: Any, path: Path) -> Any:
     for key in path:
         tree = tree[key]
     return tree
-
-
-def _model_and_rest(tree: Any, model_path: Path | None, optimizer_path: Path | None) -> tuple[Any, Any]:
-    if model_path is not None:
-        return _at(tree, model_path), _without(tree, [model_path, optimizer_path])
-    rest = _without(tree, [optimizer_path])
-    model = {key: value for key, value in rest.items() if is_lazy(value) or str(key).endswith(_EXTRA)}
-    return model, {key: value for key, value in rest.items() if key not in model}
 
 
 def _without(tree: Any, paths: Sequence[Path | None]) -> Any:
@@ -204,3 +206,204 @@ def _cleaner(names: Mapping[str, Any], notes: list[str]) -> Callable[[str], str]
     if len({cleaned(name) for name in names}) < len(names):
         raise ValueError("two tensors have the same name without what wrappers add to it: " + ", ".join(changed[:4]))
     return cleaned
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+
+
+class SavedOptimizer(NamedTuple):
+    """A dictionary of an optimizer in a file, and its key there."""
+
+    key: str
+    file: TorchArchive
+    content: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.file} ({self.key})"
+
+    @property
+    def others(self) -> dict[Any, Any]:
+        """Return what else is in it (``loss_scale``)."""
+        return values_of(self.content, (_STATE, _GROUPS, *ADDED), [])
+
+
+def optimizers_in(file: TorchArchive) -> list[SavedOptimizer]:
+    """Return the dictionaries of optimizers in a file: all of it, or what is under its keys."""
+    content = file.content
+    inside = {"optimizer": content} if is_optimizer_state(content) else content if isinstance(content, Mapping) else {}
+    return [SavedOptimizer(key, file, value) for key, value in inside.items() if is_optimizer_state(value)]
+
+
+def is_optimizer_state(value: Any) -> bool:
+    """Return whether it is a dictionary of an optimizer."""
+    return isinstance(value, Mapping) and isinstance(value.get(_STATE), Mapping) and _GROUPS in value
+
+
+def is_single(key: str, value: Any, shape: torch.Size) -> bool:
+    """Return whether a value of the state is about a parameter of that shape as such."""
+    return not is_tensor(value) or is_number(key, value.shape, shape)
+
+
+class NamedState:
+    """A state by parameters' names is collected as it is found; messages have the title of the dictionary."""
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self.tensors: dict[str, LazyTensor] = {}  # under ``<name>/<key>``
+        self.groups: list[tuple[Mapping[str, Any], list[str]]] = []  # and the names of the parameters in each
+        self._state: dict[str, dict[str, Any]] = {}
+
+    def add_parameter(self, name: str) -> None:
+        """Note that it is among the optimizer's, with or without state."""
+        self._state.setdefault(name, {})
+
+    def add_elements(self, name: str, key: str, value: LazyTensor) -> None:
+        """Add state with a value for each element."""
+        self.tensors[f"{name}/{key}"] = value
+        self._add([name], key, Elements(value.dtype))
+
+    def add_single(self, names: Sequence[str], key: str, values: Sequence[Any]) -> None:
+        """Add state about these parameters as such, one value that all ranks have alike."""
+        first, *others = (
+            Number(whole(value).item(), value.dtype) if is_tensor(value) else Value(materialised(value))
+            for value in values
+        )
+        self._add(names, key, first)
+        for rank, kind in enumerate(others, start=1):
+            if self._json(names[0], key, kind) != self._state[names[0]][key]:
+                raise ValueError(
+                    f"{self.where(names[0], key)} is {first.value} on the first rank and {kind.value} on rank {rank}: "
+                    "it is of different steps"
+                )
+
+    def add(self, name: str, key: str, value: Any, shape: torch.Size) -> None:
+        """Add state of a parameter of that shape."""
+        if is_single(key, value, shape):
+            self.add_single([name], key, [value])
+        elif value.shape == shape:
+            self.add_elements(name, key, value)
+        else:
+            raise ValueError(self.odd_shape(name, key, value.shape, shape))
+
+    def _add(self, names: Sequence[str], key: str, kind: Kind) -> None:
+        for name in names:
+            self._state.setdefault(name, {})[key] = self._json(name, key, kind)
+
+    def _json(self, name: str, key: str, kind: Kind) -> list[Any]:
+        return kind_to_json(kind, self.where(name, key))
+
+    def where(self, name: str, key: str) -> str:
+        """Return what messages call a state."""
+        return f"{self._title}: the optimizer's state '{key}' of {name}"
+
+    def odd_shape(self, name: str, key: str, found: Sequence[int], shape: Sequence[int]) -> str:
+        """Return what to say of a tensor that is neither of a parameter's shape nor a number."""
+        remedy = "Convert without it (--only model)."
+        return f"{self._title}: {odd_shape(key, name, found, f'the parameter {tuple(shape)}', remedy)}"
+
+    def rest(self) -> dict[str, Any]:
+        """Return what is no tensor; TypeError for settings that no checkpoint holds."""
+        named = [(materialised(options_of(group)), list(dict.fromkeys(names))) for group, names in self.groups]
+        for name in (name for _, names in named for name in names):
+            self.add_parameter(name)
+        return rest_of("", named, self._state, f"{self._title}: ")
+
+
+class Names(NamedTuple):
+    """The names of a model's tensors are plain, and `cleaned` makes a plain name of one that is found."""
+
+    tensors: Mapping[str, LazyTensor]
+    cleaned: Callable[[str], str]
+
+
+def optimizer_state(
+    path: str, found: Mapping[str, Any], model: Names, param_order: Sequence[str] | None, notes: list[str]
+) -> NamedState:
+    """Return an optimizer's state by names, from one by numbers, by names or flat, with lazy tensors.
+
+    Raises:
+        ValueError: if it goes by numbers, and nobody says which parameters are meant; if it is of other parameters; for
+            state that is neither of the parameter's shape nor a number, or that no checkpoint holds.
+    """
+    if _GROUPS not in found:
+        found = _unflattened(found, model)
+        notes.append("parameters of the optimizer with equal settings count as one group")
+    groups = list(found[_GROUPS])
+    names = names_by_key(path, found, param_order, model.cleaned)
+    texts = {str(key): key for key in names}  # numbers may have become texts
+    saved = found.get(_STATE, {}).items()
+    states = {names[key if key in names else texts.get(str(key), key)]: state for key, state in saved}
+    held = list(dict.fromkeys(names[key] for group in groups for key in group["params"]))
+    unknown = [name for name in held if name not in model.tensors]
+    if unknown:
+        raise ValueError(
+            f"{path}: the optimizer has {unknown[0]}, and the model has not. Convert without it (--only model)."
+        )
+    strangers = [name for name in states if name not in held]
+    if strangers:
+        raise ValueError(
+            f"{path}: the optimizer has state of {', '.join(strangers[:5])}, which are in none of its groups"
+        )
+    state = NamedState(path)
+    state.groups = [(group, [names[key] for key in group["params"]]) for group in groups]
+    for name in held:
+        state.add_parameter(name)
+        for key, value in states.get(name, {}).items():
+            state.add(name, key, value, model.tensors[name].shape)
+    return state
+
+
+def names_by_key(
+    title: str, found: Mapping[str, Any], order: Sequence[str] | None, cleaned: Callable[[str], str]
+) -> dict[Any, str]:
+    """Return the plain names of parameters, by what stands for them in an optimizer's dictionary."""
+    groups = found[_GROUPS]
+    keys = [key for group in groups for key in group["params"]]
+    if all(isinstance(key, str) for key in keys):
+        return {key: cleaned(key) for key in [*keys, *found.get(_STATE, {})]}
+    if all("param_names" in group for group in groups):
+        named = [pair for group in groups for pair in zip(group["params"], group["param_names"], strict=True)]
+        return {key: cleaned(name) for key, name in named}
+    if "param_id_map" in found:
+        raise ValueError(
+            f"{title}: the optimizer goes by FairScale's numbers. Give it names first, with the model: "
+            "fsdp.optim_utils.rekey_optim_state_dict(full, model, 'names')"
+        )
+    if order is None:
+        raise ValueError(
+            f"{title}: in the optimizer's state, parameters go by numbers, and nothing says which they are. Write the "
+            "names of model.named_parameters() to a file, a line each, in the order that the optimizer was given "
+            "them, and name it with --param-order; or convert without it (--only model). Of FSDP1, save "
+            "FSDP.full_optim_state_dict(model, optimizer), which goes by names."
+        )
+    if len(order) != len(keys):
+        raise ValueError(f"{title}: the optimizer has {len(keys)} parameters, and {len(order)} names were given")
+    return {key: cleaned(name) for key, name in zip(sorted(keys), order, strict=True)}
+
+
+def _unflattened(found: Mapping[str, Any], model: Names) -> dict[str, Any]:
+    """Return the same with states by names, and parameters with equal settings in a group."""
+    states: dict[str, dict[str, Any]] = {}
+    settings: dict[str, dict[str, Any]] = {}
+    for key, value in found.items():
+        what, _, rest = key.partition(".")
+        if what in (_STATE, _GROUPS):
+            name, state_key = _split(rest, model)
+            (states if what == _STATE else settings).setdefault(name, {})[state_key] = value
+    groups: dict[str, dict[str, Any]] = {}
+    order = {name: number for number, name in enumerate(model.tensors)}
+    for name in sorted(settings, key=lambda each: order.get(each, len(order))):
+        options = settings[name]
+        text = json.dumps(encoded(options, name), sort_keys=True)
+        groups.setdefault(text, {**options, "params": []})["params"].append(name)
+    return {_STATE: states, _GROUPS: list(groups.values())}
+
+
+def _split(text: str, model: Names) -> tuple[str, str]:
+    """Return the name of a parameter, and what follows it, which may both have dots."""
+    parts = text.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        name = model.cleaned(".".join(parts[:count]))
+        if name in model.tensors:
+            return name, ".".join(parts[count:])
+    return ".".join(parts[:-1]), parts[-1]

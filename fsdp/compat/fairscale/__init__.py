@@ -124,44 +124,35 @@ PROVIDED: dict[str, dict[str, Any]] = {
     "fairscale.fair_dev.testing.testing": _TESTING,
 }
 
-_PIPELINES = "pipelines are not part of this library; torch.distributed.pipelining has them"
-_TENSOR_PARALLEL = "use DTensors (torch.distributed.tensor.parallel) and wrap them, see docs/tensor_parallel.md"
-_EXPERTS = "write the layer yourself and give its wrapper a process_group of its own"
-_OPTIMIZERS = "torch.optim has optimizers; wrapped by FullyShardedDataParallel, all of them are sharded"
-_LEARNING_RATES = "scale the learning rate in your own code; nothing here does so"
-_BUCKETS = "these belong to ShardedDataParallel; ReduceScatterBucketer is what FullyShardedDataParallel has"
-_TORCH_GROUPS = "make the group with torch.distributed.new_group, once"
-_NUMPY = "apply_to_tensors(lambda tensor: tensor.cpu().numpy(), container), or the other way round"
-
 # By a name in the path, a module's or an object's.
 INSTEAD = {
-    "pipe": _PIPELINES,
-    "Pipe": _PIPELINES,
-    "PipeRPCWrapper": _PIPELINES,
-    "model_parallel": _TENSOR_PARALLEL,
-    "moe": _EXPERTS,
-    "MOELayer": _EXPERTS,
-    "Top2Gate": _EXPERTS,
-    "adam": _OPTIMIZERS,
-    "Adam": _OPTIMIZERS,
-    "Precision": _OPTIMIZERS,
-    "adascale": _LEARNING_RATES,
-    "AdaScale": _LEARNING_RATES,
-    "AdaScaleWrapper": _LEARNING_RATES,
-    "layerwise_gradient_scaler": "ShardedGradScaler has one scale for all layers",
-    "param_bucket": _BUCKETS,
-    "GradBucket": _BUCKETS,
-    "ParamBucket": _BUCKETS,
-    "Bucket": _BUCKETS,
-    "get_process_group_cached": _TORCH_GROUPS,
-    "validate_process_group": "FullyShardedDataParallel checks its groups by itself",
-    "chunk_and_pad": "torch.chunk, and torch.nn.functional.pad for the last piece",
-    "enable_pytorch_sync_bn": "current versions of torch need no such patch",
-    "OffloadConfig": 'pass offload="disk" and offload_folder to FullyShardedDataParallel',
-    "ssd_offload": 'pass offload="disk" and offload_folder to FullyShardedDataParallel',
-    "to_np": _NUMPY,
-    "from_np": _NUMPY,
-    "experimental": "what FairScale called experimental is not part of this library",
+    name: instead
+    for names, instead in (
+        ("pipe Pipe PipeRPCWrapper", "pipelines are not part of this library; torch.distributed.pipelining has them"),
+        (
+            "model_parallel",
+            "use DTensors (torch.distributed.tensor.parallel) and wrap them, see docs/tensor_parallel.md",
+        ),
+        ("moe MOELayer Top2Gate", "write the layer yourself and give its wrapper a process_group of its own"),
+        (
+            "adam Adam Precision",
+            "torch.optim has optimizers; wrapped by FullyShardedDataParallel, all of them are sharded",
+        ),
+        ("adascale AdaScale AdaScaleWrapper", "scale the learning rate in your own code; nothing here does so"),
+        ("layerwise_gradient_scaler", "ShardedGradScaler has one scale for all layers"),
+        (
+            "param_bucket GradBucket ParamBucket Bucket",
+            "these belong to ShardedDataParallel; ReduceScatterBucketer is what FullyShardedDataParallel has",
+        ),
+        ("get_process_group_cached", "make the group with torch.distributed.new_group, once"),
+        ("validate_process_group", "FullyShardedDataParallel checks its groups by itself"),
+        ("chunk_and_pad", "torch.chunk, and torch.nn.functional.pad for the last piece"),
+        ("enable_pytorch_sync_bn", "current versions of torch need no such patch"),
+        ("OffloadConfig ssd_offload", 'pass offload="disk" and offload_folder to FullyShardedDataParallel'),
+        ("to_np from_np", "apply_to_tensors(lambda tensor: tensor.cpu().numpy(), container), or the other way round"),
+        ("experimental", "what FairScale called experimental is not part of this library"),
+    )
+    for name in names.split()
 }
 
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP1
 from torch.distributed.fsdp import StateDictType
 
-from fsdp.checkpoint.formats.fsdp1 import has_fsdp1_shards, open_fsdp1
+from fsdp.checkpoint.formats.rank_files import has_fsdp1_shards, open_fsdp1
 from fsdp.checkpoint.formats.trees import Choices
 from tests.helpers.legacy_sources import assert_same_values, groups_of, state_of, weights_of
 from tests.helpers.models import keep

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp.checkpoint.formats.fsdp1 import open_fsdp1
+from fsdp.checkpoint.formats.rank_files import open_fsdp1
 from fsdp.checkpoint.formats.trees import Choices
 from tests.checkpoint.formats.test_fsdp1 import folders, save
 from tests.helpers.ranks import RankPool

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp.checkpoint.formats.source import Elements, Stitched, TensorReader, split_vector
+from fsdp.checkpoint.formats.source import Piece, Stitched, TensorReader, split_vector
 from fsdp.checkpoint.formats.torch_file import TorchArchive
 from tests.helpers.safetensors_files import counted_reads
 
 VALUES = torch.arange(24.0)
 
 
-def in_file(path: Path, values: torch.Tensor) -> Elements:
+def in_file(path: Path, values: torch.Tensor) -> Piece:
     torch.save(values, path)
-    return Elements.of(TorchArchive(str(path)).content)
+    return Piece.of(TorchArchive(str(path)).content)
 
 
 def assert_every_range_is_read(reader: TensorReader, name: str, expected: torch.Tensor) -> None:
@@ -34,16 +34,16 @@ def test_every_range_of_pieces_in_files_and_in_memory_is_read(tmp_path: Path) ->
     pieces = (
         in_file(tmp_path / "first.pt", VALUES[:10]),
         in_file(tmp_path / "turned.pt", turned),
-        Elements.of(torch.empty(0)),
-        Elements.of(turned.new_tensor(VALUES[16:20].tolist()).view(2, 2)),
-        in_file(tmp_path / "more.pt", VALUES).part(20, 4),
+        Piece.of(torch.empty(0)),
+        Piece.of(turned.new_tensor(VALUES[16:20].tolist()).view(2, 2)),
+        in_file(tmp_path / "more.pt", VALUES[20:]),
     )
-    reader = TensorReader("all", {"all": Stitched(torch.Size((4, 6)), torch.float32, pieces)})
+    reader = TensorReader("all", {"all": Stitched(pieces, 0, (4, 6))})
     assert_every_range_is_read(reader, "all", VALUES)
 
 
 def test_a_vector_in_pieces_is_cut_into_tensors(tmp_path: Path) -> None:
-    pieces = [in_file(tmp_path / "0.pt", VALUES[:7]), Elements.of(VALUES[:0]), Elements.of(VALUES[7:])]
+    pieces = [in_file(tmp_path / "0.pt", VALUES[:7]), Piece.of(VALUES[:0]), Piece.of(VALUES[7:])]
     shapes = [(3, 3), (), (0, 2), (14,)]
     reader = TensorReader("vector", dict(split_vector(pieces, list("abcd"), shapes)))
     assert [tuple(each.shape) for each in reader.tensors.values()] == shapes
@@ -53,24 +53,22 @@ def test_a_vector_in_pieces_is_cut_into_tensors(tmp_path: Path) -> None:
 
 
 def test_a_whole_is_in_memory_of_its_own() -> None:
-    pieces = (Elements.of(VALUES).part(2, 2), Elements.of(VALUES).part(8, 1))
-    found = Stitched(torch.Size((3,)), torch.float32, pieces).whole()
+    pieces = (Piece.of(VALUES, 4), Piece.of(VALUES[8:], 1))
+    found = Stitched(pieces, 2, (3,)).whole()
     assert torch.equal(found, torch.tensor([2.0, 3.0, 8.0]))
     assert found.untyped_storage().nbytes() == 12
 
 
 def test_only_what_is_wanted_of_a_file_is_read(tmp_path: Path) -> None:
     pieces = (in_file(tmp_path / "0.pt", VALUES), in_file(tmp_path / "1.pt", VALUES))
-    reader = TensorReader("two", {"two": Stitched(torch.Size((48,)), torch.float32, pieces)})
+    reader = TensorReader("two", {"two": Stitched(pieces, 0, (48,))})
     with counted_reads() as sizes:
         reader.read("two", torch.empty(5), 22)
     assert sizes == [8, 12]
 
 
 def test_values_are_cast_on_their_way(tmp_path: Path) -> None:
-    reader = TensorReader(
-        "values", {"x": Stitched(torch.Size((24,)), torch.float32, (in_file(tmp_path / "x.pt", VALUES),))}
-    )
+    reader = TensorReader("values", {"x": Stitched([in_file(tmp_path / "x.pt", VALUES)], 0, (24,))})
     target = torch.empty(4, dtype=torch.float64)
     reader.read("x", target, 3)
     assert torch.equal(target, VALUES[3:7].double())
