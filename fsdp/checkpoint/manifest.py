@@ -153,6 +153,7 @@ class Manifest:
         rest = (content[key] for key in ("optimizer_rest", "extra", "generators", "values"))
         return cls(content["world_size"], model, optimizer, *rest)
 
+
 def _text(content: Any) -> str:
     return json.dumps(content, separators=(",", ":"))
 

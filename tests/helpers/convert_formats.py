@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fsdp
-from fsdp.__main__ import main
+from fsdp.checkpoint.cli import main
 from fsdp.checkpoint.formats.open_source import open_source
 from fsdp.checkpoint.formats.source import Source, TensorReader
 from tests.helpers.equality import assert_same

@@ -14,7 +14,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from fsdp.__main__ import described, lines
+from fsdp.checkpoint.cli import described, lines
 from fsdp.checkpoint.formats.open_source import examine, format_of, open_source
 from fsdp.checkpoint.generators import GeneratorStates
 from fsdp.checkpoint.json_values import decoded

@@ -195,9 +195,7 @@ def _add_backing(
             state.add_elements(name, key, each)
 
 
-def _piece(
-    backing: Backing, key: str, rank: int, value: Any, holders: Sequence[tuple[SavedOptimizer, Shard]]
-) -> Piece:
+def _piece(backing: Backing, key: str, rank: int, value: Any, holders: Sequence[tuple[SavedOptimizer, Shard]]) -> Piece:
     """Return a rank's shard of the state, without padding; weights may be without, and the first rank's have none."""
     saved, shard = holders[rank]
     sizes = [each.get(backing.key).shape.numel() for each in (shard, holders[0][1])]

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from fsdp.__main__ import Progress
+from fsdp.checkpoint.cli import Progress
 from fsdp.checkpoint.safetensors import SafetensorsFiles
 from tests.helpers.checkpoint_models import content, flip
 from tests.helpers.convert_formats import assert_same_checkpoint, command, converted, saved

@@ -14,7 +14,7 @@ from torch import nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel
-from fsdp.__main__ import FINE, MISUSED, WRONG, main
+from fsdp.checkpoint.cli import FINE, MISUSED, WRONG, main
 from fsdp.optim_utils import full_optim_state_dict
 from tests.checkpoint.formats.test_fairscale import NAMES, NAMES_INSIDE, RECORDED, every_case
 from tests.checkpoint.formats.test_fsdp1 import Model, folders, save, truth

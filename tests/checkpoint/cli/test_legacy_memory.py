@@ -24,7 +24,7 @@ def growths(script: str) -> list[float]:
     common = """
         import os, torch
         from benchmarks._measure import forget_peak, peak_resident_bytes, resident_bytes, settle
-        from fsdp.__main__ import main
+        from fsdp.checkpoint.cli import main
 
         torch.set_num_threads(1)
 

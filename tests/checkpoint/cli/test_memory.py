@@ -25,7 +25,7 @@ def growths(script: str) -> list[float]:
     common = f"""
         import re, torch, fsdp
         from torch import nn
-        from fsdp.__main__ import Progress, main
+        from fsdp.checkpoint.cli import Progress, main
 
         def anonymous():
             return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024

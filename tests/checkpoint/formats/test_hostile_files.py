@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 import fsdp
 from fsdp import checkpoint
-from fsdp.__main__ import main
+from fsdp.checkpoint.cli import main
 from fsdp.checkpoint.formats.open_source import open_source
 from fsdp.checkpoint.formats.torch_file import TorchArchive, unpickled
 from fsdp.checkpoint.safetensors import SafetensorsFiles

@@ -1,0 +1,488 @@
+"""The command ``fsdp``, also ``python -m fsdp``: checkpoints inspected, verified and converted."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from fsdp import __version__
+from fsdp.checkpoint.formats.convert import (
+    content_of,
+    require_apart,
+    require_free,
+    write_ours,
+    write_safetensors,
+    write_torch,
+)
+from fsdp.checkpoint.formats.dcp import write_dcp
+from fsdp.checkpoint.formats.open_source import FORMATS, WORDS, examine, format_of, open_source
+from fsdp.checkpoint.formats.source import Source, TensorReader
+from fsdp.checkpoint.formats.trees import Choices
+from fsdp.checkpoint.json_values import decoded
+from fsdp.checkpoint.optim import kinds_from_json
+from fsdp.checkpoint.untrusted import readable, short
+from fsdp.optim_utils.state import Elements, Kind
+
+FINE, WRONG, MISUSED, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141
+TARGETS = ("fsdp", "safetensors", "dcp", "torch")
+_EPILOG = (
+    "Exit codes: 0 if all is well; 1 if a checkpoint is damaged, cannot be read or written, or does not fit; 2 for "
+    "wrong usage, as a path that is not there, or a target that is. Formats: "
+    + "; ".join(f"{each.word}, {each.what}" for each in FORMATS)
+    + "."
+)
+_INSPECT = "show what is in a checkpoint: tensors, the optimizer's groups and state, values"
+_VERIFY = (
+    "read a checkpoint from end to end, and name all that is damaged\n"
+    "Ours, and what torch has written, is compared with checksums. Of safetensors files, which have none, headers and "
+    "sizes are."
+)
+_CONVERT = (
+    "write a checkpoint in another format\n"
+    "Tensors go through memory a few MiB at a time; for dcp, one tensor at a time. The target is written beside its "
+    "place (NAME.converting, for fsdp NAME.saving), synced, and moved there when it is complete: an error or an "
+    "interrupt leaves nothing. So there must be room for it, besides one that it replaces."
+)
+_NO_LOCAL_STATE = (
+    "local state dicts of FSDP1 are not read: load them with FSDP1 on as many ranks, and save SHARDED_STATE_DICT or "
+    "FULL_STATE_DICT"
+)
+_NO_SHARDS = (
+    "FairScale's shards are read and not written: convert to torch, and load that file into the model before FairScale "
+    "wraps it"
+)
+_ENDINGS = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch", ".ckpt": "torch"}
+_DTYPES = {
+    name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
+}
+_SIZE = re.compile(r"(\d+)([KMGT]?)")
+_FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_MOST_WIDTH = 200  # characters in a column: all rows are as wide as the widest one
+_PERIOD = 0.1  # seconds between two lines of progress
+
+
+class UsageError(Exception):
+    """The command was given what makes no sense."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command, and return its exit code."""
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    if not hasattr(args, "run"):
+        parser.print_help(sys.stderr)
+        return MISUSED
+    try:
+        with _terminated_tidily():
+            code: int = args.run(args, _choices(args))
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        return _said("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at the end
+        return NO_READER
+    except (UsageError, FileExistsError) as error:
+        return _said(str(error), MISUSED)
+    except (OSError, ValueError, TypeError, RuntimeError, MemoryError) as error:
+        return _said(str(error) or type(error).__name__, WRONG)
+    return code
+
+
+@contextmanager
+def _terminated_tidily() -> Iterator[None]:
+    """Have a SIGTERM tidy up as an interrupt does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _said(message: str, code: int) -> int:
+    say(f"fsdp: {message}", sys.stderr)
+    return code
+
+
+class _Removed(argparse.Action):
+    """An option of earlier versions; `const` says what to do instead."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+        parser.error(f"{option}: {self.const}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fsdp", description="Checkpoints of fsdp, and of others.", epilog=_EPILOG)
+    parser.add_argument("--version", action="version", version=f"fsdp {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    about: tuple[tuple[str, str, Callable[..., int]], ...] = (
+        ("inspect", _INSPECT, _inspect),
+        ("verify", _VERIFY, _verify),
+        ("convert", _CONVERT, _convert),
+    )
+    for name, text, run in about:
+        command = commands.add_parser(name, help=text.splitlines()[0], description=text, epilog=_EPILOG)
+        command.add_argument("path", metavar="CHECKPOINT", help="the file or folder")
+        if name == "inspect":
+            command.add_argument("--json", action="store_true", help="as JSON, with the optimizer's tensors one by one")
+        elif name == "convert":
+            _add_target(command)
+        command.add_argument("--from", dest="format", choices=WORDS, help="its format; found out without it")
+        if name != "verify":
+            _add_choices(command)
+        command.set_defaults(run=run)
+    return parser
+
+
+def _add_target(command: argparse.ArgumentParser) -> None:
+    command.add_argument("target", metavar="TARGET", help="the file or folder to write")
+    command.add_argument(
+        "--to",
+        type=_target,
+        choices=TARGETS,
+        help="the format. Without it, TARGET says: .safetensors, or .pt, .pth, .bin and .ckpt for torch; else fsdp",
+    )
+    command.add_argument("--only", choices=("model", "optimizer"), help="leave the other one out")
+    command.add_argument("--dtype", choices=tuple(_DTYPES), help="of the model's floating-point tensors, buffers too")
+    command.add_argument("--overwrite", action="store_true", help="replace a checkpoint of the same kind at TARGET")
+    command.add_argument(
+        "--max-file-bytes",
+        type=_size,
+        metavar="N",
+        help="for fsdp and safetensors: begin another file before there is more in one; 5G is 5 x 2^30",
+    )
+    command.add_argument(
+        "--tied",
+        action="append",
+        type=_pair,
+        default=[],
+        metavar="NAME=OTHER",
+        help="for torch, dcp and safetensors: write the model's tensor OTHER as NAME too: plain models expect all "
+        "names of tied parameters, and ours have one",
+    )
+    command.add_argument(
+        "--by-number",
+        action="store_true",
+        help="for torch: the optimizer's parameters by numbers, as torch's optimizers load them, not by names",
+    )
+    command.add_argument(
+        "--flat-optimizer",
+        action="store_true",
+        help="for dcp: as get_optimizer_state_dict has it with flatten_optimizer_state_dict=True",
+    )
+    command.add_argument("--template", action=_Removed, const=_NO_SHARDS, help=argparse.SUPPRESS)
+
+
+def _add_choices(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("for what a checkpoint does not say, or keeps under an unusual name")
+    group.add_argument("--model-key", metavar="KEY", help="under which key the model is, as app.model")
+    group.add_argument("--optimizer-key", metavar="KEY", help="under which key the optimizer is")
+    group.add_argument(
+        "--param-order",
+        metavar="FILE",
+        help="for an optimizer whose parameters go by numbers: their names, a line each, in the order that it was "
+        "given them (that of model.named_parameters(), if there is one group). For fairscale, the keys of the shards",
+    )
+    group.add_argument(
+        "--optimizer-files",
+        metavar="PATH",
+        help="for fairscale and fsdp1: files of the optimizer's state, if they are others than those of the weights",
+    )
+    command.add_argument("--like", action=_Removed, const=_NO_LOCAL_STATE, help=argparse.SUPPRESS)
+
+
+def _choices(args: argparse.Namespace) -> Choices:
+    if not os.path.lexists(args.path) and not any(each.is_at(args.path) for each in FORMATS):
+        raise UsageError(f"{args.path}: there is no such file or folder")
+    order = getattr(args, "param_order", None)
+    try:
+        lines = [] if order is None else Path(order).read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UsageError(f"--param-order: {error}") from None
+    chosen = {key: getattr(args, key, None) for key in ("model_key", "optimizer_key", "only", "optimizer_files")}
+    return Choices(param_order=None if order is None else [line.strip() for line in lines if line.strip()], **chosen)
+
+
+def _target(text: str) -> str:
+    if text == "fairscale":
+        raise argparse.ArgumentTypeError(_NO_SHARDS)
+    return text
+
+
+def _size(text: str) -> int:
+    match = _SIZE.fullmatch(text)
+    if match is None or int(match[1]) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes, as 5000000, 500M or 5G")
+    return int(match[1]) * _FACTORS[match[2]]
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equal, other = text.partition("=")
+    if not (name and equal and other):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=OTHER")
+    return name, other
+
+
+def _inspect(args: argparse.Namespace, choices: Choices) -> int:
+    with closing(_opened(args, choices)) as source:
+        if args.json:
+            print(json.dumps(described(source), indent=1))
+        else:
+            for line in lines(source):
+                say(line)
+    return FINE
+
+
+def _opened(args: argparse.Namespace, choices: Choices) -> Source:
+    try:
+        return open_source(args.path, args.format, choices)
+    except ValueError as error:
+        try:
+            source = open_source(args.path, args.format, replace(choices, only="model"))
+        except ValueError:
+            raise error from None
+        return replace(source, notes=(*source.notes, f"the optimizer is not shown: {error}"))
+
+
+def described(source: Source) -> dict[str, Any]:
+    """Return all that is in a checkpoint, as `json.dumps` can write it."""
+    found: dict[str, Any] = {
+        "path": source.path,
+        "format": source.format,
+        "world_size": source.world_size,
+        "model": _tensors(source.model),
+        "optimizer": None,
+        "extra_state": sorted(source.extra),
+        "generators": source.generators is not None,
+        "values": source.values,
+        "notes": list(source.notes),
+    }
+    if source.optimizer is not None:
+        rest = source.optimizer_rest
+        found["optimizer"] = {"class": rest["optimizer"], **_tensors(source.optimizer)}
+        found["optimizer"] |= {"groups": rest["groups"], "state": rest["state"]}
+    return found
+
+
+def _tensors(reader: TensorReader) -> dict[str, Any]:
+    tensors = {
+        name: {"shape": list(each.shape), "dtype": _dtype(each.dtype), "nbytes": each.nbytes}
+        for name, each in reader.tensors.items()
+    }
+    return {"nbytes": reader.nbytes, "tensors": tensors}
+
+
+def _dtype(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def lines(source: Source) -> Iterator[str]:
+    """Yield the lines that describe a checkpoint to people."""
+    saved = f", saved by {source.world_size} rank{'s' if source.world_size != 1 else ''}" if source.world_size else ""
+    yield f"{source.path}: {source.format}{saved}"
+    yield ""
+    tensors = source.model.tensors
+    rows = [
+        (
+            readable(name, _MOST_WIDTH),
+            readable(" x ".join(map(str, each.shape)), _MOST_WIDTH) or "number",
+            _dtype(each.dtype),
+            f"{each.nbytes:,}",
+        )
+        for name, each in tensors.items()
+    ]
+    count = sum(each.shape.numel() for each in tensors.values())
+    table = [("tensor", "shape", "dtype", "bytes"), *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for *texts, number in table:
+        cells = [text.ljust(width) for text, width in zip(texts, widths, strict=False)]
+        yield "  " + "  ".join([*cells, number.rjust(widths[-1])])
+    yield f"model: {len(rows):,} tensors, {count:,} elements, {size_text(source.model.nbytes)}"
+    if source.extra:
+        yield f"extra state of modules: {', '.join(sorted(source.extra))}"
+    if source.optimizer is not None:
+        yield ""
+        yield from _optimizer(source.optimizer, source.optimizer_rest)
+    values = decoded(source.values)
+    if isinstance(values, dict):
+        yield from ("", "values:", *(f"  {key}: {short(value)}" for key, value in values.items()))
+    elif values is not None:
+        yield from ("", f"values: {short(values)}")
+    if source.notes:
+        yield ""
+        yield from (f"note: {note}" for note in source.notes)
+
+
+def _optimizer(reader: TensorReader, rest: Mapping[str, Any]) -> Iterator[str]:
+    name = f" ({rest['optimizer']})" if rest["optimizer"] else ""
+    yield f"optimizer{name}: {len(reader.tensors):,} tensors, {size_text(reader.nbytes)}"
+    for number, group in enumerate(rest["groups"]):
+        options = ", ".join(
+            f"{key}={value!r}"
+            for key, value in decoded(group["options"]).items()
+            if value is not None and value is not False
+        )
+        yield f"  group {number}: {len(group['params']):,} parameters, {options}"
+    keys: dict[str, list[Kind]] = {}
+    for name, saved in rest["state"].items():
+        for key, kind in kinds_from_json(saved, name).items():
+            keys.setdefault(key, []).append(kind)
+    for key, kinds in keys.items():
+        yield f"  state {key!r} of {len(kinds):,} parameters: {_summary(kinds)}"
+
+
+def _summary(kinds: Sequence[Kind]) -> str:
+    if isinstance(kinds[0], Elements):
+        return "tensors of " + ", ".join(sorted({_dtype(kind.dtype) for kind in kinds if isinstance(kind, Elements)}))
+    values = [kind.value for kind in kinds if not isinstance(kind, Elements)]
+    texts = list(dict.fromkeys(map(short, values)))
+    return texts[0] if len(texts) == 1 else f"{len(texts)} different values, {texts[0]} first"
+
+
+def _verify(args: argparse.Namespace, choices: Choices) -> int:
+    found = format_of(args.path, args.format)
+    with Progress("verifying") as progress:
+        problems, nbytes, how = examine(found, args.path, progress.start)
+    for problem in problems:
+        say(problem)
+    if problems:
+        count = len(problems)
+        say(f"{args.path} ({found.word}) is damaged in {count} place{'s' if count > 1 else ''}")
+        return WRONG
+    say(f"{args.path} ({found.word}) is fine: {size_text(nbytes)}, {how}")
+    return FINE
+
+
+def _convert(args: argparse.Namespace, choices: Choices) -> int:
+    word = args.to or _ENDINGS.get(os.path.splitext(args.target)[1], "fsdp")
+    _require_sense(args, word)
+    require_free(args.target, args.overwrite)
+    with closing(open_source(args.path, args.format, choices)) as source, Progress("converting") as progress:
+        try:
+            require_apart(source, args.target)
+            dtype = _DTYPES[args.dtype] if args.dtype else None
+            # Plain models expect tied parameters under all their names.
+            tied = {**(source.aliases if word in ("torch", "dcp") else {}), **dict(args.tied)}
+            only = "model" if word == "safetensors" else args.only
+            content = content_of(source, dtype, only, tied)
+            if args.by_number and not source.is_in_order:
+                raise ValueError(
+                    f"{source.path} does not say in which order the model has the parameters of different units, so "
+                    "that their numbers are not known: leave --by-number out, and rekey the optimizer's state with the "
+                    "model (fsdp.optim_utils.rekey_optim_state_dict)"
+                )
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        for note in (*source.notes, *_lost(source, word)):
+            say(f"note: {note}", sys.stderr)
+        writers: dict[str, Callable[..., None]] = {
+            "fsdp": partial(write_ours, max_file_bytes=args.max_file_bytes),
+            "safetensors": partial(write_safetensors, max_file_bytes=args.max_file_bytes),
+            "dcp": partial(write_dcp, is_flat=args.flat_optimizer),
+            "torch": partial(write_torch, by_number=args.by_number),
+        }
+        advance = progress.start(content.nbytes)
+        writers[word](args.target, content, overwrite=args.overwrite, advance=advance)
+    count = len(content.model or ()) + len(content.optimizer or ())
+    say(f"{args.target} ({word}): {count:,} tensors, {size_text(content.nbytes)}")
+    return FINE
+
+
+def _require_sense(args: argparse.Namespace, word: str) -> None:
+    """Raise UsageError for options that another format has."""
+    given = (
+        ("--max-file-bytes", args.max_file_bytes is not None, ("fsdp", "safetensors")),
+        ("--by-number", args.by_number, ("torch",)),
+        ("--flat-optimizer", args.flat_optimizer, ("dcp",)),
+        ("--tied", bool(args.tied), ("torch", "dcp", "safetensors")),
+        ("--only optimizer", args.only == "optimizer", ("torch", "dcp")),
+    )
+    for option, is_given, words in given:
+        if is_given and word not in words:
+            raise UsageError(f"{option} is for {' and '.join(words)}, and the target is {word}")
+    if args.only == "optimizer" and (args.dtype or args.tied):
+        raise UsageError("--dtype and --tied are about the model, and --only optimizer leaves it out")
+
+
+def _lost(source: Source, word: str) -> Iterator[str]:
+    """Yield notes on what the format has no place for."""
+    if word == "safetensors":
+        has = {"the optimizer": source.optimizer is not None, "extra state of modules": bool(source.extra)}
+        has |= {"values": source.values is not None}
+        if names := [what for what, is_there in has.items() if is_there]:
+            yield f"left out, since safetensors files have no place for it: {', '.join(names)}"
+    if word != "fsdp" and source.generators is not None:
+        yield "left out: the states of random number generators, which only fsdp has"
+
+
+def size_text(nbytes: float) -> str:
+    """Return a number of bytes as people read it: ``1.5 MiB``."""
+    for unit in _UNITS:
+        if nbytes < 1024 or unit == _UNITS[-1]:
+            break
+        nbytes /= 1024
+    return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print one line. Text from files is shortened, and what a terminal would obey escaped."""
+    print(readable(text.replace(":\n\t", ": ").replace("\n\t", "; ").replace("\n", " ")), file=file or sys.stdout)
+
+
+class Progress:
+    """A bar on a terminal, by tqdm if that is installed, and nothing elsewhere. A context manager."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._total, self._done, self._shown = what, 0, 0, 0.0
+        self._bar: Any = None
+        self._is_seen = sys.stderr.isatty()
+
+    def start(self, total: int) -> Progress:
+        """Say how many bytes there are."""
+        self._total = total
+        if self._is_seen:
+            try:
+                from tqdm import tqdm
+            except ImportError:
+                return self
+            self._bar = tqdm(total=total, desc=self._what, unit="B", unit_scale=True, unit_divisor=1024, leave=False)
+        return self
+
+    def __call__(self, nbytes: int) -> None:
+        """Count bytes that are done."""
+        self._done += nbytes
+        if self._bar is not None:
+            self._bar.update(nbytes)
+        elif self._is_seen and time.monotonic() - self._shown > _PERIOD:
+            self._shown = time.monotonic()
+            part = self._done / max(self._total, 1)
+            filled = round(30 * part)
+            bar = "#" * filled + "." * (30 - filled)
+            text = f"{self._what} [{bar}] {part:4.0%} of {size_text(self._total)}"
+            print(f"\r{text:<79}", end="", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        elif self._shown:
+            print(f"\r{'':<79}\r", end="", file=sys.stderr, flush=True)
