@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -405,6 +406,24 @@ def _forward_inside() -> None:
 
 
 # The wrong moment
+
+
+def test_a_recurrent_module_computes_with_what_is_summoned(ranks: RankPool) -> None:
+    """It keeps a list of its weights besides."""
+    ranks(2).run(_run_recurrent_inside)
+
+
+def _run_recurrent_inside() -> None:
+    torch.manual_seed(0)
+    plain = nn.LSTM(3, 3)
+    model: Any = fully_sharded()(copy.deepcopy(plain))
+    sequence = torch.linspace(-1, 1, 12).view(2, 2, 3)
+    with model.summon_full_params(), torch.no_grad():
+        for one in (users(model), plain):
+            one.weight_hh_l0.mul_(2)
+        assert torch.equal(users(model)(sequence)[0], plain(sequence)[0])
+    with torch.no_grad():
+        assert torch.equal(model(sequence)[0], plain(sequence)[0])
 
 
 def test_it_nests_in_the_same_form(ranks: RankPool) -> None:
