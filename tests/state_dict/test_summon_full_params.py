@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -408,24 +407,6 @@ def _forward_inside() -> None:
 # The wrong moment
 
 
-def test_a_recurrent_module_computes_with_what_is_summoned(ranks: RankPool) -> None:
-    """It keeps a list of its weights besides."""
-    ranks(2).run(_run_recurrent_inside)
-
-
-def _run_recurrent_inside() -> None:
-    torch.manual_seed(0)
-    plain = nn.LSTM(3, 3)
-    model: Any = fully_sharded()(copy.deepcopy(plain))
-    sequence = torch.linspace(-1, 1, 12).view(2, 2, 3)
-    with model.summon_full_params(), torch.no_grad():
-        for one in (users(model), plain):
-            one.weight_hh_l0.mul_(2)
-        assert torch.equal(users(model)(sequence)[0], plain(sequence)[0])
-    with torch.no_grad():
-        assert torch.equal(model(sequence)[0], plain(sequence)[0])
-
-
 def test_it_nests_in_the_same_form(ranks: RankPool) -> None:
     for world_size in (1, 2):
         ranks(world_size).run(_nest)
@@ -576,24 +557,22 @@ def _write_while_sending() -> None:
     model: Any = nested_mlp(fully_sharded())
     values = nested_mlp().state_dict()
     for write in (_write_in_summon, lambda model: model.load_state_dict(values)):
-        events: list[tuple[str, str]] = []
+        written: list[str] = []
         with ExitStack() as patched:
-            for name in ("settle", "store", "fill", "fill_local"):
-                recorded = _recorded(getattr(FlatParamHandle, name), events)
-                patched.enter_context(mock.patch.object(FlatParamHandle, name, recorded))
+            for name in ("store", "fill", "fill_local"):
+                checked = _checked(getattr(FlatParamHandle, name), written)
+                patched.enter_context(mock.patch.object(FlatParamHandle, name, checked))
             write(model)
-        written = {name for what, name in events if what != "settle"}
         assert written
-        for name in written:
-            assert next(what for what, of in events if of == name) == "settle"
 
 
-def _recorded(method: Any, events: list[tuple[str, str]]) -> Any:
-    def recorded(handle: Any, *args: Any, **kwargs: Any) -> Any:
-        events.append((method.__name__, handle.name))
+def _checked(method: Any, written: list[str]) -> Any:
+    def checked(handle: Any, *args: Any, **kwargs: Any) -> Any:
+        written.append(handle.name)
+        assert not handle.comm._sent
         return method(handle, *args, **kwargs)
 
-    return recorded
+    return checked
 
 
 def _write_in_summon(model: Any) -> None:
