@@ -107,16 +107,15 @@ CONCERNS = {
     "state_dict/sharded": "state_dict/sharded_state* state_dict/meta*",
     "state_dict/materialize": "state_dict/materialize* state_dict/meta*",
     "state_dict/summon": "state_dict/summon* fully_sharded_data_parallel/api",
-    "state_dict/redistribute state_dict/load_targets": (
+    "state_dict/redistribute": (
         "state_dict/state_dict_on_first state_dict/tensor_part state_dict/changed_by_loading state_dict/state_dict "
         "state_dict/sharded_state checkpoint/load_safetensors"
     ),
-    "optim_utils/reshard_optimizer": "optim_utils/reshard_optimizer*",
     "optim_utils/grad_scaler": "optim_utils/grad_scaler optim_utils/torch_grad_scaler",
     "optim_utils/ema": "optim_utils/ema",
     "optim_utils/*": (
         "optim_utils/public_functions optim_utils/errors optim_utils/kinds optim_utils/resume optim_utils/fairscale "
-        "checkpoint/optimizer optim_utils/memory checkpoint/errors"
+        "checkpoint/optimizer optim_utils/reshard_optimizer* optim_utils/memory checkpoint/errors"
     ),
     "checkpoint/optim": "checkpoint/optimizer checkpoint/resume checkpoint/moments checkpoint/errors",
     "checkpoint/background": "checkpoint/background",
