@@ -163,6 +163,8 @@ class FullyShardedDataParallel(nn.Module):
         )
         super().__init__()
         ignored = Ignored.of(ignored_modules, ignored_parameters)
+        if isinstance(module, ShardedParamsWrapper):
+            module = module.module  # of an earlier wrapper, which this one takes over from
         refuse_unwrappable(module, ignored, FSDPModule)
         groups = Groups.resolve(process_group, sharding_strategy, options.reshard_after_forward)
         self._options = options

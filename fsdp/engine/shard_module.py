@@ -20,7 +20,7 @@ from fsdp.distributed.collectives import communicator
 from fsdp.distributed.communicator import Group, served_device
 from fsdp.distributed.dtensor import check_ranks
 from fsdp.engine.flat_param import FlatParameter
-from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper, ShardedParamsWrapper
+from fsdp.engine.flatten_params_wrapper import ShardedParamsWrapper
 from fsdp.engine.forward_hooks import ForwardHooks
 from fsdp.engine.managed_params import (
     GroupKey,
@@ -212,8 +212,7 @@ def refuse_unwrappable(module: Any, ignored: Ignored, fully_sharded: type[Any]) 
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"FullyShardedDataParallel wraps an nn.Module, got a {type(module).__name__}")
-    managed = isinstance(module, FlattenParamsWrapper) and module._is_managed
-    if managed or ((unit := unit_of(module)) is not None and not unit.holds_nothing):
+    if (unit := unit_of(module)) is not None and not unit.holds_nothing:
         raise ValueError(
             f"this {type(module).__name__} is wrapped already, and its wrapper has parameters of its own: wrap that "
             "wrapper, or the modules around it"

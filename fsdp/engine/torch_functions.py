@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial, wraps
@@ -44,6 +45,8 @@ from fsdp.engine.registration import Listing
 from fsdp.engine.runtime import Runtime, runtimes
 
 Tensors = Tensor | Iterable[Tensor]
+
+_NAMED = 5  # parameters in one message
 
 
 @cache
@@ -333,9 +336,34 @@ def _with_leaves(torchs: Callable[..., None]) -> Callable[..., None]:
         inputs = given.arguments.get("inputs")
         if inputs is not None:
             given.arguments["inputs"] = _leaves_of_all(inputs)
-        torchs(*given.args, **given.kwargs)
+        try:
+            torchs(*given.args, **given.kwargs)
+        except RuntimeError as error:
+            names = _freed_like(str(error))
+            if not names:
+                raise
+            raise RuntimeError(
+                f"{error} If no operation has: backward needs a parameter that is sharded now ({' or '.join(names)}), "
+                "because something was computed with it and left its unit beside the output (an attribute, a closure, "
+                "a generator). Return it from the forward, or compute it before the output."
+            ) from error
 
     return backward
+
+
+def _freed_like(message: str) -> list[str]:
+    """Return the sharded parameters that autograd may mean when it says that what it has saved was changed."""
+    told = re.search(r"modified by an inplace operation: \[torch\.\S+ \[([\d, ]*)\]\]", message)
+    if told is None:
+        return []
+    shape = sorted(map(int, re.findall(r"\d+", told[1])))  # a linear layer saves its weight transposed
+    handles = [handle for runtime in runtimes() for handle in runtime.handles if handle.is_sharded]
+    return [
+        f"{slot.name} of {handle.unit_name}"
+        for handle in handles
+        for slot in handle.layout.slots
+        if sorted(slot.shape) == shape
+    ][:_NAMED]
 
 
 def _leaves_of_all(inputs: Any) -> Any:

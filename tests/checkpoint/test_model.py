@@ -369,3 +369,24 @@ def _save_large(folder: Path, dtype: torch.dtype | None) -> None:
         fsdp.save(folder / "run", model, dtype=dtype)
         fsdp.load(folder / "run", model)
     assert max((event.cpu_memory_usage for event in profile.events()), default=0) <= 4 << 20  # a block, for casts
+
+
+def test_a_tensor_dimension_of_one_rank_is_saved_as_if_there_were_none(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(1).run(_save_on_a_mesh_of_one, tmp_path / "checkpoint")
+
+
+def _save_on_a_mesh_of_one(path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+
+    def wrapped(value: float) -> Any:
+        weight = distribute_tensor(torch.full((4, 2), value), mesh["tp"], [Shard(0)])
+        return FullyShardedDataParallel(nn.ParameterList([nn.Parameter(weight)]), mesh["dp"])
+
+    fsdp.save(path, wrapped(2.0))
+    loaded = wrapped(3.0)
+    fsdp.load(path, loaded)
+    for found in (load_file(path / "model.safetensors")["0"], loaded.state_dict()["0"]):
+        assert torch.equal(found, torch.full((4, 2), 2.0))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
+from fsdp.engine.reduction import Reductions
 from fsdp.engine.schedule import ExecutionOrder
 
 
@@ -144,3 +147,13 @@ def test_no_end_is_expected_in_a_pass_that_went_another_way() -> None:
         run(order, "ab")
     run(order, "cb")
     assert not order.at_expected_end()
+
+
+def test_gradients_that_still_wait_are_sent_in_one_order_on_all_ranks() -> None:
+    """They have come in the order of this rank's graph."""
+    sent: list[int] = []
+    reductions = Reductions(0)
+    with mock.patch.object(Reductions, "_start", lambda _, number: sent.append(number)):
+        reductions._waiting = {2: 2, 0: 0, 1: 1}  # type: ignore[dict-item]
+        reductions.finish()
+    assert sent == [0, 1, 2]

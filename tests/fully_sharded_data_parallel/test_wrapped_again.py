@@ -64,8 +64,10 @@ def _train_in_sessions(flatten: bool) -> None:
     hooks = _count_hooks(net)
     train(first, optimizer)
     train(plain, plain_optimizer)
+    module: nn.Module = net
     for options in ({}, {"mixed_precision": MixedPrecision(buffer_dtype=torch.bfloat16)}, {}):
-        again = FullyShardedDataParallel(net, **options)
+        again = FullyShardedDataParallel(module, **options)
+        module = again.module  # as FairScale's users write: the wrapped module, and here what lists its shards
         assert _count_hooks(net) == hooks, "the old wrapper's are gone"
         assert_close_models(again, plain)
         with torch.no_grad():  # for inference
@@ -142,5 +144,7 @@ def test_a_failed_attempt_leaves_the_old_wrapper_as_it_was() -> None:
 
 def test_a_module_with_parameters_of_its_own_is_not_wrapped_again() -> None:
     model = FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 2)), ALONE)
-    with pytest.raises(ValueError, match="is wrapped already, and its wrapper has parameters of its own: wrap that"):
-        FullyShardedDataParallel(model.module.module, ALONE)
+    for module in (model.module, model.module.module):
+        message = "this Sequential is wrapped already, and its wrapper has parameters of its own: wrap that"
+        with pytest.raises(ValueError, match=message):
+            FullyShardedDataParallel(module, ALONE)

@@ -142,7 +142,7 @@ def test_modules_that_load_in_their_own_way_do_so(ranks: RankPool) -> None:
 
 
 def _loads_old_name() -> None:
-    model: Any = fully_sharded()(nn.Sequential(Renaming(3)))
+    model: Any = fully_sharded()(nn.Sequential(Renaming(3), nn.BatchNorm1d(3)))
     state = model.local_state_dict()
     del state["0.new"]
     state["0.old"] = torch.tensor([1.0, 2.0])
@@ -152,6 +152,9 @@ def _loads_old_name() -> None:
     del state["0.old"]
     with pytest.raises(RuntimeError, match=r"missing keys \['0.new'\]"):
         model.load_local_state_dict(state)
+    # Others do not: what does not fit is known before anything is changed.
+    changed = {key: value + 1 for key, value in model.local_state_dict().items()}
+    refused(model, changed | {"1.running_mean": torch.zeros(2)}, r"'1.running_mean' has shape \(2,\)")
 
 
 def test_a_failed_load_leaves_full_loading_alone(ranks: RankPool) -> None:

@@ -231,3 +231,13 @@ def _leave_the_loop() -> None:
         for _, params in model.summon_units():
             params["missing"].zero_()
     assert_at_rest(model)
+
+
+def test_a_gradient_that_is_missing_stays_missing_on_the_host(ranks: RankPool) -> None:
+    ranks(1).run(_summon_missing_gradient)
+
+
+def _summon_missing_gradient() -> None:
+    model: Any = fully_sharded(flatten_parameters=False)(nn.ModuleList([nn.Linear(2, 2)]))
+    with model.summon_full_params(with_grads=True, offload_to_cpu=True):
+        assert [param.grad for param in model.parameters()] == [None, None]

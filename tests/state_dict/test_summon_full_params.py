@@ -557,24 +557,22 @@ def _write_while_sending() -> None:
     model: Any = nested_mlp(fully_sharded())
     values = nested_mlp().state_dict()
     for write in (_write_in_summon, lambda model: model.load_state_dict(values)):
-        events: list[tuple[str, str]] = []
+        written: list[str] = []
         with ExitStack() as patched:
-            for name in ("settle", "store", "fill", "fill_local"):
-                recorded = _recorded(getattr(FlatParamHandle, name), events)
-                patched.enter_context(mock.patch.object(FlatParamHandle, name, recorded))
+            for name in ("store", "fill", "fill_local"):
+                checked = _checked(getattr(FlatParamHandle, name), written)
+                patched.enter_context(mock.patch.object(FlatParamHandle, name, checked))
             write(model)
-        written = {name for what, name in events if what != "settle"}
         assert written
-        for name in written:
-            assert next(what for what, of in events if of == name) == "settle"
 
 
-def _recorded(method: Any, events: list[tuple[str, str]]) -> Any:
-    def recorded(handle: Any, *args: Any, **kwargs: Any) -> Any:
-        events.append((method.__name__, handle.name))
+def _checked(method: Any, written: list[str]) -> Any:
+    def checked(handle: Any, *args: Any, **kwargs: Any) -> Any:
+        written.append(handle.name)
+        assert not handle.comm._sent
         return method(handle, *args, **kwargs)
 
-    return recorded
+    return checked
 
 
 def _write_in_summon(model: Any) -> None:
