@@ -56,7 +56,7 @@ def test_accumulation_equals_one_large_batch(
 
 def _accumulate(accumulate: int, nested: bool, options: dict[str, Any]) -> None:
     make = partial(nested_mlp, nested=nested)
-    assert_parity(make, sgd_with_momentum, 4, wrap=fully_sharded(**options), accumulate=accumulate)
+    assert_parity(make, sgd_with_momentum, wrap=fully_sharded(**options), accumulate=accumulate)
 
 
 @parametrize_pairs(

@@ -123,7 +123,7 @@ def test_training_equals_one_process(ranks: RankPool, tmp_path: Path, world_size
 
 
 def _train_on_disk(folder: Path) -> None:
-    assert_parity(nested_mlp, sgd_with_momentum, 4, wrap=fully_sharded(**on_disk(folder)), accumulate=2)
+    assert_parity(nested_mlp, sgd_with_momentum, wrap=fully_sharded(**on_disk(folder)), accumulate=2)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

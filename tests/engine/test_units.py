@@ -88,8 +88,7 @@ def weight_normed() -> nn.Module:
     return nn.utils.parametrizations.weight_norm(nn.Linear(5, 5))
 
 
-@every_option
-@pytest.mark.parametrize("tool", [Recurrent, Listed, Attending, Tied, weight_normed])
+@parametrize_pairs(options=OPTIONS, tool=[Recurrent, Listed, Attending, Tied, weight_normed])
 def test_a_unit_of_this_kind(ranks: RankPool, tool: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     make = partial(toolbox, tool=tool)
     ranks(2).run(assert_trains_like_plain, make, once, eval_first, backward_twice, options=options)

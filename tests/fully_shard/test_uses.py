@@ -28,6 +28,7 @@ from tests.helpers.dtensor_twins import (
 )
 from tests.helpers.equality import assert_same
 from tests.helpers.models import Wrap, keep
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import STEPS, Step, backward_twice, in_eval_mode, score, two_forwards_then_backwards
 
@@ -35,8 +36,7 @@ OPTIONS: list[dict[str, Any]] = [{}, {"reshard_after_forward": False}]
 every_option = pytest.mark.parametrize("options", OPTIONS, ids=["default", "kept"])
 
 
-@every_option
-@pytest.mark.parametrize("step", [*STEPS, in_eval_mode], ids=lambda step: step.__name__)
+@parametrize_pairs(options=OPTIONS, step=[*STEPS, in_eval_mode])
 def test_every_way_to_step(ranks: RankPool, step: Step, options: dict[str, Any]) -> None:
     ranks(2).run(assert_trains_as_plain, uneven, step, **options)
 

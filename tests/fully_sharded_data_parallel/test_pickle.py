@@ -218,8 +218,7 @@ USES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
-@every_form
+@parametrize_pairs(use=list(USES), options=[FLAT, ORIGINAL, UNFLATTENED])
 def test_a_use_without_groups_says_what_to_assign_and_does_no_harm(
     ranks: RankPool, use: str, options: dict[str, Any]
 ) -> None:

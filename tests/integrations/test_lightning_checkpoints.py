@@ -23,7 +23,7 @@ PRELOAD = ["fsdp.lightning"]
 WRAPS: list[dict[str, Any]] = [{}, {"auto_wrap_policy": {nn.Linear}}, {"flatten_parameters": False}]
 
 
-@parametrize_pairs(at_most=5, kind=["full", "sharded"], saved_by=[2, 3], loaded_by=[3, 2], saved=WRAPS, loaded=WRAPS)
+@parametrize_pairs(at_most=3, kind=["full", "sharded"], saved_by=[2, 3], loaded_by=[3, 2], saved=WRAPS, loaded=WRAPS)
 def test_training_goes_on_at_another_number_of_ranks(
     lit_ranks: LitRanks,
     tmp_path: Path,

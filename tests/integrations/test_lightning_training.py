@@ -28,7 +28,7 @@ CLIPPING = {None: None, "norm": NORM, "value": VALUE}
 
 
 @parametrize_pairs(
-    at_most=12,
+    at_most=7,
     world_size=[2, 3, 1],  # each rank imports Lightning first, which takes seconds
     kind=["Regression", "OfTheTrainersModel", "WithLayers", "WithAutoWrap"],
     options=[

@@ -13,6 +13,7 @@ from torch import nn
 from fsdp import MixedPrecision
 from tests.helpers.equality import assert_close_state
 from tests.helpers.module_kinds import SideBySide, seeded
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.helpers.tied_siblings import (
@@ -41,8 +42,7 @@ def siblings(**options: Any) -> Any:
 # State dicts
 
 
-@every_kind
-@used
+@parametrize_pairs(kind=[0, 1, 2, 4], is_used=[False, True])
 def test_saved_under_every_name_and_once(ranks: RankPool, kind: int, is_used: bool) -> None:
     ranks(2).run(_save, kind, is_used)
 
@@ -75,8 +75,7 @@ def _assert_ties(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
             assert (found[one].data_ptr() == found[other].data_ptr()) is is_tied, (one, other)
 
 
-@every_kind
-@used
+@parametrize_pairs(kind=[0, 1, 2, 4], is_used=[False, True])
 def test_loaded_under_any_name(ranks: RankPool, kind: int, is_used: bool) -> None:
     ranks(2).run(_load, kind, is_used)
 

@@ -349,8 +349,7 @@ def _copy(form: dict[str, Any], travel: Any) -> None:
 WIDTH = 200  # so that what is measured is weights
 
 
-@every_form
-@pytest.mark.parametrize("when", ["wrapping", "afterwards"])
+@parametrize_pairs(form=FORMS, when=["wrapping", "afterwards"])
 def test_pain_point_20_no_rank_holds_more_than_its_shards_and_one_unit(
     ranks: RankPool, form: dict[str, Any], when: str
 ) -> None:

@@ -56,7 +56,7 @@ BRAIN, SINGLE = torch.bfloat16, torch.float32
 def trained(hook: CommHook | None, make_optimizer: MakeOptimizer, **options: Any) -> Trained:
     """Collective. Steps of the nested model."""
     make_model = nested_mlp if hook is None else partial(with_hook, nested_mlp, hook)
-    training = Training(make_model=make_model, make_optimizer=make_optimizer, steps=4)
+    training = Training(make_model=make_model, make_optimizer=make_optimizer)
     return train_sharded(training, fully_sharded(**options))
 
 
@@ -96,7 +96,7 @@ def _compare_with_torchs_collectives(make_optimizer: MakeOptimizer) -> None:
 def test_training_with_a_hook_equals_the_unsharded_model(
     ranks: RankPool, world_size: int, hook: CommHook, make_optimizer: MakeOptimizer
 ) -> None:
-    ranks(world_size).run(assert_parity, partial(with_hook, nested_mlp, hook), make_optimizer, 5)
+    ranks(world_size).run(assert_parity, partial(with_hook, nested_mlp, hook), make_optimizer)
 
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -148,7 +148,7 @@ def test_a_hook_goes_with_other_options_to_the_bit(
 
 def _train_both(options: dict[str, Any], machine: str, training: dict[str, Any], recompute: str) -> None:
     make_model = partial(tiny_transformer, recompute=recompute)
-    plan = partial(Training, make_optimizer=adamw, steps=3, task=TOKENS, **training)
+    plan = partial(Training, make_optimizer=adamw, task=TOKENS, **training)
     with on(machine):
         plain = train_sharded(plan(make_model=make_model), fully_sharded(**options))
         hooked = partial(with_hook, make_model, average_in_float32)

@@ -131,7 +131,7 @@ def test_pain_point_06_float32_on_bfloat16_is_distributed_data_parallel_to_the_b
 
 def _equal_ddp(units: Units, make_optimizer: MakeOptimizer, options: dict[str, Any]) -> None:
     make_model = partial(in_units, partial(adapted, outputs=1), units)
-    training = Training(make_model=make_model, make_optimizer=make_optimizer, steps=4)
+    training = Training(make_model=make_model, make_optimizer=make_optimizer)
     sharded = train_sharded(training, fully_sharded(**options))
     assert_bit_equal(sharded, train_ddp(training))
     assert {value.dtype for name, value in sharded.weights.items() if "base" in name} == {BRAIN}
@@ -149,7 +149,7 @@ def test_pain_point_06_both_dtypes_are_trained(
     ranks: RankPool, world_size: int, options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer
 ) -> None:
     wrap = fully_sharded(**options)
-    ranks(world_size).run(assert_parity, partial(in_units, mixed, units), make_optimizer, 4, wrap=wrap)
+    ranks(world_size).run(assert_parity, partial(in_units, mixed, units), make_optimizer, wrap=wrap)
 
 
 # What they cost

@@ -21,7 +21,7 @@ from torch import nn
 
 from fsdp import ProcessGroupName
 from tests.helpers.models import Wrap, keep
-from tests.helpers.pairs import every_pair
+from tests.helpers.pairs import every_pair, parametrize_pairs
 from tests.helpers.parity import (
     REGRESSION,
     TOKENS,
@@ -132,8 +132,7 @@ def _compare_noise_with_progress(model: str) -> None:
 # The scale of gradients, which Adam and clipping would hide
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("accumulate", [1, 3])
+@parametrize_pairs(at_most=4, world_size=[1, 2, 3, 4], accumulate=[1, 3])
 def test_gradients_are_the_mean_over_ranks(ranks: RankPool, world_size: int, accumulate: int) -> None:
     ranks(world_size).run(_compare_gradients, accumulate)
 
