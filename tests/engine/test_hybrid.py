@@ -43,7 +43,7 @@ NAMES = [None, ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZER
 
 
 @parametrize_pairs(
-    at_most=10,
+    at_most=7,
     shape=SHAPES,
     how=["mesh", "pair", "machine"],
     strategy=NAMES,

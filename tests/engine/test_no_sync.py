@@ -42,7 +42,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 @parametrize_pairs(
-    at_most=8,
+    at_most=5,
     world_size=[3, 1, 2],
     accumulate=[2, 3, 5],
     nested=[True, False],

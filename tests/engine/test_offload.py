@@ -113,7 +113,7 @@ def test_a_module_s_own_attributes_of_these_names_are_still_forwarded() -> None:
 
 
 @parametrize_pairs(
-    at_most=9,
+    at_most=6,
     world_size=[3, 2, 1],
     machine=["accelerated", "of CPUs only"],
     options=[*KINDS, {"cpu_offload": True}, {"move_params_to_cpu": True}],

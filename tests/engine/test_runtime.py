@@ -455,7 +455,7 @@ def infer(model: nn.Module) -> None:
 
 
 @parametrize_pairs(
-    at_most=8,
+    at_most=5,
     where=["forward", "backward"],
     error=[ValueError, KeyboardInterrupt],
     then=[forget, save, summon, call_inner_unit, infer],

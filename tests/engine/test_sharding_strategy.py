@@ -94,7 +94,7 @@ def _forward(strategy: ShardingStrategy) -> None:
 
 
 @parametrize_pairs(
-    at_most=7,
+    at_most=5,
     world_size=[2, 3, 1, 4],
     form=[{}, {"use_orig_params": True}, {"flatten_parameters": False}, {"reshard_after_forward": False}],
     bucket_cap_mb=[25, 0],
@@ -149,8 +149,7 @@ def _train_no_shard_mixed(policy: dict[str, Any]) -> None:
     assert distance(unsharded, exact).weight <= 2 * distance(plain, exact).weight + 1e-6
 
 
-@pytest.mark.parametrize("offload", ["cpu", "disk"])
-@pytest.mark.parametrize("strategy", [NONE, HYBRID], ids=lambda strategy: strategy.name)
+@parametrize_pairs(offload=["cpu", "disk"], strategy=[NONE, HYBRID])
 def test_offload(ranks: RankPool, strategy: ShardingStrategy, offload: str, tmp_path: Any) -> None:
     ranks(4).run(_train_offloaded, strategy, offload, str(tmp_path))
 

@@ -163,14 +163,14 @@ def two_dtypes_frozen() -> nn.Module:
 GROUPED = [adapted_layers, frozen_below, frozen_above, frozen_layers, two_dtypes, two_dtypes_frozen]
 
 
-@parametrize_pairs(at_most=21, tool=GROUPED, step=STEPS[:7], options=OPTIONS)
+@parametrize_pairs(at_most=14, tool=GROUPED, step=STEPS[:7], options=OPTIONS)
 def test_several_groups_of_parameters_in_a_unit(
     ranks: RankPool, tool: Callable[[], nn.Module], step: Step, options: dict[str, Any]
 ) -> None:
     ranks(2).run(assert_groups_train, partial(toolbox, tool=tool), step, options=options)
 
 
-@parametrize_pairs(at_most=9, tool=GROUPED, order=["abc", "abcab"], reentrant=[True, False], options=OPTIONS)
+@parametrize_pairs(at_most=6, tool=GROUPED, order=["abc", "abcab"], reentrant=[True, False], options=OPTIONS)
 def test_checkpointing_around_several_groups_of_parameters(
     ranks: RankPool, tool: Callable[[], nn.Module], order: str, reentrant: bool, options: dict[str, Any]
 ) -> None:

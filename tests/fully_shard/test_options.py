@@ -68,7 +68,7 @@ IN_BFLOAT16, IN_FLOAT = 0.15, 1e-5
 
 
 @parametrize_pairs(
-    at_most=6,
+    at_most=5,
     policy=[
         {"param_dtype": BF16, "reduce_dtype": FLOAT},
         {"param_dtype": BF16},

@@ -39,7 +39,7 @@ def _compare(what: dict[str, Any], options: dict[str, Any], **how: Any) -> None:
 
 
 @parametrize_pairs(
-    at_most=8,
+    at_most=5,
     world_size=[2, 3, 4, 1],
     what=[MLP, TIED, CONV],
     make_optimizer=[sgd_with_momentum, adam, adamw_at_once, adamw_one_by_one],

@@ -69,8 +69,7 @@ def _in_order(order: tuple[int, ...], model: Any, inputs: Tensor) -> None:
     score(model(inputs, order)).backward()
 
 
-@every_option
-@pytest.mark.parametrize("nested", [True, False], ids=["units", "one_unit"])
+@parametrize_pairs(options=OPTIONS, nested=[True, False])
 def test_parameters_may_be_used_twice_or_not_at_all(ranks: RankPool, nested: bool, options: dict[str, Any]) -> None:
     ranks(2).run(_train_orders, nested, options)
 

@@ -47,7 +47,7 @@ from tests.helpers.twins import batch, score
 
 
 @parametrize_pairs(
-    at_most=8,
+    at_most=5,
     world_size=[2, 3, 4, 1],
     make_optimizer=[sgd_with_momentum, adamw],
     options=[FLAT, ORIGINAL, UNFLATTENED],
@@ -367,8 +367,7 @@ class CopiesItself(nn.Module):
         self.where = "done"
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@parametrize_pairs(where=["forward", "backward"], world_size=[1, 2])
 def test_a_copy_in_the_middle_of_a_pass_is_refused_and_the_pass_goes_on(
     ranks: RankPool, where: str, world_size: int
 ) -> None:

@@ -68,7 +68,7 @@ def connected_through_torch(item: Any) -> Any:
 
 
 @parametrize_pairs(
-    at_most=7,
+    at_most=5,
     world_size=[2, 3, 4, 1],
     travel=[through_pickle, connected_through_torch],
     make_optimizer=[sgd_with_momentum, adamw],

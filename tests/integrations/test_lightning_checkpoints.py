@@ -117,8 +117,7 @@ def _load_flat(folder: Path) -> None:
         lit.fitted(lit.OfTheTrainersModel(), trainer, ckpt_path=folder / "ddp.ckpt")
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["", "in the background"])
-@pytest.mark.parametrize("kind", ["full", "sharded"])
+@parametrize_pairs(background=[False, True], kind=["full", "sharded"])
 def test_callbacks_keep_the_best_and_stop_early(
     lit_ranks: LitRanks, tmp_path: Path, kind: str, background: bool
 ) -> None:

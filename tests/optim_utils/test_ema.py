@@ -51,7 +51,7 @@ def torch_ema(model: nn.Module, **how: Any) -> AveragedModel:
 
 
 @parametrize_pairs(
-    at_most=8,
+    at_most=5,
     world_size=[2, 3, 4, 1],
     options=[FLAT, ORIGINAL, UNFLATTENED, {"offload": "cpu"}],
     make_optimizer=[sgd_with_momentum, adamw],

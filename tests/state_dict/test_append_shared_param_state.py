@@ -93,9 +93,7 @@ def _load(kind: int, is_used: bool) -> None:
     pair.assert_close()
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("sibling", ["l1", "l3"])
-@used
+@parametrize_pairs(world_size=[1, 3], sibling=["l1", "l3"], is_used=[False, True])
 def test_that_of_one_sibling_alone_is_complete(ranks: RankPool, sibling: str, is_used: bool, world_size: int) -> None:
     ranks(world_size).run(_save_one, sibling, is_used)
 
@@ -117,8 +115,7 @@ def _save_one(sibling: str, is_used: bool) -> None:
     pair.assert_close()
 
 
-@pytest.mark.parametrize("block", ["left", "right"])
-@used
+@parametrize_pairs(block=["left", "right"], is_used=[False, True])
 def test_that_of_a_unit_around_one_sibling_is_complete(ranks: RankPool, block: str, is_used: bool) -> None:
     ranks(2).run(_save_block, block, is_used)
 

@@ -92,7 +92,7 @@ def _average() -> None:
 
 
 @parametrize_pairs(
-    at_most=5,
+    at_most=3,
     how=[two_by_two, replicated],
     options=[FLAT, ORIGINAL, UNFLATTENED],
     make=[nested, tied_and_frozen],

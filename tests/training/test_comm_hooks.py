@@ -91,7 +91,7 @@ def _compare_with_torchs_collectives(make_optimizer: MakeOptimizer) -> None:
 
 
 @parametrize_pairs(
-    at_most=6, world_size=[3, 4, 2, 1], hook=[average, torchs_reduce_scatter], make_optimizer=[sgd_with_momentum, adamw]
+    at_most=4, world_size=[3, 4, 2, 1], hook=[average, torchs_reduce_scatter], make_optimizer=[sgd_with_momentum, adamw]
 )
 def test_training_with_a_hook_equals_the_unsharded_model(
     ranks: RankPool, world_size: int, hook: CommHook, make_optimizer: MakeOptimizer
@@ -118,7 +118,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @parametrize_pairs(
-    at_most=9,
+    at_most=6,
     world_size=[3, 2, 1],
     policy=list(POLICIES),
     layout=list(LAYOUTS),
@@ -186,8 +186,7 @@ def _train_original() -> None:
 # bfloat16
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("state_is_the_group", [False, True])
+@parametrize_pairs(world_size=[1, 2, 3, 4], state_is_the_group=[False, True])
 def test_bf16_compress_hook_averages_rounded_gradients_in_float32(
     ranks: RankPool, world_size: int, state_is_the_group: bool
 ) -> None:
@@ -227,8 +226,7 @@ def _whole_gradient(model: Any) -> Tensor:
     return torch.cat(pieces)[:42]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("bucket_cap_mb", [25, 0])
+@parametrize_pairs(world_size=[2, 3], bucket_cap_mb=[25, 0])
 def test_bf16_compress_hook_halves_the_bytes_of_reductions(
     ranks: RankPool, world_size: int, bucket_cap_mb: float
 ) -> None:
@@ -249,8 +247,7 @@ def _compare_bytes(options: dict[str, Any]) -> None:
     assert sent[bf16_compress_hook] == {SINGLE: full[SINGLE] // 2, BRAIN: full[SINGLE] // 4}
 
 
-@pytest.mark.parametrize("make_optimizer", [sgd_with_momentum, adamw])
-@pytest.mark.parametrize("world_size", [2, 3])
+@parametrize_pairs(make_optimizer=[sgd_with_momentum, adamw], world_size=[2, 3])
 def test_training_in_bf16_gradients_stays_close(
     ranks: RankPool, world_size: int, make_optimizer: MakeOptimizer
 ) -> None:
@@ -268,7 +265,7 @@ def _stay_close(make_optimizer: MakeOptimizer) -> None:
 
 
 @parametrize_pairs(
-    at_most=6, world_size=[3, 2, 1], layout=list(LAYOUTS), name=["bf16_compress_hook", "fp16_compress_hook"]
+    at_most=4, world_size=[3, 2, 1], layout=list(LAYOUTS), name=["bf16_compress_hook", "fp16_compress_hook"]
 )
 def test_torchs_compressing_hooks_work_unchanged(ranks: RankPool, world_size: int, layout: str, name: str) -> None:
     ranks(world_size).run(_use_torchs, name, LAYOUTS[layout])

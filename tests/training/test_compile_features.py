@@ -68,7 +68,7 @@ def compiled_checkpoint(block: nn.Module, backend: Any) -> nn.Module:
 
 
 @parametrize_pairs(
-    at_most=5,
+    at_most=4,
     world_size=[2, 1],
     beside=list(BESIDE),
     options=[*OPTIONS, {"reshard_after_forward": False}],

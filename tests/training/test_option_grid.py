@@ -64,7 +64,7 @@ def cells(*, at_most: int | None = None, **more: list[Any]) -> list[Any]:
     return [pytest.param(cell, id="-".join(map(str, cell.values()))) for cell in rows]
 
 
-@pytest.mark.parametrize("cell", cells(at_most=12, world_size=[2, 3]))
+@pytest.mark.parametrize("cell", cells(at_most=8, world_size=[2, 3]))
 def test_training_equals_the_unsharded_model_in_the_same_precision(
     ranks: RankPool, tmp_path: Path, cell: dict[str, Any]
 ) -> None:

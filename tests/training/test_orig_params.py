@@ -165,7 +165,7 @@ HOW = [{}, {"fused": True}, {"foreach": True}]
 # Against the plain model
 
 
-@parametrize_pairs(at_most=10, world_size=[3, 4, 2, 1], make_optimizers=MAKE_OPTIMIZERS)
+@parametrize_pairs(at_most=6, world_size=[3, 4, 2, 1], make_optimizers=MAKE_OPTIMIZERS)
 def test_training_equals_the_plain_model(ranks: RankPool, world_size: int, make_optimizers: MakeOptimizers) -> None:
     ranks(world_size).run(_train_nested, make_optimizers, {})
 
@@ -189,7 +189,7 @@ def _train_nested(make_optimizers: MakeOptimizers, options: dict[str, Any]) -> N
 
 
 @parametrize_pairs(
-    at_most=8,
+    at_most=5,
     world_size=[3, 2, 4],
     make_optimizer=[sgd_with_momentum, adamw],
     model=[{}, {"tied": True}, {"recompute": "inside"}, {"recompute": "outside", "reentrant": True, "nested": False}],
@@ -403,7 +403,7 @@ OFFLOADS: dict[str, dict[str, Any]] = {
 
 
 @parametrize_pairs(
-    at_most=10,
+    at_most=6,
     world_size=[3, 2, 1, 4],
     precision=list(PRECISIONS),
     offload=list(OFFLOADS),

@@ -32,7 +32,7 @@ from tests.helpers.tensor_parallel import (
 
 
 @parametrize_pairs(
-    at_most=6,
+    at_most=4,
     make_optimizer=[sgd_with_momentum, adamw],
     shape=[(2, 2), (1, 2), (2, 1)],
     kind=["sequence", "heads"],

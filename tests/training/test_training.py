@@ -61,9 +61,9 @@ WRAPPING: dict[str, list[Any]] = {
     "reshard_after_forward": [True, False],
     "flatten_parameters": [True, False],
 }
-DDP_GRID = every_pair(at_most=14, model=list(MODELS), optimizer=list(OPTIMIZERS), **WRAPPING, accumulate=[1, 3])
+DDP_GRID = every_pair(at_most=9, model=list(MODELS), optimizer=list(OPTIMIZERS), **WRAPPING, accumulate=[1, 3])
 PARITY_GRID = every_pair(
-    at_most=16,
+    at_most=10,
     world_size=[3, 1, 2, 4],
     model=[name for name in MODELS if name != "tied"],
     optimizer=list(OPTIMIZERS),
@@ -166,7 +166,7 @@ def _inputs(rank: int, turn: int) -> torch.Tensor:
 
 GROUPS = ["default", "by name", "none", "world", "new"]
 OPTION_GRID = every_pair(
-    at_most=12,
+    at_most=8,
     world_size=[2, 3],
     group=["default", "new"],
     reduce_group=GROUPS,

@@ -46,7 +46,7 @@ def _random_steps() -> None:
 
 
 @parametrize_pairs(
-    at_most=6,
+    at_most=5,
     world_size=[2, 1, 4],
     recompute=[None, False, True],
     accumulate=[1, 2],
