@@ -4,7 +4,7 @@ At 2 ranks, where a sum has only one order, it equals DistributedDataParallel bi
 equals one process that sees all batches put together, but for float32 noise (`tests.helpers.parity.assert_parity`).
 
 Grids are sampled by `tests.helpers.pairs.every_pair`: not every combination of all options is tried, but every value of
-one option meets every value of every other one.
+every option, and many pairs of values.
 """
 
 from __future__ import annotations
