@@ -40,7 +40,6 @@ from fsdp.engine.shard import Shard
 from fsdp.engine.shard_module import ALIGNED, Found, MakeFlatParam, shard_module
 from fsdp.engine.sharding_strategy import Groups, group_apart, post_forward_group
 from fsdp.engine.shared_params import share, split_off
-from fsdp.engine.trees import map_tensors
 from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, unit_of, unit_of_wrapper, units_in
 from fsdp.state_dict.full import explain
 
@@ -210,17 +209,9 @@ def fully_shard(
         inner.register_load_state_dict_pre_hook(spread_loaded)
     for each in modules:
         each.register_load_state_dict_post_hook(Hook(partial(_take_in, unit)))
-        each.register_forward_pre_hook(Hook(partial(_bring_inputs, unit)), prepend=True, with_kwargs=True)
         each.__class__ = _fsdp_class(type(each))  # type: ignore[arg-type]  # a subclass of its own
         note_fully_sharded(each)
     return module
-
-
-def _bring_inputs(unit: Unit, _: nn.Module, *inputs: Any) -> Any:
-    """Bring the tensors that the outermost module is called with to the device where it computes."""
-    if unit.runtime is None or unit.runtime.root is unit:
-        return map_tensors(lambda tensor: tensor.to(unit.device), inputs)
-    return None
 
 
 def _take_in(unit: Unit, *_: Any) -> None:

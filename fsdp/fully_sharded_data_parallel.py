@@ -39,15 +39,13 @@ from fsdp.engine.shared_params import share
 from fsdp.engine.state_requests import LocalState, Saving, Summoning
 from fsdp.engine.unit import TrainingState, Unit, units_in
 from fsdp.fully_shard import FSDPModule
-from fsdp.optim_utils.gather import fairscale_dictionary, optim_stream
+from fsdp.optim_utils.gather import fairscale_dictionary
 from fsdp.optim_utils.params import is_uncollected, require_shards
-from fsdp.optim_utils.reshard_optimizer import reshard_optimizer
-from fsdp.optim_utils.scatter import become_shard
+from fsdp.optim_utils.scatter import become_shard, reshard_optimizer
 from fsdp.state_dict.full import Loading, ensure_agreed, ensure_same_values, load_full, save_full, with_wrapped_metadata
-from fsdp.state_dict.load_targets import TensorPart
 from fsdp.state_dict.local import LocalLoad, local, local_metadata, local_state, members_in
 from fsdp.state_dict.materialize import ParamInit, materialize_unit
-from fsdp.state_dict.sharded import load_sharded_state, sharded_state
+from fsdp.state_dict.sharded import TensorPart, load_sharded_state, sharded_state
 from fsdp.state_dict.summon import params_shown, shapes_summoned, summoned
 
 if TYPE_CHECKING:
@@ -633,6 +631,7 @@ class FullyShardedDataParallel(nn.Module):
         """
         self._unit.require_idle("take a sharded state dict")
         require_shards(self._unit, "take a sharded state dict")
+        ensure_agreed(self._unit)
         return sharded_state(self._unit, self._units(), lambda: self.state_dict(prefix=prefix))
 
     @during("load_sharded_state_dict()")
@@ -648,6 +647,7 @@ class FullyShardedDataParallel(nn.Module):
         """
         self._unit.require_idle("load a sharded state dict")
         require_shards(self._unit, "load a sharded state dict")
+        ensure_agreed(self._unit)
         given = with_wrapped_metadata(state_dict, self)
         for key, value in state_dict.items():
             if isinstance(value, TensorPart) and value.is_blank:
@@ -676,7 +676,7 @@ class FullyShardedDataParallel(nn.Module):
             RuntimeError: inside a forward, backward or `summon_full_params`; if another rank could not take part.
             TypeError, ValueError: for what is no optimizer of the model; for state that cannot be gathered.
         """
-        return fairscale_dictionary(optim_stream(self, optim, recipient_rank))
+        return fairscale_dictionary(self, optim, recipient_rank)
 
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's part of a full optimizer state, for ``optim.load_state_dict``. Not collective.

@@ -39,9 +39,9 @@ from fsdp.distributed.communicator import (
     Messages,
     backend_names,
     behind,
+    communicators,
     finish,
     incomplete,
-    made_once_for_groups,
     own_rank,
     present_call,
 )
@@ -50,7 +50,7 @@ from fsdp.distributed.communicator import MissingRanks as MissingRanks
 from fsdp.distributed.communicator import Pending as Pending
 from fsdp.distributed.communicator import Tag as Tag
 from fsdp.distributed.communicator import during as during
-from fsdp.distributed.messages import Receiving, Sending, as_bytes, as_tensor, blank, wire_tag
+from fsdp.distributed.messages import Receiving, Sending, as_bytes, as_tensor, blank, give_up, wire_tag
 from fsdp.distributed.watchdog import watch
 
 if dist.is_available():
@@ -111,6 +111,10 @@ class TorchCollectives(Communicator):
             group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
             self._apart = communicator(group, torch.device("cpu"))
         return self._apart
+
+    def give_up(self) -> None:
+        if "gloo" in backend_names(self._known).values():
+            give_up(self._known)
 
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
         work = getattr(dist, _ALL_GATHER)(full, shard, group=self.group, async_op=True)
@@ -317,13 +321,12 @@ class StagedExchange(DirectExchange):
 
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
-_communicators: dict[tuple[Any, str, bool], TorchCollectives] = made_once_for_groups()
 
 
 @atexit.register
 def _let_groups_go() -> None:
     """Leave models that live until the end without their groups; see `made_once_for_groups`."""
-    for comm in _communicators.values():
+    for comm in communicators.values():
         comm.group = None
     gc.collect()  # models that nobody has any more, and that are full of cycles, hold their groups too
 
@@ -333,16 +336,17 @@ def communicator(group: Group, device: torch.device) -> Communicator:
     if group.size() == 1:
         return LONE_RANK
     key = (group, device.type, _only_torch)
-    if key not in _communicators:
+    if key not in communicators:
         is_gloo = backend_names(group).get(device.type) == "gloo" and hasattr(group, "send")
         # A user's object in front of a group is there to see collectives.
         if _only_torch or behind(group) is not group or not is_gloo:
-            _communicators[key] = TorchCollectives(group)
+            communicators[key] = TorchCollectives(group)
         else:
-            _communicators[key] = DirectExchange(group) if device.type == "cpu" else StagedExchange(group)
-        if _communicators[key].peers_answer:
+            communicators[key] = DirectExchange(group) if device.type == "cpu" else StagedExchange(group)
+        if communicators[key].peers_answer:
             watch()
-    return _communicators[key]
+    found: Communicator = communicators[key]
+    return found
 
 
 def _after_use_of(sent: Tensor, result: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class Pending:
 
     def wait(self) -> Tensor:
         if self._failure is not None:
-            raise RuntimeError(self._failure)  # what is there is not all of it
+            raise CollectiveError(self._failure)  # what is there is not all of it
         if self._result is not None:
             works, self._works = self._works, ()  # gloo would wait for another message the second time
             try:
@@ -92,6 +92,9 @@ class Communicator(ABC):
     def apart(self) -> Communicator:
         """A way to the same ranks for CPU tensors that nobody else uses, for a thread; collective the first time."""
         return self
+
+    def give_up(self) -> None:  # noqa: B027 (a device that waits for others can't be told)
+        """End with an error what this rank waits for, now and later, where the host waits: with gloo."""
 
     def ensure_connected(self) -> None:  # noqa: B027 (there always is, but after unpickling)
         """Raise RuntimeError if there is no way to the ranks."""
@@ -313,6 +316,10 @@ def made_once_for_groups() -> dict[Any, Any]:
     made: dict[Any, Any] = {}
     atexit.register(made.clear)
     return made
+
+
+# The ways to the ranks of process groups, by group and device: made in `collectives`.
+communicators: dict[tuple[Any, str, bool], Any] = made_once_for_groups()
 
 
 class Group(Protocol):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -48,6 +50,17 @@ class Receiving:
     def wait(self) -> None:
         self._work.wait()
         self._under_way.discard(self)
+
+
+def give_up(group: Any) -> None:
+    """End with an error all that this rank waits for on a gloo group, and will: its connections are closed.
+
+    gloo does so when one wait takes too long (torch 2.13), wherever others wait; and a closed connection ends the waits
+    of the rank at its other end.
+    """
+    peer = (group.rank() + 1) % group.size()
+    with suppress(RuntimeError):
+        group.recv([blank(1)], peer, wire_tag("nothing is sent")).wait(timedelta(milliseconds=1))
 
 
 @lru_cache(maxsize=1 << 14)

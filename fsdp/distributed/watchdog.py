@@ -156,6 +156,7 @@ class Watchdog:
         self._addresses: dict[int, Address] = {}  # of those others that have told theirs
         self._ends: dict[int, str] = {}  # why ranks have ended
         self._report, self._reported_at = "", 0.0  # the last one
+        self._is_given_up = False  # waiting, because of that report
         self._stopped = threading.Event()
         is_one_host = os.environ.get("LOCAL_WORLD_SIZE", "") == str(world_size)
         self._server = _Server(("127.0.0.1" if is_one_host else "", 0), self._answer)
@@ -188,6 +189,8 @@ class Watchdog:
     def explain(self) -> str:
         """Return why a collective did not complete: which ranks have ended, or where all were; empty if unknown."""
         until = time.monotonic() + _LAST_WORDS
+        if self._is_given_up:
+            return self._report
         while not self._ends and time.monotonic() < until:
             time.sleep(0.02)
         if self._ends:
@@ -215,8 +218,9 @@ class Watchdog:
             if now - max(wait.since, self._reported_at) > patience + _TICK * self._rank / (1 + len(self._addresses)):
                 report = Report(self._rank, self._ask_all())
                 if report.is_due:
-                    self._tell_all({"report": str(report)})
                     self._show(str(report))
+                    self._tell_all({"report": str(report)})
+                    self._give_up()
                 else:
                     self._reported_at = now
                 patience *= 2
@@ -235,12 +239,19 @@ class Watchdog:
         self._report, self._reported_at = report, time.monotonic()
         print(report, file=sys.stderr, flush=True)
 
+    def _give_up(self) -> None:
+        if _raises:
+            self._is_given_up = True
+            for one in list(communicator.communicators.values()):
+                one.give_up()
+
     def _answer(self, message: Message) -> Message:
         """Return the answer to a message of another rank."""
         if "end" in message:
             self._ends[message["rank"]] = message["end"]
         elif "report" in message:
             self._show(message["report"])
+            self._give_up()
         else:
             return vars(Position.here())
         return {}
@@ -354,22 +365,28 @@ def _own_ip() -> str:
 # --- the one of this process ----------------------------------------------------------------------------------------
 
 _patience: float | None = 15.0
+_raises = False
 _watchdogs: dict[Any, Watchdog] = communicator.made_once_for_groups()  # by the default group
 
 
-def set_watchdog(patience: float | None = 15.0) -> None:
+def set_watchdog(patience: float | None = 15.0, *, raises: bool = False) -> None:
     """Set how long a rank waits in a collective before all ranks print where they are; None: never.
 
+    Call it on every rank.
+
     Args:
-        patience: seconds, beyond twice what the longest wait before took. Set it on every rank.
+        patience: seconds, beyond twice what the longest wait before took.
+        raises: then give up waiting: every rank raises a `CollectiveError` with the report, where it waits now or in
+            its next collective. The process groups on gloo that sharded models use are of no use afterwards. Others,
+            with NCCL, are left to their own timeouts.
 
     Raises:
-        ValueError: if it is not positive.
+        ValueError: if the patience is not positive.
     """
-    global _patience
+    global _patience, _raises
     if patience is not None and not patience > 0:
         raise ValueError(f"set_watchdog: patience is a positive number of seconds, or None for never, got {patience}")
-    _patience = patience
+    _patience, _raises = patience, raises
 
 
 def watch() -> None:

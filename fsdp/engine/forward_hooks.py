@@ -71,15 +71,22 @@ class ForwardHooks:
         ]
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The module is about to compute. Returns its arguments if they were cast."""
+        """The module is about to compute. Returns its arguments: cast, and on the device that it computes on."""
+        inputs = args, kwargs
         if self._unit.state is TrainingState.FORWARD and (in_backward() or self._is_inside_its_call()):
             self.depth += 1
         else:
             self.depth = 1
             if not self._unit.is_lent:  # else it has no part in this call
                 with outside_transforms():
-                    self._unit.ensure_runtime().before_forward(self._unit, (args, kwargs))
-        return self._cast_inputs((args, kwargs))
+                    runtime = self._unit.ensure_runtime()
+                    runtime.before_forward(self._unit, inputs)
+                if runtime.root is self._unit:
+                    inputs = map_tensors(self._bring, inputs)
+        return self._cast_inputs(inputs)
+
+    def _bring(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._unit.device)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The module has computed, or raised. Returns its output, cast if that was asked for."""
@@ -103,8 +110,7 @@ class ForwardHooks:
     def around(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a method of the module as its forward is run."""
         depth = self.depth
-        cast = self.before(self._module, args, kwargs)
-        args, kwargs = (args, kwargs) if cast is None else cast
+        args, kwargs = self.before(self._module, args, kwargs)
         try:
             output = method(*args, **kwargs)
         except BaseException:
@@ -137,7 +143,7 @@ class ForwardHooks:
     def _cast_inputs(self, inputs: Any) -> Any:
         unit, kind = self._unit, self._unit.precision.inputs
         if kind is InputCast.NONE or (kind is InputCast.OUTERMOST and unit.is_inside_mixed):
-            return None
+            return inputs
         if kind is InputCast.WIDEN:
             return cast_floats(inputs, torch.float32, only=(torch.float16, torch.bfloat16))
         if not unit.in_full_precision and unit.state is not TrainingState.SUMMON_FULL_PARAMS:

@@ -33,8 +33,11 @@ class GradientBuffer:
     It outlives a backward under `no_sync`, so it keeps two facts about each parameter: whether its place holds a
     value (`_filled`, until the buffer is taken), and whether it has arrived in this backward (`_arrived`).
 
+    What is frozen has no room in it, and is not sent, where the layout can do without it. All ranks freeze the same
+    parameters, and choose the layout when all have the same accumulated: nothing, since a backward has reduced it.
+
     Args:
-        layout: where each gradient belongs.
+        layout: where each gradient belongs in the shard's.
         dtype: in which the gradient is sent.
         sum_dtype: at least in this one the gradients of several backwards are added up.
         device: where it is.
@@ -49,7 +52,8 @@ class GradientBuffer:
         device: torch.device,
         expected: Sequence[bool],
     ) -> None:
-        self._layout = layout
+        self._whole = self.layout = layout
+        self._left_out: set[int] = set()  # what has no room in `layout`
         self.dtype = dtype
         self._sum_dtype = torch.promote_types(dtype, sum_dtype)
         self._device = device
@@ -60,13 +64,12 @@ class GradientBuffer:
         self._filled = bytearray(len(layout.slots))
         self._has_scattered = bytearray(len(layout.slots))
         self._arrived = bytearray(len(layout.slots))
-        self._expects, self._expected = expected, sum(expected)
-        self._missing = self._expected
         self._fills_unused = False
         self.used = bytearray(len(layout.slots))  # whose gradients were taken since the last backward began
         self.times_taken = 0  # since then
         self.awaited: Sequence[bool] = ()  # for each parameter, whether autograd said that a gradient would come
         self._places: list[list[Tensor]] = []
+        self.expect(expected)
 
     @property
     def is_empty(self) -> bool:
@@ -83,8 +86,12 @@ class GradientBuffer:
         """True if every parameter's gradient has arrived in this backward."""
         return self._missing == 0
 
-    def begin_backward(self, sync: GradientSync, fills_unused: bool) -> None:
-        """Expect every gradient; they go as far as `sync` says, zeros for what no rank has included if asked for."""
+    def begin_backward(self, expected: Sequence[bool], sync: GradientSync, fills_unused: bool) -> None:
+        """Expect gradients; they go as far as `sync` says, zeros for what no rank has included if asked for."""
+        if expected != self._expects:
+            self.expect(expected)
+        if self._left_out != self._frozen and self.sync is GradientSync.FULL:
+            self._leave_out(self._frozen)
         self.sync, self._fills_unused = sync, fills_unused and sync is not GradientSync.NONE
         self._owes |= self._fills_unused or (sync is GradientSync.FULL and any(self._has_scattered))
         self.used = bytearray(len(self.used))
@@ -97,10 +104,12 @@ class GradientBuffer:
         self._missing = self._expected
 
     def add(self, slot: int, grad: Tensor, divisor: float) -> None:
-        """Put ``grad / divisor`` at its place, or add it to what is there."""
+        """Put ``grad / divisor`` at its place, or add it to what is there; unless it was frozen since its forward."""
+        if not self._expects[slot]:
+            return
         if self._flat is None:
             self._allocate()
-        for place, part in zip(self._places[slot], self._layout.divided(slot, grad), strict=True):
+        for place, part in zip(self._places[slot], self.layout.divided(slot, grad), strict=True):
             _put(place, part, divisor, is_filled=bool(self._filled[slot]))
         self._filled[slot] = 1
         if not self._arrived[slot]:
@@ -109,8 +118,8 @@ class GradientBuffer:
 
     def _allocate(self) -> None:
         dtype = self.dtype if self.is_reduced else self._sum_dtype
-        self._flat = torch.empty(self._layout.padded_numel, dtype=dtype, device=self._device)
-        self._places = self._layout.places(self._flat)
+        self._flat = torch.empty(self.layout.padded_numel, dtype=dtype, device=self._device)
+        self._places = self.layout.places(self._flat)
 
     def owe(self) -> None:
         """Have zeros to give when others reduce theirs, if nothing arrives here."""
@@ -146,6 +155,20 @@ class GradientBuffer:
         """Other parameters require gradients now; what is accumulated stays."""
         self._expects, self._expected = expected, sum(expected)
         self._missing = self._expected
+        self._frozen = {slot for slot, expects in enumerate(expected) if not expects}
+        self._leave_out(self._left_out & self._frozen)
+
+    def _leave_out(self, slots: set[int]) -> None:
+        """Have room for all parameters but these; what is accumulated for others stays."""
+        if slots == self._left_out:
+            return
+        self._left_out, self.layout = slots, self._whole.leaving_out(slots)
+        if self._flat is not None:
+            before = self._places
+            self._allocate()
+            for new, old in zip(self._places, before, strict=True):
+                for place, value in zip(new, old):  # noqa: B905 (one of them may have no room)
+                    place.copy_(value)
 
     def fits(self, dtype: torch.dtype, sum_dtype: torch.dtype, device: torch.device) -> bool:
         """Return whether it was made for these."""
@@ -174,7 +197,7 @@ class GradientBuffer:
             if not is_filled:
                 for place in every[slot]:
                     place.zero_()
-        self._layout.clear_gaps(flat)
+        self.layout.clear_gaps(flat)
         return flat if flat.dtype is self.dtype else flat.to(self.dtype)
 
     def hold(self, parts: Sequence[Tensor]) -> bool:
@@ -184,12 +207,24 @@ class GradientBuffer:
             parts: this rank's shard of the sum, by parameters.
         """
         for part, held in zip(parts, self._scattered):  # noqa: B905 (none, where nothing is held)
-            part.add_(held)
+            if held.numel():  # it was thawed since
+                part.add_(held)
         self.used = bytearray(map(max, self.used, self._has_scattered))
         is_held = self.sync is GradientSync.SHARDS
         self._scattered = parts if is_held else ()
         self._has_scattered = bytearray(self.used) if is_held else bytearray(len(self._filled))
         return is_held
+
+    def of_shard(self, reduced: Tensor, rank: int) -> Tensor:
+        """Return the gradient of the rank's shard ``[shard_numel]``: zeros for what had no room in what was reduced."""
+        if self.layout is self._whole:
+            return reduced
+        shard = reduced.new_zeros(self._whole.shard_numel)
+        for whole, part in zip(
+            self._whole.local_shards(shard, rank), self.layout.local_shards(reduced, rank), strict=True
+        ):
+            whole[: part.numel()] = part
+        return shard
 
     def drop(self) -> None:
         """Forget what has accumulated."""

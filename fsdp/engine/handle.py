@@ -531,7 +531,7 @@ class FlatParamHandle:
     # --- gradients ----------------------------------------------------------------------------------------------
 
     def begin_backward(self, sync: GradientSync, fills_unused: bool) -> None:
-        """Expect every gradient, see `GradientBuffer.begin_backward`."""
+        """Expect gradients, see `GradientBuffer.begin_backward`."""
         if self.orig_params is not None:
             self.gradients.forget(self.orig_params.zeroed)
             self.orig_params.collect_gradients()
@@ -539,7 +539,7 @@ class FlatParamHandle:
         if self.flat_param.grad is None:
             self.flat_param.forget_gradient()
             self.gradients.drop()
-        self.gradients.begin_backward(sync, fills_unused)
+        self.gradients.begin_backward(self.requires_grad_each, sync, fills_unused)
 
     def take_gradient(self, slot: int, leaf: Tensor, divisor: float) -> bool:
         """Move a leaf's gradient into the flat buffer; True when it was the last one missing in this backward."""
@@ -572,6 +572,7 @@ class FlatParamHandle:
         if not any(self.gradients.used) and self.gradients.missed and not reduced.any():
             return  # no rank has anything of what all awaited
         self.storage.check(self.name)
+        reduced = self.gradients.of_shard(reduced, self.comm.rank)
         self.shard_gradient.accept(reduced.to(self.gradients.dtype) if self.precision.keeps_low_gradients else reduced)
 
     def mark_unreduced(self) -> None:

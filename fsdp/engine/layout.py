@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -182,6 +182,10 @@ class Layout(ABC):
     @abstractmethod
     def clear_gaps(self, full: Tensor) -> None:
         """Write zeros where a gathered buffer holds no parameter."""
+
+    def leaving_out(self, slots: Collection[int]) -> Layout:
+        """Return a layout of the same numbers that has no room for these parameters, if that makes shards smaller."""
+        return self
 
     def local_shard_of(self, slot: int, value: Tensor, rank: int) -> Tensor:
         """The rank's shard of one parameter, of any dtype and device: flat, a view where possible, or empty."""

@@ -62,7 +62,7 @@ class Bucket:
         if len(shards) < len(handles):
             if len(set(divisors)) == 1:
                 shards, divisors = [_divided(shards[0], divisors[0])], [1.0] * len(handles)
-            shards = list(shards[0].split([handle.layout.shard_numel for handle in handles]))
+            shards = list(shards[0].split([handle.gradients.layout.shard_numel for handle in handles]))
         for handle, shard, divisor in zip(handles, shards, divisors, strict=True):
             gradient, hook = _divided(shard, divisor), handle.shard_gradient.all_reduce_hook
             if hook is not None:
@@ -72,8 +72,8 @@ class Bucket:
 
 def _hold(handles: Sequence[FlatParamHandle], scattered: Tensor) -> bool:
     """Add what the handles hold of earlier sums to these, one after the other; True if these are held as well."""
-    sums = scattered.split([handle.layout.shard_numel for handle in handles])
-    parts = [one.layout.local_shards(own, one.comm.rank) for one, own in zip(handles, sums, strict=True)]
+    sums = scattered.split([handle.gradients.layout.shard_numel for handle in handles])
+    parts = [one.gradients.layout.local_shards(own, one.comm.rank) for one, own in zip(handles, sums, strict=True)]
     return all([one.gradients.hold(own) for one, own in zip(handles, parts, strict=True)])  # noqa: C419 (each)
 
 
@@ -151,7 +151,7 @@ class Reductions:
         self._companions.clear()
         filling: dict[tuple[Any, ...], tuple[list[FlatParamHandle], int]] = {}
         for handle in handles:
-            nbytes = handle.layout.padded_numel * handle.gradients.dtype.itemsize
+            nbytes = handle.gradients.layout.padded_numel * handle.gradients.dtype.itemsize
             if nbytes > min(_SMALL_BYTES, self._bucket_bytes) or handle.is_local or not handle.requires_grad:
                 continue
             ranks = (handle.reduce_comm, handle.replicas)

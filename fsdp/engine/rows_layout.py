@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -178,6 +179,13 @@ class RowsLayout(Layout):
         by_rank = full.view(self.world_size, self.shard_numel)
         for rank, start, stop in self._gaps:
             by_rank[rank:, start:stop].zero_()
+
+    def leaving_out(self, slots: Collection[int]) -> Layout:
+        if self.gathers_in_order or not slots:
+            return self
+        empty = torch.Size([0])
+        left = [replace(each, shape=empty, dim=0) if n in slots else each for n, each in enumerate(self.slots)]
+        return replace(self, slots=tuple(left))
 
 
 torch.serialization.add_safe_globals([RowsLayout])  # as the other kind, in `flat_param`

@@ -101,7 +101,7 @@ class UnshardedParameters:
         self._freed = FreedLeaves(self.leaves)
         # Where leaves lie in the buffer, in bytes; what is empty lies nowhere. Asking `DTensor`s takes longer.
         self._address_of = memory_at if any(parts) else Tensor.data_ptr
-        self._numbers_placed = [number for number, view in enumerate(views) if view.numel()]
+        self._numbers_placed = [number for number, view in enumerate(views) if self._lies_there(view)]
         self._leaves_placed = [self.leaves[number] for number in self._numbers_placed]
         self._offsets = [self._address_of(leaf) - full.data_ptr() for leaf in self._leaves_placed]
         self._numbers_seen = [*self._numbers_placed, *range(len(self.leaves))]  # of the leaves in what `_look` returns
@@ -132,6 +132,10 @@ class UnshardedParameters:
         name = self._layout.slots[number].name
         copy_as(leaf, self._absent.setdefault(name, sharded_weight(name, leaf)))
         return leaf
+
+    def _lies_there(self, view: Tensor) -> bool:
+        """Return whether the leaf of a parameter lies where this view of the buffer does."""
+        return view.numel() > 0
 
     def _find_rnns(self) -> None:
         modules = {place.module: None for _, place, _, _ in self._swaps}

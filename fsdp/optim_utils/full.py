@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,25 +33,6 @@ class Given:
     beside: dict[str, Any]  # the dictionary's other keys
 
 
-def given(params: Parameters, full: Any) -> Given:
-    """Read a dictionary that goes by FairScale's numbers or by names. Nothing is copied or changed."""
-    _check_form(full)
-    place_of = _place_finder(params, full)
-    states = {place_of(key): state for key, state in full["state"].items()}
-    groups = [
-        (copied_options(group), list(dict.fromkeys(place_of(key) for key in group["params"])))
-        for group in full["param_groups"]
-    ]
-    return Given(states, groups, {key: value for key, value in full.items() if key not in _OWN})
-
-
-def _check_form(full: Any) -> None:
-    """Raise TypeError if it is no dictionary as torch's optimizers have."""
-    if not isinstance(full, Mapping) or not {"state", "param_groups"} <= full.keys():
-        found = f"a mapping with {sorted(map(str, full))}" if isinstance(full, Mapping) else f"a {type(full).__name__}"
-        raise TypeError(f"a full optimizer state has the keys 'state' and 'param_groups'; got {found}")
-
-
 def _keys_in(full: Mapping[str, Any]) -> Iterator[Any]:
     """Yield all that stands for parameters in it."""
     yield from full["state"]
@@ -59,8 +40,11 @@ def _keys_in(full: Mapping[str, Any]) -> Iterator[Any]:
         yield from group["params"]
 
 
-def _goes_by_names(full: Mapping[str, Any]) -> bool:
-    """Return True if parameters go by names in it, False for numbers; anything else, or a mixture, is a TypeError."""
+def _goes_by_names(full: Any) -> bool:
+    """Return True if parameters go by names in a full optimizer state, False for numbers; else raise TypeError."""
+    if not isinstance(full, Mapping) or not {"state", "param_groups"} <= full.keys():
+        found = f"a mapping with {sorted(map(str, full))}" if isinstance(full, Mapping) else f"a {type(full).__name__}"
+        raise TypeError(f"a full optimizer state has the keys 'state' and 'param_groups'; got {found}")
     kinds = {type(key) for key in _keys_in(full)}
     if not kinds <= {str} and not kinds <= {int}:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
@@ -70,7 +54,8 @@ def _goes_by_names(full: Mapping[str, Any]) -> bool:
     return kinds == {str}
 
 
-def _place_finder(params: Parameters, full: Mapping[str, Any]) -> Callable[[Any], Place]:
+def given(params: Parameters, full: Any) -> Given:
+    """Read a dictionary that goes by FairScale's numbers or by names. Nothing is copied or changed."""
     by_names = _goes_by_names(full)
     if not by_names and "param_id_map" not in full and any(True for _ in _keys_in(full)):
         raise ValueError(
@@ -94,41 +79,15 @@ def _place_finder(params: Parameters, full: Mapping[str, Any]) -> Callable[[Any]
             raise ValueError(f"the optimizer state has {what}, and the model has none. Is it of another model?")
         return known[name]
 
-    return place_of
+    states = {place_of(key): state for key, state in full["state"].items()}
+    groups = [
+        (copied_options(group), list(dict.fromkeys(place_of(key) for key in group["params"])))
+        for group in full["param_groups"]
+    ]
+    return Given(states, groups, {key: value for key, value in full.items() if key not in _OWN})
 
 
 # --- other keys -----------------------------------------------------------------------------------------------------
-
-
-def _rekeyed(
-    full: Mapping[str, Any],
-    to: Mapping[Any, Any],
-    order: Mapping[Any, Any] | None,
-    param_id_map: Mapping[int, Any] | None,
-) -> dict[str, Any]:
-    """Return a full dictionary with other keys for its parameters, by `to`. It shares tensors with `full`.
-
-    Optimizers go by the order of parameters in groups: `order` ranks the new keys. With a `param_id_map`, FairScale's
-    additions are made.
-    """
-    lacking = [key for key in dict.fromkeys(_keys_in(full)) if key not in to]
-    if lacking:
-        raise ValueError(
-            f"the optimizer state has parameters that the model has not: {', '.join(map(repr, lacking[:5]))}"
-        )
-    kept = {key: value for key, value in full.items() if key not in _OWN}
-    state = {to[key]: dict(entry) for key, entry in full["state"].items()}
-    groups = [
-        copied_options(group) | {"params": [to[key] for key in group["params"]]} for group in full["param_groups"]
-    ]
-    if order is not None:
-        for group in groups:
-            group["params"].sort(key=order.__getitem__)
-    added = {}
-    if param_id_map is not None:
-        mapped = {number: local if number in state else None for number, local in param_id_map.items()}
-        added = {"param_id_map": mapped, "uncollected_local_ids": list(full.get("uncollected_local_ids", []))}
-    return {"state": state, "param_groups": groups, **added, **kept}
 
 
 def _numbers_of_module(module: nn.Module, optim: Any) -> dict[str, int]:
@@ -164,22 +123,40 @@ def rekey_optim_state_dict(full: Mapping[str, Any], model: nn.Module, to: str, o
     """
     if to not in ("names", "numbers"):
         raise ValueError(f"to must be 'names' or 'numbers', got {to!r}")
-    _check_form(full)
-    by_names, id_map = _goes_by_names(full), None
+    by_names, goes_on_by_names = _goes_by_names(full), to == "names"
+    id_map: dict[int, int] | None = None  # of FairScale's additions
     if unit_of_wrapper(model) is not None:
         params = parameters_of(model, "rekey an optimizer state")
         numbers = {name: params.numbers[original] for name, (_, original) in params.by_name.items()}
         first = {number: original.name for number, (_, original) in params.by_number.items()}
         local = {one: number for number, one in enumerate(params.listed)}
-        id_map = {number: local[one] for number, (one, _) in params.by_number.items()} if to == "numbers" else None
         order: dict[Any, Any] = {number: (local[one], number) for number, (one, _) in params.by_number.items()}
+        if not goes_on_by_names:
+            id_map = {number: local[one] for number, (one, _) in params.by_number.items()}
     else:
         numbers = _numbers_of_module(model, optim)
         first = {number: name for name, number in numbers.items()}
         order = {number: number for number in first}
     table: dict[Any, Any] = dict(numbers) if by_names else dict(first)
-    if by_names is (to == "names"):
+    if by_names is goes_on_by_names:
         table = {key: key for key in table}
     if by_names:
         table |= {key: table[clean_name(key)] for key in full["state"] if clean_name(key) in table}
-    return _rekeyed(full, table, order if by_names and to == "numbers" else None, id_map)
+    lacking = [key for key in dict.fromkeys(_keys_in(full)) if key not in table]
+    if lacking:
+        raise ValueError(
+            f"the optimizer state has parameters that the model has not: {', '.join(map(repr, lacking[:5]))}"
+        )
+    state = {table[key]: dict(entry) for key, entry in full["state"].items()}
+    groups = [
+        copied_options(group) | {"params": [table[key] for key in group["params"]]} for group in full["param_groups"]
+    ]
+    if by_names and not goes_on_by_names:  # optimizers go by the order of parameters in groups
+        for group in groups:
+            group["params"].sort(key=order.__getitem__)
+    added = {}
+    if id_map is not None:
+        mapped = {number: local if number in state else None for number, local in id_map.items()}
+        added = {"param_id_map": mapped, "uncollected_local_ids": list(full.get("uncollected_local_ids", []))}
+    kept = {key: value for key, value in full.items() if key not in _OWN}
+    return {"state": state, "param_groups": groups, **added, **kept}

@@ -38,6 +38,8 @@ from fsdp.state_dict.full import ensure_agreed
 # Bytes of unsharded tensors that may be on their way at once; one tensor may, however large.
 WINDOW = 2**25
 
+_WHAT = "gather its optimizer state"
+
 
 class Window:
     """A `Window` is a queue of tensors on their way, of at most `WINDOW` bytes together."""
@@ -65,11 +67,11 @@ class Window:
 
 
 class OptimStream:
-    """An `OptimStream` fetches an optimizer's state from all ranks, once. Making it is a collective.
+    """An `OptimStream` fetches an optimizer's unsharded state from all ranks, once. Making it is a collective.
 
     Args:
-        params: of the model.
-        own: what this rank has.
+        model: the outermost wrapper.
+        optim: an optimizer of its parameters.
         recipient: the number of the rank that wants it, among those of the root; None for all of them.
 
     Attributes:
@@ -77,31 +79,40 @@ class OptimStream:
         shared: what the ranks have of each parameter that has state.
     """
 
-    def __init__(self, params: Parameters, own: OwnState, recipient: int | None) -> None:
-        self.params, self.own = params, own
-        self._everyone = params.root.everyone
-        self.is_wanted = recipient is None or number_among(self._everyone) == recipient
-        members: dict[Communicator, list[OptimParam]] = {}
-        for one in params.listed:
-            members.setdefault(one.comm, []).append(one)
-        pickled = done_by_all(
-            [self._everyone],
-            _WHAT,
-            lambda: {comm: pickle.dumps(own_kinds(held, own.states, "gathering")) for comm, held in members.items()},
-        )
-        gathered = {comm: zip(held, gather_kinds([comm], pickled[comm]), strict=True) for comm, held in members.items()}
-        found = [
-            (one, shared)
-            for comm, each in gathered.items()
-            for one, shared in each
-            if shared.kinds and not (one.is_uncollected and comm.world_size > 1)
-        ]
-        self.shared: dict[OptimParam, SharedKinds] = dict(found)
-        problems = [problem for _, shared in found for problem in shared.problems(is_alike)]
-        agree_on_outcome([self._everyone], _WHAT, ValueError(problems[0]) if problems else None)
+    def __init__(self, model: nn.Module, optim: Any, recipient: int | None) -> None:
+        root = root_of(model)
+        root.require_idle("gather an optimizer state")
+        ensure_agreed(root)
+        everyone = root.everyone
+        size = everyone[0].world_size * everyone[1].world_size
+        if recipient is not None and not 0 <= recipient < size:
+            raise ValueError(f"recipient_rank must be None or one of the {size} ranks, got {recipient}")
+        self.is_wanted = recipient is None or number_among(everyone) == recipient
+
+        def read() -> tuple[Parameters, OwnState, dict[Communicator, tuple[list[OptimParam], bytes]]]:
+            params = parameters_of(model, "gather an optimizer state")
+            own = own_state(params, optim)
+            members: dict[Communicator, list[OptimParam]] = {}
+            for one in params.listed:
+                members.setdefault(one.comm, []).append(one)
+            held = members.items()
+            return (
+                params,
+                own,
+                {comm: (each, pickle.dumps(own_kinds(each, own.states, "gathering"))) for comm, each in held},
+            )
+
+        self.params, self.own, told = done_by_all([everyone], _WHAT, read)
+        self.shared: dict[OptimParam, SharedKinds] = {}
+        for comm, (each, pickled) in told.items():
+            for one, shared in zip(each, gather_kinds([comm], pickled), strict=True):
+                if shared.kinds and not (one.is_uncollected and comm.world_size > 1):
+                    self.shared[one] = shared
+        problems = [problem for shared in self.shared.values() for problem in shared.problems(is_alike)]
+        agree_on_outcome([everyone], _WHAT, ValueError(problems[0]) if problems else None)
         self._receivers = {
             comm: [rank for rank, said in enumerate(comm.all_gather_bytes(bytes([self.is_wanted]))) if said[0]]
-            for comm in members
+            for comm in told
         }
 
     @property
@@ -131,7 +142,9 @@ class OptimStream:
                 next_one()
             raise
         finally:
-            self._settle()
+            for comm in self._receivers:  # all that was sent has arrived: the state may be changed
+                comm.settle()
+            release(self.params.listed)
 
     def _post(self, one: OptimParam, original: Original, key: str, kind: Elements) -> Callable[[], Any]:
         """Begin to send and receive the shards of one tensor."""
@@ -169,36 +182,9 @@ class OptimStream:
 
         return finish
 
-    def _settle(self) -> None:
-        """Block until the state may be changed: all that was sent of it has arrived."""
-        for comm in self._receivers:
-            comm.settle()
-        release(self.params.listed)
-
-
-_WHAT = "gather its optimizer state"
-
 
 def _nbytes(entry: tuple[OptimParam, Original, str, Elements]) -> int:
     return entry[1].shape.numel() * entry[3].dtype.itemsize
-
-
-def optim_stream(model: nn.Module, optim: Any, recipient: int | None) -> OptimStream:
-    """Collective. Return the unsharded state of an optimizer, tensor by tensor."""
-    root, what = root_of(model), "gather an optimizer state"
-    root.require_idle(what)
-    ensure_agreed(root)
-    ranks = root.everyone
-    size = ranks[0].world_size * ranks[1].world_size
-    if recipient is not None and not 0 <= recipient < size:
-        raise ValueError(f"recipient_rank must be None or one of the {size} ranks, got {recipient}")
-
-    def job() -> tuple[Parameters, OwnState]:
-        params = parameters_of(model, what)
-        return params, own_state(params, optim)
-
-    params, own = done_by_all([ranks], "gather its optimizer state", job)
-    return OptimStream(params, own, recipient)
 
 
 def stream_optim_state(
@@ -222,15 +208,16 @@ def stream_optim_state(
     Raises:
         As `FullyShardedDataParallel.gather_full_optim_state_dict`, before the first tensor.
     """
-    stream = optim_stream(model, optim, recipient_rank)
+    stream = OptimStream(model, optim, recipient_rank)
     return ((original.name, key, tensor) for original, key, tensor in stream.tensors())
 
 
 # --- dictionaries ---------------------------------------------------------------------------------------------------
 
 
-def fairscale_dictionary(stream: OptimStream) -> dict[str, Any] | None:
+def fairscale_dictionary(model: nn.Module, optim: Any, recipient_rank: int | None) -> dict[str, Any] | None:
     """Collective. Return FairScale's full dictionary on ranks that want it, None on others."""
+    stream = OptimStream(model, optim, recipient_rank)
     params, ids = stream.params, stream.own.ids
     found = _filled(stream, params.numbers.__getitem__, _as_fairscale)
     if found is None:
@@ -258,7 +245,7 @@ def full_optim_state_dict(model: nn.Module, optim: Any, recipient_rank: int | No
     Raises:
         As `FullyShardedDataParallel.gather_full_optim_state_dict`.
     """
-    stream = optim_stream(model, optim, recipient_rank)
+    stream = OptimStream(model, optim, recipient_rank)
     return _filled(stream, lambda original: original.name, _as_it_is)
 
 

@@ -8,7 +8,7 @@ ranks. Parameters that no wrapper took come last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,6 @@ class Parameters:
     Args:
         wrapper: the outermost one.
         root: its unit.
-        is_uncollected: tells of a unit whether the state of its parameters is not to be gathered.
 
     Attributes:
         listed: the parameters that optimizers see, in the order of ``wrapper.parameters()``.
@@ -39,7 +38,7 @@ class Parameters:
         numbers: of the originals.
     """
 
-    def __init__(self, wrapper: nn.Module, root: Unit, is_uncollected: Callable[[Unit], bool]) -> None:
+    def __init__(self, wrapper: nn.Module, root: Unit) -> None:
         self.root = root
         units = units_in(root)
         self._by_param: dict[int, OptimParam] = {}
@@ -47,7 +46,7 @@ class Parameters:
         for path, unit in units:
             prefix = "" if unit is root else f"{path}."
             for handle in unit.owned_handles:
-                for one in params_of(handle, prefix, is_uncollected(unit)):
+                for one in params_of(handle, prefix, is_uncollected(unit, root)):
                     self._by_param[id(one.param)] = one
                     places |= {(handle, original.slot): (one, original) for original in one.originals}
         numbered = [places[place] for _, unit in units for place in _in_order(unit)]
@@ -62,13 +61,10 @@ class Parameters:
         self.by_number = {number: place for number, place in enumerate(numbered) if place[0] in listed}
         self.numbers = {original: number for number, (_, original) in self.by_number.items()}
         self.by_name = {original.name: (one, original) for one, original in self.by_number.values()}
-        self._add_second_names(wrapper)
-
-    def _add_second_names(self, wrapper: nn.Module) -> None:
         paths: dict[nn.Module, list[str]] = {}
         for path, module in wrapper.named_modules(remove_duplicate=False):
             paths.setdefault(module, []).append(clean_name(path))
-        for one, original in self.by_number.values():
+        for one, original in self.by_number.values():  # and by the other names of tied ones
             for place in [] if one.handle is None else one.handle.places[original.slot]:
                 for path in paths.get(place.module, ()):
                     self.by_name.setdefault(join(path, place.name), (one, original))
@@ -116,7 +112,7 @@ def parameters_of(model: nn.Module, what: str) -> Parameters:
     root = root_of(model)
     root.require_idle(what)
     require_shards(root, what)
-    return Parameters(model, root, lambda unit: is_uncollected(unit, root))
+    return Parameters(model, root)
 
 
 # --- an optimizer's own dictionary ----------------------------------------------------------------------------------

@@ -1,19 +1,27 @@
-"""Full optimizer states are sharded here for a rank: from a dictionary that it has, or from the first rank."""
+"""Full optimizer states are sharded here for a rank: a dictionary that it has, the first rank's, or an optimizer's own.
+
+An optimizer that was made before the model was wrapped holds original parameters, which nobody trains any more.
+`reshard_optimizer` replaces each by the `OptimParam` that it is in now. What the optimizer has learned about it, the
+same on every rank, is sharded as the parameter itself was.
+"""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import during
 from fsdp.distributed.consensus import done_by_all, from_everyone, sent_by_first
+from fsdp.engine.flat_param import FlatParameter
+from fsdp.engine.managed_params import is_ours, taken_over
 from fsdp.engine.optimizer_hooks import state_of
 from fsdp.engine.state_requests import FirstRank
+from fsdp.engine.unit import Unit, units_in
 from fsdp.optim_utils.full import ADDED, Given, given
 from fsdp.optim_utils.gather import Window
 from fsdp.optim_utils.params import Parameters, Place, held_by, parameters_of, root_of
@@ -26,9 +34,12 @@ from fsdp.optim_utils.state import (
     Original,
     Value,
     common_kinds,
+    is_same,
     keys_with_elements,
     kinds_of,
     match_groups,
+    options_of,
+    params_of,
     release,
 )
 from fsdp.state_dict.full import ensure_agreed
@@ -153,20 +164,28 @@ def shard_states(plans: Plans, full: Given, is_consumed: bool = False) -> dict[O
     """
     found = {}
     for one, kinds in plans.items():
-        shards = {}
-        for key, kind in kinds.items():
-            if isinstance(kind, Elements):
-                shards[key] = one.zeros(kind.dtype, torch.device("cpu"))
-                for original in one.originals:
-                    state = full.states[one, original]
-                    one.shard(original, one.local_vector(original, state[key]), shards[key])
-                    if is_consumed:
-                        del state[key]
-        found[one] = _state(one, kinds, shards)
+
+        def vector_of(original: Original, key: str, one: OptimParam = one) -> Tensor:
+            state = full.states[one, original]
+            return one.local_vector(original, state.pop(key) if is_consumed else state[key])
+
+        found[one] = _state(one, kinds, _shards_of(one, kinds, vector_of, torch.device("cpu")))
         if is_consumed:
             for original in one.originals:
                 full.states[one, original].clear()
     return found
+
+
+def _shards_of(
+    one: OptimParam, kinds: Kinds, vector_of: Callable[[Original, str], Tensor], device: torch.device
+) -> dict[str, Tensor]:
+    shards = {}
+    for key, kind in kinds.items():
+        if isinstance(kind, Elements):
+            shards[key] = one.zeros(kind.dtype, device)
+            for original in one.originals:
+                one.shard(original, vector_of(original, key), shards[key])
+    return shards
 
 
 def _state(one: OptimParam, kinds: Kinds, shards: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -357,3 +376,155 @@ def _share(one: OptimParam, made: Tensor, values: Sequence[Tensor | None], sourc
         if value is not None:
             vector.copy_(one.local_vector(original, value))
         one.shard(original, sent_by_first(source.ranks, vector), made)
+
+
+# --- from an optimizer that was made before wrapping ----------------------------------------------------------------
+
+_ANEW = "Make the optimizer after wrapping, from the wrapped model's parameters()."
+
+
+@torch.no_grad()
+def reshard_optimizer(root: Unit, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
+    """Replace original parameters in an optimizer, and shard their state.
+
+    Args:
+        root: the units in it took the parameters over.
+        optimizer: is changed in place, and not at all if anything is wrong.
+        names: of the parameters that optimizers are to see, for those that keep names.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"reshard_optimizer takes a torch.optim.Optimizer, got a {type(optimizer).__name__}")
+    try:
+        found = _held_originals(root, optimizer)
+        kinds = _checked_kinds(optimizer, found)
+    except ValueError as error:
+        raise ValueError(f"this {type(optimizer).__name__} cannot be handed over: {error}") from None
+    # There may be no room for the shards: nothing is changed before they are made.
+    states = {one: _sharded(optimizer, one, held, kinds[one]) for one, held in found.items()}
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for one, state in states.items():
+        for held in found[one].values():
+            optimizer.state.pop(held.param, None)
+            replaced[held.param] = one.param
+        if state:
+            optimizer.state[one.param] = state
+    for group in optimizer.param_groups:
+        now = [replaced.get(param, param) for param in group["params"]]
+        if "param_names" in group:
+            pairs = zip(group["params"], now, group["param_names"], strict=True)
+            named = {param: names.get(param, name) if param is not before else name for before, param, name in pairs}
+            group["param_names"] = list(named.values())
+        group["params"][:] = dict.fromkeys(now)  # in place: some optimizers keep the list itself
+
+
+class Held(NamedTuple):
+    """A `Held` is an original parameter as the optimizer holds it."""
+
+    param: nn.Parameter
+    group: int
+    state: Mapping[str, Any]
+
+
+HeldIn = dict[OptimParam, dict[Original, Held]]
+
+
+def _held_originals(root: Unit, optimizer: torch.optim.Optimizer) -> HeldIn:
+    """Return the original parameters in an optimizer by what they are in now, which must not be there as well."""
+    places: dict[tuple[FlatParameter, int], tuple[OptimParam, Original]] = {}
+    for name, unit in units_in(root):
+        for handle in unit.handles:
+            for one in params_of(handle, "" if unit is root else f"{name}."):
+                places |= {(handle.flat_param, original.slot): (one, original) for original in one.originals}
+    present = {param: None for group in optimizer.param_groups for param in group["params"]}
+    _refuse_strangers(present, {flat_param for flat_param, _ in places})
+    found: HeldIn = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for param in dict.fromkeys(group["params"]):
+            taken = taken_over(param)
+            if taken is not None and taken.flat_param is not None:
+                one, original = places[taken.flat_param(), taken.slot]  # type: ignore[index]
+                found.setdefault(one, {})[original] = Held(param, number, optimizer.state.get(param, {}))
+    for one, held in found.items():
+        if one.param in present:
+            raise ValueError(f"it holds {next(iter(held)).name} both as it was before wrapping and as it is now")
+    return found
+
+
+def _refuse_strangers(held: Iterable[Any], ours: set[FlatParameter]) -> None:
+    summoned, strangers = [], []
+    for param in held:
+        taken = taken_over(param)
+        if taken is not None and taken.flat_param is None:
+            summoned.append(taken.description)
+        elif taken is not None and taken.flat_param() not in ours:  # type: ignore[misc, operator]
+            strangers.append(taken.description)
+        elif is_ours(param) and param.owner._is_managed and param.owner not in ours:
+            strangers.append(f"the shard with {param.owner._names[0]}")
+    names = summoned or strangers
+    listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    if summoned:
+        raise ValueError(
+            f"it was made inside summon_full_params() and holds copies that are not trained: {listed}. {_ANEW}"
+        )
+    if strangers:
+        raise ValueError(
+            f"it holds parameters of another wrapped model, or of units around this one: {listed}. Call "
+            "reshard_optimizer of the outermost FullyShardedDataParallel that they are all in; models that are wrapped "
+            "apart need an optimizer each."
+        )
+
+
+def _checked_kinds(optimizer: torch.optim.Optimizer, found: HeldIn) -> dict[OptimParam, Kinds]:
+    """Return the state of each parameter that the optimizer is to see; those in one flat parameter must be alike."""
+    states = optimizer.state.items()
+    has_elements = keys_with_elements((param.shape, state) for param, state in states if isinstance(param, Tensor))
+    kinds: dict[OptimParam, Kinds] = {}
+    for one, held in found.items():
+        _check_groups(optimizer, one, held)
+        of_each = {}
+        for original, (_, _, state) in held.items():
+            for key, value in state.items():
+                if type(value) is not Tensor and not (value is None or isinstance(value, (int, float, complex))):
+                    raise ValueError(
+                        f"the optimizer's state '{key}' of {original.name} is a {type(value).__name__}: what is "
+                        f"neither a plain tensor nor a number cannot be sharded. {_ANEW}"
+                    )
+            of_each[original] = kinds_of(
+                original.name, state, one.local_shape(original), has_elements=has_elements, remedy=_ANEW
+            )
+        kinds[one] = common_kinds(of_each)
+    return kinds
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, one: OptimParam, held: Mapping[Original, Held]) -> None:
+    first, group = next((original.name, each.group) for original, each in held.items())
+    for original in one.originals:
+        if original not in held:
+            raise ValueError(f"it holds {first} and not {original.name}; the two are in one flat parameter. {APART}")
+    for original, each in held.items():
+        if each.group != group:
+            options, others = (options_of(optimizer.param_groups[number]) for number in (group, each.group))
+            different = [name for name in options if not is_same(options[name], others.get(name))]
+            shown = ", ".join(f"{name} {options[name]} and {others.get(name)}" for name in different)
+            raise ValueError(
+                f"{first} is in its parameter group {group} and {original.name} in group {each.group}, with "
+                f"{shown or 'the same options'}; the two are in one flat parameter. {APART}"
+            )
+
+
+def _sharded(
+    optimizer: torch.optim.Optimizer, one: OptimParam, held: Mapping[Original, Held], kinds: Kinds
+) -> dict[str, Any]:
+    """Return this rank's shard of the originals' state, beside the shard of the parameters."""
+    first = next(iter(held.values()))
+    options = optimizer.param_groups[first.group]
+    shards = _shards_of(one, kinds, lambda original, key: held[original].state[key].reshape(-1), one.param.device)
+    return {key: shards[key] if key in shards else _kept(first.state[key], one.param.device, options) for key in kinds}
+
+
+def _kept(value: Any, device: torch.device, options: Mapping[str, Any]) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    # Counts live on the host, but for steps that run on the device as a whole: those want them with the parameter.
+    follows = options.get("fused") or options.get("capturable") or not value.is_cpu
+    return value.to(device) if follows else value

@@ -42,8 +42,19 @@ from fsdp.engine.state_requests import (
 )
 from fsdp.engine.unit import TrainingState, Unit, own_modules, serving, unit_of, units_in
 from fsdp.engine.verify import agree, agree_on_values
-from fsdp.state_dict.load_targets import LoadTarget, TensorPart, recorded, recording, store
-from fsdp.state_dict.summon import Exposure, Values, beside_ours, deal_changes, for_each, keep_value, unsharded
+from fsdp.state_dict.sharded import TensorPart, store
+from fsdp.state_dict.summon import (
+    Exposure,
+    LoadTarget,
+    Values,
+    beside_ours,
+    deal_changes,
+    for_each,
+    keep_value,
+    recorded,
+    recording,
+    unsharded,
+)
 
 Walk = Callable[..., Any]  # `nn.Module.load_state_dict` of a wrapper
 

@@ -28,7 +28,7 @@ from fsdp.engine.placeholder import Placeholder
 from fsdp.engine.state_requests import Filling
 from fsdp.engine.unit import TrainingState, Unit, own_modules, serving, unit_of
 from fsdp.state_dict.redistribute import as_modules_see, blanks
-from fsdp.state_dict.summon import Entry, Exposure, beside_ours, hidden_handles
+from fsdp.state_dict.summon import Exposure, beside_ours, hidden_handles
 
 ParamInit = Callable[[nn.Module], object]
 Lacks = list[Uninitialized]
@@ -151,14 +151,20 @@ class _Materializing:
             lack.give_memory(device)
         inside = [inner for inner in module.modules() if inner is not module]
         below = [lack for inner in inside for lack in self._filled.get(inner, ())]
-        others = _others_in(module, lacks, below, self._scratch)
-        before = [_address(lack) for lack in below]
+        before = [(lack, _address(lack)) for lack in below]
         try:
-            with _out_of_reach(others), _drawing_from(self._seed, self._names[module], device), torch.no_grad():
+            reach = _out_of_reach(module, lacks, below, self._scratch)
+            with reach, _drawing_from(self._seed, self._names[module], device), torch.no_grad():
                 init(module)
             for lack in lacks:
                 _require_filled(lack, text)
-            _refuse_moved(below, before, text)
+            moved = [lack.places[0][1] for lack, address in before if _address(lack) != address]
+            if moved:  # without values, most likely
+                raise RuntimeError(
+                    f"{text}: its initialisation gave other memory to parameters or buffers of modules inside of it, "
+                    f"which had their values: {', '.join(moved)}. Initialise what is directly in the module, and call "
+                    "to_empty(..., recurse=False), if at all."
+                )
         except BaseException:
             for lack in lacks:
                 lack.take_back()
@@ -267,17 +273,6 @@ def _filling(unit: Unit, wanted: Lacks) -> Iterator[set[int]]:
             exposure.close(keep if is_filled else None)
 
 
-def _refuse_moved(below: Lacks, before: Sequence[int | None], module: str) -> None:
-    """Raise if what children were given is elsewhere now: without values, most likely."""
-    moved = [lack.places[0][1] for lack, address in zip(below, before, strict=True) if _address(lack) != address]
-    if moved:
-        raise RuntimeError(
-            f"{module}: its initialisation gave other memory to parameters or buffers of modules inside of it, which "
-            f"had their values: {', '.join(moved)}. Initialise what is directly in the module, and call "
-            "to_empty(..., recurse=False), if at all."
-        )
-
-
 @contextmanager
 def _drawing_from(seed: int | None, name: str, device: torch.device) -> Iterator[None]:
     """Start torch's generators from a number made of `seed` and a module's name, and put them back afterwards."""
@@ -298,30 +293,26 @@ def _drawing_from(seed: int | None, name: str, device: torch.device) -> Iterator
             generator.set_state(state)
 
 
-def _others_in(module: nn.Module, lacks: Lacks, below: Lacks, scratch: Collection[int]) -> list[Entry]:
-    """Return where an initialisation of `module` may find values that are not its to change: in itself and below.
+@contextmanager
+def _out_of_reach(module: nn.Module, lacks: Lacks, below: Lacks, scratch: Collection[int]) -> Iterator[None]:
+    """Put copies in the place of values that an initialisation of `module` may find and are not its to change.
 
     What children were given just now (`below`) it may change, but not what it has in common with another module; nor
     do the parameters matter that will be forgotten, by their ids (`scratch`).
     """
     own = {id(lack.value) for lack in lacks} | set(scratch)
     drawn = {id(lack.value) for lack in below} | own
-    return [
+    others = [
         (entries, name, tensor)
         for inner in module.modules()
         for entries, name, tensor in beside_ours(inner)
         if not tensor.is_meta and id(tensor) not in (own if inner is module else drawn)
     ]
-
-
-@contextmanager
-def _out_of_reach(places: Sequence[Entry]) -> Iterator[None]:
-    """Put copies in the place of tensors, for as long as it lasts."""
-    for entries, name, tensor in places:
+    for entries, name, tensor in others:
         copy = tensor.detach().clone()
         entries[name] = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
     try:
         yield
     finally:
-        for entries, name, tensor in places:
+        for entries, name, tensor in others:
             entries[name] = tensor

@@ -1,7 +1,11 @@
 """Sharded state dicts: the state of a model with this rank's parts in the place of parameters.
 
+A `TensorPart` is a tensor of which this rank holds a range. `torch.distributed.checkpoint` asks it what is to be
+written where (``torch.distributed._checkpointable``), and it answers with the boxes that make up its range. So nothing
+is gathered, ranks may be more or fewer when it is loaded, and a loader need not know of flat parameters.
+
 As unsharded parameters are (`state_dict.summon`), the parts are registered in the modules for as long as the state is
-taken or loaded, so that names, order and hooks are those of `nn.Module`. Nothing is gathered, and no memory is used.
+taken or loaded, so that names, order and hooks are those of `nn.Module`. Parameters are not copied.
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,19 +23,286 @@ from torch import Tensor, nn
 
 from fsdp.distributed.consensus import agree_on, done_by_all, number_among
 from fsdp.distributed.dtensor import is_dtensor, local_part
+from fsdp.engine.boxes import Box, boxes_of
 from fsdp.engine.deferred_init import Uninitialized, memory_to_load_into, uninitialized_in
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.precision import BATCH_NORMS
 from fsdp.engine.state_requests import ShardedState
-from fsdp.engine.unit import Unit, own_modules, serving
-from fsdp.state_dict.full import ensure_agreed, ensure_same_values
-from fsdp.state_dict.load_targets import Held, LoadTarget, Part, TensorPart, part_of, recorded, recording, store
-from fsdp.state_dict.summon import Exposure, beside_ours, for_each, hidden_handles
+from fsdp.engine.unit import Unit, own_modules, serving, units_in
+from fsdp.engine.verify import agree_on_values
+from fsdp.state_dict.summon import (
+    Exposure,
+    LoadTarget,
+    Values,
+    beside_ours,
+    for_each,
+    hidden_handles,
+    recorded,
+    recording,
+)
+
+aten = torch.ops.aten
 
 _VALUELESS = (
     "it has no values yet, because it was on the meta device when it was wrapped. Give it values first "
     "(fsdp.materialize, or a load)."
 )
+
+
+@dataclass(frozen=True)
+class Part:
+    """A range of a row-major *block*, which is the whole tensor, but of a `DTensor`: the elements that a rank holds."""
+
+    shape: torch.Size  # of the whole tensor
+    block: Box  # where in it the elements lie
+    start: int
+    stop: int
+    name: str = field(compare=False)  # of the tensor, for messages
+    rank: int = field(compare=False)  # its number, for messages
+    is_alone: bool = field(compare=False)  # no other rank holds anything of it
+
+    @classmethod
+    def of_whole(cls, shape: torch.Size, name: str, rank: int) -> Part:
+        """Return the part that is all of a tensor, which is on every rank."""
+        return cls(shape, Box((0,) * len(shape), tuple(shape)), 0, shape.numel(), name, rank, is_alone=True)
+
+    @cached_property
+    def boxes(self) -> tuple[tuple[Box, int], ...]:
+        """The elements' places in the whole tensor, each box with the place of its first element among them."""
+        if self.shape.numel() == 0:
+            return ((Box((0,) * len(self.shape), tuple(self.shape)), 0),)  # or checkpoints would not have it at all
+        found, done = [], 0
+        for box in boxes_of(self.block.sizes, self.start, self.stop):
+            found.append((box.moved(self.block.offsets), done))
+            done += box.numel
+        return tuple(found)
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Return the elements ``[stop - start]`` of an unsharded value; a view where possible."""
+        for dim, (begin, size) in enumerate(zip(self.block.offsets, self.block.sizes, strict=True)):
+            whole = whole.narrow(dim, begin, size)
+        return whole.detach().reshape(-1)[self.start : self.stop]
+
+    def check(self, value: Tensor, dtype: torch.dtype) -> None:
+        """Raise ValueError or TypeError if the elements, which are of this dtype, cannot be taken from a value."""
+        here = f"rank {self.rank}: {self.name}"
+        if isinstance(value, TensorPart):
+            if value.part != self:
+                raise ValueError(
+                    f"{here}: this rank keeps {self}, and was given {value.part}. A sharded state fits ranks that "
+                    "are as many and wrapped alike: load it with torch.distributed.checkpoint into what "
+                    "sharded_state_dict() returns here."
+                )
+        elif type(value) not in (Tensor, nn.Parameter):
+            raise TypeError(
+                f"{here}: a {type(value).__name__} cannot be cut into shards here. Load it with "
+                "torch.distributed.checkpoint into what sharded_state_dict() returns, or give a whole, plain tensor."
+            )
+        elif value.is_meta or value.shape != self.shape:
+            raise ValueError(f"{here}: expected a tensor of {list(self.shape)} with values, got {list(value.shape)}")
+        if value.is_complex() and not dtype.is_complex:
+            raise ValueError(f"{here} is of {dtype}, and was given {value.dtype}")
+
+    def __str__(self) -> str:
+        block = ""
+        if self.block.sizes != tuple(self.shape):
+            block = f"the block {list(self.block.sizes)} at {list(self.block.offsets)} of "
+        return f"elements {self.start}:{self.stop} of {block}{list(self.shape)}"
+
+
+@dataclass(eq=False)
+class Held:
+    """The elements, which all aliases of a `TensorPart` have in common."""
+
+    flat: Tensor  # [stop - start]
+    # The id of the tensor in whose memory they lie, which a load must leave alone until it is complete; 0: their own.
+    lent_by: int = 0
+    is_blank: bool = False  # they have no values, and no load was begun
+    unfit: str = ""  # why they must not be saved
+    apart: set[str] = field(default_factory=set)  # the keys under which other ranks have a tensor of their own
+
+    def copied(self, change: Callable[[Tensor], Tensor]) -> Held:
+        """Return a copy with what `change` makes of the elements, in memory of its own."""
+        return Held(change(self.flat), 0, self.is_blank, self.unfit, set(self.apart))
+
+
+class TensorPart(Tensor):
+    """A tensor of which this rank holds a range only, as `torch.distributed.checkpoint` saves and loads it.
+
+    Shape, dtype and device are those of the whole tensor. Saving copies nothing. Loading writes to memory of its own,
+    made when a load is planned, so that what it was taken from stays as it is. It is no tensor to compute with: it can
+    be copied, cast, moved, pickled and staged.
+    """
+
+    part: Part  # which elements it holds
+    _held: Held
+
+    # What has no meaning for a part of a tensor raises an error in the dispatch below, and nowhere else.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def around(cls, part: Part, held: Held) -> Any:
+        """Return a tensor that holds `held`, without copying it."""
+        flat = held.flat
+        made = Tensor._make_wrapper_subclass(cls, part.shape, dtype=flat.dtype, device=flat.device)
+        made.part, made._held = part, held
+        return made
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's elements ``[part.stop - part.start]``; shares memory."""
+        return self._held.flat
+
+    @property
+    def is_blank(self) -> bool:
+        """It stands for a tensor without values, and nothing was loaded."""
+        return self._held.is_blank
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.part}, dtype={self.dtype}, device={self.device})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            held = memo.get(id(self._held)) or self._held.copied(Tensor.clone)
+            memo[id(self._held)] = held  # tied ones stay tied
+            memo[id(self)] = type(self).around(self.part, held)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        part, held = self.part, self._held
+        range_ = (part.block.offsets, part.block.sizes, part.start, part.stop)
+        facts = (part.shape, *range_, part.name, part.rank, part.is_alone)
+        return _rebuild, (facts, held.flat, held.is_blank, held.unfit, sorted(held.apart))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        do = _MEANINGFUL.get(func)
+        if do is None:
+            what = ", ".join(f"{arg.part.name} is {arg}" for arg in args if isinstance(arg, TensorPart))
+            raise NotImplementedError(
+                f"{func} on a part of a tensor, in a sharded state dict ({what}). Take the whole state (state_dict()) "
+                "to compute with it, or this rank's elements (.local)."
+            )
+        return do(*args, **(kwargs or {}))
+
+    # --- what torch.distributed.checkpoint asks -----------------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, obj: object) -> list[Any]:
+        """Return what is to be written: one item for each box, none on a rank that holds nothing."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        problem = self._held.unfit
+        if not problem and any(fqn == key or fqn.endswith(f".{key}") for key in self._held.apart):
+            problem = (
+                "its unit has a process group of its own, so other ranks have another parameter under this name, and a "
+                f"checkpoint would mix the two. Rename it for each such group (state['{fqn} of group 0'] = "
+                f"state.pop('{fqn}')), and back before it is loaded."
+            )
+        if problem:
+            raise RuntimeError(f"rank {self.part.rank}: cannot save {fqn}: {problem}")
+        properties = TensorProperties.create_from_tensor(self.local)
+        items = []
+        for box, _ in self.part.boxes:
+            chunk = ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+            data = TensorWriteData(chunk=chunk, properties=properties, size=self.part.shape)
+            items.append(WriteItem(MetadataIndex(fqn, box.offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """Return what is to be loaded, into memory that is its own from now on."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        held = self._held
+        if held.lent_by:
+            held.flat, held.lent_by = held.flat.clone(), 0
+        held.is_blank, held.unfit = False, ""
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box, _ in self.part.boxes]
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """Return the elements of one box, in its shape; a view."""
+        for box, begin in self.part.boxes:
+            if index.offset is not None and tuple(index.offset) == box.offsets:
+                return self.local[begin : begin + box.numel].view(box.sizes)
+        raise ValueError(f"rank {self.part.rank} holds nothing of {index.fqn} at {index.offset}: it has {self.part}")
+
+
+def part_of(handle: FlatParamHandle, slot: int, rank: int) -> Part:
+    """Return which elements of a parameter this rank keeps; `rank` is its number for messages."""
+    kept, mesh = handle.layout.slots[slot], handle.flat_param.parts[slot]
+    interval = handle.layout.interval(slot, handle.comm.rank)
+    start, stop = (interval.start, interval.stop) if interval is not None else (0, 0)
+    shape = kept.shape if mesh is None else mesh.shape
+    offsets = (0,) * len(shape) if mesh is None else mesh.offsets
+    is_alone = not handle.is_sharded and (mesh is None or not mesh.sharded_dims)
+    return Part(shape, Box(offsets, tuple(kept.shape)), start, stop, kept.name, rank, is_alone)
+
+
+def _rebuild(facts: tuple[Any, ...], flat: Tensor, is_blank: bool, unfit: str, apart: list[str]) -> TensorPart:
+    shape, offsets, sizes, *rest = facts
+    return TensorPart.around(Part(shape, Box(offsets, sizes), *rest), Held(flat, 0, is_blank, unfit, set(apart)))
+
+
+# So that `torch.load` with its default, `weights_only=True`, reads a sharded state dict back.
+torch.serialization.add_safe_globals([_rebuild])
+
+
+# What can be done to a part as it can be done to the whole
+
+
+def _alias(tensor: TensorPart) -> Any:
+    return type(tensor).around(tensor.part, tensor._held)
+
+
+def _like(make: Callable[..., Tensor], *options: str) -> Callable[..., Any]:
+    """Return a function that makes a part of what `make` makes of the elements, with those of these options given."""
+
+    def made(tensor: TensorPart, size: Any = None, **how: Any) -> Any:
+        if size is not None and torch.Size(size) != tensor.part.shape:
+            raise NotImplementedError(f"a tensor of {list(size)} in the likeness of {tensor}")
+        how = {name: how[name] for name in options if how.get(name) is not None}
+        return TensorPart.around(tensor.part, tensor._held.copied(lambda flat: make(flat, **how)))
+
+    return made
+
+
+def _copy(into: Tensor, value: Tensor, non_blocking: bool = False) -> Tensor:
+    if isinstance(into, TensorPart) and isinstance(value, TensorPart):
+        if value.part != into.part:
+            raise ValueError(f"cannot copy {value} into {into}: another part")
+        into.local.copy_(value.local, non_blocking)
+        into._held.is_blank, into._held.unfit = value._held.is_blank, value._held.unfit
+    elif isinstance(into, TensorPart):
+        if is_dtensor(value) or value.shape != into.part.shape:
+            raise ValueError(f"cannot copy a {type(value).__name__} of {list(value.shape)} into {into}")
+        into.local.copy_(into.part.cut(value), non_blocking)
+    elif isinstance(value, TensorPart) and value.part.is_alone:
+        into.copy_(value.local.view(value.part.shape), non_blocking)
+    elif isinstance(value, TensorPart):
+        raise NotImplementedError(
+            f"rank {value.part.rank}: a plain tensor cannot hold {value.part.name}, of which other ranks hold the rest "
+            f"({value}). Load a sharded state with load_sharded_state_dict(). If this was to stage it for "
+            "dcp.async_save, pass async_stager=DefaultStager(...): BlockingAsyncStager, which FileSystemWriter is too, "
+            "makes 0-d tensors plain."
+        )
+    return into
+
+
+_MEANINGFUL: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _alias,
+    aten.alias.default: _alias,
+    aten.clone.default: _like(Tensor.clone),
+    aten._to_copy.default: _like(partial(Tensor.to, copy=True), "dtype", "device", "non_blocking"),
+    aten.copy_.default: _copy,
+    aten.empty_like.default: _like(torch.empty_like, "dtype", "device", "pin_memory"),
+    aten.zeros_like.default: _like(torch.zeros_like, "dtype", "device", "pin_memory"),
+    aten.new_empty.default: _like(torch.empty_like, "dtype", "device", "pin_memory"),
+    aten.new_zeros.default: _like(torch.zeros_like, "dtype", "device", "pin_memory"),
+    aten.is_pinned.default: lambda tensor, *_: tensor.local.is_pinned(),
+}
+
+
+# --- taking and loading ---------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -83,29 +356,26 @@ def _require_shards(handle: FlatParamHandle) -> None:
     handle.follow_shard()
 
 
-# Taking
-
-
 def sharded_state(root: Unit, units: Sequence[Unit], take: Callable[[], Any]) -> Any:
     """Collective the first time. Return the state that `take` finds in modules which show this rank's parts.
 
     Tensors that are not sharded are copied, since a load writes to what it is given.
     """
-    ensure_agreed(root)
     unfit = ""
     try:
-        ensure_same_values(root)
+        agree_on_values(units_in(root))
     except RuntimeError as error:
         unfit = str(error)  # it may be taken to load into it, which puts that right
     rank = number_among(root.everyone)
     with for_each(units, lambda unit: _parts(unit, rank, unfit)) as shown:
         state = take()
-        apart = [part for parts, unit in zip(shown, units, strict=True) if _is_apart(unit, root) for part in parts]
+        pairs = zip(units, shown, strict=True)
+        apart = [part._held for unit, parts in pairs if _is_apart(unit, root) for part in parts]
     copies: dict[Any, Tensor] = {}  # tied tensors stay tied
     for key, value in state.items():
         if isinstance(value, TensorPart):
-            if any(value.is_alias_of(part) for part in apart):
-                value.refuse_key(key)
+            if any(value._held is held for held in apart):
+                value._held.apart.add(key)
         elif isinstance(value, Tensor):
             place = (local_part(value).data_ptr(), value.shape, value.stride(), value.dtype)
             if place not in copies or value.numel() == 0:
@@ -122,15 +392,11 @@ def _is_apart(unit: Unit, root: Unit) -> bool:
     return ours < everyones and not is_own_norm
 
 
-# Loading
-
-
 def load_sharded_state(root: Unit, units: Sequence[Unit], load: Callable[[], Any]) -> Any:
     """Collective. Keep what `load` loads into modules as if they were not sharded, if all ranks could load it.
 
     Otherwise parameters, and whatever else the modules of the units list, are as they were before.
     """
-    ensure_agreed(root)
     everyone, rank = root.everyone, number_among(root.everyone)
     for handle in dict.fromkeys(handle for unit in units for handle in unit.visible_handles):
         _require_shards(handle)
@@ -169,3 +435,17 @@ def _kept_if_it_fails(units: Sequence[Unit]) -> Iterator[None]:
             for each in given:
                 each.take_back()
             raise
+
+
+def store(values: Values) -> None:
+    """Keep this rank's shards of the values that a load has brought."""
+    for handle in dict.fromkeys(handle for handle, _ in values):
+        handle.settle()  # peers may still be receiving from the shard
+    for (handle, slot), value in values.items():
+        handle.storage.check(handle.name)
+        if not isinstance(value, TensorPart):
+            handle.store(slot, value)
+            handle.note_written([slot])
+        elif value._held.lent_by != id(handle.flat_param):  # else nothing was loaded, on no rank
+            handle.fill(slot, lambda shard, _, values=value.local: shard.copy_(values))  # type: ignore[misc]
+        handle.storage.release()

@@ -4,6 +4,10 @@ All three are one thing, an `Exposure`: a unit's parameters are registered in th
 memory of their own or none, so that everything of `nn.Module` (names, hooks, `state_dict`, `_load_from_state_dict`,
 in-place changes) works on them as if nothing was wrapped. Closing it keeps this rank's shards of the values, or forgets
 them. They are not the tensors that the unit computes with, so what a user keeps of them stays valid memory.
+
+Loading is in three steps: record, agree, commit. In a `recording`, modules list a `LoadTarget` for each parameter, so
+`nn.Module.load_state_dict` finds keys, shapes and all errors as ever, and the targets remember the values. The ranks
+tell each other the outcome. Then each one stores its shards of the values, or none does.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -199,6 +204,71 @@ def listed_at(place: ParamInfo) -> nn.Parameter | None:
     return place.module._parameters.get(place.name)
 
 
+# --- loading: record, agree, commit -----------------------------------------------------------------------------------
+
+
+class LoadTarget(nn.Parameter):
+    """A tensor that stands for another one while a state is loaded: it remembers in `source` the value copied into it.
+
+    It has no memory. A rank keeps its shard of the value when all ranks could load theirs; so of a file that is mapped
+    into memory, nothing else is ever read.
+    """
+
+    source: Tensor | None
+    _check: Callable[[Tensor], None]
+    _device: torch.device
+    is_meta = False  # or torch's load would warn that copying into it does nothing
+
+    @classmethod
+    def like(
+        cls, shape: torch.Size, tensor: Tensor, check: Callable[[Tensor], None], requires_grad: bool = False
+    ) -> LoadTarget:
+        """Return a target of this shape, and the dtype and device of `tensor`; `check` raises for unfit values."""
+        empty = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        made = Tensor._make_subclass(cls, empty, requires_grad)
+        made.source, made._check, made._device = None, check, tensor.device
+        return made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._device
+
+    def copy_(self, value: Tensor, non_blocking: bool = False) -> LoadTarget:
+        # Batch norms load their count of batches from itself where a state dict has none.
+        if not isinstance(value, LoadTarget):
+            self._check(value)
+            self.source = value.detach()
+        return self
+
+
+def recording(unit: Unit, check: Callable[[FlatParamHandle, int, Tensor], None]) -> Exposure:
+    """Show a unit's modules a `LoadTarget` for each parameter. No rank needs another for it.
+
+    `check` raises an exception for a value that cannot be kept; it is told the handle and the parameter's number.
+    """
+    targets: dict[FlatParamHandle, list[Tensor]] = {}
+    for handle in hidden_handles(unit):
+        handle.storage.check(handle.name)
+        handle.absorb()
+        shard = handle.flat_param
+        targets[handle] = [
+            LoadTarget.like(kept.shape if mesh is None else mesh.shape, shard, partial(check, handle, slot), need)
+            for slot, (kept, mesh, need) in enumerate(
+                zip(handle.layout.slots, shard.parts, handle.requires_grad_each, strict=True)
+            )
+        ]
+    return Exposure(unit, targets)
+
+
+def recorded(exposure: Exposure) -> Values:
+    """Return the values that were copied into the targets of a `recording`."""
+    return {
+        key: param.source
+        for key, param in exposure.numbered()
+        if isinstance(param, LoadTarget) and param.source is not None
+    }
+
+
 # --- summon_full_params in all its forms ----------------------------------------------------------------------------
 
 
@@ -223,8 +293,12 @@ class _Summoned:
         self._unit, self._form = unit, form
         self._is_here = not form.rank0_only or number_among(unit.everyone) == 0
         handles = hidden_handles(unit)
-        if form.on_host:
-            _require_plain(handles)
+        for handle in handles if form.on_host else ():
+            if any(handle.flat_param.parts) and handle.storage.device.type != "cpu":
+                raise NotImplementedError(
+                    f"summon_full_params(offload_to_cpu=True): {handle.name} has DTensors, which are on the device of "
+                    "their mesh. Summon without it, and move what you need (full_tensor().cpu())."
+                )
         device = torch.device("cpu") if form.on_host else None
         grads: dict[FlatParamHandle, list[Tensor | None]] = {}
         for handle in handles if form.with_grads else ():
@@ -295,15 +369,6 @@ class _Summoned:
             tensor = local.detach().to(device, handle.flat_param.dtype).reshape(shape).contiguous()
         tensor = sent_by_first(self._unit.everyone, tensor)
         return tensor if part is None else part.dtensor(tensor)
-
-
-def _require_plain(handles: Sequence[FlatParamHandle]) -> None:
-    for handle in handles:
-        if any(handle.flat_param.parts) and handle.storage.device.type != "cpu":
-            raise NotImplementedError(
-                f"summon_full_params(offload_to_cpu=True): {handle.name} has DTensors, which are on the device of "
-                "their mesh. Summon without it, and move what you need (full_tensor().cpu())."
-            )
 
 
 @contextmanager

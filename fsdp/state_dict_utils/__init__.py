@@ -15,60 +15,55 @@ Names and arguments are those of torch's private `torch.distributed._state_dict_
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+import io
+import pickle
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from fsdp.distributed.collectives import LONE_RANK, during
-from fsdp.distributed.communicator import Group
-from fsdp.distributed.dtensor import is_dtensor, local_part
-from fsdp.state_dict_utils.broadcast import (
-    Arrivals,
-    agree,
-    description,
-    group_of,
-    place_in,
-    ranks_of,
-    shared_description,
-    unpacked,
-)
-from fsdp.state_dict_utils.gather import Gathering, odd_local_part
+from fsdp.distributed.collectives import LONE_RANK, Communicator, communicator, during
+from fsdp.distributed.communicator import Group, backend_names
+from fsdp.distributed.dtensor import arrived, is_dtensor, local_part
+from fsdp.state_dict_utils.gather import Gathering, as_bytes, odd_local_part
 from fsdp.state_dict_utils.host_memory import require_pinning
 from fsdp.state_dict_utils.stager import PendingCopy as PendingCopy
 from fsdp.state_dict_utils.stager import StateDictStager as StateDictStager
 from fsdp.state_dict_utils.stager import origins as origins
 from fsdp.state_dict_utils.stager import restore as restore
-from fsdp.state_dict_utils.tensors import (
-    differ_as_parts,
-    differ_as_values,
-    differ_in_form,
-    has_part,
-    host_twin,
-    is_tensor,
-    placed,
-    why_unknown,
-    without_values,
-)
 from fsdp.state_dict_utils.tree import CompanionMismatch as CompanionMismatch
 from fsdp.state_dict_utils.tree import (
     Comparison,
     Path,
+    cannot,
     check_leaves,
     check_types,
+    differ_as_parts,
+    differ_as_values,
+    differ_in_form,
     emptied,
+    has_part,
+    host_twin,
+    is_tensor,
     leaves,
     mapped,
+    placed,
     spelled,
+    why_unknown,
     with_own_leaves,
+    without_values,
     written,
 )
 from fsdp.state_dict_utils.tree import FlatMapping as FlatMapping
 from fsdp.state_dict_utils.tree import flatten_state_dict as flatten_state_dict
 from fsdp.state_dict_utils.tree import unflatten_state_dict as unflatten_state_dict
 
+_Result = TypeVar("_Result")
 _CPU = torch.device("cpu")
+_ALIGNMENT = 16  # bytes; that of the widest dtype, so that a part of a buffer can be seen as any
 
 
 @torch.no_grad()
@@ -114,15 +109,24 @@ def gather_state_dict(
         if home not in (None, _CPU):
             raise ValueError(f"cpu_offload=True and device={str(home)!r} exclude each other: pass one of them")
         home = _CPU
-    gathering = Gathering(group_of(pg), ranks_only)
+    gathering = Gathering(_group_of(pg), ranks_only)
 
     def check() -> None:
         check_types(state_dict, type_check)
         check_leaves(state_dict, without_values)
-        _check_parts(state_dict, gathering.is_wanted)
+        for path, leaf in tensors:
+            if gathering.is_wanted and not has_part(leaf):
+                raise ValueError(
+                    f"{spelled(path)}: a DTensor on a mesh that this rank is not in, so the rank cannot have it whole. "
+                    "Name the ranks that get the result in ranks_only."
+                )
+            if difference := odd_local_part(leaf):
+                raise ValueError(f"{spelled(path)}: {difference}. Make it with distribute_tensor.")
+            if is_dtensor(leaf) and not is_tensor(leaf):
+                raise TypeError(f"{spelled(path)}: {why_unknown(leaf)}")
 
-    tensors = [leaf for _, leaf in leaves(state_dict) if isinstance(leaf, Tensor)]
-    agree(gathering.ways(tensors), gathering.where, check)
+    tensors = [(path, leaf) for path, leaf in leaves(state_dict) if isinstance(leaf, Tensor)]
+    _agree(gathering.ways(leaf for _, leaf in tensors), gathering.where, check)
 
     def whole(path: Path, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not has_part(leaf):
@@ -138,21 +142,6 @@ def gather_state_dict(
         result = emptied(state_dict)
     gathering.settle()
     return result
-
-
-def _check_parts(tree: Any, is_wanted: bool) -> None:
-    for path, leaf in leaves(tree):
-        if not isinstance(leaf, Tensor):
-            continue
-        if is_wanted and not has_part(leaf):
-            raise ValueError(
-                f"{spelled(path)}: a DTensor on a mesh that this rank is not in, so the rank cannot have it whole. "
-                "Name the ranks that get the result in ranks_only."
-            )
-        if difference := odd_local_part(leaf):
-            raise ValueError(f"{spelled(path)}: {difference}. Make it with distribute_tensor.")
-        if is_dtensor(leaf) and not is_tensor(leaf):
-            raise TypeError(f"{spelled(path)}: {why_unknown(leaf)}")
 
 
 @torch.no_grad()
@@ -174,7 +163,7 @@ def offload_state_dict_to_cpu(state_dict: Any, *, ranks_only: Collection[int] = 
     """
     check_types(state_dict, type_check)
     check_leaves(state_dict, without_values)
-    if not Gathering(group_of(None), ranks_only).is_wanted:
+    if not Gathering(_group_of(None), ranks_only).is_wanted:
         return emptied(state_dict)
 
     def on_cpu(path: Path, leaf: Any) -> Any:
@@ -331,16 +320,25 @@ def broadcast_state_dict(
         raise ValueError(f"max_coalesced_bytes is a number of bytes, got {max_coalesced_bytes}")
     device = torch.device(device)
     home = _CPU if cpu_offload else device
-    comm = ranks_of(pg, device)
-    letter = shared_description(comm, full, type_check)
+    comm = _ranks_of(pg, device)
+    where = _place_in(comm)
+    letter = b""  # the description of rank 0's tree, or what is wrong with it
+    if comm.rank == 0:
+        try:
+            letter = _packed(_description(full, type_check))
+        except Exception as error:  # noqa: BLE001 - all ranks are told of it
+            letter = _saved(_Failed(_told(error, where)))
+    letter = comm.all_gather_bytes(letter)[0]
 
     def check() -> Any:
-        described = unpacked(letter, home)
+        described = torch.load(io.BytesIO(letter), map_location=home, weights_only=False)  # unknown leaves at home
+        if isinstance(described, _Failed):
+            raise described.error
         _check_local(described, local, strict, type_check)
         return described
 
-    described = agree([comm], place_in(comm), check)
-    arrivals = Arrivals(comm, device, described, full, max_coalesced_bytes)
+    described = _agree([comm], where, check)
+    arrivals = _Arrivals(comm, device, described, full, max_coalesced_bytes)
 
     def put(path: Path, info: Any, target: Any) -> Any:
         if not is_tensor(info):
@@ -349,12 +347,6 @@ def broadcast_state_dict(
         return placed(value, target, home, is_ours)
 
     return written(described, local, put)
-
-
-def _check_local(full: Any, local: Any, strict: bool, type_check: bool) -> None:
-    check_types(local, type_check)
-    names = "the full tree", "the local one"
-    Comparison(names, differ_as_values, strict=strict, fills=True).check(full, local)
 
 
 @torch.no_grad()
@@ -390,13 +382,195 @@ def distribute_state_dict(
     home = _CPU if cpu_offload else torch.device(device)
 
     def check() -> Any:
-        _check_local(description(full, type_check), local, strict, type_check)
+        _check_local(_description(full, type_check), local, strict, type_check)
         return with_own_leaves(full)
 
-    comm = LONE_RANK if pg is None else ranks_of(pg, torch.device(device))
-    whole = agree([comm], place_in(comm), check)
+    comm = LONE_RANK if pg is None else _ranks_of(pg, torch.device(device))
+    whole = _agree([comm], _place_in(comm), check)
 
     def put(path: Path, value: Any, target: Any) -> Any:
         return placed(value.detach(), target, home) if is_tensor(value) else value
 
     return written(whole, local, put)
+
+
+# --- ranks agree on what is sent --------------------------------------------------------------------------------------
+
+
+def _ranks_of(pg: Group | None, device: torch.device) -> Communicator:
+    """Return the way to the ranks of a group for tensors on a device, which the group must serve."""
+    group = _group_of(pg)
+    if group is None:
+        return LONE_RANK
+    served = backend_names(group)
+    if served and device.type not in served:
+        raise ValueError(f"device={str(device)!r}: the group sends tensors on {' and '.join(served)} only")
+    return communicator(group, device)
+
+
+def _group_of(pg: Group | None) -> Group | None:
+    """Return the ranks that are meant, where None means all; None where this process is alone."""
+    if pg is None:
+        return cast(Group, dist.group.WORLD) if dist.is_available() and dist.is_initialized() else None
+    if not callable(getattr(pg, "rank", None)) or not callable(getattr(pg, "size", None)):
+        raise TypeError(f"pg must be a process group that this rank is in, got {pg!r}")
+    return pg
+
+
+class _Failed(NamedTuple):
+    """A `_Failed` is sent in the place of a description: all ranks raise the error."""
+
+    error: Exception
+
+
+def _told(error: Exception, where: str) -> Exception:
+    """Return an error of this rank as others raise it, to whom the rank is `where`."""
+    if isinstance(error, CompanionMismatch):
+        return CompanionMismatch(error.path, f"on {where}, {error.difference}")
+    kinds = (ValueError, NotImplementedError, TypeError)
+    return next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)(f"on {where}, {error}")
+
+
+def _agree(ways: Sequence[Communicator], where: str, check: Callable[[], _Result]) -> _Result:
+    """Collective. Return the result of a check, or raise on all ranks the kind of error that it raises on one.
+
+    What is heard on one of the `ways` to other ranks is told on the next; they call this one `where`.
+    """
+    problem, failed = b"", None
+    try:
+        result = check()
+    except Exception as error:  # noqa: BLE001 - all ranks are told of it
+        failed = error
+        problem = pickle.dumps(_told(error, where))
+    for comm in ways:
+        answers = comm.all_gather_bytes(problem)
+        problem = problem or next(filter(None, answers), b"")
+    if failed is not None:
+        raise failed
+    if problem:
+        raise pickle.loads(problem)
+    return result
+
+
+def _description(tree: Any, type_check: bool) -> Any:
+    """Return the tree with one on the meta device for each tensor."""
+    check_types(tree, type_check)
+    return mapped(_info, tree)
+
+
+def _info(path: Path, leaf: Any) -> Any:
+    if is_dtensor(leaf):
+        raise TypeError(f"{spelled(path)}: a DTensor, where a whole tensor is expected: gather_state_dict makes one")
+    if missing := without_values(leaf):
+        raise ValueError(f"{spelled(path)}: {missing}")
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if is_tensor(leaf) else leaf
+
+
+def _packed(described: Any) -> bytes:
+    try:
+        return _saved(described)
+    except Exception as problem:
+        for path, leaf in leaves(described):
+            try:
+                _saved(leaf)
+            except Exception as error:  # noqa: BLE001 - users' classes may raise anything
+                raise TypeError(f"{spelled(path)}: {cannot(leaf, 'be sent', error)}") from problem
+        raise
+
+
+def _saved(value: Any) -> bytes:
+    if isinstance(value, torch.UntypedStorage):
+        raise TypeError("torch.load makes a storage of another class of it. Send a tensor that views it")
+    file = io.BytesIO()
+    torch.save(value, file)  # and not pickle, which brings tensors to the device that they come from
+    return file.getvalue()
+
+
+def _place_in(comm: Communicator) -> str:
+    return f"rank {comm.rank} of the group"
+
+
+def _check_local(full: Any, local: Any, strict: bool, type_check: bool) -> None:
+    check_types(local, type_check)
+    names = "the full tree", "the local one"
+    Comparison(names, differ_as_values, strict=strict, fills=True).check(full, local)
+
+
+# --- sending it -------------------------------------------------------------------------------------------------------
+
+
+class _Arrivals:
+    """Collective. The unsharded tensors of rank 0's tree, in the order of the description.
+
+    Args:
+        device: where they travel.
+        described: the description of the tree.
+        full: the tree itself on rank 0; elsewhere not looked at.
+        budget: bytes that may travel in one message of several tensors; 0 sends each by itself.
+    """
+
+    def __init__(self, comm: Communicator, device: torch.device, described: Any, full: Any, budget: int) -> None:
+        # By the device that a tensor has, since "cuda" means that with the number of the current one.
+        self._comm, self._device = comm, torch.empty(0, device=device).device
+        self._sources: deque[Tensor] | None = None
+        if comm.rank == 0:
+            self._sources = deque(arrived(leaf) for _, leaf in leaves(full) if is_tensor(leaf))
+        self._messages = deque(_messages([leaf for _, leaf in leaves(described) if is_tensor(leaf)], budget))
+        self._unpacked: deque[Tensor] = deque()
+
+    def take(self, target: Tensor | None) -> tuple[Tensor, bool]:
+        """Return the next tensor, and True if its memory is the caller's to keep.
+
+        It is received into `target` itself, on ranks other than 0, where that is of the right kind.
+        """
+        if not self._unpacked:
+            message = self._messages.popleft()
+            if len(message) == 1:
+                return self._alone(message[0], target)
+            self._unpacked.extend(self._together(message))
+        return self._unpacked.popleft(), False
+
+    def _alone(self, info: Tensor, target: Tensor | None) -> tuple[Tensor, bool]:
+        if self._sources is not None:
+            tensor = self._sources.popleft().detach().resolve_conj().resolve_neg().to(self._device).contiguous()
+        elif target is not None and _is_plain(target) and (target.dtype, target.device) == (info.dtype, self._device):
+            tensor = target.detach()
+        else:
+            tensor = torch.empty(info.shape, dtype=info.dtype, device=self._device)
+        if info.nbytes:
+            self._comm.broadcast(as_bytes(tensor)).wait()
+        return tensor, self._sources is None
+
+    def _together(self, message: list[Tensor]) -> list[Tensor]:
+        buffer = torch.empty(sum(map(_padded, message)), dtype=torch.uint8, device=self._device)
+        views, start = [], 0
+        for info in message:
+            views.append(buffer[start : start + info.nbytes].view(info.dtype).view(info.shape))
+            start += _padded(info)
+        if self._sources is not None:
+            for view in views:
+                view.copy_(self._sources.popleft().detach())
+        self._comm.broadcast(buffer).wait()
+        return views
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    is_strided = not is_dtensor(tensor) and tensor.layout is torch.strided
+    return is_strided and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _messages(infos: list[Tensor], budget: int) -> list[list[Tensor]]:
+    """Return what travels together: neighbours, as many as the budget has room for."""
+    messages: list[list[Tensor]] = []
+    room = 0
+    for info in infos:
+        if not messages or _padded(info) > room:
+            messages.append([])
+            room = budget
+        messages[-1].append(info)
+        room -= _padded(info)
+    return messages
+
+
+def _padded(info: Tensor) -> int:
+    return -(-info.nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -28,7 +28,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from fsdp.distributed.streams import Arrival, CopyStream, new_copy_stream
 from fsdp.state_dict_utils.host_memory import HostMemory, require_pinning
-from fsdp.state_dict_utils.tensors import by_class, class_name, is_wrapper, missing_memory
+from fsdp.state_dict_utils.tree import by_class, class_name, is_wrapper, missing_memory
 
 Tree = TypeVar("Tree")
 _META = "meta"

@@ -1,4 +1,8 @@
-"""State trees: the walk over a nest of mappings, lists and tuples, and what two of them must have in common.
+"""State trees: their leaves, the walk over nests of mappings, lists and tuples, and what two of them must have alike.
+
+A leaf counts as a tensor if its elements lie in memory one by one, so that they can be cut, sent and written: a dense
+tensor of a dtype that torch copies, a plain subclass of one, a `DTensor` around one. All other tensors (sparse,
+quantised, nested ones, wrappers of other tensors) are, like objects of unknown types, not looked into.
 
 A *path* is the tuple of keys and indices that leads to a place in the tree. Everything that is no container is a leaf.
 Containers are seen alike, as keys with children, so that what is done to trees is written once.
@@ -7,15 +11,291 @@ Containers are seen alike, as keys with children, so that what is done to trees 
 from __future__ import annotations
 
 import copy
+import io
+import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from fsdp.state_dict_utils.tensors import described, is_tensor, own_copy, why_unknown
+import torch
+from torch import Tensor, nn
 
+from fsdp.distributed.dtensor import MeshPart, arrived, is_dtensor, local_part, set_local_part
+from fsdp.state_dict_utils.gather import has_only_usual_placements, odd_local_part
+from fsdp.state_dict_utils.host_memory import allocate
+
+PLAIN_LEAVES = (int, float, complex, str, bytes, io.BytesIO, type(None))
 Path = tuple[Any, ...]
 
 _SHOWN = 5  # keys in one message
+
+
+def is_tensor(leaf: Any) -> bool:
+    """Return True if a leaf is a tensor whose elements can be sharded, sent and written."""
+    return isinstance(leaf, Tensor) and _special(leaf) is None
+
+
+def why_unknown(leaf: Any) -> str | None:
+    """Return why a leaf is only carried along; None for a tensor and a plain value."""
+    if isinstance(leaf, Tensor):
+        if (special := _special(leaf)) is None:
+            return None
+        return (
+            f"a tensor {special[0]}, and only strided (dense) ones are known. {special[1]}, take it out of the tree, "
+            "or pass type_check=False."
+        )
+    if isinstance(leaf, PLAIN_LEAVES):
+        return None
+    return (
+        f"a {type(leaf).__name__} is neither a container (a mapping, list or tuple) nor a tensor, number, str, bytes, "
+        "io.BytesIO or None. Take it out of the tree, or pass type_check=False."
+    )
+
+
+def _special(tensor: Tensor) -> tuple[str, str] | None:
+    """Return what makes a tensor special whose elements do not lie in memory one by one, and what to do about it."""
+    local = arrived(local_part(tensor))
+    if local.is_nested:
+        return "that is nested", "Take it apart with unbind()"
+    if local.layout is not torch.strided:
+        return f"of layout {local.layout}", "Convert it with to_dense()"
+    if local.is_quantized:
+        return f"of quantised {local.dtype}", "Convert it with dequantize(), or take int_repr() and its scales"
+    if is_wrapper(local):
+        return f"of the class {type(local).__name__}, which wraps others", "Put the tensors into the tree that it wraps"
+    if not casts(local.dtype, local.dtype):
+        return f"of {local.dtype}, which torch cannot copy", "View it as torch.uint8"
+    return None
+
+
+@cache
+def casts(source: torch.dtype, target: torch.dtype) -> bool:
+    """Return True if values of one dtype can be stored in another one without losing their kind."""
+    if not torch.can_cast(source, target):
+        return False
+    try:
+        torch.empty(1, dtype=target, device="cpu").copy_(torch.empty(1, dtype=source, device="cpu"))
+    except RuntimeError:  # torch has no kernel for it
+        return False
+    return True
+
+
+def described(value: Any) -> str:
+    """Describe a node for messages. Leaves that are only carried along are alike if this is."""
+    if not isinstance(value, Tensor):
+        return "None" if value is None else type(value).__name__
+    kind = "DTensor" if is_dtensor(value) else "tensor"
+    if (special := _special(value)) is not None:
+        kind += f" {special[0]}"
+        if value.is_nested:
+            return f"{kind}, of {str(value.dtype).removeprefix('torch.')}"
+    return f"{kind} {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Return True if the storage has a size and no memory, or memory that is not the tensor's."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return False
+    try:
+        storage = tensor.untyped_storage()
+        if storage.device != tensor.device:
+            return True
+        return storage.data_ptr() == 0 and storage.nbytes() > 0 and not tensor.is_meta
+    except (NotImplementedError, RuntimeError):
+        return True
+
+
+def missing_memory(tensor: Tensor) -> str | None:
+    """Return what a dense tensor lacks if its memory was freed or is too small; None if nothing."""
+    extent = tensor.numel()
+    if extent and not tensor.is_contiguous():
+        extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + extent) * tensor.itemsize if extent else 0
+    there = tensor.untyped_storage().nbytes()
+    if needed <= there:
+        return None
+    return (
+        f"{by_class(tensor)} needs {needed} bytes of its storage, which has {there}: its memory was freed "
+        "(a sharded parameter, say)"
+    )
+
+
+def by_class(tensor: Tensor) -> str:
+    """Describe a tensor by its class, shape and dtype."""
+    shape = "several shapes" if tensor.is_nested else f"shape {tuple(tensor.shape)}"
+    return f"a {class_name(type(tensor))} of {shape} and dtype {tensor.dtype}"
+
+
+def class_name(kind: type) -> str:
+    """Return the name of a class, with its module unless it is built in."""
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def without_values(leaf: Any) -> str | None:
+    """Return why a tensor cannot be read; None if it can, and for another leaf."""
+    if isinstance(leaf, Tensor) and leaf.is_meta:
+        return "on the meta device, where there are no values"
+    missing = missing_memory(arrived(local_part(leaf))) if is_tensor(leaf) else None
+    return f"without its memory: {missing}" if missing else None
+
+
+def not_writable(tensor: Tensor) -> str | None:
+    """Return why nothing can be written into a tensor that is not on the meta device; None if it can."""
+    local = local_part(tensor)
+    if local.numel() and any(step == 0 and size > 1 for size, step in zip(local.shape, local.stride(), strict=True)):
+        return "several elements of the target lie in one place (it was expanded): clone() it"
+    return missing_memory(local)
+
+
+def own_copy(leaf: Any) -> Any:
+    """Return a copy of a leaf that is no tensor; a value that cannot change is its own copy."""
+    try:
+        if isinstance(leaf, io.BytesIO):
+            return io.BytesIO(leaf.getvalue())
+        if isinstance(leaf, Tensor) and (leaf.layout is not torch.strided or leaf.is_nested):
+            # torch's deepcopy does not know all of them
+            return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        return leaf if isinstance(leaf, PLAIN_LEAVES) else copy.deepcopy(leaf)
+    except Exception as error:
+        raise TypeError(cannot(leaf, "be copied", error)) from error
+
+
+def cannot(leaf: Any, what: str, error: Exception) -> str:
+    """Return a message about a leaf that is only carried along, and cannot be."""
+    reason = next(iter(str(error).splitlines()), type(error).__name__)  # torch's go on with a list of all kernels
+    return f"a {described(leaf)} cannot {what}: {reason}. Take it out of the tree."
+
+
+def has_part(tensor: Tensor) -> bool:
+    """Return True if this rank holds something of a tensor: not of a `DTensor` on other ranks' mesh."""
+    part = MeshPart.of(tensor)
+    return part is None or part.mesh.get_coordinate() is not None
+
+
+# --- whole values into leaves -----------------------------------------------------------------------------------------
+
+
+def own_part(value: Tensor, target: Tensor) -> Tensor:
+    """Return what this rank holds of an unsharded value in `target`. No communication; shares memory where it can."""
+    part = MeshPart.of(target)
+    if part is None:
+        return value
+    if has_only_usual_placements(part):
+        return part.held_of(value)
+    # Interleaved shards (fully_shard over tensor parallelism): torch knows which indices are ours, for each dimension.
+    for dim in sorted({each.dim for each in part.placements if hasattr(each, "dim")}):
+        size = part.shape[dim]
+        indices = torch.arange(size, device=part.mesh.device_type)
+        indices = indices.view([size if number == dim else 1 for number in range(len(part.shape))])
+        ours = _redistributed(indices, part, dim)
+        value = value.index_select(dim, ours.flatten().to(value.device))
+    return value
+
+
+def _redistributed(indices: Tensor, part: MeshPart, dim: int) -> Tensor:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    nowhere = [Replicate()] * part.mesh.ndim
+    there = [each if getattr(each, "dim", None) == dim else Replicate() for each in part.placements]
+    return local_part(DTensor.from_local(indices, part.mesh, nowhere, run_check=False).redistribute(placements=there))
+
+
+def placed(value: Tensor, target: Tensor | None, home: torch.device, is_ours: bool = False) -> Tensor:
+    """Store a whole value in `target`, or in a new tensor at `home` where there is none or it is on the meta device.
+
+    If nobody else has the memory of `value` (`is_ours`), it may become the new tensor.
+    """
+    if target is None:
+        return value.to(home, copy=not is_ours)
+    if not has_part(target):
+        return target
+    part = own_part(value, target)
+    if not target.is_meta:
+        local_part(target).detach().copy_(part)
+        return target
+    if is_ours and part is value and not is_dtensor(target):
+        return value.to(home, target.dtype)
+    new = torch.empty_like(target.detach(), device=home, memory_format=torch.contiguous_format)
+    local_part(new).copy_(part)
+    return new
+
+
+# --- comparing leaves -------------------------------------------------------------------------------------------------
+
+
+def differ_as_values(full: Any, local: Any) -> str | None:
+    """Return why an unsharded value cannot be stored in a leaf; None if it can."""
+    difference = _differ_in_kind(full, local, casting=True)
+    if difference is not None or not is_tensor(local):
+        return difference
+    part = MeshPart.of(local)
+    if part is not None and not has_part(local):
+        return None
+    if part is not None and any(placement.is_partial() for placement in part.placements):
+        return f"placements {list(part.placements)}: a Partial has no part of a whole value"
+    return odd_local_part(local) or (None if local.is_meta else not_writable(local))
+
+
+def differ_as_parts(source: Any, into: Any) -> str | None:
+    """Return why a leaf cannot be copied into another one, each rank its part; None if it can."""
+    difference = _differ_in_kind(source, into, casting=True) or _differ_in_spread(source, into)
+    if difference is not None or not is_tensor(source):
+        return difference
+    for name, tensor in (("source", source), ("target", into)):
+        if missing := without_values(tensor):
+            return f"the {name} is {missing}"
+    return not_writable(into)
+
+
+def differ_in_form(first: Any, second: Any) -> str | None:
+    """Return what two leaves differ in beside their values; None if in nothing."""
+    if not isinstance(first, Tensor) and not isinstance(second, Tensor):
+        return None if type(first) is type(second) else f"{described(first)} and {described(second)}"
+    return _differ_in_kind(first, second, casting=False) or _differ_in_spread(first, second)
+
+
+def _differ_in_kind(first: Any, second: Any, casting: bool) -> str | None:
+    """Return the difference in kind where one of them is a tensor of any kind; None if there is none."""
+    if not is_tensor(first) or not is_tensor(second):
+        special = isinstance(first, Tensor) or isinstance(second, Tensor)
+        names = described(first), described(second)
+        return f"{names[0]} and {names[1]}" if special and names[0] != names[1] else None
+    if first.shape != second.shape:
+        return f"{described(first)} and {described(second)}"
+    fits = casts(first.dtype, second.dtype) if casting else first.dtype == second.dtype
+    return None if fits else f"dtypes {first.dtype} and {second.dtype}" + ", which loses values" * casting
+
+
+def _differ_in_spread(first: Any, second: Any) -> str | None:
+    if not is_tensor(first):
+        return None
+    ours, theirs = MeshPart.of(first), MeshPart.of(second)
+    if ours != theirs:
+        return f"{'a plain tensor' if ours is None else ours} and {'a plain tensor' if theirs is None else theirs}"
+    shapes = local_part(first).shape, local_part(second).shape
+    return None if shapes[0] == shapes[1] else f"local parts {list(shapes[0])} and {list(shapes[1])}"
+
+
+# --- host memory ------------------------------------------------------------------------------------------------------
+
+
+def host_twin(tensor: Tensor, pin_memory: bool, share_memory: bool) -> Tensor:
+    """Return a tensor of the same shape, dtype and placements in new host memory; its values are undefined."""
+    local = local_part(tensor)
+    shape, dtype, nbytes = local.shape, local.dtype, math.prod(local.shape) * local.dtype.itemsize
+    if not share_memory:  # without elements there is no memory, and nothing to pin
+        new = torch.empty(shape, dtype=dtype, pin_memory=pin_memory and nbytes > 0)
+    elif nbytes == 0:
+        new = torch.empty(shape, dtype=dtype).share_memory_()
+    else:
+        strides = torch.empty(shape, device="meta").stride()
+        new = torch.empty(0, dtype=dtype).set_(allocate(nbytes, pin_memory, share=True), 0, shape, strides)
+    if not is_dtensor(tensor):
+        return new
+    twin = torch.empty_like(tensor.detach(), device="cpu")
+    set_local_part(twin, new)
+    return twin
 
 
 def spelled(path: Path) -> str:
@@ -40,7 +320,7 @@ class CompanionMismatch(ValueError):  # noqa: N818  # a name that torch has
         return type(self), (self.path, self.difference)
 
 
-# One tree
+# --- one tree ---------------------------------------------------------------------------------------------------------
 
 
 def children(node: Any) -> dict[Any, Any] | None:
@@ -69,21 +349,11 @@ def mapped(function: Callable[[Path, Any], Any], tree: Any) -> Any:
 
 def rebuilt(like: Any, values: dict[Any, Any]) -> Any:
     """Return a new container of the type of `like` with these children; a plain one where its own cannot be built."""
-    if isinstance(like, Mapping):
-        return _rebuilt_mapping(like, values)
-    plain: type = list if isinstance(like, list) else tuple
-    if type(like) is plain:
-        return plain(values.values())
-    try:
-        make = type(like)._make if hasattr(like, "_fields") else type(like)
-        return make(list(values.values()))
-    except TypeError:  # its constructor takes something else
-        return plain(values.values())
-
-
-def _rebuilt_mapping(like: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
-    if type(like) is dict:
-        return values
+    kind: Any = type(like)
+    is_mapping = isinstance(like, Mapping)
+    plain: Any = values if is_mapping else list(values.values()) if isinstance(like, list) else tuple(values.values())
+    if kind in (dict, list, tuple):
+        return plain
     try:
         if isinstance(like, dict):
             # A copy keeps what it knows beside its items: a default factory, the versions in `_metadata`.
@@ -91,9 +361,9 @@ def _rebuilt_mapping(like: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping
             new.clear()
             new.update(values)
             return new
-        return type(like)(values)  # type: ignore[call-arg]
-    except TypeError:
-        return values
+        return kind(values) if is_mapping else getattr(kind, "_make", kind)(list(values.values()))
+    except TypeError:  # its constructor takes something else
+        return plain
 
 
 def emptied(tree: Any) -> Any:
@@ -128,7 +398,7 @@ def with_own_leaves(tree: Any) -> Any:
     return mapped(own, tree)
 
 
-# Two trees
+# --- two trees --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

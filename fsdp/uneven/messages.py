@@ -87,7 +87,11 @@ class Talk:
         """Collective. The messages of all ranks in this round, none of which may have failed."""
         rows = torch.tensor([mine], dtype=torch.int64)
         for comm in self._comms:
-            rows = _gathered(comm, rows, f"talk about {self._describe(mine)}")
+            row = rows.view(-1).to(comm.talk_device)
+            everyone = row.new_empty(row.numel() * comm.world_size)
+            there = comm.for_device(comm.talk_device)
+            there.all_gather(everyone, row, f"talk about {self._describe(mine)}", "talk").wait()
+            rows = everyone.view(-1, rows.shape[1]).cpu()
         messages = [Message(*row) for row in rows.tolist()]
         for rank, message in enumerate(messages):
             if message.kind == Kind.FAILED:
@@ -115,12 +119,3 @@ class Talk:
                     "same order, inside of the same others."
                 )
         return max((one for _, one in events if one.topic == event.topic), key=lambda one: one.argument)
-
-
-def _gathered(comm: Communicator, rows: torch.Tensor, what: str) -> torch.Tensor:
-    device = comm.talk_device
-    there = comm.for_device(device)
-    mine = rows.view(-1).to(device)
-    everyone = mine.new_empty(mine.numel() * comm.world_size)
-    there.all_gather(everyone, mine, what, "talk").wait()
-    return everyone.view(-1, rows.shape[1]).cpu()

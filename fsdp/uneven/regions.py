@@ -297,7 +297,7 @@ class Visits:
         if needs_backward:
             if not call.recomputed:
                 self._without_graph.discard(call.unit)
-            mixed = self._place(call).visit
+            mixed = self._places.get(call, _FIRST).visit
             if mixed is not None and (not call.recomputed or mixed.is_reentrant):
                 mixed.calls.append(call)
         if self._of_root is not None and call.unit is self._runtime.root and not call.recomputed:
@@ -317,9 +317,6 @@ class Visits:
         if not self._owed or self._count > _MANY:
             self._owed.clear()
             self._count = 0
-
-    def _place(self, call: Call) -> Place:
-        return self._places.get(call, _FIRST)
 
     def order(
         self, unit: Unit, usual: ExecutionOrder[Unit], *, is_backward: bool, is_recomputed: bool
@@ -397,7 +394,7 @@ class Visits:
 
     def reach(self, call: Call) -> None:
         """Backward has reached a call: serve until no rank is further from the end than this one."""
-        place = self._place(call)
+        place = self._places.get(call, _FIRST)
         if place.visit is not None:
             if place.visit not in self._owed:
                 raise RuntimeError(
@@ -519,7 +516,7 @@ class Visits:
             self._begin_forward()
         visit = self._enter(self._directory.region_of_number(event.subject), rows, False, event.extra)
         if visit is not None:
-            self.follow(visit)
+            self._run(visit, lambda: None)
 
     def _serve_gather(self, event: Message) -> None:
         unit = self._directory.units[event.subject]
@@ -555,14 +552,20 @@ class Visits:
         if visit is None:
             return None
         try:
-            output = compute() if run_here else None
-            if not run_here:
-                self.follow(visit)
-            visit.is_differentiable = run_here and bool(differentiable_tensors(output))
+            output = self._run(visit, compute)
         except BaseException as error:
             self.give_up(visit, error if isinstance(error, Exception) else None)
             raise
         self.close(visit)
+        return output
+
+    def _run(self, visit: Visit, compute: Callable[[], Any]) -> Any:
+        if not visit.runs_here:
+            while visit in self._open:  # take part in what others run
+                self.serve_one(visit.position)
+            return None
+        output = compute()
+        visit.is_differentiable = bool(differentiable_tensors(output))
         return output
 
     def open(self, module: nn.Module, run_here: bool) -> Visit | None:
@@ -588,7 +591,12 @@ class Visits:
         if visit is None:
             return None
         if visit.is_mixed and not visit.was_owed:
-            return self._recompute_reentrant(visit, compute)
+            # The forward was without a graph. Now all ranks are here at the same time, so it is as in forward.
+            visit.is_reentrant = True
+            self._open.append(visit)
+            output = self._run(visit, compute)
+            self.close(visit)
+            return output
         if not run_here:
             return None
         self._open.append(visit)
@@ -596,22 +604,6 @@ class Visits:
             return compute()
         finally:
             self._open.remove(visit)
-
-    def _recompute_reentrant(self, visit: Visit, compute: Callable[[], Any]) -> Any:
-        # The forward was without a graph. Now all ranks are here at the same time, so it is as in forward.
-        visit.is_reentrant = True
-        self._open.append(visit)
-        output = compute() if visit.runs_here else None
-        if not visit.runs_here:
-            self.follow(visit)
-        visit.is_differentiable = visit.runs_here and bool(differentiable_tensors(output))
-        self.close(visit)
-        return output
-
-    def follow(self, visit: Visit) -> None:
-        """Take part in a visit's forward that others run."""
-        while visit in self._open:
-            self.serve_one(visit.position)
 
     def close(self, visit: Visit) -> None:
         """The visit's forward has ended here."""
@@ -638,7 +630,12 @@ class Visits:
         if not any(runs):
             return None
         visit = Visit(region, position, len(self._open) + 1, run_here, is_mixed=not all(runs))
-        self._refuse_second(visit)
+        before = self._visited.get(region)
+        if before is not None and torch.is_grad_enabled() and (before or visit.is_mixed):
+            raise RuntimeError(
+                f"fsdp.cond: {self._directory.name(region.number)} runs a second time in one forward, and not on all "
+                "ranks each time. Run it once with all of its inputs, or on all ranks or none."
+            )
         self._visited[region] = visit.is_mixed
         self._owed = [owed for owed in self._owed if owed.region is not region]
         region.last = visit
@@ -651,14 +648,6 @@ class Visits:
         region.forward_order.begin()
         self._open.append(visit)
         return visit
-
-    def _refuse_second(self, visit: Visit) -> None:
-        before = self._visited.get(visit.region)
-        if before is not None and torch.is_grad_enabled() and (before or visit.is_mixed):
-            raise RuntimeError(
-                f"fsdp.cond: {self._directory.name(visit.region.number)} runs a second time in one forward, and not on "
-                "all ranks each time. Run it once with all of its inputs, or on all ranks or none."
-            )
 
     def _leave(self, visit: Visit, rows: Sequence[Message]) -> None:
         if visit in self._open:  # not if others recompute what is inside of something that this rank does not run

@@ -5,11 +5,10 @@ settles what becomes a unit (`make_plan`), then makes the wrappers, inner ones f
 place where its module occurs. A wrapper takes its module's parameters away, so whatever depends on the original tree
 has to be known before: a policy is asked and ties are found, and nothing is changed.
 
-Ties. A unit may take a parameter only if it contains every use of it: otherwise the modules outside would
-keep a tensor that nobody updates any more. The tree is really a graph, in which a module may have several
-parents and a parameter several holders. So "module M contains every use of p" means that every path from the
-root to p goes through M: M *dominates* p. The graph has no cycles, hence the nearest dominator of a module is
-where the dominators of its parents meet (`_meet`), and one pass from the root downwards finds them all.
+A unit may take a parameter only if it contains every use of it: otherwise the modules outside would keep a tensor that
+nobody updates any more. The tree is really a graph, in which a module may have several parents and a parameter several
+holders, so every path from the root to the parameter has to go through the unit. This is seen from the numbers of paths
+(`ModuleGraph.contains_every_use`).
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -441,18 +441,15 @@ class ModuleGraph:
         self._ignored = ignored
         self.modules: list[nn.Module] = []  # children before parents, each once
         self.places: dict[nn.Module, list[tuple[nn.Module, str]]] = {root: []}  # (parent, name in it)
-        self.holders: dict[nn.Parameter, list[nn.Module]] = {}
-        self.parameters: dict[nn.Module, dict[nn.Parameter, None]] = {}  # of the whole subtree, each once
+        self.holders: Counter[nn.Parameter] = Counter()  # modules that list a parameter themselves
+        self.uses: dict[nn.Module, Counter[nn.Parameter]] = {}  # paths from a module to each parameter in it
         self._visit(root, "")
-
-        self._dominator: dict[nn.Module, nn.Module] = {}  # the nearest one
-        self._depth = {root: 0}  # in the tree of dominators
-        for module in reversed(self.modules[:-1]):  # parents before children
-            self._dominator[module] = self._meet([parent for parent, _ in self.places[module]])
-            self._depth[module] = self._depth[self._dominator[module]] + 1
+        self._paths = Counter({root: 1})  # from the root
+        for module in reversed(self.modules):  # parents before children
+            self._paths[module] += sum(self._paths[parent] for parent, _ in self.places[module])
 
     def _visit(self, module: nn.Module, path: str) -> None:
-        inside: dict[nn.Parameter, None] = {}
+        inside: Counter[nn.Parameter] = Counter()
         for name, parameter in _own_parameters(module):
             if self._ignored.has(module, parameter):
                 continue
@@ -461,18 +458,17 @@ class ModuleGraph:
                     f"auto_wrap can not count {join(path, name)!r}: {type(module).__name__} has not seen "
                     "its input yet. Run the model once before wrapping it."
                 )
-            inside[parameter] = None
-        for parameter in inside:
-            self.holders.setdefault(parameter, []).append(module)
+            inside[parameter] = 1
+        self.holders.update(inside)
         for name, child in self.children(module):
             if child not in self.places:
                 self.places[child] = []
                 self._visit(child, join(path, name))
-            elif child not in self.parameters:  # still being visited, further up
+            elif child not in self.uses:  # still being visited, further up
                 raise ValueError(f"{join(path, name)!r} contains itself. Take it out there.")
             self.places[child].append((module, name))
-            inside |= self.parameters[child]
-        self.parameters[module] = inside
+            inside.update(self.uses[child])
+        self.uses[module] = inside
         self.modules.append(module)
 
     def children(self, module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -480,32 +476,9 @@ class ModuleGraph:
         children = module._modules.items()
         return [(name, child) for name, child in children if child is not None and child not in self._ignored.modules]
 
-    def _meet(self, modules: list[nn.Module]) -> nn.Module:
-        """Return the nearest module that dominates all of these, each module counting as dominating itself."""
-        meeting, *others = modules
-        for other in others:
-            while meeting is not other:
-                if self._depth[meeting] > self._depth[other]:
-                    meeting = self._dominator[meeting]
-                else:
-                    other = self._dominator[other]
-        return meeting
-
     def contains_every_use(self, module: nn.Module, parameter: nn.Parameter) -> bool:
-        return self._meet([module, *self.holders[parameter]]) is module
-
-    def module_names(self) -> dict[nn.Module, str]:
-        """Return the first name of every module, quoted and with its class, for messages."""
-        names = {module: f"{name!r} ({type(module).__name__})" for name, module in self.root.named_modules()}
-        return names | {self.root: f"'' (the root, {type(self.root).__name__})"}
-
-    def parameter_names(self) -> dict[nn.Parameter, list[str]]:
-        """Return all names of every parameter."""
-        names: dict[nn.Parameter, list[str]] = {}
-        for path, module in self.root.named_modules(remove_duplicate=False):
-            for name, parameter in _own_parameters(module):
-                names.setdefault(parameter, []).append(join(path, name))
-        return names
+        """Return True if every path from the root to the parameter goes through the module."""
+        return self._paths[module] * self.uses[module][parameter] == self.uses[self.root][parameter]
 
 
 @dataclass(frozen=True)
@@ -518,18 +491,30 @@ class WrapPlan:
 def make_plan(graph: ModuleGraph, policy: AutoWrapPolicy, module_is_root: bool) -> WrapPlan:
     """Ask the policy, from the bottom up, about the modules that it lets us look into; see `auto_wrap`."""
     plan = WrapPlan([], {}, {})
-    entered = _modules_to_enter(graph, policy, module_is_root)
+    entered: set[nn.Module] = set()
+    shut: set[nn.Module] = set()
+
+    def picks(module: nn.Module, recurse: bool, params: Iterable[nn.Parameter]) -> bool:
+        numel, is_root = sum(p.numel() for p in params), module_is_root and module is graph.root
+        return policy(module=module, recurse=recurse, unwrapped_params=numel, module_is_root=is_root)
+
+    def enter(module: nn.Module) -> None:
+        if module in entered or module in shut:
+            return
+        if not picks(module, True, graph.uses[module]):
+            shut.update(module.modules())
+            return
+        entered.add(module)
+        for _, child in graph.children(module):
+            enter(child)
+
+    enter(graph.root)
     for module in graph.modules:
-        if module not in entered:
+        # What was entered in one place may lie in a shut module in another, and stays unwrapped for its sake.
+        if module not in entered or module in shut:
             continue
-        left = [p for p in graph.parameters[module] if p not in plan.owner]
-        wanted = policy(
-            module=module,
-            recurse=False,
-            unwrapped_params=sum(p.numel() for p in left),
-            module_is_root=module_is_root and module is graph.root,
-        )
-        if not wanted or not graph.parameters[module]:
+        left = [p for p in graph.uses[module] if p not in plan.owner]
+        if not picks(module, False, left) or not graph.uses[module]:
             continue
         used_outside = [p for p in left if not graph.contains_every_use(module, p)]
         for parameter in used_outside:
@@ -540,37 +525,17 @@ def make_plan(graph: ModuleGraph, policy: AutoWrapPolicy, module_is_root: bool) 
     return plan
 
 
-def _modules_to_enter(graph: ModuleGraph, policy: AutoWrapPolicy, module_is_root: bool) -> set[nn.Module]:
-    entered: set[nn.Module] = set()
-    shut: set[nn.Module] = set()
-
-    def visit(module: nn.Module) -> None:
-        if module in entered or module in shut:
-            return
-        go_down = policy(
-            module=module,
-            recurse=True,
-            unwrapped_params=sum(p.numel() for p in graph.parameters[module]),
-            module_is_root=module_is_root and module is graph.root,
-        )
-        if not go_down:
-            shut.update(module.modules())
-            return
-        entered.add(module)
-        for _, child in graph.children(module):
-            visit(child)
-
-    visit(graph.root)
-    # What was entered in one place may lie in a shut module in another, and stays unwrapped for its sake.
-    return entered - shut
-
-
 def log_ties(graph: ModuleGraph, plan: WrapPlan) -> None:
     """Log a line at INFO for every parameter with several holders, or that kept a module from being wrapped."""
-    tied = [p for p, holders in graph.holders.items() if len(holders) > 1 or p in plan.turned_down]
+    tied = [p for p, holders in graph.holders.items() if holders > 1 or p in plan.turned_down]
     if not tied or not _log.isEnabledFor(logging.INFO):
         return
-    modules, parameters = graph.module_names(), graph.parameter_names()
+    modules = {module: f"{name!r} ({type(module).__name__})" for name, module in graph.root.named_modules()}
+    modules[graph.root] = f"'' (the root, {type(graph.root).__name__})"
+    parameters: dict[nn.Parameter, list[str]] = {}  # by all their names
+    for path, module in graph.root.named_modules(remove_duplicate=False):
+        for name, parameter in _own_parameters(module):
+            parameters.setdefault(parameter, []).append(join(path, name))
     for parameter in tied:
         owner = plan.owner.get(parameter)
         where = f"unit {modules[owner]}" if owner else f"{modules[graph.root]}, outside of all units in it"

@@ -24,6 +24,7 @@ from torch import nn
 
 from fsdp import FullyShardedDataParallel, set_watchdog
 from fsdp.distributed import watchdog
+from fsdp.distributed.communicator import CollectiveError
 from fsdp.distributed.watchdog import Position, Report
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankError, RankPool
@@ -113,6 +114,28 @@ def _take_different_paths(folder: Path) -> str:
     with pytest.raises(RuntimeError) as error, redirect_stderr(StringIO()):
         paths[rank]()
     return str(error.value)
+
+
+def test_a_watchdog_that_raises_ends_all_waits_with_the_report(ranks: RankPool, tmp_path: Path) -> None:
+    begun = time.monotonic()
+    for rank, error in enumerate(ranks(3, backend=None).run(_give_up_waiting, tmp_path)):
+        assert error.startswith(f"rank {rank}: all-gather of root (Linear) did not complete: fsdp: rank ")
+        assert "  rank 1: in no collective, at test_watchdog.py:" in error
+        assert "The others wait for rank 1." in error
+    assert time.monotonic() - begun < 300  # of half an hour
+
+
+def _give_up_waiting(folder: Path) -> str:
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=3, store=dist.FileStore(str(folder / "store"), 3))
+    model = trained_model()
+    set_watchdog(0.2, raises=True)
+    with pytest.raises(CollectiveError) as raised, redirect_stderr(StringIO()):
+        _come(model)
+    with pytest.raises(CollectiveError, match="The others wait for rank 1"):  # and from now on
+        train(model)
+    dist.destroy_process_group()
+    return str(raised.value)
 
 
 def test_the_watchdog_can_be_turned_off(ranks: RankPool) -> None:

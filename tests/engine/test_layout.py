@@ -354,6 +354,25 @@ def test_rows_shards_are_torchs_chunks_of_every_parameter(shapes: Shapes, world_
 ROWS_SHAPES = [(5, 3), (2, 2), (3,), (1, 4), (0, 3), (7, 0), (6,)]
 
 
+@both_kinds
+@for_any(shapes=SHAPES, world_size=WORLD_SIZES, left_out=st.sets(st.integers(0, 5)))
+def test_what_is_left_out_takes_no_room_and_the_others_keep_theirs(
+    kind: type[Layout], shapes: Shapes, world_size: int, left_out: set[int]
+) -> None:
+    layout = pack(kind, shapes, world_size)
+    smaller = layout.leaving_out(left_out)
+    values = [layout.slots[slot].numel * (slot not in left_out) for slot in range(len(shapes))]
+    assert smaller.shard_numel <= layout.shard_numel
+    for rank in range(world_size if smaller is not layout else 0):
+        kept = [part.numel() for part in smaller.local_shards(torch.zeros(smaller.shard_numel), rank)]
+        whole = [part.numel() for part in layout.local_shards(torch.zeros(layout.shard_numel), rank)]
+        assert kept == [numel * (slot not in left_out) for slot, numel in enumerate(whole)]
+    if kind is RowsLayout and world_size > 1:
+        assert smaller.shard_numel == 0 or any(values)
+    else:
+        assert smaller is layout  # all of one vector is sent
+
+
 def test_rows_are_what_a_dtensor_keeps(ranks: RankPool) -> None:
     ranks(3).run(_compare_with_dtensor)
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.helpers.dtensor_twins import (
     Plan,
     assert_side_by_side,
+    assert_within,
     conv_net,
     handles,
     local,
+    mesh_of,
     ours,
     seeded,
     torchs,
@@ -173,13 +177,54 @@ def _freeze(model: Any, step: int) -> None:
         model.entry.weight.requires_grad_(False)
 
 
-def test_parameters_that_are_frozen_later(ranks: RankPool) -> None:
-    ranks(2).run(_freeze_in_training)
+def _freeze_and_thaw(model: Any, step: int) -> None:
+    _freeze(model, step)
+    model.exit.weight.requires_grad_(step != 2)
+    if step == 3:
+        model.entry.weight.requires_grad_(True)
 
 
-def _freeze_in_training() -> None:
-    # Not counted: what is frozen beside others is sent with them, as zeros, which torch's leaves out.
-    assert_side_by_side(Plan(make_model=uneven, before_step=_freeze, is_counted=False))
+@pytest.mark.parametrize(
+    ("world_size", "plan", "mesh"),
+    [
+        (2, {"before_step": _freeze}, ()),
+        (3, {"before_step": _freeze_and_thaw}, ()),
+        (3, {"before_step": _freeze_and_thaw, "accumulate": 2}, ()),
+        (4, {"before_step": _freeze_and_thaw, "accumulate": 2, "sync_each": True}, (2, 2)),
+    ],
+    ids=["frozen", "frozen and thawed", "accumulated", "hybrid"],
+)
+def test_parameters_that_are_frozen_later_are_not_reduced(
+    ranks: RankPool, world_size: int, plan: dict[str, Any], mesh: tuple[int, ...]
+) -> None:
+    ranks(world_size).run(_train_frozen, plan, mesh)
+
+
+def _train_frozen(plan: dict[str, Any], mesh: tuple[int, ...]) -> None:
+    options = {"mesh": mesh_of(*mesh)} if mesh else {}
+    assert_side_by_side(Plan(make_model=uneven, steps=5, **plan), **options)
+
+
+@pytest.mark.parametrize("mesh", [(2,), (2, 2)], ids=["held unsharded", "held in shards"])
+def test_what_is_thawed_between_the_backwards_of_a_step(ranks: RankPool, mesh: tuple[int, ...]) -> None:
+    ranks(math.prod(mesh)).run(_thaw_while_accumulating, mesh)
+
+
+def _thaw_while_accumulating(mesh: tuple[int, ...]) -> None:
+    plain, model = uneven(), cast("Any", uneven(ours(mesh=mesh_of(*mesh))))
+    model.entry.weight.requires_grad_(False)
+    model(INPUTS).sum().backward()  # makes no room for it
+    model.zero_grad()
+    synchronise = model.set_requires_gradient_sync if len(mesh) == 1 else model.set_requires_all_reduce
+    for is_last in (False, True):
+        synchronise(is_last)
+        for each, batches in ((model, [dist.get_rank()]), (plain, range(dist.get_world_size()))):
+            each.entry.weight.requires_grad_(is_last)
+            for batch in batches:
+                each(INPUTS + batch).sum().backward()
+    for (name, expected), param in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert expected.grad is not None
+        assert_within(name, whole(param.grad), expected.grad / dist.get_world_size(), 1e-6)
 
 
 class Tied(nn.Module):

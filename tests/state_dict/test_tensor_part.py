@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from fsdp.engine.boxes import Box
-from fsdp.state_dict.load_targets import Held, LoadTarget, Part, TensorPart
+from fsdp.state_dict.sharded import Held, Part, TensorPart
+from fsdp.state_dict.summon import LoadTarget
 
 WHOLE = torch.arange(20.0).view(4, 5)
 
@@ -89,7 +90,7 @@ def test_a_place_that_it_does_not_hold() -> None:
 @pytest.mark.parametrize("key", ["layer.weight", "model.layer.weight"])
 def test_a_key_under_which_other_ranks_have_another_tensor(key: str) -> None:
     tensor = part_of()
-    tensor.refuse_key("layer.weight")
+    tensor._held.apart.add("layer.weight")
     with pytest.raises(RuntimeError, match=rf"rank 1: cannot save {key}: its unit has a process group of its own"):
         tensor.__create_write_items__(key, tensor)
     assert tensor.__create_write_items__("layer.weight of group 0", tensor)
