@@ -33,7 +33,7 @@ from tests.helpers.ranks import RankPool
 # Several files
 
 
-@parametrize_pairs(at_most=9, saved_by=[1, 2, 3, 4], loaded_by=[2, 1, 3], max_file_bytes=[200, 1, 10_000])
+@parametrize_pairs(at_most=6, saved_by=[1, 2, 3, 4], loaded_by=[2, 1, 3], max_file_bytes=[200, 1, 10_000])
 def test_large_models_are_divided_as_hugging_face_divides_them(
     ranks: RankPool, tmp_path: Path, saved_by: int, loaded_by: int, max_file_bytes: int
 ) -> None:

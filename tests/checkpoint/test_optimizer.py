@@ -48,7 +48,7 @@ def _save_adam(folder: Path, options: dict[str, Any], is_loaded: bool = False) -
     fsdp.save(folder / ("again" if is_loaded else "run"), model, optimizer)
 
 
-@parametrize_pairs(at_most=14, saved=FORMS, loaded=FORMS, loaded_by=[1, 3])
+@parametrize_pairs(at_most=9, saved=FORMS, loaded=FORMS, loaded_by=[1, 3])
 def test_several_optimizers_are_saved_as_one(
     ranks: RankPool, tmp_path: Path, saved: dict[str, Any], loaded: dict[str, Any], loaded_by: int
 ) -> None:

@@ -80,7 +80,7 @@ MODELS: list[Callable[..., nn.Module]] = [garden, frozen, unused_and_three_dtype
 
 
 @parametrize_pairs(
-    at_most=10, saved_by=[2, 1, 3, 4], loaded_by=[3, 1, 2, 4], form=FORMS, make_optimizer=OPTIMIZERS, make_model=MODELS
+    at_most=6, saved_by=[2, 1, 3, 4], loaded_by=[3, 1, 2, 4], form=FORMS, make_optimizer=OPTIMIZERS, make_model=MODELS
 )
 def test_half_of_the_steps_at_another_number_of_ranks(
     ranks: RankPool,

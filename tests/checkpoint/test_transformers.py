@@ -16,6 +16,7 @@ import fsdp
 from fsdp import load_safetensors
 from tests.helpers.equality import assert_same_state
 from tests.helpers.hugging_face import FAMILIES, MODULES, from_pretrained, logits, made, needs, sharded, wrapped
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import adamw
 from tests.helpers.ranks import RankPool
 
@@ -31,8 +32,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.step()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("max_file_bytes", [None, 4000])
+@parametrize_pairs(family=FAMILIES, max_file_bytes=[None, 4000])
 def test_from_pretrained_gives_the_logits_of_the_sharded_model(
     ranks: RankPool, tmp_path: Path, family: str, max_file_bytes: int | None
 ) -> None:

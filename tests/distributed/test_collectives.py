@@ -29,6 +29,7 @@ from fsdp.distributed.collectives import (
     communicator,
 )
 from fsdp.distributed.communicator import default_group, reduce_group
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankPool
@@ -62,9 +63,7 @@ def randoms(numel: int, seed: int) -> Tensor:
 # The same results
 
 
-@every_dtype
-@every_way
-@two_to_four
+@parametrize_pairs(dtype=[torch.float32, torch.bfloat16, torch.int64], way=list(WAYS), world_size=[2, 3, 4])
 def test_a_gather_puts_the_shards_in_rank_order(ranks: RankPool, world_size: int, way: str, dtype: torch.dtype) -> None:
     ranks(world_size).run(_gather, way, dtype)
 
@@ -81,9 +80,7 @@ def _gather(way: str, dtype: torch.dtype) -> None:
         comm.settle()
 
 
-@every_dtype
-@every_way
-@two_to_four
+@parametrize_pairs(dtype=[torch.float32, torch.bfloat16, torch.int64], way=list(WAYS), world_size=[2, 3, 4])
 def test_a_reduction_gives_every_rank_its_piece_of_the_sum(
     ranks: RankPool, world_size: int, way: str, dtype: torch.dtype
 ) -> None:
@@ -130,8 +127,7 @@ def _compare_bits() -> None:
         assert torch.equal(comm.reduce_scatter(fulls[comm.rank].clone(), "a reduction", tag=0).wait(), expected)
 
 
-@every_way
-@two_to_four
+@parametrize_pairs(way=list(WAYS), world_size=[2, 3, 4])
 def test_small_talk(ranks: RankPool, world_size: int, way: str) -> None:
     ranks(world_size).run(_talk, way)
 
@@ -173,8 +169,7 @@ def _talk_in_a_group(way: str) -> None:
 # In any order
 
 
-@every_way
-@two_to_four
+@parametrize_pairs(way=list(WAYS), world_size=[2, 3, 4])
 def test_many_may_be_in_flight_and_be_awaited_in_any_order(ranks: RankPool, world_size: int, way: str) -> None:
     ranks(world_size).run(_fly, way)
 

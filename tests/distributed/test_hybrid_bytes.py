@@ -72,7 +72,7 @@ def counting_sent_bytes() -> Iterator[Counter[Any]]:
 
 
 @parametrize_pairs(
-    at_most=9,
+    at_most=6,
     shape=[(2, 2), (1, 4), (4, 1), (3, 1), (1, 3), (2, 1)],
     strategy=[ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2],
     bucket_cap_mb=[0, 25],

@@ -94,7 +94,7 @@ ROOTS = ["all", "hybrid"]
 
 
 @parametrize_pairs(
-    at_most=6,
+    at_most=4,
     size=[2, 1],
     root=ROOTS,
     form=[{}, {"use_orig_params": True}, {"flatten_parameters": False}],

@@ -17,6 +17,7 @@ from tests.helpers.equality import assert_same_state
 from tests.helpers.hybrid import assert_replicas_agree, mesh_of
 from tests.helpers.meta_models import FORMS, Norms, Rotary, Zoo, initialise, mlp, on_meta, sharded, started, state_of
 from tests.helpers.models import Wrap, keep, nested_mlp
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 from tests.helpers.safetensors_files import save
 
@@ -35,8 +36,7 @@ def spread(layout: str) -> dict[str, Any]:
 # Ranks compare with their replicas
 
 
-@every_layout
-@pytest.mark.parametrize("odd", [1, 2, 3])
+@parametrize_pairs(layout=["2 replicas of 2 shards", "no shards"], odd=[1, 2, 3])
 def test_a_replica_that_was_wrapped_with_other_values_is_named(ranks: RankPool, layout: str, odd: int) -> None:
     ranks(4).run(_wrap_other_values, layout, odd)
 
@@ -71,8 +71,7 @@ def _begin_as_rank_0(layout: str) -> None:
     assert_same_state(state_of(model), nested_mlp(seed=0).state_dict())
 
 
-@every_form
-@pytest.mark.parametrize("world_size", [2, 3])
+@parametrize_pairs(form=FORMS, world_size=[2, 3])
 def test_rank_0_may_be_the_only_one_with_values(ranks: RankPool, world_size: int, form: dict[str, Any]) -> None:
     ranks(world_size).run(_only_rank_0_has_values, form)
 
@@ -138,8 +137,7 @@ def _nobody_has_values(form: dict[str, Any]) -> None:
 # First values
 
 
-@every_layout
-@pytest.mark.parametrize("make", [Zoo, mlp])
+@parametrize_pairs(layout=["2 replicas of 2 shards", "no shards"], make=[Zoo, mlp])
 def test_a_seed_gives_the_same_bits_with_replicas(
     ranks: RankPool, layout: str, make: Callable[[Wrap], nn.Module]
 ) -> None:
@@ -157,8 +155,7 @@ def _start(layout: str, make: Callable[[Wrap], nn.Module]) -> dict[str, Tensor]:
 # Files
 
 
-@every_form
-@pytest.mark.parametrize("world_size", [1, 3])
+@parametrize_pairs(form=FORMS, world_size=[1, 3])
 def test_a_file_gives_values_to_a_model_without_and_the_rest_is_initialised(
     ranks: RankPool, tmp_path: Path, world_size: int, form: dict[str, Any]
 ) -> None:
@@ -233,8 +230,7 @@ def _summon(model: Any) -> None:
 every_use = pytest.mark.parametrize("use", [_compute, _save, _summon])
 
 
-@every_use
-@pytest.mark.parametrize("odd", [0, 2])
+@parametrize_pairs(use=[_compute, _save, _summon], odd=[0, 2])
 def test_all_ranks_are_told_that_one_has_no_values(ranks: RankPool, use: Callable[[Any], None], odd: int) -> None:
     ranks(3).run(_lack_values, use, odd, {})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from fsdp.distributed import watchdog
 from fsdp.distributed.communicator import CollectiveError
 from fsdp.distributed.watchdog import Position, Report
 from tests.helpers.paths import ROOT
-from tests.helpers.ranks import RankPool
+from tests.helpers.ranks import RankError, RankPool
 
 LATE = 5.0  # seconds: longer than a report of an impatient watchdog takes
 
@@ -157,25 +158,36 @@ def test_patience_is_positive(patience: float) -> None:
         set_watchdog(patience)
 
 
-@pytest.mark.parametrize(
-    ("end", "words"),
-    [
-        ("raise", r"was ended by ValueError: a bad batch \(ended_rank\.py:\d+ in load_batch\)"),
-        ("kill", r"is gone: its process has ended"),
-    ],
-)
-def test_why_a_rank_has_ended_is_in_the_error_of_the_others(tmp_path: Path, end: str, words: str) -> None:
+def gather_failed(rank_1: str) -> str:
+    """A pattern of what rank 0 says."""
+    return rf"CollectiveError: rank 0: all-gather of root \(Linear\) did not complete: rank 1 {rank_1}\n"
+
+
+def test_a_rank_that_was_killed_is_in_the_error_of_the_others(ranks: RankPool) -> None:
+    with pytest.raises(RankError) as failed:
+        ranks(2, timeout=60, grace=60).run(_be_killed)
+    assert re.search(gather_failed("is gone: its process has ended"), failed.value.outcomes[0].details)
+
+
+def _be_killed() -> None:
+    model = trained_model()
+    time.sleep(1)  # until the ranks know each other's addresses
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    train(model)
+
+
+def test_why_a_rank_has_ended_is_in_the_error_of_the_others(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.helpers.ended_rank"]
     waiting, ended = (
-        subprocess.Popen([*command, str(rank), str(tmp_path), end], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen([*command, str(rank), str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
         for rank in range(2)
     )
     _, errors = waiting.communicate(timeout=300)
     ended.communicate(timeout=300)
     assert waiting.returncode == 1
-    assert re.search(
-        rf"CollectiveError: rank 0: all-gather of root \(Linear\) did not complete: rank 1 {words}\n", errors
-    )
+    why = r"was ended by ValueError: a bad batch \(ended_rank\.py:\d+ in load_batch\)"
+    assert re.search(gather_failed(why), errors)
 
 
 def test_nobody_is_answered_without_the_secret(ranks: RankPool) -> None:

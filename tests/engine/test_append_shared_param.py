@@ -40,7 +40,7 @@ OUTER: list[dict[str, Any]] = [{}, {"flatten_parameters": False}]
 
 
 @parametrize_pairs(
-    at_most=9,
+    at_most=6,
     kind=[0, 1, 2, 3, 4],
     world_size=[2, 3, 1, 4],
     make_optimizer=[sgd_with_momentum, adamw],
@@ -59,7 +59,7 @@ def test_trains_as_the_tied_model_on_one_process(
     ranks(world_size).run(assert_trains_like_plain, *KINDS[kind], make_optimizer, options)
 
 
-@parametrize_pairs(at_most=6, kind=[0, 1, 2], world_size=[3, 1, 2], options=OUTER)
+@parametrize_pairs(at_most=4, kind=[0, 1, 2], world_size=[3, 1, 2], options=OUTER)
 def test_gradients_are_accumulated_under_no_sync(
     ranks: RankPool, kind: int, world_size: int, options: dict[str, Any]
 ) -> None:
@@ -218,8 +218,7 @@ def test_a_unit_may_share_with_one_inside_of_it(ranks: RankPool, world_size: int
     ranks(world_size).run(assert_trains_like_plain, Outside, shared_with_a_module_inside)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("given", ["what the module shows", "shard", "original"])
+@parametrize_pairs(world_size=[1, 2], given=["what the module shows", "shard", "original"])
 def test_is_known_by_any_of_its_forms(ranks: RankPool, given: str, world_size: int) -> None:
     ranks(world_size).run(_append_in_form, given)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision
 from tests.engine.test_precision import BRAIN, DOUBLE, HALF, SINGLE, wrap_alone
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
 
@@ -195,8 +196,7 @@ def test_a_unit_casts_its_own_buffers_only() -> None:
 # Shown and saved
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("flags", [{"mixed_precision": policy(BRAIN)}, {"mixed_precision": True}])
+@parametrize_pairs(world_size=[1, 3], flags=[{"mixed_precision": policy(BRAIN)}, {"mixed_precision": True}])
 def test_what_is_shown_and_saved_has_the_own_dtype(ranks: RankPool, world_size: int, flags: dict[str, Any]) -> None:
     ranks(world_size).run(_show_and_save, flags)
 

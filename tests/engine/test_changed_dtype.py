@@ -68,7 +68,7 @@ class Holder(nn.Module):
 
 
 @parametrize_pairs(
-    at_most=9, cast=CASTS, world_size=[3, 2, 1], layout=list(LAYOUTS), whole=[False, True], of=[around, inside]
+    at_most=6, cast=CASTS, world_size=[3, 2, 1], layout=list(LAYOUTS), whole=[False, True], of=[around, inside]
 )
 def test_a_model_is_cast_between_steps(
     ranks: RankPool, cast: Cast, world_size: int, layout: str, whole: bool, of: Callable[[nn.Module], nn.Module]
@@ -240,7 +240,7 @@ def _cast_a_part_to_the_same(part: str) -> None:
 # When it cannot be
 
 
-@parametrize_pairs(at_most=5, cast=[to_double, to_half], world_size=[3, 1], layout=list(LAYOUTS), of=[around, inside])
+@parametrize_pairs(at_most=3, cast=[to_double, to_half], world_size=[3, 1], layout=list(LAYOUTS), of=[around, inside])
 def test_casting_inside_summon_full_params_is_refused(
     ranks: RankPool, cast: Cast, world_size: int, layout: str, of: Callable[[nn.Module], nn.Module]
 ) -> None:

@@ -280,7 +280,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], None], str]] = {
 }
 
 
-@parametrize_pairs(at_most=8, refused=list(REFUSED), world_size=[3, 1], layout=list(LAYOUTS), whole=[False, True])
+@parametrize_pairs(at_most=5, refused=list(REFUSED), world_size=[3, 1], layout=list(LAYOUTS), whole=[False, True])
 def test_what_cannot_be_kept_is_refused_until_it_is_put_right(
     ranks: RankPool, refused: str, world_size: int, layout: str, whole: bool
 ) -> None:

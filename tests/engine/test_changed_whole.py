@@ -72,8 +72,7 @@ def _write_and_save(write: Callable[[nn.Parameter], None], layout: str) -> None:
     twins.train(change, whole=True)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("write", [in_place, by_data])
+@parametrize_pairs(layout=list(LAYOUTS), write=[in_place, by_data])
 def test_a_lone_rank_may_write_whenever_nothing_runs(
     ranks: RankPool, write: Callable[[nn.Parameter], None], layout: str
 ) -> None:

@@ -51,7 +51,7 @@ def assert_clips_alike(make: Callable[[Wrap], nn.Module], max_norm: float, norm_
 
 
 @parametrize_pairs(
-    at_most=12,
+    at_most=8,
     norm_type=NORM_TYPES,
     world_size=[3, 1, 2, 4],
     max_norm=[0.1, 1000.0, 0.0],

@@ -216,8 +216,7 @@ def apply(model: Any) -> None:
     model.apply(lambda module: [nn.init.ones_(param) for param in module.parameters(recurse=False)])
 
 
-@pytest.mark.parametrize("change", WAYS)
-@pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
+@parametrize_pairs(change=list(WAYS), options=OPTIONS[:3])
 def test_what_was_written_on_purpose_is_not_compared(ranks: RankPool, change: str, options: dict[str, Any]) -> None:
     ranks(3).run(_written, change, options)
 

@@ -32,6 +32,7 @@ from fsdp.engine.precision import Precision
 from fsdp.engine.shard import Shard
 from fsdp.state_dict.redistribute import assembled
 from tests.helpers.models import Wrap, keep
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import assert_parity, fully_sharded, nested_mlp, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 
@@ -404,8 +405,7 @@ def _measure_handle() -> dict[str, int]:
     return found
 
 
-@two_or_three
-@pytest.mark.parametrize("flatten_parameters", [True, False])
+@parametrize_pairs(world_size=[2, 3], flatten_parameters=[True, False])
 def test_between_steps_a_rank_holds_shards_only(ranks: RankPool, world_size: int, flatten_parameters: bool) -> None:
     units = (47, 77, 37, 3) if flatten_parameters else (1, 35, 7, 3, 1, 77, 33, 3, 1, 3)
     shards = sum(math.ceil(numel / world_size) for numel in units)
@@ -444,8 +444,7 @@ def _add_one(handle: FlatParamHandle) -> None:
         handle.flat_param.add_(1)
 
 
-@two_or_three
-@pytest.mark.parametrize("state", ["sharded", "whole"])
+@parametrize_pairs(world_size=[2, 3], state=["sharded", "whole"])
 def test_a_changed_shard_is_gathered_again(ranks: RankPool, world_size: int, state: str) -> None:
     ranks(world_size).run(_change_shard, state)
 
@@ -522,8 +521,7 @@ def _forward_step_state_dict() -> None:
 CHANGES = {"state_dict": FullyShardedDataParallel.state_dict, "load": _load, "summon": _summon, "step": _step}
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("world_size", [1, 3])
+@parametrize_pairs(change=list(CHANGES), world_size=[1, 3])
 def test_a_root_kept_whole_for_a_backward_that_never_came(ranks: RankPool, world_size: int, change: str) -> None:
     ranks(world_size).run(_forward_change_forward, change)
 
@@ -537,8 +535,7 @@ def _forward_change_forward(change: str) -> None:
     model(inputs).sum().backward()
 
 
-@two_or_three
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@parametrize_pairs(world_size=[2, 3], dtype=[torch.float64, torch.bfloat16])
 def test_a_cast_shard_is_followed(ranks: RankPool, world_size: int, dtype: torch.dtype) -> None:
     ranks(world_size).run(_cast_handle, dtype)
 
@@ -598,8 +595,7 @@ def _replace_shard() -> None:
 # Attributes that were replaced
 
 
-@pytest.mark.parametrize("removes", [setattr, delattr])
-@pytest.mark.parametrize("state", ["sharded", "whole"])
+@parametrize_pairs(removes=[setattr, delattr], state=["sharded", "whole"])
 def test_an_attribute_that_is_no_parameter_any_more_is_named(ranks: RankPool, state: str, removes: Any) -> None:
     ranks(2).run(_replace_attribute, state, removes)
 
@@ -775,8 +771,7 @@ def _freeze() -> None:
 # Copies out and values in
 
 
-@two_or_three
-@pytest.mark.parametrize("state", ["sharded", "whole"])
+@parametrize_pairs(world_size=[2, 3], state=["sharded", "whole"])
 def test_full_copies_have_memory_of_their_own(ranks: RankPool, world_size: int, state: str) -> None:
     ranks(world_size).run(_copy_out, state)
 
@@ -965,8 +960,7 @@ def recurrent(wrap: Wrap = keep, *, kind: str) -> nn.Module:
         return wrap(Recurrent(wrap, RECURRENT[kind]))
 
 
-@two_or_three
-@pytest.mark.parametrize("kind", RECURRENT)
+@parametrize_pairs(world_size=[2, 3], kind=list(RECURRENT))
 def test_recurrent_modules_train_like_unsharded(ranks: RankPool, world_size: int, kind: str) -> None:
     ranks(world_size).run(assert_parity, partial(recurrent, kind=kind), sgd_with_momentum, wrap=fully_sharded())
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fsdp import TrainingState, register_fsdp_forward_method
 from tests.helpers.models import Wrap, keep
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import Twins
@@ -64,8 +65,7 @@ def model(wrap: Wrap) -> nn.Module:
     return made
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@parametrize_pairs(kind=list(KINDS), world_size=[1, 2, 3])
 def test_pain_point_13_training_through_methods_equals_the_plain_model(
     ranks: RankPool, world_size: int, kind: str
 ) -> None:

@@ -21,6 +21,7 @@ from fsdp import FlatParameter, FullyShardedDataParallel, ShardedGradScaler
 from fsdp.engine.placeholder import Placeholder
 from tests.helpers.models import nested_mlp
 from tests.helpers.offload import GRADS, PARAMS, Far, accelerated
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 
@@ -204,8 +205,10 @@ def _zero_grad(options: dict[str, Any]) -> None:
             model.zero_grad()
 
 
-@pytest.mark.parametrize("syncs", [[True, True], [False, True], [True, False, True], [False, False, True, True]])
-@apart
+@parametrize_pairs(
+    syncs=[[True, True], [False, True], [True, False, True], [False, False, True, True]],
+    options=[PARAMS, GRADS],
+)
 def test_backwards_add_up_in_it(ranks: RankPool, options: dict[str, Any], syncs: list[bool]) -> None:
     ranks(3).run(_add_up, options, syncs)
 
@@ -243,8 +246,7 @@ def _step_too_early(options: dict[str, Any]) -> None:
         optimizer.step()
 
 
-@apart
-@pytest.mark.parametrize("unscale_first", [True, False])
+@parametrize_pairs(options=[PARAMS, GRADS], unscale_first=[True, False])
 def test_unscaling_brings_it(ranks: RankPool, options: dict[str, Any], unscale_first: bool) -> None:
     ranks(3).run(_unscale, options, unscale_first)
 

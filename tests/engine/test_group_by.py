@@ -110,7 +110,7 @@ MODELS = [layers, nested, by_policy, half_frozen, two_dtypes]
 
 
 @parametrize_pairs(
-    at_most=10,
+    at_most=6,
     make=MODELS,
     world_size=[3, 2, 4, 1],
     make_optimizer=[sgd_by_kind, adamw_by_kind],
@@ -263,8 +263,7 @@ def test_an_exception_of_the_key_changes_nothing(layout: str) -> None:
     FullyShardedDataParallel(plain, Alone(), group_by=decay, **LAYOUTS[layout])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("differ", ["members", "names of groups"])
+@parametrize_pairs(layout=list(LAYOUTS), differ=["members", "names of groups"])
 def test_ranks_with_different_keys_are_told(ranks: RankPool, layout: str, differ: str) -> None:
     ranks(2).run(_disagree, layout, differ)
 

@@ -139,7 +139,7 @@ def _look(wrap: Callable[..., nn.Module], layout: str) -> None:
 
 
 @parametrize_pairs(
-    at_most=6,
+    at_most=4,
     world_size=[3, 2, 4, 1],
     wrap=WRAPS,
     layout=list(LAYOUTS),

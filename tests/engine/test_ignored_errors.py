@@ -10,6 +10,7 @@ from torch import nn
 
 from fsdp import FullyShardedDataParallel, auto_wrap, enable_wrap, module_wrap_policy
 from tests.helpers.changed_params import LAYOUTS
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone
 from tests.helpers.ranks import RankPool
 
@@ -65,8 +66,7 @@ def test_something_has_to_be_left_to_shard() -> None:
     alone(model)
 
 
-@every_layout
-@pytest.mark.parametrize("inner", ["1", "1.0"])
+@parametrize_pairs(layout=list(LAYOUTS), inner=["1", "1.0"])
 def test_what_an_inner_unit_has_sharded_cannot_be_ignored(ranks: RankPool, layout: str, inner: str) -> None:
     for world_size in (1, 2):
         ranks(world_size).run(_ignore_sharded, layout, inner)

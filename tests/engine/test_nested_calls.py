@@ -59,7 +59,7 @@ class Redirected(nn.Module):
 
 
 @parametrize_pairs(
-    at_most=7,
+    at_most=5,
     world_size=[2, 1, 3],
     how=HOWS,
     kind=[Again, Redirected, Recomputed],

@@ -71,7 +71,7 @@ def gradients(model: nn.Module) -> list[Any]:
 
 
 @parametrize_pairs(
-    at_most=9,
+    at_most=6,
     world_size=[3, 2, 1],
     machine=["accelerated", "of CPUs only"],
     make_optimizer=[sgd_with_momentum, adamw, fused_adamw, foreach_adamw],
@@ -123,7 +123,7 @@ def test_training_equals_one_process(ranks: RankPool, tmp_path: Path, world_size
 
 
 def _train_on_disk(folder: Path) -> None:
-    assert_parity(nested_mlp, sgd_with_momentum, 4, wrap=fully_sharded(**on_disk(folder)), accumulate=2)
+    assert_parity(nested_mlp, sgd_with_momentum, wrap=fully_sharded(**on_disk(folder)), accumulate=2)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -224,7 +224,7 @@ def resident_kib(folder: Path) -> int:
 
 @needs_proc
 @parametrize_pairs(
-    at_most=7,
+    at_most=5,
     world_size=[3, 1, 2],
     make_optimizer=[sgd_with_momentum, plain_sgd, adamw, fused_adamw, foreach_adamw],
     machine=["of CPUs only", "accelerated"],
@@ -355,8 +355,7 @@ def test_copies_of_shards_are_in_files_of_their_own(tmp_path: Path) -> None:
     assert param.any()
 
 
-@pytest.mark.parametrize("with_gradients", [True, False])
-@pytest.mark.parametrize("world_size", [1, 2])
+@parametrize_pairs(with_gradients=[True, False], world_size=[1, 2])
 def test_a_model_that_was_cast_trains_on_in_files(
     ranks: RankPool, tmp_path: Path, world_size: int, with_gradients: bool
 ) -> None:

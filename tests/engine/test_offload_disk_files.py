@@ -24,6 +24,7 @@ from fsdp import ShardedGradScaler, get_fsdp_instances
 from fsdp.engine.offload import DiskStorage
 from tests.helpers.models import Wrap, nested_mlp
 from tests.helpers.offload import alone, on
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import adamw, fully_sharded, sgd_with_momentum
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import RankPool
@@ -201,8 +202,7 @@ def _save_and_load(folder: Path) -> None:
     assert all(str(folder) in path for path in files)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("machine", ["accelerated", "of CPUs only"])
+@parametrize_pairs(world_size=[1, 3], machine=["accelerated", "of CPUs only"])
 def test_what_is_changed_while_summoned_is_written_to_files(
     ranks: RankPool, tmp_path: Path, world_size: int, machine: str
 ) -> None:

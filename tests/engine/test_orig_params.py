@@ -123,8 +123,7 @@ def _refuse_unflattened() -> None:
 # One copy of everything
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("offload", [None, "cpu", "disk"])
+@parametrize_pairs(world_size=[1, 3], offload=[None, "cpu", "disk"])
 def test_pieces_share_the_shards_memory(ranks: RankPool, tmp_path: Path, world_size: int, offload: str | None) -> None:
     folder = {"offload_folder": tmp_path} if offload == "disk" else {}
     ranks(world_size).run(_follow_memory, {"offload": offload, **folder})
@@ -216,8 +215,7 @@ def _assign_wrong_shape() -> None:
         model(torch.ones(2, 5))
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("how", [{}, {"fused": True}, {"foreach": True}], ids=["default", "fused", "foreach"])
+@parametrize_pairs(world_size=[1, 3], how=[{}, {"fused": True}, {"foreach": True}])
 def test_a_step_after_a_forward_without_backward_is_seen(ranks: RankPool, world_size: int, how: dict[str, Any]) -> None:
     ranks(world_size).run(_step_after_vain_forward, how)
 

@@ -223,8 +223,7 @@ def _mix_modes(train_first: bool) -> None:
     assert all(map(torch.equal, gradients(model), expected)), "and the model is usable afterwards"
 
 
-@pytest.mark.parametrize("train_first", [True, False])
-@pytest.mark.parametrize("world_size", [1, 2])
+@parametrize_pairs(train_first=[True, False], world_size=[1, 2])
 def test_calls_in_both_modes_that_are_completed_one_by_one_add_up(
     ranks: RankPool, world_size: int, train_first: bool
 ) -> None:

@@ -139,7 +139,7 @@ def _step_by_little() -> None:
 
 
 @parametrize_pairs(
-    at_most=7,
+    at_most=5,
     policy=list(POLICIES),
     world_size=[2, 1],
     reduces_at=["every one", "the last", "some"],
@@ -190,8 +190,7 @@ def _cancel() -> None:
 # Sums over ranks
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("bucket_cap_mb", [25, 0])
+@parametrize_pairs(policy=list(POLICIES), bucket_cap_mb=[25, 0])
 def test_the_ranks_gradients_are_added_in_the_masters_dtype(ranks: RankPool, policy: str, bucket_cap_mb: float) -> None:
     ranks(4).run(_add_over_ranks, POLICIES[policy], bucket_cap_mb)
 
@@ -203,8 +202,7 @@ def _add_over_ranks(policy: MixedPrecision, bucket_cap_mb: float) -> None:
     assert all(torch.equal(value, torch.full((1, 3), (1 + 3 * TINY) / 4)) for value in gradients(model))
 
 
-@pytest.mark.parametrize("policy", [MixedPrecision(param_dtype=HALF), MixedPrecision(reduce_dtype=HALF)])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@parametrize_pairs(policy=[MixedPrecision(param_dtype=HALF), MixedPrecision(reduce_dtype=HALF)], accumulate=[1, 2])
 def test_gradients_are_divided_before_they_could_overflow(
     ranks: RankPool, policy: MixedPrecision, accumulate: int
 ) -> None:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel, MixedPrecision
 from tests.engine.test_precision import BRAIN, DOUBLE, HALF, SINGLE, wrap_alone
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 
 
@@ -254,9 +255,7 @@ class Recomputing(Model):
         return self.exit(hidden.to(self.exit.weight.dtype))
 
 
-@every_dtype
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("kind", [Model, Recomputing])
+@parametrize_pairs(dtype=[HALF, BRAIN], world_size=[1, 3], kind=[Model, Recomputing])
 def test_kept_modules_train_as_with_casts_by_hand(
     ranks: RankPool, world_size: int, dtype: torch.dtype, kind: type[Model]
 ) -> None:

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -115,10 +114,9 @@ def _compare_with_float32(dtype: torch.dtype | None, options: dict[str, Any]) ->
     assert full[SINGLE] <= (gathers + 1) * (numel + UNITS * world_size) * 4 * (world_size - 1) // world_size
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize(
-    "options",
-    [
+@parametrize_pairs(
+    world_size=[2, 3],
+    options=[
         {"mixed_precision": MixedPrecision(param_dtype=BRAIN, reduce_dtype=SINGLE)},
         {"mixed_precision": True, "compute_dtype": BRAIN, "fp32_reduce_scatter": True},
     ],
@@ -259,8 +257,10 @@ def _weigh_between_steps() -> None:
         assert live_bytes(SINGLE) - before == shards
 
 
-@pytest.mark.parametrize("mixed_precision", [False, MixedPrecision(param_dtype=BRAIN, full_precision_in_eval=True)])
-@pytest.mark.parametrize("world_size", [1, 2])
+@parametrize_pairs(
+    mixed_precision=[False, MixedPrecision(param_dtype=BRAIN, full_precision_in_eval=True)],
+    world_size=[1, 2],
+)
 def test_a_model_that_nobody_holds_is_collected(ranks: RankPool, world_size: int, mixed_precision: Any) -> None:
     """Hooks of autograd on its parameters must not keep it: Python cannot see such a cycle."""
     ranks(world_size).run(_drop_models, mixed_precision)
@@ -292,8 +292,7 @@ class Casts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("clears", [True, False])
-@pytest.mark.parametrize("world_size", [1, 2])
+@parametrize_pairs(clears=[True, False], world_size=[1, 2])
 def test_autocasts_weights_are_forgotten_if_so_asked(ranks: RankPool, world_size: int, clears: bool) -> None:
     """Otherwise autocast keeps a cast copy of every whole weight until its context ends, and uses it again."""
     ranks(world_size).run(_count_casts_of_autocast, clears)

@@ -119,8 +119,7 @@ def _save_in_own_dtype(dtype: torch.dtype) -> None:
 # Exporting
 
 
-@pytest.mark.parametrize("policy", [False, *POLICIES])
-@pytest.mark.parametrize("dtype", [HALF, BRAIN, DOUBLE])
+@parametrize_pairs(policy=[False, *POLICIES], dtype=[HALF, BRAIN, DOUBLE])
 def test_pain_point_10_an_export_is_in_the_dtype_that_it_is_asked_for(
     ranks: RankPool, policy: str | bool, dtype: torch.dtype
 ) -> None:
@@ -175,8 +174,7 @@ def test_an_export_has_tensors_of_its_own() -> None:
 # Summoning
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("world_size", [1, 3])
+@parametrize_pairs(policy=list(POLICIES), world_size=[1, 3])
 def test_pain_point_10_summoned_parameters_are_the_master(ranks: RankPool, policy: str, world_size: int) -> None:
     """What a user reads or saves in `summon_full_params` is no rounded copy."""
     ranks(world_size).run(_summon, POLICIES[policy])
@@ -221,8 +219,7 @@ def _infer_while_summoned() -> None:
 # Loading
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("world_size", [1, 3])
+@parametrize_pairs(policy=list(POLICIES), world_size=[1, 3])
 def test_pain_point_10_what_was_saved_is_loaded_bit_for_bit(ranks: RankPool, policy: str, world_size: int) -> None:
     """A round trip through 16 bits on the way in would lose as much as one on the way out."""
     ranks(world_size).run(_load, POLICIES[policy])

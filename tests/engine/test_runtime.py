@@ -100,10 +100,9 @@ def _in_order(order: str, model: nn.Module, inputs: Tensor) -> None:
     score(model(inputs, order)).backward()
 
 
-@every_option
-@pytest.mark.parametrize(
-    "orders",
-    [
+@parametrize_pairs(
+    options=OPTIONS,
+    orders=[
         ["abcab"],  # units used more than once
         ["aaa"],
         ["ab"],  # a whole unit is never used
@@ -112,7 +111,6 @@ def _in_order(order: str, model: nn.Module, inputs: Tensor) -> None:
         ["", "abc"],
         ["abc", "abcc", "aabc"],
     ],
-    ids="-".join,
 )
 def test_units_run_in_any_order(ranks: RankPool, orders: list[str], options: dict[str, Any]) -> None:
     ranks(3).run(assert_trains_like_plain, toolbox, *map(in_order, orders), options=options)
@@ -173,8 +171,7 @@ def test_an_output_may_go_unused(ranks: RankPool) -> None:
     ranks(3).run(assert_trains_like_plain, nested_mlp, returns_no_gradient)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("how", ["in place", "as a module", "inside"])
+@parametrize_pairs(backend=["eager", "aot_eager"], how=["in place", "as a module", "inside"])
 def test_compiled_units(ranks: RankPool, how: str, backend: str) -> None:
     make = partial(compiled_toolbox, how=how, backend=backend)
     ranks(2).run(_train_compiled, make)
@@ -318,8 +315,7 @@ def test_one_checkpoint_around_several_units(ranks: RankPool, reentrant: bool, o
     ranks(3).run(assert_trains_like_plain, make, *CHECKPOINTED_STEPS, options=options)
 
 
-@every_option
-@pytest.mark.parametrize("saving", ["by reference", "by copy", "save_on_cpu"])
+@parametrize_pairs(options=OPTIONS, saving=["by reference", "by copy", "save_on_cpu"])
 def test_saved_tensors_hooks(ranks: RankPool, saving: str, options: dict[str, Any]) -> None:
     ranks(3).run(assert_trains_like_plain, nested_mlp, partial(save_otherwise, saving), options=options)
 
@@ -459,7 +455,7 @@ def infer(model: nn.Module) -> None:
 
 
 @parametrize_pairs(
-    at_most=8,
+    at_most=5,
     where=["forward", "backward"],
     error=[ValueError, KeyboardInterrupt],
     then=[forget, save, summon, call_inner_unit, infer],

@@ -88,8 +88,7 @@ def weight_normed() -> nn.Module:
     return nn.utils.parametrizations.weight_norm(nn.Linear(5, 5))
 
 
-@every_option
-@pytest.mark.parametrize("tool", [Recurrent, Listed, Attending, Tied, weight_normed])
+@parametrize_pairs(options=OPTIONS, tool=[Recurrent, Listed, Attending, Tied, weight_normed])
 def test_a_unit_of_this_kind(ranks: RankPool, tool: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     make = partial(toolbox, tool=tool)
     ranks(2).run(assert_trains_like_plain, make, once, eval_first, backward_twice, options=options)
@@ -164,14 +163,14 @@ def two_dtypes_frozen() -> nn.Module:
 GROUPED = [adapted_layers, frozen_below, frozen_above, frozen_layers, two_dtypes, two_dtypes_frozen]
 
 
-@parametrize_pairs(at_most=21, tool=GROUPED, step=STEPS[:7], options=OPTIONS)
+@parametrize_pairs(at_most=14, tool=GROUPED, step=STEPS[:7], options=OPTIONS)
 def test_several_groups_of_parameters_in_a_unit(
     ranks: RankPool, tool: Callable[[], nn.Module], step: Step, options: dict[str, Any]
 ) -> None:
     ranks(2).run(assert_groups_train, partial(toolbox, tool=tool), step, options=options)
 
 
-@parametrize_pairs(at_most=9, tool=GROUPED, order=["abc", "abcab"], reentrant=[True, False], options=OPTIONS)
+@parametrize_pairs(at_most=6, tool=GROUPED, order=["abc", "abcab"], reentrant=[True, False], options=OPTIONS)
 def test_checkpointing_around_several_groups_of_parameters(
     ranks: RankPool, tool: Callable[[], nn.Module], order: str, reentrant: bool, options: dict[str, Any]
 ) -> None:

@@ -18,7 +18,6 @@ from tests.helpers.compile_backends import Counter, torchs_own_deprecations
 from tests.helpers.dtensor_twins import ROUNDING, Plan, assert_side_by_side
 from tests.helpers.hugging_face import PATIENCE
 from tests.helpers.models import Wrap
-from tests.helpers.parity import adamw
 from tests.helpers.ranks import RankPool
 from tests.helpers.tensor_parallel import SENTENCES, Layer, gpt, mesh_of
 
@@ -46,14 +45,11 @@ RECOMPUTING = {
 @pytest.mark.parametrize(
     ("shape", "kind", "recomputing", "backend"),
     [
-        ((2, 1), None, "composable", "aot_eager"),
         ((2, 1), None, "wrapper", "aot_eager"),
+        ((2, 1), None, "call", "aot_eager"),
+        ((1, 2), "heads", "composable", "aot_eager"),
         # Where what is recomputed is inside of the graph, torch 2.13 itself compiles DTensors only so.
-        ((1, 2), "heads", "ours", "eager"),
-        ((1, 2), "sequence", "wrapper", "eager"),
-        ((2, 2), "heads", "composable", "aot_eager"),
-        ((2, 2), "sequence", "call", "eager"),
-        ((4, 1), None, "call", "aot_eager"),
+        ((1, 2), "sequence", "ours", "eager"),
     ],
 )
 def test_recomputed_and_compiled_blocks(
@@ -68,7 +64,7 @@ def _compare(shape: tuple[int, int], kind: str | None, recomputing: str, backend
     if kind is not None:
         torch.set_default_dtype(torch.float64)  # partial gradients are summed before they accumulate, or after it
     # What is compiled does not all run while a dispatch mode counts.
-    how = {"make_optimizer": adamw, "steps": 2, "accumulate": 2, "is_counted": False}
+    how = {"accumulate": 2, "is_counted": False}
     plan = Plan(make_model=make, task=SENTENCES, mesh=mesh["dp"], **how)
     assert_side_by_side(plan, tolerance=None if kind is None else ROUNDING, mesh=mesh["dp"])
     assert counter.sizes, "nothing was compiled"

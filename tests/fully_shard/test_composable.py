@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp
 from tests.helpers.offload import Far
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}
@@ -42,8 +43,7 @@ def _whole(param: Tensor) -> Tensor:
     return param.full_tensor() if isinstance(param, DTensor) else param
 
 
-@every_replicate
-@pytest.mark.parametrize("is_inside", [True, False], ids=["inside", "around"])
+@parametrize_pairs(where=["replicate", "replicate_with_fsdp"], is_inside=[True, False])
 def test_replicated_and_sharded_modules_train_as_one_model(ranks: RankPool, where: str, is_inside: bool) -> None:
     ranks(2).run(_train_both, where, is_inside)
 

@@ -29,6 +29,7 @@ from tests.helpers.dtensor_twins import (
     whole,
 )
 from tests.helpers.models import Wrap
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import once
 
@@ -39,8 +40,7 @@ def nth_dim(dim: int, param: nn.Parameter) -> Shard:
     return Shard(min(dim, param.dim() - 1))
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("dim", [1, 2])
+@parametrize_pairs(world_size=[1, 3], dim=[1, 2])
 def test_along_any_dimension_everything_is_contiguous(ranks: RankPool, dim: int, world_size: int) -> None:
     ranks(world_size).run(_look_at_strides, dim)
 

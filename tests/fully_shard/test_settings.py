@@ -32,6 +32,7 @@ from tests.helpers.dtensor_twins import (
     uneven,
 )
 from tests.helpers.models import Wrap
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 
 Found = dict[str, Tensor | None]
@@ -509,8 +510,7 @@ def tailed(wrap: Wrap) -> nn.Module:
     return seeded(Tailed, wrap)
 
 
-@pytest.mark.parametrize("reshards", [None, True, False])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@parametrize_pairs(reshards=[None, True, False], world_size=[1, 2, 3])
 def test_a_list_of_modules_is_one_unit(ranks: RankPool, world_size: int, reshards: bool | None) -> None:
     ranks(world_size).run(assert_alike, tailed, _train_group, reshard_after_forward=reshards)
 

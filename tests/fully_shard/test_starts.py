@@ -17,6 +17,7 @@ import fsdp
 from tests.helpers.dtensor_twins import assert_within, local, ours, seeded, uneven, wholes
 from tests.helpers.equality import assert_same
 from tests.helpers.models import Wrap
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import adamw
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import once
@@ -157,10 +158,9 @@ def by_checkpoint(model: Any, folder: Path) -> None:
     fsdp.load(folder / "saved", model)
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize(
-    "start",
-    [
+@parametrize_pairs(
+    world_size=[1, 3],
+    start=[
         by_reset,
         by_materialize,
         by_init_function,
@@ -199,9 +199,9 @@ def _materialized() -> dict[str, Tensor]:
 # Copies
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize(
-    "options", [{}, {"mp_policy": {"param_dtype": torch.bfloat16}}, {"reshard_after_forward": False}]
+@parametrize_pairs(
+    world_size=[1, 3],
+    options=[{}, {"mp_policy": {"param_dtype": torch.bfloat16}}, {"reshard_after_forward": False}],
 )
 def test_a_deep_copy_is_independent(ranks: RankPool, options: dict[str, Any], world_size: int) -> None:
     ranks(world_size).run(_copy, options)
@@ -254,8 +254,7 @@ def _pickle() -> None:
 # Casts and moves
 
 
-@pytest.mark.parametrize("cast", [nn.Module.double, nn.Module.bfloat16], ids=["double", "bfloat16"])
-@pytest.mark.parametrize("is_used", [False, True])
+@parametrize_pairs(cast=[nn.Module.double, nn.Module.bfloat16], is_used=[False, True])
 def test_a_model_can_be_cast(ranks: RankPool, cast: Callable[[nn.Module], nn.Module], is_used: bool) -> None:
     ranks(2).run(_cast, cast, is_used)
 

@@ -192,8 +192,7 @@ def _exchange_with_other_cuts(folder: Path) -> None:
 # torch.distributed.checkpoint
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (2, 3), (3, 1), (1, 2)], ids=str)
-@pytest.mark.parametrize("direction", ["to_torchs", "from_torchs", "to_ours"])
+@parametrize_pairs(sizes=[(2, 2), (2, 3), (3, 1), (1, 2)], direction=["to_torchs", "from_torchs", "to_ours"])
 def test_distributed_checkpoints_between_ours_and_torchs(
     ranks: RankPool, direction: str, sizes: tuple[int, int], tmp_path: Path
 ) -> None:

@@ -48,9 +48,7 @@ def cube_of(*shape: int) -> DeviceMesh:
 # Training beside torch's
 
 
-@pytest.mark.parametrize(
-    ("shape", "kind"), [((2, 2), "heads"), ((2, 2), "sequence"), ((1, 2), "heads"), ((2, 1), "sequence")]
-)
+@pytest.mark.parametrize(("shape", "kind"), [((2, 2), "sequence"), ((1, 2), "heads"), ((2, 1), "sequence")])
 def test_trains_as_torchs(ranks: RankPool, shape: tuple[int, int], kind: str) -> None:
     ranks(shape[0] * shape[1]).run(_train_sentences, shape, kind)
 
@@ -58,7 +56,7 @@ def test_trains_as_torchs(ranks: RankPool, shape: tuple[int, int], kind: str) ->
 def _train_sentences(shape: tuple[int, int], kind: str) -> None:
     mesh = mesh_of(*shape)
     model = partial(gpt, mesh=mesh, kind=kind, vocabulary=True)
-    plan = Plan(make_model=model, task=SENTENCES, mesh=mesh["dp"], steps=3, accumulate=2)
+    plan = Plan(make_model=model, task=SENTENCES, mesh=mesh["dp"], accumulate=2)
     assert_side_by_side(plan, mesh=mesh["dp"])
 
 
@@ -80,7 +78,7 @@ def _train_uneven(placements: Sequence[tuple[Placement, ...]]) -> None:
     assert_side_by_side(plan, mesh=mesh["dp"])
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 1), (2, 1, 2), (2, 2, 2)])
+@pytest.mark.parametrize("shape", [(2, 2, 1), (1, 2, 2)])
 def test_two_tensor_dimensions(ranks: RankPool, shape: tuple[int, int, int]) -> None:
     ranks(shape[0] * shape[1] * shape[2]).run(_train_in_two_tensor_dimensions, shape)
 
@@ -89,18 +87,19 @@ def _train_in_two_tensor_dimensions(shape: tuple[int, int, int]) -> None:
     mesh = cube_of(*shape)
     placements = [(Shard(0), Shard(0)), (Shard(1), Shard(0))]
     model = partial(perceptron, mesh=mesh["b", "c"], hidden=8, placements=placements)
-    assert_side_by_side(Plan(make_model=model, task=REGRESSION, mesh=mesh["a"], steps=2), mesh=mesh["a"])
+    plan = Plan(make_model=model, task=REGRESSION, mesh=mesh["a"])
+    assert_side_by_side(plan, mesh=mesh["a"])
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 2), (2, 2, 2)])
-def test_hybrid_sharding_besides(ranks: RankPool, shape: tuple[int, int, int]) -> None:
-    ranks(shape[0] * shape[1] * shape[2]).run(_train_hybrid, shape)
+def test_hybrid_sharding_besides(ranks: RankPool) -> None:
+    ranks(8).run(_train_hybrid)
 
 
-def _train_hybrid(shape: tuple[int, int, int]) -> None:
-    mesh = cube_of(*shape)
+def _train_hybrid() -> None:
+    mesh = cube_of(2, 2, 2)
     model = partial(perceptron, mesh=mesh["c"], hidden=6, placements=[(Shard(0),), (Shard(1),)], each=True)
-    assert_side_by_side(Plan(make_model=model, task=REGRESSION, mesh=mesh["a", "b"], steps=2), mesh=mesh["a", "b"])
+    plan = Plan(make_model=model, task=REGRESSION, mesh=mesh["a", "b"])
+    assert_side_by_side(plan, mesh=mesh["a", "b"])
 
 
 def _second_dim(param: nn.Parameter) -> Shard | None:
@@ -114,7 +113,7 @@ def test_along_another_dimension(ranks: RankPool) -> None:
 def _train_along_another_dimension() -> None:
     mesh = mesh_of(2, 2)
     model = partial(perceptron, mesh=mesh["tp"], hidden=8, placements=[(Shard(0),), (Shard(1),)])
-    plan = Plan(make_model=model, task=REGRESSION, mesh=mesh["dp"], steps=2)
+    plan = Plan(make_model=model, task=REGRESSION, mesh=mesh["dp"])
     assert_side_by_side(plan, mesh=mesh["dp"], shard_placement_fn=_second_dim)
 
 
@@ -290,7 +289,8 @@ def test_ties(ranks: RankPool) -> None:
 def _train_tied() -> None:
     mesh = mesh_of(2, 2)
     model = partial(gpt, mesh=mesh, vocabulary=True, tied=True)
-    assert_side_by_side(Plan(make_model=model, task=SENTENCES, mesh=mesh["dp"], steps=2), mesh=mesh["dp"])
+    plan = Plan(make_model=model, task=SENTENCES, mesh=mesh["dp"])
+    assert_side_by_side(plan, mesh=mesh["dp"])
 
 
 # Errors

@@ -113,8 +113,7 @@ def _compare(what: dict[str, Any], options: dict[str, Any]) -> None:
     assert found.traffic.words <= 4 * params * peers * plan.accumulate
 
 
-@pytest.mark.parametrize("kind", ["heads", "sequence"])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("kind", "accumulate"), [("heads", 2), ("sequence", 1)])
 def test_tensor_parallel_recipes(ranks: RankPool, kind: str, accumulate: int) -> None:
     ranks(4).run(_compare_tensor_parallel, kind, accumulate)
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import pytest
-
 import fsdp
 from tests.helpers.dtensor_twins import (
     Plan,
@@ -30,8 +28,7 @@ MLP = {"make_model": uneven, "rows": 4}
 CONV = {"make_model": conv_net, "rows": 4}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("what", [GPT, TIED, MLP, CONV], ids=["gpt", "tied", "uneven_mlp", "conv_net"])
+@parametrize_pairs(world_size=[1, 2, 3, 4], what=[GPT, TIED, MLP, CONV])
 def test_every_kind_of_model_at_every_world_size(ranks: RankPool, what: dict[str, Any], world_size: int) -> None:
     ranks(world_size).run(_compare, what, {})
 
@@ -42,7 +39,7 @@ def _compare(what: dict[str, Any], options: dict[str, Any], **how: Any) -> None:
 
 
 @parametrize_pairs(
-    at_most=12,
+    at_most=5,
     world_size=[2, 3, 4, 1],
     what=[MLP, TIED, CONV],
     make_optimizer=[sgd_with_momentum, adam, adamw_at_once, adamw_one_by_one],
@@ -62,4 +59,4 @@ def test_every_pair_of_options(
     if reshard_after_forward == 2 and world_size % 2:
         reshard_after_forward = world_size
     options = {"reshard_after_forward": reshard_after_forward, "offload": offload}
-    ranks(world_size).run(_compare, what, options, make_optimizer=make_optimizer, steps=4, **training)
+    ranks(world_size).run(_compare, what, options, make_optimizer=make_optimizer, **training)

@@ -28,6 +28,7 @@ from tests.helpers.dtensor_twins import (
 )
 from tests.helpers.equality import assert_same
 from tests.helpers.models import Wrap, keep
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import STEPS, Step, backward_twice, in_eval_mode, score, two_forwards_then_backwards
 
@@ -35,8 +36,7 @@ OPTIONS: list[dict[str, Any]] = [{}, {"reshard_after_forward": False}]
 every_option = pytest.mark.parametrize("options", OPTIONS, ids=["default", "kept"])
 
 
-@every_option
-@pytest.mark.parametrize("step", [*STEPS, in_eval_mode], ids=lambda step: step.__name__)
+@parametrize_pairs(options=OPTIONS, step=[*STEPS, in_eval_mode])
 def test_every_way_to_step(ranks: RankPool, step: Step, options: dict[str, Any]) -> None:
     ranks(2).run(assert_trains_as_plain, uneven, step, **options)
 
@@ -69,8 +69,7 @@ def _in_order(order: tuple[int, ...], model: Any, inputs: Tensor) -> None:
     score(model(inputs, order)).backward()
 
 
-@every_option
-@pytest.mark.parametrize("nested", [True, False], ids=["units", "one_unit"])
+@parametrize_pairs(options=OPTIONS, nested=[True, False])
 def test_parameters_may_be_used_twice_or_not_at_all(ranks: RankPool, nested: bool, options: dict[str, Any]) -> None:
     ranks(2).run(_train_orders, nested, options)
 

@@ -26,6 +26,7 @@ from fsdp import (
 )
 from fsdp.engine.options import Options
 from tests.helpers.models import Wrap, keep
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, RanksTestCase, assert_parity, fully_sharded, nested_mlp, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 
@@ -203,8 +204,7 @@ def _read_unflattened_names() -> None:
         assert param.shape == (-(-expected[name].numel() // 2),)
 
 
-@pytest.mark.parametrize("flatten_parameters", [True, False], ids=["flat", "unflattened"])
-@pytest.mark.parametrize("world_size", [1, 3])
+@parametrize_pairs(flatten_parameters=[True, False], world_size=[1, 3])
 def test_each_parameter_is_counted_once(ranks: RankPool, world_size: int, flatten_parameters: bool) -> None:
     ranks(world_size).run(_count_parameters, flatten_parameters)
 

@@ -32,6 +32,7 @@ from tests.helpers.copied_twins import (
     nested,
     recurrent,
     state_of,
+    through_pickle,
     tied_and_frozen,
     train,
 )
@@ -46,7 +47,7 @@ from tests.helpers.twins import batch, score
 
 
 @parametrize_pairs(
-    at_most=8,
+    at_most=5,
     world_size=[2, 3, 4, 1],
     make_optimizer=[sgd_with_momentum, adamw],
     options=[FLAT, ORIGINAL, UNFLATTENED],
@@ -92,8 +93,7 @@ def _copy_unused(options: dict[str, Any]) -> None:
         twins.assert_close()
 
 
-@every_form
-@pytest.mark.parametrize("world_size", [1, 3])
+@parametrize_pairs(options=[FLAT, ORIGINAL, UNFLATTENED], world_size=[1, 3])
 def test_a_copy_made_between_forward_and_backward_trains_and_so_does_the_original(
     ranks: RankPool, options: dict[str, Any], world_size: int
 ) -> None:
@@ -118,8 +118,7 @@ def _copy_after_forward(options: dict[str, Any]) -> None:
     second.assert_close()
 
 
-@every_form
-@pytest.mark.parametrize("world_size", [1, 3])
+@parametrize_pairs(options=[FLAT, ORIGINAL, UNFLATTENED], world_size=[1, 3])
 def test_a_copy_made_in_inference_mode_trains(ranks: RankPool, options: dict[str, Any], world_size: int) -> None:
     ranks(world_size).run(_copy_in_inference, options)
 
@@ -179,8 +178,7 @@ def _copy_replaced(options: dict[str, Any]) -> None:
 # Other things to copy
 
 
-@every_travel
-@every_form
+@parametrize_pairs(travel=[copy.deepcopy, through_pickle], options=[FLAT, ORIGINAL, UNFLATTENED])
 def test_a_parent_is_copied_with_the_wrapped_models_in_it(
     ranks: RankPool, travel: Travel, options: dict[str, Any]
 ) -> None:
@@ -213,9 +211,7 @@ def _copy_inner(options: dict[str, Any]) -> None:
     first.assert_close()
 
 
-@every_travel
-@every_form
-@pytest.mark.parametrize("world_size", [1, 3])
+@parametrize_pairs(travel=[copy.deepcopy, through_pickle], options=[FLAT, ORIGINAL, UNFLATTENED], world_size=[1, 3])
 def test_the_module_inside_can_be_copied_without_its_wrapper(
     ranks: RankPool, travel: Travel, options: dict[str, Any], world_size: int
 ) -> None:
@@ -371,8 +367,7 @@ class CopiesItself(nn.Module):
         self.where = "done"
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@parametrize_pairs(where=["forward", "backward"], world_size=[1, 2])
 def test_a_copy_in_the_middle_of_a_pass_is_refused_and_the_pass_goes_on(
     ranks: RankPool, where: str, world_size: int
 ) -> None:
@@ -388,8 +383,7 @@ def _copy_in_the_middle(where: str) -> None:
     assert module.where == "done"
 
 
-@every_travel
-@every_form
+@parametrize_pairs(travel=[copy.deepcopy, through_pickle], options=[FLAT, ORIGINAL, UNFLATTENED])
 def test_a_copy_inside_summon_full_params_is_refused(ranks: RankPool, travel: Travel, options: dict[str, Any]) -> None:
     ranks(2).run(_copy_while_summoned, travel, options)
 

@@ -92,7 +92,7 @@ PRECISIONS = {"full": None, "bfloat16": BFLOAT16, "partly kept": KEPT, "by flags
 
 
 @parametrize_pairs(
-    at_most=14,
+    at_most=9,
     travel=[copy.deepcopy, through_pickle],
     world_size=[3, 2, 1, 4],
     form=[FLAT, ORIGINAL, UNFLATTENED],

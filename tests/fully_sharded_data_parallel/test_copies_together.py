@@ -19,16 +19,17 @@ from tests.helpers.copied_twins import (
     UNFLATTENED,
     Travel,
     Twins,
-    every_form,
     every_travel,
     handles_of,
     live_bytes,
     nested,
     shard_bytes,
     state_of,
+    through_pickle,
     train,
 )
 from tests.helpers.equality import assert_same_state
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch, score
@@ -36,9 +37,11 @@ from tests.helpers.twins import batch, score
 # Memory
 
 
-@pytest.mark.parametrize("used", ["unused", "after a forward", "with accumulated gradients"])
-@every_form
-@pytest.mark.parametrize("world_size", [1, 3])
+@parametrize_pairs(
+    used=["unused", "after a forward", "with accumulated gradients"],
+    options=[FLAT, ORIGINAL, UNFLATTENED],
+    world_size=[1, 3],
+)
 def test_a_copy_costs_its_shards_to_the_byte(
     ranks: RankPool, world_size: int, options: dict[str, Any], used: str
 ) -> None:
@@ -63,8 +66,7 @@ def _weigh_copy(options: dict[str, Any], used: str) -> None:
         assert live_bytes() == between
 
 
-@every_travel
-@every_form
+@parametrize_pairs(travel=[copy.deepcopy, through_pickle], options=[FLAT, ORIGINAL, UNFLATTENED])
 def test_a_copy_that_was_trained_is_freed_when_it_is_dropped(
     ranks: RankPool, travel: Travel, options: dict[str, Any]
 ) -> None:

@@ -68,7 +68,7 @@ def connected_through_torch(item: Any) -> Any:
 
 
 @parametrize_pairs(
-    at_most=7,
+    at_most=5,
     world_size=[2, 3, 4, 1],
     travel=[through_pickle, connected_through_torch],
     make_optimizer=[sgd_with_momentum, adamw],
@@ -218,8 +218,7 @@ USES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
-@every_form
+@parametrize_pairs(use=list(USES), options=[FLAT, ORIGINAL, UNFLATTENED])
 def test_a_use_without_groups_says_what_to_assign_and_does_no_harm(
     ranks: RankPool, use: str, options: dict[str, Any]
 ) -> None:

@@ -98,7 +98,7 @@ class Twins:
             phases = {handle.phase for unit in self.sharded._units() for handle in unit.handles}  # type: ignore[operator]
             assert phases == {Phase.UNSHARDED}
         change()
-        for _ in range(3):
+        for _ in range(2):
             self.step()
         self.assert_close()
 

@@ -153,7 +153,7 @@ def assert_trains_like_plain(
     make_optimizer: MakeOptimizer = sgd_with_momentum,
     options: dict[str, Any] | None = None,
     *,
-    steps: int = 3,
+    steps: int = 2,
     apart: bool = False,
 ) -> None:
     """Collective. Losses of each step, weights at the end, and the state loaded back."""

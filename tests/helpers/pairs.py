@@ -1,7 +1,7 @@
-"""Samples of grids: few enough to run, and every two values of two options still meet.
+"""Samples of grids: few enough to run, with every value of every option and many pairs of values.
 
-Defects that need a certain value of one option, or of two together, are found as the whole product would find
-them; what needs three is found by chance.
+Defects that need a certain value of one option are found as the whole product would find them, those that need two
+often; what needs three is found by chance.
 """
 
 from __future__ import annotations
@@ -51,7 +51,12 @@ def every_pair(*, at_most: int | None = None, **values: Sequence[Any]) -> list[d
 
 
 def parametrize_pairs(*, at_most: int | None = None, **values: Sequence[Any]) -> Callable[..., Any]:
-    """As `pytest.mark.parametrize` for several arguments, of which only every pair of values is tried."""
+    """As `pytest.mark.parametrize` for several arguments, of which every value and many pairs of values are tried.
+
+    Without `at_most` there are a third as many rows as every pair would take, or what every value takes.
+    """
+    if at_most is None:
+        at_most = max(*map(len, values.values()), len(every_pair(**values)) // 3)
     rows = every_pair(at_most=at_most, **values)
     shown = [pytest.param(*row.values(), id="-".join(map(_shown, row.values()))) for row in rows]
     return pytest.mark.parametrize(list(values), shown)

@@ -121,7 +121,7 @@ class Training:
 
     make_model: MakeModel
     make_optimizer: MakeOptimizer
-    steps: int = 3
+    steps: int = 2
     task: Task = REGRESSION
     rows: int = 4  # in each rank's batch
     accumulate: int = 1  # batches per step
@@ -345,7 +345,7 @@ def float32_noise(training: Training, reference: Trained | None = None) -> Dista
 def assert_parity(
     make_model: MakeModel,
     make_optimizer: MakeOptimizer,
-    steps: int = 3,
+    steps: int = 2,
     *,
     wrap: Wrap | None = None,
     own: Parts | None = None,

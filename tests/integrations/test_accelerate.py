@@ -72,7 +72,7 @@ def prepared_parts(model: nn.Module) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(
-    ("size", "family", "form"), [(2, "llama", "flat"), (3, "gpt2", "original"), (2, "gpt2", "fully_shard")]
+    ("size", "family", "form"), [(2, "llama", "flat"), (3, "gpt2", "original"), (2, "llama", "fully_shard")]
 )
 def test_the_recipe_trains_evaluates_and_exports(
     ranks: RankPool, tmp_path: Path, size: int, family: str, form: str

@@ -36,8 +36,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("wraps", ["layers", "whole"])
-@pytest.mark.parametrize("flatten_parameters", [True, False], ids=["flat", "one by one"])
+@pytest.mark.parametrize(("wraps", "flatten_parameters"), [("layers", True), ("whole", False)])
 def test_a_trainer_fits_as_one_process(ranks: RankPool, wraps: str, flatten_parameters: bool) -> None:
     results = ranks(2).run(_fit, wraps, flatten_parameters=flatten_parameters)
     for state in results:

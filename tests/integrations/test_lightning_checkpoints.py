@@ -23,7 +23,7 @@ PRELOAD = ["fsdp.lightning"]
 WRAPS: list[dict[str, Any]] = [{}, {"auto_wrap_policy": {nn.Linear}}, {"flatten_parameters": False}]
 
 
-@parametrize_pairs(at_most=5, kind=["full", "sharded"], saved_by=[2, 3], loaded_by=[3, 2], saved=WRAPS, loaded=WRAPS)
+@parametrize_pairs(at_most=3, kind=["full", "sharded"], saved_by=[2, 3], loaded_by=[3, 2], saved=WRAPS, loaded=WRAPS)
 def test_training_goes_on_at_another_number_of_ranks(
     lit_ranks: LitRanks,
     tmp_path: Path,
@@ -117,8 +117,7 @@ def _load_flat(folder: Path) -> None:
         lit.fitted(lit.OfTheTrainersModel(), trainer, ckpt_path=folder / "ddp.ckpt")
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["", "in the background"])
-@pytest.mark.parametrize("kind", ["full", "sharded"])
+@parametrize_pairs(background=[False, True], kind=["full", "sharded"])
 def test_callbacks_keep_the_best_and_stop_early(
     lit_ranks: LitRanks, tmp_path: Path, kind: str, background: bool
 ) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fsdp import ShardedGradScaler, get_fsdp_instances
 from tests.conftest import LitRanks
+from tests.helpers.pairs import parametrize_pairs
 from tests.integrations.test_lightning_training import needs_lightning
 
 pytestmark = needs_lightning
@@ -26,8 +27,7 @@ DTYPES: dict[str, tuple[torch.dtype, torch.dtype, float]] = {
 }
 
 
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("kind", ["Regression", "WithLayers"])
+@parametrize_pairs(precision=list(DTYPES), kind=["Regression", "WithLayers"])
 def test_a_precision_trains_as_in_one_process(lit_ranks: LitRanks, precision: str, kind: str) -> None:
     lit_ranks(2).run(_fit, precision, kind)
 

@@ -28,7 +28,7 @@ CLIPPING = {None: None, "norm": NORM, "value": VALUE}
 
 
 @parametrize_pairs(
-    at_most=12,
+    at_most=6,
     world_size=[2, 3, 1],  # each rank imports Lightning first, which takes seconds
     kind=["Regression", "OfTheTrainersModel", "WithLayers", "WithAutoWrap"],
     options=[
@@ -237,7 +237,7 @@ def _go_on() -> None:
 
 
 @parametrize_pairs(
-    at_most=7,
+    at_most=6,
     options=[
         {},
         {"use_orig_params": False},

@@ -16,7 +16,6 @@ from tests.helpers.hugging_face import LENGTH, PATIENCE, VOCABULARY, needs
 from tests.helpers.ranks import RankPool
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "sharded": {"fsdp_size": 2},
     "mixed precision": {"fsdp_size": 2, "fsdp_mixed_precision": True},
     "hybrid": {"dp_replicate_size": 2, "fsdp_size": 2},
     "tensor parallel": {"fsdp_size": 2, "tp_size": 2},

@@ -51,7 +51,7 @@ def torch_ema(model: nn.Module, **how: Any) -> AveragedModel:
 
 
 @parametrize_pairs(
-    at_most=8,
+    at_most=5,
     world_size=[2, 3, 4, 1],
     options=[FLAT, ORIGINAL, UNFLATTENED, {"offload": "cpu"}],
     make_optimizer=[sgd_with_momentum, adamw],
@@ -186,8 +186,7 @@ def _count_messages(options: dict[str, Any]) -> None:
         assert "all_gather" in seen  # or nothing is counted
 
 
-@every_form
-@pytest.mark.parametrize("world_size", [1, 3])
+@parametrize_pairs(options=[FLAT, ORIGINAL, UNFLATTENED], world_size=[1, 3])
 def test_it_takes_one_more_shard(ranks: RankPool, options: dict[str, Any], world_size: int) -> None:
     ranks(world_size).run(_weigh, options)
 
@@ -205,8 +204,7 @@ def _weigh(options: dict[str, Any]) -> None:
 # In the model's place
 
 
-@every_form
-@pytest.mark.parametrize("world_size", [1, 3])
+@parametrize_pairs(options=[FLAT, ORIGINAL, UNFLATTENED], world_size=[1, 3])
 def test_the_model_has_the_average_inside_applied_to(ranks: RankPool, options: dict[str, Any], world_size: int) -> None:
     ranks(world_size).run(_apply, options)
 

@@ -12,6 +12,7 @@ from fsdp import FullyShardedDataParallel
 from fsdp.compat.fairscale import parts as fairscale
 from tests.helpers.equality import assert_close, assert_same
 from tests.helpers.optimizers import from_first
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.paths import DATA
 from tests.helpers.ranks import RankPool
 from tests.tools.record_fairscale_optim import CASES, Scaled, make_optimizer, train
@@ -39,8 +40,7 @@ def _cut_theirs(name: str) -> None:
     assert_same(found, recorded(name, f"rank{dist.get_rank()}"))
 
 
-@every_case
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@parametrize_pairs(name=list(CASES), world_size=[1, 2, 3, 4])
 def test_fairscale_s_state_is_loaded_at_any_world_size_and_comes_back(
     ranks: RankPool, name: str, world_size: int
 ) -> None:

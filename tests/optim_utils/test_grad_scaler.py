@@ -100,8 +100,7 @@ def _bursting_batch(generator: torch.Generator, rows: int) -> tuple[Tensor, Tens
     return inputs, targets
 
 
-@pytest.mark.parametrize("clip", [None, 0.2])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@parametrize_pairs(clip=[None, 0.2], world_size=[1, 2, 3])
 def test_pain_point_17_scaled_training_equals_torchs_scaler_on_the_unsharded_model(
     ranks: RankPool, world_size: int, clip: float | None
 ) -> None:

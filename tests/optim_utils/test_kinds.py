@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fsdp import FullyShardedDataParallel, optim_utils, use_torch_collectives
 from tests.helpers.equality import assert_same
 from tests.helpers.optimizers import adam, from_first, garden, train
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.optim_utils.test_resume import FORMS
@@ -48,8 +49,7 @@ def _tensors(state: dict[str, Any]) -> Any:
     }
 
 
-@every_form
-@pytest.mark.parametrize("world_size", [1, 3])
+@parametrize_pairs(form=FORMS[:3], world_size=[1, 3])
 def test_empty_tied_and_0d_parameters_and_two_dtypes(ranks: RankPool, form: dict[str, Any], world_size: int) -> None:
     ranks(world_size).run(_zoo, form)
 

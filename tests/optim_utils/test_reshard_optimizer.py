@@ -160,7 +160,7 @@ def assert_goes_on(
 
 
 @parametrize_pairs(
-    at_most=9,
+    at_most=6,
     world_size=[3, 2, 4, 1],
     make_optimizer=[sgd, adamw, fused_adamw, foreach_adamw],
     options=KINDS,
@@ -381,8 +381,7 @@ def only_the_scalar(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.NAdam([model.log], lr=1e-2)  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("options", [ORIGINAL, UNFLATTENED], ids=["original", "unflattened"])
+@parametrize_pairs(world_size=[1, 3], options=[ORIGINAL, UNFLATTENED])
 def test_an_optimizer_of_nothing_but_a_scalar(ranks: RankPool, world_size: int, options: dict[str, Any]) -> None:
     ranks(world_size).run(_go_on_with_a_scalar, options)
 

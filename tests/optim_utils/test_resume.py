@@ -37,7 +37,7 @@ OPTIMIZERS: list[MakeOptimizer] = [adam, grouped_adamw, momentum, adadelta, nada
 HALF = 3
 
 
-@parametrize_pairs(at_most=12, saved_at=[2, 1, 3, 4], loaded_at=[3, 1, 2, 4], form=FORMS, make_optimizer=OPTIMIZERS)
+@parametrize_pairs(at_most=8, saved_at=[2, 1, 3, 4], loaded_at=[3, 1, 2, 4], form=FORMS, make_optimizer=OPTIMIZERS)
 def test_half_of_the_steps_at_another_world_size(
     ranks: RankPool,
     tmp_path: Path,

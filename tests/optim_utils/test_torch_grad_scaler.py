@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.helpers.models import keep, nested_mlp
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.optim_utils.test_grad_scaler import backward, fused_adamw, step_changes
@@ -44,16 +45,14 @@ every_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 LONELY = r"Scaler looks for infinities in this rank's shards only.*fsdp\.ShardedGradScaler"
 
 
-@pytest.mark.parametrize("kind", [torch.amp.GradScaler, OwnScaler, torch.cpu.amp.GradScaler])
-@every_optimizer
+@parametrize_pairs(kind=[torch.amp.GradScaler, OwnScaler, torch.cpu.amp.GradScaler], optimizer=list(OPTIMIZERS))
 def test_pain_point_17_torchs_scaler_is_refused_where_ranks_could_disagree(
     ranks: RankPool, optimizer: str, kind: type[torch.amp.GradScaler]
 ) -> None:
     ranks(2).run(_step_with_torchs_scaler, optimizer, kind, is_refused=True)
 
 
-@pytest.mark.parametrize("kind", [torch.amp.GradScaler, OwnScaler])
-@every_optimizer
+@parametrize_pairs(kind=[torch.amp.GradScaler, OwnScaler], optimizer=list(OPTIMIZERS))
 def test_torchs_scaler_works_in_a_world_of_one(
     ranks: RankPool, optimizer: str, kind: type[torch.amp.GradScaler]
 ) -> None:
@@ -83,8 +82,10 @@ def _torchs_scaler(kind: type[torch.amp.GradScaler], **options: Any) -> torch.am
     return kind("cpu", init_scale=1024.0, **options)
 
 
-@pytest.mark.parametrize("kind", [torch.amp.GradScaler, OwnScaler, torch.cpu.amp.GradScaler, torch.cuda.amp.GradScaler])
-@every_optimizer
+@parametrize_pairs(
+    kind=[torch.amp.GradScaler, OwnScaler, torch.cpu.amp.GradScaler, torch.cuda.amp.GradScaler],
+    optimizer=list(OPTIMIZERS),
+)
 def test_torchs_scaler_works_where_it_is_disabled(
     ranks: RankPool, optimizer: str, kind: type[torch.amp.GradScaler]
 ) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from fsdp import MixedPrecision
 from tests.helpers.equality import assert_close_state
 from tests.helpers.module_kinds import SideBySide, seeded
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.helpers.tied_siblings import (
@@ -41,8 +42,7 @@ def siblings(**options: Any) -> Any:
 # State dicts
 
 
-@every_kind
-@used
+@parametrize_pairs(kind=[0, 1, 2, 4], is_used=[False, True])
 def test_saved_under_every_name_and_once(ranks: RankPool, kind: int, is_used: bool) -> None:
     ranks(2).run(_save, kind, is_used)
 
@@ -75,8 +75,7 @@ def _assert_ties(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
             assert (found[one].data_ptr() == found[other].data_ptr()) is is_tied, (one, other)
 
 
-@every_kind
-@used
+@parametrize_pairs(kind=[0, 1, 2, 4], is_used=[False, True])
 def test_loaded_under_any_name(ranks: RankPool, kind: int, is_used: bool) -> None:
     ranks(2).run(_load, kind, is_used)
 
@@ -94,9 +93,7 @@ def _load(kind: int, is_used: bool) -> None:
     pair.assert_close()
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("sibling", ["l1", "l3"])
-@used
+@parametrize_pairs(world_size=[1, 3], sibling=["l1", "l3"], is_used=[False, True])
 def test_that_of_one_sibling_alone_is_complete(ranks: RankPool, sibling: str, is_used: bool, world_size: int) -> None:
     ranks(world_size).run(_save_one, sibling, is_used)
 
@@ -118,8 +115,7 @@ def _save_one(sibling: str, is_used: bool) -> None:
     pair.assert_close()
 
 
-@pytest.mark.parametrize("block", ["left", "right"])
-@used
+@parametrize_pairs(block=["left", "right"], is_used=[False, True])
 def test_that_of_a_unit_around_one_sibling_is_complete(ranks: RankPool, block: str, is_used: bool) -> None:
     ranks(2).run(_save_block, block, is_used)
 

@@ -15,6 +15,7 @@ from fsdp import EMA, FullyShardedDataParallel, MixedPrecision, get_fsdp_instanc
 from tests.helpers.equality import assert_same
 from tests.helpers.local_shards import Awkward, awkward, different, through_files
 from tests.helpers.models import Wrap, nested_mlp
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import once
@@ -65,8 +66,7 @@ def _takes_the_arguments_of_nn_module() -> None:
     assert model.local_state_dict(keep_vars=True)["flat_param_0"] is model.module.flat_param
 
 
-@every_form
-@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+@parametrize_pairs(form=FORMS, on_disk=[False, True])
 def test_tensors_are_the_model_s_own_and_plain(
     ranks: RankPool, tmp_path: Path, form: dict[str, Any], on_disk: bool
 ) -> None:
@@ -86,8 +86,7 @@ def _are_plain_aliases(form: dict[str, Any], offload: dict[str, Any]) -> None:
 # Round trips
 
 
-@every_form
-@pytest.mark.parametrize("world_size", [1, 3])
+@parametrize_pairs(form=FORMS, world_size=[1, 3])
 def test_training_goes_on_from_a_loaded_local_state(ranks: RankPool, form: dict[str, Any], world_size: int) -> None:
     ranks(world_size).run(_trains_on, form)
 

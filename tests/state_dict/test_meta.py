@@ -169,7 +169,7 @@ def test_flattening_alone_is_for_parameters_with_values() -> None:
 
 
 @parametrize_pairs(
-    at_most=7,
+    at_most=5,
     world_size=[1, 2, 3, 4],
     make=[mlp, transformer],
     form=FORMS,
@@ -219,8 +219,10 @@ def _train_with_early_optimizer(form: dict[str, Any]) -> None:
     assert not torch.equal(early.state_dict()["scale"], torch.tensor(1.25))
 
 
-@pytest.mark.parametrize("policy", [True, MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)])
-@pytest.mark.parametrize("world_size", [1, 2])
+@parametrize_pairs(
+    policy=[True, MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)],
+    world_size=[1, 2],
+)
 def test_mixed_precision_starts_from_values_in_full(ranks: RankPool, world_size: int, policy: Any) -> None:
     ranks(world_size).run(_start_mixed, policy)
 
@@ -245,8 +247,7 @@ def test_moving_a_model_leaves_what_has_no_values() -> None:
         model(INPUTS)
 
 
-@pytest.mark.parametrize("rank_with_values", [0, 1])
-@pytest.mark.parametrize("form", [FLAT, ORIGINAL, UNFLATTENED], ids=["flat", "original", "unflattened"])
+@parametrize_pairs(rank_with_values=[0, 1], form=[FLAT, ORIGINAL, UNFLATTENED])
 def test_the_layout_is_that_of_ranks_with_values(ranks: RankPool, form: dict[str, Any], rank_with_values: int) -> None:
     first, second = ranks(2).run(_layout_with_values_on, form, rank_with_values)
     assert first == second
@@ -326,8 +327,7 @@ def test_what_has_no_values_cannot_be_assigned() -> None:
 # Copied
 
 
-@pytest.mark.parametrize("travel", [copy.deepcopy, through_pickle])
-@every_form
+@parametrize_pairs(travel=[copy.deepcopy, through_pickle], form=FORMS)
 def test_a_copy_has_no_values_either_and_gets_its_own(ranks: RankPool, form: dict[str, Any], travel: Any) -> None:
     ranks(2).run(_copy, form, travel)
 
@@ -349,8 +349,7 @@ def _copy(form: dict[str, Any], travel: Any) -> None:
 WIDTH = 200  # so that what is measured is weights
 
 
-@every_form
-@pytest.mark.parametrize("when", ["wrapping", "afterwards"])
+@parametrize_pairs(form=FORMS, when=["wrapping", "afterwards"])
 def test_pain_point_20_no_rank_holds_more_than_its_shards_and_one_unit(
     ranks: RankPool, form: dict[str, Any], when: str
 ) -> None:

@@ -15,6 +15,7 @@ from fsdp import MixedPrecision, auto_wrap_bn, checkpoint_wrapper
 from tests.helpers.equality import assert_same_state
 from tests.helpers.meta_models import FORMS, UNFLATTENED, Norms, Zoo, on_meta, sharded, started, state_of
 from tests.helpers.models import Wrap, keep
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone
 from tests.helpers.ranks import RankPool
 
@@ -111,8 +112,7 @@ def _start_checkpointed() -> None:
     assert_same_state(state_of(model), state_of(started(Norms)))
 
 
-@every_form
-@pytest.mark.parametrize("by", ["materialize", "load_state_dict"])
+@parametrize_pairs(form=FORMS, by=["materialize", "load_state_dict"])
 def test_recurrent_modules_compute_with_their_values(ranks: RankPool, form: dict[str, Any], by: str) -> None:
     ranks(2).run(_recur, form, by)
 

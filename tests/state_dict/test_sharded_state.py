@@ -54,7 +54,7 @@ def with_folder(options: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 @parametrize_pairs(
-    at_most=13,
+    at_most=8,
     saved_by=[3, 1, 2, 4],
     loaded_by=[2, 4, 1, 3],
     saving=FORMS,
@@ -89,7 +89,7 @@ def _load(folder: Path, options: dict[str, Any]) -> None:
     assert_whole_state(model, everything, seed=1)
 
 
-@parametrize_pairs(at_most=10, world_size=[3, 1, 2, 4], form=FORMS, rest=REST[:4])
+@parametrize_pairs(at_most=6, world_size=[3, 1, 2, 4], form=FORMS, rest=REST[:4])
 def test_what_a_plain_model_has_saved_is_loaded(
     ranks: RankPool, tmp_path: Path, world_size: int, form: dict[str, Any], rest: dict[str, Any]
 ) -> None:

@@ -176,7 +176,7 @@ def _save_replicas(folder: Path, shape: tuple[int, int], options: dict[str, Any]
 
 
 @parametrize_pairs(
-    at_most=10,
+    at_most=6,
     saved_by=[(2, 2), (1, 2), (2, 1), (1, 4)],
     loaded_by=[(2, 1), (2, 2), (1, 3), (4, 1)],
     kind=["heads", "sequence"],

@@ -24,6 +24,7 @@ from fsdp import FullyShardedDataParallel, TrainingState, get_fsdp_instances
 from fsdp.engine.names import clean_name
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import Wrap, keep
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import RanksTestCase, fully_sharded, nested_mlp, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 
@@ -94,8 +95,7 @@ flattened = pytest.mark.parametrize("flatten_parameters", [True, False], ids=["f
 # Saving
 
 
-@every_world
-@flattened
+@parametrize_pairs(world_size=[1, 2, 3, 4], flatten_parameters=[True, False])
 def test_the_state_is_the_plain_modules(ranks: RankPool, world_size: int, flatten_parameters: bool) -> None:
     ranks(world_size).run(_compare_states, flatten_parameters)
 
@@ -254,8 +254,7 @@ def _save_what_is_inside() -> None:
 # Loading
 
 
-@every_world
-@flattened
+@parametrize_pairs(world_size=[1, 2, 3, 4], flatten_parameters=[True, False])
 def test_there_and_back(ranks: RankPool, world_size: int, flatten_parameters: bool) -> None:
     ranks(world_size).run(_round_trip, flatten_parameters)
 

@@ -35,7 +35,7 @@ def is_first() -> bool:
 # Saving
 
 
-@parametrize_pairs(at_most=11, world_size=[2, 1, 3, 4], options=FORMS, by=["option", "argument"])
+@parametrize_pairs(at_most=7, world_size=[2, 1, 3, 4], options=FORMS, by=["option", "argument"])
 def test_only_the_first_rank_gets_the_state(ranks: RankPool, world_size: int, options: dict[str, Any], by: str) -> None:
     ranks(world_size).run(_save_on_first, options, by)
 
@@ -146,7 +146,7 @@ def _measure() -> None:
 # Loading
 
 
-@parametrize_pairs(at_most=12, world_size=[2, 1, 3, 4], options=FORMS, given=["nothing", "none", "other"])
+@parametrize_pairs(at_most=8, world_size=[2, 1, 3, 4], options=FORMS, given=["nothing", "none", "other"])
 def test_every_rank_gets_what_the_first_one_has(
     ranks: RankPool, world_size: int, options: dict[str, Any], given: str
 ) -> None:

@@ -59,7 +59,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
 
 
 @parametrize_pairs(
-    at_most=11,
+    at_most=7,
     saved_by=[3, 1, 2, 4],
     loaded_by=[2, 4, 1, 3],
     first=["local", "sharded", "whole", "unsharded"],

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel, fully_shard, optim_utils
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 
 FORMS: dict[str, dict[str, Any] | None] = {
@@ -105,8 +106,7 @@ def _load_prefixed_files(folder: Path) -> None:
 # Optimizers
 
 
-@every_form
-@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.SGD])
+@parametrize_pairs(form=list(FORMS), make=[torch.optim.Adam, torch.optim.SGD])
 def test_the_state_of_a_plain_optimizer_is_refused_where_it_is_loaded(ranks: RankPool, form: str, make: Any) -> None:
     ranks(2).run(_load_plain_optimizer, form, make)
 
@@ -162,8 +162,7 @@ def _load_alone() -> None:
 # After a cast
 
 
-@every_form
-@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW])
+@parametrize_pairs(form=list(FORMS), make=[torch.optim.Adam, torch.optim.AdamW])
 def test_an_optimizer_with_state_from_before_a_cast_names_the_parameter(ranks: RankPool, form: str, make: Any) -> None:
     ranks(2).run(_step_after_cast, form, make)
 

@@ -18,6 +18,7 @@ from fsdp import FullyShardedDataParallel, TrainingState, get_fsdp_instances
 from fsdp.engine.handle import FlatParamHandle
 from tests.helpers.equality import assert_same_state
 from tests.helpers.models import tiny_transformer
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import RanksTestCase, fully_sharded, nested_mlp, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 
@@ -60,8 +61,7 @@ def forget() -> None:
 # What is seen inside
 
 
-@every_world
-@flattened
+@parametrize_pairs(world_size=[1, 2, 3, 4], flatten_parameters=[True, False])
 def test_names_shapes_and_values_are_the_plain_modules(
     ranks: RankPool, world_size: int, flatten_parameters: bool
 ) -> None:
@@ -510,8 +510,7 @@ def initialise(module: nn.Module) -> None:
         nn.init.constant_(module.weight, 0.3)
 
 
-@every_world
-@flattened
+@parametrize_pairs(world_size=[1, 2, 3, 4], flatten_parameters=[True, False])
 def test_apply_initialises_as_the_plain_module(ranks: RankPool, world_size: int, flatten_parameters: bool) -> None:
     ranks(world_size).run(_apply_to_both, flatten_parameters)
 

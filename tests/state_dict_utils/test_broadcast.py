@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp.distributed.collectives import DirectExchange
 from fsdp.state_dict_utils import CompanionMismatch, broadcast_state_dict, gather_state_dict
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 from tests.helpers.state_trees import (
     Moments,
@@ -77,8 +78,7 @@ def _tensors(tree: dict[str, Any]) -> list[Tensor]:
     return [tensor for inside in tree.values() for tensor in inside.values()]
 
 
-@pytest.mark.parametrize("budget", [0, 1 << 20])
-@pytest.mark.parametrize("world_size", [1, 3])
+@parametrize_pairs(budget=[0, 1 << 20], world_size=[1, 3])
 def test_an_empty_tree_is_filled_with_memory_of_its_own(ranks: RankPool, world_size: int, budget: int) -> None:
     ranks(world_size).run(_broadcast_into_nothing, budget)
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdp import use_torch_collectives
 from fsdp.state_dict_utils import distribute_state_dict, gather_state_dict
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 from tests.helpers.state_trees import (
     Peak,
@@ -230,8 +231,7 @@ def _gather_to_meta() -> None:
 # Memory
 
 
-@pytest.mark.parametrize("rows", [24, 25])
-@pytest.mark.parametrize("dim", [0, 1])
+@parametrize_pairs(rows=[24, 25], dim=[0, 1])
 def test_ranks_hold_their_result_and_at_most_one_tensor_more(ranks: RankPool, rows: int, dim: int) -> None:
     ranks(3).run(_weigh_gather, rows, dim)
 

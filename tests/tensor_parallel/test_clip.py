@@ -54,7 +54,7 @@ def build(options: dict[str, Any], model: dict[str, Any]) -> tuple[nn.Module, nn
 
 
 @parametrize_pairs(
-    at_most=6,
+    at_most=4,
     norm_type=[2.0, math.inf, 1.0, 3.0],
     kind=["heads", "sequence"],
     model=[{}, {"vocabulary": True, "tied": True}, {"frozen": ("query", "norms.0")}],
@@ -83,8 +83,7 @@ def _clip(norm_type: float, how: dict[str, Any], options: dict[str, Any]) -> flo
     [
         (2.0, [[Shard(0), Shard(1)], [Shard(1), Replicate()]]),
         (2.0, [[Replicate(), Shard(0)], [Replicate(), Replicate()]]),
-        (2.0, [[Shard(0), Shard(0)], [Replicate(), Shard(1)]]),
-        (math.inf, [[Shard(0), Shard(1)], [Shard(1), Replicate()]]),
+        (math.inf, [[Shard(0), Shard(0)], [Replicate(), Shard(1)]]),
     ],
     ids=str,
 )
@@ -144,8 +143,7 @@ def _count_reductions() -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize(("bad", "norm_type"), [(math.nan, math.inf), (math.inf, 2.0)])
 def test_a_norm_that_is_not_finite_is_an_error_on_all_ranks(ranks: RankPool, bad: float, norm_type: float) -> None:
     ranks(4).run(_clip_nonfinite, bad, norm_type)
 

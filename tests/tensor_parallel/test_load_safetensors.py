@@ -25,7 +25,7 @@ OPTIONS = [{}, {"use_orig_params": True}, {"flatten_parameters": False}, {"move_
 
 
 @parametrize_pairs(
-    at_most=9, shape=[(2, 2), (1, 2), (2, 1)], model=[{}, {"vocabulary": True}, {"kind": "sequence"}], options=OPTIONS
+    at_most=6, shape=[(2, 2), (1, 2), (2, 1)], model=[{}, {"vocabulary": True}, {"kind": "sequence"}], options=OPTIONS
 )
 def test_parts_are_those_of_the_whole_tensors_in_the_file(
     ranks: RankPool, tmp_path: Path, shape: tuple[int, int], model: dict[str, Any], options: dict[str, Any]

@@ -33,7 +33,7 @@ def other_values() -> dict[str, Tensor]:
 
 
 @parametrize_pairs(
-    at_most=8,
+    at_most=5,
     shape=[(2, 2), (1, 2), (2, 1)],
     kind=["heads", "sequence"],
     model=[{}, {"vocabulary": True}, {"vocabulary": True, "tied": True}, {"recompute": True}],
@@ -64,8 +64,7 @@ def _save_tied() -> None:
     assert state["head.weight"].data_ptr() == state["tokens.weight"].data_ptr()
 
 
-@pytest.mark.parametrize("hidden", [7, 1])
-@pytest.mark.parametrize("world_size", [4, 3])
+@parametrize_pairs(hidden=[7, 1], world_size=[4, 3])
 def test_uneven_parts_are_saved_and_loaded(ranks: RankPool, world_size: int, hidden: int) -> None:
     ranks(world_size).run(_save_and_load_uneven if world_size == 4 else _save_and_load_in_three_parts, hidden)
 
@@ -114,8 +113,7 @@ def _save_cast() -> None:
 # Loading
 
 
-@every_option
-@pytest.mark.parametrize("kind", ["heads", "sequence"])
+@parametrize_pairs(options=OPTIONS, kind=["heads", "sequence"])
 def test_a_plain_state_dict_is_loaded(ranks: RankPool, kind: str, options: dict[str, Any]) -> None:
     ranks(4).run(_load, kind, options)
 

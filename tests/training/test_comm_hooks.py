@@ -56,7 +56,7 @@ BRAIN, SINGLE = torch.bfloat16, torch.float32
 def trained(hook: CommHook | None, make_optimizer: MakeOptimizer, **options: Any) -> Trained:
     """Collective. Steps of the nested model."""
     make_model = nested_mlp if hook is None else partial(with_hook, nested_mlp, hook)
-    training = Training(make_model=make_model, make_optimizer=make_optimizer, steps=4)
+    training = Training(make_model=make_model, make_optimizer=make_optimizer)
     return train_sharded(training, fully_sharded(**options))
 
 
@@ -91,12 +91,12 @@ def _compare_with_torchs_collectives(make_optimizer: MakeOptimizer) -> None:
 
 
 @parametrize_pairs(
-    at_most=6, world_size=[3, 4, 2, 1], hook=[average, torchs_reduce_scatter], make_optimizer=[sgd_with_momentum, adamw]
+    at_most=4, world_size=[3, 4, 2, 1], hook=[average, torchs_reduce_scatter], make_optimizer=[sgd_with_momentum, adamw]
 )
 def test_training_with_a_hook_equals_the_unsharded_model(
     ranks: RankPool, world_size: int, hook: CommHook, make_optimizer: MakeOptimizer
 ) -> None:
-    ranks(world_size).run(assert_parity, partial(with_hook, nested_mlp, hook), make_optimizer, 5)
+    ranks(world_size).run(assert_parity, partial(with_hook, nested_mlp, hook), make_optimizer)
 
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -118,7 +118,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @parametrize_pairs(
-    at_most=9,
+    at_most=6,
     world_size=[3, 2, 1],
     policy=list(POLICIES),
     layout=list(LAYOUTS),
@@ -148,7 +148,7 @@ def test_a_hook_goes_with_other_options_to_the_bit(
 
 def _train_both(options: dict[str, Any], machine: str, training: dict[str, Any], recompute: str) -> None:
     make_model = partial(tiny_transformer, recompute=recompute)
-    plan = partial(Training, make_optimizer=adamw, steps=3, task=TOKENS, **training)
+    plan = partial(Training, make_optimizer=adamw, task=TOKENS, **training)
     with on(machine):
         plain = train_sharded(plan(make_model=make_model), fully_sharded(**options))
         hooked = partial(with_hook, make_model, average_in_float32)
@@ -186,8 +186,7 @@ def _train_original() -> None:
 # bfloat16
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("state_is_the_group", [False, True])
+@parametrize_pairs(world_size=[1, 2, 3, 4], state_is_the_group=[False, True])
 def test_bf16_compress_hook_averages_rounded_gradients_in_float32(
     ranks: RankPool, world_size: int, state_is_the_group: bool
 ) -> None:
@@ -227,8 +226,7 @@ def _whole_gradient(model: Any) -> Tensor:
     return torch.cat(pieces)[:42]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("bucket_cap_mb", [25, 0])
+@parametrize_pairs(world_size=[2, 3], bucket_cap_mb=[25, 0])
 def test_bf16_compress_hook_halves_the_bytes_of_reductions(
     ranks: RankPool, world_size: int, bucket_cap_mb: float
 ) -> None:
@@ -249,8 +247,7 @@ def _compare_bytes(options: dict[str, Any]) -> None:
     assert sent[bf16_compress_hook] == {SINGLE: full[SINGLE] // 2, BRAIN: full[SINGLE] // 4}
 
 
-@pytest.mark.parametrize("make_optimizer", [sgd_with_momentum, adamw])
-@pytest.mark.parametrize("world_size", [2, 3])
+@parametrize_pairs(make_optimizer=[sgd_with_momentum, adamw], world_size=[2, 3])
 def test_training_in_bf16_gradients_stays_close(
     ranks: RankPool, world_size: int, make_optimizer: MakeOptimizer
 ) -> None:
@@ -268,7 +265,7 @@ def _stay_close(make_optimizer: MakeOptimizer) -> None:
 
 
 @parametrize_pairs(
-    at_most=6, world_size=[3, 2, 1], layout=list(LAYOUTS), name=["bf16_compress_hook", "fp16_compress_hook"]
+    at_most=4, world_size=[3, 2, 1], layout=list(LAYOUTS), name=["bf16_compress_hook", "fp16_compress_hook"]
 )
 def test_torchs_compressing_hooks_work_unchanged(ranks: RankPool, world_size: int, layout: str, name: str) -> None:
     ranks(world_size).run(_use_torchs, name, LAYOUTS[layout])

@@ -24,7 +24,7 @@ from tests.helpers.compile_backends import (
 )
 from tests.helpers.models import Wrap, keep
 from tests.helpers.pairs import parametrize_pairs
-from tests.helpers.parity import MakeOptimizer, adamw, fully_sharded, sgd_with_momentum
+from tests.helpers.parity import fully_sharded, sgd_with_momentum
 from tests.helpers.ranks import RankPool
 from tests.helpers.twins import batch, score
 
@@ -68,7 +68,7 @@ def compiled_checkpoint(block: nn.Module, backend: Any) -> nn.Module:
 
 
 @parametrize_pairs(
-    at_most=8,
+    at_most=4,
     world_size=[2, 1],
     beside=list(BESIDE),
     options=[*OPTIONS, {"reshard_after_forward": False}],
@@ -95,7 +95,7 @@ def _train_beside(options: dict[str, Any], prepare: Any, no_sync: bool) -> None:
 def _accumulate(options: dict[str, Any], prepare: Wrap, no_sync: bool) -> dict[str, Tensor]:
     model = normed(fully_sharded(**options), prepare)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(4):
+    for step in range(2):
         optimizer.zero_grad()
         with model.no_sync() if no_sync else nullcontext():  # type: ignore[operator]
             score(model(batch(2 * step, dist.get_rank()).float()).float()).backward()
@@ -163,17 +163,17 @@ def _summon() -> None:
 
 @torchs_own_deprecations
 def test_a_compiled_optimizer_steps_shards(ranks: RankPool) -> None:
-    # A graph of AdamW takes seconds to make, and has most to do for parameters one by one.
-    ranks(2).run(_step_compiled, {}, sgd_with_momentum)
-    ranks(2).run(_step_compiled, {"use_orig_params": True}, adamw)
+    # A graph of AdamW would take many seconds to make.
+    ranks(2).run(_step_compiled, {})
+    ranks(2).run(_step_compiled, {"use_orig_params": True})
 
 
-def _step_compiled(options: dict[str, Any], make_optimizer: MakeOptimizer) -> None:
+def _step_compiled(options: dict[str, Any]) -> None:
     states = []
     for backend in (None, Counter()):
         # Two small units are enough: each parameter has a part of the optimizer's graph.
         model = _pair_of_units(fully_sharded(**options))
-        optimizer = make_optimizer(model.parameters())
+        optimizer = sgd_with_momentum(model.parameters())
         step = optimizer.step if backend is None else torch.compile(optimizer.step, backend=backend)
         for number in range(3):
             optimizer.zero_grad()

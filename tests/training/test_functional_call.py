@@ -15,6 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import cached
 
 from fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 
 Given = dict[str, Tensor]
@@ -136,8 +137,7 @@ def _calls(kind: str) -> None:
         torch.testing.assert_close(mine, theirs)
 
 
-@pytest.mark.parametrize("kind", ["flat", "pieces", "rows"])
-@pytest.mark.parametrize("keeps_class", [True, False])
+@parametrize_pairs(kind=["flat", "pieces", "rows"], keeps_class=[True, False])
 def test_functional_call_in_the_middle_of_a_forward(ranks: RankPool, kind: str, keeps_class: bool) -> None:
     ranks(2).run(_calls_inside, kind, keeps_class)
 
@@ -177,8 +177,7 @@ def _transforms(kind: str) -> None:
         torch.testing.assert_close(mine, theirs)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("kind", ["flat", "pieces"])
+@parametrize_pairs(world_size=[1, 2], kind=["flat", "pieces"])
 def test_modules_with_ways_of_their_own(ranks: RankPool, kind: str, world_size: int) -> None:
     ranks(world_size).run(_own_ways, kind)
 

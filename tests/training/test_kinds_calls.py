@@ -76,7 +76,7 @@ INFERENCE: list[Callable[[], AbstractContextManager[Any]]] = [torch.no_grad, tor
 # Methods
 
 
-@parametrize_pairs(at_most=7, options=FORMS, units=UNITS, world_size=[3, 2, 4], mode=INFERENCE)
+@parametrize_pairs(at_most=5, options=FORMS, units=UNITS, world_size=[3, 2, 4], mode=INFERENCE)
 def test_pain_point_13_a_generate_method_calls_the_model_in_a_loop(
     ranks: RankPool, options: dict[str, Any], units: Units, world_size: int, mode: Callable[[], Any]
 ) -> None:
@@ -224,7 +224,7 @@ SEVERAL = [
 
 
 @parametrize_pairs(
-    at_most=8,
+    at_most=5,
     step=SEVERAL,
     options=FORMS,
     world_size=[3, 2, 4],

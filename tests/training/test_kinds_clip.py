@@ -74,7 +74,7 @@ def clip_both(pair: SideBySide, max_norm: float, norm_type: float) -> tuple[Tens
 
 
 @parametrize_pairs(
-    at_most=7,
+    at_most=5,
     norm_type=NORM_TYPES,
     options=FORMS,
     units=[whole, auto_wrapped, each_in_another_form],
@@ -163,7 +163,7 @@ def _norm_of_two_wide_dtypes() -> None:
 
 
 @parametrize_pairs(
-    at_most=5,
+    at_most=3,
     value=[math.nan, math.inf],
     norm_type=[2.0, math.inf],
     options=FORMS,
@@ -210,7 +210,7 @@ class RealKinds(nn.Module):
 
 
 @parametrize_pairs(
-    at_most=5,
+    at_most=3,
     options=FORMS,
     units=[whole, auto_wrapped],
     world_size=[3, 2, 4],

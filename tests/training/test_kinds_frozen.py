@@ -81,7 +81,7 @@ UNITS: list[Units] = [whole, by_layers, auto_wrapped]
 
 
 @parametrize_pairs(
-    at_most=6,
+    at_most=4,
     options=FORMS,
     units=UNITS,
     world_size=[3, 2, 4],
@@ -122,7 +122,7 @@ def in_units(make: Callable[[], nn.Module], units: Units, wrap: Wrap) -> nn.Modu
     return model if wrap is keep else units(model, wrap)
 
 
-@parametrize_pairs(at_most=6, options=FORMS, units=UNITS, make_optimizer=[sgd_with_momentum, adamw])
+@parametrize_pairs(at_most=4, options=FORMS, units=UNITS, make_optimizer=[sgd_with_momentum, adamw])
 def test_pain_point_06_float32_on_bfloat16_is_distributed_data_parallel_to_the_bit(
     ranks: RankPool, options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer
 ) -> None:
@@ -131,7 +131,7 @@ def test_pain_point_06_float32_on_bfloat16_is_distributed_data_parallel_to_the_b
 
 def _equal_ddp(units: Units, make_optimizer: MakeOptimizer, options: dict[str, Any]) -> None:
     make_model = partial(in_units, partial(adapted, outputs=1), units)
-    training = Training(make_model=make_model, make_optimizer=make_optimizer, steps=4)
+    training = Training(make_model=make_model, make_optimizer=make_optimizer)
     sharded = train_sharded(training, fully_sharded(**options))
     assert_bit_equal(sharded, train_ddp(training))
     assert {value.dtype for name, value in sharded.weights.items() if "base" in name} == {BRAIN}
@@ -139,7 +139,7 @@ def _equal_ddp(units: Units, make_optimizer: MakeOptimizer, options: dict[str, A
 
 
 @parametrize_pairs(
-    at_most=6,
+    at_most=4,
     world_size=[3, 2, 4],
     options=FORMS,
     units=[whole, auto_wrapped],
@@ -149,7 +149,7 @@ def test_pain_point_06_both_dtypes_are_trained(
     ranks: RankPool, world_size: int, options: dict[str, Any], units: Units, make_optimizer: MakeOptimizer
 ) -> None:
     wrap = fully_sharded(**options)
-    ranks(world_size).run(assert_parity, partial(in_units, mixed, units), make_optimizer, 4, wrap=wrap)
+    ranks(world_size).run(assert_parity, partial(in_units, mixed, units), make_optimizer, wrap=wrap)
 
 
 # What they cost
@@ -220,7 +220,7 @@ def _count_bytes_when_frozen(options: dict[str, Any]) -> None:
 
 
 @parametrize_pairs(
-    at_most=6, options=FORMS, units=[whole, by_layers], world_size=[3, 2, 4], make_optimizer=[adamw, sgd_with_momentum]
+    at_most=4, options=FORMS, units=[whole, by_layers], world_size=[3, 2, 4], make_optimizer=[adamw, sgd_with_momentum]
 )
 def test_pain_point_04_gradients_and_optimizer_state_are_of_what_is_trained(
     ranks: RankPool, options: dict[str, Any], units: Units, world_size: int, make_optimizer: MakeOptimizer
@@ -337,7 +337,7 @@ def the_base_of_a_layer(model: Any, trained: bool) -> None:
 
 
 @parametrize_pairs(
-    at_most=6,
+    at_most=4,
     freeze=[a_layer, the_adapters_of_a_layer, the_base_of_a_layer],
     world_size=[3, 2, 4],
     make_optimizer=[adamw, sgd_with_momentum],

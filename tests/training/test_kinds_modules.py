@@ -250,7 +250,7 @@ KINDS: dict[str, Make] = {
 
 
 @parametrize_pairs(
-    at_most=26,
+    at_most=17,
     kind=list(KINDS),
     options=FORMS,
     units=UNITS,
@@ -284,7 +284,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 EVALUATED = ["weight_norm", "spectral_norm", "old weight_norm", "old spectral_norm", "lstm", "attention", "encoder"]
 
 
-@parametrize_pairs(at_most=13, kind=EVALUATED, units=UNITS, options=FORMS)
+@parametrize_pairs(at_most=8, kind=EVALUATED, units=UNITS, options=FORMS)
 def test_evaluation_between_steps_equals_the_plain_modules(
     ranks: RankPool, kind: str, options: dict[str, Any], units: Units
 ) -> None:

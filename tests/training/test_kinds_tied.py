@@ -92,7 +92,7 @@ def aliases(model: nn.Module) -> list[set[str]]:
 
 
 @parametrize_pairs(
-    at_most=6,
+    at_most=4,
     options=FORMS,
     units=UNITS,
     world_size=[3, 2, 4],
@@ -229,8 +229,7 @@ def shared_module() -> nn.Module:
     return nn.Sequential(nn.Sequential(shared, nn.Tanh()), nn.Sequential(nn.Linear(5, 5), shared))
 
 
-@pytest.mark.parametrize("options", FORMS, ids=str)
-@pytest.mark.parametrize("world_size", [1, 2])
+@parametrize_pairs(options=FORMS, world_size=[1, 2])
 def test_pain_point_03_a_shared_module_cannot_be_in_two_units(
     ranks: RankPool, world_size: int, options: dict[str, Any]
 ) -> None:
@@ -255,7 +254,7 @@ def shared_unit(model: nn.Module, wrap: Wrap) -> nn.Module:
 
 
 @parametrize_pairs(
-    at_most=7,
+    at_most=5,
     options=FORMS,
     units=[shared_unit, auto_wrapped, whole],
     world_size=[2, 3, 4],

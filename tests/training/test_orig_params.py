@@ -165,7 +165,7 @@ HOW = [{}, {"fused": True}, {"foreach": True}]
 # Against the plain model
 
 
-@parametrize_pairs(at_most=10, world_size=[3, 4, 2, 1], make_optimizers=MAKE_OPTIMIZERS)
+@parametrize_pairs(at_most=6, world_size=[3, 4, 2, 1], make_optimizers=MAKE_OPTIMIZERS)
 def test_training_equals_the_plain_model(ranks: RankPool, world_size: int, make_optimizers: MakeOptimizers) -> None:
     ranks(world_size).run(_train_nested, make_optimizers, {})
 
@@ -189,7 +189,7 @@ def _train_nested(make_optimizers: MakeOptimizers, options: dict[str, Any]) -> N
 
 
 @parametrize_pairs(
-    at_most=8,
+    at_most=5,
     world_size=[3, 2, 4],
     make_optimizer=[sgd_with_momentum, adamw],
     model=[{}, {"tied": True}, {"recompute": "inside"}, {"recompute": "outside", "reentrant": True, "nested": False}],
@@ -211,7 +211,7 @@ def _train_transformer(
     make_optimizer: MakeOptimizer, model: dict[str, Any], training: dict[str, Any], options: dict[str, Any]
 ) -> None:
     make_model = partial(tiny_transformer, **model)
-    assert_parity(make_model, make_optimizer, 5, wrap=original(**options), task=TOKENS, **training)
+    assert_parity(make_model, make_optimizer, wrap=original(**options), task=TOKENS, **training)
 
 
 def test_units_of_auto_wrap_train(ranks: RankPool) -> None:
@@ -331,8 +331,7 @@ def half_frozen(wrap: Wrap) -> nn.Module:
     return wrap(model)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("make_optimizers", [one_sgd, decay_matrices_only])
+@parametrize_pairs(world_size=[1, 2, 3, 4], make_optimizers=[one_sgd, decay_matrices_only])
 def test_pain_point_04_frozen_parameters_beside_trained_ones(
     ranks: RankPool, world_size: int, make_optimizers: MakeOptimizers
 ) -> None:
@@ -350,8 +349,7 @@ def _train_half_frozen(make_optimizers: MakeOptimizers) -> None:
         assert all(frozen not in optimizer.state for optimizer in twins.optimizers[0])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["default", "kept"])
+@parametrize_pairs(world_size=[1, 2, 3], options=[{}, {"reshard_after_forward": False}])
 def test_pain_point_04_parameters_are_frozen_and_thawed_between_steps(
     ranks: RankPool, world_size: int, options: dict[str, Any]
 ) -> None:
@@ -405,7 +403,7 @@ OFFLOADS: dict[str, dict[str, Any]] = {
 
 
 @parametrize_pairs(
-    at_most=10,
+    at_most=6,
     world_size=[3, 2, 1, 4],
     precision=list(PRECISIONS),
     offload=list(OFFLOADS),
@@ -446,7 +444,6 @@ def _train_flat_and_original(
         Training(
             make_model=partial(tiny_transformer, **model),
             make_optimizer=partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, **how),
-            steps=3,
             task=TOKENS,
             **training,
         )

@@ -151,7 +151,7 @@ MODELS: dict[str, tuple[MakeModel, Task]] = {
 
 
 @parametrize_pairs(
-    at_most=14,
+    at_most=10,
     precision=list(PRECISIONS),
     world_size=[3, 1, 2, 4],
     model=list(MODELS),
@@ -208,7 +208,7 @@ def _compare_with_policy(flags: dict[str, Any], policy: MixedPrecision) -> None:
 
 
 @parametrize_pairs(
-    at_most=6,
+    at_most=5,
     precision=["bfloat16", "float16", "bfloat16, reduced in float32", "pure bfloat16", "pure float16"],
     world_size=[2, 3],
     accumulate=[1, 3],

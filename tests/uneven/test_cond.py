@@ -32,27 +32,24 @@ def nothing_but(*parts: str) -> Choice:
 # Results
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_steps_of_random_choices_equal_the_unsharded_model_pain_point_8(ranks: RankPool, world_size: int) -> None:
-    ranks(world_size).run(_random_steps)
+def test_steps_of_random_choices_equal_the_unsharded_model_pain_point_8(ranks: RankPool) -> None:
+    ranks(3).run(_random_steps)
 
 
 def _random_steps() -> None:
     pair = Pair()
-    for step in range(20):
+    for _ in range(10):
         pair.backward()
         pair.step()
-        if step % 10 == 9:
-            pair.assert_close()
     pair.assert_close()
     assert_at_rest(pair.model)
 
 
 @parametrize_pairs(
-    at_most=8,
-    world_size=[3, 1, 4],
+    at_most=5,
+    world_size=[2, 1, 4],
     recompute=[None, False, True],
-    accumulate=[1, 3],
+    accumulate=[1, 2],
     options=[
         {},
         {"reshard_after_forward": False, "flatten_parameters": False, "bucket_cap_mb": 0},
@@ -69,7 +66,7 @@ def test_choices_equal_the_unsharded_model(
 
 def _choices(recompute: bool | None, accumulate: int, options: dict[str, Any]) -> None:
     pair = Pair(recompute=recompute, **options)
-    for _ in range(5):
+    for _ in range(3):
         for turn in range(accumulate):
             pair.backward(sync=turn == accumulate - 1)
         pair.step()
@@ -78,17 +75,17 @@ def _choices(recompute: bool | None, accumulate: int, options: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("runs", [[True, False, False], [False, True, True]])
-def test_each_part_alone(ranks: RankPool, part: str, runs: list[bool]) -> None:
-    ranks(3).run(_alone, part, runs)
+def test_each_part_alone(ranks: RankPool, part: str) -> None:
+    ranks(3).run(_alone, part)
 
 
-def _alone(part: str, runs: list[bool]) -> None:
+def _alone(part: str) -> None:
     pair = Pair(bucket_cap_mb=0)
     around = ["left"] if part == "inner" else []
-    for _ in range(3):
-        pair.backward([nothing_but(*around, *([part] if here else [])) for here in runs])
-        pair.step()
+    for runs in ([True, False, False], [False, True, True]):
+        for _ in range(2):
+            pair.backward([nothing_but(*around, *([part] if here else [])) for here in runs])
+            pair.step()
     pair.assert_close()
 
 
@@ -99,7 +96,7 @@ def test_ranks_run_different_parts_side_by_side(ranks: RankPool) -> None:
 
 def _side_by_side() -> None:
     pair = Pair(bucket_cap_mb=0)
-    for step in range(6):
+    for step in range(3):
         turns = [("left", "inner"), ("right", "plain"), ("tower", "layer")]
         pair.backward([nothing_but(*turns[(rank + step) % 3]) for rank in range(3)])
         pair.step()

@@ -82,7 +82,7 @@ def _uneven() -> None:
 
 
 @parametrize_pairs(
-    at_most=5,
+    at_most=3,
     accumulate=[1, 2],
     clip=[None, 0.05],
     set_to_none=[True, False],

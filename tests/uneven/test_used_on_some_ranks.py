@@ -156,7 +156,7 @@ FORMS: dict[str, Callable[..., Wrap]] = {
 
 
 @parametrize_pairs(
-    at_most=5,
+    at_most=4,
     world_size=[2, 3],
     form=["unflattened", "grouped", "original", "rows"],
     how=["plain", "not reentrant"],

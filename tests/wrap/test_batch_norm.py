@@ -80,8 +80,7 @@ WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("world_size", [1, 3])
+@parametrize_pairs(wrap=list(WRAPS), world_size=[1, 3])
 def test_pain_point_18_running_statistics_are_the_unsharded_ones(ranks: RankPool, world_size: int, wrap: str) -> None:
     """In 16 bits a statistic stops moving when a batch's share of it falls below half a unit in the last place."""
     ranks(world_size).run(_compare_statistics, wrap)

@@ -148,7 +148,7 @@ def _auto_wrapped() -> None:
 
 
 @parametrize_pairs(
-    at_most=6,
+    at_most=4,
     where=["inside", "around", "both"],
     offload_to_cpu=[False, True],
     options=[

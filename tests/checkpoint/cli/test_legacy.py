@@ -19,6 +19,7 @@ from fsdp.optim_utils import full_optim_state_dict
 from tests.checkpoint.formats.test_fairscale import NAMES, NAMES_INSIDE, RECORDED, every_case
 from tests.checkpoint.formats.test_fsdp1 import Model, folders, save, truth
 from tests.helpers.legacy_sources import assert_same_values
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 from tests.tools.record_fairscale_checkpoint import CASES
 from tests.tools.record_fairscale_shards import make_model
@@ -45,8 +46,7 @@ def make_fsdp1_model(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
     return wrap(Model(wrap))
 
 
-@every_case
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@parametrize_pairs(name=list(CASES), world_size=[1, 2, 4])
 def test_fairscale_s_checkpoints_are_loaded_at_any_number_of_ranks(
     ranks: RankPool, tmp_path: Path, world_size: int, name: str
 ) -> None:

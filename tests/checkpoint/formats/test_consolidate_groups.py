@@ -16,6 +16,7 @@ from tests.helpers.equality import assert_same
 from tests.helpers.hybrid import every_nth, group_option, neighbours
 from tests.helpers.local_shards import awkward, consolidated, different, through_files
 from tests.helpers.models import Wrap, nested_mlp
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import Alone, fully_sharded
 from tests.helpers.ranks import RankPool
 from tests.helpers.tensor_parallel import gpt, mesh_of, over_data
@@ -23,8 +24,7 @@ from tests.helpers.tensor_parallel import gpt, mesh_of, over_data
 # Replicas
 
 
-@pytest.mark.parametrize("given", [4, 2], ids=["all ranks", "first replica"])
-@pytest.mark.parametrize("form", [{}, {"use_orig_params": True}], ids=["flat", "orig"])
+@parametrize_pairs(given=[4, 2], form=[{}, {"use_orig_params": True}])
 def test_replicas_may_be_given_or_not(ranks: RankPool, tmp_path: Path, given: int, form: dict[str, Any]) -> None:
     ranks(4).run(_hybrid, given, form, tmp_path)
 

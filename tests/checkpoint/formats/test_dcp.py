@@ -119,8 +119,7 @@ def assert_same_optimizers(found: Any, expected: Any) -> None:
 # From FSDP2 to us
 
 
-@pytest.mark.parametrize(("savers", "loaders"), [(3, 2), (2, 3), (2, 1)])
-@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize(("savers", "loaders", "is_flat"), [(3, 2, False), (2, 3, True), (2, 1, False)])
 def test_what_fsdp2_has_saved_is_loaded(
     ranks: RankPool, tmp_path: Path, savers: int, loaders: int, is_flat: bool
 ) -> None:

@@ -22,6 +22,7 @@ from fsdp.checkpoint.formats.rank_files import has_fsdp1_shards, open_fsdp1
 from fsdp.checkpoint.formats.trees import Choices
 from tests.helpers.legacy_sources import assert_same_values, groups_of, state_of, weights_of
 from tests.helpers.models import keep
+from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.ranks import RankPool
 
 every_world = pytest.mark.parametrize("world_size", [2, 3])
@@ -128,9 +129,7 @@ def test_full_state_is_read_and_is_that_of_the_unsharded_optimizer(
             torch.testing.assert_close(found[names[param]][key], value)
 
 
-@every_world
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("kind", ["sharded", "old sharded"])
+@parametrize_pairs(world_size=[2, 3], use_orig_params=[False, True], kind=["sharded", "old sharded"])
 def test_sharded_state_of_ranks_files_is_whole(
     ranks: RankPool, tmp_path: Path, world_size: int, kind: str, use_orig_params: bool
 ) -> None:

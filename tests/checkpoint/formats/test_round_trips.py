@@ -26,6 +26,7 @@ from tests.helpers.convert_formats import (
 )
 from tests.helpers.dcp_folders import alone_warning
 from tests.helpers.equality import assert_same, assert_same_state
+from tests.helpers.pairs import parametrize_pairs
 
 WAYS = {
     "fsdp": ["--to", "fsdp"],
@@ -36,8 +37,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("last", ["fsdp", "torch", "dcp"])
-@pytest.mark.parametrize("first", list(WAYS))
+@parametrize_pairs(last=["fsdp", "torch", "dcp"], first=list(WAYS))
 def test_a_checkpoint_comes_through_formats_as_it_was(tmp_path: Path, first: str, last: str) -> None:
     origin = saved(tmp_path / "origin")
     between = converted(origin, tmp_path / "between", *WAYS[first])
