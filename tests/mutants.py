@@ -118,7 +118,6 @@ CONCERNS = {
         "checkpoint/optimizer optim_utils/reshard_optimizer* optim_utils/memory checkpoint/errors"
     ),
     "checkpoint/optim": "checkpoint/optimizer checkpoint/resume checkpoint/moments checkpoint/errors",
-    "checkpoint/background": "checkpoint/background",
     "checkpoint/safetensors checkpoint/checksums": (
         "checkpoint/safetensors* checkpoint/load_safetensors* checkpoint/formats/hostile_files checkpoint/model "
         "checkpoint/disk"
@@ -126,14 +125,14 @@ CONCERNS = {
     "checkpoint/cli": (
         "checkpoint/cli/inspect checkpoint/cli/verify checkpoint/cli/convert checkpoint/formats/hostile_files"
     ),
+    "checkpoint/writer": "checkpoint/background checkpoint/disk checkpoint/errors checkpoint/resume checkpoint/killed",
     "checkpoint/*": (
         "checkpoint/folders checkpoint/errors checkpoint/resume checkpoint/model checkpoint/disk "
         "checkpoint/formats/hostile_files checkpoint/load_safetensors checkpoint/optimizer checkpoint/killed"
     ),
     "checkpoint/formats/fairscale checkpoint/formats/consolidate checkpoint/formats/rank_files": (
-        "checkpoint/formats/consolidate* checkpoint/formats/fairscale* checkpoint/cli/legacy"
+        "checkpoint/formats/consolidate* checkpoint/formats/fairscale* checkpoint/formats/fsdp1* checkpoint/cli/legacy"
     ),
-    "checkpoint/formats/fsdp1": "checkpoint/formats/fsdp1*",
     "checkpoint/formats/dcp": "checkpoint/formats/dcp checkpoint/formats/hostile_files checkpoint/formats/round_trips",
     "checkpoint/formats/torch_file": "checkpoint/formats/torch* checkpoint/formats/hostile_files",
     "checkpoint/formats/*": (
