@@ -59,7 +59,7 @@ def test_a_head_that_is_tied_after_sharding_is_an_error(ranks: RankPool, tmp_pat
 def _train_tied(folder: Path) -> None:
     _save_one(folder, tied=True)
     with installed(), pytest.raises(RuntimeError, match=r"lm_head.weight: ties must be made before"):
-        _train(folder, LAYOUTS["sharded"])
+        _train(folder, {"fsdp_size": 2})
 
 
 def _save_one(folder: Path, *, tied: bool) -> None:
