@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
@@ -109,14 +109,10 @@ class UnshardedParameters:
         if is_shard:
             self.rest()
         self._numbers: dict[Tensor, int] = {leaf: number for number, leaf in enumerate(self.leaves)}
-        self._swaps: list[tuple[dict[str, Any], ParamInfo, Tensor, Tensor]] = []
-        for number, (slot, leaf, used) in enumerate(zip(layout.slots, self.leaves, places, strict=True)):
-            hidden: Tensor = leaf if is_shard else self._absent[slot.name]
-            if absent is not None:
-                hidden = absent[number]
-            elif is_shard and number in valueless:
-                hidden = valueless_weight(slot.name, leaf)
-            self._swaps += [(place.module.__dict__, place, leaf, hidden) for place in used]
+        shown = zip(self.leaves, self._hidden(valueless) if absent is None else absent, places, strict=True)
+        self._swaps: list[tuple[dict[str, Any], ParamInfo, Tensor, Tensor]] = [
+            (place.module.__dict__, place, leaf, hidden) for leaf, hidden, used in shown for place in used
+        ]
         self._find_rnns()
         self._copies = None if is_shard or layout.gathers_in_order else Copies.between(layout, full)
         self._gathered = full[: layout.padded_numel] if self._copies is None else self._copies.gathered
@@ -132,6 +128,14 @@ class UnshardedParameters:
         name = self._layout.slots[number].name
         copy_as(leaf, self._absent.setdefault(name, sharded_weight(name, leaf)))
         return leaf
+
+    def _hidden(self, valueless: Collection[int]) -> Iterator[Tensor]:
+        """Yield for each parameter what modules see while it is not unsharded."""
+        for number, (slot, leaf) in enumerate(zip(self._layout.slots, self.leaves, strict=True)):
+            if not self.is_shard:
+                yield self._absent[slot.name]
+            else:
+                yield valueless_weight(slot.name, leaf) if number in valueless else leaf
 
     def _lies_there(self, view: Tensor) -> bool:
         """Return whether the leaf of a parameter lies where this view of the buffer does."""
