@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 
 from fsdp.checkpoint.cli import Progress
+from fsdp.checkpoint.cli import _size as size_of
 from fsdp.checkpoint.safetensors import SafetensorsFiles
 from tests.helpers.checkpoint_models import content, flip
 from tests.helpers.convert_formats import assert_same_checkpoint, command, converted, saved
@@ -178,6 +179,13 @@ def test_options_that_make_no_sense_are_wrong_usage(
     assert said.code == 2
     assert message in said.err
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("7", 7), ("3K", 3 << 10), ("3M", 3 << 20), ("2G", 2 << 30), ("1T", 1 << 40)]
+)
+def test_numbers_of_bytes_may_have_a_unit(text: str, nbytes: int) -> None:
+    assert size_of(text) == nbytes
 
 
 def test_an_optimizer_that_is_not_there_is_wrong_usage(tmp_path: Path, capsys: Captured, origin: Path) -> None:

@@ -261,12 +261,12 @@ def _save_cut(folder: Path) -> None:
 # Where the model is
 
 
-def saved_alone(folder: Path, state: Any) -> Path:
+def saved_alone(folder: Path, state: Any, **options: Any) -> Path:
     import warnings
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(state, checkpoint_id=folder, no_dist=True)
+        dcp.save(state, checkpoint_id=folder, no_dist=True, **options)
     return folder
 
 
@@ -285,6 +285,14 @@ def test_the_model_is_found_in_usual_places(tmp_path: Path, wrapped: Any) -> Non
     folder = saved_alone(tmp_path / "saved", wrapped(net().state_dict()))
     model = net(seed=1)
     fsdp.load(folder, model)
+    assert_same_states(model.state_dict(), net().state_dict())
+
+
+def test_names_that_a_planner_has_not_divided_are_divided_at_their_first_dot(tmp_path: Path) -> None:
+    state = {f"model.{name}": value for name, value in net().state_dict().items()}
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    model = net(seed=1)
+    fsdp.load(saved_alone(tmp_path / "saved", state, planner=planner), model)
     assert_same_states(model.state_dict(), net().state_dict())
 
 
