@@ -61,7 +61,8 @@ CONCERNS = {
     "engine/autograd engine/trees": "training/autograd_uses training/kinds_calls engine/nested_calls engine/errors",
     "engine/reduction": "engine/runtime engine/hybrid distributed/hybrid_bytes training/comm_hooks",
     "engine/grad_clipping engine/torch_functions": (
-        "engine/clip engine/clip_torch fully_sharded_data_parallel/restructured tensor_parallel/clip training/kinds_clip"
+        "engine/clip engine/clip_torch fully_sharded_data_parallel/restructured tensor_parallel/clip "
+        "training/kinds_clip"
     ),
     "engine/managed_params engine/shard_module engine/foreign_names engine/options": (
         "engine/errors engine/ignored* engine/group_by fully_sharded_data_parallel/api fully_shard/errors "
