@@ -37,7 +37,7 @@ CONCERNS = {
         "engine/layout engine/boxes engine/flat_param fully_shard/local_tensors engine/clip"
     ),
     "engine/flat_param engine/shard": (
-        "engine/flat_param engine/clip_torch fully_sharded_data_parallel/copies engine/units"
+        "engine/flat_param engine/clip_torch engine/gradient_elsewhere fully_sharded_data_parallel/copies engine/units"
     ),
     "engine/orig_params": (
         "engine/orig_params* engine/changed_shards training/orig_params fully_sharded_data_parallel/copies"
