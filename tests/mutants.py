@@ -78,7 +78,8 @@ CONCERNS = {
         "engine/memory engine/offload engine/mapped_files engine/offload_disk*"
     ),
     "engine/placeholder engine/module_overrides": (
-        "engine/placeholder engine/errors engine/changed_dtype fully_shard/errors fully_sharded_data_parallel/api"
+        "engine/placeholder engine/errors engine/changed_dtype training/kinds_frozen fully_shard/errors "
+        "fully_sharded_data_parallel/api"
     ),
     "engine/optimizer_hooks": "engine/errors optim_utils/errors optim_utils/resume engine/gradient_elsewhere",
     "engine/sharding_strategy": "engine/sharding_strategy engine/hybrid",
@@ -126,7 +127,7 @@ CONCERNS = {
     "checkpoint/cli": (
         "checkpoint/cli/inspect checkpoint/cli/verify checkpoint/cli/convert checkpoint/formats/hostile_files"
     ),
-    "checkpoint/writer": "checkpoint/background checkpoint/disk checkpoint/errors checkpoint/resume checkpoint/killed",
+    "checkpoint/writer": "checkpoint/background checkpoint/model checkpoint/disk checkpoint/errors checkpoint/resume",
     "checkpoint/*": (
         "checkpoint/folders checkpoint/errors checkpoint/resume checkpoint/model checkpoint/disk "
         "checkpoint/formats/hostile_files checkpoint/load_safetensors checkpoint/optimizer checkpoint/killed"

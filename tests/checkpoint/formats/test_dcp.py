@@ -325,6 +325,15 @@ def test_missing_and_short_files_are_named_before_anything_is_changed(folder: Pa
     assert_same_states(model.state_dict(), before)
 
 
+def test_parts_that_share_their_bytes_are_refused(folder: Path) -> None:
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    for place in metadata.storage_data.values():
+        place.offset, place.length = 0, (folder / "__0_0.distcp").stat().st_size
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match="parts that lie over each other"):
+        fsdp.load(folder, net())
+
+
 def test_other_shapes_are_one_error(folder: Path) -> None:
     model = net()
     model.second = nn.Linear(7, 4)
