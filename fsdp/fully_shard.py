@@ -231,7 +231,7 @@ class DTensorForm:
         mp_policy: for the methods of parameters that say how they are all-gathered.
     """
 
-    takes_tied = lists_parts = True
+    takes_tied = lists_parts = brings_inputs = True
     names_shards = False
 
     def __init__(

@@ -188,9 +188,9 @@ class Watchdog:
 
     def explain(self) -> str:
         """Return why a collective did not complete: which ranks have ended, or where all were; empty if unknown."""
-        until = time.monotonic() + _LAST_WORDS
         if self._is_given_up:
             return self._report
+        until = time.monotonic() + _LAST_WORDS
         while not self._ends and time.monotonic() < until:
             time.sleep(0.02)
         if self._ends:

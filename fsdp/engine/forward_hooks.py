@@ -54,11 +54,12 @@ class ForwardHooks:
         unit: whose module gets the hooks.
         module: that module, or one of a group.
         clear_autocast_cache: let go of autocast's copies of weights after each forward.
+        brings_inputs: bring the inputs of the outermost module to the device that it computes on.
     """
 
-    def __init__(self, unit: Unit, module: nn.Module, clear_autocast_cache: bool) -> None:
+    def __init__(self, unit: Unit, module: nn.Module, *, clear_autocast_cache: bool, brings_inputs: bool) -> None:
         self._unit, self._module = unit, module
-        self._clear_autocast_cache = clear_autocast_cache
+        self._clear_autocast_cache, self._brings_inputs = clear_autocast_cache, brings_inputs
         self.depth = 0  # how many calls of the module are running; all but the first are parts of it
 
     def register(self) -> None:
@@ -71,7 +72,7 @@ class ForwardHooks:
         ]
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The module is about to compute. Returns its arguments: cast, and on the device that it computes on."""
+        """The module is about to compute. Returns its arguments, cast and moved if that was asked for."""
         inputs = args, kwargs
         if self._unit.state is TrainingState.FORWARD and (in_backward() or self._is_inside_its_call()):
             self.depth += 1
@@ -81,7 +82,7 @@ class ForwardHooks:
                 with outside_transforms():
                     runtime = self._unit.ensure_runtime()
                     runtime.before_forward(self._unit, inputs)
-                if runtime.root is self._unit:
+                if self._brings_inputs and runtime.root is self._unit:
                     inputs = map_tensors(self._bring, inputs)
         return self._cast_inputs(inputs)
 

@@ -207,7 +207,7 @@ class GradientBuffer:
             parts: this rank's shard of the sum, by parameters.
         """
         for part, held in zip(parts, self._scattered):  # noqa: B905 (none, where nothing is held)
-            if held.numel():  # it was thawed since
+            if held.numel():  # none, of what was thawed since
                 part.add_(held)
         self.used = bytearray(map(max, self.used, self._has_scattered))
         is_held = self.sync is GradientSync.SHARDS

@@ -69,6 +69,10 @@ class ParamForm(Protocol):
     def names_shards(self) -> bool:
         """Return whether modules list, and save, a shard of each parameter under the parameter's name."""
 
+    @property
+    def brings_inputs(self) -> bool:
+        """Return whether the inputs of the outermost module are brought to the device that it computes on."""
+
     def prepare(self, found: Found, tied: Found, module: nn.Module) -> None:
         """Raise an error for parameters that cannot have this form; have units inside share those that are tied."""
 
@@ -136,7 +140,7 @@ def _shard_params(
     reduce_group = group_to_reduce_over(reduce_over, groups.shard, device)
     if options.sync_module_states:
         found = take_states_of_first(module, found, ignored, groups.communicators(device), device)
-    unit = _make_unit(module, options, groups, device, ignored)
+    unit = _make_unit(module, options, groups, device, ignored, form)
     unit.wanted = wanted(tied)
     try:
         for param, places in found.items():
@@ -181,7 +185,9 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
                 inner._buffers[name] = buffer.to(device)
 
 
-def _make_unit(module: nn.Module, options: Options, groups: Groups, device: torch.device, ignored: Ignored) -> Unit:
+def _make_unit(
+    module: nn.Module, options: Options, groups: Groups, device: torch.device, ignored: Ignored, form: ParamForm
+) -> Unit:
     averaged = groups.shard.size() * groups.replicas
     predivide = options.predivide_factor(averaged)
     unit = Unit(
@@ -198,7 +204,10 @@ def _make_unit(module: nn.Module, options: Options, groups: Groups, device: torc
         new_runtime=partial(Runtime, bucket_bytes=options.bucket_bytes),
     )
     for each in unit.modules:
-        ForwardHooks(unit, each, options.clear_autocast_cache).register()
+        hooks = ForwardHooks(
+            unit, each, clear_autocast_cache=options.clear_autocast_cache, brings_inputs=form.brings_inputs
+        )
+        hooks.register()
     return unit
 
 
@@ -245,7 +254,7 @@ class WrapperForm:
         group_by: tells apart what is not to share a flat parameter.
     """
 
-    lists_parts = False
+    lists_parts = brings_inputs = False
 
     def __init__(self, holder: ShardedParamsWrapper, options: Options, group_by: GroupKey | None) -> None:
         self._holder, self._group_by = holder, group_by

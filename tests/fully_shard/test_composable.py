@@ -130,3 +130,20 @@ def _compute_with_inputs_from_elsewhere() -> None:
     outer[0].register_forward_pre_hook(lambda _, inputs: seen.extend(inputs))
     outer(rows)
     assert seen[0] is rows
+
+
+def test_the_wrapper_leaves_inputs_where_they_are(ranks: RankPool) -> None:
+    ranks(1).run(_pass_on_through_a_wrapper)
+
+
+class Keeping(nn.Linear):
+    def forward(self, inputs: Tensor, lengths: Tensor) -> Tensor:  # type: ignore[override]
+        self.lengths = lengths
+        return super().forward(inputs)
+
+
+def _pass_on_through_a_wrapper() -> None:
+    """As FairScale's does: lengths of sequences, say, have to be on the host."""
+    module, lengths = Keeping(4, 3), Far(torch.ones(2))
+    fsdp.FullyShardedDataParallel(module)(torch.ones(2, 4), lengths)
+    assert module.lengths is lengths
