@@ -66,7 +66,8 @@ CONCERNS = {
     ),
     "engine/managed_params engine/shard_module engine/foreign_names engine/options": (
         "engine/errors engine/ignored* engine/group_by fully_sharded_data_parallel/api fully_shard/errors "
-        "fully_sharded_data_parallel/wrapped_again engine/sync_module_states fully_sharded_data_parallel/fsdp1_names"
+        "fully_sharded_data_parallel/wrapped_again engine/sync_module_states fully_sharded_data_parallel/fsdp1_names "
+        "tensor_parallel/errors"
     ),
     "engine/shared_params": "engine/append_shared_param training/kinds_tied fully_shard/uses engine/errors",
     "engine/module_states": "engine/sync_module_states",
