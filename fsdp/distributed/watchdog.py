@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,6 +36,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp.distributed import communicator
+from fsdp.distributed.journal import journals
+from fsdp.distributed.roll_call import RollCall, named
 
 _TICK = 1.0  # seconds between two looks at how long this rank waits
 _ANSWER = 1.0  # seconds that a rank is given to answer; its thread has nothing else to do
@@ -130,10 +132,10 @@ class Report:
         by_text: dict[str, list[int]] = {}
         for rank, answer in sorted(self._answers.items()):
             by_text.setdefault(str(answer), []).append(rank)
-        lines += [f"  {_named(ranks)}: {text}" for text, ranks in by_text.items()]
+        lines += [f"  {named(ranks)}: {text}" for text, ranks in by_text.items()]
         elsewhere = [rank for rank, each in self._came.items() if each.waits_for not in (None, what)]
         if self._late:
-            lines.append(f"The others wait for {_named(self._late)}.")
+            lines.append(f"The others wait for {named(self._late)}.")
         elif elsewhere:
             lines.append("The ranks wait for each other in different collectives: they have taken different paths.")
         else:
@@ -156,7 +158,8 @@ class Watchdog:
         self._addresses: dict[int, Address] = {}  # of those others that have told theirs
         self._ends: dict[int, str] = {}  # why ranks have ended
         self._report, self._reported_at = "", 0.0  # the last one
-        self._is_given_up = False  # waiting, because of that report
+        self._given_up = ""  # waiting, because of this
+        self._roll_call = RollCall(rank, world_size, self._tell_some)
         self._stopped = threading.Event()
         is_one_host = os.environ.get("LOCAL_WORLD_SIZE", "") == str(world_size)
         self._server = _Server(("127.0.0.1" if is_one_host else "", 0), self._answer)
@@ -188,8 +191,8 @@ class Watchdog:
 
     def explain(self) -> str:
         """Return why a collective did not complete: which ranks have ended, or where all were; empty if unknown."""
-        if self._is_given_up:
-            return self._report
+        if self._given_up or self._roll_call.difference:
+            return self._given_up or self._roll_call.difference
         until = time.monotonic() + _LAST_WORDS
         while not self._ends and time.monotonic() < until:
             time.sleep(0.02)
@@ -199,7 +202,7 @@ class Watchdog:
         if wait is not None and self._reported_at > wait.since:
             return self._report
         gone = [rank for rank, answer in self._tell_all({}).items() if answer == _GONE]
-        return f"{_named(gone)} {_GONE}" if gone else ""
+        return f"{named(gone)} {_GONE}" if gone else ""
 
     def _run(self) -> None:
         asked: communicator.Wait | None = None
@@ -210,7 +213,13 @@ class Watchdog:
                 self._find_unknown()
                 pause, next_look = 2 * pause, now + pause
             wait = longest_wait()
-            if wait is None or _patience is None:
+            if _patience is None:
+                continue
+            self._roll_call.tick()
+            if wait is None:
+                continue
+            if now - wait.since > _TICK and self._roll_call.difference:
+                self._give_up(self._roll_call.difference)  # who knows it does not come
                 continue
             if wait is not asked:
                 asked, patience = wait, _patience + _SLACK * communicator.longest
@@ -220,7 +229,8 @@ class Watchdog:
                 if report.is_due:
                     self._show(str(report))
                     self._tell_all({"report": str(report)})
-                    self._give_up()
+                    if _raises:
+                        self._give_up(str(report))
                 else:
                     self._reported_at = now
                 patience *= 2
@@ -239,11 +249,10 @@ class Watchdog:
         self._report, self._reported_at = report, time.monotonic()
         print(report, file=sys.stderr, flush=True)
 
-    def _give_up(self) -> None:
-        if _raises:
-            self._is_given_up = True
-            for one in list(communicator.communicators.values()):
-                one.give_up()
+    def _give_up(self, reason: str) -> None:
+        self._given_up = reason
+        for one in list(communicator.communicators.values()):
+            one.give_up()
 
     def _answer(self, message: Message) -> Message:
         """Return the answer to a message of another rank."""
@@ -251,7 +260,10 @@ class Watchdog:
             self._ends[message["rank"]] = message["end"]
         elif "report" in message:
             self._show(message["report"])
-            self._give_up()
+            if _raises:
+                self._give_up(message["report"])
+        elif message:
+            return self._roll_call.answer(message)
         else:
             return vars(Position.here())
         return {}
@@ -266,10 +278,16 @@ class Watchdog:
     def _tell_all(self, message: Message) -> dict[int, Message | str]:
         """Return what each other rank has answered to a message; a text for one that has not."""
         self._find_unknown()
-        ranks = list(self._addresses)
+        return dict.fromkeys(self._unknown, _ABSENT) | self._tell_some(list(self._addresses), message)
+
+    def _tell_some(self, ranks: Sequence[int], message: Message) -> dict[int, Message | str]:
+        """Return the same, for those of these ranks whose addresses are known."""
+        known = [rank for rank in ranks if rank in self._addresses]
+        if len(known) < 2:
+            return {rank: _tell(self._addresses[rank], message) for rank in known}
         with ThreadPoolExecutor(max_workers=64) as pool:
-            answers = pool.map(lambda rank: _tell(self._addresses[rank], message), ranks)
-            return dict.fromkeys(self._unknown, _ABSENT) | dict(zip(ranks, answers, strict=True))
+            answers = pool.map(lambda rank: _tell(self._addresses[rank], message), known)
+            return dict(zip(known, answers, strict=True))
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -340,18 +358,6 @@ def _place(frame: traceback.FrameSummary) -> str:
     return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
 
 
-def _named(ranks: Iterable[int]) -> str:
-    """Return ranks as "rank 3" or "ranks 0-2, 5"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank{'s' * (len(runs) > 1 or len(runs[0]) > 1)} {text}"
-
-
 def _own_ip() -> str:
     """Return the address by which other machines reach this one."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -387,6 +393,8 @@ def set_watchdog(patience: float | None = 15.0, *, raises: bool = False) -> None
     if patience is not None and not patience > 0:
         raise ValueError(f"set_watchdog: patience is a positive number of seconds, or None for never, got {patience}")
     _patience, _raises = patience, raises
+    for journal in list(journals) if patience is None else ():
+        journal.difference = ""
 
 
 def watch() -> None:

@@ -24,6 +24,7 @@ from fsdp.distributed.dtensor import is_dtensor, is_on_many_ranks
 from fsdp.engine.managed_params import is_ours, taken_by
 from fsdp.engine.offload import DiskStorage
 from fsdp.engine.runtime import runtimes
+from fsdp.engine.steps import Steps, describe_step
 
 
 @cache
@@ -85,6 +86,14 @@ def _prepare(optimizer: torch.optim.Optimizer) -> None:
         what = f"{type(optimizer).__name__}.step() of a flat parameter with {param.owner._names[0]}"
         param.owner.shard_storage.check(what, optimizer.state.get(param, {}).values())
         param.owner.bring_gradient()
+    for steps in _steps_of(ours):
+        steps.begin(optimizer, ours)
+
+
+def _steps_of(params: Iterable[Any]) -> list[Steps]:
+    """Return those of all models that have some of the parameters."""
+    owners = {param.owner for param in params}
+    return [each.usage.steps for each in runtimes() if any(handle.flat_param in owners for handle in each.handles)]
 
 
 def state_of(param: torch.Tensor) -> dict[str, Any]:
@@ -107,6 +116,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         param.owner.shard_storage.keep_state(optimizer.state.get(param, {}), param.shape)
     for files in {param.owner.shard_storage.files for param in on_disk}:
         files.release()
+    for steps in _steps_of(ours):
+        steps.end(optimizer, describe_step(optimizer))
 
 
 def _ours(params: Iterable[Any]) -> list[Any]:
