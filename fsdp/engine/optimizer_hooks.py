@@ -87,7 +87,7 @@ def _prepare(optimizer: torch.optim.Optimizer) -> None:
         param.owner.shard_storage.check(what, optimizer.state.get(param, {}).values())
         param.owner.bring_gradient()
     for steps in _steps_of(ours):
-        steps.begin(optimizer, ours)
+        steps.begin(optimizer)
 
 
 def _steps_of(params: Iterable[Any]) -> list[Steps]:

@@ -8,7 +8,6 @@ of another model. So each step is noted with its optimizer's class and options, 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -77,7 +76,7 @@ class Steps:
     def handles(self) -> list[FlatParamHandle]:
         return [handle for _, unit in units_in(self._root) for handle in unit.handles]
 
-    def begin(self, optimizer: torch.optim.Optimizer, ours: Sequence[Any]) -> None:
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that a step begins.
 
         Raises:
@@ -89,7 +88,7 @@ class Steps:
                 raise RuntimeError(journal.difference)
         if self._of_replicas and self.backwards - self._compared_at >= _COMPARE_EVERY:
             self._compare_replicas()
-        self._begun = weakref.ref(optimizer), _version(optimizer, ours)
+        self._begun = weakref.ref(optimizer), _version(optimizer)
 
     def end(self, optimizer: torch.optim.Optimizer, text: str) -> None:
         """Note that a step was taken."""
@@ -120,8 +119,10 @@ def describe_step(optimizer: torch.optim.Optimizer) -> str:
     kind, lines = type(optimizer).__name__, []
     for number, group in enumerate(optimizer.param_groups):
         options = [f"{name}={text}" for name in optimizer.defaults if (text := _shown(group.get(name)))]
-        alike = [param for param in group["params"] if is_dtensor(param) or getattr(param, "owner", None) is param]
-        lines.append(f"{kind}.step() of group {number}, {len(alike)} parameters: {', '.join(options)}")
+        params = group["params"]
+        is_alike = params and (is_dtensor(params[0]) or getattr(params[0], "owner", None) is params[0])
+        count = f", {len(params)} parameters" if is_alike else ""
+        lines.append(f"{kind}.step() of group {number}{count}: {', '.join(options)}")
     return "\n".join(lines)
 
 
@@ -138,12 +139,14 @@ def _shown(value: Any) -> str:
     return str(value) if isinstance(value, (int, str)) and value is not False else ""
 
 
-def _version(optimizer: torch.optim.Optimizer, params: Iterable[Any]) -> int:
-    """Return a number that changes when a step writes to parameters, or to their state."""
-    total = 0
-    for param in params:
-        total += param._version
-        for value in optimizer.state.get(param, {}).values():
-            if isinstance(value, Tensor):
-                total += value._version
-    return total
+def _version(optimizer: torch.optim.Optimizer) -> int:
+    """Return a number that changes when a step has begun to write.
+
+    It writes to the first parameter that has a gradient, and to its state, before others or together with them.
+    """
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    first = next((param for param in params if param.grad is not None), None)
+    if first is None:
+        return 0
+    state = optimizer.state.get(first, {}).values()
+    return sum((value._version for value in state if isinstance(value, Tensor)), first._version)

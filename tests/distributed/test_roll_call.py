@@ -161,9 +161,9 @@ def _step_in_many_ways() -> None:
         step(model, *optimizers)
     (found,) = same_everywhere()
     assert found[3] == [
-        "Adam.step() of group 0, 0 parameters: lr=0.1, betas=(0.9, 0.999), eps=1e-08, weight_decay=0",
-        "SGD.step() of group 0, 0 parameters: lr=0.01, momentum=0, dampening=0, weight_decay=0",
-        "SGD.step() of group 0, 0 parameters: lr=0.1, momentum=0, dampening=0, weight_decay=0",
+        "Adam.step() of group 0: lr=0.1, betas=(0.9, 0.999), eps=1e-08, weight_decay=0",
+        "SGD.step() of group 0: lr=0.01, momentum=0, dampening=0, weight_decay=0",
+        "SGD.step() of group 0: lr=0.1, momentum=0, dampening=0, weight_decay=0",
     ]
 
 
