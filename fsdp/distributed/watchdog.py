@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -159,6 +159,7 @@ class Watchdog:
         self._ends: dict[int, str] = {}  # why ranks have ended
         self._report, self._reported_at = "", 0.0  # the last one
         self._given_up = ""  # waiting, because of this
+        self._meetings: dict[tuple[int, ...], int] = {}  # of these ranks, to recover, that have ended
         self._roll_call = RollCall(rank, world_size, self._tell_some)
         self._stopped = threading.Event()
         is_one_host = os.environ.get("LOCAL_WORLD_SIZE", "") == str(world_size)
@@ -249,10 +250,43 @@ class Watchdog:
         self._report, self._reported_at = report, time.monotonic()
         print(report, file=sys.stderr, flush=True)
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str, among: Iterable[int] | None = None) -> None:
+        """End all waits, or those for some ranks alone."""
         self._given_up = reason
-        for one in list(communicator.communicators.values()):
+        everyone = [self._rank, *self._others]
+        for one in communicator.communicators_among(everyone if among is None else among):
             one.give_up()
+
+    def meet(self, ranks: Sequence[int], why: str, state: Any) -> dict[int, Any]:
+        """Collective, whatever some of the ranks wait for, which they give up. Return the state of each.
+
+        Args:
+            ranks: those that meet, this one among them.
+            why: the others raise this, if they wait for each other.
+            state: of this rank; JSON.
+        """
+        key = tuple(sorted(ranks))
+        number = self._meetings.get(key, 0)
+        self._tell_all({"meeting": number, "ranks": key, "why": why}, key)
+        self._give_up(self._given_up or why, key)
+        names = {rank: f"meeting {number} of {key}: {rank}" for rank in key}
+        self._store.set(names[self._rank], json.dumps(state))
+        communicator.finish([_Arrival(self, names)], "the other ranks in fsdp.recover()")
+        self._meetings[key] = number + 1
+        self._given_up = ""
+        return {rank: json.loads(self._store.get(name)) for rank, name in names.items()}
+
+    def missing(self, names: Mapping[int, str]) -> list[int]:
+        """Return the ranks that have not set what they were to set.
+
+        Raises:
+            RuntimeError: if one is gone.
+        """
+        late = [rank for rank, name in names.items() if not self._store.check([name])]
+        gone = [rank for rank in late if rank in self._addresses and _tell(self._addresses[rank], {}) == _GONE]
+        if gone:
+            raise RuntimeError(f"{named(gone)} {_GONE}")
+        return late
 
     def _answer(self, message: Message) -> Message:
         """Return the answer to a message of another rank."""
@@ -262,6 +296,9 @@ class Watchdog:
             self._show(message["report"])
             if _raises:
                 self._give_up(message["report"])
+        elif "meeting" in message:
+            if message["meeting"] == self._meetings.get(tuple(message["ranks"]), 0) and not self._given_up:
+                self._give_up(message["why"], message["ranks"])
         elif message:
             return self._roll_call.answer(message)
         else:
@@ -275,10 +312,11 @@ class Watchdog:
             answers[rank] = known if isinstance(known, str) else Position(**known)
         return answers
 
-    def _tell_all(self, message: Message) -> dict[int, Message | str]:
-        """Return what each other rank has answered to a message; a text for one that has not."""
+    def _tell_all(self, message: Message, among: Iterable[int] | None = None) -> dict[int, Message | str]:
+        """Return what each other rank, or each of some, has answered to a message; a text for one that has not."""
         self._find_unknown()
-        return dict.fromkeys(self._unknown, _ABSENT) | self._tell_some(list(self._addresses), message)
+        ranks = list(self._addresses) if among is None else [*among]
+        return dict.fromkeys(self._unknown, _ABSENT) | self._tell_some(ranks, message)
 
     def _tell_some(self, ranks: Sequence[int], message: Message) -> dict[int, Message | str]:
         """Return the same, for those of these ranks whose addresses are known."""
@@ -288,6 +326,17 @@ class Watchdog:
         with ThreadPoolExecutor(max_workers=64) as pool:
             answers = pool.map(lambda rank: _tell(self._addresses[rank], message), known)
             return dict(zip(known, answers, strict=True))
+
+
+class _Arrival:
+    """The arrival of all ranks at a meeting, to be waited for as for a collective."""
+
+    def __init__(self, watchdog: Watchdog, names: Mapping[int, str]) -> None:
+        self._watchdog, self._names = watchdog, names
+
+    def wait(self) -> None:
+        while self._watchdog.missing(self._names):
+            time.sleep(_POLL)
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -413,6 +462,17 @@ def stop() -> None:
     """Stop the watchdog of a group that was destroyed, or that ends with the process."""
     while _watchdogs:
         _watchdogs.popitem()[1].stop()
+
+
+def meet(ranks: Sequence[int], why: str, state: Any) -> dict[int, Any]:
+    """Collective: see `Watchdog.meet`.
+
+    Raises:
+        RuntimeError: if there is no watchdog, or a rank is gone.
+    """
+    for watchdog in _watchdogs.values():
+        return watchdog.meet(ranks, why, state)
+    raise RuntimeError("the ranks have no way to tell each other that one has failed: there is no watchdog here")
 
 
 def _explain() -> str:

@@ -58,7 +58,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
 
 
 def _prepare(optimizer: torch.optim.Optimizer) -> None:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = _listed(optimizer)
     ours = _ours(params)
     for param in ours:
         if param.owner._has_unreduced and param.grad is not None:
@@ -101,11 +101,21 @@ def state_of(param: torch.Tensor) -> dict[str, Any]:
     return next((optimizer.state[param] for optimizer in _stepping if param in optimizer.state), {})
 
 
+def optimizers_of(handles: Iterable[Any]) -> list[torch.optim.Optimizer]:
+    """Return those that have stepped some of a model's shards."""
+    shards = {handle.flat_param for handle in handles}
+    return [each for each in _stepping if any(param.owner in shards for param in _ours(_listed(each)))]
+
+
+def _listed(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 _stepping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that have stepped parameters of ours
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = _listed(optimizer)
     ours = _ours(params)
     if ours and optimizer not in _stepping:
         _stepping.add(optimizer)

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp.distributed.communicator import Communicator
+from fsdp.distributed.communicator import Communicator, ranks_of
 from fsdp.distributed.consensus import peers_answer
 from fsdp.distributed.dtensor import is_dtensor
 from fsdp.distributed.journal import Journal
 from fsdp.engine.fingerprints import fingerprint
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.sharding_strategy import ranks_of
 from fsdp.engine.unit import Unit, units_in
 
 _COMPARE_EVERY = 1000  # backwards, of which one costs more than to read the shards once
@@ -47,21 +46,16 @@ class Steps:
     """
 
     def __init__(self, root: Unit) -> None:
-        self._root, self._restarts = root, -1
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin new journals, as all ranks do."""
+        self._root = root
         self.backwards = self.taken = 0
         self._compared_at = self._comparisons = 0
         self._begun: tuple[weakref.ref[torch.optim.Optimizer], int] | None = None
-        self._restarts += 1
         self._journal: Journal | None = None
         self._of_replicas: dict[Communicator, Journal] = {}
         for handle in self.handles if peers_answer(self._root.everyone) else ():
             ways = ((handle.comm, handle.tag), (handle.replicas, handle.replica_tag))
             tags = [str(tag) for comm, tag in ways if comm.world_size > 1]
-            name = " ".join([*tags, str(self._restarts)])
+            name = " ".join(tags)
             if tags and self._journal is None and self._root.comm in (handle.comm, handle.replicas):
                 self._journal = Journal(
                     f"steps {name}", self._root.ranks, lambda: self.backwards, _STEPS_DIFFER, _STEP_ALIKE
@@ -96,6 +90,17 @@ class Steps:
         self.taken += 1
         if self._journal is not None:
             self._journal.note(id(optimizer), text)
+
+    @property
+    def interrupted(self) -> torch.optim.Optimizer | None:
+        """The optimizer whose step has begun and not ended."""
+        return None if self._begun is None else self._begun[0]()
+
+    @property
+    def has_written(self) -> bool:
+        """True if a step was interrupted after it had begun to write."""
+        optimizer = self.interrupted
+        return optimizer is not None and self._begun is not None and _version(optimizer) != self._begun[1]
 
     def _compare_replicas(self) -> None:
         self._compared_at = self.backwards

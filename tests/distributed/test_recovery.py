@@ -1,0 +1,124 @@
+"""After an exception on one rank all ranks train on as if there had been no such batch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp
+from fsdp import FullyShardedDataParallel
+from fsdp.distributed.communicator import CollectiveError
+from tests.helpers.ranks import RankPool
+
+BAD = 2  # the number of the batch that fails
+BATCHES = 5
+
+
+class Failing(nn.Module):
+    """Raises for some inputs, in forward or in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails_in = ""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.fails_in == "forward":
+            raise ValueError("a bad batch")
+        if self.fails_in == "backward":
+            inputs.register_hook(self._fail)
+        return inputs * 2
+
+    def _fail(self, grad: Tensor) -> None:
+        raise ValueError("a bad gradient")
+
+
+class Training:
+    """A training that fails on rank 1, in one of its batches."""
+
+    def __init__(self, fails_in: str, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.failing = Failing()
+        layers = [FullyShardedDataParallel(nn.Linear(4, 4), **options) for _ in range(3)]
+        self.model = FullyShardedDataParallel(nn.Sequential(layers[0], layers[1], self.failing, layers[2]), **options)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.optimizer.register_step_pre_hook(self._before_step)
+        self.fails_in, self.number = fails_in, 0
+
+    def step(self, number: int) -> None:
+        self.number = number
+        is_failing = number == BAD and dist.get_rank() == 1
+        self.failing.fails_in = self.fails_in if is_failing else ""
+        inputs = torch.full((2, 4), number + dist.get_rank() + 1.0)
+        self.optimizer.zero_grad()
+        self.model(inputs).square().sum().backward()
+        self.optimizer.step()
+
+    def _before_step(self, *args: Any) -> None:
+        if self.fails_in == "step" and self.number == BAD and dist.get_rank() == 1:
+            self.fails_in = ""
+            raise ValueError("a bad step")
+
+    def weights(self) -> Tensor:
+        with self.model.summon_full_params():
+            return torch.cat([param.detach().flatten().clone() for param in self.model.parameters()])
+
+
+def weights_after(numbers: Sequence[int], **options: Any) -> Tensor:
+    """Return the weights of a training that sees these batches only."""
+    training = Training("", **options)
+    for number in numbers:
+        training.step(number)
+    return training.weights()
+
+
+def errors_of(training: Training, recover: Callable[[], bool]) -> list[Exception]:
+    """Train on all batches, as docs/waiting.md says."""
+    errors: list[Exception] = []
+    for number in range(BATCHES):
+        while True:
+            try:
+                training.step(number)
+            except Exception as error:  # noqa: BLE001 (as the page says)
+                errors.append(error)
+                if recover():
+                    continue
+            break
+    return errors
+
+
+def start(folder: Path, world_size: int) -> int:
+    rank = int(os.environ["RANK"])
+    store = dist.FileStore(str(folder / "store"), world_size)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, store=store)
+    return rank
+
+
+@pytest.mark.parametrize("fails_in", ["forward", "backward", "step"])
+@pytest.mark.parametrize("options", [{}, {"use_orig_params": True, "reshard_after_forward": False}], ids=str)
+def test_training_goes_on_as_if_there_had_been_no_bad_batch(
+    ranks: RankPool, tmp_path: Path, fails_in: str, options: dict[str, Any]
+) -> None:
+    ranks(3, backend=None).run(_fail_and_go_on, tmp_path, fails_in, options)
+
+
+def _fail_and_go_on(folder: Path, fails_in: str, options: dict[str, Any]) -> None:
+    rank = start(folder, 3)
+    # A step that fails is one that others have taken: it is taken after all, and the batch counts.
+    expected = weights_after([number for number in range(BATCHES) if number != BAD or fails_in == "step"], **options)
+    training = Training(fails_in, **options)
+    (error,) = errors_of(training, lambda: fsdp.recover(training.model))
+    if rank == 1:
+        assert isinstance(error, ValueError)
+    else:
+        assert isinstance(error, CollectiveError)
+        assert "rank 1 has called fsdp.recover(), after ValueError: a bad " in str(error)
+    assert torch.equal(training.weights(), expected)
+    dist.barrier()  # the default group is of use again
+    dist.destroy_process_group()
