@@ -192,11 +192,11 @@ class Watchdog:
 
     def explain(self) -> str:
         """Return why a collective did not complete: which ranks have ended, or where all were; empty if unknown."""
-        if self._given_up or self._roll_call.difference:
-            return self._given_up or self._roll_call.difference
         until = time.monotonic() + _LAST_WORDS
-        while not self._ends and time.monotonic() < until:
+        while not (known := self._given_up or self._roll_call.difference or self._ends) and time.monotonic() < until:
             time.sleep(0.02)
+        if isinstance(known, str):
+            return known
         if self._ends:
             return "; ".join(f"rank {rank} was ended by {end}" for rank, end in sorted(self._ends.items()))
         wait = longest_wait()

@@ -46,9 +46,9 @@ def recover(model: nn.Module) -> bool:
                 break  # and go on with the next one
 
     Call it on the rank that has caught an exception, and on the others, which raise a `CollectiveError` when it does.
-    Unsharded parameters and all gradients of the model are dropped, process groups are connected anew: those that it
-    uses and all whose ranks are among its own, your own collectives on them included. A step that some ranks have taken,
-    because it failed on others before anything was written, is taken on these too.
+    Unsharded parameters and all gradients of the model are dropped. Process groups are connected anew: those that the
+    model uses, and all others on gloo among its ranks that fsdp knows; so your own collectives on them work again. A
+    step that some ranks have taken, because it failed on others before anything was written, is taken on these too.
 
     Not undone are buffers (statistics of batch norm), states of random generators, schedulers and scalers.
 
@@ -69,7 +69,9 @@ def recover(model: nn.Module) -> bool:
     found = [runtime for runtime in runtimes() if runtime.root.modules[0] in modules]
     if not found:
         raise ValueError(f"{_CALL}: nothing in this {type(model).__name__} is sharded and was used: start again")
-    return any([_recover(runtime) for runtime in sorted(found, key=lambda one: modules[one.root.modules[0]])])
+    found.sort(key=lambda runtime: modules[runtime.root.modules[0]])
+    were_ahead = [_recover(runtime) for runtime in found]
+    return any(were_ahead)
 
 
 class _State(NamedTuple):
