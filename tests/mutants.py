@@ -51,7 +51,7 @@ CONCERNS = {
     "engine/handle": (
         "engine/flat_param engine/no_sync engine/changed_parameters engine/changed_dtype engine/orig_params_gradients "
         "fully_sharded_data_parallel/copies state_dict/summon_full_params engine/different_values engine/offload "
-        "engine/nested_calls"
+        "engine/nested_calls training/functional_call"
     ),
     "engine/unit engine/runtime engine/schedule engine/forward_hooks": (
         "engine/schedule engine/runtime engine/units engine/nested_calls engine/no_sync engine/precision_eval "
@@ -90,7 +90,7 @@ CONCERNS = {
     "engine/post_forward_shard": "fully_shard/settings engine/sharding_strategy",
     "engine/copying engine/merged_writes engine/names engine/state_requests": (
         "fully_sharded_data_parallel/copies engine/written_in_forward fully_sharded_data_parallel/pickle "
-        "state_dict/summon_forms state_dict/state_dict"
+        "state_dict/summon_forms state_dict/state_dict state_dict/state_dict_on_first"
     ),
     "distributed/collectives distributed/communicator distributed/messages": (
         "distributed/collectives distributed/streams distributed/comm_hook engine/ranks_apart distributed/own_groups"
