@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from fsdp.distributed.journal import Journal, journals
@@ -37,11 +37,9 @@ class RollCall:
     def tick(self) -> None:
         """Send what is new to the first ranks, and compare what this rank has heard as one; call it every second."""
         self._until_next -= 1
-        if self._until_next > 0:
-            return
-        self._until_next = self._every
-        for journal in list(journals):
-            if not journal.difference:
+        if self._until_next <= 0:
+            self._until_next = self._every
+            for journal in [each for each in list(journals) if not each.difference]:
                 self._send(journal)
                 if journal.ranks[0] == self._rank:
                     self._compare(journal)
@@ -102,7 +100,7 @@ class RollCall:
         return {"lines": journal.lines(message.get("page", 0))}
 
 
-def named(ranks: Sequence[int]) -> str:
+def named(ranks: Iterable[int]) -> str:
     """Return ranks as "rank 3" or "ranks 0-2, 5"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):

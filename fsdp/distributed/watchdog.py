@@ -37,6 +37,7 @@ import torch.distributed as dist
 
 from fsdp.distributed import communicator
 from fsdp.distributed.journal import journals
+from fsdp.distributed.reports import Event, Kind
 from fsdp.distributed.roll_call import RollCall, named
 
 _TICK = 1.0  # seconds between two looks at how long this rank waits
@@ -183,12 +184,14 @@ class Watchdog:
 
     def announce_end(self, error: BaseException, trace: TracebackType | None) -> None:
         """Tell the other ranks that an exception ends this one, unless it comes of what happened on another."""
-        if isinstance(error, communicator.CollectiveError):
-            return
         places = [_place(frame) for frame in traceback.extract_tb(trace) if not _is_library(frame)][-1:]
         text = " ".join(str(error).split())
         end = f"{type(error).__name__}{': ' * bool(text)}{text[:300]}{''.join(f' ({place})' for place in places)}"
-        self._tell_all({"end": end, "rank": self._rank})
+        if isinstance(error, communicator.CollectiveError):
+            self._log(Kind.FOLLOWED, str(error))
+        else:
+            self._log(Kind.END if isinstance(error, Exception) else Kind.STOPPED, end)
+            self._tell_all({"end": end, "rank": self._rank})
 
     def explain(self) -> str:
         """Return why a collective did not complete: which ranks have ended, or where all were; empty if unknown."""
@@ -207,7 +210,7 @@ class Watchdog:
 
     def _run(self) -> None:
         asked: communicator.Wait | None = None
-        patience, pause, next_look = 0.0, _TICK, 0.0
+        patience, pause, next_look, logged = 0.0, _TICK, 0.0, ""
         while not self._stopped.wait(_TICK):
             now = time.monotonic()
             if self._unknown and now > next_look:
@@ -217,6 +220,9 @@ class Watchdog:
             if _patience is None:
                 continue
             self._roll_call.tick()
+            if self._roll_call.difference not in ("", logged):
+                logged = self._roll_call.difference
+                self._log(Kind.DIFFERENCE, logged)
             if wait is None:
                 continue
             if now - wait.since > _TICK and self._roll_call.difference:
@@ -249,6 +255,11 @@ class Watchdog:
     def _show(self, report: str) -> None:
         self._report, self._reported_at = report, time.monotonic()
         print(report, file=sys.stderr, flush=True)
+        self._log(Kind.WAIT, report)
+
+    def _log(self, kind: Kind, text: str) -> None:
+        if _folder:
+            Event(kind, text, self._rank).write(_folder)
 
     def _give_up(self, reason: str, among: Iterable[int] | None = None) -> None:
         """End all waits, or those for some ranks alone."""
@@ -258,7 +269,7 @@ class Watchdog:
             one.give_up()
 
     def meet(self, ranks: Sequence[int], why: str, state: Any) -> dict[int, Any]:
-        """Collective, whatever some of the ranks wait for, which they give up. Return the state of each.
+        """Collective, whatever some of the ranks wait for, which they give up. Return the state of each rank.
 
         Args:
             ranks: those that meet, this one among them.
@@ -267,6 +278,7 @@ class Watchdog:
         """
         key = tuple(sorted(ranks))
         number = self._meetings.get(key, 0)
+        self._log(Kind.RECOVERY, self._given_up or why)
         self._tell_all({"meeting": number, "ranks": key, "why": why}, key)
         self._give_up(self._given_up or why, key)
         names = {rank: f"meeting {number} of {key}: {rank}" for rank in key}
@@ -421,27 +433,31 @@ def _own_ip() -> str:
 
 _patience: float | None = 15.0
 _raises = False
+_folder = os.environ.get("FSDP_REPORTS", "")
 _watchdogs: dict[Any, Watchdog] = communicator.made_once_for_groups()  # by the default group
 
 
-def set_watchdog(patience: float | None = 15.0, *, raises: bool = False) -> None:
-    """Set how long a rank waits in a collective before all ranks print where they are; None: never.
+def set_watchdog(patience: float | None = 15.0, *, raises: bool = False, reports: str | Path | None = None) -> None:
+    """Set how long a rank waits in a collective before all ranks print where they are, and what is done about it.
 
     Call it on every rank.
 
     Args:
-        patience: seconds, beyond twice what the longest wait before took.
+        patience: seconds, beyond twice what the longest wait before took; None: nothing is watched, and the steps of
+            optimizers are not compared.
         raises: then give up waiting: every rank raises a `CollectiveError` with the report, where it waits now or in
-            its next collective. The process groups on gloo that sharded models use are of no use afterwards. Others,
-            with NCCL, are left to their own timeouts.
+            its next collective. The process groups on gloo that sharded models use are of no use afterwards, until
+            `recover` has connected them anew. Others, with NCCL, are left to their own timeouts.
+        reports: a folder, in which each rank writes what it reports and why it ends, for `python -m fsdp diagnose`.
+            None: the one that the environment names by FSDP_REPORTS, or that was set before.
 
     Raises:
         ValueError: if the patience is not positive.
     """
-    global _patience, _raises
+    global _patience, _raises, _folder
     if patience is not None and not patience > 0:
         raise ValueError(f"set_watchdog: patience is a positive number of seconds, or None for never, got {patience}")
-    _patience, _raises = patience, raises
+    _patience, _raises, _folder = patience, raises, str(reports or _folder)
     for journal in list(journals) if patience is None else ():
         journal.difference = ""
 

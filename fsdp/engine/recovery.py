@@ -56,8 +56,8 @@ def recover(model: nn.Module) -> bool:
         model: a sharded model that has been used.
 
     Returns:
-        True on ranks that were a step ahead: they have not used the batch that they were interrupted in, and have to run
-        it again, now with the others.
+        True on ranks that were a step ahead: they have not used the batch that they were interrupted in, and have to
+        run it again, now with the others.
 
     Raises:
         RuntimeError: on every rank, if the last step cannot be completed on one that has begun to write, or has lost

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel
+from fsdp.distributed import watchdog
 from fsdp.distributed.communicator import CollectiveError
 from tests.helpers.ranks import RankPool
 
@@ -122,3 +123,64 @@ def _fail_and_go_on(folder: Path, fails_in: str, options: dict[str, Any]) -> Non
     assert torch.equal(training.weights(), expected)
     dist.barrier()  # the default group is of use again
     dist.destroy_process_group()
+
+
+def test_a_step_that_failed_in_the_middle_is_said_on_every_rank_and_all_are_idle(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    for error in ranks(2, backend=None).run(_fail_in_the_middle, tmp_path):
+        assert "fsdp.recover(): rank 1 failed in the middle of a step, with a part of the weights written." in error
+        assert "Load the last checkpoint, on every rank." in error
+
+
+def _fail_in_the_middle(folder: Path) -> str:
+    start(folder, 2)
+    training = Training("")
+    training.step(0)
+    saved = training.model.state_dict()
+    param = next(training.model.parameters())
+
+    def write_and_fail(*args: Any) -> None:
+        if dist.get_rank() == 1:
+            with torch.no_grad():
+                param.add_(1)
+            raise ValueError("out of memory")
+
+    hook = training.optimizer.register_step_pre_hook(write_and_fail)
+    with pytest.raises((ValueError, CollectiveError)):
+        _step_twice(training)
+    hook.remove()
+    with pytest.raises(RuntimeError) as error:
+        fsdp.recover(training.model)
+    training.model.load_state_dict(saved)
+    training.step(1)
+    dist.destroy_process_group()
+    return str(error.value)
+
+
+def _step_twice(training: Training) -> None:
+    training.step(1)
+    training.step(2)
+
+
+def test_a_rank_that_is_gone_ends_the_wait_for_it(ranks: RankPool, tmp_path: Path) -> None:
+    (error,) = [each for each in ranks(2, backend=None).run(_recover_alone, tmp_path) if each]
+    assert "the other ranks in fsdp.recover() did not complete" in error
+    assert "rank 1" in error
+
+
+def _recover_alone(folder: Path) -> str:
+    rank = start(folder, 2)
+    training = Training("")
+    training.step(0)
+    if rank == 1:
+        watchdog.stop()  # as at the end of a process
+        return ""
+    with pytest.raises(CollectiveError) as error:
+        fsdp.recover(training.model)
+    return str(error.value)
+
+
+def test_a_model_that_was_not_used_yet_cannot_be_recovered() -> None:
+    with pytest.raises(ValueError, match="nothing in this Linear is sharded and was used"):
+        fsdp.recover(nn.Linear(1, 1))
