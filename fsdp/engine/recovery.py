@@ -81,13 +81,13 @@ class _State(NamedTuple):
         taken: so many.
         backwards: so many have ended, the last of them before the next step.
         can_step: it knows the optimizer to take a step with, which has not begun to write.
-        has_written: a step was interrupted in the middle.
+        problem: why its weights are not those of the last step; empty if they are.
     """
 
     taken: int
     backwards: int
     can_step: bool
-    has_written: bool
+    problem: str
 
 
 def _recover(runtime: Runtime) -> bool:
@@ -101,7 +101,7 @@ def _recover(runtime: Runtime) -> bool:
         if backend_names(group).get("cpu") != "gloo":
             raise RuntimeError(f"{_CALL} is for process groups on gloo, got {backend_names(group)}: start again")
     optimizer = _optimizer_to_step(runtime)
-    own = _State(steps.taken, steps.backwards, optimizer is not None, steps.has_written)
+    own = _State(steps.taken, steps.backwards, optimizer is not None, steps.problem)
     heard = {own_rank(): own}
     is_spread = len(root.ranks) > 1 and peers_answer(root.everyone)
     if is_spread:
@@ -133,16 +133,15 @@ def _optimizer_to_step(runtime: Runtime) -> torch.optim.Optimizer | None:
     """Return the optimizer whose step was interrupted, or the only one of a model."""
     steps = runtime.usage.steps
     if steps.interrupted is not None:
-        return None if steps.has_written else steps.interrupted
+        return steps.interrupted
     known = optimizers_of(runtime.handles)
     return known[0] if len(known) == 1 else None
 
 
 def _missing_steps(heard: Mapping[int, _State]) -> tuple[str, Sequence[int]]:
     """Return why ranks cannot come to the same weights, if they can't, and those that have to take a step yet."""
-    written = [rank for rank, state in heard.items() if state.has_written]
-    if written:
-        return f"{named(written)} failed in the middle of a step, with a part of the weights written.", ()
+    for problem in filter(None, (state.problem for state in heard.values())):
+        return f"{named(rank for rank, state in heard.items() if state.problem == problem)} {problem}.", ()
     most = max(state.taken for state in heard.values())
     backwards = max(state.backwards for state in heard.values())
     late = {rank: state for rank, state in heard.items() if state.taken < most}

@@ -76,8 +76,8 @@ class Steps:
         Raises:
             RuntimeError: if it is known that the ranks' models differ.
         """
-        for journal in (self._journal, *self._of_replicas.values()):
-            if journal is not None and journal.difference:
+        for journal in self._journals:
+            if journal.difference:
                 journal.is_raised = True
                 raise RuntimeError(journal.difference)
         if self._of_replicas and self.backwards - self._compared_at >= _COMPARE_EVERY:
@@ -97,10 +97,18 @@ class Steps:
         return None if self._begun is None else self._begun[0]()
 
     @property
-    def has_written(self) -> bool:
-        """True if a step was interrupted after it had begun to write."""
+    def problem(self) -> str:
+        """A text that says why the weights are not those of the last step, which all ranks have taken."""
+        if any(journal.difference for journal in self._journals):
+            return "have different models, as was reported"
         optimizer = self.interrupted
-        return optimizer is not None and self._begun is not None and _version(optimizer) != self._begun[1]
+        if optimizer is not None and self._begun is not None and _version(optimizer) != self._begun[1]:
+            return "failed in the middle of a step, with a part of the weights written"
+        return ""
+
+    @property
+    def _journals(self) -> list[Journal]:
+        return [*filter(None, [self._journal]), *self._of_replicas.values()]
 
     def _compare_replicas(self) -> None:
         self._compared_at = self.backwards

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp
-from fsdp import FullyShardedDataParallel
+from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.distributed import watchdog
 from fsdp.distributed.communicator import CollectiveError
 from tests.helpers.ranks import RankPool
@@ -102,7 +102,15 @@ def start(folder: Path, world_size: int) -> int:
 
 
 @pytest.mark.parametrize("fails_in", ["forward", "backward", "step"])
-@pytest.mark.parametrize("options", [{}, {"use_orig_params": True, "reshard_after_forward": False}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_orig_params": True, "reshard_after_forward": False},
+        {"sharding_strategy": ShardingStrategy.NO_SHARD, "bucket_cap_mb": 0},
+    ],
+    ids=["flat", "original", "replicated"],
+)
 def test_training_goes_on_as_if_there_had_been_no_bad_batch(
     ranks: RankPool, tmp_path: Path, fails_in: str, options: dict[str, Any]
 ) -> None:
