@@ -33,6 +33,9 @@ Tag = int | str | tuple[int | str, ...]
 _call: ContextVar[str] = ContextVar("_call", default="")
 
 
+_MANY_TAGS = 1 << 20  # more than handles ever ask for
+
+
 class Pending:
     """A collective in flight; `wait` is the only way to its result."""
 
@@ -79,6 +82,10 @@ class Communicator(ABC):
     def new_tag(self) -> int:
         """A tag for one handle. Every rank of the group must ask equally often."""
         return next(self._tags)
+
+    def restart_tags(self) -> None:
+        """Go on with tags that are alike on all ranks again, though some may have asked more often."""
+        self._tags = itertools.count((next(self._tags) // _MANY_TAGS + 1) * _MANY_TAGS)
 
     @property
     def talk_device(self) -> torch.device:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fsdp.distributed.collectives import Pending
+from fsdp.distributed.collectives import Communicator, Pending
 from fsdp.distributed.communicator import CollectiveError, backend_names, behind, communicators_among, own_rank
 from fsdp.distributed.consensus import done_by_all, peers_answer
 from fsdp.distributed.messages import blank, renew
@@ -26,6 +26,7 @@ from fsdp.distributed.watchdog import meet
 from fsdp.engine.handle import Phase
 from fsdp.engine.optimizer_hooks import optimizers_of
 from fsdp.engine.runtime import Runtime, runtimes
+from fsdp.engine.unit import Unit, unit_of, units_in
 
 _CALL = "fsdp.recover()"
 _AT_MOST = 100_000  # things that a rank has to let go of
@@ -53,7 +54,7 @@ def recover(model: nn.Module) -> bool:
     Not undone are buffers (statistics of batch norm), states of random generators, schedulers and scalers.
 
     Args:
-        model: a sharded model that has been used.
+        model: a sharded model.
 
     Returns:
         True on ranks that were a step ahead: they have not used the batch that they were interrupted in, and have to
@@ -63,14 +64,18 @@ def recover(model: nn.Module) -> bool:
         RuntimeError: on every rank, if the last step cannot be completed on one that has begun to write, or has lost
             its gradients. All ranks are idle then, and can load a checkpoint. Besides if a rank is gone, if groups are
             not on gloo, or inside of a forward, a backward, or `fsdp.join`.
-        ValueError: if nothing in `model` is sharded, or was used yet.
+        ValueError: if nothing in `model` is sharded.
     """
-    modules = {module: number for number, module in enumerate(model.modules())}
-    found = [runtime for runtime in runtimes() if runtime.root.modules[0] in modules]
-    if not found:
-        raise ValueError(f"{_CALL}: nothing in this {type(model).__name__} is sharded and was used: start again")
-    found.sort(key=lambda runtime: modules[runtime.root.modules[0]])
-    were_ahead = [_recover(runtime) for runtime in found]
+    roots: dict[Unit, None] = {}
+    inside: set[Unit] = set()
+    for unit in filter(None, map(unit_of, model.modules())):
+        if unit not in inside:
+            root = unit if unit.runtime is None else unit.runtime.root
+            roots[root] = None
+            inside.update(one for _, one in units_in(root))
+    if not roots:
+        raise ValueError(f"{_CALL}: nothing in this {type(model).__name__} is sharded")
+    were_ahead = [_recover(root) for root in roots]
     return any(were_ahead)
 
 
@@ -84,43 +89,49 @@ class _State(NamedTuple):
         problem: why its weights are not those of the last step; empty if they are.
     """
 
-    taken: int
-    backwards: int
-    can_step: bool
-    problem: str
+    taken: int = 0
+    backwards: int = 0
+    can_step: bool = False
+    problem: str = ""
 
 
-def _recover(runtime: Runtime) -> bool:
+def _recover(root: Unit) -> bool:
+    runtime = next((each for each in runtimes() if each.root is root), None)
+    if runtime is not None:
+        _require_no_context(runtime)
+    ways = communicators_among(root.ranks)
+    for way in ways:
+        if (names := backend_names(way.group)).get("cpu") != "gloo":
+            raise RuntimeError(f"{_CALL} is for process groups on gloo, got {names}: start the job again")
+    optimizer, own = (None, _State()) if runtime is None else _steps_of(runtime)
+    heard = {own_rank(): own}
+    if len(root.ranks) > 1 and peers_answer(root.everyone):
+        heard = {rank: _State(*state) for rank, state in meet(sorted(root.ranks), _reason(), own).items()}
+    _come_to_rest(root, runtime, ways)
+    if len(heard) > 1:
+        for group in sorted({behind(way.group) for way in ways}, key=attrgetter("group_name")):
+            renew(group)
+    try:
+        problem, late = _missing_steps(heard)
+        if problem:
+            raise RuntimeError(f"rank {own_rank()}: {_CALL}: {problem} Load the last checkpoint, on every rank.")
+        is_late = own_rank() in late
+        if late:
+            done_by_all([root.everyone], "complete its last step", lambda: _step(optimizer if is_late else None))
+    finally:
+        for _, unit in units_in(root):
+            for handle in unit.handles:
+                handle.zero_grad()
+        if runtime is not None:
+            runtime.forget()  # the next forward begins with orders of units and journals that are alike on all ranks
+    return bool(late) and not is_late
+
+
+def _require_no_context(runtime: Runtime) -> None:
     if runtime.participation.is_joining:
         raise RuntimeError(f"{_CALL} inside fsdp.join: call it after the context, on every rank")
     if runtime.is_computing:
         raise RuntimeError(f"{_CALL} in the middle of a forward or backward of {runtime.root.name}: call it after them")
-    root, steps = runtime.root, runtime.usage.steps
-    groups = {behind(one.group) for one in communicators_among(root.ranks)}
-    for group in groups:
-        if backend_names(group).get("cpu") != "gloo":
-            raise RuntimeError(f"{_CALL} is for process groups on gloo, got {backend_names(group)}: start again")
-    optimizer = _optimizer_to_step(runtime)
-    own = _State(steps.taken, steps.backwards, optimizer is not None, steps.problem)
-    heard = {own_rank(): own}
-    is_spread = len(root.ranks) > 1 and peers_answer(root.everyone)
-    if is_spread:
-        heard = {rank: _State(*state) for rank, state in meet(sorted(root.ranks), _reason(), own).items()}
-    _come_to_rest(runtime)
-    for group in sorted(groups, key=attrgetter("group_name")) if is_spread else ():
-        renew(group)
-    try:
-        problem, behind_ranks = _missing_steps(heard)
-        if problem:
-            raise RuntimeError(f"rank {own_rank()}: {_CALL}: {problem} Load the last checkpoint, on every rank.")
-        is_behind = own_rank() in behind_ranks
-        if behind_ranks:
-            done_by_all([root.everyone], "complete its last step", lambda: _step(optimizer if is_behind else None))
-    finally:
-        for handle in runtime.handles:
-            handle.zero_grad()
-        runtime.forget()  # the next forward begins with orders of units and journals that are alike on all ranks
-    return bool(behind_ranks) and not is_behind
 
 
 def _reason() -> str:
@@ -129,13 +140,12 @@ def _reason() -> str:
     return f"rank {own_rank()} has called {_CALL}{cause}. Call it on every rank, or end them all"
 
 
-def _optimizer_to_step(runtime: Runtime) -> torch.optim.Optimizer | None:
-    """Return the optimizer whose step was interrupted, or the only one of a model."""
+def _steps_of(runtime: Runtime) -> tuple[torch.optim.Optimizer | None, _State]:
+    """Return the optimizer whose step was interrupted, or the only one of a model; and this rank's state."""
     steps = runtime.usage.steps
-    if steps.interrupted is not None:
-        return steps.interrupted
-    known = optimizers_of(runtime.handles)
-    return known[0] if len(known) == 1 else None
+    known = [steps.interrupted] if steps.interrupted is not None else optimizers_of(runtime.handles)
+    optimizer = known[0] if len(known) == 1 else None
+    return optimizer, _State(steps.taken, steps.backwards, optimizer is not None, steps.problem)
 
 
 def _missing_steps(heard: Mapping[int, _State]) -> tuple[str, Sequence[int]]:
@@ -159,15 +169,18 @@ def _step(optimizer: torch.optim.Optimizer | None) -> None:
         optimizer.step()
 
 
-def _come_to_rest(runtime: Runtime) -> None:
+def _come_to_rest(root: Unit, runtime: Runtime | None, ways: Sequence[Communicator]) -> None:
     """Drop all that a forward or backward has left, where connections are closed and nothing arrives any more."""
-    for handle in runtime.handles:
-        if handle.phase is Phase.UNSHARDING:
-            handle._pending = Pending("", (), lambda: blank(0))
-    for one in communicators_among(runtime.root.ranks):
-        _repeat(one.settle)
-    _repeat(runtime.reset_iteration)
-    _repeat(runtime.release)
+    for _, unit in units_in(root):
+        for handle in unit.handles:
+            if handle.phase is Phase.UNSHARDING:
+                handle._pending = Pending("", (), lambda: blank(0))
+    for way in ways:
+        _repeat(way.settle)
+        way.restart_tags()
+    if runtime is not None:
+        _repeat(runtime.reset_iteration)
+        _repeat(runtime.release)
 
 
 def _repeat(end: Callable[[], None]) -> None:

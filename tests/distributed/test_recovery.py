@@ -189,6 +189,25 @@ def _recover_alone(folder: Path) -> str:
     return str(error.value)
 
 
-def test_a_model_that_was_not_used_yet_cannot_be_recovered() -> None:
-    with pytest.raises(ValueError, match="nothing in this Linear is sharded and was used"):
+def test_a_rank_may_fail_before_the_first_forward_and_again_at_once(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, backend=None).run(_fail_before_forward, tmp_path)
+
+
+def _fail_before_forward(folder: Path) -> None:
+    start(folder, 2)
+    expected = weights_after([2, 4])
+    training = Training("")
+    for number in range(BATCHES):
+        try:
+            if number in (0, 1, 3) and dist.get_rank() == 1:
+                raise ValueError("a file cannot be read")
+            training.step(number)
+        except (ValueError, CollectiveError):
+            assert not fsdp.recover(training.model)
+    assert torch.equal(training.weights(), expected)
+    dist.destroy_process_group()
+
+
+def test_a_plain_model_cannot_be_recovered() -> None:
+    with pytest.raises(ValueError, match="nothing in this Linear is sharded"):
         fsdp.recover(nn.Linear(1, 1))
