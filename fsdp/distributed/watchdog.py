@@ -283,22 +283,25 @@ class Watchdog:
         self._give_up(self._given_up or why, key)
         names = {rank: f"meeting {number} of {key}: {rank}" for rank in key}
         self._store.set(names[self._rank], json.dumps(state))
-        communicator.finish([_Arrival(self, names)], "the other ranks in fsdp.recover()")
+        communicator.finish([_Arrival(self, names)], "the meeting of all ranks in fsdp.recover()")
         self._meetings[key] = number + 1
         self._given_up = ""
         return {rank: json.loads(self._store.get(name)) for rank, name in names.items()}
 
-    def missing(self, names: Mapping[int, str]) -> list[int]:
-        """Return the ranks that have not set what they were to set.
+    def await_all(self, names: Mapping[int, str]) -> None:
+        """Block until each rank has set its name in the store.
 
         Raises:
             RuntimeError: if one is gone.
         """
-        late = [rank for rank, name in names.items() if not self._store.check([name])]
-        gone = [rank for rank in late if rank in self._addresses and _tell(self._addresses[rank], {}) == _GONE]
-        if gone:
-            raise RuntimeError(f"{named(gone)} {_GONE}")
-        return late
+        next_look = time.monotonic() + _TICK
+        while late := [rank for rank, name in names.items() if not self._store.check([name])]:
+            time.sleep(_POLL)
+            if time.monotonic() > next_look:
+                gone = [rank for rank, answer in self._tell_some(late, {}).items() if answer == _GONE]
+                if gone:
+                    raise RuntimeError(f"{named(gone)} {_GONE}")
+                next_look = time.monotonic() + _TICK
 
     def _answer(self, message: Message) -> Message:
         """Return the answer to a message of another rank."""
@@ -347,8 +350,7 @@ class _Arrival:
         self._watchdog, self._names = watchdog, names
 
     def wait(self) -> None:
-        while self._watchdog.missing(self._names):
-            time.sleep(_POLL)
+        self._watchdog.await_all(self._names)
 
 
 class _Server(socketserver.ThreadingTCPServer):

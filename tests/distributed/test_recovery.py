@@ -173,7 +173,7 @@ def _step_twice(training: Training) -> None:
 
 def test_a_rank_that_is_gone_ends_the_wait_for_it(ranks: RankPool, tmp_path: Path) -> None:
     (error,) = [each for each in ranks(2, backend=None).run(_recover_alone, tmp_path) if each]
-    assert "the other ranks in fsdp.recover() did not complete" in error
+    assert "the meeting of all ranks in fsdp.recover() did not complete" in error
     assert "rank 1" in error
 
 
