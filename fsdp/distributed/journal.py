@@ -15,7 +15,7 @@ _KEPT = 1024  # pages on which there is something
 
 
 class Journal:
-    """What one model has done on this rank.
+    """A record of what one model has done on this rank.
 
     Args:
         name: alike on all its ranks, and of no other journal of these ranks.

@@ -31,7 +31,7 @@ class RollCall:
 
     @property
     def difference(self) -> str:
-        """How the ranks of a model differ; empty if it is not known that they do, or this rank has raised it."""
+        """A text that says how ranks differ; empty if it is not known that they do, or this rank has raised it."""
         return next((each.difference for each in list(journals) if not each.is_raised and each.difference), "")
 
     def tick(self) -> None:
