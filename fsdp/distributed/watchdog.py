@@ -24,6 +24,7 @@ import threading
 import time
 import traceback
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -281,7 +282,7 @@ class Watchdog:
         self._log(Kind.RECOVERY, self._given_up or why)
         self._tell_all({"meeting": number, "ranks": key, "why": why}, key)
         self._give_up(self._given_up or why, key)
-        names = {rank: f"meeting {number} of {key}: {rank}" for rank in key}
+        names = {rank: f"meeting {number} of {zlib.crc32(repr(key).encode())}: {rank}" for rank in key}
         self._store.set(names[self._rank], json.dumps(state))
         communicator.finish([_Arrival(self, names)], "the meeting of all ranks in fsdp.recover()")
         self._meetings[key] = number + 1
