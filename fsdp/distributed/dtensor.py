@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -219,39 +219,6 @@ class MeshPart:
             value = value.narrow(sharding.dim, *sharding.range(sharding.place))
         return value
 
-    def sharded_dim(self, name: str) -> int | None:
-        """The only dimension along which it is sharded; None if every rank of the mesh has all of it."""
-        if not all(placement.is_shard() or placement.is_replicate() for placement in self.placements):
-            raise NotImplementedError(
-                f"{name} has placements {list(self.placements)}: only Shard and Replicate are read"
-            )
-        dims = {self.placements[number].dim % len(self.shape) for number in self.sharded_dims}  # type: ignore[attr-defined]
-        if len(dims) > 1:
-            raise NotImplementedError(
-                f"{name} is sharded along dimensions {sorted(dims)} ({self}): a file can be read into parameters "
-                "that are sharded along one. Load it with load_state_dict."
-            )
-        return dims.pop() if dims else None
-
-    def ranges(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Return where elements ``start:stop`` of the row-major local part are in the row-major unsharded tensor.
-
-        One range if it is sharded along dimension 0, otherwise one for each row of what is before the dimension.
-        """
-        dim = self.sharded_dim(name)
-        if dim is None:
-            yield start, stop
-            return
-        first, size = self._extents[dim]
-        inner = math.prod(self.shape[dim + 1 :])
-        ours, theirs = size * inner, self.shape[dim] * inner
-        while start < stop:
-            row, place = divmod(start, ours)
-            count = min(stop - start, ours - place)
-            begin = row * theirs + first * inner + place
-            yield begin, begin + count
-            start += count
-
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Collective over its mesh. A `DTensor` as a plain tensor, which may share memory; others are whole already."""
@@ -373,7 +340,7 @@ class MeshGroups:
         """Those of some parameters, of which no two may have several ranks in common without being the same."""
         groups: dict[tuple[int, ...], Any] = {}
         for mesh in {part.mesh: None for part in parts if part is not None}:
-            groups |= {ranks: group for ranks, group in _groups_of(mesh).values() if len(ranks) > 1}
+            groups |= {ranks: group for ranks, group in groups_of(mesh).values() if len(ranks) > 1}
         for ranks in groups:
             for other in groups:
                 if ranks != other and len(set(ranks) & set(other)) > 1:
@@ -385,12 +352,12 @@ class MeshGroups:
 
     def copies(self, part: MeshPart | None) -> int:
         """On how many of the tensor-parallel ranks each element of a parameter is found."""
-        own = _groups_of(part.mesh) if part is not None else {}
+        own = groups_of(part.mesh) if part is not None else {}
         spread = {own[dim][0] for dim in part.sharded_dims} if part is not None else set()
         return math.prod(len(ranks) for ranks in self.groups if ranks not in spread)
 
 
-def _groups_of(mesh: DeviceMesh) -> dict[int, tuple[tuple[int, ...], Any]]:
+def groups_of(mesh: DeviceMesh) -> dict[int, tuple[tuple[int, ...], Any]]:
     """Return for each dimension of a mesh this rank's group, with its ranks."""
     groups = {number: mesh.get_group(number) for number in range(mesh.ndim)}
     return {number: (tuple(sorted(dist.get_process_group_ranks(group))), group) for number, group in groups.items()}
