@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +118,8 @@ class MeshPart:
     mesh: DeviceMesh
     placements: tuple[Placement, ...]  # for each dimension of the mesh
     shape: torch.Size  # of the unsharded tensor
+    # The dimensions for data parallelism, along which a gradient is still to be summed: that is a reduce-scatter.
+    data_dims: frozenset[int] = field(default=frozenset(), compare=False)
 
     @classmethod
     def of(cls, tensor: Tensor) -> MeshPart | None:
@@ -180,7 +182,8 @@ class MeshPart:
 
     def __str__(self) -> str:
         # With this rank's place in the mesh: equal parts of other places must not be taken for the same.
-        return f"{self.spread}, at {list(self.mesh.get_coordinate() or ())}"
+        place = enumerate(self.mesh.get_coordinate() or ())
+        return f"{self.spread}, at {[number for dim, number in place if dim not in self.data_dims]}"
 
     def dtensor(self, local: Tensor) -> DTensor:
         """A `DTensor` around a local part; shares its memory."""
@@ -195,9 +198,12 @@ class MeshPart:
         """This rank's part of a gradient. Collective over the mesh if it is still to be summed over it."""
         if not is_dtensor(gradient):
             return gradient
-        if tuple(gradient.placements) != self.placements:  # type: ignore[attr-defined]
+        found: Sequence[Placement] = gradient.placements  # type: ignore[attr-defined]
+        both = enumerate(zip(found, self.placements, strict=True))
+        wanted = [one if dim in self.data_dims and not one.is_shard() else own for dim, (one, own) in both]
+        if wanted != list(found):
             with torch.no_grad():
-                gradient = gradient.redistribute(placements=self.placements)  # type: ignore[attr-defined]
+                gradient = gradient.redistribute(placements=wanted)  # type: ignore[attr-defined]
         return arrived(local_part(gradient))
 
     def to_local(self, name: str, value: Tensor) -> Tensor:
@@ -339,8 +345,9 @@ class MeshGroups:
     def of(cls, parts: Iterable[MeshPart | None]) -> MeshGroups:
         """Those of some parameters, of which no two may have several ranks in common without being the same."""
         groups: dict[tuple[int, ...], Any] = {}
-        for mesh in {part.mesh: None for part in parts if part is not None}:
-            groups |= {ranks: group for ranks, group in groups_of(mesh).values() if len(ranks) > 1}
+        for mesh, data_dims in {(part.mesh, part.data_dims): None for part in parts if part is not None}:
+            found = groups_of(mesh).items()
+            groups |= {ranks: group for dim, (ranks, group) in found if len(ranks) > 1 and dim not in data_dims}
         for ranks in groups:
             for other in groups:
                 if ranks != other and len(set(ranks) & set(other)) > 1:
