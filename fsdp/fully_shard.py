@@ -23,7 +23,7 @@ from fsdp.distributed.comm_hooks import AllReduceHook
 from fsdp.distributed.communicator import Group, behind, default_group, made_once_for_groups, served_device
 from fsdp.distributed.custom_collectives import Collective, CustomAllGather, CustomReduceScatter, moved
 from fsdp.distributed.dtensor import MeshPart, spread_loaded
-from fsdp.distributed.gather_extension import is_extended
+from fsdp.distributed.gather_extension import holds_extended
 from fsdp.engine.copying import prepare_to_copy
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.foreign_names import note_fully_sharded, refuse_data_parallel, replicated_in
@@ -259,11 +259,6 @@ class DTensorForm:
             if part is not None:
                 self._spread.check(name, part)
             self._dims[name] = self._dim_of(name, param)
-            if is_extended(param) and self._dims[name] != 0:
-                raise NotImplementedError(
-                    f"{name} is a {type(param).__name__}, which says itself how it is all-gathered: shard_placement_fn "
-                    "must return Shard(0) or None for it"
-                )
         for param in tied:
             split_off(param, lender_of(param))
 
@@ -285,8 +280,8 @@ class DTensorForm:
             flat_param.parts = tuple(part and self._spread.of_unsharded(part) for part in flat_param.parts)
             places = [found[param] for param in params]
             shard = Shard(flat_param, places, (), new_orig_params, self._post_forward, is_replicated=is_replicated)
-            if is_extended(params[0]):  # what its methods make cannot be kept among a few ranks
-                new_unsharded = partial(ExtendedParameters, mp_policy=self._mp_policy)
+            if holds_extended(params[0]):  # what its methods make cannot be kept among a few ranks
+                new_unsharded = partial(ExtendedParameters, mesh=self._spread.mesh, mp_policy=self._mp_policy)
                 shard = replace(shard, post_forward_comm=None, new_unsharded=new_unsharded)
             shards.append(shard)
         ordered = {param: found[param] for params in groups for param in params}
@@ -310,7 +305,7 @@ class DTensorForm:
 
 def _kind_of(name: str, param: nn.Parameter) -> Hashable:
     """Return what tells parameters apart that do not share a flat parameter; extended ones have each their own."""
-    return param.dim() == 0, param if is_extended(param) else None
+    return param.dim() == 0, param if holds_extended(param) else None
 
 
 def _resharding(asked: Any, groups: Groups) -> tuple[bool, Group | None]:

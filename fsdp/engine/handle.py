@@ -551,7 +551,7 @@ class FlatParamHandle:
                     "dense. Make the embedding with sparse=False."
                 )
             part = self.flat_param.parts[slot]
-            self.gradients.add(slot, values_of(gradient) if part is None else part.gradient(gradient), divisor)
+            self.gradients.add(slot, values_of(gradient if part is None else part.gradient(gradient)), divisor)
         return self.gradients.is_complete
 
     def reduce(self) -> Pending:
@@ -719,7 +719,7 @@ class FlatParamHandle:
         with torch.no_grad():
             rows = None if self.orig_params is None else self.orig_params.local_shard_of(slot, value)
             if rows is None:
-                value = values_of(value) if part is None else part.to_local(self.layout.slots[slot].name, value)
+                value = values_of(value if part is None else part.to_local(self.layout.slots[slot].name, value))
                 self.layout.shard_of(slot, value, self.flat_param.vector, self.comm.rank)
             else:
                 self.local_shards[slot].copy_(rows)

@@ -73,8 +73,36 @@ class Sometimes(nn.Module):
         return self.both(torch.tanh(self.used(inputs)))
 
 
+class UsedInPart(nn.Module):
+    """Some parameters of each unit are never used; of the last, none is in every other step."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        layers = [nn.ModuleDict({"used": nn.Linear(12, 12), "unused": nn.Linear(12, 12)}) for _ in range(3)]
+        self.layers = nn.ModuleList(wrap(_UsedInPart(layer)) for layer in layers)
+        self.entry, self.exit, self.spare = nn.Linear(5, 12), nn.Linear(12, 1), nn.Linear(12, 6)
+        self.calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = self.entry(inputs)
+        for layer in self.layers[: 2 + self.calls % 2]:
+            hidden = torch.tanh(layer(hidden))
+        return self.exit(hidden)
+
+
+class _UsedInPart(nn.Module):
+    def __init__(self, parts: nn.ModuleDict) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.parts["used"](inputs)
+
+
 HALF = {"mp_policy": {"param_dtype": torch.bfloat16}}
 SUMMED_IN_FLOAT = {"mp_policy": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}}
+PARTLY = {"make_model": partial(seeded, UsedInPart), "steps": 3}
 TIED = {"make_model": partial(tiny_transformer, tied=True), "task": TOKENS}
 
 RECIPES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -92,6 +120,9 @@ RECIPES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "mixed precision, hybrid": (4, {}, {"mesh": (2, 2), **SUMMED_IN_FLOAT}),
     "frozen part": (3, {"make_model": _partly_frozen}, {}),
     "unused parameters": (3, {"make_model": partial(seeded, Sometimes)}, {}),
+    "used in part": (2, PARTLY, {}),
+    "used in part, accumulated": (3, {"accumulate": 2, **PARTLY}, {}),
+    "used in part, hybrid": (4, {"accumulate": 2, **PARTLY}, {"mesh": (2, 2)}),
     "shared parameters": (3, TIED, {}),
     "shared parameters, hybrid": (4, TIED, {"mesh": (2, 2)}),
 }
