@@ -6,6 +6,7 @@ our ranks tell each other besides.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.helpers.dtensor_twins import Plan, Uneven, mesh_of, ours, seeded, torchs, train, uneven
+from tests.helpers.dtensor_twins import (
+    Plan,
+    Uneven,
+    assert_side_by_side,
+    mesh_of,
+    ours,
+    seeded,
+    torchs,
+    train,
+    uneven,
+)
 from tests.helpers.models import Wrap, keep, tiny_transformer
 from tests.helpers.parity import TOKENS
 from tests.helpers.ranks import RankPool
@@ -74,20 +85,20 @@ class Sometimes(nn.Module):
 
 
 class UsedInPart(nn.Module):
-    """Some parameters of each unit are never used; of the last, none is in every other step."""
+    """Some parameters of each unit are not used, and none of the last; or each of these in every other forward."""
 
-    def __init__(self, wrap: Wrap) -> None:
+    def __init__(self, wrap: Wrap, alternates: bool = False) -> None:
         super().__init__()
         layers = [nn.ModuleDict({"used": nn.Linear(12, 12), "unused": nn.Linear(12, 12)}) for _ in range(3)]
         self.layers = nn.ModuleList(wrap(_UsedInPart(layer)) for layer in layers)
         self.entry, self.exit, self.spare = nn.Linear(5, 12), nn.Linear(12, 1), nn.Linear(12, 6)
-        self.calls = 0
+        self.calls, self.alternates = 0, alternates
 
     def forward(self, inputs: Tensor) -> Tensor:
-        self.calls += 1
+        self.calls += self.alternates
         hidden = self.entry(inputs)
         for layer in self.layers[: 2 + self.calls % 2]:
-            hidden = torch.tanh(layer(hidden))
+            hidden = torch.tanh(layer(hidden, "unused" if self.calls % 3 == 1 else "used"))
         return self.exit(hidden)
 
 
@@ -96,8 +107,8 @@ class _UsedInPart(nn.Module):
         super().__init__()
         self.parts = parts
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.parts["used"](inputs)
+    def forward(self, inputs: Tensor, part: str) -> Tensor:
+        return self.parts[part](inputs)
 
 
 HALF = {"mp_policy": {"param_dtype": torch.bfloat16}}
@@ -142,6 +153,20 @@ def _compare(what: dict[str, Any], options: dict[str, Any]) -> None:
     # Which parameters a backward uses is told in the background: two bytes for each, and as many where some are unused.
     peers, params = dist.get_world_size() - 1, len(found.gradients[0])
     assert found.traffic.words <= 4 * params * peers * plan.accumulate
+
+
+@pytest.mark.parametrize(("accumulate", "mesh"), [(1, (3,)), (2, (3,)), (3, (2, 2))], ids=str)
+def test_what_is_used_now_and_then_trains_as_torchs(ranks: RankPool, accumulate: int, mesh: tuple[int, ...]) -> None:
+    ranks(4 if len(mesh) > 1 else mesh[0]).run(_train_now_and_then, accumulate, mesh)
+
+
+def _train_now_and_then(accumulate: int, mesh: tuple[int, ...]) -> None:
+    make_model = partial(seeded, partial(UsedInPart, alternates=True))
+    # What is gathered in advance, and then not used, is not compared.
+    plan = Plan(make_model=make_model, steps=5, accumulate=accumulate, is_counted=False)
+    assert_side_by_side(plan, mesh=mesh)
+    if accumulate > 1:
+        assert_side_by_side(replace(plan, sync_each=True), mesh=mesh)
 
 
 @pytest.mark.parametrize(("kind", "accumulate"), [("heads", 2), ("sequence", 1)])
