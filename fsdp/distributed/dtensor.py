@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -337,12 +337,14 @@ class MeshGroups:
 
     Attributes:
         groups: by their ranks.
+        inside: those among the ranks of data parallelism, as expert parallelism has them; not in `groups`.
     """
 
     groups: dict[tuple[int, ...], Any]
+    inside: frozenset[tuple[int, ...]]
 
     @classmethod
-    def of(cls, parts: Iterable[MeshPart | None]) -> MeshGroups:
+    def of(cls, parts: Iterable[MeshPart | None], data_ranks: Collection[int]) -> MeshGroups:
         """Those of some parameters, of which no two may have several ranks in common without being the same."""
         groups: dict[tuple[int, ...], Any] = {}
         for mesh, data_dims in {(part.mesh, part.data_dims): None for part in parts if part is not None}:
@@ -355,13 +357,20 @@ class MeshGroups:
                         f"DTensors on meshes that overlap in part, over ranks {list(ranks)} and {list(other)}: their "
                         "gradients have no common norm yet. Take both meshes from one init_device_mesh."
                     )
-        return cls(groups)
+        inside = frozenset(ranks for ranks in groups if set(ranks) <= set(data_ranks))
+        return cls({ranks: group for ranks, group in groups.items() if ranks not in inside}, inside)
 
     def copies(self, part: MeshPart | None) -> int:
         """On how many of the tensor-parallel ranks each element of a parameter is found."""
         own = groups_of(part.mesh) if part is not None else {}
         spread = {own[dim][0] for dim in part.sharded_dims} if part is not None else set()
-        return math.prod(len(ranks) for ranks in self.groups if ranks not in spread)
+        within = {ranks for ranks, _ in own.values() if ranks in self.inside}
+        return math.prod(len(ranks) for ranks in self.groups.keys() | within if ranks not in spread)
+
+    def inside_of(self, part: MeshPart | None) -> int:
+        """Return over how many of the data-parallel ranks a `DTensor` is spread, or replicated, by its own mesh."""
+        own = groups_of(part.mesh).values() if part is not None else ()
+        return math.prod(len(ranks) for ranks, _ in own if ranks in self.inside)
 
 
 def groups_of(mesh: DeviceMesh) -> dict[int, tuple[tuple[int, ...], Any]]:

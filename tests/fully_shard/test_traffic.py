@@ -16,9 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.helpers.dtensor_twins import (
+    ROUNDING,
     Plan,
     Uneven,
     assert_side_by_side,
+    assert_within,
+    local,
     mesh_of,
     ours,
     seeded,
@@ -167,6 +170,24 @@ def _train_now_and_then(accumulate: int, mesh: tuple[int, ...]) -> None:
     assert_side_by_side(plan, mesh=mesh)
     if accumulate > 1:
         assert_side_by_side(replace(plan, sync_each=True), mesh=mesh)
+
+
+def test_what_is_used_now_and_then_accumulates_in_shards(ranks: RankPool) -> None:
+    ranks(4).run(_accumulate_in_shards)
+
+
+def _accumulate_in_shards() -> None:
+    torch.set_default_dtype(torch.float64)
+    found = []
+    for wrap in (torchs, ours):
+        model: Any = seeded(partial(UsedInPart, alternates=True), wrap(mesh=mesh_of(2, 2)))
+        torch.manual_seed(dist.get_rank())
+        for is_last in (False, False, True, False, True):
+            model.set_requires_all_reduce(is_last)
+            model(torch.randn(3, 5)).square().sum().backward()
+        found.append([None if param.grad is None else local(param.grad) for param in model.parameters()])
+    for mine, theirs in zip(*found, strict=True):
+        assert_within("gradient", theirs, mine, ROUNDING)
 
 
 @pytest.mark.parametrize(("kind", "accumulate"), [("heads", 2), ("sequence", 1)])
