@@ -597,20 +597,23 @@ def test_dimensions_of_a_mesh_are_chosen_by_name(ranks: RankPool) -> None:
 
 def _choose_dimensions() -> None:
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
 
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicate", "shard", "tensor"))
     found = {}
     for dims in (
         fsdp.DataParallelMeshDims("shard", "replicate"),
         fsdp.DataParallelMeshDims(("replicate", "shard")),
+        fsdp.DataParallelMeshDims(replicate=("replicate", "shard")),
     ):
         model: Any = seeded(lambda wrap: nn.Linear(5, 4))
         fsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
         backward(model, 0)
-        found[dims.shard] = model.weight.grad.full_tensor(), model.weight.device_mesh.ndim
-    (hybrid, two), (flat, one) = found.values()
-    assert (two, one) == (2, 1)
+        found[dims.shard] = model.weight.grad.full_tensor(), model.weight.placements
+    (hybrid, two), (flat, one), (replicated, none) = found.values()
+    assert (two, one, none) == ((Replicate(), Shard(0)), (Shard(0),), (Replicate(),))
     torch.testing.assert_close(hybrid, flat)
+    torch.testing.assert_close(replicated, flat)
     with pytest.raises(ValueError, match="names 'rows'"):
         fsdp.fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims("rows"))
     with pytest.raises(ValueError, match="At least one of shard or replicate"):
