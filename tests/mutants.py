@@ -51,7 +51,7 @@ CONCERNS = {
     "engine/handle": (
         "engine/flat_param engine/no_sync engine/changed_parameters engine/changed_dtype engine/orig_params_gradients "
         "fully_sharded_data_parallel/copies state_dict/summon_full_params engine/different_values engine/offload "
-        "engine/nested_calls training/functional_call"
+        "engine/nested_calls training/functional_call uneven/used_on_some_ranks"
     ),
     "engine/unit engine/runtime engine/schedule engine/forward_hooks": (
         "engine/schedule engine/runtime engine/units engine/nested_calls engine/no_sync engine/precision_eval "
