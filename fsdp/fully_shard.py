@@ -22,8 +22,8 @@ from fsdp.distributed.collectives import Communicator, communicator
 from fsdp.distributed.comm_hooks import AllReduceHook
 from fsdp.distributed.communicator import Group, behind, default_group, made_once_for_groups, served_device
 from fsdp.distributed.custom_collectives import Collective, CustomAllGather, CustomReduceScatter, moved
-from fsdp.distributed.dtensor import MeshPart, joint_mesh, spread_loaded
-from fsdp.distributed.gather_extension import is_extended
+from fsdp.distributed.dtensor import MeshPart, spread_loaded
+from fsdp.distributed.gather_extension import holds_extended
 from fsdp.engine.copying import prepare_to_copy
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.foreign_names import note_fully_sharded, refuse_data_parallel, replicated_in
@@ -38,13 +38,15 @@ from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.runtime import runtime_of, runtime_of_root
 from fsdp.engine.shard import Shard
 from fsdp.engine.shard_module import ALIGNED, Found, MakeFlatParam, shard_module
-from fsdp.engine.sharding_strategy import Groups, group_apart, post_forward_group
+from fsdp.engine.sharding_strategy import Groups, ShardingStrategy, group_apart, post_forward_group
 from fsdp.engine.shared_params import share, split_off
 from fsdp.engine.unit import ModuleGroup, TrainingState, Unit, unit_of, unit_of_wrapper, units_in
 from fsdp.state_dict.full import explain
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from fsdp.engine.dtensor_params import DataParallelSpread
 
 Modules = TypeVar("Modules", bound="nn.Module | Sequence[nn.Module]")
 
@@ -96,7 +98,7 @@ class DataParallelMeshDims:
 
     def __post_init__(self) -> None:
         if self.shard is None and self.replicate is None:
-            raise ValueError("DataParallelMeshDims needs the name of a dimension: shard, replicate or both")
+            raise ValueError("At least one of shard or replicate must be named in DataParallelMeshDims")
 
     @property
     def shard_names(self) -> tuple[str, ...]:
@@ -153,7 +155,7 @@ def fully_shard(
         offload_policy: `CPUOffloadPolicy`, or `OffloadPolicy`, which is none.
         ignored_params: are left as they are, and their gradients are not summed over the ranks.
         dp_mesh_dims: a `DataParallelMeshDims`, which names the dimensions of `mesh` to shard and to replicate over.
-            Parameters that are `DTensor`s on all of `mesh` must be replicated along these.
+            Parameters that are `DTensor`s on all of `mesh` must be replicated along these; modules compute with such.
 
     Returns:
         The module, or the list.
@@ -174,13 +176,12 @@ def fully_shard(
     if not hasattr(mesh, "get_coordinate"):
         raise TypeError(f"mesh must be a DeviceMesh, of init_device_mesh() for instance, got a {type(mesh).__name__}")
     # Imports DTensor, which takes a second.
-    from fsdp.engine.dtensor_params import data_parallel_mesh, placed_elsewhere, take_off, teach_dtensor
+    from fsdp.engine.dtensor_params import DataParallelSpread, placed_elsewhere, teach_dtensor
 
     teach_dtensor()
-    if dp_mesh_dims is not None:
-        all_dims, mesh = mesh, data_parallel_mesh(mesh, dp_mesh_dims)
-        take_off(modules, all_dims, {*dp_mesh_dims.shard_names, *dp_mesh_dims.replicate_names})
-    groups = Groups.resolve(mesh, None)
+    spread = DataParallelSpread(mesh, dp_mesh_dims)
+    mesh = spread.mesh
+    groups = Groups.resolve(mesh, None if spread.is_sharded else ShardingStrategy.NO_SHARD)
     is_resharded, kept_by = _resharding(reshard_after_forward, groups)
     on_cuda = mesh.device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
@@ -192,7 +193,7 @@ def fully_shard(
         compute_device=device,
     )
     post_forward = None if kept_by is None else communicator(kept_by, device)
-    form = DTensorForm(mesh, groups.replicas, shard_placement_fn, post_forward, mp_policy)
+    form = DTensorForm(spread, groups.replicas, shard_placement_fn, post_forward, mp_policy)
     ignored = Ignored.of(replicated_in(one), ignored_params)
     if shard_placement_fn is not None:
         for inner, its_mesh in placed_elsewhere(one, mesh, shard_placement_fn, ignored).items():
@@ -224,7 +225,7 @@ class DTensorForm:
     """The form of `fully_shard`: modules list, and optimizers see, a `DTensor` for each parameter.
 
     Args:
-        mesh: over whose last dimension parameters are sharded.
+        spread: of parameters over the ranks.
         replicas: how many ranks hold the same shards.
         placement_of: says along which dimension a parameter is sharded; None is the first.
         post_forward: the ranks that keep parameters unsharded between forward and backward.
@@ -236,13 +237,13 @@ class DTensorForm:
 
     def __init__(
         self,
-        mesh: DeviceMesh,
+        spread: DataParallelSpread,
         replicas: int,
         placement_of: Callable[[nn.Parameter], Any] | None,
         post_forward: Communicator | None,
         mp_policy: Any,
     ) -> None:
-        self._mesh, self._replicas = mesh, replicas
+        self._spread, self._replicas = spread, replicas
         self._placement_of, self._post_forward, self._mp_policy = placement_of, post_forward, mp_policy
         self._dims: dict[str, int] = {}  # along which each parameter is sharded, by its name
 
@@ -256,13 +257,8 @@ class DTensorForm:
                 )
             part = MeshPart.of(param)
             if part is not None:
-                joint_mesh(name, part, self._mesh)  # raises an error if there is none
+                self._spread.check(name, part)
             self._dims[name] = self._dim_of(name, param)
-            if is_extended(param) and self._dims[name] != 0:
-                raise NotImplementedError(
-                    f"{name} is a {type(param).__name__}, which says itself how it is all-gathered: shard_placement_fn "
-                    "must return Shard(0) or None for it"
-                )
         for param in tied:
             split_off(param, lender_of(param))
 
@@ -270,7 +266,7 @@ class DTensorForm:
         from fsdp.engine.dtensor_params import DTensorParams  # imports DTensor, which takes a second
         from fsdp.engine.extended_params import ExtendedParameters  # as this does
 
-        new_orig_params, shards = partial(DTensorParams, mesh=self._mesh), []
+        new_orig_params, shards = partial(DTensorParams, spread=self._spread), []
         groups = [params for _, params in group(found, unit.precision_at, _kind_of)]
         for params in groups:
             dims = tuple(self._dims[found[param][0].fqn] for param in params)
@@ -281,10 +277,11 @@ class DTensorForm:
             are_replicas = is_replicated or unit.comm.world_size == 1
             align = 1 if are_replicas and unit.comm.world_size * self._replicas > 1 else ALIGNED
             flat_param = make(params, align=align, layout_type=RowsLayout, dims=dims, **ranks)
+            flat_param.parts = tuple(part and self._spread.of_unsharded(part) for part in flat_param.parts)
             places = [found[param] for param in params]
             shard = Shard(flat_param, places, (), new_orig_params, self._post_forward, is_replicated=is_replicated)
-            if is_extended(params[0]):  # what its methods make cannot be kept among a few ranks
-                new_unsharded = partial(ExtendedParameters, mp_policy=self._mp_policy)
+            if holds_extended(params[0]):  # what its methods make cannot be kept among a few ranks
+                new_unsharded = partial(ExtendedParameters, mesh=self._spread.mesh, mp_policy=self._mp_policy)
                 shard = replace(shard, post_forward_comm=None, new_unsharded=new_unsharded)
             shards.append(shard)
         ordered = {param: found[param] for params in groups for param in params}
@@ -308,7 +305,7 @@ class DTensorForm:
 
 def _kind_of(name: str, param: nn.Parameter) -> Hashable:
     """Return what tells parameters apart that do not share a flat parameter; extended ones have each their own."""
-    return param.dim() == 0, param if is_extended(param) else None
+    return param.dim() == 0, param if holds_extended(param) else None
 
 
 def _resharding(asked: Any, groups: Groups) -> tuple[bool, Group | None]:

@@ -2,7 +2,8 @@
 
 Blocks are counted from a tensor's first byte, whoever writes or reads it, so that every number of ranks finds the same
 checksums. A rank whose part begins or ends within a block knows the checksum of a *fragment* of it; those of fragments
-that follow each other make that of the block (`joined`), and nobody reads another rank's bytes.
+that follow each other make that of the block (`joined`), and nobody reads another rank's bytes. A fragment may have
+gaps, where the rank has columns of a matrix; then fragments of other ranks fill them.
 
 The checksum is that of zlib, gzip and PNG (ISO 3309).
 """
@@ -12,7 +13,8 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, reduce
+from operator import xor
 from typing import NamedTuple
 
 from fsdp.checkpoint.untrusted import short
@@ -24,16 +26,13 @@ _DIGITS = re.compile(r"[0-9a-f]*")
 
 
 class Fragment(NamedTuple):
-    """Some bytes of one block of a tensor, counted from the tensor's first."""
+    """Some bytes of one block of a tensor, counted from the tensor's first; as many as lie in between, or fewer."""
 
     name: str
     begin: int
+    end: int
     nbytes: int
     checksum: int
-
-    @property
-    def end(self) -> int:
-        return self.begin + self.nbytes
 
     @property
     def block(self) -> int:
@@ -43,7 +42,23 @@ class Fragment(NamedTuple):
 
 def fragment(name: str, begin: int, memory: memoryview) -> Fragment:
     """Return the fragment that some bytes make, which must lie in one block."""
-    return Fragment(name, begin, len(memory), zlib.crc32(memory))
+    return Fragment(name, begin, begin + len(memory), len(memory), zlib.crc32(memory))
+
+
+def merged(fragments: Iterable[Fragment]) -> list[Fragment]:
+    """Return one fragment for each block of which there are several, one behind the other, with or without gaps."""
+    found: list[Fragment] = []
+    last: dict[tuple[str, int], int] = {}
+    for each in fragments:
+        place = last.get((each.name, each.block))
+        if place is None or each.begin < found[place].end:
+            last[each.name, each.block] = len(found)
+            found.append(each)
+        else:
+            before = found[place]
+            checksum = joined(before.checksum, each.checksum, each.end - before.end)
+            found[place] = Fragment(each.name, before.begin, each.end, before.nbytes + each.nbytes, checksum)
+    return found
 
 
 def spans(begin: int, end: int, nbytes: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
@@ -62,7 +77,8 @@ def block_span(number: int, nbytes: int) -> tuple[int, int]:
 def joined(first: int, second: int, second_nbytes: int) -> int:
     """Return the checksum of bytes that follow each other, from the checksums of both.
 
-    To append n bytes is to multiply by x to the power of 8n, modulo the polynomial: as in zlib's ``crc32_combine``.
+    To append n bytes is to multiply by x to the power of 8n, modulo the polynomial: as in zlib's ``crc32_combine``. So
+    a checksum is the sum of what its bytes contribute, in any order, and gaps may be filled later.
     """
     if not first:  # as of no bytes: most blocks are one fragment
         return second
@@ -107,12 +123,15 @@ class HoleError(Exception):
 def of_block(fragments: Iterable[Fragment], begin: int, end: int) -> int:
     """Return the checksum of bytes ``begin:end``, which are one block."""
     found, reached = 0, begin
-    for each in sorted(set(fragments), key=lambda one: (one.begin, -one.end)):
-        if each.begin == reached:
+    known = set(fragments)
+    for each in sorted(known, key=lambda one: (one.begin, -one.end)):
+        if each.begin == reached and each.nbytes == each.end - each.begin:
             found, reached = joined(found, each.checksum, each.nbytes), each.end
-    if reached != end:
+    if reached == end:
+        return found
+    if sum(each.nbytes for each in known) != end - begin:
         raise HoleError(reached, end)
-    return found
+    return reduce(xor, (joined(each.checksum, 0, end - each.end) for each in known))
 
 
 def by_name(fragments: Iterable[Fragment]) -> dict[str, dict[int, list[Fragment]]]:

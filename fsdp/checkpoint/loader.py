@@ -99,7 +99,7 @@ def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: 
             changed; in a forward or backward, or inside `summon_full_params`; if ranks have different files, or another
             rank could not read them.
         FileNotFoundError, ValueError, OSError: if this rank has no such file, or a file is not what it should be.
-        NotImplementedError: for a `DTensor` that is cut along several dimensions.
+        NotImplementedError: for a `DTensor` that is `Partial`.
     """
     units, everyone = prepared(model, "load safetensors files")
     files = done_by_all(everyone, "open its safetensors files", lambda: SafetensorsFiles(path))
@@ -265,8 +265,6 @@ def _key(target: Target, stored: Mapping[str, FoundTensor]) -> str | None:
 
 
 def _misfit(target: Target, stored: FoundTensor) -> list[str]:
-    if target.part is not None:
-        target.part.sharded_dim(stored.name)
     found = []
     if stored.shape != target.shape:
         found.append(f"{stored} has shape {list(stored.shape)}, and the model's {list(target.shape)}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import pickle
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,18 +18,41 @@ from torch.autograd.graph import increment_version
 from fsdp.checkpoint.formats.source import TensorReader
 from fsdp.checkpoint.safetensors import Entry, Part
 from fsdp.distributed.collectives import LONE_RANK, communicator
-from fsdp.distributed.communicator import default_group
-from fsdp.distributed.consensus import Ranks, number_among
-from fsdp.distributed.dtensor import MeshPart, local_part
+from fsdp.distributed.communicator import default_group, own_rank
+from fsdp.distributed.consensus import Ranks, done_by_all, from_everyone, number_among
+from fsdp.distributed.dtensor import MeshPart, groups_of, is_on_many_ranks, local_part
+from fsdp.engine.boxes import Box
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.layout import Interval
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.module_overrides import Conversions
 from fsdp.engine.names import clean_name, plain_name
 from fsdp.engine.precision import BATCH_NORMS
+from fsdp.engine.rows_layout import RowsLayout
+from fsdp.engine.sharding_strategy import ranks_of
 from fsdp.engine.unit import TrainingState, Unit, own_modules, unit_of
 from fsdp.state_dict.full import ensure_agreed
+
+
+@dataclass(frozen=True)
+class Held:
+    """The elements that this rank holds of a tensor: numbers ``start:stop`` of a box of it, in row-major order.
+
+    They lie one after the other in the rank's `vector`, from `offset` on.
+    """
+
+    box: Box
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def ranges(self, shape: torch.Size) -> list[tuple[int, int]]:
+        """Return where they are in the row-major tensor, which is of this shape."""
+        return list(self.box.ranges(shape, self.start, self.stop))
 
 
 @dataclass
@@ -61,24 +86,28 @@ class SlotTensor:
         return self.handle.flat_param if original is None else original.params[self.slot]
 
     @property
-    def interval(self) -> Interval | None:
-        """Return the elements that this rank has, and their place in `vector`."""
-        return self.handle.layout.interval(self.slot, self.handle.comm.rank)
+    def held(self) -> Held | None:
+        """Return the elements that this rank holds, if it holds any."""
+        layout, rank = self.handle.layout, self.handle.comm.rank
+        interval = layout.interval(self.slot, rank)
+        if interval is None:
+            return None
+        if isinstance(layout, RowsLayout):
+            box, start = layout.local_box(self.slot, rank), 0
+        else:
+            box, start = _box_of(layout.slots[self.slot].shape, None), interval.start
+        if self.part is not None:
+            box = box.moved(self.part.offsets)
+        return Held(box, start, start + interval.numel, interval.offset)
 
     def vector(self, name: str) -> Tensor:
         """Return this rank's shard of the flat parameter."""
         self.handle.storage.check(self.handle.name)
         return self.handle.flat_param.vector
 
-    def is_written_here(self, ranks: Ranks) -> bool:
-        """Return whether this rank is to write its elements: of replicas the first does."""
-        if self.handle.comm.world_size * self.handle.replicas.world_size < size_of(ranks):
-            return number_among(ranks) == 0
-        return self.handle.replicas.rank == 0
-
     def fill(self, files: TensorReader, key: str) -> None:
         self.handle.storage.check(self.handle.name)
-        self.handle.fill(self.slot, lambda shard, start: _read_part(files, key, shard, start, self.part))
+        self.handle.fill(self.slot, lambda shard, _: read_held(files, key, shard, self))
         self.handle.storage.release()
 
 
@@ -116,16 +145,18 @@ class UnshardedTensor:
         return self.tensor
 
     @property
-    def interval(self) -> Interval | None:
-        return Interval(0, 0, self.shape.numel(), 0) if self.shape.numel() else None
+    def held(self) -> Held | None:
+        part, local = self.part, local_part(self.tensor)
+        if part is not None and not all(each.is_shard() or each.is_replicate() for each in part.placements):
+            raise NotImplementedError(
+                f"{self.names[0]} has placements {list(part.placements)}: files hold what is Shard or Replicate"
+            )
+        return Held(_box_of(local.shape, part), 0, local.numel(), 0) if local.numel() else None
 
     def vector(self, name: str) -> Tensor:
         if self.tensor.is_meta:
             raise RuntimeError(f"cannot save a checkpoint: {name} is on the meta device and has no values")
-        return self.tensor.detach().reshape(-1)
-
-    def is_written_here(self, ranks: Ranks) -> bool:
-        return number_among(ranks) == 0
+        return local_part(self.tensor).detach().reshape(-1)
 
     def fill(self, files: TensorReader, key: str) -> None:
         if self.tensor.is_meta:
@@ -134,7 +165,7 @@ class UnshardedTensor:
                 entries[name] = made
         local = local_part(self.tensor.detach())
         flat = local.view(-1) if local.is_contiguous() else local.new_empty(local.numel())
-        _read_part(files, key, flat, 0, self.part)
+        read_held(files, key, flat, self)
         if not local.is_contiguous():
             local.copy_(flat.view(local.shape))
         increment_version(self.tensor)
@@ -143,13 +174,15 @@ class UnshardedTensor:
 Target = SlotTensor | UnshardedTensor
 
 
-def _read_part(files: TensorReader, key: str, into: Tensor, start: int, part: MeshPart | None) -> None:
-    """Fill `into` from its element `start` on of an unsharded tensor, or of this rank's `part` of one."""
-    if part is None:
-        files.read(key, into, start)
-        return
+def _box_of(shape: torch.Size, part: MeshPart | None) -> Box:
+    """Return the elements of a plain tensor, or of the local part of a `DTensor`."""
+    return Box((0,) * len(shape) if part is None else part.offsets, tuple(shape))
+
+
+def read_held(files: TensorReader, key: str, into: Tensor, target: Target) -> None:
+    """Fill a vector with the elements that this rank holds of a tensor, or with the state for each of them."""
     done = 0
-    for first, last in part.ranges(key, start, start + into.numel()):
+    for first, last in () if target.held is None else target.held.ranges(target.shape):
         files.read(key, into[done : done + last - first], first)
         done += last - first
 
@@ -164,15 +197,22 @@ def prepared(model: nn.Module, what: str) -> tuple[list[Unit], list[Ranks]]:
     for unit in outermost:
         ensure_agreed(unit)
     for handle in handles_of(units):
-        if not handle.layout.is_row_major:
-            raise NotImplementedError(
-                f"cannot {what}: {handle.name} has parameters that are cut along other dimensions than the first "
-                "(shard_placement_fn), which lie in files in many pieces. Use state_dict() and "
-                "torch.distributed.checkpoint."
-            )
         handle.absorb()
         handle.follow_shard()
-    return units, list(dict.fromkeys(unit.everyone for unit in outermost))
+    return units, [_with_meshes(ranks, model, units) for ranks in dict.fromkeys(unit.everyone for unit in outermost)]
+
+
+def _with_meshes(ranks: Ranks, model: nn.Module, units: Sequence[Unit]) -> Ranks:
+    """Return the ranks over which a model is sharded, and besides those over which its `DTensor`s are spread."""
+    parts = [MeshPart.of(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    parts += [part for handle in handles_of(units) for part in handle.flat_param.parts]
+    found, reached = list(ranks), {rank for comm in ranks if comm.group is not None for rank in ranks_of(comm.group)}
+    for mesh in dict.fromkeys(part.mesh for part in parts if part is not None):
+        for spread_over, group in groups_of(mesh).values():
+            if len(spread_over) > 1 and not reached.issuperset(spread_over):
+                found.append(communicator(group, torch.device(mesh.device_type)))
+                reached.update(spread_over)
+    return tuple(found)
 
 
 def tensors_in(model: nn.Module, units: Sequence[Unit]) -> list[Target]:
@@ -309,34 +349,53 @@ def buffers_in_own_precision(units: Iterable[Unit]) -> Iterator[None]:
                 unit.buffers.narrow()
 
 
-def require_one_model(units: Sequence[Unit], ranks: Ranks) -> None:
+def require_one_model(model: nn.Module, units: Sequence[Unit]) -> None:
     """Raise RuntimeError if other ranks have other parameters under the same names."""
+    most = max((size_of(unit.everyone) for unit in outermost_units(model)), default=1)
     for unit in units:
         # Batch norms that each rank trains for itself are saved as buffers are: those of the first rank.
         is_own_norm = isinstance(unit.module, BATCH_NORMS) and unit.comm.world_size == 1
-        if size_of(unit.everyone) < size_of(ranks) and not is_own_norm:
+        # Expert parallelism: other ranks have other parts of the same parameters, which say so.
+        is_spread = all(is_on_many_ranks(handle.flat_param.parts) for handle in unit.owned_handles)
+        if size_of(unit.everyone) < most and not is_own_norm and not is_spread:
             raise RuntimeError(
                 f"cannot save a checkpoint: {unit.name} has a process group of its own, so that ranks outside of it "
                 "have other values under the same names. Save it by itself, once for each group, to a folder for each."
             )
 
 
-def entry_of(name: str, target: Target, ranks: Ranks, dtype: torch.dtype | None) -> Entry:
-    """Return a tensor that is to be written, with this rank's ranges of it; `dtype` is of parameters."""
-    if target.part is not None and target.part.mesh.size() > 1:
+def written_here(tensors: Mapping[str, Target], ranks: Ranks) -> set[str]:
+    """Collective. Return the names of tensors that this rank writes: of ranks that hold the same of one, the first."""
+
+    def digests() -> dict[str, bytes]:
+        held = {name: target.held for name, target in tensors.items()}
+        texts = {name: f"{name} {one.box} {one.start}:{one.stop}" for name, one in held.items() if one is not None}
+        return {name: hashlib.blake2b(text.encode(), digest_size=8).digest() for name, text in texts.items()}
+
+    own = done_by_all([ranks], "find its part of a checkpoint", digests)
+    heard = [pickle.loads(each) for each in from_everyone(ranks, pickle.dumps((own_rank(), set(own.values()))))]
+    if len({rank for rank, _ in heard}) < len(heard):
         raise NotImplementedError(
-            f"{name} is a DTensor ({target.part}): checkpoints of tensor-parallel models are saved with "
-            "torch.distributed.checkpoint, from sharded_state_dict() of the wrapper, or state_dict() under fully_shard"
+            "cannot save a checkpoint: parameters of this model are spread over meshes that overlap in part, of which "
+            "neither lies in the other. Save its state_dict() with torch.distributed.checkpoint."
         )
+    before = set().union(*(others for _, others in heard[: number_among(ranks)]))
+    return {name for name, digest in own.items() if digest not in before}
+
+
+def entry_of(name: str, target: Target, dtype: torch.dtype | None, written: Collection[str]) -> Entry:
+    """Return a tensor that is to be saved, with what this rank writes of it; `dtype` is of parameters."""
     is_parameter = isinstance(target, SlotTensor) or isinstance(target.tensor, nn.Parameter)
     kept = dtype if dtype is not None and is_parameter and target.dtype.is_floating_point else target.dtype
-    return Entry(name, kept, target.shape, parts_of(target, target.vector(name), target.interval, ranks))
+    vector, held = target.vector(name), target.held
+    own = None if held is None else vector[held.offset : held.offset + held.numel]
+    return Entry(name, kept, target.shape, part_of(target, own) if name in written else None)
 
 
-def parts_of(target: Target, flat: Tensor, interval: Interval | None, ranks: Ranks) -> list[Part]:
-    """Return the ranges that this rank writes of a tensor; its elements in `interval`, if it has any, are in `flat`."""
-    if interval is None or not target.is_written_here(ranks):
-        return []
+def part_of(target: Target, flat: Tensor | None) -> Part | None:
+    """Return what lies where this rank's elements of a tensor do: these, or an optimizer's state for each of them."""
+    if target.held is None or flat is None:
+        return None
     if flat.stride(0) != 1:  # a buffer that is every other element of something
         flat = flat.clone(memory_format=torch.contiguous_format)
-    return [Part(interval.start, flat[interval.offset : interval.offset + interval.numel])]
+    return Part(target.held.ranges(target.shape), flat)

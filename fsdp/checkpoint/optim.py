@@ -8,7 +8,7 @@ Several optimizers are saved as one.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fsdp.checkpoint.formats.source import Source, TensorReader
 from fsdp.checkpoint.json_values import decoded, encoded
-from fsdp.checkpoint.model_tensors import SlotTensor, Target, parts_of
+from fsdp.checkpoint.model_tensors import SlotTensor, Target, part_of, read_held
 from fsdp.checkpoint.safetensors import DTYPES, KINDS, Entry
 from fsdp.checkpoint.untrusted import short
 from fsdp.distributed.consensus import Ranks
@@ -171,9 +171,16 @@ def shared_kinds(ranks: Ranks, pickled: bytes) -> list[Kinds]:
 
 
 def state_entries(
-    optimizers: Optimizers, groups: Groups, kinds: Sequence[Kinds], tensors: Mapping[str, Target], ranks: Ranks
+    optimizers: Optimizers,
+    groups: Groups,
+    kinds: Sequence[Kinds],
+    tensors: Mapping[str, Target],
+    written: Collection[str],
 ) -> tuple[list[Entry], Any]:
-    """Return the tensors of optimizers' states, with this rank's shards, and the rest of it for the manifest."""
+    """Return the tensors of optimizers' states, with what this rank writes of them, and the rest for the manifest.
+
+    It writes the state of the parameters that it writes, whose names are `written`.
+    """
     entries, states = [], {}
     for one, known in zip(_each(groups), kinds, strict=True):
         own = {
@@ -183,13 +190,20 @@ def state_entries(
         encoded_kinds = kinds_to_json(known, one.name)
         for original in one.originals:
             states[original.name] = encoded_kinds
-            target, interval = tensors[original.name], one.interval(original, one.comm.rank)
+            target = tensors[original.name]
             for key, kind in known.items():
                 if isinstance(kind, Elements):
-                    parts = parts_of(target, vectors[key], interval, ranks) if key in vectors else []
-                    entries.append(Entry(f"{original.name}/{key}", kind.dtype, original.shape, parts))
+                    is_here = key in vectors and original.name in written
+                    part = part_of(target, _elements_of(original, one, target, vectors[key])) if is_here else None
+                    entries.append(Entry(f"{original.name}/{key}", kind.dtype, original.shape, part))
     named = [[original.name for one in group for original in one.originals] for group in groups]
     return entries, rest_of(optimizers.name, zip(optimizers.param_groups, named, strict=True), states)
+
+
+def _elements_of(original: Original, one: OptimParam, target: Target, vector: Tensor) -> Tensor | None:
+    """Return the elements of an original that this rank holds, of a flat tensor like the optimizer's parameter."""
+    place, held = one.interval(original, one.comm.rank), target.held
+    return None if place is None or held is None else vector[place.offset : place.offset + held.numel]
 
 
 def rest_of(
@@ -233,6 +247,7 @@ class StatePlan:
     """Optimizers are to get this of a checkpoint, or cannot, for these problems."""
 
     optimizers: Optimizers
+    tensors: Mapping[str, Target]  # of the model
     states: list[tuple[OptimParam, dict[Original, str], Kinds]]  # the originals' names in the checkpoint
     options: list[Any]  # of each group those that were saved, encoded; None for a group without parameters
     groups: Groups
@@ -254,7 +269,7 @@ def plan_state(given: Any, tensors: Mapping[str, Target], source: Source) -> Sta
     }
     numbers, problems = match_groups(groups, lambda each: saved_in.get(names[each]), "that of the checkpoint")
     options = [None if number is None else rest["groups"][number]["options"] for number in numbers]
-    plan = StatePlan(optimizers, [], options, groups, problems)
+    plan = StatePlan(optimizers, tensors, [], options, groups, problems)
     for one in _each(groups):
         saved = {original: names[original] for original in one.originals if names[original]}
         if len(saved) == len(one.originals):
@@ -312,9 +327,10 @@ def read_state(plan: StatePlan, files: TensorReader) -> dict[nn.Parameter, dict[
                 state[key] = one.memory(held.get(key), kind.dtype)
                 flat = local_part(state[key]).view(-1)
                 for original, name in names.items():
-                    place = one.interval(original, one.comm.rank)
-                    if place is not None:
-                        files.read(f"{name}/{key}", flat[place.offset : place.offset + place.numel], place.start)
+                    target = plan.tensors[original.name]
+                    into = _elements_of(original, one, target, flat)
+                    if into is not None:
+                        read_held(files, f"{name}/{key}", into, target)
             else:
                 state[key] = kind.held
         if state:

@@ -20,7 +20,7 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ from fsdp.checkpoint.checksums import (
     by_name,
     fragment,
     from_text,
+    merged,
     of_block,
     spans,
 )
@@ -258,7 +259,7 @@ class CheckedFiles(SafetensorsFiles):
     @property
     def fragments(self) -> bytes:
         """Return the fragments of blocks that this rank has read in part, pickled for the others."""
-        return pickle.dumps(self._fragments)
+        return pickle.dumps(merged(self._fragments))
 
     def compare_fragments(self, heard: Iterable[bytes]) -> None:
         """Compare the blocks that this rank has read in part, with what all ranks have read of them.
@@ -266,14 +267,14 @@ class CheckedFiles(SafetensorsFiles):
         Bytes that none of them has read (of `DTensor`s, of which they are not all the ranks) are read again.
         """
         others = by_name(each for payload in heard for each in pickle.loads(payload))
-        for name, by_block in by_name(self._fragments).items():
+        for name, by_block in by_name(merged(self._fragments)).items():
             for number, mine in by_block.items():
                 self._compare(name, number, self._put_together(mine, others.get(name, {}).get(number, [])))
         self._fragments = []
 
     def _put_together(self, mine: list[Fragment], others: list[Fragment]) -> int:
-        own = {(each.begin, each.end) for each in mine}
-        known = [*mine, *(each for each in others if (each.begin, each.end) not in own)]
+        own = {(each.begin, each.end, each.nbytes) for each in mine}
+        known = [*mine, *(each for each in others if (each.begin, each.end, each.nbytes) not in own)]
         begin, end = self._block(mine[0])
         try:
             return of_block(known, begin, end)
@@ -300,17 +301,25 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Elements of a tensor, from number `start` on in row-major order; `values` is flat, of any dtype and device."""
+    """Elements of a tensor: those in some ranges of it, row-major, which lie one after the other in `values`.
 
-    start: int
+    `values` is flat, of any dtype and device.
+    """
+
+    ranges: Sequence[tuple[int, int]]
     values: Tensor | Stored
 
-    def extent(self, dtype: torch.dtype) -> tuple[int, int]:
+    @classmethod
+    def whole(cls, values: Tensor | Stored) -> Part:
+        """Return all elements."""
+        return cls([(0, values.numel())], values)
+
+    def extents(self, dtype: torch.dtype) -> list[tuple[int, int]]:
         """Return which bytes of the tensor they are if it is of this dtype."""
-        return self.start * dtype.itemsize, (self.start + self.values.numel()) * dtype.itemsize
+        return [(start * dtype.itemsize, stop * dtype.itemsize) for start, stop in self.ranges]
 
     def chunks(self, dtype: torch.dtype) -> Iterator[tuple[int, memoryview]]:
-        """Yield the number of a first byte, and bytes from there on to the border of a block.
+        """Yield the number of a first byte, and bytes from there on to the border of a block, or to a range's end.
 
         The memory may be used again for the next ones.
         """
@@ -319,8 +328,9 @@ class Part:
         group = BLOCK_BYTES * size // min(size, values.dtype.itemsize) if isinstance(values, Stored) else BLOCK_BYTES
         is_ready = isinstance(values, Tensor) and values.device.type == "cpu" and values.dtype == dtype
         buffer = torch.empty(0 if is_ready else min(group // size, values.numel()), dtype=dtype, device="cpu")
-        for begin, end in spans(*self.extent(dtype), group):
-            first, last = begin // size - self.start, end // size - self.start
+        first = 0
+        for batch in _batches((span for extent in self.extents(dtype) for span in spans(*extent, group)), group):
+            last = first + sum(end - begin for begin, end in batch) // size
             if isinstance(values, Stored):
                 chunk = buffer[: last - first]
                 values.reader.read(values.name, chunk, first)
@@ -328,18 +338,34 @@ class Part:
                 chunk = values.detach()[first:last]
                 chunk = chunk if is_ready else buffer[: last - first].copy_(chunk)
             memory = chunk.view(torch.uint8).numpy().data
-            for start, stop in spans(begin, end):
-                yield start, memory[start - begin : stop - begin]
+            for start, stop in (one for span in batch for one in spans(*span)):
+                yield start, memory[: stop - start]
+                memory = memory[stop - start :]
+            first = last
+
+
+def _batches(every: Iterable[tuple[int, int]], most: int) -> Iterator[list[tuple[int, int]]]:
+    """Put together ranges that follow each other, as long as there are at most so many bytes in them."""
+    batch: list[tuple[int, int]] = []
+    room = most
+    for begin, end in every:
+        if batch and end - begin > room:
+            yield batch
+            batch, room = [], most
+        batch.append((begin, end))
+        room -= end - begin
+    if batch:
+        yield batch
 
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A tensor to be written, and what this rank writes of it."""
+    """A tensor to be written, and what this rank writes of it, if anything."""
 
     name: str
     dtype: torch.dtype
     shape: torch.Size
-    parts: list[Part] = field(default_factory=list)
+    part: Part | None = None
 
     @property
     def nbytes(self) -> int:
@@ -347,7 +373,7 @@ class Entry:
 
     def chunks(self) -> Iterator[tuple[int, memoryview]]:
         """Yield what this rank has of it."""
-        return (chunk for part in self.parts for chunk in part.chunks(self.dtype))
+        return iter(()) if self.part is None else self.part.chunks(self.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -441,20 +467,22 @@ def write_parts(
     """Write this rank's parts into files that are there, have the disk keep them, and return their checksums."""
     fragments: list[Fragment] = []
     for file in files:
-        mine = [entry for entry in entries if entry.name in file.begins and entry.parts]
+        mine = [entry for entry in entries if entry.name in file.begins and entry.part is not None]
         if not mine:
             continue
-        with written(folder, file) as fd:
+        with opened_to_write(folder, file) as fd:
             for entry in mine:
+                own = []
                 for begin, memory in entry.chunks():
-                    fragments.append(fragment(entry.name, begin, memory))
+                    own.append(fragment(entry.name, begin, memory))
                     write_at(fd, memory, file.begins[entry.name] + begin)
                     advance(len(memory))
+                fragments += merged(own)
     return fragments
 
 
 @contextmanager
-def written(folder: str, file: PlannedFile) -> Iterator[int]:
+def opened_to_write(folder: str, file: PlannedFile) -> Iterator[int]:
     """Open a file that is there; in the end, the disk keeps it."""
     path = os.path.join(folder, file.name)
     fd = os.open(path, os.O_WRONLY | getattr(os, "O_CLOEXEC", 0))

@@ -32,7 +32,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from fsdp.checkpoint.checksums import BLOCK_BYTES, Fragment, fragment, spans
+from fsdp.checkpoint.checksums import BLOCK_BYTES, Fragment, fragment, merged, spans
 from fsdp.checkpoint.folder import Destination, numbered, rotate
 from fsdp.checkpoint.generators import generator_states
 from fsdp.checkpoint.json_values import encoded
@@ -49,9 +49,10 @@ from fsdp.checkpoint.model_tensors import (
     prepared,
     require_one_model,
     size_of,
+    written_here,
 )
 from fsdp.checkpoint.optim import Groups, Optimizers, params_in, pickled_kinds, shared_kinds, state_entries
-from fsdp.checkpoint.safetensors import SUFFIX, Entry, Part, PlannedFile, write_at, write_parts, written
+from fsdp.checkpoint.safetensors import SUFFIX, Entry, Part, PlannedFile, opened_to_write, write_at, write_parts
 from fsdp.distributed.collectives import during
 from fsdp.distributed.consensus import Ranks, agree_on, done_by_all, from_everyone, number_among
 from fsdp.engine.deferred_init import require_values_everywhere
@@ -176,7 +177,7 @@ def save(
         TypeError: for `values` of other types; says where. For what is no model, optimizer, number or float dtype.
         ValueError: for an optimizer of other parameters, or two of the same; for state that is neither of the
             parameter's shape nor a number; it names parameter, key and shape.
-        NotImplementedError: for `DTensor`s.
+        NotImplementedError: for parameters that are spread over meshes which overlap in part, and for what is Partial.
     """
     place = Place(path, step, keep)
     found, ranks, units = prepare(place, model, optimizer, values, dtype, max_file_bytes, generators)
@@ -206,24 +207,26 @@ def prepare(
     given = "no optimizer" if optimizer is None else "an optimizer"
     settings = f"{place.folder}, keep={place.keep}, generators={bool(generators)}, {given}"
     agree_on(ranks, "places or settings for a checkpoint", settings)
-    require_one_model(units, ranks)
+    require_one_model(model, units)
     for unit in outermost_units(model):
         require_values_everywhere(unit, _WHAT)
         ensure_same_values(unit)
 
-    def look() -> tuple[Plan, dict[str, Target]]:
+    tensors = done_by_all([ranks], "find its part of a checkpoint", partial(named_tensors, model, units))
+    written = written_here(tensors, ranks)
+
+    def look() -> Plan:
         with buffers_in_own_precision(units):
-            tensors = named_tensors(model, units)
-            entries = [entry_of(name, target, ranks, dtype) for name, target in tensors.items()]
+            entries = [entry_of(name, target, dtype, written) for name, target in tensors.items()]
         cast = {entry.name: tensors[entry.name].dtype for entry in entries if entry.dtype != tensors[entry.name].dtype}
         states = encoded(generator_states(), "generators") if generators else None
         extra = {name: encoded(module.get_extra_state(), name) for name, module in extra_states(model).items()}
         sets = [TensorSet.planned("model", entries, max_file_bytes)]
-        return Plan(sets, None, extra, encoded(values, "values"), states, cast), tensors
+        return Plan(sets, None, extra, encoded(values, "values"), states, cast)
 
-    found, tensors = done_by_all([ranks], "prepare its part of a checkpoint", look)
+    found = done_by_all([ranks], "prepare its part of a checkpoint", look)
     if optimizer is not None:
-        found = _with_optimizer(found, optimizer, tensors, ranks, max_file_bytes)
+        found = _with_optimizer(found, optimizer, tensors, written, ranks, max_file_bytes)
     content = [json.dumps(found.optimizer_rest).encode(), *(file.head for each in found.sets for file in each.files)]
     digest = hashlib.sha256(b"".join(content)).hexdigest()
     count = sum(len(each.entries) for each in found.sets)
@@ -232,7 +235,12 @@ def prepare(
 
 
 def _with_optimizer(
-    found: Plan, optimizer: Any, tensors: dict[str, Target], ranks: Ranks, max_file_bytes: int | None
+    found: Plan,
+    optimizer: Any,
+    tensors: dict[str, Target],
+    written: Collection[str],
+    ranks: Ranks,
+    max_file_bytes: int | None,
 ) -> Plan:
     """Collective. Return the same with the state of an optimizer."""
 
@@ -245,7 +253,7 @@ def _with_optimizer(
     kinds = shared_kinds(ranks, pickled)
 
     def add() -> Plan:
-        entries, rest = state_entries(optimizers, groups, kinds, tensors, ranks)
+        entries, rest = state_entries(optimizers, groups, kinds, tensors, written)
         sets = [*found.sets, TensorSet.planned("optimizer", entries, max_file_bytes)]
         return replace(found, sets=sets, optimizer_rest=rest)
 
@@ -322,7 +330,7 @@ class Senders:
     def __init__(self, ranks: Ranks, entries: Sequence[Entry], folder: str) -> None:
         self._comm = ranks[0].for_device(ranks[0].talk_device)
         self._own = number_among(ranks)
-        extents = {entry.name: [part.extent(entry.dtype) for part in entry.parts] for entry in entries if entry.parts}
+        extents = {entry.name: entry.part.extents(entry.dtype) for entry in entries if entry.part is not None}
         heard = [pickle.loads(each) for each in from_everyone(ranks, pickle.dumps(extents))]
         self.ranks: dict[int, _Extents] = {rank: extents for rank, extents in enumerate(heard) if extents}
         for rank in self.ranks:
@@ -343,7 +351,7 @@ class Senders:
                 sent.append(fragment(entry.name, begin, memory))
         if self._own == 0:
             self._receive(destination.folder, files)
-        return sent
+        return merged(sent)
 
     def _receive(self, folder: str, files: Sequence[PlannedFile]) -> None:
         """Write what arrives, or drop it after the first error, since the others cannot know of that."""
@@ -351,7 +359,7 @@ class Senders:
         buffer = torch.empty(BLOCK_BYTES, dtype=torch.uint8, device=self._comm.talk_device)
         with ExitStack() as stack:
             places = {name: (number, file.begins[name]) for number, file in enumerate(files) for name in file.begins}
-            fds = [stack.enter_context(written(folder, file)) for file in files]
+            fds = [stack.enter_context(opened_to_write(folder, file)) for file in files]
             for rank, name, begin, end in self._chunks(places.keys()):
                 chunk = buffer[: end - begin]
                 self._comm.exchange({rank: [chunk]}, {}, _SENT, "checkpoint").wait()
@@ -510,11 +518,11 @@ class Saver:
 
     def _copied(self, found: Plan) -> Plan:
         """Return the same with copies of what this rank is to write."""
-        values = [part.values for each in found.sets for entry in each.entries for part in entry.parts]
-        copies = iter(self._stager.stage(values))
+        parts = [entry.part for each in found.sets for entry in each.entries if entry.part is not None]
+        copies = iter(self._stager.stage([part.values for part in parts]))
 
         def copied(entry: Entry) -> Entry:
-            return replace(entry, parts=[Part(part.start, next(copies)) for part in entry.parts])
+            return entry if entry.part is None else replace(entry, part=Part(entry.part.ranges, next(copies)))
 
         sets = [TensorSet(each.stem, [copied(entry) for entry in each.entries], each.files) for each in found.sets]
         return replace(found, sets=sets)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -118,6 +118,8 @@ class MeshPart:
     mesh: DeviceMesh
     placements: tuple[Placement, ...]  # for each dimension of the mesh
     shape: torch.Size  # of the unsharded tensor
+    # The dimensions for data parallelism, along which a gradient is still to be summed: that is a reduce-scatter.
+    data_dims: frozenset[int] = field(default=frozenset(), compare=False)
 
     @classmethod
     def of(cls, tensor: Tensor) -> MeshPart | None:
@@ -180,7 +182,8 @@ class MeshPart:
 
     def __str__(self) -> str:
         # With this rank's place in the mesh: equal parts of other places must not be taken for the same.
-        return f"{self.spread}, at {list(self.mesh.get_coordinate() or ())}"
+        place = enumerate(self.mesh.get_coordinate() or ())
+        return f"{self.spread}, at {[number for dim, number in place if dim not in self.data_dims]}"
 
     def dtensor(self, local: Tensor) -> DTensor:
         """A `DTensor` around a local part; shares its memory."""
@@ -195,9 +198,12 @@ class MeshPart:
         """This rank's part of a gradient. Collective over the mesh if it is still to be summed over it."""
         if not is_dtensor(gradient):
             return gradient
-        if tuple(gradient.placements) != self.placements:  # type: ignore[attr-defined]
+        found: Sequence[Placement] = gradient.placements  # type: ignore[attr-defined]
+        both = enumerate(zip(found, self.placements, strict=True))
+        wanted = [one if dim in self.data_dims and not one.is_shard() else own for dim, (one, own) in both]
+        if wanted != list(found):
             with torch.no_grad():
-                gradient = gradient.redistribute(placements=self.placements)  # type: ignore[attr-defined]
+                gradient = gradient.redistribute(placements=wanted)  # type: ignore[attr-defined]
         return arrived(local_part(gradient))
 
     def to_local(self, name: str, value: Tensor) -> Tensor:
@@ -218,39 +224,6 @@ class MeshPart:
         for sharding in self.shardings:
             value = value.narrow(sharding.dim, *sharding.range(sharding.place))
         return value
-
-    def sharded_dim(self, name: str) -> int | None:
-        """The only dimension along which it is sharded; None if every rank of the mesh has all of it."""
-        if not all(placement.is_shard() or placement.is_replicate() for placement in self.placements):
-            raise NotImplementedError(
-                f"{name} has placements {list(self.placements)}: only Shard and Replicate are read"
-            )
-        dims = {self.placements[number].dim % len(self.shape) for number in self.sharded_dims}  # type: ignore[attr-defined]
-        if len(dims) > 1:
-            raise NotImplementedError(
-                f"{name} is sharded along dimensions {sorted(dims)} ({self}): a file can be read into parameters "
-                "that are sharded along one. Load it with load_state_dict."
-            )
-        return dims.pop() if dims else None
-
-    def ranges(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Return where elements ``start:stop`` of the row-major local part are in the row-major unsharded tensor.
-
-        One range if it is sharded along dimension 0, otherwise one for each row of what is before the dimension.
-        """
-        dim = self.sharded_dim(name)
-        if dim is None:
-            yield start, stop
-            return
-        first, size = self._extents[dim]
-        inner = math.prod(self.shape[dim + 1 :])
-        ours, theirs = size * inner, self.shape[dim] * inner
-        while start < stop:
-            row, place = divmod(start, ours)
-            count = min(stop - start, ours - place)
-            begin = row * theirs + first * inner + place
-            yield begin, begin + count
-            start += count
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -364,16 +337,19 @@ class MeshGroups:
 
     Attributes:
         groups: by their ranks.
+        inside: those among the ranks of data parallelism, as expert parallelism has them; not in `groups`.
     """
 
     groups: dict[tuple[int, ...], Any]
+    inside: frozenset[tuple[int, ...]]
 
     @classmethod
-    def of(cls, parts: Iterable[MeshPart | None]) -> MeshGroups:
+    def of(cls, parts: Iterable[MeshPart | None], data_ranks: Collection[int]) -> MeshGroups:
         """Those of some parameters, of which no two may have several ranks in common without being the same."""
         groups: dict[tuple[int, ...], Any] = {}
-        for mesh in {part.mesh: None for part in parts if part is not None}:
-            groups |= {ranks: group for ranks, group in _groups_of(mesh).values() if len(ranks) > 1}
+        for mesh, data_dims in {(part.mesh, part.data_dims): None for part in parts if part is not None}:
+            found = groups_of(mesh).items()
+            groups |= {ranks: group for dim, (ranks, group) in found if len(ranks) > 1 and dim not in data_dims}
         for ranks in groups:
             for other in groups:
                 if ranks != other and len(set(ranks) & set(other)) > 1:
@@ -381,16 +357,23 @@ class MeshGroups:
                         f"DTensors on meshes that overlap in part, over ranks {list(ranks)} and {list(other)}: their "
                         "gradients have no common norm yet. Take both meshes from one init_device_mesh."
                     )
-        return cls(groups)
+        inside = frozenset(ranks for ranks in groups if set(ranks) <= set(data_ranks))
+        return cls({ranks: group for ranks, group in groups.items() if ranks not in inside}, inside)
 
     def copies(self, part: MeshPart | None) -> int:
         """On how many of the tensor-parallel ranks each element of a parameter is found."""
-        own = _groups_of(part.mesh) if part is not None else {}
+        own = groups_of(part.mesh) if part is not None else {}
         spread = {own[dim][0] for dim in part.sharded_dims} if part is not None else set()
-        return math.prod(len(ranks) for ranks in self.groups if ranks not in spread)
+        within = {ranks for ranks, _ in own.values() if ranks in self.inside}
+        return math.prod(len(ranks) for ranks in self.groups.keys() | within if ranks not in spread)
+
+    def inside_of(self, part: MeshPart | None) -> int:
+        """Return over how many of the data-parallel ranks a `DTensor` is spread, or replicated, by its own mesh."""
+        own = groups_of(part.mesh).values() if part is not None else ()
+        return math.prod(len(ranks) for ranks, _ in own if ranks in self.inside)
 
 
-def _groups_of(mesh: DeviceMesh) -> dict[int, tuple[tuple[int, ...], Any]]:
+def groups_of(mesh: DeviceMesh) -> dict[int, tuple[tuple[int, ...], Any]]:
     """Return for each dimension of a mesh this rank's group, with its ranks."""
     groups = {number: mesh.get_group(number) for number in range(mesh.ndim)}
     return {number: (tuple(sorted(dist.get_process_group_ranks(group))), group) for number, group in groups.items()}

@@ -11,12 +11,19 @@ from typing import Any
 
 from torch import Tensor
 
+from fsdp.distributed.dtensor import local_part
+
 _METHODS = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def is_extended(tensor: Tensor) -> bool:
     """Return whether a tensor is of a class with either of the two methods."""
     return any(hasattr(type(tensor), method) for method in _METHODS)
+
+
+def holds_extended(param: Tensor) -> bool:
+    """Return whether a parameter is of such a class, or a `DTensor` around a tensor of one."""
+    return is_extended(local_part(param))
 
 
 def values_of(tensor: Tensor) -> Tensor:
@@ -35,7 +42,7 @@ def around(like: Tensor, values: Tensor) -> Tensor:
 
 
 def check_extension(name: str, param: Tensor) -> None:
-    """Raise TypeError for a parameter of such a class that cannot be sharded."""
+    """Raise TypeError for a parameter of such a class, or the local part of one, that cannot be sharded."""
     kind: Any = type(param)
     for method in _METHODS:
         if not hasattr(kind, method):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import mul
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,26 @@ class Box:
     def moved(self, by: Sequence[int]) -> Box:
         """The same box in a tensor in which its own one begins at `by`."""
         return Box(tuple(begin + more for begin, more in zip(self.offsets, by, strict=True)), self.sizes)
+
+    def ranges(self, shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield where elements ``start:stop`` of the row-major box are in a row-major tensor of this shape around it.
+
+        One range if it is a part of the first dimension, otherwise one for each row of what is before the last
+        dimension of which it is a part.
+        """
+        parts = [dim for dim, size in enumerate(self.sizes) if size != shape[dim]]
+        last = parts[-1] if parts else 0
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        first, run = sum(map(mul, self.offsets, strides)), math.prod(self.sizes[last:])
+        while start < stop:
+            row, place = divmod(start, run)
+            end = min(stop, start + run - place)
+            begin = first + place
+            for dim in reversed(range(last)):
+                row, index = divmod(row, self.sizes[dim])
+                begin += index * strides[dim]
+            yield begin, begin + end - start
+            start = end
 
 
 def boxes_of(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:

@@ -13,6 +13,7 @@ import copy
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache, partial, wraps
 from typing import Any
 
@@ -50,51 +51,93 @@ def teach_dtensor() -> None:
     DTensor.__deepcopy__ = copied  # type: ignore[method-assign]
 
 
-def data_parallel_mesh(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
-    """Collective where several dimensions are one. Return the mesh to shard over, replicas first."""
-    known = mesh.mesh_dim_names or ()
-    for name in (*dims.shard_names, *dims.replicate_names):
-        if name not in known:
-            raise ValueError(f"dp_mesh_dims names {name!r}, and the mesh has the dimensions {list(known)}")
-    if not dims.shard_names:
-        raise NotImplementedError(
-            "dp_mesh_dims without `shard` would shard nothing: for replicas alone use torch's "
-            "torch.distributed._composable.replicate, or DistributedDataParallel"
-        )
-    parts = [
-        mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
-        for names in (dims.replicate_names, dims.shard_names)
-        if names
-    ]
-    return parts[0] if len(parts) == 1 else type(mesh)._concatenate(parts)
+class DataParallelSpread:
+    """The spread of parameters over the ranks of data parallelism: replicated, and sharded over the last dimension.
 
+    Collective where several dimensions are one.
 
-def take_off(modules: Sequence[nn.Module], mesh: DeviceMesh, dims: set[str]) -> None:
-    """Have parameters that are `DTensor`s on all of a mesh be so on its other dimensions alone."""
-    named = list(enumerate(mesh.mesh_dim_names or ()))
-    kept = [number for number, name in named if name not in dims]
-    found: dict[nn.Parameter, nn.Parameter] = {}
-    places = [(inner, name) for module in modules for inner in module.modules() for name in inner._parameters]
-    for inner, name in places:
-        param: Any = inner._parameters[name]
-        if param is None or not is_dtensor(param) or is_ours(param) or param.device_mesh != mesh:
-            continue
-        for number, dim in named:
-            if dim in dims and not param.placements[number].is_replicate():
+    Args:
+        given: the mesh, or with `dims` one that has other dimensions besides.
+        dims: the names of those for data parallelism. Parameters may be `DTensor`s on all of the mesh then.
+
+    Attributes:
+        mesh: of data parallelism, replicas first.
+        is_sharded: whether anything is sharded.
+    """
+
+    def __init__(self, given: DeviceMesh, dims: Any) -> None:
+        self._whole, self.mesh, self.is_sharded = None if dims is None else given, given, True
+        if dims is None:
+            return
+        known = given.mesh_dim_names or ()
+        for name in (*dims.shard_names, *dims.replicate_names):
+            if name not in known:
+                raise ValueError(f"dp_mesh_dims names {name!r}, not found in mesh.mesh_dim_names: {list(known)}")
+        meshes = [
+            given[names[0]] if len(names) == 1 else given[names]._flatten("_".join(names))
+            for names in (dims.replicate_names, dims.shard_names)
+            if names
+        ]
+        self.mesh = meshes[0] if len(meshes) == 1 else type(given)._concatenate(meshes)
+        self.is_sharded = bool(dims.shard_names)
+        self._shard_dims = sorted(map(known.index, dims.shard_names))
+        self._data_dims = frozenset(map(known.index, (*dims.shard_names, *dims.replicate_names)))
+
+    def check(self, name: str, part: MeshPart) -> None:
+        """Raise ValueError for a `DTensor` that cannot be spread."""
+        part = self.of_unsharded(part)
+        if not part.data_dims:
+            joint_mesh(name, part, self.mesh)
+        for dim in sorted(part.data_dims):
+            if not part.placements[dim].is_replicate():
+                known = part.mesh.mesh_dim_names or ()
                 raise ValueError(
-                    f"{name} of a {type(inner).__name__} is {param.placements[number]} along {dim!r}, a dimension for "
-                    "data parallelism: it must be Replicate() there"
+                    f"{name}: Expected Replicate() along {known[dim]!r}, a dimension for data parallelism, got "
+                    f"{part.placements[dim]!r}. Redistribute it before sharding."
                 )
-        if param not in found:
-            value = param.detach().to_local()
-            if kept:
-                rest = mesh[tuple(mesh.mesh_dim_names[number] for number in kept)]  # type: ignore[index]
-                placements = [param.placements[number] for number in kept]
-                shape, stride = param.shape, param.stride()
-                how: Any = {"run_check": False, "shape": shape, "stride": stride}
-                value = type(param.data).from_local(value, rest, placements, **how)
-            found[param] = nn.Parameter(value, param.requires_grad)
-        inner._parameters[name] = found[param]
+
+    def of_unsharded(self, part: MeshPart) -> MeshPart:
+        """Return the record of an unsharded `DTensor`, which knows whether it is on dimensions for data parallelism."""
+        return replace(part, data_dims=self._data_dims) if part.mesh == self._whole else part
+
+    def of_sharded(self, slot: Slot, part: MeshPart | None) -> MeshPart:
+        """Return the record of a sharded parameter.
+
+        Args:
+            slot: of the parameter, or of its local part.
+            part: that of the unsharded parameter, if it is a `DTensor`. Without dimensions for data parallelism, these
+                come first; if it has them, they stay where they are, but several to shard over become one.
+        """
+        replicated = [Replicate()] * (self.mesh.ndim - 1)
+        if part is None:
+            return MeshPart(self.mesh, (*replicated, self._last(slot, 1)), slot.shape)
+        first = self._shard_dims[0] if part.data_dims and self.is_sharded else -1
+        dims = [dim for dim in part.sharded_dims if dim > first and part.placements[dim].is_shard(slot.dim)]
+        last = self._last(slot, math.prod(map(part.mesh.size, dims)))
+        if not part.data_dims:
+            return MeshPart(joint_mesh(slot.name, part, self.mesh), (*replicated, last, *part.placements), part.shape)
+        if not self.is_sharded:
+            return replace(part, data_dims=frozenset())
+        placements: list[Placement] = list(part.placements)
+        if len(self._shard_dims) == 1:
+            placements[first] = last
+            return MeshPart(part.mesh, tuple(placements), part.shape)
+        meshes, placements = [], []
+        for dim, name in enumerate(part.mesh.mesh_dim_names or ()):
+            if dim == first:
+                meshes.append(self.mesh)
+                placements += [*replicated, last]
+            elif dim not in part.data_dims:
+                meshes.append(part.mesh[name])
+                placements.append(part.placements[dim])
+        mesh = self.mesh if len(meshes) == 1 else type(self.mesh)._concatenate(meshes)
+        return MeshPart(mesh, tuple(placements), part.shape)
+
+    def _last(self, slot: Slot, shards: int) -> Placement:
+        """Return the placement along the last dimension, of what is divided into so many shards along the others."""
+        if not slot.shape or not self.is_sharded:
+            return Replicate()
+        return Shard(slot.dim) if shards == 1 else _StridedShard(slot.dim, split_factor=shards)
 
 
 def placed_elsewhere(
@@ -112,25 +155,6 @@ def placed_elsewhere(
     return found
 
 
-def spread_over(mesh: DeviceMesh, slot: Slot, part: MeshPart | None) -> MeshPart:
-    """Return the record of a parameter that is sharded over a mesh's last dimension, and replicated over the others.
-
-    Args:
-        mesh: of data parallelism.
-        slot: of the parameter, or of its local part.
-        part: what it is a part of if it is a `DTensor`; its mesh comes last then.
-    """
-    last: Placement = Shard(slot.dim) if slot.shape else Replicate()
-    replicated = [Replicate()] * (mesh.ndim - 1)
-    if part is None:
-        return MeshPart(mesh, (*replicated, last), slot.shape)
-    dims = [number for number in part.sharded_dims if part.placements[number].is_shard(slot.dim)]
-    shards = math.prod(map(part.mesh.size, dims))
-    if shards > 1:
-        last = _StridedShard(slot.dim, split_factor=shards)
-    return MeshPart(joint_mesh(slot.name, part, mesh), (*replicated, last, *part.placements), part.shape)
-
-
 class DTensorParams(OrigParams):
     """This rank's rows of the original parameters of one flat parameter, as `DTensor`s.
 
@@ -139,7 +163,7 @@ class DTensorParams(OrigParams):
         layout: in which all is in rows.
         rank: this rank.
         places: for each parameter, where it is used.
-        mesh: over whose last dimension the rows are spread.
+        spread: over the ranks.
         params: made before, for another flat parameter that these were in; they are to be of this one.
     """
 
@@ -150,13 +174,13 @@ class DTensorParams(OrigParams):
         rank: int,
         places: Sequence[Sequence[ParamInfo]],
         *,
-        mesh: DeviceMesh,
+        spread: DataParallelSpread,
         params: Sequence[nn.Parameter] | None = None,
     ) -> None:
-        self.mesh, self._given = mesh, params
+        self.spread, self._given = spread, params
         self._slots = layout.slots
         self._parts_before = flat_param.parts
-        self._parts = [spread_over(mesh, *one) for one in zip(layout.slots, flat_param.parts, strict=True)]
+        self._parts = list(map(spread.of_sharded, layout.slots, flat_param.parts))
         if not isinstance(layout, RowsLayout):
             raise TypeError(f"rows need a layout in rows, got {type(layout).__name__}")
         self._shapes = [layout.local_shape(slot, rank) for slot in range(len(layout.slots))]

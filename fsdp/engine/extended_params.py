@@ -22,11 +22,22 @@ from fsdp.engine.rows_layout import RowsLayout
 from fsdp.engine.unsharded_params import UnshardedParameters
 
 
+class Sent(NamedTuple):
+    """The look of a tensor that each rank sends."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
 class Arriving(NamedTuple):
     """An all-gather of a parameter's tensors, which travel as bytes one behind the other."""
 
     full: Tensor  # ``[ranks * bytes]``
-    looks: list[tuple[torch.Size, torch.dtype]]  # of the tensors that each rank sends
+    sent: list[Sent]
     metadata: Any  # that the method before the all-gather has for the one after it
 
 
@@ -36,10 +47,10 @@ class ExtendedParameters(UnshardedParameters):
     Args:
         layout: in rows.
         places: where it is used.
-        parts: what it is a part of, which is nothing.
+        parts: what it is a part of, if it is the local part of a `DTensor`.
         full: has the dtype and device of the computation.
         absent: the `DTensor` around this rank's rows, which modules see while it is sharded.
-        mp_policy: as the user gave it.
+        mesh, mp_policy: of data parallelism, as the user gave them.
         others: see `UnshardedParameters`.
     """
 
@@ -51,6 +62,7 @@ class ExtendedParameters(UnshardedParameters):
         full: Tensor,
         *,
         absent: Sequence[Tensor],
+        mesh: Any,
         mp_policy: Any,
         **others: Any,
     ) -> None:
@@ -60,19 +72,17 @@ class ExtendedParameters(UnshardedParameters):
         super().__init__(layout, places, parts, full, absent=absent, **others | {"is_shard": False})
         self._name, self._shape = layout.slots[0].name, layout.slots[0].shape
         self._stride = torch.empty(self._shape, device="meta").stride()
+        self._mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
         self._sharded, self._module, self._mp_policy = absent[0], places[0][0].module, mp_policy
-        self._full_rows = layout.local_shape(0, 0) if isinstance(layout, RowsLayout) else self._shape
-        self._world_size = layout.world_size
+        if not isinstance(layout, RowsLayout):
+            raise TypeError(f"a parameter with an all-gather of its own needs rows, got {type(layout).__name__}")
+        self._rows_layout, self._part, self._full_rows = layout, parts[0], layout.local_shape(0, 0)
         self._arriving: Arriving | None = None
+        self._sent: list[Sent] = []  # the first time
         self._received: list[Tensor] = []  # those of all ranks, for each tensor that is sent; made once
 
     def _lies_there(self, view: Tensor) -> bool:  # so that only its version shows whether it was written
         return False
-
-    @cached_property
-    def _mesh(self) -> Any:
-        mesh: Any = self._sharded.device_mesh  # type: ignore[attr-defined]
-        return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
 
     @property
     def _rows(self) -> Any:
@@ -89,8 +99,8 @@ class ExtendedParameters(UnshardedParameters):
         with _as_for_parameters():
             sent, metadata = self._before_gather()
             self.outgoing = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in sent])
-            full = self.outgoing.new_empty(self._world_size * self.outgoing.numel())
-        self._arriving = Arriving(full, [(tensor.shape, tensor.dtype) for tensor in sent], metadata)
+            full = self.outgoing.new_empty(self._layout.world_size * self.outgoing.numel())
+        self._arriving = Arriving(full, [Sent(tensor.shape, tensor.dtype) for tensor in sent], metadata)
         return full
 
     def _before_gather(self) -> tuple[list[Tensor], Any]:
@@ -119,10 +129,7 @@ class ExtendedParameters(UnshardedParameters):
             for storage, nbytes in self._memory:
                 storage.resize_(nbytes)
             self._take(arriving)
-            come = tuple(
-                tensor.view(-1, *shape[1:]) for tensor, (shape, _) in zip(self._received, arriving.looks, strict=True)
-            )
-            after = self._rows.fsdp_post_all_gather
+            come, after = tuple(self._received), self._rows.fsdp_post_all_gather
             if self._memory:
                 after(come, arriving.metadata, self.full.dtype, out=self.leaves[0])
             else:
@@ -131,25 +138,42 @@ class ExtendedParameters(UnshardedParameters):
     def _take(self, arriving: Arriving) -> None:
         """Copy what has come to where it stays."""
         if not self._memory:
-            self._received = [
-                torch.empty(self._world_size * shape.numel(), dtype=dtype, device=self.full.device)
-                for shape, dtype in arriving.looks
-            ]
-        by_rank = arriving.full.view(self._world_size, -1)
-        sizes = [shape.numel() * dtype.itemsize for shape, dtype in arriving.looks]
-        if [self._world_size * size for size in sizes] != [tensor.nbytes for tensor in self._received]:
+            self._sent = arriving.sent
+            self._received = [self._room_for(sent) for sent in arriving.sent]
+        if arriving.sent != self._sent:
             raise RuntimeError(
                 f"fsdp_pre_all_gather of a {type(self._rows).__name__} ({self._name}) returned tensors of other sizes "
                 "than the first time: they must stay the same"
             )
-        for tensor, part in zip(self._received, by_rank.split(sizes, dim=1), strict=True):
-            tensor.view(self._world_size, -1).view(torch.uint8).copy_(part)
+        by_rank = arriving.full.view(self._layout.world_size, -1).split([sent.nbytes for sent in self._sent], dim=1)
+        for tensor, sent, bytes_of_all in zip(self._received, self._sent, by_rank, strict=True):
+            if self._is_divided(sent):
+                for rank, come in enumerate(bytes_of_all):
+                    first, last = self._rows_layout.rows(0, rank)
+                    slices = come.clone().view(sent.dtype).view(sent.shape).narrow(self._dim, 0, last - first)
+                    tensor.narrow(self._dim, first, last - first).copy_(slices)
+            else:
+                tensor.view(self._layout.world_size, -1).view(torch.uint8).copy_(bytes_of_all)
+
+    @property
+    def _dim(self) -> int:
+        return self._layout.slots[0].dim
+
+    def _is_divided(self, sent: Sent) -> bool:
+        """Return whether what ranks send are slices of one tensor, which do not lie in it as they come."""
+        return self._dim > 0 and sent.shape == self._full_rows
+
+    def _room_for(self, sent: Sent) -> Tensor:
+        """Return memory for a tensor that all ranks send: as one, or one below the other."""
+        numel = self._shape.numel() if self._is_divided(sent) else self._layout.world_size * sent.shape.numel()
+        shape = self._shape if self._is_divided(sent) else (-1, *sent.shape[1:])
+        return torch.empty(numel, dtype=sent.dtype, device=self.full.device).view(shape)
 
     def _show_as(self, made: Tensor, inner: Sequence[Tensor]) -> None:
         """Have a leaf around a tensor, which is padded as the shards are, and know the memory in which it lies."""
         if made.shape != self._shape or made.stride() != self._stride:
             made = torch.as_strided(made, self._shape, self._stride, 0)
-        leaf = self._new_leaf(0, made, self._requires_grad[0])
+        leaf = self._new_leaf(0, made if self._part is None else self._part.dtensor(made), self._requires_grad[0])
         self.leaves[:], self._numbers = [leaf], {leaf: 0}
         self._swaps = [(*place, leaf, absent) for *place, _, absent in self._swaps]  # type: ignore[misc]
         self.__dict__.pop("accumulators", None)  # of the leaf that was there before

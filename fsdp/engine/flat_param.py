@@ -183,8 +183,8 @@ class FlatParameter(CountedParameter):
         self.attributes = tuple(map(attributes_of, params))
         if len(params) == 1:
             give_attributes(self, self.attributes[0])
-        if is_extended(params[0]):  # which is the only one
-            self.example = params[0].detach().new_zeros([0] * params[0].dim())
+        if is_extended(first := local_part(params[0].detach())):  # of the only one
+            self.example = first.new_zeros([0] * first.dim())
         storage.release()
         return self
 

@@ -6,7 +6,7 @@ What that makes of it goes through a `ShardGradient` into ``flat_param.grad``, w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum, auto
 
 import torch
@@ -35,6 +35,7 @@ class GradientBuffer:
 
     What is frozen has no room in it, and is not sent, where the layout can do without it. All ranks freeze the same
     parameters, and choose the layout when all have the same accumulated: nothing, since a backward has reduced it.
+    What no rank has used in a backward has none when that is reduced, when all have told each other.
 
     Args:
         layout: where each gradient belongs in the shard's.
@@ -90,8 +91,7 @@ class GradientBuffer:
         """Expect gradients; they go as far as `sync` says, zeros for what no rank has included if asked for."""
         if expected != self._expects:
             self.expect(expected)
-        if self._left_out != self._frozen and self.sync is GradientSync.FULL:
-            self._leave_out(self._frozen)
+        self._leave_out(self._frozen if self.sync is GradientSync.FULL else self._left_out & self._frozen)
         self.sync, self._fills_unused = sync, fills_unused and sync is not GradientSync.NONE
         self._owes |= self._fills_unused or (sync is GradientSync.FULL and any(self._has_scattered))
         self.used = bytearray(len(self.used))
@@ -121,9 +121,10 @@ class GradientBuffer:
         self._flat = torch.empty(self.layout.padded_numel, dtype=dtype, device=self._device)
         self._places = self.layout.places(self._flat)
 
-    def owe(self) -> None:
-        """Have zeros to give when others reduce theirs, if nothing arrives here."""
+    def owe(self, unused: Collection[int] = ()) -> None:
+        """Have zeros to give when others reduce theirs, if nothing arrives here; and no room for what no rank has."""
         self._owes = True
+        self._leave_out(self._left_out.union(unused))
 
     @property
     def filled(self) -> bytes:

@@ -108,13 +108,14 @@ def norm_over_ranks(root: Unit, units: Sequence[Unit], owned: Owned, norm_type: 
     handles = {id(handle.flat_param): handle for unit in units for handle in unit.handles}
     others = [param for _, param in owned if owner_of(param) is None]
     ours = [part for handle in handles.values() for part in handle.flat_param.parts]
-    parallel = MeshGroups.of([*ours, *map(MeshPart.of, [*root.module.parameters(), *others])])
+    parallel = MeshGroups.of([*ours, *map(MeshPart.of, [*unsharded_parameters(root), *others])], root.ranks)
     every = math.prod(comm.world_size for comm in root.everyone)
 
     def copies(param: nn.Parameter) -> int:
         owner = owner_of(param)
         if owner is None:
-            return parallel.copies(MeshPart.of(param)) * every
+            part = MeshPart.of(param)
+            return parallel.copies(part) * every // parallel.inside_of(part)
         # Parameters of one handle are spread over the same ranks.
         return parallel.copies(owner.parts[0]) * handles[id(owner)].replicas.world_size
 

@@ -551,7 +551,7 @@ class FlatParamHandle:
                     "dense. Make the embedding with sparse=False."
                 )
             part = self.flat_param.parts[slot]
-            self.gradients.add(slot, values_of(gradient) if part is None else part.gradient(gradient), divisor)
+            self.gradients.add(slot, values_of(gradient if part is None else part.gradient(gradient)), divisor)
         return self.gradients.is_complete
 
     def reduce(self) -> Pending:
@@ -667,9 +667,13 @@ class FlatParamHandle:
         """Take note that the shards have what forwards on all ranks have written to the leaves of these parameters."""
         self.note_written(slots)
         self.storage.release()
+        self.forget_written()
+
+    def forget_written(self) -> None:
+        """Take what the leaves have for no change, and what the shards have for right: the next use gathers that."""
         self.unsharded.rest()
         if not self.unsharded.is_shard:
-            self._gathered = None  # other ranks may have written other elements
+            self._gathered = None
 
     def keep(self, slot: int, value: nn.Parameter) -> None:
         """Store this rank's shard of what a user has made of an unsharded parameter.
@@ -719,7 +723,7 @@ class FlatParamHandle:
         with torch.no_grad():
             rows = None if self.orig_params is None else self.orig_params.local_shard_of(slot, value)
             if rows is None:
-                value = values_of(value) if part is None else part.to_local(self.layout.slots[slot].name, value)
+                value = values_of(value if part is None else part.to_local(self.layout.slots[slot].name, value))
                 self.layout.shard_of(slot, value, self.flat_param.vector, self.comm.rank)
             else:
                 self.local_shards[slot].copy_(rows)

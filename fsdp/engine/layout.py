@@ -160,11 +160,6 @@ class Layout(ABC):
         first = int(unsharded.storage_offset())
         return [unsharded.as_strided(slot.shape, slot.stride, first + slot.start) for slot in self.slots]
 
-    @property
-    def is_row_major(self) -> bool:
-        """True if intervals are ranges of row-major parameters, as they are in files."""
-        return not any(slot.dim for slot in self.slots)
-
     @abstractmethod
     def places(self, full: Tensor) -> list[list[Tensor]]:
         """Return for every parameter the views of a gathered buffer that hold it, shaped like those of `divided`."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import MeshPart, check_placements, is_dtensor, local_part
-from fsdp.distributed.gather_extension import check_extension, is_extended, values_of
+from fsdp.distributed.gather_extension import check_extension, holds_extended, values_of
 from fsdp.engine.flat_param import FlatParameter, ParamInfo
 from fsdp.engine.names import clean_name
 
@@ -163,9 +163,9 @@ def _check(fqn: str, param: nn.Parameter, with_values: bool, takes_extended: boo
             "buffer (register_buffer) if it is not trained."
         )
     check_placements(fqn, param)
-    is_known = type(param) in _PLAIN or (is_dtensor(param) and not is_extended(local_part(param)))
-    if takes_extended and is_extended(param):
-        check_extension(fqn, param)
+    is_known = type(param) in _PLAIN or (is_dtensor(param) and not holds_extended(param))
+    if takes_extended and holds_extended(param):
+        check_extension(fqn, local_part(param))
         is_known = True
     if param.layout is not torch.strided or (param.is_meta and with_values) or not is_known:
         kind = f"{param.layout} {param.device.type}" if is_known else type(param).__name__

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fsdp.engine.boxes import Box
 from fsdp.engine.layout import Interval, Layout
 
 
@@ -109,6 +110,12 @@ class RowsLayout(Layout):
         """Return the shape of the rank's local tensor of a parameter."""
         first, last = self.rows(slot, rank)
         return self._chunks[slot].of_rows(last - first) if self.slots[slot].shape else self.slots[slot].shape
+
+    def local_box(self, slot: int, rank: int) -> Box:
+        """Return the elements that the rank keeps of a parameter; they lie in its shard in row-major order."""
+        sizes = self.local_shape(slot, rank)
+        first = self.rows(slot, rank)[0]
+        return Box(tuple(first if dim == self.slots[slot].dim else 0 for dim in range(len(sizes))), tuple(sizes))
 
     def _local_shard_of(self, slot: int, value: Tensor, rank: int) -> Tensor:
         first, last = self.rows(slot, rank)

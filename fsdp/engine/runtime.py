@@ -451,7 +451,7 @@ class Runtime:
         while any(map(self.usage.is_due, self.handles)):
             for unit in self.units:
                 for handle in filter(self.usage.is_due, unit.handles):  # asked one by one: a bucket takes several
-                    handle.gradients.owe()
+                    handle.gradients.owe(self.usage.unused(handle))
                     self._reductions.submit(handle, unit.postdivide)
             self._reductions.finish()
         self._reductions.finish()

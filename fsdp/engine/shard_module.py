@@ -145,7 +145,8 @@ def _shard_params(
     try:
         for param, places in found.items():
             unit.precision_at(places).check(places[0].fqn, param.dtype, param.requires_grad)
-            for over in filter(None, (groups.shard, reduce_group, groups.replicate)):
+            # Of `DTensor`s that stay what they are, `prepare` has checked the mesh.
+            for over in () if form.lists_parts else filter(None, (groups.shard, reduce_group, groups.replicate)):
                 check_ranks(places[0].fqn, param, over, device)
         new_storage = options.storage.storage_on(device)
 

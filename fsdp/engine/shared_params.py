@@ -138,7 +138,7 @@ def _split_out(owner: Unit, handle: FlatParamHandle, slots: Sequence[int]) -> Fl
     flat_param = FlatParameter.part_of_shard(old, slots, handle.comm.rank, handle.comm.world_size)
     flat_param.fingerprints = handle.fingerprints and handle.fingerprints.only(slots)
     params = [listed.params[slot] for slot in slots]
-    new_orig_params = partial(DTensorParams, mesh=listed.mesh, params=params)
+    new_orig_params = partial(DTensorParams, spread=listed.spread, params=params)
     shard = Shard(flat_param, [handle.places[slot] for slot in slots], new_orig_params=new_orig_params)
     comms = handle.comm, handle.reduce_comm, handle.replicas
     made = FlatParamHandle(shard, *comms, handle.precision, owner.on_gradient)

@@ -569,8 +569,8 @@ class Unit:
     def forget_written(self) -> None:
         """Do not keep what was written to its weights until now."""
         for handle in self.handles:
-            if handle.phase is Phase.UNSHARDED:
-                handle.unsharded.rest()
+            if handle.unsharded.written():
+                handle.forget_written()
 
 
 @contextmanager

@@ -5,7 +5,7 @@ others, or never; but all ranks must reduce the same, at the same time, or they 
 what does not belong together. So when a backward begins the ranks tell each other for which parameters autograd will
 come with a gradient. Flat parameters of which it is the same everywhere are reduced as soon as they are complete, and
 those of which it is not at the end of backward, on all ranks. What nobody uses is not reduced, and keeps the gradient
-that it had; in original parameters each by itself.
+that it had; in original parameters each by itself, which the layout leaves out of the message if it can.
 
 Two things are known only when backward has ended, and exchanged then. A re-entrant checkpoint runs autograd inside of
 autograd, and brings gradients that the outer run knows nothing of; so whatever trains, and no rank saw coming, is asked
@@ -130,6 +130,10 @@ class Usage:
         """Return whether a handle has to be reduced yet, with zeros for what has no gradient on this rank."""
         gradients = handle.gradients
         return gradients.is_reduced and (gradients.times_taken < self._times.get(handle, 0) or not gradients.is_empty)
+
+    def unused(self, handle: FlatParamHandle) -> list[int]:
+        """Return the numbers of the parameters of which no rank has anything, when autograd has ended."""
+        return [slot for slot, state in enumerate(self._used.get(handle, ())) if not state]
 
     def show_gradients(self) -> None:
         """After all reductions: have handles show their gradients, those of original parameters that any rank used."""

@@ -8,7 +8,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +21,7 @@ from torch import Tensor
 
 import fsdp
 from fsdp import FullyShardedDataParallel, checkpoint, load_safetensors, optim_utils
-from fsdp.checkpoint.checksums import by_name, fragment, joined, of_tensor, spans
+from fsdp.checkpoint.checksums import HoleError, by_name, fragment, joined, merged, of_tensor, spans
 from tests.helpers.checkpoint_models import content, flip
 from tests.helpers.dcp_folders import everything
 from tests.helpers.equality import assert_same, assert_same_state
@@ -293,6 +293,27 @@ def test_checksums_of_parts_make_that_of_the_whole(cuts: tuple[int, ...]) -> Non
     found = of_tensor(by_name(fragments)["x"], len(data))
     assert found == [zlib.crc32(data[begin:end]) for begin, end in spans(0, len(data))]
     assert joined(zlib.crc32(data[:1000]), zlib.crc32(data[1000:]), len(data) - 1000) == zlib.crc32(data)
+
+
+@pytest.mark.parametrize("width", [7, 4096, 3 << 20])
+def test_columns_of_several_ranks_make_the_checksums_of_blocks(width: int) -> None:
+    data = torch.randint(256, (5 << 20,), dtype=torch.uint8).numpy().data
+    if width < 4096:
+        data = data[:1000]
+    columns = [list(range(first, len(data), 3 * width)) for first in range(0, 3 * width, width)]
+    by_rank = [
+        merged(
+            fragment("x", start, data[start:stop])
+            for begin in column
+            for start, stop in spans(begin, min(begin + width, len(data)))
+        )
+        for column in columns
+    ]
+    assert max(map(len, by_rank)) <= 2, "one for each block"
+    expected = [zlib.crc32(data[begin:end]) for begin, end in spans(0, len(data))]
+    assert of_tensor(by_name(chain(*by_rank, by_rank[0]))["x"], len(data)) == expected  # the first one has a replica
+    with pytest.raises(HoleError, match="bytes 0 to"):
+        of_tensor(by_name(chain(*by_rank[1:]))["x"], len(data))
 
 
 def test_verify_counts_the_bytes_of_all_tensors(tmp_path: Path) -> None:

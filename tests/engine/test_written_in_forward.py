@@ -124,6 +124,31 @@ def _clash(kind: str) -> None:
         assert model.state_dict()["layer.bias"][1:].eq(0.5).all()
 
 
+class Shrinking(nn.Linear):
+    """Makes its weight smaller each time that it computes."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+        return super().forward(inputs)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_is_written_again_in_a_recomputation_is_not_kept(ranks: RankPool, kept: bool) -> None:
+    ranks(2).run(_recompute, kept)
+
+
+def _recompute(kept: bool) -> None:
+    layer = Shrinking(3, 5)
+    before = layer.weight.detach().clone()
+    inner = FullyShardedDataParallel(layer, reshard_after_forward=not kept)
+    model = FullyShardedDataParallel(nn.Sequential(checkpoint_wrapper(inner), nn.Linear(5, 2)))
+    with model.no_sync() if kept else nullcontext():  # between whose passes they stay unsharded
+        for _ in range(2):
+            model(torch.ones(2, 3)).sum().backward()
+    torch.testing.assert_close(inner.state_dict()["weight"], before * 0.25)
+
+
 def test_weights_written_between_forward_and_backward_are_an_error(ranks: RankPool) -> None:
     ranks(2).run(_write_between)
 

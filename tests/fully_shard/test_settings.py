@@ -597,25 +597,26 @@ def test_dimensions_of_a_mesh_are_chosen_by_name(ranks: RankPool) -> None:
 
 def _choose_dimensions() -> None:
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
 
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicate", "shard", "tensor"))
     found = {}
     for dims in (
         fsdp.DataParallelMeshDims("shard", "replicate"),
         fsdp.DataParallelMeshDims(("replicate", "shard")),
+        fsdp.DataParallelMeshDims(replicate=("replicate", "shard")),
     ):
         model: Any = seeded(lambda wrap: nn.Linear(5, 4))
         fsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
         backward(model, 0)
-        found[dims.shard] = model.weight.grad.full_tensor(), model.weight.device_mesh.ndim
-    (hybrid, two), (flat, one) = found.values()
-    assert (two, one) == (2, 1)
+        found[dims.shard] = model.weight.grad.full_tensor(), model.weight.placements
+    (hybrid, two), (flat, one), (replicated, none) = found.values()
+    assert (two, one, none) == ((Replicate(), Shard(0)), (Shard(0),), (Replicate(),))
     torch.testing.assert_close(hybrid, flat)
+    torch.testing.assert_close(replicated, flat)
     with pytest.raises(ValueError, match="names 'rows'"):
         fsdp.fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims("rows"))
-    with pytest.raises(NotImplementedError, match="replicate"):
-        fsdp.fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims(None, "shard"))
-    with pytest.raises(ValueError, match="needs the name"):
+    with pytest.raises(ValueError, match="At least one of shard or replicate"):
         fsdp.DataParallelMeshDims()
     assert mesh_of(4).ndim == 1
 
@@ -645,7 +646,7 @@ def _shard_on_all() -> None:
     assert_within("weight", local(found.weight), local(expected.weight))
     assert found.weight.placements == expected.weight.placements
     assert found.weight.full_tensor().equal(weight)
-    with pytest.raises(ValueError, match="data parallelism: it must be Replicate"):
+    with pytest.raises(ValueError, match=r"weight: Expected Replicate\(\) along 'data', .* got Shard"):
         fsdp.fully_shard(made(Shard(0), Shard(1)), mesh=mesh, dp_mesh_dims=dims)
 
 

@@ -185,8 +185,11 @@ def _exchange_with_other_cuts(folder: Path) -> None:
     set_model_state_dict(other, states["model"])
     set_optimizer_state_dict(other, other_optimizer, states["optimizer"])
     assert_goes_on_alike((other, other_optimizer), (source, optimizer), 1e-5)
-    with pytest.raises(NotImplementedError, match=r"cut along"):
-        fsdp.save(folder / "saved", source)
+    fsdp.save(folder / "saved", source, optimizer)
+    for wrap in (ours(), ours(shard_placement_fn=last_dim)):
+        other, other_optimizer = fresh(wrap)
+        fsdp.load(folder / "saved", other, other_optimizer)
+        assert_same_state(wholes(other), wholes(source))
 
 
 # torch.distributed.checkpoint

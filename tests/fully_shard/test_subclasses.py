@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdp
@@ -31,8 +32,11 @@ from tests.helpers.dtensor_twins import (
     train,
 )
 from tests.helpers.extended_tensors import InEight, InHalf, Scaled, Values, extended, padded
+from tests.helpers.models import Wrap
 from tests.helpers.parity import Alone, adamw, sgd_with_momentum
 from tests.helpers.ranks import RankPool
+from tests.helpers.tensor_parallel import mesh_of as mesh_beside
+from tests.helpers.tensor_parallel import perceptron
 from tests.helpers.twins import once
 
 HALF = partial(extended, kind=InHalf, width=7)  # which no number of ranks divides
@@ -131,6 +135,148 @@ def _count(make_model: Any) -> None:
         once(model, INPUTS)
         sent.append(counting.nbytes)
     assert 0 < sent[1] <= sent[0]
+
+
+# Along other dimensions, and in tensor parallelism
+
+
+class InColumns(InHalf):
+    """Of equal parts along any dimension."""
+
+    def fsdp_pre_all_gather(  # type: ignore[override]
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        self.seen.append((tuple(self.shape), mesh.size(), mesh.ndim, outer_size, outer_stride, mp_policy.param_dtype))
+        return (self.values.bfloat16(),), "metadata"
+
+    @torch.no_grad()
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        (come,) = outputs
+        self.seen.append((come.numel(), metadata, param_dtype, type(out), None if out is None else tuple(out.shape)))
+        if out is not None:
+            own = local(out)
+            with torch.autograd._unsafe_preserve_version_counter(own):
+                own.copy_(come.view(own.shape))  # torch's gives rows as wide as a rank's
+            return None
+        made = come.to(param_dtype, copy=True)
+        return made, (come, made)
+
+
+def _last_dim(param: nn.Parameter) -> Shard | None:
+    return Shard(param.dim() - 1) if param.shape == (12, 12) else None
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [(2, {"mp_policy": IN_HALF}), (3, {"reshard_after_forward": False}), (4, {"mesh": (2, 2)})],
+    ids=str,
+)
+def test_training_along_another_dimension(ranks: RankPool, world_size: int, options: dict[str, Any]) -> None:
+    make_model = partial(extended, kind=InColumns, width=12)
+    ranks(world_size).run(_compare, {"make_model": make_model}, {"shard_placement_fn": _last_dim, **options})
+
+
+class PaddedColumns(InHalf):
+    """Of any number of columns on whatever number of ranks, with a scale for each."""
+
+    def fsdp_pre_all_gather(  # type: ignore[override]
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        scale = self.values.abs().max().clamp_min(1e-6).view(1) if self.values.numel() else torch.ones(1)
+        made = self.values.new_zeros(outer_size[0], -(-outer_size[1] // mesh.size()))
+        made[:, : self.values.shape[1]] = self.values / scale
+        return (made, scale), None
+
+    @torch.no_grad()
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        come, scales = outputs
+        each = -(-come.shape[1] // scales.numel())
+        if out is None:
+            out = torch.empty_like(come)
+        with torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(come * scales.repeat_interleave(each)[: come.shape[1]])
+        return out, (come, scales, out)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_columns_that_do_not_divide_evenly(ranks: RankPool, world_size: int) -> None:
+    ranks(world_size).run(_train_uneven_columns)
+
+
+def _train_uneven_columns() -> None:
+    found = []
+    for kind, options in ((PaddedColumns, {"shard_placement_fn": lambda param: Shard(param.dim() - 1)}), (None, {})):
+        model: Any = extended(ours(**options), kind=kind or (lambda values: values))
+        for _ in range(2):  # into new memory, and again into that
+            outputs = model(INPUTS)
+            outputs.sum().backward()
+        found.append([outputs, *(param.grad.full_tensor() for param in model.parameters())])
+    for mine, plain in zip(*found, strict=True):
+        assert_within("outputs and gradients", mine, plain, 1e-5)
+
+
+def _parallel(wrap: Wrap, *, mesh: DeviceMesh, each: bool = True) -> nn.Module:
+    """A perceptron with local parts of the class in its two inner layers."""
+    cuts = [[Shard(0)], [Shard(1)]]
+
+    def around_parts(module: nn.Module) -> nn.Module:
+        if isinstance(module, nn.Linear) and isinstance(module.weight, DTensor):
+            weight = module.weight
+            part = DTensor.from_local(InColumns(local(weight)), weight.device_mesh, weight.placements, run_check=False)
+            module.weight = nn.Parameter(part)
+        return wrap(module)
+
+    return perceptron(around_parts, mesh=mesh, hidden=8, placements=cuts, each=each)
+
+
+def _other_dim(param: Any) -> Shard | None:
+    """As torchtitan does: along the dimension that tensor parallelism leaves alone."""
+    return Shard(1) if isinstance(param, DTensor) and param.dim() > 1 and param.placements[0] == Shard(0) else None
+
+
+TWO_DIMENSIONS = [{}, {"mp_policy": IN_HALF, "reshard_after_forward": False}, {"shard_placement_fn": _other_dim}]
+
+
+@pytest.mark.parametrize("options", TWO_DIMENSIONS, ids=str)
+def test_training_beside_tensor_parallelism(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(4).run(_compare_parallel, options)
+
+
+def _compare_parallel(options: dict[str, Any]) -> None:
+    mesh = mesh_beside(2, 2)
+    seen = []
+    for wrap in (torchs, ours):
+        InColumns.seen.clear()
+        train(Plan(make_model=partial(_parallel, mesh=mesh["tp"]), mesh=mesh["dp"]), wrap(mesh=mesh["dp"], **options))
+        seen.append(set(InColumns.seen))
+    assert seen[0] == seen[1]
+    assert any(call[3] is nn.Parameter or issubclass(call[3], DTensor) for call in seen[1] if call[1] == "metadata")
+    plan = {"make_model": partial(_parallel, mesh=mesh["tp"]), "mesh": mesh["dp"], "accumulate": 2}
+    _compare(plan, {"mesh": mesh["dp"], **options})
+
+
+def test_states_beside_tensor_parallelism(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(4).run(_exchange_parallel_states, tmp_path)
+
+
+def _exchange_parallel_states(folder: Path) -> None:
+    mesh = mesh_beside(2, 2)
+    make = partial(_parallel, mesh=mesh["tp"])
+    source: Any = make(ours(mesh=mesh["dp"]))
+    source(INPUTS).sum().backward()
+    optimizer = adamw(source.parameters())
+    optimizer.step()
+    fsdp.save(folder / "saved", source, optimizer)
+    loaded, copied = make(ours(mesh=mesh["dp"])), copy.deepcopy(source)
+    fsdp.load(folder / "saved", loaded, adamw(loaded.parameters()))
+    assigned = make(ours(mesh=mesh["dp"]))
+    assigned.load_state_dict(source.state_dict(), assign=True)
+    for model in (loaded, copied, assigned):
+        _assert_values(_values(model), _values(source))
+        model(INPUTS).sum().backward()
+    _assert_same_gradients(loaded, assigned)
 
 
 # Beside one process
@@ -436,16 +582,9 @@ def _refuse(kind: Any, message: str) -> None:
     assert type(model.inner[0][0].weight) is kind  # as it was found
 
 
-def test_rows_along_another_dimension_are_refused(ranks: RankPool) -> None:
-    ranks(1).run(_refuse_columns)
-
-
-def _refuse_columns() -> None:
-    with pytest.raises(NotImplementedError, match=r"0.weight is a InHalf, which says itself.*must return Shard\(0\)"):
-        HALF(ours(shard_placement_fn=lambda param: Shard(param.dim() - 1)))
-
-
-def test_tensor_parallel_parts_of_the_class_are_refused(ranks: RankPool) -> None:
+def test_the_wrapper_refuses_the_class(ranks: RankPool) -> None:
+    with pytest.raises(TypeError, match=r"inner.0.0.weight is a InHalf parameter"):
+        FullyShardedDataParallel(HALF(), Alone())
     ranks(1).run(_refuse_dtensors)
 
 
@@ -454,12 +593,7 @@ def _refuse_dtensors() -> None:
     weight = DTensor.from_local(model.inner[0][0].weight.detach(), mesh_of(1), [Replicate()])
     model.inner[0][0].weight = nn.Parameter(weight)
     with pytest.raises(TypeError, match=r"inner.0.0.weight is a DTensor around a InHalf parameter"):
-        fsdp.fully_shard(model)
-
-
-def test_the_wrapper_refuses_the_class() -> None:
-    with pytest.raises(TypeError, match=r"inner.0.0.weight is a InHalf parameter"):
-        FullyShardedDataParallel(HALF(), Alone())
+        FullyShardedDataParallel(model, Alone())
 
 
 class Unpadded(InHalf):

@@ -6,6 +6,7 @@ our ranks tell each other besides.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.helpers.dtensor_twins import Plan, Uneven, mesh_of, ours, seeded, torchs, train, uneven
+from tests.helpers.dtensor_twins import (
+    ROUNDING,
+    Plan,
+    Uneven,
+    assert_side_by_side,
+    assert_within,
+    local,
+    mesh_of,
+    ours,
+    seeded,
+    torchs,
+    train,
+    uneven,
+)
 from tests.helpers.models import Wrap, keep, tiny_transformer
 from tests.helpers.parity import TOKENS
 from tests.helpers.ranks import RankPool
@@ -73,8 +87,36 @@ class Sometimes(nn.Module):
         return self.both(torch.tanh(self.used(inputs)))
 
 
+class UsedInPart(nn.Module):
+    """Some parameters of each unit are not used, and none of the last; or each of these in every other forward."""
+
+    def __init__(self, wrap: Wrap, alternates: bool = False) -> None:
+        super().__init__()
+        layers = [nn.ModuleDict({"used": nn.Linear(12, 12), "unused": nn.Linear(12, 12)}) for _ in range(3)]
+        self.layers = nn.ModuleList(wrap(_UsedInPart(layer)) for layer in layers)
+        self.entry, self.exit, self.spare = nn.Linear(5, 12), nn.Linear(12, 1), nn.Linear(12, 6)
+        self.calls, self.alternates = 0, alternates
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += self.alternates
+        hidden = self.entry(inputs)
+        for layer in self.layers[: 2 + self.calls % 2]:
+            hidden = torch.tanh(layer(hidden, "unused" if self.calls % 3 == 1 else "used"))
+        return self.exit(hidden)
+
+
+class _UsedInPart(nn.Module):
+    def __init__(self, parts: nn.ModuleDict) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, inputs: Tensor, part: str) -> Tensor:
+        return self.parts[part](inputs)
+
+
 HALF = {"mp_policy": {"param_dtype": torch.bfloat16}}
 SUMMED_IN_FLOAT = {"mp_policy": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}}
+PARTLY = {"make_model": partial(seeded, UsedInPart), "steps": 3}
 TIED = {"make_model": partial(tiny_transformer, tied=True), "task": TOKENS}
 
 RECIPES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -92,6 +134,9 @@ RECIPES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "mixed precision, hybrid": (4, {}, {"mesh": (2, 2), **SUMMED_IN_FLOAT}),
     "frozen part": (3, {"make_model": _partly_frozen}, {}),
     "unused parameters": (3, {"make_model": partial(seeded, Sometimes)}, {}),
+    "used in part": (2, PARTLY, {}),
+    "used in part, accumulated": (3, {"accumulate": 2, **PARTLY}, {}),
+    "used in part, hybrid": (4, {"accumulate": 2, **PARTLY}, {"mesh": (2, 2)}),
     "shared parameters": (3, TIED, {}),
     "shared parameters, hybrid": (4, TIED, {"mesh": (2, 2)}),
 }
@@ -111,6 +156,38 @@ def _compare(what: dict[str, Any], options: dict[str, Any]) -> None:
     # Which parameters a backward uses is told in the background: two bytes for each, and as many where some are unused.
     peers, params = dist.get_world_size() - 1, len(found.gradients[0])
     assert found.traffic.words <= 4 * params * peers * plan.accumulate
+
+
+@pytest.mark.parametrize(("accumulate", "mesh"), [(1, (3,)), (2, (3,)), (3, (2, 2))], ids=str)
+def test_what_is_used_now_and_then_trains_as_torchs(ranks: RankPool, accumulate: int, mesh: tuple[int, ...]) -> None:
+    ranks(4 if len(mesh) > 1 else mesh[0]).run(_train_now_and_then, accumulate, mesh)
+
+
+def _train_now_and_then(accumulate: int, mesh: tuple[int, ...]) -> None:
+    make_model = partial(seeded, partial(UsedInPart, alternates=True))
+    # What is gathered in advance, and then not used, is not compared.
+    plan = Plan(make_model=make_model, steps=5, accumulate=accumulate, is_counted=False)
+    assert_side_by_side(plan, mesh=mesh)
+    if accumulate > 1:
+        assert_side_by_side(replace(plan, sync_each=True), mesh=mesh)
+
+
+def test_what_is_used_now_and_then_accumulates_in_shards(ranks: RankPool) -> None:
+    ranks(4).run(_accumulate_in_shards)
+
+
+def _accumulate_in_shards() -> None:
+    torch.set_default_dtype(torch.float64)
+    found = []
+    for accumulates in (False, True):  # torch's adds up what is of different parameters
+        model: Any = seeded(partial(UsedInPart, alternates=True), ours(mesh=mesh_of(2, 2)))
+        torch.manual_seed(dist.get_rank())
+        for is_last in (False, False, True, False, True):
+            model.set_requires_all_reduce(is_last or not accumulates)
+            model(torch.randn(3, 5)).square().sum().backward()
+        found.append([None if param.grad is None else local(param.grad) for param in model.parameters()])
+    for expected, grad in zip(*found, strict=True):
+        assert_within("gradient", grad, expected, ROUNDING)
 
 
 @pytest.mark.parametrize(("kind", "accumulate"), [("heads", 2), ("sequence", 1)])

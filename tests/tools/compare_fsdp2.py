@@ -52,9 +52,7 @@ DIFFERENCES = {
     "begins with it: one all-gather less",
     "fully_shard(shard_placement_fn)": "modules with parameters on a mesh of their own are sharded modules themselves",
     "fully_shard(ignored_params)": "any iterable",
-    "fully_shard(dp_mesh_dims)": "`replicate` alone, which shards nothing, is refused; while a module computes, its "
-    "parameters are `DTensor`s on the other dimensions, or plain tensors, and not `DTensor`s on all: inputs must be "
-    "like that",
+    "fully_shard(dp_mesh_dims)": "parameters may be plain tensors, or `DTensor`s on the other dimensions only",
     "CPUOffloadPolicy(pin_memory)": "host memory is always pinned where there is an accelerator: False is an error",
     "FSDPModule.unshard": "`parameters()` of modules inside that are not sharded themselves list `DTensor`s meanwhile",
     "FSDPModule.reset_iter_state": "also done by the next forward, without it",

@@ -80,7 +80,7 @@ def content_of(
 def _entry(name: str, reader: TensorReader, key: str, dtype: torch.dtype | None) -> Entry:
     found = reader.tensors[key]
     kept = dtype if dtype is not None and found.dtype.is_floating_point else found.dtype
-    return Entry(name, kept, found.shape, [Part(0, Stored(reader, key))])
+    return Entry(name, kept, found.shape, Part.whole(Stored(reader, key)))
 
 
 def require_apart(source: Source, target: str) -> None:
@@ -202,7 +202,7 @@ def write_torch(path: str, content: Content, *, by_number: bool, overwrite: bool
     rooms: dict[Any, Tensor] = {}  # tied tensors stay tied
 
     def make(entry: Entry) -> Tensor:
-        values = entry.parts[0].values
+        values = None if entry.part is None else entry.part.values
         if values not in rooms:
             rooms[values] = torch.empty(entry.shape, dtype=entry.dtype)  # which is never touched
             entries[id(rooms[values])] = entry
@@ -227,7 +227,7 @@ def _save_in_pieces(path: str, tree: Any, entries: Mapping[int, Entry], advance:
                 continue
             if place.begin not in checksums:
                 checksums[place.begin] = 0
-                own = Entry("", tensor.dtype, tensor.shape, [Part(0, tensor.contiguous().view(-1))])
+                own = Entry("", tensor.dtype, tensor.shape, Part.whole(tensor.contiguous().view(-1)))
                 for begin, memory in entries.get(id(tensor), own).chunks():
                     write_at(fd, memory, place.begin + begin)
                     checksums[place.begin] = zlib.crc32(memory, checksums[place.begin])

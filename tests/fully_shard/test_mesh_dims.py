@@ -1,0 +1,207 @@
+"""`dp_mesh_dims`: parameters and inputs that are `DTensor`s on all of a mesh, beside torch's."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+import fsdp
+from tests.helpers.dtensor_twins import (
+    Plan,
+    assert_side_by_side,
+    assert_within,
+    local,
+    ours,
+    seeded,
+    spread_of,
+    torchs,
+    whole,
+    wholes,
+)
+from tests.helpers.models import Wrap, keep
+from tests.helpers.parity import REGRESSION
+from tests.helpers.ranks import RankPool
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"), reason="torch 2.11")
+
+Dims = fsdp.DataParallelMeshDims
+
+
+@cache
+def mesh_with(*names: str) -> DeviceMesh:
+    """Collective. Two ranks in each dimension, and four in the only one."""
+    return init_device_mesh("cpu", (4,) if len(names) == 1 else (2,) * len(names), mesh_dim_names=names)
+
+
+class OnAll(nn.Module):
+    """A perceptron of `DTensor`s on all of a mesh, which computes on such; batches are divided over the data ranks."""
+
+    def __init__(self, mesh: DeviceMesh, dims: Any, hidden: int, wrap: Wrap) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.data = [name in (*dims.shard_names, *dims.replicate_names) for name in mesh.mesh_dim_names or ()]
+        layers = nn.Linear(5, hidden), nn.Linear(hidden, 1)
+        for layer, dim in zip(layers, (0, 1), strict=True):
+            layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, self._placed(Replicate(), dim)))
+            layer.bias = nn.Parameter(distribute_tensor(layer.bias.detach(), mesh, self._placed(Replicate(), -dim)))
+        self.layers = nn.Sequential(wrap(layers[0]), nn.Tanh(), wrap(layers[1]))
+
+    def _placed(self, data: Placement, dim: int) -> list[Placement]:
+        """Placements: over the data ranks, and over the others along a dimension of the tensor, if it is none below."""
+        return [data if is_data else Shard(dim) if dim >= 0 else Replicate() for is_data in self.data]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = self.layers(DTensor.from_local(inputs, self.mesh, self._placed(Shard(0), -1), run_check=False))
+        return outputs.redistribute(placements=self._placed(Shard(0), -1)).to_local()
+
+
+def on_all(mesh: DeviceMesh, dims: Any, wrap: Wrap = keep, *, hidden: int = 8, seed: int = 0) -> Any:
+    return seeded(partial(OnAll, mesh, dims, hidden), wrap, seed)
+
+
+def data_mesh(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
+    """The ranks that see different batches."""
+    names = (*dims.replicate_names, *dims.shard_names)
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
+CASES: dict[str, tuple[tuple[str, ...], Any]] = {
+    "one dimension": (("fsdp",), Dims("fsdp")),
+    "hybrid": (("rep", "fsdp"), Dims("fsdp", "rep")),
+    "two that are one": (("dp", "cp"), Dims(("dp", "cp"))),
+    "tensors last": (("fsdp", "tp"), Dims("fsdp")),
+    "tensors first": (("tp", "fsdp"), Dims("fsdp")),
+    "replicas beside tensors": (("ddp", "tp"), Dims(replicate="ddp")),
+}
+LARGE: dict[str, tuple[tuple[str, ...], Any]] = {
+    "hybrid beside tensors": (("rep", "fsdp", "tp"), Dims("fsdp", "rep")),
+    "two that are one beside tensors": (("dp", "cp", "tp"), Dims(("dp", "cp"))),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_trains_as_torchs(ranks: RankPool, case: str) -> None:
+    ranks(4).run(_train, *CASES[case])
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_trains_in_three_dimensions(ranks: RankPool, case: str) -> None:
+    ranks(8).run(_train, *LARGE[case])
+
+
+def _train(names: tuple[str, ...], dims: Any, hidden: int = 8, **options: Any) -> None:
+    mesh = mesh_with(*names)
+    make = partial(on_all, mesh, dims, hidden=hidden)
+    plan = Plan(make_model=make, task=REGRESSION, mesh=data_mesh(mesh, dims), accumulate=2)
+    assert_side_by_side(plan, mesh=mesh, dp_mesh_dims=dims, **options)
+
+
+def _other_dim(param: Any) -> Shard | None:
+    """Along the dimension that tensor parallelism leaves alone."""
+    return Shard(param.dim() - 1) if local(param).shape[-1] % 2 == 0 and param.dim() > 1 else None
+
+
+@pytest.mark.parametrize("options", [{"shard_placement_fn": _other_dim}, {"reshard_after_forward": False}], ids=str)
+def test_options(ranks: RankPool, options: dict[str, Any]) -> None:
+    ranks(4).run(partial(_train, **options), ("fsdp", "tp"), Dims("fsdp"))
+
+
+def test_sizes_that_divide_by_nothing(ranks: RankPool) -> None:
+    ranks(4).run(_train_uneven)
+
+
+def _train_uneven() -> None:
+    _train(("fsdp", "tp"), Dims("fsdp"), hidden=7)
+
+
+def test_modules_compute_with_parameters_on_all_of_the_mesh(ranks: RankPool) -> None:
+    ranks(4).run(_look_inside)
+
+
+def _look_inside() -> None:
+    mesh, dims = mesh_with("fsdp", "tp"), Dims("fsdp")
+    model = on_all(mesh, dims, ours(mesh=mesh, dp_mesh_dims=dims))
+    seen = []
+    model.layers[0].register_forward_pre_hook(lambda module, _: seen.append(module.weight))
+    model(torch.ones(2, 5)).sum().backward()
+    assert (seen[0].device_mesh, seen[0].placements) == (mesh, (Replicate(), Shard(0)))
+    assert isinstance(model.layers[0].weight.grad, DTensor)
+
+
+def test_states(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(4).run(_exchange_states, tmp_path)
+
+
+def _exchange_states(folder: Path) -> None:
+    for case, (names, dims) in CASES.items():
+        mesh = mesh_with(*names)
+        make = partial(on_all, mesh, dims)
+        expected = {name: whole(value) for name, value in make(seed=1).state_dict().items()}
+        mine, theirs = (make(wrap(mesh=mesh, dp_mesh_dims=dims), seed=1) for wrap in (ours, torchs))
+        for name, value in theirs.state_dict().items():
+            assert spread_of(mine.state_dict()[name]) == spread_of(value), case
+            assert_within(name, local(mine.state_dict()[name]), local(value))
+        dcp.save(mine.state_dict(), checkpoint_id=folder / case)
+        fsdp.save(folder / f"{case} of ours", mine)
+        for way in ("dcp", "whole", "fsdp"):
+            target = make(ours(mesh=mesh, dp_mesh_dims=dims))
+            if way == "dcp":
+                state = target.state_dict()
+                dcp.load(state, checkpoint_id=folder / case)
+                target.load_state_dict(state)
+            elif way == "whole":
+                target.load_state_dict(expected)
+            else:
+                fsdp.load(folder / f"{case} of ours", target)
+            for name, value in wholes(target).items():
+                assert_within(f"{name} by {way}", value, expected[name])
+        copied = copy.deepcopy(mine)
+        for model in (mine, copied):
+            model(torch.ones(2, 5)).sum().backward()
+        for param, other in zip(mine.parameters(), copied.parameters(), strict=True):
+            assert_within("gradient of a copy", local(other.grad), local(param.grad))
+
+
+def test_norms(ranks: RankPool) -> None:
+    ranks(4).run(_clip)
+
+
+def _clip() -> None:
+    torch.set_default_dtype(torch.float64)
+    for names, dims in CASES.values():
+        mesh = mesh_with(*names)
+        model = on_all(mesh, dims, ours(mesh=mesh, dp_mesh_dims=dims))
+        torch.manual_seed(data_mesh(mesh, dims).get_local_rank())
+        model(torch.randn(2, 5)).sum().backward()
+        for norm_type in (2.0, float("inf")):
+            grads = torch.cat([whole(param.grad).flatten() for param in model.parameters()])
+            expected = torch.linalg.vector_norm(grads, norm_type)
+            found = nn.utils.clip_grad_norm_(model.parameters(), expected.item() / 2, norm_type)
+            assert_within(f"norm {norm_type} on {names}", whole(found), expected, 1e-10)
+
+
+def test_ranks_that_have_built_different_models_are_told(ranks: RankPool) -> None:
+    ranks(4).run(_build_differently)
+
+
+def _build_differently() -> None:
+    mesh, dims = mesh_with("fsdp", "tp"), Dims("fsdp")
+
+    def wrap(module: nn.Module) -> nn.Module:
+        if isinstance(module, nn.Linear):
+            local(module.weight).add_(dist.get_rank() // 2)  # which a replicated one should not be
+        return ours(mesh=mesh, dp_mesh_dims=dims)(module)
+
+    model = on_all(mesh, dims, wrap)
+    with pytest.raises(RuntimeError, match=r"other values than rank 0 of weight of unit 'layers\.0'"):
+        model(torch.ones(2, 5))
