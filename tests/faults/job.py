@@ -1,0 +1,217 @@
+"""A `Job` is a short training on one rank, whose operations are called by name, and which a `Fault` disturbs."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.faults.fault import Action, Fault, Skip
+
+WIDTH = 6
+STANDS_FOR = {"setup": "build wrap optimizer", "train": "batch forward backward step"}
+
+
+class NotExpressible(Exception):
+    """The library that the job trains with has nothing of the kind."""
+
+
+class Block(nn.Module):
+    """A linear layer with an activation: a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    """Two blocks and a head, with a place between the blocks where faults strike."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, 1)
+        self.register_buffer("calls", torch.zeros(1))
+        self.__dict__["job"] = job  # which is no part of it
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        for number, block in enumerate(self.blocks):
+            if number == 1:
+                self.job.between_blocks(x)
+            x = block(x)
+        return self.head(x)
+
+
+class Job:
+    """A training with this library.
+
+    Attributes that an action of a fault may change, each before what it is about:
+        options: of all units, for the front door.
+        plain, model, optimizer_, x, loss: what the operations have made so far.
+    """
+
+    def __init__(self, fault: Fault, folder: Path) -> None:
+        self.fault, self.folder = fault, folder
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.options: dict[str, Any] = {}
+        self.seed, self.rate, self.steps = 0, 0.05, 0
+        self.in_forward: Action | None = None
+        self.in_backward: Action | None = None
+        self.struck: float | None = None  # when the fault struck this rank
+        self.shards: list[Tensor] = []  # as they were before the last operation
+        self.stack = contextlib.ExitStack()
+
+    @property
+    def is_victim(self) -> bool:
+        return self.fault.victim in (None, self.rank)
+
+    # --- running ----------------------------------------------------------------------------------------------------
+
+    def run(self, program: str) -> None:
+        """Perform operations one after the other, and have the fault strike where it is to."""
+        done: Counter[str] = Counter()
+        for operation in " ".join(STANDS_FOR.get(name, name) for name in program.split()).split():
+            done[operation] += 1
+            self.remember()
+            try:
+                if self.is_victim and self.fault.at in (operation, f"{operation} {done[operation]}"):
+                    if self.struck is None:
+                        self.strike(self.fault.do)
+                getattr(self, operation)()
+            except Skip:
+                pass
+
+    def strike(self, action: Action) -> None:
+        """Let something happen, and note when. The note outlives this process."""
+        self.struck = time.monotonic()
+        (self.folder / f"struck {self.rank}").write_text(str(self.struck))
+        action(self)
+
+    def between_blocks(self, x: Tensor) -> None:
+        if self.in_forward is not None:
+            action, self.in_forward = self.in_forward, None
+            self.strike(action)
+        if self.in_backward is not None and x.requires_grad:
+            action, self.in_backward = self.in_backward, None
+            x.register_hook(lambda _: self.strike(action))
+
+    def remember(self) -> None:
+        model = getattr(self, "model", None)
+        if isinstance(model, nn.Module):
+            self.shards = [param.detach().clone() for param in model.parameters()]
+
+    # --- making a model ---------------------------------------------------------------------------------------------
+
+    def build(self) -> None:
+        torch.manual_seed(self.seed)
+        self.plain = Net(self)
+
+    def wrap(self) -> None:
+        from fsdp import FullyShardedDataParallel, fully_shard
+
+        if self.fault.door == "fully_shard":
+            for block in self.plain.blocks:
+                fully_shard(block, **self.options)
+            self.model: Any = fully_shard(self.plain, **self.options)
+        else:
+            for number, block in enumerate(self.plain.blocks):
+                self.plain.blocks[number] = FullyShardedDataParallel(block, **self.options)
+            self.model = FullyShardedDataParallel(self.plain, **self.options)
+
+    def optimizer(self) -> None:
+        self.optimizer_ = torch.optim.SGD(self.model.parameters(), lr=self.rate, momentum=0.9)
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def batch(self) -> None:
+        self.x = self.batch_of(self.steps, self.rank)
+
+    def batch_of(self, step: int, rank: int) -> Tensor:
+        return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+    def forward(self) -> None:
+        self.loss = self.model(self.x).square().mean()
+
+    def backward(self) -> None:
+        self.loss.backward()
+
+    def clip(self) -> None:
+        self.model.clip_grad_norm_(1.0)
+
+    def step(self) -> None:
+        self.optimizer_.step()
+        self.optimizer_.zero_grad()
+        self.steps += 1
+
+    def evaluate(self) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            self.model(self.batch_of(9, self.rank))
+        self.model.train()
+
+    def accumulate(self) -> None:
+        with self.model.no_sync():
+            self.forward()
+            self.backward()
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> None:
+        self.state = self.model.state_dict()
+
+    def summon(self) -> None:
+        with self.model.summon_full_params():
+            pass
+
+    def save(self) -> None:
+        import fsdp
+
+        fsdp.save(self.folder / "saved", self.model, self.optimizer_, generators=False)
+
+    def load(self) -> None:
+        import fsdp
+
+        fsdp.load(self.folder / "saved", self.model, self.optimizer_)
+
+    # --- afterwards -------------------------------------------------------------------------------------------------
+
+    def kept(self) -> None:
+        """The shards are those from before the operation that failed."""
+        for name_param, before in zip(self.model.named_parameters(), self.shards, strict=True):
+            name, param = name_param
+            if not torch.equal(_local(param), _local(before)):
+                raise AssertionError(f"{name} has changed")
+
+    def trained(self) -> None:
+        """The model has been trained by so many steps as there were, as without shards."""
+        reference = self.reference()
+        for name, value in self.model.state_dict().items():
+            value = value.full_tensor() if hasattr(value, "full_tensor") else value
+            if name != "calls" and not torch.allclose(value, reference[name], atol=1e-6):
+                raise AssertionError(f"{name} is not as after {self.steps} steps")
+
+    def reference(self) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = Net(self)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        for step in range(self.steps):
+            losses = [model(self.batch_of(step, rank)).square().mean() for rank in range(self.world_size)]
+            torch.stack(losses).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+
+def _local(param: Any) -> Tensor:
+    return param.to_local() if hasattr(param, "to_local") else param.detach()
