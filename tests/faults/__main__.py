@@ -12,9 +12,9 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.faults.job import Job  # noqa: E402
-from tests.faults.runner import Runner, Verdict, table  # noqa: E402
-from tests.helpers.ranks import RankPool  # noqa: E402
+from tests.faults.job import Job
+from tests.faults.runner import Runner, Verdict, table
+from tests.helpers.ranks import RankPool
 
 HEADS = ("fault", "phase", "kind", "ranks", "detected", "seconds", "rank", "unit", "remedy", "state", "files")
 

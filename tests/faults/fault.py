@@ -18,8 +18,13 @@ Action = Callable[["Job"], Any]
 # How the harness calls the end of a rank that does not answer.
 STUCK = "still running"
 
-# Where a pattern makes no sense: an error that all ranks make alike names no rank.
-ANY = ""
+# Patterns of what is said.
+ANY = ""  # it makes no sense to ask for one: an error that all ranks make alike names no rank
+GATHER = r"all-gather of (blocks\.[01]|root)"
+ENDED = r"rank 1 was ended by"
+GONE = r"rank 1 is gone"
+LATE = r"The others wait for rank 1\b"
+DIFFERENT = r"different (collectives|calls)"
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,11 @@ class Fault:
 
 class Skip(Exception):
     """The victim leaves the operation out that the fault strikes before."""
+
+
+def sets(**options: Any) -> Action:
+    """Have other options for what is wrapped next."""
+    return lambda job: job.options.update(options)
 
 
 # --- what may happen to a rank ----------------------------------------------------------------------------------------

@@ -7,6 +7,10 @@ import signal
 import torch
 
 from tests.faults.fault import (
+    ENDED,
+    GATHER,
+    GONE,
+    LATE,
     STUCK,
     Fault,
     also,
@@ -20,10 +24,6 @@ from tests.faults.fault import (
     stops,
     stops_for,
 )
-
-GATHER = r"all-gather of (blocks\.[01]|root)"
-ENDED = r"rank 1 was ended by"
-GONE = r"rank 1 is gone"
 
 FAULTS = {
     "forward": [
@@ -102,9 +102,9 @@ FAULTS = {
             "slow ranks",
             "batch 2",
             sleeps(5),
-            rank="The others wait for rank 1",
+            rank=LATE,
             unit=GATHER,
-            remedy=r"rank 1: in no collective, at .*in sleep",
+            remedy=r"rank 1: in no collective, at .*in do",
         ),
         Fault(
             "Ctrl-C on one rank",

@@ -65,12 +65,20 @@ class Job:
         self.fault, self.folder = fault, folder
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.options: dict[str, Any] = {}
+        self.units = 2  # so many blocks are
         self.seed, self.rate, self.steps = 0, 0.05, 0
+        self.clipping: dict[str, Any] = {"max_norm": 1.0}
+        self.hook_fails = False
         self.in_forward: Action | None = None
         self.in_backward: Action | None = None
         self.struck: float | None = None  # when the fault struck this rank
         self.shards: list[Tensor] = []  # as they were before the last operation
-        self.stack = contextlib.ExitStack()
+        self.summoning: dict[str, Any] = {}
+        self.inside: Action = lambda job: None  # of the next contexts
+        self.path = folder / "saved"
+        self.saving: dict[str, Any] = {"generators": False}
+        self.loading: dict[str, Any] = {}
+        self.stack = contextlib.ExitStack()  # what is undone in the end
 
     @property
     def is_victim(self) -> bool:
@@ -121,13 +129,18 @@ class Job:
         from fsdp import FullyShardedDataParallel, fully_shard
 
         if self.fault.door == "fully_shard":
-            for block in self.plain.blocks:
+            for block in self.plain.blocks[: self.units]:
                 fully_shard(block, **self.options)
             self.model: Any = fully_shard(self.plain, **self.options)
         else:
-            for number, block in enumerate(self.plain.blocks):
+            for number, block in enumerate(self.plain.blocks[: self.units]):
                 self.plain.blocks[number] = FullyShardedDataParallel(block, **self.options)
             self.model = FullyShardedDataParallel(self.plain, **self.options)
+
+    def wrap_another(self) -> None:
+        from fsdp import FullyShardedDataParallel
+
+        FullyShardedDataParallel(Block())
 
     def optimizer(self) -> None:
         self.optimizer_ = torch.optim.SGD(self.model.parameters(), lr=self.rate, momentum=0.9)
@@ -147,18 +160,36 @@ class Job:
         self.loss.backward()
 
     def clip(self) -> None:
-        self.model.clip_grad_norm_(1.0)
+        self.model.clip_grad_norm_(**self.clipping)
 
     def step(self) -> None:
         self.optimizer_.step()
         self.optimizer_.zero_grad()
         self.steps += 1
 
+    def step_again(self) -> None:
+        self.optimizer_.step()
+
+    def step_zero(self) -> None:
+        self.optimizer_.zero_grad()
+
+    def register_hook(self) -> None:
+        self.model.register_comm_hook(self, _reduce)
+
+    def register_other_hook(self) -> None:
+        self.model.register_comm_hook(self, _reduce_otherwise)
+
     def evaluate(self) -> None:
         self.model.eval()
         with torch.no_grad():
             self.model(self.batch_of(9, self.rank))
         self.model.train()
+
+    def clip_to_one(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
+    def clip_values(self) -> None:
+        self.model.clip_grad_value_(0.1)
 
     def accumulate(self) -> None:
         with self.model.no_sync():
@@ -170,19 +201,54 @@ class Job:
     def state_dict(self) -> None:
         self.state = self.model.state_dict()
 
+    def load_state_dict(self) -> None:
+        self.model.load_state_dict(self.state)
+
+    def optimizer_state(self) -> None:
+        from fsdp import optim_utils
+
+        self.full = optim_utils.full_optim_state_dict(self.model, self.optimizer_, recipient_rank=None)
+
+    def load_optimizer_state(self) -> None:
+        from fsdp import optim_utils
+
+        optim_utils.load_full_optim_state_dict(self.model, self.optimizer_, self.full)
+
+    def sharded_state(self) -> None:
+        self.sharded = self.model.sharded_state_dict()
+
+    def load_sharded_state(self) -> None:
+        self.model.load_sharded_state_dict(self.sharded)
+
+    def local_state(self) -> None:
+        self.local = self.model.local_state_dict()
+
+    def load_local_state(self) -> None:
+        self.model.load_local_state_dict(self.local)
+
     def summon(self) -> None:
-        with self.model.summon_full_params():
-            pass
+        with self.model.summon_full_params(**self.summoning):
+            self.inside(self)
 
     def save(self) -> None:
         import fsdp
 
-        fsdp.save(self.folder / "saved", self.model, self.optimizer_, generators=False)
+        fsdp.save(self.path, self.model, self.optimizer_, **self.saving)
 
     def load(self) -> None:
         import fsdp
 
-        fsdp.load(self.folder / "saved", self.model, self.optimizer_)
+        fsdp.load(self.path, self.model, self.optimizer_, **self.loading)
+
+    def save_in_background(self) -> None:
+        from fsdp.checkpoint import Saver
+
+        if not hasattr(self, "saver"):
+            self.saver = Saver()
+        self.saver.save(self.path, self.model, self.optimizer_, **self.saving)
+
+    def wait(self) -> None:
+        self.saver.wait()
 
     # --- afterwards -------------------------------------------------------------------------------------------------
 
@@ -211,6 +277,18 @@ class Job:
             optimizer.step()
             optimizer.zero_grad()
         return model.state_dict()
+
+
+def _reduce(job: Job, gradient: Tensor, shard: Tensor) -> None:
+    from fsdp.distributed.comm_hooks import reduce_scatter
+
+    if job.hook_fails:
+        raise ValueError("this hook has failed")
+    shard.copy_(reduce_scatter(gradient / job.world_size))
+
+
+def _reduce_otherwise(job: Job, gradient: Tensor, shard: Tensor) -> None:
+    _reduce(job, gradient, shard)
 
 
 def _local(param: Any) -> Tensor:

@@ -24,7 +24,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import tests.faults
@@ -57,7 +56,7 @@ def table() -> dict[Key, Fault]:
     return found
 
 
-# --- on a rank ----------------------------------------------------------------------------------------------------------
+# --- on a rank --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -105,7 +104,7 @@ def run_here(key: Key, folder: Path, make_job: type[Job]) -> None:
     set_watchdog(PATIENCE, raises=fault.raises)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=GROUP_TIMEOUT), dist.group.WORLD)
     job, record = make_job(fault, folder), Record()
-    with _listening(record.said):
+    with _listening(record.said), job.stack:
         try:
             job.run(fault.program)
         except NotExpressible:
@@ -161,7 +160,7 @@ def threads() -> int:
     return sum(not each.name.startswith("fsdp ") for each in threading.enumerate())
 
 
-# --- in the parent ------------------------------------------------------------------------------------------------------
+# --- in the parent ----------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -222,8 +221,8 @@ class Runner:
             self._renew(world_size)
         verdict = judge(key, fault, records, endings, headlines, _struck(folder))
         verdict.took = time.monotonic() - begun
-        if any("status 1" not in headline for ending, headline in zip(endings, headlines, strict=True) if ending is Ending.DIED):
-            verdict.words += "".join(f"\n--- output of rank {rank}\n{text}" for rank, text in enumerate(outputs) if text)
+        if verdict.afterwards:
+            verdict.words += "".join(f"\n--- rank {rank} printed\n{text}" for rank, text in enumerate(outputs) if text)
         verdict.files = None if fault.damages else _files_are_intact(folder)
         shutil.rmtree(folder, ignore_errors=True)
         return verdict
@@ -283,7 +282,7 @@ def judge(
     texts = ["\n".join(text for _, text in each) for each in told]
     for what, pattern in patterns.items():
         verdict.named[what] = all(re.search(pattern, texts[rank]) for rank in hearers) if pattern else None
-    verdict.words = "".join(f"\n--- rank {rank} said\n{text or '(nothing)'}" for rank, text in enumerate(texts))
+    verdict.words = "".join(f"\n--- rank {rank} said\n{text[-1500:] or '(nothing)'}" for rank, text in enumerate(texts))
     verdict.afterwards = "; ".join(_broken(fault, records, endings, headlines, struck))
     return verdict
 
