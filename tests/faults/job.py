@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections import Counter
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.faults.fault import Action, Fault, Skip
+from tests.helpers.hybrid import mesh_of
 
 WIDTH = 6
 STANDS_FOR = {"setup": "build wrap optimizer", "train": "batch forward backward step"}
@@ -28,8 +30,11 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
+        self.fails = False
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise ValueError("a bad block")
         return torch.tanh(self.linear(x))
 
 
@@ -49,7 +54,7 @@ class Net(nn.Module):
         for number, block in enumerate(self.blocks):
             if number == 1:
                 self.job.between_blocks(x)
-            x = block(x)
+            x = self.job.through(number, block, x)
         return self.head(x)
 
 
@@ -78,6 +83,10 @@ class Job:
         self.path = folder / "saved"
         self.saving: dict[str, Any] = {"generators": False}
         self.loading: dict[str, Any] = {}
+        self.is_conditional = self.runs_directly = False
+        self.asks_for = 1
+        self.joins, self.joins_twice = True, False
+        self.without_optimizer = False
         self.stack = contextlib.ExitStack()  # what is undone in the end
 
     @property
@@ -93,9 +102,9 @@ class Job:
             done[operation] += 1
             self.remember()
             try:
-                if self.is_victim and self.fault.at in (operation, f"{operation} {done[operation]}"):
-                    if self.struck is None:
-                        self.strike(self.fault.do)
+                is_here = self.fault.at in (operation, f"{operation} {done[operation]}")
+                if is_here and self.is_victim and self.struck is None:
+                    self.strike(self.fault.do)
                 getattr(self, operation)()
             except Skip:
                 pass
@@ -114,10 +123,33 @@ class Job:
             action, self.in_backward = self.in_backward, None
             x.register_hook(lambda _: self.strike(action))
 
+    def through(self, number: int, block: nn.Module, x: Tensor) -> Tensor:
+        """Compute a block; the second one is left out now and then by `fsdp.cond`, if the job is a conditional one."""
+        import fsdp
+
+        if number == 0 or not self.is_conditional or self.runs_directly:
+            return block(x)
+        out = fsdp.cond(self.plain.blocks[self.asks_for], self.runs_here, x)
+        return x if out is None else out
+
+    @property
+    def runs_here(self) -> bool:
+        """Every other step the odd ranks leave the second block out."""
+        return self.rank % 2 == 1 or self.steps % 2 == 0
+
     def remember(self) -> None:
         model = getattr(self, "model", None)
         if isinstance(model, nn.Module):
             self.shards = [param.detach().clone() for param in model.parameters()]
+
+    def conditional(self) -> None:
+        self.is_conditional = True
+
+    def mesh(self) -> None:
+        self.options["process_group"] = mesh_of(2, self.world_size // 2)
+
+    def on_disk(self) -> None:
+        self.options |= {"offload": "disk", "offload_folder": self.folder / "offload"}
 
     # --- making a model ---------------------------------------------------------------------------------------------
 
@@ -196,6 +228,19 @@ class Job:
             self.forward()
             self.backward()
 
+    def joined_training(self) -> None:
+        import fsdp
+
+        joined = fsdp.join(self.model, self.optimizer_, *[self.optimizer_] * self.joins_twice)
+        with joined if self.joins else contextlib.nullcontext():
+            for number in range(2 + self.rank):
+                self.batch()
+                if number == 1:
+                    self.inside(self)
+                self.forward()
+                self.backward()
+                self.step()
+
     # --- state ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> None:
@@ -233,19 +278,42 @@ class Job:
     def save(self) -> None:
         import fsdp
 
-        fsdp.save(self.path, self.model, self.optimizer_, **self.saving)
+        fsdp.save(self.path, self.model, *self.saved_optimizers(), **self.saving)
 
     def load(self) -> None:
         import fsdp
 
-        fsdp.load(self.path, self.model, self.optimizer_, **self.loading)
+        fsdp.load(self.path, self.model, *self.saved_optimizers(), **self.loading)
+
+    def saved_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [] if self.without_optimizer else [self.optimizer_]
+
+    def save_step(self) -> None:
+        import fsdp
+
+        fsdp.save(self.folder / "run", self.model, self.optimizer_, step=self.steps, generators=False)
+
+    def newest(self) -> None:
+        import fsdp
+
+        found = fsdp.checkpoint.newest(self.folder / "run")
+        if found is None:
+            raise FileNotFoundError(f"{self.folder / 'run'} has no checkpoint")
+        self.path = found
+
+    def lose_newest(self) -> None:
+        self.path = self.folder / "lost"
+
+    def forget_saver(self) -> None:
+        del self.saver
+        gc.collect()
 
     def save_in_background(self) -> None:
         from fsdp.checkpoint import Saver
 
         if not hasattr(self, "saver"):
             self.saver = Saver()
-        self.saver.save(self.path, self.model, self.optimizer_, **self.saving)
+        self.saver.save(self.path, self.model, *self.saved_optimizers(), **self.saving)
 
     def wait(self) -> None:
         self.saver.wait()

@@ -249,12 +249,14 @@ def _struck(folder: Path) -> float | None:
 
 
 def _files_are_intact(folder: Path) -> bool | None:
-    from fsdp.checkpoint import verify
+    from fsdp.checkpoint import newest, verify
 
-    if not (folder / "saved").exists():
+    places = [place for place in (folder / "saved", newest(folder / "run")) if place is not None and place.exists()]
+    if not places:
         return None
     try:
-        verify(folder / "saved")
+        for place in places:
+            verify(place)
     except Exception:  # noqa: BLE001 - whatever it finds
         return False
     return True
