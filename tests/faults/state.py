@@ -123,6 +123,7 @@ FAULTS = {
             inside(replaces),
             program=SUMMON,
             unit="head.weight",
+            by="others",
         ),
         Fault(
             "forward inside",
@@ -141,6 +142,7 @@ FAULTS = {
             program=SUMMON,
             rank=r"rank 1\b",
             unit="summon_full_params|fsdp.save",
+            by="others",
         ),
         Fault(
             "summoned in the middle of a step",
@@ -233,6 +235,7 @@ FAULTS = {
             program=LOAD,
             unit="head.bias",
             after="kept train trained",
+            by="others",
         ),
         Fault(
             "a key too many",
@@ -242,6 +245,7 @@ FAULTS = {
             program=LOAD,
             unit="late",
             after="kept train trained",
+            by="others",
         ),
         Fault(
             "another shape",
@@ -251,6 +255,7 @@ FAULTS = {
             program=LOAD,
             unit="head.bias",
             after="kept train trained",
+            by="others",
         ),
         Fault(
             "other values",
@@ -269,6 +274,7 @@ FAULTS = {
             program=LOAD,
             unit="head|blocks",
             after="kept train trained",
+            by="others",
         ),
         Fault(
             "another key of a sharded state",
@@ -278,6 +284,7 @@ FAULTS = {
             program="setup train sharded_state load_sharded_state train",
             unit="head.bias",
             after="kept train trained",
+            by="others",
         ),
         Fault(
             "a local state of another model",
@@ -294,6 +301,7 @@ FAULTS = {
             lambda job: job.full["state"].pop("head.bias"),
             program="setup train optimizer_state load_optimizer_state train",
             unit="head.bias",
+            by="others",
         ),
         Fault(
             "an optimizer's state with other values",
