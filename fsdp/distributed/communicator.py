@@ -32,6 +32,10 @@ Tag = int | str | tuple[int | str, ...]
 # The public call that this thread is in, as users write it; empty in forward and backward.
 _call: ContextVar[str] = ContextVar("_call", default="")
 
+# The pass that a model is in, or was in last: its direction and mode. It is a part of the tag of all-gathers outside of
+# public calls, so ranks in different ones do not take each other's messages. Empty where ranks may differ in it.
+stage = ""
+
 
 class Pending:
     """A collective in flight; `wait` is the only way to its result."""
@@ -252,11 +256,11 @@ def finish(works: Sequence[Any], what: str) -> None:
 
 def incomplete(what: str, error: RuntimeError) -> CollectiveError:
     """Return the error of a collective that did not complete."""
-    begin = f"rank {own_rank()}: {what} did not complete: "
+    call = _call.get()
+    begin = f"rank {own_rank()}: {what}{f' in {call}' if call else ''} did not complete: "
     known = explain()
     if known:
         return CollectiveError(f"{begin}{known}\n({error})")
-    call = _call.get()
     if call:
         remedy = f"This rank is in {call}: make the same call on every rank of the group"
     else:
@@ -287,6 +291,15 @@ def during(call: str) -> Iterator[None]:
 def present_call() -> str:
     """The public call that this thread is in."""
     return _call.get()
+
+
+def in_stage(what: str, kind: str) -> tuple[str, str]:
+    """Return what a collective is, for people and for its tag, with the pass or the public call that this rank is in.
+
+    The call is not repeated for people, who are told of it beside.
+    """
+    call = _call.get()
+    return f"{what} in {stage}" if stage and not call else what, f"{kind} in {call or stage}"
 
 
 def own_rank() -> int:

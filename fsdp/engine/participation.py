@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
+
+from fsdp.distributed import communicator
 from fsdp.engine.forward_hooks import Call
+from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.schedule import ExecutionOrder
 from fsdp.engine.unit import Unit
@@ -71,13 +75,17 @@ class Participation(Protocol):
 
 
 class EvenRanks:
-    """All ranks do the same, so that nothing has to be said."""
+    """All ranks do the same, so that nothing has to be said. All-gathers are tagged with the pass that all are in."""
 
     is_uneven = False
     is_joining = False
+    _outermost: Unit
 
     def enter(self, call: Call, *, is_outermost: bool) -> None:
-        pass
+        if is_outermost:
+            self._outermost = call.unit
+            mode = "" if call.unit.mode == "train()" else f" in {call.unit.mode}"
+            communicator.stage = f"forward{mode}{'' if torch.is_grad_enabled() else ' without gradients'}"
 
     def leave(self, call: Call, output: Any, *, needs_backward: bool) -> None:
         pass
@@ -91,7 +99,11 @@ class EvenRanks:
         return usual
 
     def begin_backward(self) -> None:
-        pass
+        unit = self._outermost
+        accumulates = " under no_sync()" if unit.policy.sync is GradientSync.NONE else ""
+        divisor, usual = unit.predivide * unit.postdivide, unit.comm.world_size * unit.replicas.world_size
+        divided = f" with gradients divided by {divisor:g}" if divisor != usual else ""
+        communicator.stage = f"backward{accumulates}{divided}"
 
     def reach(self, call: Call) -> None:
         pass

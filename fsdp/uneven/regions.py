@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from fsdp.distributed import communicator
 from fsdp.engine.autograd import differentiable_tensors, in_backward
 from fsdp.engine.forward_hooks import Call
 from fsdp.engine.handle import FlatParamHandle
@@ -268,6 +269,7 @@ class Visits:
     def enter(self, call: Call, *, is_outermost: bool) -> None:
         """A unit computes next; in `fsdp.join`, the forward of the outermost one is a visit of all ranks."""
         unit = call.unit
+        communicator.stage = ""
         if is_outermost and not self._open:
             self._begin_forward()
             if self.joining is not None and unit is self._runtime.root:

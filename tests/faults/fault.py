@@ -70,7 +70,7 @@ class Fault:
     missed: str = ""
 
 
-class Skip(Exception):
+class Skip(Exception):  # noqa: N818 - it is no error
     """The victim leaves the operation out that the fault strikes before."""
 
 

@@ -20,7 +20,7 @@ WIDTH = 6
 STANDS_FOR = {"setup": "build wrap optimizer", "train": "batch forward backward step"}
 
 
-class NotExpressible(Exception):
+class NotExpressible(Exception):  # noqa: N818 - it is no error
     """The library that the job trains with has nothing of the kind."""
 
 
