@@ -249,7 +249,7 @@ FAULTS = {
             clips_to(norm_type=1.0),
             program=CLIPPING,
             rank=r"rank 1\b",
-            unit="norm_type|norm of order 1",
+            unit="norm_type|norm of gradients of order 1",
             remedy=DIFFERENT,
         ),
         Fault(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
-import shutil
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -37,6 +37,7 @@ BACKGROUND = "setup train save_in_background wait train save_in_background train
 LOAD = "setup train save train load train"
 SAVING, LOADING, IN_BACKGROUND = r"fsdp\.save\(\)", r"fsdp\.load\(\)", r"fsdp\.checkpoint\.Saver\.save\(\)"
 SAME_CALLS = "[Mm]ake the same calls? on every rank|they have taken different paths"
+EVERY = "[Ee]very rank"
 FULL = OSError(errno.ENOSPC, "No space left on device")
 DAMAGED = partial(Fault, kind="damaged files", at="load", program=LOAD, victim=0, rank="", damages=True)
 
@@ -75,7 +76,7 @@ def a_dead_job_has_left_its_lock(job: Job) -> None:
 
 def file(pattern: str, change: Callable[[Path], Any]) -> Action:
     """Do something to a file of the checkpoint."""
-    return lambda job: change(next(iter(sorted(job.path.glob(pattern)))))
+    return lambda job: change(job.file(pattern))
 
 
 def flip(path: Path) -> None:
@@ -94,18 +95,19 @@ def noise(path: Path) -> None:
 
 def newer(path: Path) -> None:
     content = json.loads(path.read_text())
-    content["version"] = 2
+    content["checkpoint"]["version"] = 2
+    text = json.dumps(content["checkpoint"], separators=(",", ":"))
+    content["sha256"] = hashlib.sha256(text.encode()).hexdigest()
     path.write_text(json.dumps(content))
 
 
 def exchanged(job: Job) -> None:
-    """Find a checkpoint of the same model with other values under the name."""
-    job.path = Path(shutil.copytree(job.path, job.folder / "copy"))
-    flip(next(iter(sorted(job.path.glob("model*.safetensors")))))
+    """Find the first checkpoint in the place of the second one."""
+    job.path = job.folder / f"first {job.rank}"
 
 
 def of_another_model(job: Job) -> None:
-    place = next(iter(sorted(job.path.glob("model*.safetensors"))))
+    place = job.file("model*.safetensors")
     place.write_bytes(place.read_bytes().replace(b"blocks.0", b"layers.0"))
 
 
@@ -116,15 +118,16 @@ def changes_while_it_is_read(job: Job) -> None:
     read = loader.read
 
     def changed_first(*args: Any) -> Any:
-        for path in job.path.glob("model*.safetensors"):
-            flip(path)
+        flip(job.file("model*.safetensors"))
         return read(*args)
 
     job.stack.enter_context(mock.patch.object(loader, "read", changed_first))
 
 
 def not_readable(job: Job) -> None:
-    job.stack.enter_context(mock.patch("fsdp.checkpoint.loader.read", raises(OSError(errno.EIO, "Input/output error"))))
+    job.stack.enter_context(
+        mock.patch("fsdp.checkpoint.loader.read", side_effect=OSError(errno.EIO, "Input/output error"))
+    )
 
 
 FAULTS = {
@@ -156,7 +159,7 @@ FAULTS = {
             elsewhere,
             program=SAVE,
             unit="elsewhere",
-            remedy="every rank",
+            remedy=EVERY,
             after="kept train",
         ),
         Fault(
@@ -166,7 +169,7 @@ FAULTS = {
             saving(step=7),
             program=SAVE,
             unit="step",
-            remedy="every rank",
+            remedy=EVERY,
             after="kept train",
         ),
         Fault(
@@ -176,7 +179,7 @@ FAULTS = {
             without_optimizer,
             program=SAVE,
             unit="optimizer",
-            remedy="every rank",
+            remedy=EVERY,
             after="kept train",
         ),
         Fault(
@@ -185,7 +188,8 @@ FAULTS = {
             "save 2",
             while_writing(raises(FULL)),
             program=SAVE,
-            rank="rank 1 could not|No space left",
+            rank="rank 1 could not",
+            by="others",
             unit="saved",
             after="kept train",
         ),
@@ -196,7 +200,8 @@ FAULTS = {
             while_writing(raises(FULL), 6),
             victim=0,
             program=SAVE,
-            rank="rank 0 could not|No space left",
+            rank="rank 0 could not",
+            by="others",
             unit="saved",
             after="kept train",
         ),
@@ -206,7 +211,8 @@ FAULTS = {
             "save 2",
             while_writing(raises(OSError(errno.EIO, "Input/output error"))),
             program=SAVE,
-            rank="rank 1 could not|Input/output",
+            rank="rank 1 could not",
+            by="others",
             after="kept train",
         ),
         Fault(
@@ -248,6 +254,7 @@ FAULTS = {
             "save 2",
             saving(values={"net": object()}),
             program=SAVE,
+            by="others",
             unit="values",
             after="kept train",
         ),
@@ -332,7 +339,8 @@ FAULTS = {
             "save_in_background 2",
             while_writing(raises(FULL)),
             program=BACKGROUND,
-            rank="rank 1 could not|No space left",
+            rank="rank 1 could not",
+            by="others",
             unit="saved",
             after="train",
         ),
@@ -370,7 +378,7 @@ FAULTS = {
             elsewhere,
             program=BACKGROUND,
             unit="elsewhere",
-            remedy="every rank",
+            remedy=EVERY,
             after="train",
         ),
         Fault(
@@ -379,7 +387,8 @@ FAULTS = {
             "save_in_background 2",
             while_writing(raises(FULL)),
             program=BACKGROUND.replace(" train wait train", " train forget_saver train"),
-            rank="rank 1 could not|No space left",
+            rank="rank 1 could not",
+            by="others",
         ),
     ],
     "load": [
@@ -408,9 +417,10 @@ FAULTS = {
             "exchanged files",
             "load",
             exchanged,
-            program=LOAD,
+            program="setup train save copy_saved train save load train",
             rank="rank 1",
-            unit="copy|different checkpoints|damaged",
+            unit="different checkpoints",
+            remedy=EVERY,
         ),
         Fault(
             "not strict on one rank",
@@ -419,7 +429,7 @@ FAULTS = {
             loading(strict=False),
             program=LOAD,
             unit="strict=False",
-            remedy="every rank",
+            remedy=EVERY,
             after="kept train",
         ),
         Fault(
@@ -429,7 +439,7 @@ FAULTS = {
             without_optimizer,
             program=LOAD,
             unit="no optimizer",
-            remedy="every rank",
+            remedy=EVERY,
             after="kept train",
         ),
         Fault(
@@ -438,7 +448,8 @@ FAULTS = {
             "load",
             not_readable,
             program=LOAD,
-            rank="rank 1 could not|Input/output error",
+            rank="rank 1 could not",
+            by="others",
             unit="saved",
         ),
         Fault("killed", "SIGKILL", "load", ends_by(signal.SIGKILL), program=LOAD, rank=GONE, ends="SIGKILL"),
@@ -552,6 +563,7 @@ FAULTS = {
             rank="rank 1",
             unit="lost",
             damages=True,
+            by="others",
         ),
     ],
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import shutil
 import time
 from collections import Counter
 from pathlib import Path
@@ -285,8 +286,15 @@ class Job:
 
         fsdp.load(self.path, self.model, *self.saved_optimizers(), **self.loading)
 
+    def file(self, pattern: str) -> Path:
+        """Return the first file of the checkpoint whose name is like this."""
+        return min(self.path.glob(pattern))
+
     def saved_optimizers(self) -> list[torch.optim.Optimizer]:
         return [] if self.without_optimizer else [self.optimizer_]
+
+    def copy_saved(self) -> None:
+        shutil.copytree(self.path, self.folder / f"first {self.rank}")
 
     def save_step(self) -> None:
         import fsdp

@@ -109,6 +109,9 @@ def run_here(key: Key, folder: Path, make_job: type[Job]) -> None:
             job.run(fault.program)
         except NotExpressible:
             record.expressible = False
+            _leave(record, folder, job.rank)
+            if not _all_have_ended(folder, job.world_size, TEARDOWN):
+                os._exit(1)
         except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt too
             record.raised_at = time.monotonic()
             record.error = f"{type(error).__name__}: {error}"
@@ -190,7 +193,7 @@ class Verdict:
     def is_good(self) -> bool:
         said_well = self.is_in_time and False not in self.named.values()
         said = not self.is_detected if self.fault.quiet else said_well
-        return said and not self.afterwards and self.files is not False
+        return self.expressible and said and not self.afterwards and self.files is not False
 
 
 class Runner:
@@ -272,7 +275,7 @@ def judge(
 ) -> Verdict:
     """Return what the records of all ranks amount to."""
     verdict = Verdict(key, fault, len(records))
-    if any(record is not None and not record.expressible for record in records):
+    if any(record is not None and not record.expressible for record in records) or struck is None:
         verdict.expressible = False
         return verdict
     patterns = {"rank": fault.rank, "unit": fault.unit, "remedy": fault.remedy}
@@ -311,8 +314,6 @@ def _broken(
     headlines: Sequence[str],
     struck: float | None,
 ) -> Iterator[str]:
-    if struck is None:
-        yield "the fault did not strike"
     for rank, (record, ending, headline) in enumerate(zip(records, endings, headlines, strict=True)):
         is_expected = fault.ends and fault.ends in (headline or "") and fault.victim in (None, rank)
         if is_expected:
