@@ -142,8 +142,7 @@ class TorchCollectives(Communicator):
             for peer, tensors in messages.items()
             for tensor in tensors
         ]
-        works = dist.batch_isend_irecv(operations) if operations else []
-        return Pending(what, works, lambda: torch.empty(0))
+        return Pending(what, dist.batch_isend_irecv(operations) if operations else [], lambda: torch.empty(0))
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         payloads: list[Any] = [None] * self.world_size
@@ -185,7 +184,7 @@ class DirectExchange(TorchCollectives):
                     yield each, peer, wire_tag(self._way, kind, tag, each.numel(), each.dtype)
 
         try:
-            asked = [Receiving(self.group.recv([each], peer, number)) for each, peer, number in numbered(incoming)]
+            asked = [Receiving(self.group, each, *way) for each, *way in numbered(incoming)]
             return asked, [self.group.send([each], peer, number) for each, peer, number in numbered(outgoing)]
         except RuntimeError as error:  # a peer is known to be gone
             raise incomplete(what, error) from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -314,6 +315,28 @@ def label(what: str, name: str) -> AbstractContextManager[Any]:
     """Return a context that a profiler shows as ``FSDP::all_gather (layers.3)``; free where no profiler runs."""
     # private, and what torch's own code asks; `record_function` costs 5 us in any case (torch 2.11 and 2.13)
     return record_function(f"FSDP::{what} ({name})") if torch.autograd._profiler_enabled() else _NOTHING
+
+
+class _Forked:
+    """Stands for a process group in a child that was forked from a rank: the connections are the parent's."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(
+            f"this process was forked from rank {self._rank}, whose connections to other ranks do not come along. Use "
+            "a sharded model in the process that has wrapped it, and fork others (multiprocessing, workers of a "
+            "DataLoader) for what needs no model"
+        )
+
+
+def _leave_groups_to_parent() -> None:
+    for one in communicators.values():
+        one.group = _Forked(own_rank())
+
+
+os.register_at_fork(after_in_child=_leave_groups_to_parent)
 
 
 # --- process groups -------------------------------------------------------------------------------------------------

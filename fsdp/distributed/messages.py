@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fsdp.distributed.communicator import finish
@@ -43,12 +44,17 @@ class Receiving:
 
     _under_way: ClassVar[set[Receiving]] = set()
 
-    def __init__(self, work: Any) -> None:
-        self._work = work
+    def __init__(self, group: Any, tensor: Tensor, peer: int, number: int) -> None:
+        self._group, self._peer = group, peer
+        self._work = group.recv([tensor], peer, number)
         self._under_way.add(self)
 
     def wait(self) -> None:
-        self._work.wait()
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            peer = dist.get_process_group_ranks(self._group)[self._peer]
+            raise RuntimeError(f"nothing comes from rank {peer}: {error}") from error
         self._under_way.discard(self)
 
 

@@ -7,9 +7,13 @@ different modules, or run out of batches, somebody else takes its place, and is 
 
 from __future__ import annotations
 
+import sys
+import threading
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from fsdp.distributed import communicator
 from fsdp.engine.forward_hooks import Call
@@ -115,10 +119,26 @@ class EvenRanks:
         pass
 
     def abandon(self) -> None:
-        pass
+        """Raise RuntimeError if what looks like a forward that was given up is another thread's."""
+        for thread, frame in sys._current_frames().items():
+            if thread != threading.get_ident() and _computes(frame, self._outermost.module):
+                raise RuntimeError(
+                    f"rank {communicator.own_rank()}: {self._outermost.name} is called while another thread is in its "
+                    "forward. A sharded model unshards its parameters for one thread at a time: call it from one "
+                    "thread, or with a lock around each forward and backward, in the same order on every rank."
+                )
 
     def announce_clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
         pass
 
     def announce_clip_value(self, clip_value: float) -> None:
         pass
+
+
+def _computes(frame: FrameType | None, module: nn.Module) -> bool:
+    """Return whether a module's forward runs in a frame, or in one that it was called from."""
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module:
+            return True
+        frame = frame.f_back
+    return False
