@@ -19,6 +19,7 @@ _WORDS = 1 << 16  # of 8 bytes, at a time: what is computed with stays in the pr
 # How many times that at once, by kind of device: elsewhere starting a kernel costs more than memory.
 _BLOCKS = {"cpu": 1}
 _BLOCKS_ELSEWHERE = 32
+_SAMPLES = 64
 _STEP = 6364136223846793005  # an odd multiplier (Knuth's, of his generator of 64 bits)
 _MASK = (1 << 64) - 1
 
@@ -48,6 +49,14 @@ def fingerprint(tensor: Tensor) -> int:
     for one in torch.cat(sums).tolist() if sums else ():
         found = (found * _STEP + one) & _MASK
     return found
+
+
+def sampled(tensor: Tensor) -> Tensor:
+    """Return some elements of a tensor, from its first to its last. Of a file that is mapped, little is read then."""
+    if tensor.numel() <= _SAMPLES:
+        return tensor.detach()
+    places = torch.linspace(0, tensor.numel() - 1, _SAMPLES, dtype=torch.float64, device=tensor.device).long()
+    return tensor.detach()[torch.unravel_index(places, tensor.shape)]
 
 
 def _products(part: Tensor) -> Tensor:
