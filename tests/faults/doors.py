@@ -84,7 +84,9 @@ FAULTS = {
             unit="head",
             remedy="torch.manual_seed",
         ),
-        sharded("unsharded on one rank", "extra calls", "batch 2", calls("unshard"), quiet=True, after="trained"),
+        sharded(
+            "unsharded on one rank", "extra calls", "batch 2", calls("unshard"), rank=r"rank 1\b", unit="all-gather of"
+        ),
         sharded(
             "no reduction on one rank",
             "modes",
@@ -155,7 +157,7 @@ FAULTS = {
         sharded("late", "slow ranks", "forward 2", sleeps(5), rank=LATE, unit=GATHER),
         sharded("no backward", "skipping", "backward 2", skip, rank=r"rank 1\b"),
         sharded(
-            "a state dict on one rank only",
+            "a state dict loaded on one rank only",
             "extra calls",
             "load_state_dict",
             skip,
@@ -163,6 +165,7 @@ FAULTS = {
             rank=r"rank 1\b",
             unit=r"load_state_dict\(\)",
             remedy="same call|different",
+            missed="shards that are loaded as DTensors are not compared between ranks",
         ),
         sharded(
             "a checkpoint on one rank only",

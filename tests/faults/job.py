@@ -295,6 +295,10 @@ class Job:
     def saved_optimizers(self) -> list[torch.optim.Optimizer]:
         return [] if self.without_optimizer else [self.optimizer_]
 
+    def let_wait(self) -> None:
+        if self.rank == 1:
+            time.sleep(4)
+
     def copy_saved(self) -> None:
         shutil.copytree(self.path, self.folder / f"first {self.rank}")
 

@@ -72,18 +72,17 @@ def in_thread_meanwhile(*operations: str) -> Action:
 
 
 def signalled_while_waiting(number: signal.Signals) -> Action:
-    """Rank 1 comes late, and the others get a signal while they wait for it."""
+    """Get a signal while waiting for rank 1, which comes late."""
 
     def do(job: Job) -> None:
-        if job.rank == 1:
-            time.sleep(4)
-        else:
-            if number == signal.SIGINT:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-            subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -{number.value} {os.getpid()}"])
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # the harness ignores it
+        subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -{number.value} {os.getpid()}"])
 
     return do
 
+
+WAITING = "setup train batch let_wait forward backward step"
 
 FAULTS = {
     "processes": [
@@ -122,6 +121,7 @@ FAULTS = {
             in_thread_meanwhile("evaluate"),
             rank=r"rank 1\b",
             unit="thread",
+            by="victim",
         ),
         Fault(
             "the same in all ranks",
@@ -143,19 +143,24 @@ FAULTS = {
         Fault(
             "Ctrl-C while ranks wait",
             "interrupts",
-            "forward 2",
+            "let_wait",
             signalled_while_waiting(signal.SIGINT),
-            victim=None,
-            rank="KeyboardInterrupt",
-            by="all",
+            program=WAITING,
+            rank="rank 0 was ended by KeyboardInterrupt",
+            unit="all-gather",
+            victim=0,
+            raises=False,
+            by="others",
         ),
         Fault(
             "ended by the launcher while ranks wait",
             "SIGTERM",
-            "forward 2",
+            "let_wait",
             signalled_while_waiting(signal.SIGTERM),
-            victim=None,
-            rank="rank 0 is gone|rank 0",
+            program=WAITING,
+            rank="rank 0 is gone",
+            unit="all-gather",
+            victim=0,
             ends="SIGTERM",
         ),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 from tests.faults.fault import (
+    DIFFERENT,
     ENDED,
     GONE,
     LATE,
@@ -20,7 +21,7 @@ from tests.faults.fault import (
     sleeps,
     stops,
 )
-from tests.faults.job import Job
+from tests.faults.job import Block, Job
 
 COND = "conditional setup train train train"
 JOIN = "setup train joined_training train"
@@ -29,6 +30,10 @@ JOIN = "setup train joined_training train"
 def runs_directly(job: Job) -> None:
     """Call the block without asking the others."""
     job.runs_directly = True
+
+
+def block_fails(job: Job) -> None:
+    next(module for module in job.plain.blocks[1].modules() if isinstance(module, Block)).fails = True
 
 
 def inside(action: Action) -> Action:
@@ -75,7 +80,7 @@ FAULTS = {
             "an error in its module",
             "exceptions",
             "forward 2",
-            lambda job: setattr(job.plain.blocks[1].module, "fails", True),
+            block_fails,
             program=COND,
             rank=r"rank 1 .*failed in fsdp.cond of blocks\.1",
             unit=r"blocks\.1",
@@ -145,8 +150,9 @@ FAULTS = {
             "joined_training",
             inside(also("save")),
             program=JOIN,
-            rank=r"rank 1\b",
+            rank=ENDED,
             unit="fsdp.join|join",
+            by="others",
         ),
         Fault(
             "summoned inside",
@@ -154,8 +160,9 @@ FAULTS = {
             "joined_training",
             inside(also("summon")),
             program=JOIN,
-            rank=r"rank 1\b",
+            rank=ENDED,
             unit="fsdp.join|join",
+            by="others",
         ),
         Fault("left out", "skipping", "joined_training", skip, program=JOIN, rank=r"rank 1\b"),
         Fault(
@@ -165,7 +172,7 @@ FAULTS = {
             lambda job: setattr(job, "joins", False),
             program=JOIN,
             rank=r"rank 1\b",
-            remedy="fsdp.join",
+            remedy=DIFFERENT,
         ),
         Fault("long inside", "slow ranks", "joined_training", inside(sleeps(5)), program=JOIN, rank=LATE),
         Fault(
