@@ -241,6 +241,7 @@ class Visits:
     """
 
     def __init__(self, runtime: Runtime) -> None:
+        communicator.stage = ""
         self._runtime = runtime
         self._directory = Directory(runtime.root, runtime.units, runtime.handles)
         self.talk = Talk(runtime.root.everyone, self._directory.describe)
@@ -269,7 +270,6 @@ class Visits:
     def enter(self, call: Call, *, is_outermost: bool) -> None:
         """A unit computes next; in `fsdp.join`, the forward of the outermost one is a visit of all ranks."""
         unit = call.unit
-        communicator.stage = ""
         if is_outermost and not self._open:
             self._begin_forward()
             if self.joining is not None and unit is self._runtime.root:
@@ -315,6 +315,7 @@ class Visits:
             self.give_up(visit, error if isinstance(error, Exception) else None)
 
     def _begin_forward(self) -> None:
+        communicator.stage = ""  # those that serve do not know what others are in
         self._visited.clear()
         if not self._owed or self._count > _MANY:
             self._owed.clear()
