@@ -28,7 +28,7 @@ from tests.faults.fault import (
 from tests.faults.job import Job
 
 # What ranks are in when one of them goes wrong in the backward.
-BACKWARD = r"(all-gather|reduce-scatter|exchange) of .*(root|blocks)"
+BACKWARD = r"(all-gather|reduce-scatter|exchange) (of|for) .*(root|blocks)"
 CLIPPING = "setup batch forward backward clip step batch forward backward clip step"
 ACCUMULATING = "setup train accumulate accumulate train accumulate train"
 
@@ -114,7 +114,7 @@ FAULTS = {
             "stopped for seconds in the backward",
             "SIGSTOP for seconds",
             "forward 2",
-            in_backward(stops_for(4.5)),
+            in_backward(stops_for(6)),
             rank="rank 1: gives no answer",
             unit=BACKWARD,
             raises=False,
@@ -200,7 +200,7 @@ FAULTS = {
             program="setup register_hook train train",
             rank=r"rank 1\b",
             unit="communication hook",
-            remedy="every rank",
+            remedy="[Ee]very rank",
         ),
         Fault(
             "another divisor since the second step",

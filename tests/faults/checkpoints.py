@@ -274,7 +274,7 @@ FAULTS = {
             "stopped for seconds while writing",
             "SIGSTOP for seconds",
             "save 2",
-            while_writing(stops_for(4.5)),
+            while_writing(stops_for(6)),
             program=SAVE,
             rank="rank 1: gives no answer",
             raises=False,

@@ -89,7 +89,7 @@ FAULTS = {
             "stopped for four seconds",
             "SIGSTOP for seconds",
             "forward 2",
-            stops_for(4.5),
+            stops_for(6),
             rank="rank 1: gives no answer: it is stopped",
             unit=GATHER,
             raises=False,

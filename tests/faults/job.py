@@ -67,7 +67,7 @@ class Job:
         plain, model, optimizer_, x, loss: what the operations have made so far.
     """
 
-    transport_errors: tuple[str, ...] = ("CollectiveError",)  # after which processes are not in step any more
+    transport_error = "CollectiveError"  # after which processes are not in step any more
 
     def __init__(self, fault: Fault, folder: Path) -> None:
         self.fault, self.folder = fault, folder

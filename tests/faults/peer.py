@@ -23,7 +23,7 @@ WHOLE = states.StateDictOptions(full_state_dict=True)
 class TorchJob(Job):
     """A training with torch's `fully_shard`."""
 
-    transport_errors = ("",)  # any may leave collectives behind that do not fit the next ones
+    transport_error = ""  # any may leave collectives behind that do not fit the next ones
 
     def strike(self, action: Action) -> None:
         try:

@@ -239,8 +239,8 @@ class Runner:
 def _in_step(records: Sequence[Record | None], job: type[Job]) -> bool:
     """Return whether the processes serve for another fault: nobody waits for a message that never comes."""
     states = {record and record.state for record in records}
-    harmless = (record is not None and not record.error.startswith(job.transport_errors) for record in records)
-    return len(states) == 1 and all(harmless)
+    is_harmed = any(record is None or (record.error and job.transport_error in record.error) for record in records)
+    return len(states) == 1 and not is_harmed
 
 
 def _read(folder: Path, rank: int) -> Record | None:

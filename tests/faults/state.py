@@ -265,7 +265,7 @@ FAULTS = {
             program=LOAD,
             after="kept train trained",
             unit="blocks.0.linear.weight",
-            remedy="every rank",
+            remedy="[Ee]very rank",
         ),
         Fault(
             "an empty state",

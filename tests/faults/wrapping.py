@@ -156,7 +156,7 @@ FAULTS = {
             lambda job: job.model.eval(),
             rank=DIFFERS,
             unit="eval",
-            remedy="every rank",
+            remedy="[Ee]very rank",
             after="kept",
         ),
         Fault(
