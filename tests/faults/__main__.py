@@ -70,7 +70,7 @@ def main() -> None:
 
         job = TorchJob
     with tempfile.TemporaryDirectory() as folder:
-        pool = RankPool(Path(folder))
+        pool = RankPool(Path(folder), ["fsdp.lightning"] * any(phase == "Lightning" for phase, _ in chosen))
         runner = Runner(Path(folder), pool, job)
         try:
             for size in options.sizes:

@@ -42,7 +42,7 @@ FAULTS = {
             "forward 2",
             in_forward(raises(IndexError("no such word"))),
             rank=rf"{ENDED} IndexError: no such word",
-            unit=GATHER,
+            unit=r"(all-gather|exchange) of .*(blocks|root)",
             by="others",
         ),
         Fault(
@@ -60,7 +60,7 @@ FAULTS = {
             "forward 2",
             in_forward(raises(torch.OutOfMemoryError("Tried to allocate 20 MiB"))),
             rank=rf"{ENDED} OutOfMemoryError: Tried to allocate",
-            unit=GATHER,
+            unit=r"(all-gather|exchange) of .*(blocks|root)",
             by="others",
         ),
         Fault("killed", "SIGKILL", "forward 2", ends_by(signal.SIGKILL), rank=GONE, unit=GATHER, ends="SIGKILL"),
@@ -133,6 +133,6 @@ FAULTS = {
             unit="all-gather of",
             remedy="",
         ),
-        Fault("a forward is left out", "skipping", "forward 2", skip, unit="all-gather of"),
+        Fault("a forward is left out", "skipping", "forward 2", skip, rank=ENDED, unit=GATHER, by="others"),
     ],
 }

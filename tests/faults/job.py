@@ -89,6 +89,8 @@ class Job:
         self.is_conditional = self.runs_directly = False
         self.asks_for = 1
         self.joins, self.joins_twice = True, False
+        self.batches = 4  # of a Trainer
+        self.trainer: Any = None
         self.without_optimizer = False
         self.stack = contextlib.ExitStack()  # what is undone in the end
 
@@ -243,6 +245,11 @@ class Job:
                 self.forward()
                 self.backward()
                 self.step()
+
+    def fit(self) -> None:
+        from tests.faults.lightning import fit
+
+        fit(self)
 
     # --- state ------------------------------------------------------------------------------------------------------
 

@@ -63,9 +63,8 @@ FAULTS = {
             "build",
             in_memory,
             program=DISK,
-            rank="rank 1",
-            unit="Unit '",
-            remedy="on every rank",
+            quiet=True,
+            after="trained",
         ),
         Fault(
             "a folder that cannot be written",
@@ -76,7 +75,15 @@ FAULTS = {
             rank=f"{ENDED} .*/proc/nowhere",
             by="others",
         ),
-        Fault("no space left", "disk", "wrap", disk_is_full, program=DISK, rank=f"{ENDED} OSError.*bytes", by="others"),
+        Fault(
+            "no space left",
+            "disk",
+            "wrap",
+            disk_is_full,
+            program=DISK,
+            rank=f"{ENDED} RuntimeError.*bytes",
+            by="others",
+        ),
         Fault(
             "its file is truncated",
             "disk",

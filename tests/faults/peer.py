@@ -121,4 +121,4 @@ class TorchJob(Job):
         raise NotExpressible
 
     summon = local_state = load_local_state = register_hook = register_other_hook = wrap_another = refuse
-    conditional = on_disk = joined_training = forget_saver = refuse
+    conditional = fit = on_disk = joined_training = forget_saver = refuse
