@@ -300,7 +300,7 @@ def in_stage(what: str, kind: str) -> tuple[str, str]:
     The call is not repeated for people, who are told of it beside.
     """
     call = _call.get()
-    return f"{what} in {stage}" if stage and not call else what, f"{kind} in {call or stage}"
+    return f"{what} in {stage}" if stage and not call else what, f"{kind} in {call or stage}" if stage else kind
 
 
 def own_rank() -> int:
