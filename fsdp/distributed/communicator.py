@@ -297,7 +297,7 @@ def present_call() -> str:
 def in_stage(what: str, kind: str) -> tuple[str, str]:
     """Return what a collective is, for people and for its tag, with the pass or the public call that this rank is in.
 
-    The call is not repeated for people, who are told of it beside.
+    People are told of the call beside. Without a `stage`, ranks may be in different calls as well: in `fsdp.join`.
     """
     call = _call.get()
     return f"{what} in {stage}" if stage and not call else what, f"{kind} in {call or stage}" if stage else kind
