@@ -206,7 +206,7 @@ FAULTS = {
             "another divisor since the second step",
             "options",
             "forward 2",
-            lambda job: job.model.set_gradient_divide_factors(1.0, 4.0),
+            lambda job: job.model.set_gradient_divide_factors(1.0, 8.0),
             rank=r"rank 1\b",
             unit="root|blocks",
         ),
