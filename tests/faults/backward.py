@@ -336,7 +336,7 @@ FAULTS = {
         Fault(
             "the last micro-batch is not reduced",
             "modes",
-            "forward 6",
+            "forward 3",
             without_sync,
             program=ACCUMULATING,
             rank=r"rank 1\b",

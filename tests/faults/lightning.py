@@ -55,7 +55,12 @@ FAULTS = {
         by_trainer("killed", "SIGKILL", inside(ends_by(signal.SIGKILL)), rank=GONE, unit=GATHER, ends="SIGKILL"),
         by_trainer("late", "slow ranks", inside(sleeps(6)), rank=LATE, unit=GATHER, raises=False, by="others"),
         by_trainer(
-            "a checkpoint on one rank only", "extra calls", inside(saves), rank=r"rank 1\b", unit="state_dict|save"
+            "a checkpoint on one rank only",
+            "extra calls",
+            inside(saves),
+            rank=f"{ENDED} RuntimeError: cannot take a state dict",
+            unit=GATHER,
+            by="others",
         ),
         by_trainer("fewer batches on one rank", "skipping", fewer_batches, rank=r"rank 1\b", unit="."),
     ]
