@@ -13,7 +13,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol, cast
@@ -36,6 +36,9 @@ _call: ContextVar[str] = ContextVar("_call", default="")
 # The pass that a model is in, or was in last: its direction and mode. It is a part of the tag of all-gathers outside of
 # public calls, so ranks in different ones do not take each other's messages. Empty where ranks may differ in it.
 stage = ""
+
+
+_MANY_TAGS = 1 << 20  # more than handles ever ask for
 
 
 class Pending:
@@ -84,6 +87,10 @@ class Communicator(ABC):
     def new_tag(self) -> int:
         """A tag for one handle. Every rank of the group must ask equally often."""
         return next(self._tags)
+
+    def restart_tags(self) -> None:
+        """Go on with tags that are alike on all ranks again, though some may have asked more often."""
+        self._tags = itertools.count((next(self._tags) // _MANY_TAGS + 1) * _MANY_TAGS)
 
     @property
     def talk_device(self) -> torch.device:
@@ -371,6 +378,20 @@ def behind(group: Any) -> Any:
         held = getattr(group, "__dict__", {}).values()
         return next((each for each in held if isinstance(each, dist.ProcessGroup)), group)
     return group
+
+
+def ranks_of(group: Any) -> Sequence[int]:
+    """Return the numbers of a group's ranks, in its order; of the user's own objects, what can be known of them."""
+    try:
+        return dist.get_process_group_ranks(behind(group))
+    except (ValueError, RuntimeError, KeyError, AttributeError, TypeError):
+        return [own_rank()] if group.size() == 1 else []
+
+
+def communicators_among(ranks: Iterable[int]) -> list[Communicator]:
+    """Return the ways to groups of which these ranks are all."""
+    members = [(set(ranks_of(one.group)), one) for one in list(communicators.values())]
+    return [one for found, one in members if found and found.issubset(ranks)]
 
 
 def backend_names(group: Any) -> dict[str, str]:
