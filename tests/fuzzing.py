@@ -793,7 +793,7 @@ def _replaced_instead_of_added(original: Callable[..., Any]) -> Callable[..., An
 
 
 def _of_this_rank_alone(original: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda comms, tensor, op: tensor
+    return lambda comms, tensor, *rest: tensor
 
 
 def _not_stored_on_the_last_rank(original: Callable[..., Any]) -> Callable[..., Any]:

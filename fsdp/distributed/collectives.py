@@ -41,6 +41,7 @@ from fsdp.distributed.communicator import (
     behind,
     communicators,
     finish,
+    in_stage,
     incomplete,
     own_rank,
     present_call,
@@ -141,8 +142,7 @@ class TorchCollectives(Communicator):
             for peer, tensors in messages.items()
             for tensor in tensors
         ]
-        works = dist.batch_isend_irecv(operations) if operations else []
-        return Pending(what, works, lambda: torch.empty(0))
+        return Pending(what, dist.batch_isend_irecv(operations) if operations else [], lambda: torch.empty(0))
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         payloads: list[Any] = [None] * self.world_size
@@ -169,9 +169,9 @@ class DirectExchange(TorchCollectives):
         pieces = full.view(self.world_size, -1)
         incoming = {peer: [pieces[peer]] for peer in self._peers}
         outgoing = {peer: [shard] for peer in self._peers}
-        received, works = self._post(what, "gather", tag, incoming, outgoing)
-        sending = Sending(works, shard, what)
-        self._sent.append(sending)
+        what, kind = in_stage(what, "gather")
+        received, works = self._post(what, kind, tag, incoming, outgoing)
+        self._sent.append(sending := Sending(works, shard, what))
         pieces[self.rank].copy_(shard)
         return Pending(what, received, lambda: self._answer(sending, full))
 
@@ -184,7 +184,7 @@ class DirectExchange(TorchCollectives):
                     yield each, peer, wire_tag(self._way, kind, tag, each.numel(), each.dtype)
 
         try:
-            asked = [Receiving(self.group.recv([each], peer, number)) for each, peer, number in numbered(incoming)]
+            asked = [Receiving(self.group, each, *way) for each, *way in numbered(incoming)]
             return asked, [self.group.send([each], peer, number) for each, peer, number in numbered(outgoing)]
         except RuntimeError as error:  # a peer is known to be gone
             raise incomplete(what, error) from error
@@ -205,8 +205,7 @@ class DirectExchange(TorchCollectives):
         return full
 
     def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
-        pieces = full.view(self.world_size, -1)
-        works, received = self._swap(what, "reduction", tag, list(pieces))
+        works, received = self._swap(what, "reduction", tag, list(full.view(self.world_size, -1)))
         return Pending(what, works, lambda: self._sum_in_rank_order(received, dtype or full.dtype))
 
     def _swap(self, what: str, kind: str, tag: Tag, outgoing: Sequence[Tensor]) -> tuple[list[Any], list[Tensor]]:
@@ -262,8 +261,7 @@ class DirectExchange(TorchCollectives):
         header = as_tensor(len(payload).to_bytes(_LENGTH_BYTES, "little") + own_call)
         works, headers = self._swap(_TALK, "header", "", [header] * self.world_size)
         finish(works, _TALK)
-        heard = [as_bytes(each) for each in headers]
-        calls = [each[_LENGTH_BYTES:].decode(errors="replace").strip() for each in heard]
+        calls = [as_bytes(each)[_LENGTH_BYTES:].decode(errors="replace").strip() for each in headers]
         for number, call in enumerate(calls):
             if call != calls[0]:
                 ranks = dist.get_process_group_ranks(self._known)
@@ -272,7 +270,7 @@ class DirectExchange(TorchCollectives):
                     f"and rank {ranks[number]} in {call or _TRAINING}. Make the same calls on every rank, in the same "
                     "order."
                 )
-        bodies = [blank(int.from_bytes(each[:_LENGTH_BYTES], "little")) for each in heard]
+        bodies = [blank(int.from_bytes(as_bytes(each)[:_LENGTH_BYTES], "little")) for each in headers]
         bodies[self.rank] = as_tensor(payload)
         incoming = {peer: [bodies[peer]] for peer in self._peers if len(bodies[peer])}
         outgoing = {peer: [bodies[self.rank]] for peer in self._peers if payload}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -31,6 +32,10 @@ Tag = int | str | tuple[int | str, ...]
 
 # The public call that this thread is in, as users write it; empty in forward and backward.
 _call: ContextVar[str] = ContextVar("_call", default="")
+
+# The pass that a model is in, or was in last: its direction and mode. It is a part of the tag of all-gathers outside of
+# public calls, so ranks in different ones do not take each other's messages. Empty where ranks may differ in it.
+stage = ""
 
 
 _MANY_TAGS = 1 << 20  # more than handles ever ask for
@@ -259,11 +264,11 @@ def finish(works: Sequence[Any], what: str) -> None:
 
 def incomplete(what: str, error: RuntimeError) -> CollectiveError:
     """Return the error of a collective that did not complete."""
-    begin = f"rank {own_rank()}: {what} did not complete: "
+    call = _call.get()
+    begin = f"rank {own_rank()}: {what}{f' in {call}' if call else ''} did not complete: "
     known = explain()
     if known:
         return CollectiveError(f"{begin}{known}\n({error})")
-    call = _call.get()
     if call:
         remedy = f"This rank is in {call}: make the same call on every rank of the group"
     else:
@@ -296,6 +301,15 @@ def present_call() -> str:
     return _call.get()
 
 
+def in_stage(what: str, kind: str) -> tuple[str, str]:
+    """Return what a collective is, for people and for its tag, with the pass or the public call that this rank is in.
+
+    People are told of the call beside. Without a `stage`, ranks may be in different calls as well: in `fsdp.join`.
+    """
+    call = _call.get()
+    return f"{what} in {stage}" if stage and not call else what, f"{kind} in {call or stage}" if stage else kind
+
+
 def own_rank() -> int:
     """This rank's number among all, for errors."""
     return dist.get_rank() if dist.is_initialized() else 0
@@ -308,6 +322,28 @@ def label(what: str, name: str) -> AbstractContextManager[Any]:
     """Return a context that a profiler shows as ``FSDP::all_gather (layers.3)``; free where no profiler runs."""
     # private, and what torch's own code asks; `record_function` costs 5 us in any case (torch 2.11 and 2.13)
     return record_function(f"FSDP::{what} ({name})") if torch.autograd._profiler_enabled() else _NOTHING
+
+
+class _Forked:
+    """Stands for a process group in a child that was forked from a rank: the connections are the parent's."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(
+            f"this process was forked from rank {self._rank}, whose connections to other ranks do not come along. Use "
+            "a sharded model in the process that has wrapped it, and fork others (multiprocessing, workers of a "
+            "DataLoader) for what needs no model"
+        )
+
+
+def _leave_groups_to_parent() -> None:
+    for one in communicators.values():
+        one.group = _Forked(own_rank())
+
+
+os.register_at_fork(after_in_child=_leave_groups_to_parent)
 
 
 # --- process groups -------------------------------------------------------------------------------------------------

@@ -44,13 +44,26 @@ class Receiving:
 
     _under_way: ClassVar[set[Receiving]] = set()
 
-    def __init__(self, work: Any) -> None:
-        self._work = work
+    def __init__(self, group: Any, tensor: Tensor, peer: int, number: int) -> None:
+        self._group, self._peer = group, peer
+        try:
+            self._work = group.recv([tensor], peer, number)
+        except RuntimeError as error:
+            raise self._explained(error) from error
         self._under_way.add(self)
 
     def wait(self) -> None:
-        self._work.wait()
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._explained(error) from error
         self._under_way.discard(self)
+
+    def _explained(self, error: RuntimeError) -> RuntimeError:
+        if not isinstance(self._group, dist.ProcessGroup):
+            return error
+        peer = dist.get_process_group_ranks(self._group)[self._peer]
+        return RuntimeError(f"nothing comes from rank {peer}: {error}")
 
 
 def give_up(group: Any) -> None:

@@ -499,6 +499,9 @@ def _explain() -> str:
 
 
 def _announce(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    with suppress(Exception), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        watch()  # it may have wrapped nothing yet, and others wait for it all the same
     for watchdog in _watchdogs.values():
         with suppress(Exception):
             watchdog.announce_end(error, trace)

@@ -19,6 +19,7 @@ _WORDS = 1 << 16  # of 8 bytes, at a time: what is computed with stays in the pr
 # How many times that at once, by kind of device: elsewhere starting a kernel costs more than memory.
 _BLOCKS = {"cpu": 1}
 _BLOCKS_ELSEWHERE = 32
+_SAMPLES = (4, 16)  # places, and elements in each
 _STEP = 6364136223846793005  # an odd multiplier (Knuth's, of his generator of 64 bits)
 _MASK = (1 << 64) - 1
 
@@ -48,6 +49,16 @@ def fingerprint(tensor: Tensor) -> int:
     for one in torch.cat(sums).tolist() if sums else ():
         found = (found * _STEP + one) & _MASK
     return found
+
+
+def sampled(tensor: Tensor) -> Tensor:
+    """Return some elements of a tensor, in few places from its first to its last: of a mapped file no more is read."""
+    places, together = _SAMPLES
+    if tensor.numel() <= places * together:
+        return tensor.detach()
+    starts = torch.linspace(0, tensor.numel() - together, places, dtype=torch.float64, device=tensor.device).long()
+    chosen = (starts[:, None] + torch.arange(together, device=tensor.device)).view(-1)
+    return tensor.detach()[torch.unravel_index(chosen, tensor.shape)]
 
 
 def _products(part: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ def clip_grad_norm(
     reduced = _reduced_gradients([handle for unit in units for handle in unit.handles])
     owned: Owned = [(grad, handle.flat_param) for handle, grad in reduced.items()]
     owned = [*owned, *((grad, param) for param, grad in _ignored_gradients(root).items())]
-    norm = norm_over_ranks(root, units, owned, norm_type)
+    norm = norm_over_ranks(root, units, owned, norm_type, f", to be at most {max_norm:g}")
     where = _named_nonfinite(root, reduced) if error_if_nonfinite and not norm.isfinite() else ""
     scale_to([grad for grad, _ in owned], norm, max_norm, error_if_nonfinite, where)
     return norm
@@ -79,7 +79,7 @@ def _named_nonfinite(root: Unit, reduced: Mapping[FlatParamHandle, Tensor]) -> s
     return f" (the gradient of {', '.join(names[:3])}{more})" if names else ""
 
 
-def norm_over_ranks(root: Unit, units: Sequence[Unit], owned: Owned, norm_type: float) -> Tensor:
+def norm_over_ranks(root: Unit, units: Sequence[Unit], owned: Owned, norm_type: float, purpose: str = "") -> Tensor:
     """Collective. The norm of what all ranks of a model have, in float32 or wider.
 
     Sums of powers are taken per shard and added over the ranks once; with `DTensor`s once more over each dimension of
@@ -92,6 +92,7 @@ def norm_over_ranks(root: Unit, units: Sequence[Unit], owned: Owned, norm_type: 
         units: all of them.
         owned: local shards of any parameters of the units, and of others.
         norm_type: p of the p-norm.
+        purpose: words that are alike on all ranks, or else the ranks wait for each other, and say theirs.
 
     Raises:
         ValueError: for a norm that is none, or if a unit spans ranks that the root does not.
@@ -124,7 +125,7 @@ def norm_over_ranks(root: Unit, units: Sequence[Unit], owned: Owned, norm_type: 
     # By what could have gradients: one rank may have some that others have not, and sums must be of one dtype on all.
     trained = [param for param in [*unsharded_parameters(root), *others] if param.requires_grad]
     dtype = torch.float64 if any(param.real.dtype is torch.float64 for param in trained) else torch.float32
-    return _total(comms, _local_total(shares, norm_type, root.device, dtype), norm_type)
+    return _total(comms, _local_total(shares, norm_type, root.device, dtype), norm_type, purpose)
 
 
 def scale_to(
@@ -200,18 +201,19 @@ def _ignored_gradients(root: Unit) -> dict[nn.Parameter, Tensor]:
     return {param: grad for param, grad in grads.items() if grad is not None}
 
 
-def _total(comms: Sequence[Communicator], local: Tensor, norm_type: float) -> Tensor:
+def _total(comms: Sequence[Communicator], local: Tensor, norm_type: float, purpose: str) -> Tensor:
+    what = f"the norm of gradients of order {norm_type:g}{purpose}"
     if not math.isinf(norm_type):
-        return _over_all(comms, local, "sum").pow(1.0 / norm_type)
+        return _over_all(comms, local, "sum", what).pow(1.0 / norm_type)
     # A maximum over ranks drops NaN on some backends: whether there was one travels beside it.
     is_nan = local.isnan()
-    both = _over_all(comms, torch.stack([local.masked_fill(is_nan, 0.0), is_nan.to(local.dtype)]), "max")
+    both = _over_all(comms, torch.stack([local.masked_fill(is_nan, 0.0), is_nan.to(local.dtype)]), "max", what)
     return both[0].masked_fill(both[1] > 0, math.nan)
 
 
-def _over_all(comms: Sequence[Communicator], tensor: Tensor, op: str) -> Tensor:
+def _over_all(comms: Sequence[Communicator], tensor: Tensor, op: str, what: str) -> Tensor:
     for comm in comms:
-        tensor = comm.all_reduce(tensor, op, "the norm of gradients").wait()
+        tensor = comm.all_reduce(tensor, op, what).wait()
     return tensor
 
 

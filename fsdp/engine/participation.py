@@ -7,9 +7,17 @@ different modules, or run out of batches, somebody else takes its place, and is 
 
 from __future__ import annotations
 
+import sys
+import threading
+from types import FrameType
 from typing import Any, Protocol
 
+import torch
+from torch import nn
+
+from fsdp.distributed import communicator
 from fsdp.engine.forward_hooks import Call
+from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.schedule import ExecutionOrder
 from fsdp.engine.unit import Unit
@@ -71,13 +79,17 @@ class Participation(Protocol):
 
 
 class EvenRanks:
-    """All ranks do the same, so that nothing has to be said."""
+    """All ranks do the same, so that nothing has to be said. All-gathers are tagged with the pass that all are in."""
 
     is_uneven = False
     is_joining = False
+    _outermost: Unit
 
     def enter(self, call: Call, *, is_outermost: bool) -> None:
-        pass
+        if is_outermost:
+            self._outermost = call.unit
+            mode = "" if call.unit.mode == "train()" else f" in {call.unit.mode}"
+            communicator.stage = f"forward{mode}{'' if torch.is_grad_enabled() else ' without gradients'}"
 
     def leave(self, call: Call, output: Any, *, needs_backward: bool) -> None:
         pass
@@ -91,7 +103,11 @@ class EvenRanks:
         return usual
 
     def begin_backward(self) -> None:
-        pass
+        unit = self._outermost
+        accumulates = " under no_sync()" if unit.policy.sync is GradientSync.NONE else ""
+        divisor, usual = unit.predivide * unit.postdivide, unit.comm.world_size * unit.replicas.world_size
+        divided = f" with gradients divided by {divisor:g}" if divisor != usual else ""
+        communicator.stage = f"backward{accumulates}{divided}"
 
     def reach(self, call: Call) -> None:
         pass
@@ -103,10 +119,26 @@ class EvenRanks:
         pass
 
     def abandon(self) -> None:
-        pass
+        """Raise RuntimeError if what looks like a forward that was given up is another thread's."""
+        for thread, frame in sys._current_frames().items():
+            if thread != threading.get_ident() and _computes(frame, self._outermost.module):
+                raise RuntimeError(
+                    f"rank {communicator.own_rank()}: {self._outermost.name} is called while another thread is in its "
+                    "forward. A sharded model unshards its parameters for one thread at a time: call it from one "
+                    "thread, or with a lock around each forward and backward, in the same order on every rank."
+                )
 
     def announce_clip_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> None:
         pass
 
     def announce_clip_value(self, clip_value: float) -> None:
         pass
+
+
+def _computes(frame: FrameType | None, module: nn.Module) -> bool:
+    """Return whether a module's forward runs in a frame, or in one that it was called from."""
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module:
+            return True
+        frame = frame.f_back
+    return False

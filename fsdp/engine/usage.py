@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from fsdp.distributed import communicator
 from fsdp.distributed.collectives import Communicator, Pending
 from fsdp.engine.autograd import will_run
 from fsdp.engine.grad_buffer import GradientSync
@@ -42,10 +43,11 @@ class _Among:
     def largest(self, values: bytearray) -> Pending:
         """Collective. Start to find the largest of all ranks' values, one by one."""
         told = torch.frombuffer(values, dtype=torch.uint8)
+        what = f"exchange of what gets a gradient in the {communicator.stage or 'backward'} of {self.handles[0].name}"
         *within, last = self._comms
         for comm in within:
-            told = comm.all_reduce(told.to(comm.talk_device), "max", "exchange of what gets a gradient").wait()
-        return last.all_reduce(told.to(last.talk_device), "max", "exchange of what gets a gradient")
+            told = comm.all_reduce(told.to(comm.talk_device), "max", what).wait()
+        return last.all_reduce(told.to(last.talk_device), "max", what)
 
 
 class Usage:

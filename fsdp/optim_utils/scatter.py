@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import during
-from fsdp.distributed.consensus import done_by_all, from_everyone, sent_by_first
+from fsdp.distributed.consensus import agree_on, done_by_all, from_everyone, sent_by_first
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.managed_params import is_ours, taken_over
 from fsdp.engine.optimizer_hooks import state_of
@@ -110,6 +110,7 @@ def load_full_optim_state_dict(model: nn.Module, optim: Any, full: Any, *, rank0
         shard = _from_first(params, optim, full, FirstRank(ranks))
     else:
         shard = done_by_all([ranks], _LOAD, lambda: shard_full_optim_state_dict(model, full, optim))
+        agree_on(ranks, "parameter groups in the optimizer state to load", str(shard["param_groups"]))
     optim.load_state_dict(shard)
 
 

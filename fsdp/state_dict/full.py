@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from fsdp.distributed.consensus import agree_on_outcome, done_by_all, from_everyone, peers_answer, sent_by_first
 from fsdp.distributed.dtensor import full_tensor, is_dtensor, local_part, spread_loaded
 from fsdp.engine.deferred_init import memory_to_load_into, require_values_everywhere
+from fsdp.engine.fingerprints import fingerprint, sampled
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
-from fsdp.engine.names import FLATTEN_PART, FSDP_PART, clean_name, clean_text, foreign_prefix, prefix_problem
+from fsdp.engine.names import FLATTEN_PART, FSDP_PART, clean_name, clean_text, foreign_prefix, join, prefix_problem
 from fsdp.engine.shared_params import exported_around, keys_of, settle_shares
 from fsdp.engine.state_requests import (
     Exporting,
@@ -41,7 +42,7 @@ from fsdp.engine.state_requests import (
     saving,
 )
 from fsdp.engine.unit import TrainingState, Unit, own_modules, serving, unit_of, units_in
-from fsdp.engine.verify import agree, agree_on_values
+from fsdp.engine.verify import agree, agree_on_values, agree_on_written
 from fsdp.state_dict.sharded import TensorPart, store
 from fsdp.state_dict.summon import (
     Exposure,
@@ -210,6 +211,8 @@ def _record_and_commit(wrapper: nn.Module, unit: Unit, form: LoadPass, load: Cal
     ):
         result = done_by_all([unit.everyone], "load its state dict", load)
         values = [recorded(each) for each in recordings]
+        if form.source is None:
+            _agree_on(unit, dict(zip(hidden, values, strict=True)))
 
     def commit() -> None:
         with stored_buffers(units), torch.no_grad():
@@ -223,6 +226,17 @@ def _record_and_commit(wrapper: nn.Module, unit: Unit, form: LoadPass, load: Cal
 
     _done(unit, form.source, commit)
     return result
+
+
+def _agree_on(unit: Unit, values: Mapping[Unit, Values]) -> None:
+    """Collective. Raise RuntimeError if the ranks have different state dicts, as far as samples of them show."""
+    loaded = {
+        join("" if each is unit else name, handle.places[slot][0].fqn): fingerprint(sampled(local_part(value)))
+        for name, each in units_in(unit)
+        for (handle, slot), value in values.get(each, {}).items()
+    }
+    remedy = "Load the same state dict on every rank, or pass rank0_only=True, where the first rank's counts."
+    agree_on_written(unit.everyone, loaded, "loading a state dict", remedy)
 
 
 def _done(unit: Unit, source: FirstRank | None, job: Callable[[], Any]) -> Any:

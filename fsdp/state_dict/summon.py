@@ -13,7 +13,7 @@ tell each other the outcome. Then each one stores its shards of the values, or n
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -31,6 +31,7 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours, note_stale
 from fsdp.engine.state_requests import Summoning
 from fsdp.engine.unit import TrainingState, Unit, serving
+from fsdp.engine.verify import agree_on_written
 from fsdp.state_dict.redistribute import as_modules_see, assembled, blanks, deal
 
 Values = Mapping[tuple[FlatParamHandle, int], Tensor]  # by the handle, and the parameter's number in it
@@ -320,6 +321,8 @@ class _Summoned:
         form, exposure = self._form, self._exposure
         self._unit.requests.pop(Summoning, None)
         changed = set(exposure.changed()) if form.keeps_changes else set()
+        if form.keeps_changes and not form.rank0_only:
+            self._agree_on(changed)
         params: dict[FlatParamHandle, list[Any]] = {
             handle: [listed_at(places[0]) for places in handle.places] for handle in exposure.handles
         }
@@ -343,6 +346,24 @@ class _Summoned:
                 _keep_gradients(handle, grads[handle])
         if problems:
             raise RuntimeError(problems[0])
+
+    def _agree_on(self, changed: Collection[tuple[FlatParamHandle, int]]) -> None:
+        """Collective. Drop all changes, and raise RuntimeError, if the ranks have made different ones."""
+        listed = {(handle, slot): listed_at(handle.places[slot][0]) for (handle, slot), _ in self._exposure.numbered()}
+        written = {
+            handle.places[slot][0].fqn: 0 if (handle, slot) not in changed or value is None else fingerprint(value)
+            for (handle, slot), value in listed.items()
+        }
+        try:
+            agree_on_written(
+                self._unit.everyone,
+                written,
+                f"{self._unit.name}: leaving summon_full_params()",
+                "Make the same changes on every rank, or summon with rank0_only=True, where the first rank's count.",
+            )
+        except RuntimeError:
+            self._exposure.close()
+            raise
 
     def _share(
         self, values: Values, grads: Mapping[FlatParamHandle, Sequence[Tensor | None]], problems: Sequence[str]

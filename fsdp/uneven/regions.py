@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from fsdp.distributed import communicator
 from fsdp.engine.autograd import differentiable_tensors, in_backward
 from fsdp.engine.forward_hooks import Call
 from fsdp.engine.handle import FlatParamHandle
@@ -240,6 +241,7 @@ class Visits:
     """
 
     def __init__(self, runtime: Runtime) -> None:
+        communicator.stage = ""
         self._runtime = runtime
         self._directory = Directory(runtime.root, runtime.units, runtime.handles)
         self.talk = Talk(runtime.root.everyone, self._directory.describe)
@@ -313,6 +315,7 @@ class Visits:
             self.give_up(visit, error if isinstance(error, Exception) else None)
 
     def _begin_forward(self) -> None:
+        communicator.stage = ""  # those that serve do not know what others are in
         self._visited.clear()
         if not self._owed or self._count > _MANY:
             self._owed.clear()

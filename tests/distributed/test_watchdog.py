@@ -56,8 +56,8 @@ def train(model: nn.Module) -> None:
 
 def test_a_wait_that_lasts_is_reported_on_every_rank_with_the_place_of_who_is_late(ranks: RankPool) -> None:
     for report in ranks(3).run(_be_late):
-        assert "has waited for all-gather of root (Linear) for" in report
-        assert "  ranks 0, 2: waiting for all-gather of root (Linear), at test_watchdog.py:" in report
+        assert "has waited for all-gather of root (Linear) in forward for" in report
+        assert "  ranks 0, 2: waiting for all-gather of root (Linear) in forward, at test_watchdog.py:" in report
         assert "  rank 1: in no collective, at test_watchdog.py:" in report
         assert " in _sleep_on_rank_1\n" in report
         assert "The others wait for rank 1." in report
@@ -99,7 +99,7 @@ def test_ranks_in_different_calls_are_reported_as_such_and_the_error_has_the_rep
 ) -> None:
     for error in ranks(2, backend=None).run(_take_different_paths, tmp_path):
         assert "did not complete: fsdp: rank " in error
-        assert "  rank 0: waiting for all-gather of root (Linear), at test_watchdog.py:" in error
+        assert "  rank 0: waiting for all-gather of root (Linear) in forward, at test_watchdog.py:" in error
         assert "  rank 1: waiting for gather of root (Linear) in state_dict()" in error
         assert "The ranks wait for each other in different collectives: they have taken different paths." in error
 
@@ -119,7 +119,7 @@ def _take_different_paths(folder: Path) -> str:
 def test_a_watchdog_that_raises_ends_all_waits_with_the_report(ranks: RankPool, tmp_path: Path) -> None:
     begun = time.monotonic()
     for rank, error in enumerate(ranks(3, backend=None).run(_give_up_waiting, tmp_path)):
-        assert error.startswith(f"rank {rank}: all-gather of root (Linear) did not complete: fsdp: rank ")
+        assert error.startswith(f"rank {rank}: all-gather of root (Linear) in forward did not complete: fsdp: rank ")
         assert "  rank 1: in no collective, at test_watchdog.py:" in error
         assert "The others wait for rank 1." in error
     assert time.monotonic() - begun < 300  # of half an hour
@@ -160,7 +160,7 @@ def test_patience_is_positive(patience: float) -> None:
 
 def gather_failed(rank_1: str) -> str:
     """A pattern of what rank 0 says."""
-    return rf"CollectiveError: rank 0: all-gather of root \(Linear\) did not complete: rank 1 {rank_1}\n"
+    return rf"CollectiveError: rank 0: all-gather of root \(Linear\) in forward did not complete: rank 1 {rank_1}\n"
 
 
 def test_a_rank_that_was_killed_is_in_the_error_of_the_others(ranks: RankPool) -> None:

@@ -304,7 +304,7 @@ def _disorder() -> None:
     mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=3)), "cpu")
     model: Any = seeded(Ordered, partial(fsdp.fully_shard, mesh=mesh))
     model.order = "ab" if dist.get_rank() == 0 else "ba"
-    with pytest.raises(RuntimeError, match=r"all-gather of [ab] did not complete.*must run the same units"):
+    with pytest.raises(RuntimeError, match=r"all-gather of [ab] in forward did not complete.*must run the same units"):
         model(INPUTS)
 
 

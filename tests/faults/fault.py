@@ -1,0 +1,178 @@
+"""A `Fault` is a line of the table: where a training goes wrong on one rank, and what must be said about it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.faults.job import Job
+
+Action = Callable[["Job"], Any]
+
+# How the harness calls the end of a rank that does not answer.
+STUCK = "still running"
+
+# Patterns of what is said.
+ANY = ""  # it makes no sense to ask for one: an error that all ranks make alike names no rank
+GATHER = r"all-gather of (blocks\.[01]|root)"
+ENDED = r"rank 1 was ended by"
+GONE = r"rank 1 is gone"
+LATE = r"The others wait for rank 1\b"
+DIFFERENT = r"different (collectives|calls)"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A training that goes wrong, and what is promised then.
+
+    Attributes:
+        name: for people.
+        kind: of fault, as docs/faults.md counts them.
+        program: the operations of `Job` that all ranks perform, in this order. "setup" and "train" stand for several.
+        at: the operation before which the fault strikes; with a number if it is not the first of its name.
+        do: what then happens on the victim. It may raise `Skip` to leave the operation out.
+        rank, unit, remedy: patterns of what must be said: where it happened, to what, and what to do.
+        by: who must say it: "all" that still live, the "others" than the victim, or the "victim".
+        after: operations that all ranks perform when the error was caught.
+        sizes: worlds that it is run in.
+        victim: the rank that goes wrong; None for all.
+        door: that the model is sharded by, "wrapper" or "fully_shard".
+        quiet: nothing may be said at all, and the training must end well.
+        raises: the watchdog's reports end the waits.
+        ends: how the fault itself ends the victim; another signal is a failure.
+        damages: the fault is that files are damaged, so they are not looked at in the end.
+        missed: why it is not found, or not named, yet. A fault that is marked so and found fails.
+    """
+
+    name: str
+    kind: str
+    at: str
+    do: Action
+    rank: str = r"rank 1\b"
+    unit: str = ANY
+    remedy: str = ANY
+    program: str = "setup train train train"
+    by: str = "all"
+    after: str = ""
+    sizes: tuple[int, ...] = (2, 4)
+    victim: int | None = 1
+    door: str = "wrapper"
+    quiet: bool = False
+    raises: bool = True
+    ends: str = ""
+    damages: bool = False
+    missed: str = ""
+
+
+class Skip(Exception):  # noqa: N818 - it is no error
+    """The victim leaves the operation out that the fault strikes before."""
+
+
+def sets(**options: Any) -> Action:
+    """Have other options for what is wrapped next."""
+    return lambda job: job.options.update(options)
+
+
+# --- what may happen to a rank ----------------------------------------------------------------------------------------
+
+
+def skip(job: Job) -> None:
+    """Leave the operation out that comes next."""
+    raise Skip
+
+
+def also(*operations: str) -> Action:
+    """Perform operations that the other ranks do not."""
+
+    def do(job: Job) -> None:
+        for operation in operations:
+            getattr(job, operation)()
+
+    return do
+
+
+def instead(*operations: str) -> Action:
+    """Perform other operations in the place of the next."""
+
+    def do(job: Job) -> None:
+        also(*operations)(job)
+        raise Skip
+
+    return do
+
+
+def raises(error: BaseException) -> Action:
+    """Fail with an exception."""
+
+    def do(job: Job) -> None:
+        raise error
+
+    return do
+
+
+def sleeps(seconds: float) -> Action:
+    """Take long for something that is no collective."""
+
+    def do(job: Job) -> None:
+        time.sleep(seconds)
+
+    return do
+
+
+def ends_by(number: signal.Signals) -> Action:
+    """Get a signal that ends the process, as from the kernel or from whoever runs the job."""
+
+    def do(job: Job) -> None:
+        os.kill(os.getpid(), number)
+
+    return do
+
+
+def exits(job: Job) -> None:
+    """End without a word, and with success."""
+    os._exit(0)
+
+
+def interrupted(job: Job) -> None:
+    """Get what Ctrl-C sends."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the harness ignores it
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def stops(job: Job) -> None:
+    """Be stopped for good."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stops_for(seconds: float) -> Action:
+    """Be stopped for some seconds."""
+
+    def do(job: Job) -> None:
+        subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    return do
+
+
+def in_forward(action: Action) -> Action:
+    """Have it happen inside of the next forward, in front of the second block."""
+
+    def do(job: Job) -> None:
+        job.in_forward = action
+
+    return do
+
+
+def in_backward(action: Action) -> Action:
+    """Have it happen inside of the next backward, between the two blocks."""
+
+    def do(job: Job) -> None:
+        job.in_backward = action
+
+    return do

@@ -1,0 +1,131 @@
+"""Faults in hybrid sharding: shards that have replicas on other ranks."""
+
+from __future__ import annotations
+
+import signal
+
+from tests.faults.fault import (
+    ENDED,
+    GONE,
+    LATE,
+    STUCK,
+    Fault,
+    also,
+    ends_by,
+    in_backward,
+    in_forward,
+    raises,
+    sets,
+    skip,
+    sleeps,
+    stops,
+)
+from tests.faults.job import Job
+from tests.faults.optimizer import write
+
+HYBRID = "mesh setup train train train"
+STEP = r"(all-gather|reduce-scatter|all-reduce|exchange) of"
+
+
+def full_sharding(job: Job) -> None:
+    job.options.clear()
+
+
+FAULTS = {
+    "hybrid": [
+        Fault(
+            "no replicas on one rank", "options", "build", full_sharding, program=HYBRID, sizes=(4,), rank=r"rank 1\b"
+        ),
+        Fault(
+            "other options on one rank",
+            "options",
+            "build",
+            sets(bucket_cap_mb=0),
+            program=HYBRID,
+            sizes=(4,),
+            rank=r"rank 1\b",
+            unit="Unit '",
+            remedy="on every rank",
+        ),
+        Fault(
+            "an error",
+            "exceptions",
+            "forward 2",
+            in_forward(raises(ValueError("a bad batch"))),
+            program=HYBRID,
+            sizes=(4,),
+            rank=f"{ENDED} ValueError: a bad batch",
+            unit=STEP,
+            by="others",
+        ),
+        Fault(
+            "killed",
+            "SIGKILL",
+            "forward 2",
+            in_forward(ends_by(signal.SIGKILL)),
+            program=HYBRID,
+            sizes=(4,),
+            rank=GONE,
+            unit=STEP,
+            ends="SIGKILL",
+        ),
+        Fault(
+            "killed in the backward",
+            "SIGKILL",
+            "forward 2",
+            in_backward(ends_by(signal.SIGKILL)),
+            program=HYBRID,
+            sizes=(4,),
+            rank=GONE,
+            unit=STEP,
+            ends="SIGKILL",
+        ),
+        Fault(
+            "stopped for good",
+            "SIGSTOP for good",
+            "forward 2",
+            in_backward(stops),
+            program=HYBRID,
+            sizes=(4,),
+            rank="rank 1: gives no answer",
+            unit=STEP,
+            ends=STUCK,
+        ),
+        Fault(
+            "slow", "slow ranks", "forward 2", in_backward(sleeps(5)), program=HYBRID, sizes=(4,), rank=LATE, unit=STEP
+        ),
+        Fault("no backward", "skipping", "backward 2", skip, program=HYBRID, sizes=(4,), rank=r"rank 1\b", unit=STEP),
+        Fault(
+            "a state dict on one replica",
+            "extra calls",
+            "batch 2",
+            also("state_dict"),
+            program=HYBRID,
+            sizes=(4,),
+            rank=r"rank 1\b",
+            unit=r"state_dict\(\)",
+        ),
+        Fault(
+            "a replica drifts",
+            "values",
+            "batch 2",
+            write(0.0),
+            program=HYBRID,
+            sizes=(4,),
+            rank=r"rank 1\b",
+            unit="head|root",
+            missed="replicas are not compared yet",
+        ),
+        Fault(
+            "other values",
+            "values",
+            "build",
+            lambda job: setattr(job, "seed", 1),
+            program=HYBRID,
+            sizes=(4,),
+            rank="Rank 1 has other values",
+            unit="head",
+            remedy="torch.manual_seed",
+        ),
+    ],
+}

@@ -1,0 +1,121 @@
+"""Faults at the optimizer's step."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.faults.fault import ENDED, GATHER, GONE, LATE, Fault, also, ends_by, raises, skip, sleeps
+from tests.faults.job import Job
+
+ROLL_CALL = "steps are not compared between ranks yet"
+OPTIMIZER = r"SGD|optimizer"
+
+
+def group(**options: Any) -> Callable[[Job], None]:
+    return lambda job: job.optimizer_.param_groups[0].update(options)
+
+
+def other_class(job: Job) -> None:
+    job.optimizer_ = torch.optim.AdamW(job.model.parameters(), lr=0.05)
+
+
+def without_gradient(job: Job) -> None:
+    next(job.model.parameters()).grad = None
+
+
+def write(value: float) -> Callable[[Job], None]:
+    def do(job: Job) -> None:
+        with torch.no_grad():
+            next(job.model.parameters()).fill_(value)
+
+    return do
+
+
+def two_groups(job: Job) -> None:
+    first, *others = job.model.parameters()
+    job.optimizer_ = torch.optim.SGD([{"params": [first]}, {"params": others}], lr=0.05, momentum=0.9)
+
+
+def reordered(job: Job) -> None:
+    job.optimizer_ = torch.optim.SGD(list(job.model.parameters())[::-1], lr=0.05, momentum=0.9)
+
+
+def step_hook_fails(job: Job) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("a hook of the optimizer")
+
+    job.optimizer_.register_step_pre_hook(fail)
+
+
+FAULTS = {
+    "step": [
+        Fault("a step is left out", "optimizer", "step 2", skip, unit=OPTIMIZER, missed=ROLL_CALL),
+        Fault("two steps", "optimizer", "step 2", also("step_again"), unit=OPTIMIZER, missed=ROLL_CALL),
+        Fault("another learning rate", "optimizer", "step 2", group(lr=0.1), unit="lr", missed=ROLL_CALL),
+        Fault("other momentum", "optimizer", "step 2", group(momentum=0.5), unit="momentum", missed=ROLL_CALL),
+        Fault("weight decay", "optimizer", "step 2", group(weight_decay=0.1), unit="weight_decay", missed=ROLL_CALL),
+        Fault("another optimizer", "optimizer", "batch", other_class, unit="AdamW", missed=ROLL_CALL),
+        Fault("other groups of parameters", "optimizer", "batch", two_groups, unit="group", missed=ROLL_CALL),
+        Fault(
+            "parameters in another order", "optimizer", "batch", reordered, unit="order|parameters", missed=ROLL_CALL
+        ),
+        Fault(
+            "a gradient is dropped before the step",
+            "values",
+            "step 2",
+            without_gradient,
+            unit="head|root",
+            missed=ROLL_CALL,
+        ),
+        Fault(
+            "a shard is written between steps",
+            "values",
+            "batch 2",
+            write(0.0),
+            unit="head|root",
+            missed="shards that are written are not watched yet",
+        ),
+        Fault(
+            "a shard is not finite",
+            "values",
+            "batch 2",
+            write(float("nan")),
+            unit="head|root",
+            missed="shards that are written are not watched yet",
+        ),
+        Fault(
+            "an error in the step",
+            "exceptions",
+            "step 2",
+            raises(RuntimeError("lr is negative")),
+            rank=f"{ENDED} RuntimeError: lr",
+            unit=GATHER,
+            by="others",
+        ),
+        Fault(
+            "an error in a hook of the step, which all catch",
+            "exceptions",
+            "step 2",
+            step_hook_fails,
+            victim=None,
+            rank="a hook of the optimizer",
+            after="kept",
+        ),
+        Fault(
+            "killed in the step", "SIGKILL", "step 2", ends_by(signal.SIGKILL), rank=GONE, unit=GATHER, ends="SIGKILL"
+        ),
+        Fault(
+            "long in the step",
+            "slow ranks",
+            "step 2",
+            sleeps(5),
+            rank=LATE,
+            unit=GATHER,
+            remedy="rank 1: in no collective, at .*in do",
+        ),
+    ],
+}

@@ -1,0 +1,237 @@
+"""Faults while a model is built and wrapped, which show at its first use."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from tests.faults.fault import ENDED, GONE, LATE, Action, Fault, also, ends_by, raises, sets, sleeps
+from tests.faults.job import Job
+
+BUILD_ALIKE = "Build and shard the same modules in the same order and with the same options on every rank"
+DIFFERS = r"on rank 0 and .* on rank 1\."
+BLOCK_1, ROOT = r"Unit 'blocks\.1'", r"Unit 'root"
+
+
+def assigned(name: str, make: Any) -> Action:
+    """Put something else under a name into the second block."""
+
+    def do(job: Job) -> None:
+        setattr(job.plain.blocks[1], name, make())
+
+    return do
+
+
+def narrow(job: Job) -> None:
+    job.plain.blocks[1].linear = nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 6))
+
+
+def other_seed(job: Job) -> None:
+    job.seed = 1
+
+
+def frozen(job: Job) -> None:
+    job.plain.blocks[1].linear.weight.requires_grad_(False)
+
+
+def in_half(job: Job) -> None:
+    job.plain.blocks[1].half()
+
+
+def tied(job: Job) -> None:
+    job.plain.blocks[1].linear.weight = job.plain.blocks[0].linear.weight
+
+
+def unwrapped(job: Job) -> None:
+    job.units = 1
+
+
+def older(job: Job) -> None:
+    job.stack.enter_context(mock.patch("fsdp.engine.verify.__version__", "0.0.9"))
+
+
+def other_torch(job: Job) -> None:
+    job.stack.enter_context(mock.patch("torch.__version__", "2.11.0"))
+
+
+def option(name: str, unit: str = ROOT, **options: Any) -> Fault:
+    return Fault(
+        f"{name} on one rank only",
+        "options",
+        "wrap",
+        sets(**options),
+        rank=DIFFERS,
+        unit=unit,
+        remedy=BUILD_ALIKE,
+        after="kept",
+    )
+
+
+def structure(name: str, do: Action, unit: str = BLOCK_1, **more: Any) -> Fault:
+    known = {"rank": DIFFERS, "unit": unit, "remedy": BUILD_ALIKE, "after": "kept"}
+    return Fault(name, "structure", "wrap", do, **(known | more))
+
+
+FAULTS = {
+    "wrapping": [
+        option("reshard_after_forward=False", reshard_after_forward=False),
+        option("mixed precision", mixed_precision=True),
+        option("a predivide factor", gradient_predivide_factor=1.0),
+        option("use_orig_params", use_orig_params=True),
+        option("unflattened parameters", flatten_parameters=False),
+        option("a bucket size", bucket_cap_mb=0),
+        option("reductions in float32", mixed_precision=True, fp32_reduce_scatter=True),
+        structure("a block with other layers", narrow),
+        structure("a buffer more", assigned("extra", lambda: nn.Buffer(torch.zeros(3)))),
+        structure("a parameter more", assigned("extra", lambda: nn.Parameter(torch.zeros(3)))),
+        structure("a block in half precision", in_half),
+        structure("a frozen parameter", frozen),
+        structure(
+            "tied on one rank only",
+            tied,
+            rank=f"{ENDED} ValueError: linear.weight is the same",
+            unit="",
+            remedy="",
+            by="others",
+            after="",
+        ),
+        structure("a block that is no unit", unwrapped, unit="blocks.1"),
+        Fault("an older version of the library", "other versions", "wrap", older, rank=DIFFERS, unit="fsdp 0"),
+        Fault("another torch", "other versions", "wrap", other_torch, rank=DIFFERS, unit="torch 2"),
+        Fault(
+            "other values",
+            "values",
+            "build",
+            other_seed,
+            rank="Rank 1 has other values",
+            unit=r"head\.weight of unit 'root",
+            remedy="torch.manual_seed",
+        ),
+        Fault(
+            "an error while building",
+            "exceptions",
+            "build",
+            raises(FileNotFoundError("vocabulary.txt")),
+            rank="rank 1 was ended by FileNotFoundError: vocabulary.txt",
+            by="others",
+        ),
+        Fault(
+            "an error while wrapping",
+            "exceptions",
+            "wrap",
+            raises(TypeError("unhashable")),
+            rank="rank 1 was ended by TypeError: unhashable",
+            by="others",
+        ),
+        Fault("killed before wrapping", "SIGKILL", "wrap", ends_by(signal.SIGKILL), rank=r"rank 1\b", ends="SIGKILL"),
+        Fault(
+            "building for long",
+            "slow ranks",
+            "build",
+            sleeps(5),
+            rank=LATE + "|rank 1: has wrapped no model yet",
+            raises=False,
+            by="others",
+            after="trained",
+        ),
+        Fault(
+            "sync_module_states on one rank only",
+            "options",
+            "wrap",
+            sets(sync_module_states=True),
+            rank="rank 1",
+            unit="sync_module_states",
+            remedy="on every rank",
+        ),
+    ],
+    "first use": [
+        Fault(
+            "evaluation where others train",
+            "modes",
+            "forward",
+            lambda job: job.model.eval(),
+            rank=DIFFERS,
+            unit="eval",
+            remedy="[Ee]very rank",
+            after="kept",
+        ),
+        Fault(
+            "a layer added after wrapping",
+            "structure",
+            "forward",
+            lambda job: job.plain.add_module("late", nn.Linear(2, 2)),
+            rank=ENDED,
+            unit="late",
+            by="others",
+        ),
+        Fault(
+            "cast after wrapping",
+            "structure",
+            "forward",
+            lambda job: job.model.half(),
+            rank=DIFFERS,
+            unit="Unit",
+            remedy=BUILD_ALIKE,
+        ),
+        Fault(
+            "a second model on one rank",
+            "structure",
+            "wrap",
+            also("wrap_another"),
+            quiet=True,
+            after="trained",
+        ),
+        Fault(
+            "a checkpoint loaded on one rank only",
+            "extra calls",
+            "forward",
+            also("state_dict"),
+            rank="rank 1",
+            unit="state_dict",
+            remedy="Make the same calls on every rank",
+        ),
+        Fault(
+            "killed before the first forward", "SIGKILL", "forward", ends_by(signal.SIGKILL), rank=GONE, ends="SIGKILL"
+        ),
+        Fault(
+            "an error before the first forward",
+            "exceptions",
+            "forward",
+            raises(RuntimeError("no data")),
+            rank="rank 1 was ended by RuntimeError: no data",
+            by="others",
+        ),
+        Fault(
+            "late for the first forward",
+            "slow ranks",
+            "forward",
+            sleeps(5),
+            rank=LATE,
+            raises=False,
+            by="others",
+            after="trained",
+        ),
+        Fault(
+            "a gradient divisor set on one rank",
+            "options",
+            "forward",
+            lambda job: job.model.set_gradient_divide_factors(1.0, 8.0),
+            rank=DIFFERS,
+            unit=ROOT,
+            remedy=BUILD_ALIKE,
+        ),
+        Fault(
+            "no_sync on one rank",
+            "modes",
+            "forward",
+            lambda job: job.stack.enter_context(job.model.no_sync()),
+            rank=r"rank 1\b",
+            unit="root|blocks",
+            remedy="no_sync",
+        ),
+    ],
+}
