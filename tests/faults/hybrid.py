@@ -114,7 +114,7 @@ FAULTS = {
             sizes=(4,),
             rank=r"rank 1\b",
             unit="head|root",
-            missed="replicas are not compared yet",
+            missed="replicas are compared every thousandth backward",
         ),
         Fault(
             "other values",

@@ -11,7 +11,6 @@ import torch
 from tests.faults.fault import ENDED, GATHER, GONE, LATE, Fault, also, ends_by, raises, skip, sleeps
 from tests.faults.job import Job
 
-ROLL_CALL = "steps are not compared between ranks yet"
 OPTIMIZER = r"SGD|optimizer"
 
 
@@ -51,25 +50,38 @@ def step_hook_fails(job: Job) -> None:
     job.optimizer_.register_step_pre_hook(fail)
 
 
+def _compared(name: str, at: str, do: Callable[[Job], None], unit: str, **how: Any) -> Fault:
+    """Return a fault that ranks find when they compare their steps, while the training goes on."""
+    return Fault(
+        name,
+        "optimizer",
+        at,
+        do,
+        unit=unit,
+        remedy="Take the same steps on every rank",
+        program="setup train train train pause train",
+        **how,
+    )
+
+
 FAULTS = {
     "step": [
-        Fault("a step is left out", "optimizer", "step 2", skip, unit=OPTIMIZER, missed=ROLL_CALL),
-        Fault("two steps", "optimizer", "step 2", also("step_again"), unit=OPTIMIZER, missed=ROLL_CALL),
-        Fault("another learning rate", "optimizer", "step 2", group(lr=0.1), unit="lr", missed=ROLL_CALL),
-        Fault("other momentum", "optimizer", "step 2", group(momentum=0.5), unit="momentum", missed=ROLL_CALL),
-        Fault("weight decay", "optimizer", "step 2", group(weight_decay=0.1), unit="weight_decay", missed=ROLL_CALL),
-        Fault("another optimizer", "optimizer", "batch", other_class, unit="AdamW", missed=ROLL_CALL),
-        Fault("other groups of parameters", "optimizer", "batch", two_groups, unit="group", missed=ROLL_CALL),
-        Fault(
-            "parameters in another order", "optimizer", "batch", reordered, unit="order|parameters", missed=ROLL_CALL
+        _compared("a step is left out", "step 2", skip, OPTIMIZER),
+        _compared("two steps", "step 2", also("step_again"), OPTIMIZER),
+        _compared("another learning rate", "step 2", group(lr=0.1), "lr"),
+        _compared("other momentum", "step 2", group(momentum=0.5), "momentum"),
+        _compared("weight decay", "step 2", group(weight_decay=0.1), "weight_decay"),
+        _compared("another optimizer", "batch", other_class, "AdamW"),
+        _compared("other groups of parameters", "batch", two_groups, "group"),
+        _compared(
+            "parameters in another order", "batch", reordered, "order|parameters", missed="their order is not noted"
         ),
-        Fault(
+        _compared(
             "a gradient is dropped before the step",
-            "values",
             "step 2",
             without_gradient,
-            unit="head|root",
-            missed=ROLL_CALL,
+            "head|root",
+            missed="a step does not say which gradients it has",
         ),
         Fault(
             "a shard is written between steps",
