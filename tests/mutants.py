@@ -51,7 +51,7 @@ CONCERNS = {
     "engine/handle": (
         "engine/flat_param engine/no_sync engine/changed_parameters engine/changed_dtype engine/orig_params_gradients "
         "fully_sharded_data_parallel/copies state_dict/summon_full_params engine/different_values engine/offload "
-        "engine/nested_calls"
+        "engine/nested_calls training/functional_call uneven/used_on_some_ranks"
     ),
     "engine/unit engine/runtime engine/schedule engine/forward_hooks": (
         "engine/schedule engine/runtime engine/units engine/nested_calls engine/no_sync engine/precision_eval "
@@ -66,7 +66,8 @@ CONCERNS = {
     ),
     "engine/managed_params engine/shard_module engine/foreign_names engine/options": (
         "engine/errors engine/ignored* engine/group_by fully_sharded_data_parallel/api fully_shard/errors "
-        "fully_sharded_data_parallel/wrapped_again engine/sync_module_states fully_sharded_data_parallel/fsdp1_names"
+        "fully_sharded_data_parallel/wrapped_again engine/sync_module_states fully_sharded_data_parallel/fsdp1_names "
+        "tensor_parallel/errors"
     ),
     "engine/shared_params": "engine/append_shared_param training/kinds_tied fully_shard/uses engine/errors",
     "engine/module_states": "engine/sync_module_states",
@@ -89,7 +90,7 @@ CONCERNS = {
     "engine/post_forward_shard": "fully_shard/settings engine/sharding_strategy",
     "engine/copying engine/merged_writes engine/names engine/state_requests": (
         "fully_sharded_data_parallel/copies engine/written_in_forward fully_sharded_data_parallel/pickle "
-        "state_dict/summon_forms state_dict/state_dict"
+        "state_dict/summon_forms state_dict/state_dict state_dict/state_dict_on_first"
     ),
     "distributed/collectives distributed/communicator distributed/messages": (
         "distributed/collectives distributed/streams distributed/comm_hook engine/ranks_apart distributed/own_groups"

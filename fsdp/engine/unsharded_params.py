@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from fsdp.distributed.dtensor import MeshPart, local_part, memory_at, memory_of, set_local_part
 from fsdp.engine.autograd import FreedLeaves
-from fsdp.engine.flat_param import Attributes, ParamInfo, give_attributes
+from fsdp.engine.flat_param import Attributes, CountedParameter, ParamInfo, give_attributes
 from fsdp.engine.layout import Layout
 from fsdp.engine.leaf_copies import copy_as
 from fsdp.engine.placeholder import Placeholder, sharded_message, sharded_weight, valueless_weight
@@ -120,7 +120,9 @@ class UnshardedParameters:
 
     def _new_leaf(self, number: int, tensor: Tensor, requires_grad: bool) -> nn.Parameter:
         """Return a leaf around the unsharded values of a parameter."""
-        leaf = nn.Parameter(tensor, requires_grad)
+        # What is written through its `.data` has to be found, but where that is the shard.
+        kind = nn.Parameter if self.is_shard or type(tensor) is not Tensor else CountedParameter
+        leaf = kind(tensor, requires_grad)
         if requires_grad:
             # Weakly: the garbage collector does not see into these hooks, and would never free a model.
             leaf.register_post_accumulate_grad_hook(partial(_tell, self._handle, number))

@@ -76,6 +76,26 @@ def _accumulate(kind: int, options: dict[str, Any]) -> None:
     pair.assert_close()
 
 
+def test_gradients_that_were_accumulated_before_sharing_count_alike(ranks: RankPool) -> None:
+    ranks(2).run(_share_after_accumulating)
+
+
+def _share_after_accumulating() -> None:
+    torch.set_default_dtype(torch.float64)
+    model, plain, inputs = seeded(Siblings), seeded(Siblings), batch(0, 0)
+    model.l1, model.l3 = UNFLATTENED(model.l1, gradient_predivide_factor=2.0), UNFLATTENED(model.l3)
+    with model.l1.no_sync():
+        score(model.l1(inputs)).backward()
+    score(plain.l1(inputs)).backward()
+    model.l1._reset_lazy_init()
+    share_between(model.l1, model.l3)
+    root = fully_sharded(gradient_predivide_factor=1.0)(model)  # runs the weight from now on
+    for each in (root, plain):
+        score(each(inputs)).backward()
+    with root.summon_full_params(with_grads=True):
+        assert_close(model.l1.module.weight.grad, plain.l1.weight.grad, "gradient of the shared weight")
+
+
 def test_gradients_have_the_same_norm_and_are_clipped_alike(ranks: RankPool) -> None:
     ranks(2).run(_clip)
 

@@ -293,7 +293,7 @@ def _look_at_leaves() -> None:
     for leaf in handle.unsharded.leaves:
         assert leaf.is_leaf
         assert leaf.requires_grad
-        assert type(leaf) is nn.Parameter
+        assert isinstance(leaf, nn.Parameter)
     assert dict(module.named_parameters()) == {"flat_param_0": handle.flat_param}
     assert handle.unsharded.full.untyped_storage().nbytes() == handle.layout.padded_numel * 4
 

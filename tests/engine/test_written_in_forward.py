@@ -37,7 +37,7 @@ class Writer(nn.Module):
 
     def forward(self, rows: Tensor, write: float | None = None) -> Tensor:
         with torch.no_grad():
-            self.layer.weight.clamp_(-0.2, 0.2)
+            self.layer.weight.data.clamp_(-0.2, 0.2)
             if write is not None:
                 self.layer.bias[1:].fill_(write)
         result: Tensor = self.layer(self.table(rows) + self.table(rows.flip(0)))

@@ -195,6 +195,18 @@ def _step(model: Any, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
+def test_the_state_of_one_rank_alone_is_as_torch_makes_it(ranks: RankPool) -> None:
+    ranks(1).run(_save_alone)
+
+
+def _save_alone() -> None:
+    model, optimizer = _new({})
+    _step(model, optimizer)
+    assert all(
+        group.keys() == optimizer.defaults.keys() | {"params"} for group in optimizer.state_dict()["param_groups"]
+    )
+
+
 def _load_what_one_rank_saved(form: dict[str, Any], folder: Path) -> None:
     rank = dist.get_rank()
     model, optimizer = _new(form)
