@@ -8,6 +8,7 @@ parameter, and everything else goes on with flat vectors: a step on local shards
 from __future__ import annotations
 
 import copy
+import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
@@ -153,7 +154,7 @@ class OrigParams:
     @property
     def requires_grad(self) -> list[bool]:
         """A flag for each parameter: it is trained."""
-        return [param.requires_grad for param in self.params]
+        return list(map(_needs_grad, self.params))
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -275,6 +276,9 @@ class OrigParams:
 
 # Of a shard, its layout, this rank, and the places of each parameter.
 NewOrigParams = Callable[[FlatParameter, Layout, int, Sequence[Sequence[ParamInfo]]], OrigParams]
+
+
+_needs_grad = operator.attrgetter("requires_grad")
 
 
 def _pointer(tensor: Tensor) -> int:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fsdp.distributed.collectives import Communicator, Pending, Tag
-from fsdp.distributed.communicator import label
+from fsdp.distributed.communicator import labelled
+from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
 
 # A reduction above this is limited by bandwidth, not by latency: it gains nothing from waiting for company.
@@ -84,12 +85,17 @@ def _divided(sums: Tensor, divisor: float) -> Tensor:
 def _reduce_together(handles: Sequence[FlatParamHandle]) -> Pending:
     first, *_, last = handles
     # Row r is what rank r receives: the r-th shard of every gradient, one after the other.
-    rows = [handle.gradients.take().view(first.reduce_comm.world_size, -1) for handle in handles]
+    taken = [handle.gradients.take() for handle in handles]
+    same = taken[0].divisor if len({one.divisor for one in taken}) == 1 else None
+    flats = [one.divided() if same is None else one.flat for one in taken]
+    together = torch.cat([flat.view(first.reduce_comm.world_size, -1) for flat in flats], dim=1).view(-1)
+    for handle, one in zip(handles, taken, strict=True):
+        handle.gradients.reuse(one)
+    together, dtype = _divided(together, same or 1.0), first.reduced_dtype
     what = f"reduce-scatter of {first.name} to {last.name}"
-    together, dtype = torch.cat(rows, dim=1).view(-1), first.reduced_dtype
     tag = tuple(handle.reduce_tag for handle in handles)  # ranks that reduce others together must not add them to these
-    with label("reduce_scatter", f"{first.name} to {last.name}"):
-        return first.reduce_comm.reduce_scatter(together, what, tag, dtype)
+    reduce_scatter = first.reduce_comm.reduce_scatter
+    return labelled("reduce_scatter", f"{first.name} to {last.name}", reduce_scatter, together, what, tag, dtype)
 
 
 def summed(
@@ -150,13 +156,14 @@ class Reductions:
         self._most_in_flight = in_flight
         self._companions.clear()
         filling: dict[tuple[Any, ...], tuple[list[FlatParamHandle], int]] = {}
+        most = min(_SMALL_BYTES, self._bucket_bytes)
         for handle in handles:
             nbytes = handle.gradients.layout.padded_numel * handle.gradients.dtype.itemsize
-            if nbytes > min(_SMALL_BYTES, self._bucket_bytes) or handle.is_local or not handle.requires_grad:
+            if nbytes > most or handle.is_local or not handle.requires_grad:
                 continue
             ranks = (handle.reduce_comm, handle.replicas)
             dtypes = (handle.gradients.dtype, handle.flat_param.dtype)
-            key = (*ranks, *dtypes, handle.comm_hook is None, handle.gradients.sync)
+            key = (*ranks, *dtypes, handle.comm_hook is None, handle.gradients.sync is GradientSync.FULL)
             companions, filled = filling.pop(key, ([], 0))
             companions.append(handle)
             self._companions[handle] = companions
