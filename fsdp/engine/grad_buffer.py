@@ -6,6 +6,7 @@ What that makes of it goes through a `ShardGradient` into ``flat_param.grad``, w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import Enum, auto
 from typing import NamedTuple
@@ -124,10 +125,10 @@ class GradientBuffer:
             return
         if self._flat is None:
             self._allocate()
-            # All at once, when they are taken, unless one that is narrowed before it is divided might overflow.
-            own = self._flat.dtype
-            is_wider = grad.dtype is not own and torch.promote_types(grad.dtype, own) is grad.dtype
-            self._divisor = 1.0 if is_wider else divisor
+            # A division by a power of two is exact, so that all can be divided at once, when they are taken. But a
+            # gradient that is narrowed before it is divided might overflow.
+            own, is_exact = self._flat.dtype, math.frexp(divisor)[0] == 0.5
+            self._divisor = divisor if is_exact and torch.promote_types(grad.dtype, own) is own else 1.0
         for place, part in zip(self._places[slot], self.layout.divided(slot, grad), strict=True):
             _put(place, part, divisor / self._divisor, is_filled=bool(self._filled[slot]))
         self._filled[slot] = 1
@@ -270,8 +271,10 @@ def _put(place: Tensor, grad: Tensor, divisor: float, *, is_filled: bool) -> Non
         place.add_(grad, alpha=1.0 / divisor)
     elif divisor == 1.0:
         place.copy_(grad)
+    elif torch.promote_types(grad.dtype, place.dtype) is grad.dtype:
+        torch.div(grad, divisor, out=place)  # in the wider dtype: narrowed first, it might overflow
     else:
-        torch.div(grad, divisor, out=place)  # in the wider dtype
+        place.copy_(grad).div_(divisor)  # dividing first would lose what only the wider dtype can hold
 
 
 class ShardGradient:
