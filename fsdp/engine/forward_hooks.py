@@ -93,8 +93,8 @@ class ForwardHooks:
         # torch calls this hook with None while it handles an exception of the forward.
         failed = output is None and sys.exc_info()[1] is not None
         if not failed:
-            is_one = isinstance(output, Tensor)  # as of most modules
-            output = self._outlive_buffers(output) if is_one else map_tensors(self._outlive_buffers, output)
+            own = self._outlive_buffers
+            output = own(output) if isinstance(output, Tensor) else map_tensors(own, output)
             output = cast_floats(output, unit.precision.output)
         if self._clear_autocast_cache:
             torch.clear_autocast_cache()

@@ -34,11 +34,7 @@ class Taken(NamedTuple):
 
     flat: Tensor  # ``[padded_numel]``
     divisor: float  # it is to be divided by this yet
-    places: list[list[Tensor]]  # the views of it that hold the parameters
-
-    def divided(self) -> Tensor:
-        """Return it when it was divided."""
-        return self.flat if self.divisor == 1.0 else self.flat.div_(self.divisor)
+    places: list[list[Tensor]]  # the views of it that hold the parameters; none if it is a copy
 
 
 class GradientBuffer:
@@ -149,7 +145,7 @@ class GradientBuffer:
     def reuse(self, taken: Taken) -> None:
         """Free the memory of what was taken and is copied, and fill it again the next time: views take their time."""
         taken.flat.untyped_storage().resize_(0)
-        self._spare = taken
+        self._spare = taken if taken.places else None
 
     def owe(self) -> None:
         """Have zeros to give when others reduce theirs, if nothing arrives here."""
@@ -226,8 +222,9 @@ class GradientBuffer:
                 for place in every[slot]:
                     place.zero_()
         self.layout.clear_gaps(flat)
-        taken = Taken(flat, self._divisor, every)
-        return taken if flat.dtype is self.dtype else Taken(taken.divided().to(self.dtype), 1.0, every)
+        if flat.dtype is self.dtype:
+            return Taken(flat, self._divisor, every)
+        return Taken(divided(flat, self._divisor).to(self.dtype), 1.0, [])
 
     def hold(self, parts: Sequence[Tensor]) -> bool:
         """Add what is held of earlier backwards to a sum over the shard's ranks; True if that is held in turn.
@@ -263,6 +260,11 @@ class GradientBuffer:
     def _empty(self) -> None:
         self._flat, self._places, self._owes = None, [], False
         self._filled = bytearray(len(self._filled))
+
+
+def divided(sums: Tensor, divisor: float) -> Tensor:
+    """Divide in place, and return the tensor."""
+    return sums if divisor == 1.0 else sums.div_(divisor)
 
 
 def _put(place: Tensor, grad: Tensor, divisor: float, *, is_filled: bool) -> None:

@@ -39,7 +39,7 @@ from fsdp.distributed.communicator import labelled
 from fsdp.distributed.dtensor import is_dtensor
 from fsdp.distributed.gather_extension import values_of
 from fsdp.engine.flat_param import ParamInfo, SharedParamInfo
-from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, ShardGradient
+from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, ShardGradient, divided
 from fsdp.engine.layout import ContiguousLayout
 from fsdp.engine.managed_params import text_of_key
 from fsdp.engine.orig_params import OrigParams
@@ -558,7 +558,8 @@ class FlatParamHandle:
 
         With a hook it is an average, and here when this returns.
         """
-        what, gradient, dtype = f"reduce-scatter of {self.name}", self.gradients.take().divided(), self.reduced_dtype
+        what, taken, dtype = f"reduce-scatter of {self.name}", self.gradients.take(), self.reduced_dtype
+        gradient = divided(taken.flat, taken.divisor)
         if self.comm_hook is None or not self.layout.numel:
             reduce_scatter = self.reduce_comm.reduce_scatter
             return labelled("reduce_scatter", self.unit_name, reduce_scatter, gradient, what, self.reduce_tag, dtype)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsdp.distributed.collectives import Communicator, Pending, Tag
 from fsdp.distributed.communicator import labelled
-from fsdp.engine.grad_buffer import GradientSync
+from fsdp.engine.grad_buffer import GradientSync, divided
 from fsdp.engine.handle import FlatParamHandle
 
 # A reduction above this is limited by bandwidth, not by latency: it gains nothing from waiting for company.
@@ -62,10 +62,10 @@ class Bucket:
         divisors = [self.divisors[handle] for handle in handles]
         if len(shards) < len(handles):
             if len(set(divisors)) == 1:
-                shards, divisors = [_divided(shards[0], divisors[0])], [1.0] * len(handles)
+                shards, divisors = [divided(shards[0], divisors[0])], [1.0] * len(handles)
             shards = list(shards[0].split([handle.gradients.layout.shard_numel for handle in handles]))
         for handle, shard, divisor in zip(handles, shards, divisors, strict=True):
-            gradient, hook = _divided(shard, divisor), handle.shard_gradient.all_reduce_hook
+            gradient, hook = divided(shard, divisor), handle.shard_gradient.all_reduce_hook
             if hook is not None:
                 gradient = hook.run(gradient.to(handle.gradients.dtype)).to(handle.flat_param.dtype)
             handle.accept(gradient)
@@ -78,20 +78,15 @@ def _hold(handles: Sequence[FlatParamHandle], scattered: Tensor) -> bool:
     return all([one.gradients.hold(own) for one, own in zip(handles, parts, strict=True)])  # noqa: C419 (each)
 
 
-def _divided(sums: Tensor, divisor: float) -> Tensor:
-    return sums if divisor == 1.0 else sums.div_(divisor)
-
-
 def _reduce_together(handles: Sequence[FlatParamHandle]) -> Pending:
     first, *_, last = handles
     # Row r is what rank r receives: the r-th shard of every gradient, one after the other.
     taken = [handle.gradients.take() for handle in handles]
-    same = taken[0].divisor if len({one.divisor for one in taken}) == 1 else None
-    flats = [one.divided() if same is None else one.flat for one in taken]
-    together = torch.cat([flat.view(first.reduce_comm.world_size, -1) for flat in flats], dim=1).view(-1)
+    divisor = taken[0].divisor  # which nearly always is that of all
+    flats = [divided(one.flat, one.divisor / divisor).view(first.reduce_comm.world_size, -1) for one in taken]
+    together, dtype = divided(torch.cat(flats, dim=1).view(-1), divisor), first.reduced_dtype
     for handle, one in zip(handles, taken, strict=True):
         handle.gradients.reuse(one)
-    together, dtype = _divided(together, same or 1.0), first.reduced_dtype
     what = f"reduce-scatter of {first.name} to {last.name}"
     tag = tuple(handle.reduce_tag for handle in handles)  # ranks that reduce others together must not add them to these
     reduce_scatter = first.reduce_comm.reduce_scatter
@@ -156,10 +151,9 @@ class Reductions:
         self._most_in_flight = in_flight
         self._companions.clear()
         filling: dict[tuple[Any, ...], tuple[list[FlatParamHandle], int]] = {}
-        most = min(_SMALL_BYTES, self._bucket_bytes)
         for handle in handles:
             nbytes = handle.gradients.layout.padded_numel * handle.gradients.dtype.itemsize
-            if nbytes > most or handle.is_local or not handle.requires_grad:
+            if nbytes > min(_SMALL_BYTES, self._bucket_bytes) or handle.is_local or not handle.requires_grad:
                 continue
             ranks = (handle.reduce_comm, handle.replicas)
             dtypes = (handle.gradients.dtype, handle.flat_param.dtype)
