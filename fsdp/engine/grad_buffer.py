@@ -120,10 +120,9 @@ class GradientBuffer:
         if not self._expects[slot]:
             return
         if self._flat is None:
-            self._allocate()
-            # A division by a power of two is exact, so that all can be divided at once, when they are taken. But a
-            # gradient that is narrowed before it is divided might overflow.
-            own, is_exact = self._flat.dtype, math.frexp(divisor)[0] == 0.5
+            flat = self._allocate()
+            # Where it makes no difference, all are divided at once, when they are taken. What is narrowed could overflow.
+            own, is_exact = flat.dtype, math.frexp(divisor)[0] == 0.5
             self._divisor = divisor if is_exact and torch.promote_types(grad.dtype, own) is own else 1.0
         for place, part in zip(self._places[slot], self.layout.divided(slot, grad), strict=True):
             _put(place, part, divisor / self._divisor, is_filled=bool(self._filled[slot]))
@@ -132,7 +131,7 @@ class GradientBuffer:
             self._arrived[slot] = 1
             self._missing -= 1
 
-    def _allocate(self) -> None:
+    def _allocate(self) -> Tensor:
         dtype = self.dtype if self.is_reduced else self._sum_dtype
         spare, self._spare = self._spare, None
         if spare is not None and spare.flat.dtype is dtype:
@@ -141,6 +140,7 @@ class GradientBuffer:
         else:
             self._flat = torch.empty(self.layout.padded_numel, dtype=dtype, device=self._device)
             self._places = self.layout.places(self._flat)
+        return self._flat
 
     def reuse(self, taken: Taken) -> None:
         """Free the memory of what was taken and is copied, and fill it again the next time: views take their time."""
