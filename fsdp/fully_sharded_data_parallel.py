@@ -23,17 +23,10 @@ from fsdp.distributed.consensus import agree_on
 from fsdp.engine import copying
 from fsdp.engine.deferred_init import require_values, require_values_everywhere
 from fsdp.engine.flatten_params_wrapper import ShardedParamsWrapper
-from fsdp.engine.foreign_names import (
-    METHODS,
-    ForeignMethod,
-    ddp_message,
-    refuse_data_parallel,
-    refuse_foreign,
-    refuses_keywords,
-)
+from fsdp.engine.foreign_names import METHODS, ForeignMethod, refuse_data_parallel, refuse_foreign, refuses_keywords
 from fsdp.engine.grad_clipping import clip_by_norm, clip_by_value
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.managed_params import GroupKey, Ignored
+from fsdp.engine.managed_params import GroupKey, Ignored, ddp_message
 from fsdp.engine.names import FSDP_PART, clean_name, module_name
 from fsdp.engine.options import PUBLIC, Options
 from fsdp.engine.placeholder import under_way

@@ -124,13 +124,3 @@ def refuses_keywords(init: Callable[_Arguments, None]) -> Callable[_Arguments, N
         init(*args, **given)
 
     return checked
-
-
-def ddp_message(name: str) -> str:
-    """Return the message about `DistributedDataParallel` around a sharded model, with the remedy."""
-    return (
-        f"DistributedDataParallel has been given {name}, which is sharded: it takes the ranks' shards for copies of "
-        "the same parameters, and overwrites them with those of its first rank. Leave it out: gradients are averaged "
-        "over the ranks without it (for replicas of shards, shard over a 2-D mesh), and build the model anew. Around "
-        "other parameters, have it ignore the unit's by all their names: named_parameters(remove_duplicate=False)."
-    )

@@ -121,7 +121,7 @@ class GradientBuffer:
             return
         if self._flat is None:
             flat = self._allocate()
-            # Where it makes no difference, all are divided at once, when they are taken. What is narrowed could overflow.
+            # Where that is the same, all are divided at once, when they are taken. What is narrowed could overflow.
             own, is_exact = flat.dtype, math.frexp(divisor)[0] == 0.5
             self._divisor = divisor if is_exact and torch.promote_types(grad.dtype, own) is own else 1.0
         for place, part in zip(self._places[slot], self.layout.divided(slot, grad), strict=True):

@@ -28,11 +28,10 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp.distributed.streams import copy_stream_of
 from fsdp.engine.autograd import BackwardPass, FollowedPass, in_backward
 from fsdp.engine.deferred_init import require_values_everywhere
-from fsdp.engine.foreign_names import ddp_message
 from fsdp.engine.forward_hooks import Call
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.managed_params import is_ours
+from fsdp.engine.managed_params import ddp_message, is_ours
 from fsdp.engine.memory import return_freed_memory
 from fsdp.engine.names import clean_name, join
 from fsdp.engine.participation import EvenRanks, Participation
