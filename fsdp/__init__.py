@@ -13,6 +13,7 @@ from fsdp.engine.flatten_params_wrapper import FlattenParamsWrapper
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.module_overrides import register_fsdp_forward_method
 from fsdp.engine.precision import MixedPrecision
+from fsdp.engine.recovery import recover
 from fsdp.engine.sharding_strategy import ProcessGroupName, ShardingStrategy
 from fsdp.engine.unit import TrainingState
 from fsdp.fully_shard import (
@@ -94,6 +95,7 @@ __all__ = [
     "no_pre_load_state_dict_hook",
     "optim_utils",
     "patch_batchnorm",
+    "recover",
     "register_fsdp_forward_method",
     "save",
     "set_watchdog",

@@ -51,11 +51,12 @@ CONCERNS = {
     "engine/handle": (
         "engine/flat_param engine/no_sync engine/changed_parameters engine/changed_dtype engine/orig_params_gradients "
         "fully_sharded_data_parallel/copies state_dict/summon_full_params engine/different_values engine/offload "
-        "engine/nested_calls training/functional_call uneven/used_on_some_ranks"
+        "engine/nested_calls training/functional_call uneven/used_on_some_ranks "
+        "state_dict/local_state"
     ),
     "engine/unit engine/runtime engine/schedule engine/forward_hooks": (
         "engine/schedule engine/runtime engine/units engine/nested_calls engine/no_sync engine/precision_eval "
-        "fully_shard/uses training/kinds_calls training/autograd_uses engine/errors uneven/cond"
+        "fully_shard/uses training/kinds_calls training/autograd_uses engine/errors uneven/cond engine/written_in_forward"
     ),
     "engine/usage engine/participation": "uneven/used_on_some_ranks training/autograd_uses training/kinds_frozen",
     "engine/autograd engine/trees": "training/autograd_uses training/kinds_calls engine/nested_calls engine/errors",

@@ -1,4 +1,4 @@
-"""The command ``fsdp``, also ``python -m fsdp``: checkpoints inspected, verified and converted."""
+"""The command ``fsdp``, also ``python -m fsdp``: checkpoints inspected, verified and converted, reports merged."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from fsdp.checkpoint.formats.trees import Choices
 from fsdp.checkpoint.json_values import decoded
 from fsdp.checkpoint.optim import kinds_from_json
 from fsdp.checkpoint.untrusted import readable, short
+from fsdp.distributed.reports import page
 from fsdp.optim_utils.state import Elements, Kind
 
 FINE, WRONG, MISUSED, INTERRUPTED, NO_READER = 0, 1, 2, 130, 141
@@ -56,6 +57,10 @@ _CONVERT = (
     "Tensors go through memory a few MiB at a time; for dcp, one tensor at a time. The target is written beside its "
     "place (NAME.converting, for fsdp NAME.saving), synced, and moved there when it is complete: an error or an "
     "interrupt leaves nothing. So there must be room for it, besides one that it replaces."
+)
+_DIAGNOSE = (
+    "merge what the ranks of a job have reported into one page, the first cause on top\n"
+    "Ranks write reports where fsdp.set_watchdog(reports=FOLDER) or the environment variable FSDP_REPORTS says."
 )
 _NO_LOCAL_STATE = (
     "local state dicts of FSDP1 are not read: load them with FSDP1 on as many ranks, and save SHARDED_STATE_DICT or "
@@ -148,6 +153,9 @@ def _parser() -> argparse.ArgumentParser:
         if name != "verify":
             _add_choices(command)
         command.set_defaults(run=run)
+    command = commands.add_parser("diagnose", help=_DIAGNOSE.splitlines()[0], description=_DIAGNOSE)
+    command.add_argument("path", metavar="FOLDER", help="the folder of the reports")
+    command.set_defaults(run=_diagnose)
     return parser
 
 
@@ -354,6 +362,12 @@ def _summary(kinds: Sequence[Kind]) -> str:
     values = [kind.value for kind in kinds if not isinstance(kind, Elements)]
     texts = list(dict.fromkeys(map(short, values)))
     return texts[0] if len(texts) == 1 else f"{len(texts)} different values, {texts[0]} first"
+
+
+def _diagnose(args: argparse.Namespace, choices: Choices) -> int:
+    for line in page(args.path):
+        say(line)
+    return FINE
 
 
 def _verify(args: argparse.Namespace, choices: Choices) -> int:

@@ -12,7 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
@@ -33,6 +33,9 @@ Tag = int | str | tuple[int | str, ...]
 
 # The public call that this thread is in, as users write it; empty in forward and backward.
 _call: ContextVar[str] = ContextVar("_call", default="")
+
+
+_MANY_TAGS = 1 << 20  # more than handles ever ask for
 
 
 class Pending:
@@ -81,6 +84,10 @@ class Communicator(ABC):
     def new_tag(self) -> int:
         """A tag for one handle. Every rank of the group must ask equally often."""
         return next(self._tags)
+
+    def restart_tags(self) -> None:
+        """Go on with tags that are alike on all ranks again, though some may have asked more often."""
+        self._tags = itertools.count((next(self._tags) // _MANY_TAGS + 1) * _MANY_TAGS)
 
     @property
     def talk_device(self) -> torch.device:
@@ -337,6 +344,20 @@ def behind(group: Any) -> Any:
         held = getattr(group, "__dict__", {}).values()
         return next((each for each in held if isinstance(each, dist.ProcessGroup)), group)
     return group
+
+
+def ranks_of(group: Any) -> Sequence[int]:
+    """Return the numbers of a group's ranks, in its order; of the user's own objects, what can be known of them."""
+    try:
+        return dist.get_process_group_ranks(behind(group))
+    except (ValueError, RuntimeError, KeyError, AttributeError, TypeError):
+        return [own_rank()] if group.size() == 1 else []
+
+
+def communicators_among(ranks: Iterable[int]) -> list[Communicator]:
+    """Return the ways to groups of which these ranks are all."""
+    members = [(set(ranks_of(one.group)), one) for one in list(communicators.values())]
+    return [one for found, one in members if found and found.issubset(ranks)]
 
 
 def backend_names(group: Any) -> dict[str, str]:

@@ -10,9 +10,10 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from fsdp.distributed.communicator import finish
+from fsdp.distributed.communicator import finish, made_once_for_groups
 
 # Tags below this are left to the user's own point-to-point messages on the same group. gloo's have 31 bits.
 _FIRST_TAG = 1 << 20
@@ -61,6 +62,28 @@ def give_up(group: Any) -> None:
     peer = (group.rank() + 1) % group.size()
     with suppress(RuntimeError):
         group.recv([blank(1)], peer, wire_tag("nothing is sent")).wait(timedelta(milliseconds=1))
+
+
+def renew(group: Any) -> None:
+    """Collective. Connect the ranks of a gloo group anew, after they have given it up, for everybody who has the group.
+
+    torch (private, seen in 2.11 and 2.13) has a group look its backend up by the type of device, and never takes
+    another backend of a kind that it has. So the new one is of a kind that torch has no name for.
+
+    Args:
+        group: as torch knows it.
+    """
+    host = torch.device("cpu")
+    kind = _renewed.get(group, _NAMELESS)
+    _renewed[group] = kind + 1
+    store = dist.PrefixStore(f"fsdp.renewal {kind}", group.get_group_store())
+    timeout = group._get_backend(host).options._timeout
+    backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout=timeout)
+    group._register_backend(host, dist.ProcessGroup.BackendType(kind), backend)
+
+
+_NAMELESS = 64  # the first of the kinds of backends that are nobody's: there are 256
+_renewed: dict[Any, int] = made_once_for_groups()
 
 
 @lru_cache(maxsize=1 << 14)

@@ -24,6 +24,7 @@ import threading
 import time
 import traceback
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -36,6 +37,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp.distributed import communicator
+from fsdp.distributed.journal import journals
+from fsdp.distributed.reports import Event, Kind
+from fsdp.distributed.roll_call import RollCall, named
 
 _TICK = 1.0  # seconds between two looks at how long this rank waits
 _ANSWER = 1.0  # seconds that a rank is given to answer; its thread has nothing else to do
@@ -130,10 +134,10 @@ class Report:
         by_text: dict[str, list[int]] = {}
         for rank, answer in sorted(self._answers.items()):
             by_text.setdefault(str(answer), []).append(rank)
-        lines += [f"  {_named(ranks)}: {text}" for text, ranks in by_text.items()]
+        lines += [f"  {named(ranks)}: {text}" for text, ranks in by_text.items()]
         elsewhere = [rank for rank, each in self._came.items() if each.waits_for not in (None, what)]
         if self._late:
-            lines.append(f"The others wait for {_named(self._late)}.")
+            lines.append(f"The others wait for {named(self._late)}.")
         elif elsewhere:
             lines.append("The ranks wait for each other in different collectives: they have taken different paths.")
         else:
@@ -156,7 +160,9 @@ class Watchdog:
         self._addresses: dict[int, Address] = {}  # of those others that have told theirs
         self._ends: dict[int, str] = {}  # why ranks have ended
         self._report, self._reported_at = "", 0.0  # the last one
-        self._is_given_up = False  # waiting, because of that report
+        self._given_up = ""  # waiting, because of this
+        self._meetings: dict[tuple[int, ...], int] = {}  # of these ranks, to recover, that have ended
+        self._roll_call = RollCall(rank, world_size, self._tell_some)
         self._stopped = threading.Event()
         is_one_host = os.environ.get("LOCAL_WORLD_SIZE", "") == str(world_size)
         self._server = _Server(("127.0.0.1" if is_one_host else "", 0), self._answer)
@@ -179,38 +185,49 @@ class Watchdog:
 
     def announce_end(self, error: BaseException, trace: TracebackType | None) -> None:
         """Tell the other ranks that an exception ends this one, unless it comes of what happened on another."""
-        if isinstance(error, communicator.CollectiveError):
-            return
         places = [_place(frame) for frame in traceback.extract_tb(trace) if not _is_library(frame)][-1:]
         text = " ".join(str(error).split())
         end = f"{type(error).__name__}{': ' * bool(text)}{text[:300]}{''.join(f' ({place})' for place in places)}"
-        self._tell_all({"end": end, "rank": self._rank})
+        if isinstance(error, communicator.CollectiveError):
+            self._log(Kind.FOLLOWED, str(error))
+        else:
+            self._log(Kind.END if isinstance(error, Exception) else Kind.STOPPED, end)
+            self._tell_all({"end": end, "rank": self._rank})
 
     def explain(self) -> str:
         """Return why a collective did not complete: which ranks have ended, or where all were; empty if unknown."""
-        if self._is_given_up:
-            return self._report
         until = time.monotonic() + _LAST_WORDS
-        while not self._ends and time.monotonic() < until:
+        while not (known := self._given_up or self._roll_call.difference or self._ends) and time.monotonic() < until:
             time.sleep(0.02)
+        if isinstance(known, str):
+            return known
         if self._ends:
             return "; ".join(f"rank {rank} was ended by {end}" for rank, end in sorted(self._ends.items()))
         wait = longest_wait()
         if wait is not None and self._reported_at > wait.since:
             return self._report
         gone = [rank for rank, answer in self._tell_all({}).items() if answer == _GONE]
-        return f"{_named(gone)} {_GONE}" if gone else ""
+        return f"{named(gone)} {_GONE}" if gone else ""
 
     def _run(self) -> None:
         asked: communicator.Wait | None = None
-        patience, pause, next_look = 0.0, _TICK, 0.0
+        patience, pause, next_look, logged = 0.0, _TICK, 0.0, ""
         while not self._stopped.wait(_TICK):
             now = time.monotonic()
             if self._unknown and now > next_look:
                 self._find_unknown()
                 pause, next_look = 2 * pause, now + pause
             wait = longest_wait()
-            if wait is None or _patience is None:
+            if _patience is None:
+                continue
+            self._roll_call.tick()
+            if self._roll_call.difference not in ("", logged):
+                logged = self._roll_call.difference
+                self._log(Kind.DIFFERENCE, logged)
+            if wait is None:
+                continue
+            if now - wait.since > _TICK and self._roll_call.difference:
+                self._give_up(self._roll_call.difference)  # who knows it does not come
                 continue
             if wait is not asked:
                 asked, patience = wait, _patience + _SLACK * communicator.longest
@@ -220,7 +237,8 @@ class Watchdog:
                 if report.is_due:
                     self._show(str(report))
                     self._tell_all({"report": str(report)})
-                    self._give_up()
+                    if _raises:
+                        self._give_up(str(report))
                 else:
                     self._reported_at = now
                 patience *= 2
@@ -238,12 +256,53 @@ class Watchdog:
     def _show(self, report: str) -> None:
         self._report, self._reported_at = report, time.monotonic()
         print(report, file=sys.stderr, flush=True)
+        self._log(Kind.WAIT, report)
 
-    def _give_up(self) -> None:
-        if _raises:
-            self._is_given_up = True
-            for one in list(communicator.communicators.values()):
-                one.give_up()
+    def _log(self, kind: Kind, text: str) -> None:
+        if _folder:
+            Event(kind, text, self._rank).write(_folder)
+
+    def _give_up(self, reason: str, among: Iterable[int] | None = None) -> None:
+        """End all waits, or those for some ranks alone."""
+        self._given_up = reason
+        everyone = [self._rank, *self._others]
+        for one in communicator.communicators_among(everyone if among is None else among):
+            one.give_up()
+
+    def meet(self, ranks: Sequence[int], why: str, state: Any) -> dict[int, Any]:
+        """Collective, whatever some of the ranks wait for, which they give up. Return the state of each rank.
+
+        Args:
+            ranks: those that meet, this one among them.
+            why: the others raise this, if they wait for each other.
+            state: of this rank; JSON.
+        """
+        key = tuple(sorted(ranks))
+        number = self._meetings.get(key, 0)
+        self._log(Kind.RECOVERY, self._given_up or why)
+        self._tell_all({"meeting": number, "ranks": key, "why": why}, key)
+        self._give_up(self._given_up or why, key)
+        names = {rank: f"meeting {number} of {zlib.crc32(repr(key).encode())}: {rank}" for rank in key}
+        self._store.set(names[self._rank], json.dumps(state))
+        communicator.finish([_Arrival(self, names)], "the meeting of all ranks in fsdp.recover()")
+        self._meetings[key] = number + 1
+        self._given_up = ""
+        return {rank: json.loads(self._store.get(name)) for rank, name in names.items()}
+
+    def await_all(self, names: Mapping[int, str]) -> None:
+        """Block until each rank has set its name in the store.
+
+        Raises:
+            RuntimeError: if one is gone.
+        """
+        next_look = time.monotonic() + _TICK
+        while late := [rank for rank, name in names.items() if not self._store.check([name])]:
+            time.sleep(_POLL)
+            if time.monotonic() > next_look:
+                gone = [rank for rank, answer in self._tell_some(late, {}).items() if answer == _GONE]
+                if gone:
+                    raise RuntimeError(f"{named(gone)} {_GONE}")
+                next_look = time.monotonic() + _TICK
 
     def _answer(self, message: Message) -> Message:
         """Return the answer to a message of another rank."""
@@ -251,7 +310,13 @@ class Watchdog:
             self._ends[message["rank"]] = message["end"]
         elif "report" in message:
             self._show(message["report"])
-            self._give_up()
+            if _raises:
+                self._give_up(message["report"])
+        elif "meeting" in message:
+            if message["meeting"] == self._meetings.get(tuple(message["ranks"]), 0) and not self._given_up:
+                self._give_up(message["why"], message["ranks"])
+        elif message:
+            return self._roll_call.answer(message)
         else:
             return vars(Position.here())
         return {}
@@ -263,13 +328,30 @@ class Watchdog:
             answers[rank] = known if isinstance(known, str) else Position(**known)
         return answers
 
-    def _tell_all(self, message: Message) -> dict[int, Message | str]:
-        """Return what each other rank has answered to a message; a text for one that has not."""
+    def _tell_all(self, message: Message, among: Iterable[int] | None = None) -> dict[int, Message | str]:
+        """Return what each other rank, or each of some, has answered to a message; a text for one that has not."""
         self._find_unknown()
-        ranks = list(self._addresses)
+        ranks = list(self._addresses) if among is None else [*among]
+        return dict.fromkeys(self._unknown, _ABSENT) | self._tell_some(ranks, message)
+
+    def _tell_some(self, ranks: Sequence[int], message: Message) -> dict[int, Message | str]:
+        """Return the same, for those of these ranks whose addresses are known."""
+        known = [rank for rank in ranks if rank in self._addresses]
+        if len(known) < 2:
+            return {rank: _tell(self._addresses[rank], message) for rank in known}
         with ThreadPoolExecutor(max_workers=64) as pool:
-            answers = pool.map(lambda rank: _tell(self._addresses[rank], message), ranks)
-            return dict.fromkeys(self._unknown, _ABSENT) | dict(zip(ranks, answers, strict=True))
+            answers = pool.map(lambda rank: _tell(self._addresses[rank], message), known)
+            return dict(zip(known, answers, strict=True))
+
+
+class _Arrival:
+    """The arrival of all ranks at a meeting, to be waited for as for a collective."""
+
+    def __init__(self, watchdog: Watchdog, names: Mapping[int, str]) -> None:
+        self._watchdog, self._names = watchdog, names
+
+    def wait(self) -> None:
+        self._watchdog.await_all(self._names)
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -340,18 +422,6 @@ def _place(frame: traceback.FrameSummary) -> str:
     return f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}"
 
 
-def _named(ranks: Iterable[int]) -> str:
-    """Return ranks as "rank 3" or "ranks 0-2, 5"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank{'s' * (len(runs) > 1 or len(runs[0]) > 1)} {text}"
-
-
 def _own_ip() -> str:
     """Return the address by which other machines reach this one."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -366,27 +436,33 @@ def _own_ip() -> str:
 
 _patience: float | None = 15.0
 _raises = False
+_folder = os.environ.get("FSDP_REPORTS", "")
 _watchdogs: dict[Any, Watchdog] = communicator.made_once_for_groups()  # by the default group
 
 
-def set_watchdog(patience: float | None = 15.0, *, raises: bool = False) -> None:
-    """Set how long a rank waits in a collective before all ranks print where they are; None: never.
+def set_watchdog(patience: float | None = 15.0, *, raises: bool = False, reports: str | Path | None = None) -> None:
+    """Set how long a rank waits in a collective before all ranks print where they are, and what is done about it.
 
     Call it on every rank.
 
     Args:
-        patience: seconds, beyond twice what the longest wait before took.
+        patience: seconds, beyond twice what the longest wait before took; None: nothing is watched, and the steps of
+            optimizers are not compared.
         raises: then give up waiting: every rank raises a `CollectiveError` with the report, where it waits now or in
-            its next collective. The process groups on gloo that sharded models use are of no use afterwards. Others,
-            with NCCL, are left to their own timeouts.
+            its next collective. The process groups on gloo that sharded models use are of no use afterwards, until
+            `recover` has connected them anew. Others, with NCCL, are left to their own timeouts.
+        reports: a folder, in which each rank writes what it reports and why it ends, for `python -m fsdp diagnose`.
+            None: the one that the environment names by FSDP_REPORTS, or that was set before.
 
     Raises:
         ValueError: if the patience is not positive.
     """
-    global _patience, _raises
+    global _patience, _raises, _folder
     if patience is not None and not patience > 0:
         raise ValueError(f"set_watchdog: patience is a positive number of seconds, or None for never, got {patience}")
-    _patience, _raises = patience, raises
+    _patience, _raises, _folder = patience, raises, str(reports or _folder)
+    for journal in list(journals) if patience is None else ():
+        journal.difference = ""
 
 
 def watch() -> None:
@@ -405,6 +481,17 @@ def stop() -> None:
     """Stop the watchdog of a group that was destroyed, or that ends with the process."""
     while _watchdogs:
         _watchdogs.popitem()[1].stop()
+
+
+def meet(ranks: Sequence[int], why: str, state: Any) -> dict[int, Any]:
+    """Collective: see `Watchdog.meet`.
+
+    Raises:
+        RuntimeError: if there is no watchdog, or a rank is gone.
+    """
+    for watchdog in _watchdogs.values():
+        return watchdog.meet(ranks, why, state)
+    raise RuntimeError("the ranks have no way to tell each other that one has failed: there is no watchdog here")
 
 
 def _explain() -> str:

@@ -7,14 +7,17 @@ number of ranks that have it too; so they all come to the same norm, to the bit,
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from fsdp.distributed.collectives import Communicator, communicator
+from fsdp.distributed.consensus import from_everyone
 from fsdp.distributed.dtensor import MeshGroups, MeshPart, settled_gradient
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours, owner_of
@@ -48,16 +51,32 @@ def clip_grad_norm(
         The norm before clipping; see `norm_over_ranks`.
 
     Raises:
-        RuntimeError: if gradients are not reduced yet, or, if that is asked for, the norm is not finite; no gradient is
-            changed then.
+        RuntimeError: if gradients are not reduced yet, or, if that is asked for, the norm is not finite: it names
+            parameters whose gradients are not, and none is changed.
         ValueError, NotImplementedError: as `norm_over_ranks`.
     """
     reduced = _reduced_gradients([handle for unit in units for handle in unit.handles])
     owned: Owned = [(grad, handle.flat_param) for handle, grad in reduced.items()]
     owned = [*owned, *((grad, param) for param, grad in _ignored_gradients(root).items())]
     norm = norm_over_ranks(root, units, owned, norm_type)
-    scale_to([grad for grad, _ in owned], norm, max_norm, error_if_nonfinite)
+    where = _named_nonfinite(root, reduced) if error_if_nonfinite and not norm.isfinite() else ""
+    scale_to([grad for grad, _ in owned], norm, max_norm, error_if_nonfinite, where)
     return norm
+
+
+def _named_nonfinite(root: Unit, reduced: Mapping[FlatParamHandle, Tensor]) -> str:
+    """Collective. Return words for the parameters whose gradients are not finite, on any rank."""
+    own = [
+        f"{slot.name} of unit '{handle.unit_name}'"
+        for handle, grad in reduced.items()
+        for slot, part in zip(
+            handle.layout.slots, handle.layout.local_shards(grad.reshape(-1), handle.comm.rank), strict=True
+        )
+        if not part.isfinite().all()
+    ]
+    names = list(dict.fromkeys(chain(*map(json.loads, from_everyone(root.everyone, json.dumps(own).encode())))))
+    more = f" and {len(names) - 3} more" if names[3:] else ""
+    return f" (the gradient of {', '.join(names[:3])}{more})" if names else ""
 
 
 def norm_over_ranks(root: Unit, units: Sequence[Unit], owned: Owned, norm_type: float) -> Tensor:
@@ -107,15 +126,24 @@ def norm_over_ranks(root: Unit, units: Sequence[Unit], owned: Owned, norm_type: 
     return _total(comms, _local_total(shares, norm_type, root.device, dtype), norm_type)
 
 
-def scale_to(grads: Iterable[Tensor], norm: Tensor, max_norm: float, error_if_nonfinite: bool) -> None:
+def scale_to(
+    grads: Iterable[Tensor], norm: Tensor, max_norm: float, error_if_nonfinite: bool, where: str = ""
+) -> None:
     """Scale gradients of this norm to one of at most `max_norm`.
+
+    Args:
+        grads: all of them.
+        norm: of all of them, on all ranks.
+        max_norm: the largest that it may be.
+        error_if_nonfinite: raise an error if it is not finite.
+        where: says which are not, for that error.
 
     Raises:
         RuntimeError: if the norm is not finite and that is to be an error.
     """
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
-            f"the norm of the gradients is {norm.item()} over all ranks, so they cannot be clipped; they are "
+            f"the norm of the gradients is {norm.item()} over all ranks{where}, so they cannot be clipped; they are "
             "left as they are, on every rank. Pass error_if_nonfinite=False to clip all the same."
         )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

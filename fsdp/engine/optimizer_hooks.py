@@ -24,6 +24,7 @@ from fsdp.distributed.dtensor import is_dtensor, is_on_many_ranks
 from fsdp.engine.managed_params import is_ours, taken_by
 from fsdp.engine.offload import DiskStorage
 from fsdp.engine.runtime import runtimes
+from fsdp.engine.steps import Steps, describe_step
 
 
 @cache
@@ -57,7 +58,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
 
 
 def _prepare(optimizer: torch.optim.Optimizer) -> None:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = _listed(optimizer)
     ours = _ours(params)
     for param in ours:
         if param.owner._has_unreduced and param.grad is not None:
@@ -85,6 +86,14 @@ def _prepare(optimizer: torch.optim.Optimizer) -> None:
         what = f"{type(optimizer).__name__}.step() of a flat parameter with {param.owner._names[0]}"
         param.owner.shard_storage.check(what, optimizer.state.get(param, {}).values())
         param.owner.bring_gradient()
+    for steps in _steps_of(ours):
+        steps.begin(optimizer)
+
+
+def _steps_of(params: Iterable[Any]) -> list[Steps]:
+    """Return those of all models that have some of the parameters."""
+    owners = {param.owner for param in params}
+    return [each.usage.steps for each in runtimes() if any(handle.flat_param in owners for handle in each.handles)]
 
 
 def state_of(param: torch.Tensor) -> dict[str, Any]:
@@ -92,11 +101,21 @@ def state_of(param: torch.Tensor) -> dict[str, Any]:
     return next((optimizer.state[param] for optimizer in _stepping if param in optimizer.state), {})
 
 
+def optimizers_of(handles: Iterable[Any]) -> list[torch.optim.Optimizer]:
+    """Return those that have stepped some of a model's shards."""
+    shards = {handle.flat_param for handle in handles}
+    return [each for each in _stepping if any(param.owner in shards for param in _ours(_listed(each)))]
+
+
+def _listed(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 _stepping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # those that have stepped parameters of ours
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = _listed(optimizer)
     ours = _ours(params)
     if ours and optimizer not in _stepping:
         _stepping.add(optimizer)
@@ -107,6 +126,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
         param.owner.shard_storage.keep_state(optimizer.state.get(param, {}), param.shape)
     for files in {param.owner.shard_storage.files for param in on_disk}:
         files.release()
+    for steps in _steps_of(ours):
+        steps.end(optimizer, describe_step(optimizer))
 
 
 def _ours(params: Iterable[Any]) -> list[Any]:

@@ -72,7 +72,7 @@ class Runtime:
         return_freed_memory()
         self.has_run = False
         self._reductions = Reductions(bucket_bytes)
-        self._usage = Usage()
+        self.usage = Usage(root)
         self._forward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._backward_order: ExecutionOrder[Unit] = ExecutionOrder()
         self._running: list[Call] = []  # forwards that are running, the innermost last
@@ -379,7 +379,7 @@ class Runtime:
         reduced = [one for unit in reversed(self.units) for one in unit.handles if one.gradients.is_reduced]
         self._reductions.begin(reduced, max(unit.policy.reductions_in_flight for unit in self.units))
         in_order = [handle for handle in self.handles if handle.gradients.is_reduced]
-        self._usage.begin(in_order, ranks_begin_together=not self.participation.is_uneven)
+        self.usage.begin(in_order, ranks_begin_together=not self.participation.is_uneven)
 
     def _unshard_for_backward(self, unit: Unit, *, is_recomputed: bool = False) -> None:
         if not unit.incomplete:
@@ -401,7 +401,7 @@ class Runtime:
         """Have a handle's gradient reduced, unless it goes on to accumulate."""
         if not self.participation.announce_gradient(unit, handle):
             return
-        if handle.gradients.is_reduced and not self._usage.differs(handle):
+        if handle.gradients.is_reduced and not self.usage.differs(handle):
             self._reductions.submit(handle, unit.postdivide, keep=self.participation.is_uneven)
 
     def passed(self, unit: Unit, call: Call) -> None:
@@ -437,7 +437,7 @@ class Runtime:
                 unit.reshard()
         self._settle()
         with torch.no_grad():
-            self._usage.show_gradients()
+            self.usage.show_gradients()
         self._backward = None
         with torch.no_grad():
             for unit in reversed(self.units):
@@ -446,10 +446,10 @@ class Runtime:
 
     def _reduce_rest(self) -> None:
         """Reduce what did not complete on every rank, and finish all reductions."""
-        self._usage.end()
-        while any(map(self._usage.is_due, self.handles)):
+        self.usage.end()
+        while any(map(self.usage.is_due, self.handles)):
             for unit in self.units:
-                for handle in filter(self._usage.is_due, unit.handles):  # asked one by one: a bucket takes several
+                for handle in filter(self.usage.is_due, unit.handles):  # asked one by one: a bucket takes several
                     handle.gradients.owe()
                     self._reductions.submit(handle, unit.postdivide)
             self._reductions.finish()
@@ -567,7 +567,7 @@ class Runtime:
         """Forget a backward that was given up, with its unreduced gradients. Units whose forward is running go on."""
         self._backward = None
         self.participation.abandon()
-        self._usage.abandon()
+        self.usage.abandon()
         self._reductions.abandon()
         for unit in self.units:
             unit.unpassed.clear()

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from fsdp.distributed.collectives import LONE_RANK, Communicator, communicator, during
 from fsdp.distributed.communicator import (
     Group,
-    behind,
     default_group,
     made_once_for_groups,
     number_of_groups,
+    ranks_of,
     reduce_group,
 )
 from fsdp.distributed.consensus import agree_on
@@ -227,15 +227,6 @@ def _pair_of(given: Any) -> tuple[Group, Group] | None:
 
 def _group_of(given: Any) -> Group:
     return given.get_group() if _is_mesh(given) else default_group(given)
-
-
-def ranks_of(group: Any) -> Sequence[int]:
-    """Return the numbers of a group's ranks, in its order; of the user's own objects, what can be known of them."""
-    try:
-        return dist.get_process_group_ranks(behind(group))
-    except (ValueError, RuntimeError, KeyError, AttributeError, TypeError):
-        alone = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        return [alone] if group.size() == 1 else []
 
 
 # What was checked, or made, before: every unit of a model asks for the same.

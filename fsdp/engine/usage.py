@@ -24,6 +24,8 @@ from fsdp.distributed.collectives import Communicator, Pending
 from fsdp.engine.autograd import will_run
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.steps import Steps
+from fsdp.engine.unit import Unit
 
 _HELD, _COMING = 1, 2  # what a rank has of a gradient: it is accumulated already, it comes in this backward
 
@@ -47,9 +49,14 @@ class _Among:
 
 
 class Usage:
-    """The ranks' knowledge of each other's gradients, in the backward of a root that runs or ran last."""
+    """The ranks' knowledge of each other's gradients, in the backward of a root that runs or ran last.
 
-    def __init__(self) -> None:
+    Attributes:
+        steps: what optimizers have made of the gradients.
+    """
+
+    def __init__(self, root: Unit) -> None:
+        self.steps = Steps(root)
         self._among: list[_Among] = []
         self._differing: set[FlatParamHandle] = set()
         self._used: dict[FlatParamHandle, Sequence[int]] = {}  # for each parameter, whether on any rank
@@ -126,6 +133,7 @@ class Usage:
 
     def show_gradients(self) -> None:
         """After all reductions: have handles show their gradients, those of original parameters that any rank used."""
+        self.steps.backwards += bool(self._handles)
         for handle in self._handles:
             gradients = handle.gradients
             if gradients.sync is GradientSync.FULL:

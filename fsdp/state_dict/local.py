@@ -17,11 +17,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from fsdp.distributed.communicator import ranks_of
 from fsdp.distributed.dtensor import is_dtensor
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name, join
-from fsdp.engine.sharding_strategy import ranks_of
 from fsdp.engine.shared_params import settle_shares
 from fsdp.engine.state_requests import LocalState
 from fsdp.engine.unit import TrainingState, Unit, serving, unit_of_wrapper, units_in

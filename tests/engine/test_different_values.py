@@ -91,7 +91,7 @@ USES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("use", USES)
 def test_pain_point_19_whoever_reads_whole_values_is_told(ranks: RankPool, use: str) -> None:
-    ranks(3).run(_use_differs, use)
+    ranks(2).run(_use_differs, use)
 
 
 def _use_differs(use: str) -> None:
@@ -218,7 +218,7 @@ def apply(model: Any) -> None:
 
 @parametrize_pairs(change=list(WAYS), options=OPTIONS[:3])
 def test_what_was_written_on_purpose_is_not_compared(ranks: RankPool, change: str, options: dict[str, Any]) -> None:
-    ranks(3).run(_written, change, options)
+    ranks(2).run(_written, change, options)
 
 
 def _written(change: str, options: dict[str, Any]) -> None:
@@ -230,7 +230,7 @@ def _written(change: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
 def test_files_that_were_loaded_are_not_compared(ranks: RankPool, tmp_path: Path, options: dict[str, Any]) -> None:
     save_file(nested_mlp(seed=0).state_dict(), tmp_path / "model.safetensors")
-    ranks(3).run(_written_by_files, tmp_path, options)
+    ranks(2).run(_written_by_files, tmp_path, options)
 
 
 def _written_by_files(path: Path, options: dict[str, Any]) -> None:
@@ -259,7 +259,7 @@ def bias_of(seed: int) -> Tensor:
 
 @pytest.mark.parametrize("what", ["look", "load a part"])
 def test_what_was_not_written_is_still_compared(ranks: RankPool, what: str) -> None:
-    ranks(3).run(_written_in_part, what)
+    ranks(2).run(_written_in_part, what)
 
 
 def _written_in_part(what: str) -> None:

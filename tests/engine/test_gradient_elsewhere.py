@@ -184,7 +184,7 @@ def _step(options: dict[str, Any]) -> None:
 
 @apart
 def test_zero_grad_drops_it(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(3).run(_zero_grad, options)
+    ranks(2).run(_zero_grad, options)
 
 
 def _zero_grad(options: dict[str, Any]) -> None:
@@ -210,7 +210,7 @@ def _zero_grad(options: dict[str, Any]) -> None:
     options=[PARAMS, GRADS],
 )
 def test_backwards_add_up_in_it(ranks: RankPool, options: dict[str, Any], syncs: list[bool]) -> None:
-    ranks(3).run(_add_up, options, syncs)
+    ranks(2).run(_add_up, options, syncs)
 
 
 def _add_up(options: dict[str, Any], syncs: list[bool]) -> None:
@@ -248,7 +248,7 @@ def _step_too_early(options: dict[str, Any]) -> None:
 
 @parametrize_pairs(options=[PARAMS, GRADS], unscale_first=[True, False])
 def test_unscaling_brings_it(ranks: RankPool, options: dict[str, Any], unscale_first: bool) -> None:
-    ranks(3).run(_unscale, options, unscale_first)
+    ranks(2).run(_unscale, options, unscale_first)
 
 
 def _unscale(options: dict[str, Any], unscale_first: bool) -> None:
@@ -284,7 +284,7 @@ def _train_scaled(model: nn.Module, unscale_first: bool) -> None:
 
 @apart
 def test_whole_parameters_can_be_seen_while_it_is_elsewhere(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(3).run(_look, options)
+    ranks(2).run(_look, options)
 
 
 def _look(options: dict[str, Any]) -> None:

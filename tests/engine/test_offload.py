@@ -184,7 +184,7 @@ def _offload_by_turns() -> None:
 
 @every_kind
 def test_frozen_parameters_are_offloaded_too(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(3).run(_train_beside_frozen, options)
+    ranks(2).run(_train_beside_frozen, options)
 
 
 def _frozen_trunk(wrap: Wrap) -> nn.Module:
@@ -207,7 +207,7 @@ def sgd_with_trained(params: Any) -> torch.optim.Optimizer:
 def test_pain_point_16_accumulation_with_cpu_offload_equals_one_large_batch(
     ranks: RankPool, options: dict[str, Any], machine: str, under_no_sync: bool
 ) -> None:
-    ranks(3).run(_accumulate, options, machine, under_no_sync)
+    ranks(2).run(_accumulate, options, machine, under_no_sync)
 
 
 def _accumulate(options: dict[str, Any], machine: str, under_no_sync: bool) -> None:
@@ -221,7 +221,7 @@ def _accumulate(options: dict[str, Any], machine: str, under_no_sync: bool) -> N
 
 @every_kind
 def test_a_state_dict_goes_out_and_in_again(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(3).run(_save_and_load, options)
+    ranks(2).run(_save_and_load, options)
 
 
 def _save_and_load(options: dict[str, Any]) -> None:
@@ -243,7 +243,7 @@ def _save_and_load(options: dict[str, Any]) -> None:
 
 @every_kind
 def test_what_is_changed_while_summoned_is_kept(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(3).run(_change_while_summoned, options)
+    ranks(2).run(_change_while_summoned, options)
 
 
 def _change_while_summoned(options: dict[str, Any]) -> None:

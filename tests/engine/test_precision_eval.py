@@ -78,7 +78,7 @@ def _compare_evaluations(mode: Callable[[], Any], options: dict[str, Any]) -> No
 
 @every_option
 def test_training_takes_no_notice_of_evaluations_between_steps(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(3).run(_train_with_and_without_evaluations, options)
+    ranks(2).run(_train_with_and_without_evaluations, options)
 
 
 def _train_with_and_without_evaluations(options: dict[str, Any]) -> None:
@@ -174,7 +174,7 @@ def _evaluate_before_recomputing(reentrant: bool) -> None:
 
 
 def test_each_mode_has_its_own_backward(ranks: RankPool) -> None:
-    ranks(3).run(_backward_in_both_modes)
+    ranks(2).run(_backward_in_both_modes)
 
 
 def _backward_in_both_modes() -> None:

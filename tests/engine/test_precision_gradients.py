@@ -107,7 +107,7 @@ def _look_at_the_optimizer(options: dict[str, Any], accumulate: int) -> None:
 
 @pytest.mark.parametrize("dtype", [HALF, BRAIN, DOUBLE])
 def test_without_mixed_precision_all_has_the_parameters_dtype(ranks: RankPool, dtype: torch.dtype) -> None:
-    ranks(3).run(_look_at_gradients, dtype)
+    ranks(2).run(_look_at_gradients, dtype)
 
 
 def _look_at_gradients(dtype: torch.dtype) -> None:
@@ -241,7 +241,7 @@ def _underflow() -> None:
 
 @pytest.mark.parametrize("policy", ["bfloat16", "float16"])
 def test_the_norm_is_that_of_the_float32_gradients(ranks: RankPool, policy: str) -> None:
-    ranks(3).run(_clip, POLICIES[policy])
+    ranks(2).run(_clip, POLICIES[policy])
 
 
 def _clip(policy: MixedPrecision) -> None:

@@ -71,12 +71,12 @@ def the_users_own_module(model: nn.Module, inputs: Tensor) -> None:
 
 @every_option
 def test_an_inner_unit_may_be_called_alone_once_the_root_was_used(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(3).run(assert_trains_like_plain, nested_mlp, once, inner_unit_alone, options=options)
+    ranks(2).run(assert_trains_like_plain, nested_mlp, once, inner_unit_alone, options=options)
 
 
 @every_option
 def test_calling_the_users_module_is_calling_the_wrapper(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(3).run(assert_trains_like_plain, nested_mlp, the_users_own_module, once, options=options)
+    ranks(2).run(assert_trains_like_plain, nested_mlp, the_users_own_module, once, options=options)
 
 
 def test_calling_the_users_module_first_makes_its_wrapper_the_root(ranks: RankPool) -> None:
@@ -113,7 +113,7 @@ def _in_order(order: str, model: nn.Module, inputs: Tensor) -> None:
     ],
 )
 def test_units_run_in_any_order(ranks: RankPool, orders: list[str], options: dict[str, Any]) -> None:
-    ranks(3).run(assert_trains_like_plain, toolbox, *map(in_order, orders), options=options)
+    ranks(2).run(assert_trains_like_plain, toolbox, *map(in_order, orders), options=options)
 
 
 def several_roots(wrap: Wrap) -> nn.Module:
@@ -158,7 +158,7 @@ def in_both_modes(model: nn.Module, inputs: Tensor) -> None:
 def test_unused_parameters_get_no_gradient_or_zero(ranks: RankPool, options: dict[str, Any]) -> None:
     make = partial(toolbox, tool=PartlyUsed)
     for steps in ([once], [in_eval_mode], [once, in_eval_mode], [in_both_modes], [once, backward_twice]):
-        ranks(3).run(assert_trains_like_plain, make, *steps, options=options)
+        ranks(2).run(assert_trains_like_plain, make, *steps, options=options)
 
 
 def returns_no_gradient(model: nn.Module, inputs: Tensor) -> None:
@@ -168,7 +168,7 @@ def returns_no_gradient(model: nn.Module, inputs: Tensor) -> None:
 
 
 def test_an_output_may_go_unused(ranks: RankPool) -> None:
-    ranks(3).run(assert_trains_like_plain, nested_mlp, returns_no_gradient)
+    ranks(2).run(assert_trains_like_plain, nested_mlp, returns_no_gradient)
 
 
 @parametrize_pairs(backend=["eager", "aot_eager"], how=["in place", "as a module", "inside"])
@@ -229,13 +229,13 @@ CHECKPOINTED_STEPS = [once, with_input_gradient, two_forwards_then_backwards, tw
 @parametrize_pairs(at_most=4, order=["abc", "abcab"], reentrant=[True, False], options=OPTIONS)
 def test_checkpointing_around_units(ranks: RankPool, order: str, reentrant: bool, options: dict[str, Any]) -> None:
     make = partial(toolbox, order=order, recompute=reentrant)
-    ranks(3).run(assert_trains_like_plain, make, *CHECKPOINTED_STEPS, options=options)
+    ranks(2).run(assert_trains_like_plain, make, *CHECKPOINTED_STEPS, options=options)
 
 
 @parametrize_pairs(at_most=4, shared=[False, True], reentrant=[True, False], options=OPTIONS)
 def test_checkpointing_inside_units(ranks: RankPool, shared: bool, reentrant: bool, options: dict[str, Any]) -> None:
     make = partial(toolbox, tool=partial(CheckpointedInside, reentrant, shared))
-    ranks(3).run(assert_trains_like_plain, make, *CHECKPOINTED_STEPS, options=options)
+    ranks(2).run(assert_trains_like_plain, make, *CHECKPOINTED_STEPS, options=options)
 
 
 class OneLayerTwice(nn.Module):
@@ -279,7 +279,7 @@ def _recompute_after_all_gradients() -> None:
 def test_checkpointing_around_the_root(ranks: RankPool, reentrant: bool, options: dict[str, Any]) -> None:
     around_root = partial(recompute_all, reentrant, False)
     around_loss = partial(recompute_all, reentrant, True)
-    ranks(3).run(assert_trains_like_plain, nested_mlp, around_root, around_loss, options=options)
+    ranks(2).run(assert_trains_like_plain, nested_mlp, around_root, around_loss, options=options)
 
 
 def recompute_all(reentrant: bool, and_loss: bool, model: nn.Module, inputs: Tensor) -> None:
@@ -312,12 +312,12 @@ def several_in_one(wrap: Wrap, reentrant: bool) -> nn.Module:
 @reentrant_or_not
 def test_one_checkpoint_around_several_units(ranks: RankPool, reentrant: bool, options: dict[str, Any]) -> None:
     make = partial(several_in_one, reentrant=reentrant)
-    ranks(3).run(assert_trains_like_plain, make, *CHECKPOINTED_STEPS, options=options)
+    ranks(2).run(assert_trains_like_plain, make, *CHECKPOINTED_STEPS, options=options)
 
 
 @parametrize_pairs(options=OPTIONS, saving=["by reference", "by copy", "save_on_cpu"])
 def test_saved_tensors_hooks(ranks: RankPool, saving: str, options: dict[str, Any]) -> None:
-    ranks(3).run(assert_trains_like_plain, nested_mlp, partial(save_otherwise, saving), options=options)
+    ranks(2).run(assert_trains_like_plain, nested_mlp, partial(save_otherwise, saving), options=options)
 
 
 def save_otherwise(saving: str, model: nn.Module, inputs: Tensor) -> None:

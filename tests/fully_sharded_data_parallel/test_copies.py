@@ -82,7 +82,7 @@ def _train_apart(
 
 @every_form
 def test_a_copy_made_before_the_first_use_trains(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(3).run(_copy_unused, options)
+    ranks(2).run(_copy_unused, options)
 
 
 def _copy_unused(options: dict[str, Any]) -> None:
@@ -137,7 +137,7 @@ def _copy_in_inference(options: dict[str, Any]) -> None:
 @every_form
 def test_gradients_are_not_copied(ranks: RankPool, options: dict[str, Any]) -> None:
     """Neither those of a backward nor what is accumulated; the original keeps both."""
-    ranks(3).run(_leave_gradients, options)
+    ranks(2).run(_leave_gradients, options)
 
 
 def _leave_gradients(options: dict[str, Any]) -> None:
@@ -159,7 +159,7 @@ def _leave_gradients(options: dict[str, Any]) -> None:
 @every_form
 def test_what_users_put_in_the_place_of_a_parameter_is_copied(ranks: RankPool, options: dict[str, Any]) -> None:
     """It is in no shard before the next gather."""
-    ranks(3).run(_copy_replaced, options)
+    ranks(2).run(_copy_replaced, options)
 
 
 def _copy_replaced(options: dict[str, Any]) -> None:
@@ -182,7 +182,7 @@ def _copy_replaced(options: dict[str, Any]) -> None:
 def test_a_parent_is_copied_with_the_wrapped_models_in_it(
     ranks: RankPool, travel: Travel, options: dict[str, Any]
 ) -> None:
-    ranks(3).run(_copy_parent, travel, options)
+    ranks(2).run(_copy_parent, travel, options)
 
 
 def _copy_parent(travel: Travel, options: dict[str, Any]) -> None:
@@ -193,7 +193,7 @@ def _copy_parent(travel: Travel, options: dict[str, Any]) -> None:
 
 @every_form
 def test_a_wrapper_inside_can_be_copied_and_used_by_itself(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(3).run(_copy_inner, options)
+    ranks(2).run(_copy_inner, options)
 
 
 def _copy_inner(options: dict[str, Any]) -> None:

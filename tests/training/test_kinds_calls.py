@@ -96,7 +96,7 @@ def _generate_between_steps(options: dict[str, Any], units: Units, mode: Callabl
 
 @pytest.mark.parametrize("options", FORMS, ids=str)
 def test_pain_point_13_a_method_calls_units(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(3).run(_encode_between_steps, options)
+    ranks(2).run(_encode_between_steps, options)
 
 
 def _encode_between_steps(options: dict[str, Any]) -> None:
@@ -111,7 +111,7 @@ def _encode_between_steps(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", FORMS, ids=str)
 def test_pain_point_13_training_through_a_method(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(3).run(_train_through_a_method, options)
+    ranks(2).run(_train_through_a_method, options)
 
 
 def _train_through_a_method(options: dict[str, Any]) -> None:

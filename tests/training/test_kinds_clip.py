@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import get_fsdp_instances
+from fsdp import FullyShardedDataParallel, get_fsdp_instances
 from tests.helpers.models import Wrap
 from tests.helpers.module_kinds import FLAT, FORMS, ORIGINAL, UNFLATTENED, SideBySide, Units, auto_wrapped, whole
 from tests.helpers.pairs import parametrize_pairs
@@ -174,6 +174,22 @@ def test_pain_point_07_error_if_nonfinite_changes_nothing_on_any_rank(
     ranks: RankPool, value: float, norm_type: float, options: dict[str, Any], units: Units, world_size: int
 ) -> None:
     ranks(world_size).run(_refuse_nonfinite, options, units, value, norm_type)
+
+
+def test_parameters_whose_gradients_are_not_finite_are_named_on_every_rank(ranks: RankPool) -> None:
+    for error in ranks(2).run(_name_nonfinite):
+        assert " over all ranks (the gradient of 1.bias of unit 'root (Sequential)'), so they cannot" in error
+
+
+def _name_nonfinite() -> str:
+    model = FullyShardedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
+    model(torch.ones(1, 3)).sum().backward()
+    if dist.get_rank() == 1:
+        (param,) = model.parameters()
+        param.grad[-1] = math.nan
+    with pytest.raises(RuntimeError) as error:
+        model.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    return str(error.value)
 
 
 def _refuse_nonfinite(options: dict[str, Any], units: Units, value: float, norm_type: float) -> None:

@@ -205,7 +205,7 @@ def _count_bytes(options: dict[str, Any], units: Units) -> None:
 
 @pytest.mark.parametrize("options", FORMS, ids=str)
 def test_pain_point_04_what_is_frozen_later_is_not_reduced_any_more(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(3).run(_count_bytes_when_frozen, options)
+    ranks(2).run(_count_bytes_when_frozen, options)
 
 
 def _count_bytes_when_frozen(options: dict[str, Any]) -> None:
@@ -363,7 +363,7 @@ def _toggle_flat(options: dict[str, Any], freeze: Freeze, make_optimizer: MakeOp
 def test_pain_point_04_freezing_between_backward_and_step_keeps_the_gradient(
     ranks: RankPool, options: dict[str, Any]
 ) -> None:
-    ranks(3).run(_freeze_before_step, options)
+    ranks(2).run(_freeze_before_step, options)
 
 
 def _freeze_before_step(options: dict[str, Any]) -> None:

@@ -150,7 +150,7 @@ def _find_owners(options: dict[str, Any], units: Units) -> None:
 
 @parametrize_pairs(options=FORMS, units=UNITS)
 def test_pain_point_03_saved_under_every_name_and_once(ranks: RankPool, options: dict[str, Any], units: Units) -> None:
-    ranks(3).run(_save, options, units)
+    ranks(2).run(_save, options, units)
 
 
 def _save(options: dict[str, Any], units: Units) -> None:
@@ -166,7 +166,7 @@ def _save(options: dict[str, Any], units: Units) -> None:
 
 @parametrize_pairs(options=FORMS, units=UNITS)
 def test_pain_point_03_loaded_under_any_name(ranks: RankPool, options: dict[str, Any], units: Units) -> None:
-    ranks(3).run(_load, options, units)
+    ranks(2).run(_load, options, units)
 
 
 def _load(options: dict[str, Any], units: Units) -> None:

@@ -1,0 +1,92 @@
+"""The ranks' reports in a folder, a file of JSON lines for each, and the page that one makes of them afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from fsdp.distributed.roll_call import named
+
+_ENDING = ".fsdp-report.jsonl"
+_OWN = re.compile(r"^rank \d+: ")  # what each rank puts in front of the same error
+_MOST_BYTES = 1 << 20  # that are read of a file
+
+
+class Kind(str, Enum):
+    """A kind of event; those that come first here are causes of those that come later."""
+
+    DIFFERENCE = "the ranks differ"
+    END = "ended by"
+    RECOVERY = "recovers"
+    WAIT = "waited too long"
+    FOLLOWED = "ended, because of another rank, by"
+    STOPPED = "was stopped by"
+
+
+@dataclass
+class Event:
+    """An event on one rank."""
+
+    kind: Kind
+    text: str
+    rank: int
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    at: float = field(default_factory=time.time)  # seconds since 1970, by the clock of the rank's machine
+
+    def write(self, folder: str | Path) -> None:
+        """Append it to the rank's file, if that can be: nothing depends on it."""
+        with suppress(OSError):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with open(Path(folder) / f"rank{self.rank:05}{_ENDING}", "a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(self)) + "\n")
+
+
+def read_events(folder: str | Path) -> list[Event]:
+    """Return what is in a folder, the oldest first; lines that no rank has written are left out."""
+    found = []
+    for path in sorted(Path(folder).glob(f"*{_ENDING}")):
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for line in file.read(_MOST_BYTES).splitlines():
+                with suppress(ValueError, TypeError, KeyError, AttributeError):
+                    event = Event(**json.loads(line))
+                    event.kind = Kind(event.kind)
+                    event.text, event.rank, event.at = str(event.text), int(event.rank), float(event.at)
+                    found.append(event)
+    return sorted(found, key=lambda event: event.at)
+
+
+def page(folder: str | Path) -> Iterator[str]:
+    """Yield the lines of a page on all that ranks have reported, the first cause on top.
+
+    Raises:
+        ValueError: if there is no report.
+    """
+    events = read_events(folder)
+    if not events:
+        raise ValueError(f"{folder}: there are no reports of ranks in it (set_watchdog(reports=...), FSDP_REPORTS)")
+    first = min(events, key=lambda event: (list(Kind).index(event.kind), event.at))
+    yield f"The first cause, on rank {first.rank} ({first.host}, process {first.pid}):"
+    yield from _lines(first)
+    yield ""
+    alike: dict[tuple[Kind, str], list[Event]] = {}
+    for event in events:
+        alike.setdefault((event.kind, _OWN.sub("", event.text)), []).append(event)
+    for same in alike.values():
+        clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(same[0].at))
+        yield f"{clock} {named({event.rank for event in same})}:"
+        yield from _lines(same[0])
+
+
+def _lines(event: Event) -> Iterator[str]:
+    first, *rest = _OWN.sub("", event.text).splitlines() or [""]
+    yield f"  {event.kind.value}{'' if event.kind is Kind.END else ':'} {first}"
+    yield from (f"    {line.strip()}" for line in rest)

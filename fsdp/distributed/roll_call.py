@@ -1,0 +1,112 @@
+"""The roll call compares the ranks' journals page by page, on the first rank of each, outside of all collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from fsdp.distributed.journal import Journal, journals
+
+_PER_SECOND = 64  # ranks that the first one hears; where there are more, each comes more seldom
+_PAGES = 1024  # that the first rank keeps for a rank that has not sent its own yet
+
+Message = dict[str, Any]
+
+
+class RollCall:
+    """The exchange of journals.
+
+    Args:
+        rank, world_size: of the default process group.
+        tell: sends a message to some ranks, and returns their answers; a text, or nothing, for one that gave none.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, tell: Callable[[Sequence[int], Message], Mapping[int, Message | str]]
+    ) -> None:
+        self._rank, self._tell = rank, tell
+        self._every = 1 + world_size // _PER_SECOND
+        self._until_next = self._every
+        self._heard: dict[str, dict[int, dict[int, str]]] = {}  # by journal, page and rank
+
+    @property
+    def difference(self) -> str:
+        """A text that says how ranks differ; empty if it is not known that they do, or this rank has raised it."""
+        return next((each.difference for each in list(journals) if not each.is_raised and each.difference), "")
+
+    def tick(self) -> None:
+        """Send what is new to the first ranks, and compare what this rank has heard as one; call it every second."""
+        self._until_next -= 1
+        if self._until_next <= 0:
+            self._until_next = self._every
+            for journal in [each for each in list(journals) if not each.difference]:
+                self._send(journal)
+                if journal.ranks[0] == self._rank:
+                    self._compare(journal)
+
+    def _send(self, journal: Journal) -> None:
+        first, digests = journal.closed()
+        if not digests:
+            return
+        message = {"journal": journal.name, "rank": self._rank, "first": first, "digests": digests}
+        if journal.ranks[0] == self._rank:
+            self.answer(message)
+        elif not isinstance(self._tell(journal.ranks[:1], message).get(journal.ranks[0]), dict):
+            return  # it is sent again
+        journal.first_unsent = max(journal.first_unsent, first + len(digests))
+
+    def _compare(self, journal: Journal) -> None:
+        pages = self._heard.get(journal.name, {})
+        for number in sorted(pages)[:-_PAGES]:
+            del pages[number]
+        for number, heard in sorted(pages.items()):
+            if len(heard) < len(journal.ranks):
+                continue
+            del pages[number]
+            if len(set(heard.values())) > 1:
+                self._report(journal, number)
+                return
+
+    def _report(self, journal: Journal, page: int) -> None:
+        """Tell all ranks how they differ on a page."""
+        others = [rank for rank in journal.ranks if rank != self._rank]
+        answers = self._tell(others, {"page": page, "of": journal.name})
+        texts = {rank: each["lines"] for rank, each in answers.items() if isinstance(each, dict)}
+        texts[self._rank] = journal.lines(page)
+        common = set.intersection(*map(set, texts.values()))
+        by_text: dict[str, list[int]] = {}
+        for rank, lines in sorted(texts.items()):
+            own = [line for line in lines if line not in common]
+            shown = "; ".join(own[:3]) + (f"; and {len(own) - 3} more" if own[3:] else "")
+            by_text.setdefault(shown or "nothing" + " more" * bool(common), []).append(rank)
+        found = [f"  {named(ranks)}: {text}" for text, ranks in by_text.items()]
+        difference = "\n".join([journal.found.format(page=page), *found, journal.remedy])
+        message = {"difference": difference, "of": journal.name}
+        self._tell(others, message)
+        self.answer(message)
+
+    def answer(self, message: Message) -> Message:
+        """Return the answer to a message of another rank's roll call."""
+        if "journal" in message:
+            pages = self._heard.setdefault(message["journal"], {})
+            for number, digest in enumerate(message["digests"], message["first"]):
+                pages.setdefault(number, {})[message["rank"]] = digest
+            return {}
+        journal = next((each for each in list(journals) if each.name == message["of"]), None)
+        if journal is None:
+            return {"lines": []}
+        if "difference" in message:
+            journal.difference = message["difference"]
+        return {"lines": journal.lines(message.get("page", 0))}
+
+
+def named(ranks: Iterable[int]) -> str:
+    """Return ranks as "rank 3" or "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank{'s' * (len(runs) > 1 or len(runs[0]) > 1)} {text}"

@@ -1,0 +1,191 @@
+"""Recovery: after an exception on any rank, all come back to the weights of the last step, and train on.
+
+The rank that has caught an exception tells the others, which wait for it in some collective: they give their waits up,
+raise an error, and come here as well. gloo closes connections when a wait is given up, so process groups are connected
+anew. What a rank has done of the step that was interrupted is dropped. Where others have ended the step that failed on
+this rank, it is taken here too: nobody could take it back.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from fsdp.distributed.collectives import Communicator, Pending
+from fsdp.distributed.communicator import CollectiveError, backend_names, behind, communicators_among, own_rank
+from fsdp.distributed.consensus import done_by_all, peers_answer
+from fsdp.distributed.messages import blank, renew
+from fsdp.distributed.roll_call import named
+from fsdp.distributed.watchdog import meet
+from fsdp.engine.handle import Phase
+from fsdp.engine.optimizer_hooks import optimizers_of
+from fsdp.engine.runtime import Runtime, runtimes
+from fsdp.engine.unit import Unit, unit_of, units_in
+
+_CALL = "fsdp.recover()"
+_AT_MOST = 100_000  # things that a rank has to let go of
+
+
+def recover(model: nn.Module) -> bool:
+    """Collective, each rank in its own time. Go on after an exception on any rank, from the weights of the last step.
+
+    ::
+
+        for batch in batches:
+            while True:
+                try:
+                    train(batch)  # forward, backward, optimizer.step(), optimizer.zero_grad()
+                except Exception:
+                    if fsdp.recover(model):
+                        continue  # with the same batch
+                break  # and go on with the next one
+
+    Call it on the rank that has caught an exception, and on the others, which raise a `CollectiveError` when it does.
+    Unsharded parameters and all gradients of the model are dropped. Process groups are connected anew: those that the
+    model uses, and all others on gloo among its ranks that fsdp knows; so your own collectives on them work again. A
+    step that some ranks have taken, because it failed on others before anything was written, is taken on these too.
+
+    Not undone are buffers (statistics of batch norm), states of random generators, schedulers and scalers.
+
+    Args:
+        model: a sharded model.
+
+    Returns:
+        True on ranks that were a step ahead: they have not used the batch that they were interrupted in, and have to
+        run it again, now with the others.
+
+    Raises:
+        RuntimeError: on every rank, if the last step cannot be completed on one that has begun to write, or has lost
+            its gradients. All ranks are idle then, and can load a checkpoint. Besides if a rank is gone, if groups are
+            not on gloo, or inside of a forward, a backward, or `fsdp.join`.
+        ValueError: if nothing in `model` is sharded.
+    """
+    roots: dict[Unit, None] = {}
+    inside: set[Unit] = set()
+    for unit in filter(None, map(unit_of, model.modules())):
+        if unit not in inside:
+            root = unit if unit.runtime is None else unit.runtime.root
+            roots[root] = None
+            inside.update(one for _, one in units_in(root))
+    if not roots:
+        raise ValueError(f"{_CALL}: nothing in this {type(model).__name__} is sharded")
+    were_ahead = [_recover(root) for root in roots]
+    return any(were_ahead)
+
+
+class _State(NamedTuple):
+    """The steps of a rank, as the ranks tell each other.
+
+    Attributes:
+        taken: so many.
+        backwards: so many have ended, the last of them before the next step.
+        can_step: it knows the optimizer to take a step with, which has not begun to write.
+        problem: why its weights are not those of the last step; empty if they are.
+    """
+
+    taken: int = 0
+    backwards: int = 0
+    can_step: bool = False
+    problem: str = ""
+
+
+def _recover(root: Unit) -> bool:
+    runtime = next((each for each in runtimes() if each.root is root), None)
+    if runtime is not None:
+        _require_no_context(runtime)
+    ways = communicators_among(root.ranks)
+    for way in ways:
+        if (names := backend_names(way.group)).get("cpu") != "gloo":
+            raise RuntimeError(f"{_CALL} is for process groups on gloo, got {names}: start the job again")
+    optimizer, own = (None, _State()) if runtime is None else _steps_of(runtime)
+    heard = {own_rank(): own}
+    if len(root.ranks) > 1 and peers_answer(root.everyone):
+        heard = {rank: _State(*state) for rank, state in meet(sorted(root.ranks), _reason(), own).items()}
+    _come_to_rest(root, runtime, ways)
+    if len(heard) > 1:
+        for group in sorted({behind(way.group) for way in ways}, key=attrgetter("group_name")):
+            renew(group)
+    try:
+        problem, late = _missing_steps(heard)
+        if problem:
+            raise RuntimeError(f"rank {own_rank()}: {_CALL}: {problem} Load the last checkpoint, on every rank.")
+        is_late = own_rank() in late
+        if late:
+            done_by_all([root.everyone], "complete its last step", lambda: _step(optimizer if is_late else None))
+    finally:
+        for _, unit in units_in(root):
+            for handle in unit.handles:
+                handle.zero_grad()
+        if runtime is not None:
+            runtime.forget()  # the next forward begins with orders of units and journals that are alike on all ranks
+    return bool(late) and not is_late
+
+
+def _require_no_context(runtime: Runtime) -> None:
+    if runtime.participation.is_joining:
+        raise RuntimeError(f"{_CALL} inside fsdp.join: call it after the context, on every rank")
+    if runtime.is_computing:
+        raise RuntimeError(f"{_CALL} in the middle of a forward or backward of {runtime.root.name}: call it after them")
+
+
+def _reason() -> str:
+    error = sys.exc_info()[1]
+    cause = "" if error is None else f", after {type(error).__name__}{': ' * bool(str(error))}{str(error)[:300]}"
+    return f"rank {own_rank()} has called {_CALL}{cause}. Call it on every rank, or end them all"
+
+
+def _steps_of(runtime: Runtime) -> tuple[torch.optim.Optimizer | None, _State]:
+    """Return the optimizer whose step was interrupted, or the only one of a model; and this rank's state."""
+    steps = runtime.usage.steps
+    known = [steps.interrupted] if steps.interrupted is not None else optimizers_of(runtime.handles)
+    optimizer = known[0] if len(known) == 1 else None
+    return optimizer, _State(steps.taken, steps.backwards, optimizer is not None, steps.problem)
+
+
+def _missing_steps(heard: Mapping[int, _State]) -> tuple[str, Sequence[int]]:
+    """Return why ranks cannot come to the same weights, if they can't, and those that have to take a step yet."""
+    for problem in filter(None, (state.problem for state in heard.values())):
+        return f"{named(rank for rank, state in heard.items() if state.problem == problem)} {problem}.", ()
+    most = max(state.taken for state in heard.values())
+    backwards = max(state.backwards for state in heard.values())
+    late = {rank: state for rank, state in heard.items() if state.taken < most}
+    lost = [rank for rank, state in late.items() if (state.taken, state.backwards) != (most - 1, backwards)]
+    if lost:
+        return f"{named(lost)} failed before the gradients were there that others have taken a step with already.", ()
+    unable = [rank for rank, state in late.items() if not state.can_step]
+    if unable:
+        return f"others have taken a step that {named(unable)} cannot repeat, not knowing with which optimizer.", ()
+    return "", list(late)
+
+
+def _step(optimizer: torch.optim.Optimizer | None) -> None:
+    if optimizer is not None:
+        optimizer.step()
+
+
+def _come_to_rest(root: Unit, runtime: Runtime | None, ways: Sequence[Communicator]) -> None:
+    """Drop all that a forward or backward has left, where connections are closed and nothing arrives any more."""
+    for _, unit in units_in(root):
+        for handle in unit.handles:
+            if handle.phase is Phase.UNSHARDING:
+                handle._pending = Pending("", (), lambda: blank(0))
+    for way in ways:
+        _repeat(way.settle)
+        way.restart_tags()
+    if runtime is not None:
+        _repeat(runtime.reset_iteration)
+        _repeat(runtime.release)
+
+
+def _repeat(end: Callable[[], None]) -> None:
+    """Call what lets go of one thing after the other, and raises an error for each that did not complete."""
+    for _ in range(_AT_MOST):
+        with suppress(CollectiveError):
+            end()
+            break

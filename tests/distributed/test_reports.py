@@ -1,0 +1,81 @@
+"""What ranks write into a folder of reports becomes one page, with the first cause on top."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp.checkpoint.cli import main
+from fsdp.distributed.reports import Event, Kind, page, read_events
+from tests.helpers.paths import ROOT
+
+
+def write(folder: Path, *events: tuple[float, int, Kind, str]) -> list[str]:
+    for at, rank, kind, text in events:
+        Event(kind, text, rank, host=f"node{rank}", pid=100 + rank, at=at).write(folder)
+    return list(page(folder))
+
+
+def test_the_first_cause_is_on_top_and_ranks_that_say_the_same_share_an_entry(tmp_path: Path) -> None:
+    lines = write(
+        tmp_path / "reports",
+        (10.0, 0, Kind.WAIT, "fsdp: rank 0 has waited\n  rank 1: in no collective\nThe others wait for rank 1."),
+        (11.0, 2, Kind.FOLLOWED, "rank 2: all-gather of a did not complete: rank 1 was ended by ValueError"),
+        (10.9, 1, Kind.END, "ValueError: a bad batch (data.py:9 in load)"),
+        (11.1, 0, Kind.FOLLOWED, "rank 0: all-gather of a did not complete: rank 1 was ended by ValueError"),
+    )
+    assert lines[:3] == [
+        "The first cause, on rank 1 (node1, process 101):",
+        "  ended by ValueError: a bad batch (data.py:9 in load)",
+        "",
+    ]
+    assert [line.split(" ", 2)[2] for line in lines[3:] if not line.startswith(" ")] == [
+        "rank 0:",
+        "rank 1:",
+        "ranks 0, 2:",
+    ]
+    assert lines[4:7] == [
+        "  waited too long: fsdp: rank 0 has waited",
+        "    rank 1: in no collective",
+        "    The others wait for rank 1.",
+    ]
+
+
+def test_ranks_that_differ_are_the_cause_of_the_errors_that_say_so(tmp_path: Path) -> None:
+    lines = write(
+        tmp_path,
+        (1.0, 1, Kind.END, "RuntimeError: fsdp: the ranks have taken different optimizer steps"),
+        (2.0, 0, Kind.DIFFERENCE, "fsdp: the ranks have taken different optimizer steps"),
+        (0.5, 2, Kind.STOPPED, "KeyboardInterrupt"),
+    )
+    assert lines[1] == "  the ranks differ: fsdp: the ranks have taken different optimizer steps"
+
+
+def test_lines_that_no_rank_has_written_are_left_out(tmp_path: Path) -> None:
+    write(tmp_path, (1.0, 0, Kind.END, "ValueError"))
+    with open(tmp_path / "rank00000.fsdp-report.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"kind": "ended by", "text": 1}\n[]\n{"kind": 3}\nnull\n{"cut')
+    assert [event.text for event in read_events(tmp_path)] == ["ValueError"]
+
+
+def test_a_folder_without_reports_and_none_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diagnose", str(tmp_path)]) == 1
+    assert "there are no reports of ranks in it" in capsys.readouterr().err
+    assert main(["diagnose", str(tmp_path / "nowhere")]) == 2
+
+
+def test_the_end_of_a_rank_is_in_the_folder_that_the_environment_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FSDP_REPORTS", str(tmp_path / "reports"))
+    command = [sys.executable, "-m", "tests.helpers.ended_rank"]
+    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)], cwd=ROOT) for rank in range(2)]
+    assert [rank.wait(300) for rank in ranks] == [1, 1]
+    assert main(["diagnose", str(tmp_path / "reports")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("The first cause, on rank 1 (")
+    assert lines[1].startswith("  ended by ValueError: a bad batch (ended_rank.py:")
+    assert any("because of another rank, by: all-gather of root (Linear) did not complete" in line for line in lines)

@@ -1,0 +1,236 @@
+"""Ranks that take other optimizer steps than the rest are found out, and so are replicas that differ."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp
+from fsdp import FullyShardedDataParallel, ShardingStrategy, set_watchdog
+from fsdp.distributed.journal import Journal, journals
+from fsdp.engine import steps
+from tests.helpers.ranks import RankPool
+
+PATIENCE = 60.0  # seconds until a difference must have been found
+
+
+def make_model() -> FullyShardedDataParallel:
+    torch.manual_seed(0)
+    return FullyShardedDataParallel(nn.Linear(4, 4))
+
+
+def step(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def raised_by(one_step: Callable[[int], None]) -> str:
+    """Take steps until one raises, and return what it says."""
+    until = time.monotonic() + PATIENCE
+    for number in itertools.count():
+        try:
+            one_step(number)
+        except RuntimeError as error:
+            return str(error)
+        if time.monotonic() > until:
+            break
+        time.sleep(0.05)
+    return ""
+
+
+Misstep = Callable[[int, nn.Module], Callable[[int], None]]
+
+
+def another_learning_rate(rank: int, model: nn.Module) -> Callable[[int], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def one_step(number: int) -> None:
+        optimizer.param_groups[0]["lr"] = 0.2 if rank == 1 and number == 2 else 0.1
+        step(model, optimizer)
+
+    return one_step
+
+
+def another_class(rank: int, model: nn.Module) -> Callable[[int], None]:
+    kind = torch.optim.Adam if rank == 1 else torch.optim.SGD
+    optimizer = kind(model.parameters(), lr=0.1)
+    return lambda number: step(model, optimizer)
+
+
+def no_step(rank: int, model: nn.Module) -> Callable[[int], None]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return lambda number: step(model, *[optimizer] * (rank != 1))
+
+
+def two_steps(rank: int, model: nn.Module) -> Callable[[int], None]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return lambda number: step(model, *[optimizer] * (2 if rank == 1 and number == 1 else 1))
+
+
+@pytest.mark.parametrize(
+    ("misstep", "others", "one"),
+    [
+        (another_learning_rate, "AdamW.step() of group 0, 1 parameters: lr=0.1, betas=(0.9, 0.999),", ": lr=0.2, "),
+        (another_class, "SGD.step() of group 0, 1 parameters: lr=0.1", "Adam.step() of group 0, 1 parameters: lr=0.1,"),
+        (no_step, "SGD.step() of group 0, 1 parameters: lr=0.1", "rank 1: nothing\n"),
+        (two_steps, "SGD.step() of group 0, 1 parameters: lr=0.1", "(2 times)\n"),
+    ],
+)
+def test_a_rank_that_steps_otherwise_is_found_out_on_all_ranks(
+    ranks: RankPool, tmp_path: Path, misstep: Misstep, others: str, one: str
+) -> None:
+    for error in ranks(3, backend=None).run(_train, tmp_path, misstep):
+        assert "the ranks have taken different optimizer steps after backward " in error
+        assert f"  ranks 0, 2: {others}" in error
+        assert "  rank 1: " in error
+        assert one in error
+        assert "Take the same steps on every rank" in error
+
+
+def _train(folder: Path, misstep: Misstep) -> str:
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=3, store=dist.FileStore(str(folder / "store"), 3))
+    error = raised_by(misstep(rank, model := make_model()))
+    with pytest.raises(RuntimeError, match="different optimizer steps"):  # and from now on
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    dist.destroy_process_group()
+    return error
+
+
+def test_nothing_is_compared_without_a_watchdog(ranks: RankPool) -> None:
+    ranks(2).run(_differ_unwatched)
+
+
+def _differ_unwatched() -> None:
+    set_watchdog(None)
+    try:
+        one_step = another_class(dist.get_rank(), make_model())
+        for number in range(4):
+            one_step(number)
+            time.sleep(0.8)
+    finally:
+        set_watchdog()
+
+
+# What must not be taken for a difference
+
+
+def same_everywhere() -> list[dict[int, list[str]]]:
+    """Collective. Return what is in the journals of this rank, after having seen that it is the same on all."""
+    own = {each.name: {page: each.lines(page) for page in range(each._page() + 1)} for each in list(journals)}
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    for other in found:
+        for name in own.keys() & other.keys():
+            assert own[name] == other[name]
+    return list(own.values())
+
+
+def test_what_ranks_may_do_differently_makes_no_difference(ranks: RankPool) -> None:
+    ranks(2).run(_step_in_many_ways)
+
+
+def _step_in_many_ways() -> None:
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model = FullyShardedDataParallel(body, use_orig_params=True)
+    rank = dist.get_rank()
+    # In another order, of parameters that this rank has something of, and with what is nobody else's concern.
+    ours = [param for param in model.parameters() if param.numel()]
+    first = torch.optim.SGD(ours, lr=0.1 + 1e-12 * rank)
+    first.param_groups[0]["note"] = f"of rank {rank}"
+    second = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))
+    optimizers = [first, second][:: 1 - 2 * rank]
+    of_each = {param: torch.optim.SGD([param], lr=0.01) for param in ours}
+    for param in ours:
+        param.register_post_accumulate_grad_hook(lambda param: of_each[param].step())
+    for _ in range(3):
+        with model.no_sync():
+            for _ in range(1 + rank):
+                model(torch.ones(2, 4)).sum().backward()
+        step(model, *optimizers)
+    (found,) = same_everywhere()
+    assert found[3] == [
+        "Adam.step() of group 0: lr=0.1, betas=(0.9, 0.999), eps=1e-08, weight_decay=0",
+        "SGD.step() of group 0: lr=0.01, momentum=0, dampening=0, weight_decay=0",
+        "SGD.step() of group 0: lr=0.1, momentum=0, dampening=0, weight_decay=0",
+    ]
+
+
+def test_ranks_that_have_run_out_of_batches_step_as_the_others_do(ranks: RankPool) -> None:
+    ranks(2).run(_run_out)
+
+
+def _run_out() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fsdp.join(model, optimizer):
+        for number in range(2 + 3 * dist.get_rank()):
+            optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
+            step(model, optimizer)
+    (found,) = same_everywhere()
+    assert sorted(page for page, lines in found.items() if lines) == [1, 2, 3, 4, 5]
+
+
+# Replicas
+
+
+def test_replicas_that_drift_apart_are_found_out(ranks: RankPool, tmp_path: Path) -> None:
+    for error in ranks(2, backend=None).run(_drift, tmp_path):
+        assert "replicas of the same shards have different values" in error
+        assert "  rank 0: bias of unit 'root (Linear)' has the checksum " in error
+        assert "weight" not in error
+
+
+def _drift(folder: Path) -> str:
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(str(folder / "store"), 2))
+    torch.manual_seed(0)
+    model = FullyShardedDataParallel(nn.Linear(4, 4), sharding_strategy=ShardingStrategy.NO_SHARD)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps._COMPARE_EVERY = 3
+
+    def one_step(number: int) -> None:
+        step(model, optimizer)
+        if number == 5 and rank == 1:
+            with torch.no_grad():
+                next(model.parameters())[-1] += 1e-6
+
+    error = raised_by(one_step)
+    dist.destroy_process_group()
+    return error
+
+
+# Journals
+
+
+def test_a_page_is_closed_when_the_next_one_is_begun_and_lost_when_there_are_too_many() -> None:
+    page = 0
+    journal = Journal("of a test", [1, 0], lambda: page, "", "")
+    journal.note("a", "one")
+    assert journal.closed() == (0, [])
+    page = 2
+    first, (noted, empty) = journal.closed()
+    assert (first, bool(noted), empty) == (0, True, "")
+    for page in range(2, 2000):  # noqa: B007 (the journal reads it)
+        journal.note("a", "one")
+    first, digests = journal.closed()
+    assert first == 2000 - 1024
+    assert set(digests) == {noted}
+
+
+def test_of_notes_with_one_text_those_of_one_thing_count() -> None:
+    journal = Journal("of a test", [0, 1], lambda: 0, "", "")
+    for what in ("a", "b", "b"):
+        journal.note(what, "one")
+    assert journal.lines(0) == ["one (2 times)"]
