@@ -27,7 +27,6 @@ from fsdp.distributed.gather_extension import holds_extended
 from fsdp.engine.copying import prepare_to_copy
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.foreign_names import note_fully_sharded, refuse_data_parallel, replicated_in
-from fsdp.engine.forward_hooks import Hook
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle, Phase
 from fsdp.engine.managed_params import Ignored, group, lender_of, note_stale, take_over
@@ -209,7 +208,7 @@ def fully_shard(
     ):
         inner.register_load_state_dict_pre_hook(spread_loaded)
     for each in modules:
-        each.register_load_state_dict_post_hook(Hook(partial(_take_in, unit)))
+        each.register_load_state_dict_post_hook(partial(_take_in, unit))
         each.__class__ = _fsdp_class(type(each))  # type: ignore[arg-type]  # a subclass of its own
         note_fully_sharded(each)
     return module

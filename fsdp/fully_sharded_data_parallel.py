@@ -26,13 +26,13 @@ from fsdp.engine.flatten_params_wrapper import ShardedParamsWrapper
 from fsdp.engine.foreign_names import METHODS, ForeignMethod, refuse_data_parallel, refuse_foreign, refuses_keywords
 from fsdp.engine.grad_clipping import clip_by_norm, clip_by_value
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.managed_params import GroupKey, Ignored
+from fsdp.engine.managed_params import GroupKey, Ignored, ddp_message
 from fsdp.engine.names import FSDP_PART, clean_name, module_name
 from fsdp.engine.options import PUBLIC, Options
 from fsdp.engine.placeholder import under_way
 from fsdp.engine.precision import MixedPrecision, check_dtype
 from fsdp.engine.registration import Forwarding
-from fsdp.engine.runtime import ddp_message, runtime_of, runtime_of_root
+from fsdp.engine.runtime import runtime_of, runtime_of_root
 from fsdp.engine.shard_module import WrapperForm, refuse_unwrappable, shard_module
 from fsdp.engine.sharding_strategy import Groups, ProcessGroupName, ShardingStrategy, reshards_after_forward
 from fsdp.engine.shared_params import share

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -191,7 +192,7 @@ class DTensorParams(OrigParams):
 
     @property
     def versions(self) -> tuple[int, ...]:
-        return tuple([param._version for param in self.params])
+        return tuple(map(_version_of, self.params))
 
     @property
     def absent(self) -> list[Tensor]:  # type: ignore[override]
@@ -225,9 +226,10 @@ class DTensorParams(OrigParams):
         else:
             become(param, self._parts[slot].dtensor(shown))
 
-    def _was_replaced(self, slot: int) -> bool:
-        local = held_part(self.params[slot])
-        return (local if self._flat_param.example is None else values_of(local)) is not self._held[slot]
+    def _replaced(self) -> list[int]:
+        held = [param._local_tensor for param in self.params]  # type: ignore[attr-defined]  # `held_part`, asked often
+        held = held if self._flat_param.example is None else list(map(values_of, held))
+        return [slot for slot, local in enumerate(held) if local is not self._held[slot]]
 
     def give_memory(self, slots: Iterable[int]) -> None:
         """Have parameters that came from the meta device lie in the shard."""
@@ -253,8 +255,13 @@ class DTensorParams(OrigParams):
         super().absorb()
         # Every rank writes to a DTensor when any does, also those that have no rows of it.
         before, self._versions = self._versions, self.versions
+        if before == self._versions:
+            return []
         written = (slot for slot, version in enumerate(before) if version != self._versions[slot])
         return [slot for slot in written if not self.params[slot].is_meta]
+
+
+_version_of = operator.attrgetter("_version")
 
 
 def as_shown(owner: FlatParameter, rows: Tensor) -> Tensor:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cache
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 from torch.autograd.graph import register_multi_grad_hook
-from torch.compiler import disable
 
 from fsdp.engine.autograd import differentiable_tensors, in_backward, in_transform, outside_transforms
 from fsdp.engine.handle import ShardState
@@ -24,27 +23,18 @@ from fsdp.engine.schedule import ExecutionOrder
 from fsdp.engine.trees import map_tensors
 from fsdp.engine.unit import TrainingState, Unit
 
-
-class Hook:
-    """A module's hook of ours. A compiler that traces the module leaves it alone: it moves data between ranks."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        _keep_from_compilers()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        _keep_from_compilers()
-
-    def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-@cache
-def _keep_from_compilers() -> None:
-    # The call of the class, not the function in it: a module that is compiled in place calls its hooks uncompiled, one
-    # by one, and each would be a frame to trace, with a graph break in it. Only now, because it imports for seconds.
-    Hook.__call__ = disable(Hook.__call__)  # type: ignore[method-assign]
+def uncompiled(function: Function) -> Function:
+    """Have compilers leave a function alone, and all that it calls: it moves data between ranks.
+
+    As `torch.compiler.disable` does, which imports for seconds, and has a wrapper that asks eight things in each call.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # a traced caller has a graph break instead
+    skip = eval_frame._FrameAction.SKIP  # private, what that way comes to as well (torch 2.11 and 2.13)
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
 
 
 class ForwardHooks:
@@ -64,13 +54,13 @@ class ForwardHooks:
 
     def register(self) -> None:
         """Put the hooks on the module, for as long as the unit has it."""
-        module, before, after = self._module, Hook(self.before), Hook(self.after)
-        self._unit.forwards[module] = self
+        self._unit.forwards[self._module] = self
         self._unit.hooks += [
-            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-            module.register_forward_hook(after, always_call=True),
+            self._module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
+            self._module.register_forward_hook(self.after, always_call=True),
         ]
 
+    @uncompiled
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """The module is about to compute. Returns its arguments, cast and moved if that was asked for."""
         inputs = args, kwargs
@@ -89,6 +79,7 @@ class ForwardHooks:
     def _bring(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._unit.device)
 
+    @uncompiled
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The module has computed, or raised. Returns its output, cast if that was asked for."""
         unit = self._unit
@@ -102,7 +93,9 @@ class ForwardHooks:
         # torch calls this hook with None while it handles an exception of the forward.
         failed = output is None and sys.exc_info()[1] is not None
         if not failed:
-            output = cast_floats(map_tensors(self._outlive_buffers, output), unit.precision.output)
+            own = self._outlive_buffers
+            output = own(output) if isinstance(output, Tensor) else map_tensors(own, output)
+            output = cast_floats(output, unit.precision.output)
         if self._clear_autocast_cache:
             torch.clear_autocast_cache()
         unit.runtime.after_forward(unit, module, output, failed)

@@ -6,8 +6,10 @@ What that makes of it goes through a `ShardGradient` into ``flat_param.grad``, w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from enum import Enum, auto
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,14 @@ class GradientSync(Enum):
     NONE = auto()  # they accumulate unsharded on each rank
     SHARDS = auto()  # they are reduce-scattered, and accumulate so, not summed over replicas of the shard
     FULL = auto()  # they are reduced, what has accumulated included
+
+
+class Taken(NamedTuple):
+    """A flat gradient on its way to the reduction."""
+
+    flat: Tensor  # ``[padded_numel]``
+    divisor: float  # it is to be divided by this yet
+    places: list[list[Tensor]]  # the views of it that hold the parameters; none if it is a copy
 
 
 class GradientBuffer:
@@ -60,6 +70,8 @@ class GradientBuffer:
         self._device = device
         self.sync = GradientSync.FULL  # of the backward that runs
         self._flat: Tensor | None = None
+        self._divisor = 1.0  # what it is divided by when it is taken
+        self._spare: Taken | None = None  # one that has come back, without its memory
         self._scattered: Sequence[Tensor] = ()  # sums of earlier backwards that replicas are to be added to, flat
         self._owes = False  # other ranks have gradients: this one contributes zeros if it has none
         self._filled = bytearray(len(layout.slots))
@@ -108,18 +120,32 @@ class GradientBuffer:
         if not self._expects[slot]:
             return
         if self._flat is None:
-            self._allocate()
+            flat = self._allocate()
+            # Where that is the same, all are divided at once, when they are taken. What is narrowed could overflow.
+            own, is_exact = flat.dtype, math.frexp(divisor)[0] == 0.5
+            self._divisor = divisor if is_exact and torch.promote_types(grad.dtype, own) is own else 1.0
         for place, part in zip(self._places[slot], self.layout.divided(slot, grad), strict=True):
-            _put(place, part, divisor, is_filled=bool(self._filled[slot]))
+            _put(place, part, divisor / self._divisor, is_filled=bool(self._filled[slot]))
         self._filled[slot] = 1
         if not self._arrived[slot]:
             self._arrived[slot] = 1
             self._missing -= 1
 
-    def _allocate(self) -> None:
+    def _allocate(self) -> Tensor:
         dtype = self.dtype if self.is_reduced else self._sum_dtype
-        self._flat = torch.empty(self.layout.padded_numel, dtype=dtype, device=self._device)
-        self._places = self.layout.places(self._flat)
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.flat.dtype is dtype:
+            self._flat, _, self._places = spare
+            self._flat.untyped_storage().resize_(self._flat.nbytes)
+        else:
+            self._flat = torch.empty(self.layout.padded_numel, dtype=dtype, device=self._device)
+            self._places = self.layout.places(self._flat)
+        return self._flat
+
+    def reuse(self, taken: Taken) -> None:
+        """Free the memory of what was taken and is copied, and fill it again the next time: views take their time."""
+        taken.flat.untyped_storage().resize_(0)
+        self._spare = taken if taken.places else None
 
     def owe(self, unused: Collection[int] = ()) -> None:
         """Have zeros to give when others reduce theirs, if nothing arrives here; and no room for what no rank has."""
@@ -163,7 +189,7 @@ class GradientBuffer:
         """Have room for all parameters but these; what is accumulated for others stays."""
         if slots == self._left_out:
             return
-        self._left_out, self.layout = slots, self._whole.leaving_out(slots)
+        self._left_out, self.layout, self._spare = slots, self._whole.leaving_out(slots), None
         if self._flat is not None:
             before = self._places
             self._allocate()
@@ -177,14 +203,12 @@ class GradientBuffer:
 
     def rescale(self, factor: float) -> None:
         """Multiply what has been accumulated."""
-        for slot, places in enumerate(self._places):
-            for place in places if self._filled[slot] else ():
-                place.mul_(factor)
+        self._divisor /= factor
         for part in self._scattered:
             part.mul_(factor)
 
-    def take(self) -> Tensor:
-        """The flat gradient in `dtype`, zero where nothing arrived; the buffer is empty afterwards."""
+    def take(self) -> Taken:
+        """Return the flat gradient in `dtype`, zero where nothing arrived; the buffer is empty afterwards."""
         if self._flat is None and self._owes:
             self._allocate()
         flat, every, filled = self._flat, self._places, self._filled
@@ -199,7 +223,9 @@ class GradientBuffer:
                 for place in every[slot]:
                     place.zero_()
         self.layout.clear_gaps(flat)
-        return flat if flat.dtype is self.dtype else flat.to(self.dtype)
+        if flat.dtype is self.dtype:
+            return Taken(flat, self._divisor, every)
+        return Taken(divided(flat, self._divisor).to(self.dtype), 1.0, [])
 
     def hold(self, parts: Sequence[Tensor]) -> bool:
         """Add what is held of earlier backwards to a sum over the shard's ranks; True if that is held in turn.
@@ -237,13 +263,18 @@ class GradientBuffer:
         self._filled = bytearray(len(self._filled))
 
 
+def divided(sums: Tensor, divisor: float) -> Tensor:
+    """Divide in place, and return the tensor."""
+    return sums if divisor == 1.0 else sums.div_(divisor)
+
+
 def _put(place: Tensor, grad: Tensor, divisor: float, *, is_filled: bool) -> None:
     """Have ``grad / divisor`` at a place, or add it to what is there."""
     if is_filled:
         place.add_(grad, alpha=1.0 / divisor)
     elif divisor == 1.0:
         place.copy_(grad)
-    elif grad.dtype is place.dtype or torch.promote_types(grad.dtype, place.dtype) is grad.dtype:
+    elif torch.promote_types(grad.dtype, place.dtype) is grad.dtype:
         torch.div(grad, divisor, out=place)  # in the wider dtype: narrowed first, it might overflow
     else:
         place.copy_(grad).div_(divisor)  # dividing first would lose what only the wider dtype can hold
@@ -305,7 +336,7 @@ class ShardGradient:
     def call_hooks(self) -> None:
         """Call the hooks of `Tensor.register_post_accumulate_grad_hook`, of what this backward has brought."""
         delivered, self._delivered = self._delivered, ()
-        if any(param._post_accumulate_grad_hooks for param in delivered):
+        if delivered and any(param._post_accumulate_grad_hooks for param in delivered):
             self._flat_param.shard_storage.copy_stream.settle()
             self._flat_param.bring_gradient()
             for param in (each for each in delivered if each.grad is not None):

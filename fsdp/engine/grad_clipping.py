@@ -128,9 +128,7 @@ def norm_over_ranks(root: Unit, units: Sequence[Unit], owned: Owned, norm_type: 
     return _total(comms, _local_total(shares, norm_type, root.device, dtype), norm_type, purpose)
 
 
-def scale_to(
-    grads: Iterable[Tensor], norm: Tensor, max_norm: float, error_if_nonfinite: bool, where: str = ""
-) -> None:
+def scale_to(grads: Iterable[Tensor], norm: Tensor, max_norm: float, error_if_nonfinite: bool, where: str = "") -> None:
     """Scale gradients of this norm to one of at most `max_norm`.
 
     Args:

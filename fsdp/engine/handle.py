@@ -35,11 +35,11 @@ from torch.autograd.graph import increment_version
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator, Pending
 from fsdp.distributed.comm_hooks import CommHook, HookCall
-from fsdp.distributed.communicator import label
+from fsdp.distributed.communicator import labelled
 from fsdp.distributed.dtensor import is_dtensor
 from fsdp.distributed.gather_extension import values_of
 from fsdp.engine.flat_param import ParamInfo, SharedParamInfo
-from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, ShardGradient
+from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, ShardGradient, divided
 from fsdp.engine.layout import ContiguousLayout
 from fsdp.engine.managed_params import text_of_key
 from fsdp.engine.orig_params import OrigParams
@@ -422,10 +422,10 @@ class FlatParamHandle:
 
     def _exchange(self, full: Tensor, outgoing: Tensor | None = None) -> Pending:
         shard = self.flat_param.vector if outgoing is None else outgoing  # in a world of one copied directly
-        if outgoing is None and (full.dtype != shard.dtype or (self.is_sharded and self.storage.is_elsewhere)):
+        if outgoing is None and (full.dtype != shard.dtype or (self.storage.is_elsewhere and self.is_sharded)):
             shard = self.storage.staged(self.flat_param, full.dtype)
-        with label("all_gather", self.unit_name):
-            return self.comm.all_gather(full, shard, f"all-gather of {self.name}", self.tag)
+        what = f"all-gather of {self.name}"
+        return labelled("all_gather", self.unit_name, self.comm.all_gather, full, shard, what, self.tag)
 
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather, and show the parameters to the modules (on CUDA: to work on the current stream)."""
@@ -433,9 +433,8 @@ class FlatParamHandle:
             self.unshard()
         if self.phase is Phase.UNSHARDING:
             if not self.unsharded.is_shard:
-                with label("all_gather_wait", self.unit_name):
-                    self._pending.wait()
-                    self.unsharded.end_gather()
+                labelled("all_gather_wait", self.unit_name, self._pending.wait)
+                self.unsharded.end_gather()
                 self.storage.release()
             for slot in self.unsharded.show():
                 self.unsharded.hide()
@@ -559,12 +558,14 @@ class FlatParamHandle:
 
         With a hook it is an average, and here when this returns.
         """
-        with label("reduce_scatter", self.unit_name):
-            what, gradient, dtype = f"reduce-scatter of {self.name}", self.gradients.take(), self.reduced_dtype
-            if self.comm_hook is None or not self.layout.numel:
-                return self.reduce_comm.reduce_scatter(gradient, what, self.reduce_tag, dtype)
-            shard = self.comm_hook.reduce(gradient, HookCall(self.name, self.reduce_comm, self.reduce_tag), dtype)
-            return Pending(what, (), lambda: shard)
+        what, taken, dtype = f"reduce-scatter of {self.name}", self.gradients.take(), self.reduced_dtype
+        gradient = divided(taken.flat, taken.divisor)
+        if self.comm_hook is None or not self.layout.numel:
+            reduce_scatter = self.reduce_comm.reduce_scatter
+            return labelled("reduce_scatter", self.unit_name, reduce_scatter, gradient, what, self.reduce_tag, dtype)
+        call = HookCall(self.name, self.reduce_comm, self.reduce_tag)
+        shard = labelled("reduce_scatter", self.unit_name, self.comm_hook.reduce, gradient, call, dtype)
+        return Pending(what, (), lambda: shard)
 
     def accept(self, reduced: Tensor) -> None:
         """Add a reduced gradient to the shard's; if there are hooks to be called with it, when it is delivered."""
@@ -661,7 +662,7 @@ class FlatParamHandle:
     @property
     def was_written(self) -> bool:
         """True if modules or users have written to the unsharded parameters what the shards do not have."""
-        return (self.is_replicated or not self.unsharded.is_shard) and bool(self.unsharded.written())
+        return bool(self.unsharded.written()) and (self.is_replicated or not self.unsharded.is_shard)
 
     def accept_written(self, slots: Sequence[int]) -> None:
         """Take note that the shards have what forwards on all ranks have written to the leaves of these parameters."""

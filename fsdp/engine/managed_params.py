@@ -324,3 +324,13 @@ def take_over(
 def names_of(params: Sequence[nn.Parameter], places: dict[nn.Parameter, Places]) -> list[str]:
     """Return the names of parameters at their first places."""
     return [places[param][0].fqn for param in params]
+
+
+def ddp_message(name: str) -> str:
+    """Return the message about `DistributedDataParallel` around a sharded model, with the remedy."""
+    return (
+        f"DistributedDataParallel has been given {name}, which is sharded: it takes the ranks' shards for copies of "
+        "the same parameters, and overwrites them with those of its first rank. Leave it out: gradients are averaged "
+        "over the ranks without it (for replicas of shards, shard over a 2-D mesh), and build the model anew. Around "
+        "other parameters, have it ignore the unit's by all their names: named_parameters(remove_duplicate=False)."
+    )

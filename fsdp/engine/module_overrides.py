@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from fsdp.distributed.dtensor import check_device, is_dtensor
 from fsdp.engine.deferred_init import note_empty
-from fsdp.engine.forward_hooks import Hook
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.names import clean_name
@@ -41,7 +40,7 @@ def guard(unit: Unit, *, lists_parts: bool = False, names_shards: bool = False) 
     taken_from = {unit.module, *(place.module for place in unit.places()), *tied}
     for module in own_modules(unit.module):
         if module in taken_from and not (lists_parts or names_shards or is_bare):
-            unit.hooks.append(module.register_state_dict_pre_hook(Hook(partial(_refuse_partial_state, unit))))
+            unit.hooks.append(module.register_state_dict_pre_hook(partial(_refuse_partial_state, unit)))
         if not taken_from.isdisjoint(module.modules()):
             module.__dict__["_apply"] = Conversions(unit, module, gives_memory=lists_parts)
             if module is not unit.module:

@@ -8,6 +8,7 @@ parameter, and everything else goes on with flat vectors: a step on local shards
 from __future__ import annotations
 
 import copy
+import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
@@ -133,9 +134,9 @@ class OrigParams:
         self.params[slot].data = local
         self._pointers[slot] = _pointer(self.params[slot])
 
-    def _was_replaced(self, slot: int) -> bool:
-        """Return whether a local shard lies elsewhere now."""
-        return _pointer(self.params[slot]) != self._pointers[slot]
+    def _replaced(self) -> list[int]:
+        """Return the numbers of the local shards that lie elsewhere now."""
+        return [slot for slot, param in enumerate(self.params) if _pointer(param) != self._pointers[slot]]
 
     def _flat(self, slot: int, tensor: Tensor) -> Tensor:
         """The memory of something in the form of a local shard, as a vector."""
@@ -153,7 +154,7 @@ class OrigParams:
     @property
     def requires_grad(self) -> list[bool]:
         """A flag for each parameter: it is trained."""
-        return [param.requires_grad for param in self.params]
+        return list(map(_needs_grad, self.params))
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -175,14 +176,13 @@ class OrigParams:
         Raises:
             RuntimeError: for another shape or dtype.
         """
-        for slot, param in enumerate(self.params):
-            if self._was_replaced(slot):
-                self._take_back(slot, param)
+        for slot in self._replaced():
+            self._take_back(slot, self.params[slot])
         self._follow_frozen()
         return []
 
     def _follow_frozen(self) -> None:
-        is_trained = any(self.requires_grad)
+        is_trained = True in self.requires_grad
         if self._flat_param.requires_grad is not is_trained:  # transforms of torch.func forbid to set it
             self._flat_param.requires_grad_(is_trained)
 
@@ -275,6 +275,9 @@ class OrigParams:
 
 # Of a shard, its layout, this rank, and the places of each parameter.
 NewOrigParams = Callable[[FlatParameter, Layout, int, Sequence[Sequence[ParamInfo]]], OrigParams]
+
+
+_needs_grad = operator.attrgetter("requires_grad")
 
 
 def _pointer(tensor: Tensor) -> int:

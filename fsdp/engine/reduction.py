@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fsdp.distributed.collectives import Communicator, Pending, Tag
-from fsdp.distributed.communicator import label
+from fsdp.distributed.communicator import labelled
+from fsdp.engine.grad_buffer import GradientSync, divided
 from fsdp.engine.handle import FlatParamHandle
 
 # A reduction above this is limited by bandwidth, not by latency: it gains nothing from waiting for company.
@@ -61,10 +62,10 @@ class Bucket:
         divisors = [self.divisors[handle] for handle in handles]
         if len(shards) < len(handles):
             if len(set(divisors)) == 1:
-                shards, divisors = [_divided(shards[0], divisors[0])], [1.0] * len(handles)
+                shards, divisors = [divided(shards[0], divisors[0])], [1.0] * len(handles)
             shards = list(shards[0].split([handle.gradients.layout.shard_numel for handle in handles]))
         for handle, shard, divisor in zip(handles, shards, divisors, strict=True):
-            gradient, hook = _divided(shard, divisor), handle.shard_gradient.all_reduce_hook
+            gradient, hook = divided(shard, divisor), handle.shard_gradient.all_reduce_hook
             if hook is not None:
                 gradient = hook.run(gradient.to(handle.gradients.dtype)).to(handle.flat_param.dtype)
             handle.accept(gradient)
@@ -77,19 +78,19 @@ def _hold(handles: Sequence[FlatParamHandle], scattered: Tensor) -> bool:
     return all([one.gradients.hold(own) for one, own in zip(handles, parts, strict=True)])  # noqa: C419 (each)
 
 
-def _divided(sums: Tensor, divisor: float) -> Tensor:
-    return sums if divisor == 1.0 else sums.div_(divisor)
-
-
 def _reduce_together(handles: Sequence[FlatParamHandle]) -> Pending:
     first, *_, last = handles
     # Row r is what rank r receives: the r-th shard of every gradient, one after the other.
-    rows = [handle.gradients.take().view(first.reduce_comm.world_size, -1) for handle in handles]
+    taken = [handle.gradients.take() for handle in handles]
+    divisor = taken[0].divisor  # which nearly always is that of all
+    flats = [divided(one.flat, one.divisor / divisor).view(first.reduce_comm.world_size, -1) for one in taken]
+    together, dtype = divided(torch.cat(flats, dim=1).view(-1), divisor), first.reduced_dtype
+    for handle, one in zip(handles, taken, strict=True):
+        handle.gradients.reuse(one)
     what = f"reduce-scatter of {first.name} to {last.name}"
-    together, dtype = torch.cat(rows, dim=1).view(-1), first.reduced_dtype
     tag = tuple(handle.reduce_tag for handle in handles)  # ranks that reduce others together must not add them to these
-    with label("reduce_scatter", f"{first.name} to {last.name}"):
-        return first.reduce_comm.reduce_scatter(together, what, tag, dtype)
+    reduce_scatter = first.reduce_comm.reduce_scatter
+    return labelled("reduce_scatter", f"{first.name} to {last.name}", reduce_scatter, together, what, tag, dtype)
 
 
 def summed(
@@ -156,7 +157,7 @@ class Reductions:
                 continue
             ranks = (handle.reduce_comm, handle.replicas)
             dtypes = (handle.gradients.dtype, handle.flat_param.dtype)
-            key = (*ranks, *dtypes, handle.comm_hook is None, handle.gradients.sync)
+            key = (*ranks, *dtypes, handle.comm_hook is None, handle.gradients.sync is GradientSync.FULL)
             companions, filled = filling.pop(key, ([], 0))
             companions.append(handle)
             self._companions[handle] = companions

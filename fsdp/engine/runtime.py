@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import weakref
 from contextlib import contextmanager, suppress
-from itertools import chain
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -33,11 +31,12 @@ from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.forward_hooks import Call
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.managed_params import is_ours
+from fsdp.engine.managed_params import ddp_message, is_ours
 from fsdp.engine.memory import return_freed_memory
 from fsdp.engine.names import clean_name, join
 from fsdp.engine.participation import EvenRanks, Participation
 from fsdp.engine.reduction import Reductions
+from fsdp.engine.registration import Contents
 from fsdp.engine.schedule import ExecutionOrder
 from fsdp.engine.shared_params import settle_shares
 from fsdp.engine.unit import TrainingState, Unit, units_in
@@ -586,37 +585,6 @@ class Runtime:
             comm.settle()
         for device in {unit.device for unit in self.units}:
             copy_stream_of(device).settle()
-
-
-class Contents:
-    """The modules and parameters that the modules of a tree hold.
-
-    Each forward in training asks whether these are others now, so the loops run in C. Modules may get other
-    dictionaries (`nn.Sequential` does when a part of it is deleted): they are looked up each time.
-    """
-
-    def __init__(self, root: nn.Module) -> None:
-        self._modules = [module.__dict__ for module in root.modules()]
-        self._held = self._look()
-
-    def _look(self) -> tuple[list[Any], list[str]]:
-        children = map(dict.values, filter(None, map(itemgetter("_modules"), self._modules)))
-        params = filter(None, map(itemgetter("_parameters"), self._modules))
-        return list(chain.from_iterable(children)), list(chain.from_iterable(params))
-
-    def have_changed(self) -> bool:
-        """Return whether a module or a parameter was put into one of the modules since, or taken out."""
-        return self._look() != self._held
-
-
-def ddp_message(name: str) -> str:
-    """Return the message about `DistributedDataParallel` around a sharded model, with the remedy."""
-    return (
-        f"DistributedDataParallel has been given {name}, which is sharded: it takes the ranks' shards for copies of "
-        "the same parameters, and overwrites them with those of its first rank. Leave it out: gradients are averaged "
-        "over the ranks without it (for replicas of shards, shard over a 2-D mesh), and build the model anew. Around "
-        "other parameters, have it ignore the unit's by all their names: named_parameters(remove_duplicate=False)."
-    )
 
 
 _last: weakref.ref[Runtime] | None = None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -147,6 +147,14 @@ class ModuleGroup(nn.ModuleList):
     """Modules that are one unit together, and have no module around them that is theirs alone."""
 
 
+class _HandlesOfCopy:
+    """A copied unit has no `handles` of its own, but incomplete ones, until all of its modules are there."""
+
+    def __get__(self, unit: Unit, _: type[Unit]) -> Any:
+        unit.wake()
+        return unit.__dict__["handles" if "handles" in unit.__dict__ else "_incomplete_handles"]
+
+
 class Unit:
     """The parameters of one wrapped module that no inner unit took, or of a group of modules.
 
@@ -163,6 +171,9 @@ class Unit:
         settings: options by their names, of which it needs no more than that all ranks have the same.
         new_runtime: makes the runtime of a tree whose outermost unit is given.
     """
+
+    # Hidden by the attribute of an instance. A `__getattr__` would make all attributes slow.
+    handles: list[FlatParamHandle] = cast(Any, _HandlesOfCopy())
 
     def __init__(
         self,
@@ -196,7 +207,7 @@ class Unit:
         self.buffers = Buffers([inner for inner in ours if inner not in self._kept], precision.buffers)
         self.in_full_precision = False
         self.is_inside_mixed = False  # a unit around it casts inputs
-        self.handles: list[FlatParamHandle] = []  # those that it runs, one for each flat parameter
+        self.handles = []  # those that it runs, one for each flat parameter
         self.owned_handles: list[FlatParamHandle] = []  # of the parameters that it took, whoever runs them
         self.wanted: list[Wanted] = []  # parameters of its module that another unit took
         self.shares: list[Share] = []  # what it uses together with other units, or runs for them
@@ -220,13 +231,6 @@ class Unit:
             each.__dict__[_ATTRIBUTE] = self
         self.forwards: dict[nn.Module, UnitForward] = {}  # see `ForwardHooks`
         self.yet_to_run: set[nn.Module] = set()  # the modules of a group that this forward has not come to
-
-    def __getattr__(self, name: str) -> Any:
-        # A copied unit has no `handles`, but incomplete ones, until all of its modules are there.
-        if name != "handles" or "_incomplete_handles" not in self.__dict__:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        self.wake()
-        return self.__dict__.get("handles", self.__dict__.get("_incomplete_handles"))
 
     @property
     def modules(self) -> Sequence[nn.Module]:
@@ -417,7 +421,7 @@ class Unit:
 
     @property
     def has_frozen_handle(self) -> bool:
-        return any(handle.has_frozen for handle in self.handles)
+        return True in [handle.has_frozen for handle in self.handles]
 
     @property
     def contains_units(self) -> bool:
@@ -558,7 +562,7 @@ class Unit:
     @property
     def was_written(self) -> bool:
         """True if a forward has written to its weights."""
-        return any(handle.was_written for handle in self.handles)
+        return True in [handle.was_written for handle in self.handles]
 
     def take_written(self) -> None:
         """Collective: keep what a forward has written to its weights."""

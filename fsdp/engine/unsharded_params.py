@@ -288,8 +288,8 @@ class UnshardedParameters:
 
     def refrozen(self) -> list[int]:
         """The numbers of the leaves that users have frozen, or had trained, since they were made."""
-        asked = zip(self.leaves, self._requires_grad, strict=True)
-        return [number for number, (leaf, needs) in enumerate(asked) if leaf.requires_grad is not needs]
+        now = list(map(_needs_grad, self.leaves))
+        return [number for number, needs in enumerate(now) if needs is not self._requires_grad[number]]
 
     def restore(self, numbers: Sequence[int]) -> None:
         """Have leaves that were `written` be views of the buffer again, with their new values."""
@@ -310,7 +310,7 @@ class UnshardedParameters:
         return found
 
 
-_version_of = operator.attrgetter("_version")
+_needs_grad, _version_of = operator.attrgetter("requires_grad"), operator.attrgetter("_version")
 
 
 def _leave_as_they_are() -> None:
