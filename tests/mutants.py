@@ -56,7 +56,7 @@ CONCERNS = {
     ),
     "engine/unit engine/runtime engine/schedule engine/forward_hooks": (
         "engine/schedule engine/runtime engine/units engine/nested_calls engine/no_sync engine/precision_eval "
-        "fully_shard/uses training/kinds_calls training/autograd_uses engine/errors uneven/cond "
+        "fully_shard/uses fully_shard/settings training/kinds_calls training/autograd_uses engine/errors uneven/cond "
         "engine/written_in_forward"
     ),
     "engine/usage engine/participation": "uneven/used_on_some_ranks training/autograd_uses training/kinds_frozen",

@@ -143,29 +143,25 @@ def agree_on_values(units: Sequence[tuple[str, Compared]]) -> None:
             handle.fingerprints = None
 
 
-def agree_on_written(ranks: Ranks, written: Mapping[str, int], doing: str, remedy: str) -> None:
-    """Collective. Make sure that the ranks are to write the same values.
+def difference_of_written(ranks: Ranks, written: Mapping[str, int]) -> str:
+    """Collective. Return what is wrong if the ranks are to write different values; empty if nothing is.
 
     Args:
-        ranks: that do it.
+        ranks: that hold shards of the same parameters.
         written: fingerprints by FQNs; those of which another rank has none are not compared.
-        doing: "loading", say.
-        remedy: what else to do, to end the message.
-
-    Raises:
-        RuntimeError: naming the first rank that differs from rank 0, and the first parameter.
     """
     if not peers_answer(ranks):
-        return
+        return ""
     told = [json.loads(other) for other in from_everyone(ranks, json.dumps(dict(written)).encode())]
     difference = first_difference([[each.get(name) for name in told[0]] for each in told])
-    if difference is not None:
-        rank, number, count = difference
-        more = f" (and of {count - 1} more)" if count > 1 else ""
-        raise RuntimeError(
-            f"rank {number_among(ranks)}: {doing}, rank {rank} has other values than rank 0 of {list(told[0])[number]}"
-            f"{more}. Each rank would keep its own shard of them; nothing was changed. {remedy}"
-        )
+    if difference is None:
+        return ""
+    rank, number, count = difference
+    more = f" (and of {count - 1} more)" if count > 1 else ""
+    return (
+        f"rank {rank} has other values than rank 0 of {list(told[0])[number]}{more}. Each rank would keep its own "
+        "shard of them; nothing was changed."
+    )
 
 
 def _difference_of_values(ranks: Ranks, handles: Sequence[tuple[str, FlatParamHandle]]) -> str:

@@ -22,7 +22,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fsdp.distributed.consensus import agree_on_outcome, done_by_all, from_everyone, peers_answer, sent_by_first
+from fsdp.distributed.collectives import Communicator
+from fsdp.distributed.consensus import (
+    agree_on_outcome,
+    done_by_all,
+    from_everyone,
+    number_among,
+    peers_answer,
+    sent_by_first,
+)
 from fsdp.distributed.dtensor import full_tensor, is_dtensor, local_part, spread_loaded
 from fsdp.engine.deferred_init import memory_to_load_into, require_values_everywhere
 from fsdp.engine.fingerprints import fingerprint, sampled
@@ -42,7 +50,7 @@ from fsdp.engine.state_requests import (
     saving,
 )
 from fsdp.engine.unit import TrainingState, Unit, own_modules, serving, unit_of, units_in
-from fsdp.engine.verify import agree, agree_on_values, agree_on_written
+from fsdp.engine.verify import agree, agree_on_values, difference_of_written
 from fsdp.state_dict.sharded import TensorPart, store
 from fsdp.state_dict.summon import (
     Exposure,
@@ -212,7 +220,8 @@ def _record_and_commit(wrapper: nn.Module, unit: Unit, form: LoadPass, load: Cal
         result = done_by_all([unit.everyone], "load its state dict", load)
         values = [recorded(each) for each in recordings]
         if form.source is None:
-            _agree_on(unit, dict(zip(hidden, values, strict=True)))
+            problem = _difference(unit, dict(zip(hidden, values, strict=True)))
+            done_by_all([unit.everyone], "load its state dict", lambda: _raise_if(problem, number_among(unit.everyone)))
 
     def commit() -> None:
         with stored_buffers(units), torch.no_grad():
@@ -228,15 +237,29 @@ def _record_and_commit(wrapper: nn.Module, unit: Unit, form: LoadPass, load: Cal
     return result
 
 
-def _agree_on(unit: Unit, values: Mapping[Unit, Values]) -> None:
-    """Collective. Raise RuntimeError if the ranks have different state dicts, as far as samples of them show."""
-    loaded = {
-        join("" if each is unit else name, handle.places[slot][0].fqn): fingerprint(sampled(local_part(value)))
-        for name, each in units_in(unit)
-        for (handle, slot), value in values.get(each, {}).items()
-    }
-    remedy = "Load the same state dict on every rank, or pass rank0_only=True, where the first rank's counts."
-    agree_on_written(unit.everyone, loaded, "loading a state dict", remedy)
+def _difference(unit: Unit, values: Mapping[Unit, Values]) -> str:
+    """Collective. Return what is wrong if ranks have different state dicts, as far as samples show; else nothing.
+
+    Ranks that share no unit may: experts that are units with groups of their own have other values on each.
+    """
+    loaded: dict[tuple[Communicator, Communicator], dict[str, int]] = {}
+    for name, each in units_in(unit):
+        for handle in each.handles:
+            loaded.setdefault((handle.comm, handle.replicas), {})
+        for (handle, slot), value in values.get(each, {}).items():
+            key = join("" if each is unit else name, handle.places[slot][0].fqn)
+            loaded[handle.comm, handle.replicas][key] = fingerprint(sampled(local_part(value)))
+    # All before anybody raises: other ranks of the next ones may have found nothing to raise here.
+    problems = [difference_of_written(ranks, written) for ranks, written in loaded.items()]
+    return next(filter(None, problems), "")
+
+
+def _raise_if(problem: str, rank: int) -> None:
+    if problem:
+        raise RuntimeError(
+            f"rank {rank}: loading a state dict, {problem} Load the same state dict on every rank, or pass "
+            "rank0_only=True, where the first rank's counts."
+        )
 
 
 def _done(unit: Unit, source: FirstRank | None, job: Callable[[], Any]) -> Any:

@@ -31,7 +31,7 @@ from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours, note_stale
 from fsdp.engine.state_requests import Summoning
 from fsdp.engine.unit import TrainingState, Unit, serving
-from fsdp.engine.verify import agree_on_written
+from fsdp.engine.verify import difference_of_written
 from fsdp.state_dict.redistribute import as_modules_see, assembled, blanks, deal
 
 Values = Mapping[tuple[FlatParamHandle, int], Tensor]  # by the handle, and the parameter's number in it
@@ -354,16 +354,14 @@ class _Summoned:
             handle.places[slot][0].fqn: 0 if (handle, slot) not in changed or value is None else fingerprint(value)
             for (handle, slot), value in listed.items()
         }
-        try:
-            agree_on_written(
-                self._unit.everyone,
-                written,
-                f"{self._unit.name}: leaving summon_full_params()",
-                "Make the same changes on every rank, or summon with rank0_only=True, where the first rank's count.",
-            )
-        except RuntimeError:
+        ranks, name = self._unit.everyone, self._unit.name
+        problem = difference_of_written(ranks, written)
+        if problem:
             self._exposure.close()
-            raise
+            raise RuntimeError(
+                f"rank {number_among(ranks)}: {name}: leaving summon_full_params(), {problem} Make the same changes on "
+                "every rank, or summon with rank0_only=True, where the first rank's count."
+            )
 
     def _share(
         self, values: Values, grads: Mapping[FlatParamHandle, Sequence[Tensor | None]], problems: Sequence[str]
