@@ -145,6 +145,21 @@ def _save_and_load(size: int) -> None:
         assert torch.equal(value, saved[name]), name
 
 
+def test_ranks_that_load_different_values_of_one_expert_are_refused_by_all(ranks: RankPool) -> None:
+    ranks(4).run(_load_different_experts)
+
+
+def _load_different_experts() -> None:
+    model = sharded(2, None)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = dict(before)
+    state["expert.0.bias"] = before["expert.0.bias"] + dist.get_rank() // 3  # on rank 3 alone
+    with pytest.raises(RuntimeError, match=r"rank 1 has other values than rank 0 of expert\.0\.bias"):
+        model.load_state_dict(state)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
 def test_small_gradients_of_different_groups_do_not_meet_in_one_bucket(ranks: RankPool) -> None:
     ranks(4).run(_train_many_groups)
 
