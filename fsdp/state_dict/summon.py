@@ -351,7 +351,9 @@ class _Summoned:
         """Collective. Drop all changes, and raise RuntimeError, if the ranks have made different ones."""
         listed = {(handle, slot): listed_at(handle.places[slot][0]) for (handle, slot), _ in self._exposure.numbered()}
         written = {
-            handle.places[slot][0].fqn: 0 if (handle, slot) not in changed or value is None else fingerprint(value)
+            handle.places[slot][0].fqn: 0
+            if (handle, slot) not in changed or value is None
+            else fingerprint(local_part(value))
             for (handle, slot), value in listed.items()
         }
         ranks, name = self._unit.everyone, self._unit.name
