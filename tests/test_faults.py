@@ -17,7 +17,7 @@ from tests.faults.runner import Key, Record, Runner, Verdict, judge, table
 from tests.helpers.ranks import RankPool
 from tests.helpers.workers import Ending
 
-SLOW = 8  # of those that are not quick, in a sample
+SLOW = 6  # of those that are not quick, in a sample
 # Kinds of which no rank dies or is waited for, but in some phases where a report of the watchdog is what finds them.
 QUICK = {
     "options",
@@ -29,7 +29,7 @@ QUICK = {
     "other versions",
     "two jobs",
 }
-REPORTED = {"reduction", "clipping", "cond", "join", "hybrid", "offload to disk"}
+REPORTED = {"reduction", "clipping", "step", "summon", "cond", "join", "hybrid", "fully_shard", "offload to disk"}
 
 
 def is_quick(phase: str, fault: Fault) -> bool:

@@ -158,7 +158,7 @@ class Watchdog:
         self._store = dist.PrefixStore("fsdp.watchdog", store)
         self._others = [each for each in range(world_size) if each != rank]
         self._addresses: dict[int, Address] = {}  # of those others that have told theirs
-        self._ends: dict[int, str] = {}  # why ranks have ended
+        self._ends: dict[int, str] = {}  # how ranks have ended
         self._report, self._reported_at = "", 0.0  # the last one
         self._given_up = ""  # waiting, because of this
         self._meetings: dict[tuple[int, ...], int] = {}  # of these ranks, to recover, that have ended
@@ -192,7 +192,7 @@ class Watchdog:
             self._log(Kind.FOLLOWED, str(error))
         else:
             self._log(Kind.END if isinstance(error, Exception) else Kind.STOPPED, end)
-            self._tell_all({"end": end, "rank": self._rank})
+            self._tell_all({"end": f"was ended by {end}", "rank": self._rank})
 
     def explain(self) -> str:
         """Return why a collective did not complete: which ranks have ended, or where all were; empty if unknown."""
@@ -202,11 +202,13 @@ class Watchdog:
         if isinstance(known, str):
             return known
         if self._ends:
-            return "; ".join(f"rank {rank} was ended by {end}" for rank, end in sorted(self._ends.items()))
+            return "; ".join(f"rank {rank} {end}" for rank, end in sorted(self._ends.items()))
         wait = longest_wait()
         if wait is not None and self._reported_at > wait.since:
             return self._report
         gone = [rank for rank, answer in self._tell_all({}).items() if answer == _GONE]
+        for rank in gone:  # those that wait for this one will find it gone as well, and are to know the first
+            self._tell_all({"end": _GONE, "rank": rank})
         return f"{named(gone)} {_GONE}" if gone else ""
 
     def _run(self) -> None:
@@ -324,7 +326,7 @@ class Watchdog:
     def _ask_all(self) -> dict[int, Position | str]:
         answers: dict[int, Position | str] = {self._rank: Position.here()}
         for rank, answer in self._tell_all({}).items():
-            known = f"was ended by {self._ends[rank]}" if rank in self._ends else answer
+            known = self._ends.get(rank, answer)
             answers[rank] = known if isinstance(known, str) else Position(**known)
         return answers
 

@@ -24,7 +24,7 @@ from tests.faults.job import Job
 from tests.faults.optimizer import write
 
 HYBRID = "mesh setup train train train"
-STEP = r"(all-gather|reduce-scatter|all-reduce|exchange) of"
+STEP = r"(all-gather|reduce-scatter|all-reduce|exchange|sum over replicas) of"
 
 
 def full_sharding(job: Job) -> None:
