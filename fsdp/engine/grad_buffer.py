@@ -20,6 +20,8 @@ from fsdp.engine.layout import Layout
 from fsdp.engine.orig_params import OrigParams
 from fsdp.engine.placeholder import Placeholder, unreduced_gradient
 
+_SMALL_NUMEL = 1 << 18  # of more elements than this, a copy takes longer than its call
+
 
 class GradientSync(Enum):
     """The gradients of a backward go this far."""
@@ -121,8 +123,9 @@ class GradientBuffer:
             return
         if self._flat is None:
             flat = self._allocate()
-            # Where that is the same, all are divided at once, when they are taken. What is narrowed could overflow.
-            own, is_exact = flat.dtype, math.frexp(divisor)[0] == 0.5
+            # Where that is the same, small ones are divided at once, when they are taken; large ones would be read and
+            # written once more. What is narrowed could overflow.
+            own, is_exact = flat.dtype, math.frexp(divisor)[0] == 0.5 and flat.numel() <= _SMALL_NUMEL
             self._divisor = divisor if is_exact and torch.promote_types(grad.dtype, own) is own else 1.0
         for place, part in zip(self._places[slot], self.layout.divided(slot, grad), strict=True):
             _put(place, part, divisor / self._divisor, is_filled=bool(self._filled[slot]))
