@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 import zlib
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 
 _KEPT = 1024  # pages on which there is something
 
@@ -20,23 +20,25 @@ class Journal:
     Args:
         name: alike on all its ranks, and of no other journal of these ranks.
         ranks: all that keep this journal, by their numbers in the default process group.
-        page: returns the number of the page that is open.
         found: says what a difference on a page means, for messages, with {page} for its number.
         remedy: a sentence for the end of that message.
 
+    It knows nothing of the model, which the watchdog's thread would keep alive.
+
     Attributes:
+        page: the number of the page that is open.
         difference: how the ranks differ; empty while nobody has found that they do.
         is_raised: this rank knows it, by an error.
     """
 
-    def __init__(self, name: str, ranks: Iterable[int], page: Callable[[], int], found: str, remedy: str) -> None:
+    def __init__(self, name: str, ranks: Iterable[int], found: str, remedy: str) -> None:
         self.ranks = tuple(sorted(ranks))
         self.name = f"{name} of {zlib.crc32(repr(self.ranks).encode())}"
         self.found, self.remedy = found, remedy
         self.difference = ""
         self.is_raised = False
-        self.first_unsent = page()  # those before it have been sent to the rank that compares, or are forgotten
-        self._page = page
+        self.page = 0
+        self.first_unsent = 0  # those before it have been sent to the rank that compares, or are forgotten
         self._notes: dict[int, dict[tuple[Hashable, str], int]] = {}
         journals.add(self)
 
@@ -48,7 +50,7 @@ class Journal:
                 with the most notes counts.
             text: describes it, alike on all ranks; several lines are shown each by itself.
         """
-        notes = self._notes.setdefault(self._page(), {})
+        notes = self._notes.setdefault(self.page, {})
         notes[what, text] = notes.get((what, text), 0) + 1
         if len(self._notes) > _KEPT:
             oldest = next(iter(self._notes))
@@ -57,7 +59,7 @@ class Journal:
 
     def closed(self) -> tuple[int, list[str]]:
         """Return the number of the first closed page that was not sent yet, and digests of all from there."""
-        first, end = self.first_unsent, self._page()
+        first, end = self.first_unsent, self.page
         digests = [_digest(self.lines(number)) for number in range(first, end)]
         kept = self.first_unsent  # another thread may have forgotten a page meanwhile
         return kept, digests[kept - first :]

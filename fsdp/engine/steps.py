@@ -48,7 +48,7 @@ class Steps:
     def __init__(self, root: Unit) -> None:
         self._root = root
         self.backwards = self.taken = 0
-        self._compared_at = self._comparisons = 0
+        self._compared_at = 0
         self._begun: tuple[weakref.ref[torch.optim.Optimizer], int] | None = None
         self._journal: Journal | None = None
         self._of_replicas: dict[Communicator, Journal] = {}
@@ -57,18 +57,20 @@ class Steps:
             tags = [str(tag) for comm, tag in ways if comm.world_size > 1]
             name = " ".join(tags)
             if tags and self._journal is None and self._root.comm in (handle.comm, handle.replicas):
-                self._journal = Journal(
-                    f"steps {name}", self._root.ranks, lambda: self.backwards, _STEPS_DIFFER, _STEP_ALIKE
-                )
+                self._journal = Journal(f"steps {name}", self._root.ranks, _STEPS_DIFFER, _STEP_ALIKE)
             if handle.is_replicated and handle.replicas not in self._of_replicas:
                 ranks = ranks_of(handle.replicas.group)
-                self._of_replicas[handle.replicas] = Journal(
-                    f"shards {name}", ranks, lambda: self._comparisons, _REPLICAS_DIFFER, _KEEP_REPLICAS
-                )
+                self._of_replicas[handle.replicas] = Journal(f"shards {name}", ranks, _REPLICAS_DIFFER, _KEEP_REPLICAS)
 
     @property
     def handles(self) -> list[FlatParamHandle]:
         return [handle for _, unit in units_in(self._root) for handle in unit.handles]
+
+    def end_backward(self) -> None:
+        """Note that a backward has ended, and reduced gradients."""
+        self.backwards += 1
+        if self._journal is not None:
+            self._journal.page = self.backwards
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that a step begins.
@@ -120,7 +122,8 @@ class Steps:
                 text = f"{slot.name} of unit '{handle.unit_name}' has the checksum {fingerprint(shard):016x}"
                 self._of_replicas[handle.replicas].note(slot.name, text)
             handle.storage.release()
-        self._comparisons += 1
+        for journal in self._of_replicas.values():
+            journal.page += 1
 
 
 def describe_step(optimizer: torch.optim.Optimizer) -> str:

@@ -139,7 +139,8 @@ class Usage:
 
     def show_gradients(self) -> None:
         """After all reductions: have handles show their gradients, those of original parameters that any rank used."""
-        self.steps.backwards += bool(self._handles)
+        if self._handles:
+            self.steps.end_backward()
         for handle in self._handles:
             gradients = handle.gradients
             if gradients.sync is GradientSync.FULL:

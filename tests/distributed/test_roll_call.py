@@ -127,7 +127,7 @@ def _differ_unwatched() -> None:
 
 def same_everywhere() -> list[dict[int, list[str]]]:
     """Collective. Return what is in the journals of this rank, after having seen that it is the same on all."""
-    own = {each.name: {page: each.lines(page) for page in range(each._page() + 1)} for each in list(journals)}
+    own = {each.name: {page: each.lines(page) for page in range(each.page + 1)} for each in list(journals)}
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
     for other in found:
@@ -215,14 +215,14 @@ def _drift(folder: Path) -> str:
 
 
 def test_a_page_is_closed_when_the_next_one_is_begun_and_lost_when_there_are_too_many() -> None:
-    page = 0
-    journal = Journal("of a test", [1, 0], lambda: page, "", "")
+    journal = Journal("of a test", [1, 0], "", "")
     journal.note("a", "one")
     assert journal.closed() == (0, [])
-    page = 2
+    journal.page = 2
     first, (noted, empty) = journal.closed()
     assert (first, bool(noted), empty) == (0, True, "")
-    for page in range(2, 2000):  # noqa: B007 (the journal reads it)
+    for page in range(2, 2000):
+        journal.page = page
         journal.note("a", "one")
     first, digests = journal.closed()
     assert first == 2000 - 1024
@@ -230,7 +230,7 @@ def test_a_page_is_closed_when_the_next_one_is_begun_and_lost_when_there_are_too
 
 
 def test_of_notes_with_one_text_those_of_one_thing_count() -> None:
-    journal = Journal("of a test", [0, 1], lambda: 0, "", "")
+    journal = Journal("of a test", [0, 1], "", "")
     for what in ("a", "b", "b"):
         journal.note(what, "one")
     assert journal.lines(0) == ["one (2 times)"]
