@@ -31,6 +31,11 @@ def full_sharding(job: Job) -> None:
     job.options.clear()
 
 
+def damage(job: Job) -> None:
+    """Have other bits in memory, which nothing has written."""
+    next(job.model.parameters()).detach().numpy()[0] += 1e-3
+
+
 FAULTS = {
     "hybrid": [
         Fault(
@@ -109,12 +114,24 @@ FAULTS = {
             "a replica drifts",
             "values",
             "batch 2",
+            damage,
+            program="mesh compare_replicas setup train train train pause train",
+            sizes=(4,),
+            rank=r"ranks? 1\b",
+            unit="head.weight of unit 'root",
+            remedy="go on from a checkpoint",
+            by="replicas",
+        ),
+        Fault(
+            "a replica is written on one rank",
+            "values",
+            "batch 2",
             write(0.0),
-            program=HYBRID,
+            program=HYBRID + " pause train",
             sizes=(4,),
             rank=r"rank 1\b",
-            unit="head|root",
-            missed="replicas are compared every thousandth backward",
+            unit="the shard of root",
+            remedy="on every rank",
         ),
         Fault(
             "other values",

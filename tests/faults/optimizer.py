@@ -26,6 +26,10 @@ def without_gradient(job: Job) -> None:
     next(job.model.parameters()).grad = None
 
 
+def double_gradient(job: Job) -> None:
+    next(job.model.parameters()).grad.mul_(2)  # type: ignore[union-attr]
+
+
 def write(value: float) -> Callable[[Job], None]:
     def do(job: Job) -> None:
         with torch.no_grad():
@@ -54,14 +58,17 @@ def _compared(name: str, at: str, do: Callable[[Job], None], unit: str, **how: A
     """Return a fault that ranks find when they compare their steps, while the training goes on."""
     return Fault(
         name,
-        "optimizer",
+        how.pop("kind", "optimizer"),
         at,
         do,
         unit=unit,
-        remedy="Take the same steps on every rank",
-        program="setup train train train pause train",
-        **how,
+        **{"remedy": "Take the same steps on every rank", "program": "setup train train train pause train"} | how,
     )
+
+
+def _changed(name: str, at: str, do: Callable[[Job], None], unit: str) -> Fault:
+    """Return a fault that ranks find when they compare what was written between their steps."""
+    return _compared(name, at, do, unit, kind="values", remedy="Change parameters and gradients on every rank")
 
 
 FAULTS = {
@@ -73,32 +80,11 @@ FAULTS = {
         _compared("weight decay", "step 2", group(weight_decay=0.1), "weight_decay"),
         _compared("another optimizer", "batch", other_class, "AdamW"),
         _compared("other groups of parameters", "batch", two_groups, "group"),
-        _compared(
-            "parameters in another order", "batch", reordered, "order|parameters", missed="their order is not noted"
-        ),
-        _compared(
-            "a gradient is dropped before the step",
-            "step 2",
-            without_gradient,
-            "head|root",
-            missed="a step does not say which gradients it has",
-        ),
-        Fault(
-            "a shard is written between steps",
-            "values",
-            "batch 2",
-            write(0.0),
-            unit="head|root",
-            missed="shards that are written are not watched yet",
-        ),
-        Fault(
-            "a shard is not finite",
-            "values",
-            "batch 2",
-            write(float("nan")),
-            unit="head|root",
-            missed="shards that are written are not watched yet",
-        ),
+        _compared("parameters in another order", "batch", reordered, "order|parameters"),
+        _changed("a gradient is dropped before the step", "step 2", without_gradient, "no gradient of head.weight"),
+        _changed("a gradient is changed before the step", "step 2", double_gradient, "gradients were written 2 times"),
+        _changed("a shard is written between steps", "batch 2", write(0.0), "the shard of root"),
+        _changed("a shard is not finite", "batch 2", write(float("nan")), "the shard of root"),
         Fault(
             "an error in the step",
             "exceptions",

@@ -182,8 +182,8 @@ FAULTS = {
             lambda job: setattr(job, "joins_twice", True),
             program=JOIN,
             rank=r"rank 1\b",
-            remedy="fsdp.join",
-            missed="what is given to fsdp.join is not compared between ranks",
+            remedy="Every rank must have the same",
+            unit="optimizers in fsdp.join",
         ),
     ],
 }
