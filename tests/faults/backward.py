@@ -164,9 +164,9 @@ FAULTS = {
             "values",
             "backward 2",
             poisoned(float("nan")),
-            rank=r"rank 1\b",
-            unit="blocks|root",
-            missed="gradients that are not finite are not looked for",
+            program="setup detect train train train",
+            rank="rank 1: the gradient of ",
+            unit="head.bias of unit 'root",
         ),
     ],
     "reduction": [

@@ -120,7 +120,7 @@ FAULTS = {
             rank=r"ranks? 1\b",
             unit="head.weight of unit 'root",
             remedy="go on from a checkpoint",
-            by="replicas",
+            by="victim",
         ),
         Fault(
             "a replica is written on one rank",

@@ -213,6 +213,11 @@ class Job:
         """As long as ranks take to compare the steps of the last seconds, outside of all collectives."""
         time.sleep(2.5)
 
+    def detect(self) -> None:
+        import fsdp
+
+        self.stack.enter_context(fsdp.detect_nonfinite(self.model))
+
     def step_again(self) -> None:
         self.optimizer_.step()
 
