@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tests.faults.fault import ENDED, GATHER, GONE, LATE, Fault, also, ends_by, raises, skip, sleeps
+from tests.faults.fault import GATHER, Fault, also, skip, usual
 from tests.faults.job import Job
 
 OPTIMIZER = r"SGD|optimizer"
@@ -73,6 +72,7 @@ def _changed(name: str, at: str, do: Callable[[Job], None], unit: str) -> Fault:
 
 FAULTS = {
     "step": [
+        *usual("step 2", unit=GATHER),
         _compared("a step is left out", "step 2", skip, OPTIMIZER),
         _compared("two steps", "step 2", also("step_again"), OPTIMIZER),
         _compared("another learning rate", "step 2", group(lr=0.1), "lr"),
@@ -86,15 +86,6 @@ FAULTS = {
         _changed("a shard is written between steps", "batch 2", write(0.0), "the shard of root"),
         _changed("a shard is not finite", "batch 2", write(float("nan")), "the shard of root"),
         Fault(
-            "an error in the step",
-            "exceptions",
-            "step 2",
-            raises(RuntimeError("lr is negative")),
-            rank=f"{ENDED} RuntimeError: lr",
-            unit=GATHER,
-            by="others",
-        ),
-        Fault(
             "an error in a hook of the step, which all catch",
             "exceptions",
             "step 2",
@@ -102,18 +93,6 @@ FAULTS = {
             victim=None,
             rank="a hook of the optimizer",
             after="kept",
-        ),
-        Fault(
-            "killed in the step", "SIGKILL", "step 2", ends_by(signal.SIGKILL), rank=GONE, unit=GATHER, ends="SIGKILL"
-        ),
-        Fault(
-            "long in the step",
-            "slow ranks",
-            "step 2",
-            sleeps(5),
-            rank=LATE,
-            unit=GATHER,
-            remedy="rank 1: in no collective, at .*in do",
         ),
     ],
 }
