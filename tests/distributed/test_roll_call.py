@@ -173,7 +173,8 @@ def _change(folder: Path, change: Change, raises: bool) -> tuple[str, str]:
         if number == 3 and rank == 1:
             change(model)
         optimizer.step()
-        if warned:
+        dist.all_reduce(heard := torch.tensor(len(warned)))
+        if heard == 2:
             raise RuntimeError
 
     with warnings.catch_warnings(record=True) as warned:
