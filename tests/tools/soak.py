@@ -153,7 +153,7 @@ def live(rank: int, life: Life, folder: Path, save_every: int) -> None:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=life.world_size)
         _train(rank, life, folder, save_every)
         dist.destroy_process_group()
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - it ends the process anyhow
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
