@@ -11,11 +11,12 @@ from __future__ import annotations
 import warnings
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp.distributed.communicator import Communicator, ranks_of
 from fsdp.distributed.consensus import peers_answer
@@ -167,13 +168,15 @@ class Steps:
             yield from (f"the shard of {handle.name} was written" for handle in written)
         counts: dict[str, int] = {}
         for handle in filter(self._is_watched, handles):
-            grads = [param.grad for param in handle.registry.params]
-            missing = [slot.name for slot, grad in zip(handle.layout.slots, grads, strict=False) if grad is None]
+            grads = [param.grad for param in _listed(handle)]
+            missing = [slot for slot, grad in enumerate(grads) if grad is None]
             if missing:
-                yield f"{handle.name} has no gradient of {', '.join(missing)}"
-            counts[handle.name] = sum(grad._version for grad in grads if grad is not None)
+                names = [handle.layout.slots[slot].name for slot in missing]
+                yield f"{handle.name} has no gradient of {', '.join(names)}"
+            counts[handle.name] = sum([grad._version for grad in grads if grad is not None])
         # One line for what is the same of most of them, as after clipping.
-        usual = max(sorted(counts.values()), key=list(counts.values()).count, default=0)
+        tally = Counter(counts.values())
+        usual = min(tally, key=lambda times: (-tally[times], times), default=0)
         if usual:
             yield f"gradients were written {usual} times"
         yield from (f"the gradient of {name} was written {n} times" for name, n in counts.items() if n != usual)
@@ -192,10 +195,15 @@ class Steps:
             journal.page += 1
 
 
+def _listed(handle: FlatParamHandle) -> Sequence[nn.Parameter]:
+    """Return what optimizers see of a handle."""
+    return [handle.flat_param] if handle.orig_params is None else handle.orig_params.params
+
+
 def _written(handle: FlatParamHandle) -> Any:
     """Return what changes when a shard is written."""
-    *versions, _ = handle.shard_state
-    return versions
+    version = handle.flat_param._version
+    return version if handle.orig_params is None else (version, handle.orig_params.versions)
 
 
 def _described(optimizer: torch.optim.Optimizer, handles: Sequence[FlatParamHandle]) -> str:
@@ -205,14 +213,14 @@ def _described(optimizer: torch.optim.Optimizer, handles: Sequence[FlatParamHand
     original parameters are often empty, and may not be listed.
     """
     kind, lines, order = type(optimizer).__name__, [], []
-    numbers = {param: (handle.number, slot) for handle in handles for slot, param in enumerate(handle.registry.params)}
+    numbers = {id(param): (handle.number, slot) for handle in handles for slot, param in enumerate(_listed(handle))}
     for number, group in enumerate(optimizer.param_groups):
         options = [f"{name}={text}" for name in optimizer.defaults if (text := _shown(group.get(name)))]
         params = group["params"]
         is_alike = params and (is_dtensor(params[0]) or getattr(params[0], "owner", None) is params[0])
         count = f", {len(params)} parameters" if is_alike else ""
         lines.append(f"{kind}.step() of group {number}{count}: {', '.join(options)}")
-        order += [numbers.get(param) for param in params] if is_alike else []
+        order += [numbers.get(id(param)) for param in params] if is_alike else []
     if order:
         lines.append(f"{kind}.step() of parameters in the order {zlib.crc32(repr(order).encode()):08x}")
     return "\n".join(lines)

@@ -62,9 +62,9 @@ class Life:
     def drawn(cls, draw: random.Random, begin: int, steps: int, max_ranks: int) -> Life:
         """Return a life that begins after some step."""
         world_size = draw.randint(1, max_ranks)
-        last = min(steps, begin + draw.randint(max(1, steps // 40), max(2, steps // 5)))
+        last = min(steps, begin + draw.randint(steps // 40 + 2, steps // 5 + 2))
         is_killed = world_size > 1 and last < steps and draw.random() < 0.5
-        chosen = [step for step in range(begin + 2, last) if world_size > 1 and draw.random() < 0.04]
+        chosen = [step for step in range(begin, last) if world_size > 1 and draw.random() < 0.04 + 2 / steps]
         failures = {step: (draw.randrange(world_size), draw.choice(["forward", "backward", "step"])) for step in chosen}
         return cls(world_size, last, draw.randrange(world_size) if is_killed else None, failures)
 
