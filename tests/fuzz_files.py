@@ -1,6 +1,6 @@
 """Reads damaged checkpoints and loads strange state dicts, a great many: each gives what it may, or one kind of error.
 
-    python -m tests.tools.fuzz_files --files 50000 --states 50000 --seed 1
+    python -m tests.fuzz_files --files 50000 --states 50000 --seed 1
 
 Checkpoints of all formats are damaged in their bytes, and in manifests, indexes, headers and pickles whose checksums
 are right. No reading may take 20 seconds, or half a gigabyte more than there was. `make test` does the same a few
@@ -42,6 +42,7 @@ def of_files(whole: Path, folder: Path, word: str, change: Callable[[Path, Draw]
 
 def repeat(trial: Trial, count: int, start: int) -> None:
     """Run a trial so many times, with what is drawn from a seed."""
+    done: list[None] = []
 
     @seed(start)
     @settings(
@@ -54,13 +55,12 @@ def repeat(trial: Trial, count: int, start: int) -> None:
     )
     @given(data=st.data())
     def run(data: st.DataObject) -> None:
-        nonlocal done
-        done += 1
+        done.append(None)
         trial(data.draw)
 
-    done, begun = 0, time.monotonic()
+    begun = time.monotonic()
     run()
-    print(f"{done:7} in {time.monotonic() - begun:.0f} s", flush=True)
+    print(f"{len(done):7} in {time.monotonic() - begun:.0f} s", flush=True)
 
 
 def main() -> None:
