@@ -70,11 +70,12 @@ def give_up(group: Any) -> None:
     """End with an error all that this rank waits for on a gloo group, and will: its connections are closed.
 
     gloo does so when one wait takes too long (torch 2.13), wherever others wait; and a closed connection ends the waits
-    of the rank at its other end.
+    of the rank at its other end. A peer who has closed its own is not waited for, so all are asked.
     """
-    peer = (group.rank() + 1) % group.size()
-    with suppress(RuntimeError):
-        group.recv([blank(1)], peer, wire_tag("nothing is sent")).wait(timedelta(milliseconds=1))
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with suppress(RuntimeError):
+                group.recv([blank(1)], peer, wire_tag("nothing is sent")).wait(timedelta(milliseconds=1))
 
 
 def renew(group: Any) -> None:

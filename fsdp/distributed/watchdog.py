@@ -192,6 +192,8 @@ class Watchdog:
             self._log(Kind.FOLLOWED, str(error))
         else:
             self._log(Kind.END if isinstance(error, Exception) else Kind.STOPPED, end)
+            with suppress(RuntimeError):  # for ranks that begin to listen later
+                self._store.set(f"end of {self._rank}", f"was ended by {end}")
             self._tell_all({"end": f"was ended by {end}", "rank": self._rank})
 
     def explain(self) -> str:
@@ -207,9 +209,17 @@ class Watchdog:
         if wait is not None and self._reported_at > wait.since:
             return self._report
         gone = [rank for rank, answer in self._tell_all({}).items() if answer == _GONE]
-        for rank in gone:  # those that wait for this one will find it gone as well, and are to know the first
-            self._tell_all({"end": _GONE, "rank": rank})
-        return f"{named(gone)} {_GONE}" if gone else ""
+        ends = {rank: self._last_word(rank) for rank in gone}
+        for rank, end in ends.items():  # those that wait for this one will find it gone as well, and are to know these
+            self._tell_all({"end": end, "rank": rank})
+        return "; ".join(f"rank {rank} {end}" for rank, end in ends.items())
+
+    def _last_word(self, rank: int) -> str:
+        """Return how a rank that is gone has ended, as far as it could say so."""
+        with suppress(RuntimeError):  # the store may be gone, too
+            if self._store.check([key := f"end of {rank}"]):
+                return self._store.get(key).decode()
+        return _GONE
 
     def _run(self) -> None:
         asked: communicator.Wait | None = None

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import FullyShardedDataParallel, set_watchdog
-from fsdp.distributed import watchdog
+from fsdp.distributed import messages, watchdog
 from fsdp.distributed.communicator import CollectiveError
 from fsdp.distributed.watchdog import Position, Report
 from tests.helpers.paths import ROOT
@@ -136,6 +137,33 @@ def _give_up_waiting(folder: Path) -> str:
         train(model)
     dist.destroy_process_group()
     return str(raised.value)
+
+
+def test_waits_are_given_up_also_when_others_have_closed_their_connections_before(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks(3, backend=None).run(_give_up_alone, tmp_path)
+
+
+def _give_up_alone(folder: Path) -> None:
+    rank = int(os.environ["RANK"])
+    store = dist.FileStore(str(folder / "store"), 3)
+    dist.init_process_group("gloo", rank=rank, world_size=3, store=store)
+    group = dist.group.WORLD
+    assert group is not None
+    dist.barrier()
+    if rank == 1:  # whom rank 0 would ask first
+        messages.give_up(group)
+        store.set("given up", "")
+    if rank == 0:
+        store.wait(["given up"])
+        threading.Timer(0.5, messages.give_up, [group]).start()
+        begun = time.monotonic()
+        with pytest.raises(RuntimeError):  # nothing comes
+            group.recv([torch.empty(1)], 2, 1).wait(timedelta(seconds=60))
+        assert time.monotonic() - begun < 30
+        store.set("done", "")
+    store.wait(["done"])  # rank 2 does nothing, as if it was stopped
 
 
 def test_the_watchdog_can_be_turned_off(ranks: RankPool) -> None:

@@ -22,7 +22,7 @@ STUCK = "still running"
 ANY = ""  # it makes no sense to ask for one: an error that all ranks make alike names no rank
 GATHER = r"all-gather of (blocks\.[01]|root)"
 ENDED = r"rank 1 was ended by"
-GONE = r"rank 1 is gone"
+GONE = r"rank 1:? is gone"
 LATE = r"The others wait for rank 1\b"
 DIFFERENT = r"different (collectives|calls)"
 

@@ -158,7 +158,7 @@ FAULTS = {
             "let_wait",
             signalled_while_waiting(signal.SIGTERM),
             program=WAITING,
-            rank="rank 0 is gone",
+            rank="rank 0:? is gone",
             unit="all-gather",
             victim=0,
             ends="SIGTERM",
