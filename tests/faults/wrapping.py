@@ -127,7 +127,15 @@ FAULTS = {
             rank="rank 1 was ended by TypeError: unhashable",
             by="others",
         ),
-        Fault("killed before wrapping", "SIGKILL", "wrap", ends_by(signal.SIGKILL), rank=r"rank 1\b", ends="SIGKILL"),
+        Fault(  # of more ranks some end because of it, and those that hear of it last find only these gone
+            "killed before wrapping",
+            "SIGKILL",
+            "wrap",
+            ends_by(signal.SIGKILL),
+            rank=r"rank 1\b",
+            sizes=(2,),
+            ends="SIGKILL",
+        ),
         Fault(
             "building for long",
             "slow ranks",

@@ -3,9 +3,10 @@
     python -m tests.tools.soak --steps 2000 --save-every 50 --ranks 4
 
 It is one training of many lives. In each a random number of ranks loads the newest checkpoint and trains on; now and
-then one raises an exception, in forward, in backward or in its step, and all go on by `fsdp.recover`. A life ends at a
-random step, of all ranks or of one that is killed. The same batches train an unsharded model: in the end the weights
-are compared. Live tensors, threads and open files must not grow within a life. The seed repeats what is drawn.
+then one raises an exception, in forward, in backward or in its step, and all go on by `fsdp.recover`, or, if that
+cannot be, from the newest checkpoint. A life ends at a random step, of all or of one that is killed. The same batches
+train an unsharded model: in the end the weights are compared. Live tensors, threads and open files must not grow within
+a life. The seed repeats what is drawn.
 """
 
 from __future__ import annotations
@@ -138,6 +139,10 @@ class Training:
         (out - wanted).square().mean().backward()
         self.optimizer.step()
 
+    def load(self, path: Path | None) -> None:
+        assert path is not None
+        self.taken = fsdp.load(path, self.model, self.optimizer).step or 0
+
     def weights(self) -> dict[str, Tensor]:
         return self.model.state_dict()
 
@@ -160,21 +165,32 @@ def live(rank: int, life: Life, folder: Path, save_every: int) -> None:
 
 
 def _train(rank: int, life: Life, folder: Path, save_every: int) -> None:
-    training, recovered = Training(life), 0
+    training, recovered, loaded = Training(life), 0, 0
     newest = checkpoint.newest(folder / "steps")
-    if newest is not None:
-        training.taken = fsdp.load(newest, training.model, training.optimizer).step or 0
-    begun, saved = training.taken, training.taken
+    if newest is None:
+        fsdp.save(folder / "steps", training.model, training.optimizer, step=0)
+    else:
+        training.load(newest)
+    begun = saved = training.taken
     while training.taken < life.last:
         try:
             training.step()
         except (ValueError, CollectiveError):
-            fsdp.recover(training.model)
-            recovered += 1
+            try:
+                fsdp.recover(training.model)
+                recovered += 1
+            except RuntimeError as error:  # one was still in the backward of a step that others had taken
+                if "Load the last checkpoint" not in str(error):
+                    raise
+                training.load(checkpoint.newest(folder / "steps"))
+                loaded += 1
         if training.taken % save_every == 0 and training.taken > saved:
             fsdp.save(folder / "steps", training.model, training.optimizer, step=training.taken, keep=2)
             saved = training.taken
-            _note(folder / f"usage {rank}", usage() | {"step": training.taken - begun, "recovered": recovered})
+            _note(
+                folder / f"usage {rank}",
+                usage() | {"step": training.taken - begun, "recovered": recovered, "loaded": loaded},
+            )
     if rank == life.killed:
         os.kill(os.getpid(), signal.SIGKILL)
     if life.killed is not None:
@@ -259,6 +275,7 @@ def soak(steps: int, save_every: int, max_ranks: int, seed: int, folder: Path) -
         counts["lives"] += 1
         counts["killed"] += life.killed is not None
         counts["exceptions"] += len(life.failures)
+        counts["loaded instead of recovered"] += max((note["loaded"] for note in notes), default=0)
         newest = checkpoint.newest(folder / "steps")
         end = "all end" if life.killed is None else f"rank {life.killed} is killed"
         print(f"steps {begin}-{life.last}, {life.world_size} ranks, {len(life.failures)} exceptions, {end}", flush=True)
