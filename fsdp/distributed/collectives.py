@@ -259,9 +259,10 @@ class DirectExchange(TorchCollectives):
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
         own_call = present_call().encode()[:_CALL_BYTES].ljust(_CALL_BYTES)
         header = as_tensor(len(payload).to_bytes(_LENGTH_BYTES, "little") + own_call)
-        works, headers = self._swap(_TALK, "header", "", [header] * self.world_size)
+        works, received = self._swap(_TALK, "header", "", [header] * self.world_size)
         finish(works, _TALK)
-        calls = [as_bytes(each)[_LENGTH_BYTES:].decode(errors="replace").strip() for each in headers]
+        headers = list(map(as_bytes, received))
+        calls = [each[_LENGTH_BYTES:].decode(errors="replace").strip() for each in headers]
         for number, call in enumerate(calls):
             if call != calls[0]:
                 ranks = dist.get_process_group_ranks(self._known)
@@ -270,7 +271,7 @@ class DirectExchange(TorchCollectives):
                     f"and rank {ranks[number]} in {call or _TRAINING}. Make the same calls on every rank, in the same "
                     "order."
                 )
-        bodies = [blank(int.from_bytes(as_bytes(each)[:_LENGTH_BYTES], "little")) for each in headers]
+        bodies = [blank(int.from_bytes(each[:_LENGTH_BYTES], "little")) for each in headers]
         bodies[self.rank] = as_tensor(payload)
         incoming = {peer: [bodies[peer]] for peer in self._peers if len(bodies[peer])}
         outgoing = {peer: [bodies[self.rank]] for peer in self._peers if payload}
