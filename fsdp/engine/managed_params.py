@@ -102,7 +102,7 @@ def collect(
     claimed: Collection[tuple[nn.Module, str]] = (),
     *,
     with_values: bool = True,
-    takes_extended: bool = False,
+    takes_all: bool = False,
 ) -> dict[nn.Parameter, Places]:
     """Return the parameters below `module` that no inner unit took, each with every place where it is used.
 
@@ -112,7 +112,7 @@ def collect(
         tied: if given, gets the parameters that another unit took and can share, with their places here.
         claimed: places that inner units see to.
         with_values: refuse parameters without values, those on the meta device.
-        takes_extended: take tensor subclasses with torch's all-gather extension.
+        takes_all: take integers, which are frozen, and tensor subclasses with torch's all-gather extension.
 
     Raises:
         TypeError: if one is an integer tensor or another kind that cannot be flattened.
@@ -132,7 +132,7 @@ def collect(
                 continue
             if ignored is not None and ignored.has(submodule, param):
                 continue
-            _check(fqn, param, with_values, takes_extended)
+            _check(fqn, param, with_values, takes_all)
             kind = found
             if tied is not None and lender_of(param) is not None:
                 kind = tied
@@ -156,15 +156,15 @@ def _refuse_aliases(found: dict[nn.Parameter, Places]) -> None:
             )
 
 
-def _check(fqn: str, param: nn.Parameter, with_values: bool, takes_extended: bool) -> None:
-    if not param.is_floating_point() and not param.is_complex():
+def _check(fqn: str, param: nn.Parameter, with_values: bool, takes_all: bool) -> None:
+    if param.is_quantized or not (takes_all or param.is_floating_point() or param.is_complex()):
         raise TypeError(
             f"{fqn} is a parameter of {param.dtype}: only floating-point parameters can be sharded. Register it as a "
             "buffer (register_buffer) if it is not trained."
         )
     check_placements(fqn, param)
     is_known = type(param) in _PLAIN or (is_dtensor(param) and not holds_extended(param))
-    if takes_extended and holds_extended(param):
+    if takes_all and holds_extended(param):
         check_extension(fqn, local_part(param))
         is_known = True
     if param.layout is not torch.strided or (param.is_meta and with_values) or not is_known:

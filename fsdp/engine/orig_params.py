@@ -16,14 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp.engine.flat_param import (
-    Attributes,
-    CountedParameter,
-    FlatParameter,
-    ParamInfo,
-    attributes_of,
-    give_attributes,
-)
+from fsdp.engine.counted_data import CountedParameter
+from fsdp.engine.flat_param import Attributes, FlatParameter, ParamInfo, attributes_of, give_attributes
 from fsdp.engine.layout import Layout
 from fsdp.engine.placeholder import Placeholder, unreduced_gradient
 

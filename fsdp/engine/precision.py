@@ -167,11 +167,11 @@ class Precision:
 
     def compute_dtype(self, own: torch.dtype) -> torch.dtype:
         """Return the dtype in which parameters of dtype `own` are unsharded."""
-        return own if self.compute is None or own.is_complex else self.compute
+        return own if self.compute is None or not own.is_floating_point else self.compute
 
     def reduce_dtype(self, own: torch.dtype) -> torch.dtype:
         """Return the dtype in which gradients of such parameters are sent."""
-        return self.compute_dtype(own) if self.reduce is None or own.is_complex else self.reduce
+        return self.compute_dtype(own) if self.reduce is None or not own.is_floating_point else self.reduce
 
     def check(self, name: str, dtype: torch.dtype, requires_grad: bool) -> None:
         """Raise ValueError for a parameter that cannot be trained like this."""

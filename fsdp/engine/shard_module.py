@@ -132,7 +132,7 @@ def _shard_params(
         tied if form.takes_tied else None,
         claimed_in(module),
         with_values=False,
-        takes_extended=form.lists_parts,
+        takes_all=form.lists_parts,
     )
     form.prepare(found, tied, module)
     params_are_on = _device_of(found, module, groups.shard)
