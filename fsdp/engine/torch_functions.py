@@ -205,12 +205,12 @@ class Models:
         self.whole = self._whole({id(param) for param in params})
 
     def _whole(self, given: set[int]) -> Runtime | None:
-        """The only model, if what was given are all of its parameters that are trained, and no others."""
+        """The only model, if all of its parameters that are trained or have gradients were given, and no others."""
         if len(self._runtimes) != 1:
             return None
         runtime = self._runtimes[0]
         own = [*_parameters(runtime), *unsharded_parameters(runtime.root)]
-        needed = {id(param) for param in own if param.requires_grad}
+        needed = {id(param) for param in own if param.requires_grad or param.grad is not None}
         return runtime if needed <= given <= {id(param) for param in own} else None
 
     def prepare(self) -> None:
