@@ -32,16 +32,8 @@ def take_states_of_first(
 
     A rank needs no more memory for it, or that of the largest tensor if that is elsewhere or does not lie in one piece.
     What is on the meta device, on other ranks than 0, gets memory on `device`; what is on all ranks, waits for values.
-
-    Args:
-        module: its buffers are sent, without those of inner units and of what is ignored.
-        found: the parameters to send, with their places; of `DTensor`s, the local parts.
-        ignored: what is left alone.
-        ranks: those that are to share it, and those that are to hold the same as this one.
-        device: where they communicate.
-
-    Returns:
-        `found`, with the parameters that are there now.
+    Of the parameters `found`, which are returned as they are now, `DTensor`s are sent by their local parts; of buffers,
+    those of inner units and of what is ignored are not sent.
 
     Raises:
         RuntimeError: if the ranks have different parameters or buffers, naming the first rank that differs; if rank 0

@@ -69,14 +69,8 @@ class Window:
 class OptimStream:
     """An `OptimStream` fetches an optimizer's unsharded state from all ranks, once. Making it is a collective.
 
-    Args:
-        model: the outermost wrapper.
-        optim: an optimizer of its parameters.
-        recipient: the number of the rank that wants it, among those of the root; None for all of them.
-
-    Attributes:
-        is_wanted: on this rank.
-        shared: what the ranks have of each parameter that has state.
+    It `is_wanted` by the rank of that number among those of the root (`recipient`), or by all. What the ranks have of
+    each parameter that has state is `shared`.
     """
 
     def __init__(self, model: nn.Module, optim: Any, recipient: int | None) -> None:
