@@ -118,19 +118,12 @@ class LoneGroup:
 
 @dataclass(frozen=True)
 class Groups:
-    """The ranks of one wrapper.
+    """The ranks of one wrapper."""
 
-    Attributes:
-        shard: those that share its parameters.
-        replicate: those that hold the same shards; None without replicas.
-        strategy: what was asked for, or what the rest amounts to.
-        ranks: the numbers of all of them; empty where torch does not know them.
-    """
-
-    shard: Group
-    replicate: Group | None
-    strategy: ShardingStrategy
-    ranks: frozenset[int]
+    shard: Group  # those that share its parameters
+    replicate: Group | None  # those that hold the same shards; None without replicas
+    strategy: ShardingStrategy  # that was asked for, or that the rest amounts to
+    ranks: frozenset[int]  # the numbers of all of them; empty where torch does not know them
 
     @property
     def replicas(self) -> int:
