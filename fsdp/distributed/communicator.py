@@ -76,6 +76,11 @@ class Pending:
         return self._arrived
 
 
+def after_use_of(sent: Tensor, result: Tensor) -> Tensor:
+    """Return `result`; `sent` is named only so that it lives until the collective that reads it has been awaited."""
+    return result
+
+
 class Communicator(ABC):
     """The ranks of one group. Every method is collective over them."""
 
