@@ -37,6 +37,7 @@ from fsdp.distributed.communicator import Communicator as Communicator
 from fsdp.distributed.communicator import (
     Group,
     Messages,
+    after_use_of,
     backend_names,
     behind,
     communicators,
@@ -119,12 +120,12 @@ class TorchCollectives(Communicator):
 
     def all_gather(self, full: Tensor, shard: Tensor, what: str, tag: Tag) -> Pending:
         work = getattr(dist, _ALL_GATHER)(full, shard, group=self.group, async_op=True)
-        return Pending(what, (work,), lambda: _after_use_of(shard, full))
+        return Pending(what, (work,), lambda: after_use_of(shard, full))
 
     def reduce_scatter(self, full: Tensor, what: str, tag: Tag, dtype: torch.dtype | None = None) -> Pending:
         out = full.new_empty(full.numel() // self.world_size)
         work = getattr(dist, _REDUCE_SCATTER)(out, full, group=self.group, async_op=True)
-        return Pending(what, (work,), lambda: _after_use_of(full, out).to(dtype or full.dtype))
+        return Pending(what, (work,), lambda: after_use_of(full, out).to(dtype or full.dtype))
 
     def all_reduce(self, tensor: Tensor, op: str = "sum", what: str = "all-reduce") -> Pending:
         work = dist.all_reduce(tensor, op=_OPS[op], group=self.group, async_op=True)
@@ -346,8 +347,3 @@ def communicator(group: Group, device: torch.device) -> Communicator:
             watch()
     found: Communicator = communicators[key]
     return found
-
-
-def _after_use_of(sent: Tensor, result: Tensor) -> Tensor:
-    """`result`; `sent` is named only so that it lives until the collective that reads it has been awaited."""
-    return result

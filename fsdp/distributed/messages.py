@@ -82,9 +82,6 @@ def renew(group: Any) -> None:
 
     torch (private, seen in 2.11 and 2.13) has a group look its backend up by the type of device, and never takes
     another backend of a kind that it has. So the new one is of a kind that torch has no name for.
-
-    Args:
-        group: as torch knows it.
     """
     host = torch.device("cpu")
     kind = _renewed.get(group, _NAMELESS)

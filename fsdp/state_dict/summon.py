@@ -42,9 +42,8 @@ _Shown = TypeVar("_Shown")
 class Exposure:
     """One unit's modules with ordinary parameters in the place of their sharded ones, until closed.
 
-    Args:
-        tensors: what is shown of each handle of `hidden_handles`; None leaves the modules as they are.
-        by_value: see also changes that no version counts, as those through ``.data``.
+    They show `tensors` for each handle; None leaves them as they are. With `by_value`, changes are seen that no version
+    counts, as those through ``.data``.
     """
 
     def __init__(

@@ -502,11 +502,7 @@ def _check_local(full: Any, local: Any, strict: bool, type_check: bool) -> None:
 class _Arrivals:
     """Collective. The unsharded tensors of rank 0's tree, in the order of the description.
 
-    Args:
-        device: where they travel.
-        described: the description of the tree.
-        full: the tree itself on rank 0; elsewhere not looked at.
-        budget: bytes that may travel in one message of several tensors; 0 sends each by itself.
+    Several travel in one message of at most `budget` bytes. The tree itself is looked at on rank 0 only.
     """
 
     def __init__(self, comm: Communicator, device: torch.device, described: Any, full: Any, budget: int) -> None:
