@@ -99,8 +99,8 @@ def collect(
     """Return the parameters below `module` that no inner unit took, each with every place where it is used.
 
     Places that inner units see to (`claimed`) are left out. Parameters that another unit took and can share go to
-    `tied`, if that is given.
-    Integers, which are frozen, and tensor subclasses with torch's all-gather extension are taken if it `takes_all`.
+    `tied`, if that is given. With `takes_all`, integers (which are frozen) and tensor subclasses with torch's all-gather
+    extension are taken too.
 
     Raises:
         TypeError: if one is an integer tensor or another kind that cannot be flattened.
