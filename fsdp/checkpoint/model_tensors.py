@@ -18,6 +18,7 @@ from fsdp.checkpoint.safetensors import Entry, Part
 from fsdp.distributed.collectives import LONE_RANK, communicator
 from fsdp.distributed.communicator import default_group, own_rank
 from fsdp.distributed.consensus import Ranks, done_by_all, from_everyone, number_among, size_of
+from fsdp.distributed.devices import HOST
 from fsdp.distributed.dtensor import MeshPart, groups_of, is_on_many_ranks, local_part
 from fsdp.engine.boxes import Box
 from fsdp.engine.flat_param import FlatParameter
@@ -234,7 +235,7 @@ def tensors_in(model: nn.Module, units: Sequence[Unit]) -> list[Target]:
                         f"{paths[0]}{name} is flat: load a FlattenParamsWrapper with load_state_dict"
                     )
                 if tensor is not None and not is_ours(tensor):
-                    device = devices.get(module, torch.device("cpu"))
+                    device = devices.get(module, HOST)
                     target = others.setdefault(id(tensor), UnshardedTensor([], [], device))
                     target.names += [path + name for path in paths]
                     target.places.append((entries, name))
@@ -312,7 +313,7 @@ def all_ranks(everyone: Sequence[Ranks]) -> Ranks:
     if everyone:
         return everyone[0]
     if dist.is_available() and dist.is_initialized():
-        return (communicator(default_group(None), torch.device("cpu")),)
+        return (communicator(default_group(None), HOST),)
     return (LONE_RANK,)
 
 

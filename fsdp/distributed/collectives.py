@@ -52,6 +52,7 @@ from fsdp.distributed.communicator import MissingRanks as MissingRanks
 from fsdp.distributed.communicator import Pending as Pending
 from fsdp.distributed.communicator import Tag as Tag
 from fsdp.distributed.communicator import during as during
+from fsdp.distributed.devices import HOST, is_host
 from fsdp.distributed.messages import Receiving, Sending, as_bytes, as_tensor, blank, give_up, wire_tag
 from fsdp.distributed.watchdog import watch
 
@@ -111,7 +112,7 @@ class TorchCollectives(Communicator):
         if self._apart is None:
             members = dist.get_process_group_ranks(self._known)
             group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-            self._apart = communicator(group, torch.device("cpu"))
+            self._apart = communicator(group, HOST)
         return self._apart
 
     def give_up(self) -> None:
@@ -342,7 +343,7 @@ def communicator(group: Group, device: torch.device) -> Communicator:
         if _only_torch or behind(group) is not group or not is_gloo:
             communicators[key] = TorchCollectives(group)
         else:
-            communicators[key] = DirectExchange(group) if device.type == "cpu" else StagedExchange(group)
+            communicators[key] = DirectExchange(group) if is_host(device) else StagedExchange(group)
         if communicators[key].peers_answer:
             watch()
     found: Communicator = communicators[key]

@@ -99,7 +99,7 @@ def collect(
     """Return the parameters below `module` that no inner unit took, each with every place where it is used.
 
     Places that inner units see to (`claimed`) are left out. Parameters that another unit took and can share go to
-    `tied`, if that is given. With `takes_all`, integers (which are frozen) and tensor subclasses with torch's all-gather
+    `tied`, if that is given. With `takes_all`, frozen integers and tensor subclasses with torch's all-gather
     extension are taken too.
 
     Raises:

@@ -102,4 +102,3 @@ def _buffers(module: nn.Module, ignored: Ignored) -> list[tuple[Tensor, list[str
                 known_as.append(f"{names[inner]}.{name}".lstrip("."))
                 entries.append((inner._buffers, name))
     return list(found.values())
-

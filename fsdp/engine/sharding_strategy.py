@@ -27,8 +27,7 @@ from fsdp.distributed.communicator import (
     reduce_group,
 )
 from fsdp.distributed.consensus import agree_on
-
-_HOST = torch.device("cpu")
+from fsdp.distributed.devices import HOST
 
 
 class ShardingStrategy(Enum):
@@ -219,7 +218,7 @@ def _all_ranks(shard: Group, replicate: Group) -> frozenset[int]:
     key = (shard, replicate)
     if key not in _checked:
         rows, columns = [ranks_of(shard)], [ranks_of(replicate)]
-        over_shard, over_replicas = communicator(shard, _HOST), communicator(replicate, _HOST)
+        over_shard, over_replicas = communicator(shard, HOST), communicator(replicate, HOST)
         if over_shard.peers_answer and over_replicas.peers_answer:
             # Everybody asks before anybody raises an error.
             rows = [json.loads(row) for row in over_replicas.all_gather_bytes(json.dumps(list(rows[0])).encode())]
@@ -256,7 +255,7 @@ def _by_machine(group: Group) -> tuple[Group, Group | None]:
     given = os.environ.get("LOCAL_WORLD_SIZE", "missing")
     local = int(given) if given.isdecimal() else 0
     if (group, local) not in _made:
-        agree_on([communicator(group, _HOST)], "values of LOCAL_WORLD_SIZE", given)
+        agree_on([communicator(group, HOST)], "values of LOCAL_WORLD_SIZE", given)
         _made[group, local] = _split(group, local, given)
     return _made[group, local]
 
@@ -313,7 +312,7 @@ def _new_group(group: Group, parts: Sequence[Sequence[int]]) -> Group:
         made = [dist.new_group(list(part)) for part in parts]
         return next(each for each, part in zip(made, parts, strict=True) if mine in part)
     agree_on(
-        [communicator(group, _HOST)],
+        [communicator(group, HOST)],
         "numbers of process groups, which torch names new ones by",
         str(number_of_groups()),
     )

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fsdp.distributed.collectives import Communicator, during
 from fsdp.distributed.consensus import agree_on_outcome, done_by_all, number_among, size_of
+from fsdp.distributed.devices import is_host
 from fsdp.distributed.dtensor import full_tensor
 from fsdp.optim_utils.full import copied_options
 from fsdp.optim_utils.params import OwnState, Parameters, own_state, parameters_of, root_of
@@ -167,7 +168,7 @@ class OptimStream:
         def finish() -> tuple[Original, str, Tensor]:
             if pending is not None:
                 pending.wait()
-                if not self.is_wanted and one.device.type != "cpu":
+                if not self.is_wanted and not is_host(one.device):
                     comm.settle()  # what was copied only to be sent can go
             if not self.is_wanted:
                 return original, key, made
