@@ -7,7 +7,6 @@ number of ranks that have it too; so they all come to the same norm, to the bit,
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
@@ -69,7 +68,7 @@ def _named_nonfinite(root: Unit, reduced: Mapping[FlatParamHandle, Tensor]) -> s
         )
         if not part.isfinite().all()
     ]
-    names = list(dict.fromkeys(chain(*map(json.loads, from_everyone(root.everyone, json.dumps(own).encode())))))
+    names = list(dict.fromkeys(chain(*from_everyone(root.everyone, own))))
     more = f" and {len(names) - 3} more" if names[3:] else ""
     return f" (the gradient of {', '.join(names[:3])}{more})" if names else ""
 
