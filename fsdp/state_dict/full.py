@@ -480,8 +480,15 @@ def _keep_written(exposure: Exposure, is_here: bool, source: FirstRank | None) -
     _tell(exposure.handles, kept, source, problem)
 
 
+def require_mapping(state_dict: Any) -> None:
+    """Raise TypeError, as torch does, for what is no state dict."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
+
+
 def with_wrapped_metadata(state_dict: Any, root: nn.Module) -> Any:
     """Return a shallow copy whose version metadata is found under wrapped names too, where torch will look for it."""
+    require_mapping(state_dict)
     copied = OrderedDict(state_dict)
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
