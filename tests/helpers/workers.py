@@ -296,8 +296,9 @@ def _set_aside_modules() -> None:
 
 
 def _restore(environment: Mapping[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
+    if os.environ != environment:  # setting all of them takes longer than to compare
+        os.environ.clear()
+        os.environ.update(environment)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
