@@ -22,6 +22,7 @@ from fsdp.distributed.collectives import Communicator, communicator
 from fsdp.distributed.comm_hooks import AllReduceHook
 from fsdp.distributed.communicator import Group, behind, default_group, made_once_for_groups, served_device
 from fsdp.distributed.custom_collectives import Collective, CustomAllGather, CustomReduceScatter, moved
+from fsdp.distributed.devices import accelerator, current_device, has_streams
 from fsdp.distributed.dtensor import MeshPart, spread_loaded
 from fsdp.distributed.gather_extension import holds_extended
 from fsdp.engine.copying import prepare_to_copy
@@ -182,8 +183,7 @@ def fully_shard(
     mesh = spread.mesh
     groups = Groups.resolve(mesh, None if spread.is_sharded else ShardingStrategy.NO_SHARD)
     is_resharded, kept_by = _resharding(reshard_after_forward, groups)
-    on_cuda = mesh.device_type == "cuda"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    device = current_device(mesh.device_type)
     options = Options(
         reshard_after_forward=is_resharded,
         disable_reshard_on_root=reshard_after_forward is None,
@@ -324,7 +324,8 @@ def _mesh_of_all(module: nn.Module) -> DeviceMesh:
         raise RuntimeError(
             "fully_shard needs a process group: call torch.distributed.init_process_group() first, or pass a mesh"
         )
-    kind = "cuda" if any(param.is_cuda for param in module.parameters()) else served_device(default_group(None)).type
+    on = (param.device.type for param in module.parameters() if has_streams(param.device.type))
+    kind = next(on, served_device(default_group(None)).type)
     key = (dist.group.WORLD, kind)
     if key not in _meshes:
         _meshes.clear()
@@ -381,7 +382,7 @@ def _policy(given: Any) -> MixedPrecision:
 def _is_offloaded(policy: Any) -> bool:
     kinds = {kind.__name__ for kind in type(policy).__mro__}  # torch's are taken too
     if "CPUOffloadPolicy" in kinds:
-        if not policy.pin_memory and torch.cuda.is_available():
+        if not policy.pin_memory and accelerator() is not None:
             raise ValueError("CPUOffloadPolicy(pin_memory=False): host memory is always pinned; leave it out")
         return True
     if "OffloadPolicy" not in kinds:
@@ -529,7 +530,7 @@ class FSDPModule:
         They are issued in the order of the stream that is current, which waits for the event now; that orders them
         after a step on another stream. On CPU there is nothing to wait for.
         """
-        if _of(self).device.type != "cpu":
+        if has_streams(_of(self).device.type):
             torch.get_device_module(_of(self).device).current_stream().wait_event(event)
 
     # --- gradients ----------------------------------------------------------------------------------------------

@@ -95,15 +95,15 @@ CONCERNS = {
         "state_dict/summon_forms state_dict/state_dict state_dict/state_dict_on_first"
     ),
     "distributed/collectives distributed/communicator distributed/messages": (
-        "distributed/collectives distributed/streams distributed/comm_hook engine/ranks_apart distributed/own_groups"
+        "distributed/collectives distributed/devices distributed/comm_hook engine/ranks_apart distributed/own_groups"
     ),
     "distributed/dtensor": (
         "tensor_parallel/errors tensor_parallel/changes tensor_parallel/state fully_shard/tensor_parallel"
     ),
     "distributed/watchdog": "distributed/watchdog engine/ranks_apart",
     "distributed/consensus": "distributed/agreement checkpoint/errors",
-    "distributed/comm_hooks distributed/custom_collectives distributed/gather_extension distributed/streams": (
-        "distributed/comm_hook* training/comm_hooks distributed/streams fully_shard/settings fully_shard/subclasses"
+    "distributed/comm_hooks distributed/custom_collectives distributed/gather_extension distributed/devices": (
+        "distributed/comm_hook* training/comm_hooks distributed/devices fully_shard/settings fully_shard/subclasses"
     ),
     "state_dict/full": (
         "state_dict/state_dict state_dict/changed_by_loading state_dict/state_dict_on_first engine/ignored"

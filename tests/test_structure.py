@@ -148,7 +148,7 @@ def cycle(graph: dict[str, set[str]]) -> list[str]:
 def test_upward_imports_and_cycles_are_found() -> None:
     tree = ast.parse("import torch\nfrom .engine.runtime import A\ndef f():\n    from fsdp.state_dict.full import b")
     assert imports(tree) == {Import("engine.runtime", False), Import("state_dict.full", False)}
-    assert upward("distributed.streams", tree) == ["engine.runtime", "state_dict.full"]
+    assert upward("distributed.devices", tree) == ["engine.runtime", "state_dict.full"]
     assert upward("engine.unit", tree) == ["state_dict.full"]
     assert upward("wrap", tree) == []
     assert imports(ast.parse("from fsdp import __version__")) == set()
@@ -261,6 +261,33 @@ def test_only_comm_talks_to_other_ranks() -> None:
     used = {shown(path): collectives(parse(path)) for path in sources() if name_of(path) not in MAY_COMMUNICATE}
     wrong = {path: names for path, names in used.items() if names}
     assert not wrong, f"go through fsdp.distributed: {wrong}"
+
+
+# Devices
+
+ACCELERATORS = "cuda", "xpu", "mps", "mtia", "npu", "hpu", "privateuseone"
+
+
+def accelerators(tree: ast.Module) -> list[str]:
+    """Return what names a type of accelerator: strings, torch's modules for them, attributes of tensors and modules."""
+    names = {name for name in names_from_torch(tree) if name.split(".")[1:2] and name.split(".")[1] in ACCELERATORS}
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    asked = {f".{each}" for each in attributes if each.removeprefix("is_") in ACCELERATORS}
+    return sorted(names | {text for text in texts if text.split(":")[0] in ACCELERATORS} | asked)
+
+
+def test_names_of_accelerators_are_found() -> None:
+    assert accelerators(ast.parse("import torch\ntorch.cuda.Stream()")) == [".cuda", "torch.cuda", "torch.cuda.Stream"]
+    assert accelerators(ast.parse("from torch import xpu")) == ["torch.xpu"]
+    assert accelerators(ast.parse('device = "cuda:0" if tensor.is_cuda else "npu"')) == [".is_cuda", "cuda:0", "npu"]
+    assert accelerators(ast.parse('"""CUDA queues."""\ndevice = "cpu"')) == []
+
+
+def test_one_module_names_accelerators() -> None:
+    used = {shown(path): accelerators(parse(path)) for path in sources() if name_of(path) != "distributed.devices"}
+    wrong = {path: names for path, names in used.items() if names}
+    assert not wrong, f"ask fsdp.distributed.devices: {wrong}"
 
 
 # Words

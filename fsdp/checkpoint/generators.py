@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fsdp.distributed.devices import generator_state, set_generator_state
+
 _WORDS = 624  # of a Mersenne Twister, which all three generators on the CPU are
 _POSITION = struct.Struct("<8xiiQ")  # in torch's state: behind the seed, how many are left, a flag, and the next one
 
@@ -23,9 +25,7 @@ def generator_states() -> dict[str, Any]:
         "numpy": [str(kind), np.asarray(keys).tobytes(), int(position), int(has_gauss), float(gauss)],
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
+    return states | dict(filter(None, [generator_state()]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,9 +46,11 @@ class GeneratorStates:
                 check(self.states[name])
             except (ValueError, TypeError, OverflowError, RuntimeError) as error:
                 raise ValueError(f"the state of {name}'s random number generator cannot be set: {error}") from None
-        cuda = self.states.get("cuda")
-        if cuda is not None and not _is_bytes(cuda):
-            raise ValueError("the state of the GPU's random number generator cannot be set: it is no tensor of bytes")
+        for device in self.states.keys() - checks.keys():
+            if not _is_bytes(self.states[device]):
+                raise ValueError(
+                    f"the state of the {device!r} random number generator cannot be set: it is no tensor of bytes"
+                )
 
     def set(self) -> None:
         """Have the generators go on from there; one that has no state among them is left alone."""
@@ -56,8 +58,8 @@ class GeneratorStates:
         kind, keys, *rest = self.states["numpy"]
         np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
         torch.set_rng_state(self.states["torch"])
-        if "cuda" in self.states and torch.cuda.is_available():
-            torch.cuda.set_rng_state(self.states["cuda"])
+        for device in self.states.keys() - {"python", "numpy", "torch"}:
+            set_generator_state(device, self.states[device])
 
 
 def _check_python(state: Any) -> None:

@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from fsdp.distributed.devices import HOST, accelerator
+
 _Result = TypeVar("_Result")
 
 # By rank, one tensor after the other.
@@ -97,7 +99,7 @@ class Communicator(ABC):
     @property
     def talk_device(self) -> torch.device:
         """The device for short messages: the host where that can be, so that nobody waits for the device."""
-        return torch.device("cpu")
+        return HOST
 
     def for_device(self, device: torch.device) -> Communicator:
         """The way to the same ranks for tensors on another device."""
@@ -434,10 +436,9 @@ def default_group(group: Group | None) -> Group:
 
 
 def served_device(group: Group) -> torch.device:
-    """Return where to compute if nothing else tells: the current GPU if `group` serves GPUs, else the CPU."""
-    if "cuda" in backend_names(group) and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    """Return where to compute if nothing else tells: the current accelerator if `group` serves it, else the CPU."""
+    device = accelerator()
+    return HOST if device is None or device.type not in backend_names(group) else device
 
 
 def reduce_group(group: Group, device: torch.device) -> Group:

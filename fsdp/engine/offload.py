@@ -19,12 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp.distributed.streams import CopyStream, copy_stream_of
+from fsdp.distributed.devices import HOST, CopyStream, copy_stream_of, has_streams, is_host
 from fsdp.engine.flat_param import FlatParameter
 from fsdp.engine.mapped_files import MappedFiles, Region, files_under
 from fsdp.engine.orig_params import LocalShard
-
-_HOST = torch.device("cpu")
 
 
 class ShardStorage:
@@ -94,7 +92,7 @@ class HostStorage(ShardStorage):
 
     @property
     def is_elsewhere(self) -> bool:
-        return self._params and self.device.type != "cpu"
+        return self._params and not is_host(self.device)
 
     @property
     def keeps_shards(self) -> bool:
@@ -103,11 +101,11 @@ class HostStorage(ShardStorage):
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         if not self.is_elsewhere:
             return super().allocate(numel, dtype)
-        return torch.zeros(numel, dtype=dtype, device=_HOST, pin_memory=self.device.type == "cuda")
+        return torch.zeros(numel, dtype=dtype, device=HOST, pin_memory=has_streams(self.device.type))
 
     def adopt(self, flat_param: FlatParameter) -> None:
-        is_pinned = self.device.type != "cuda" or flat_param.is_pinned()
-        if self.is_elsewhere and (flat_param.device != _HOST or not is_pinned):
+        is_pinned = not has_streams(self.device.type) or flat_param.is_pinned()
+        if self.is_elsewhere and (flat_param.device != HOST or not is_pinned):
             values = flat_param.detach()
             flat_param.data = self.allocate(values.numel(), values.dtype).view(values.shape).copy_(values)
 
@@ -130,7 +128,7 @@ class _OnDisk:
         like = kwargs.get("input", args[0] if args else None)
         # One that was unpickled by itself is in memory.
         storage = like.shard_storage if isinstance(like, _OnDisk) else None
-        if fill is None or storage is None or kwargs.get("device") not in (None, _HOST):
+        if fill is None or storage is None or kwargs.get("device") not in (None, HOST):
             with torch._C.DisableTorchFunctionSubclass():  # as Parameter's own, which leaves out this whole method
                 return func(*args, **kwargs)
         numel, dtype = like.numel(), kwargs.get("dtype") or like.dtype
@@ -184,7 +182,7 @@ class DiskStorage(ShardStorage):
 
     @property
     def is_elsewhere(self) -> bool:
-        return self.device.type != "cpu"
+        return not is_host(self.device)
 
     @property
     def keeps_shards(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fsdp.distributed.devices import accelerator, is_host
 from fsdp.engine.offload import Offload
 from fsdp.engine.precision import MixedPrecision, Precision
 from fsdp.engine.unit import Unit
@@ -159,8 +160,8 @@ class Options:
         """Return where to compute: as asked, else where the parameters are, or from where they are offloaded."""
         if isinstance(self.compute_device, torch.device):
             return self.compute_device
-        if self.storage.params and params_are_on.type == "cpu" and torch.cuda.is_available():
-            return torch.device("cuda", torch.cuda.current_device())
+        if self.storage.params and is_host(params_are_on):
+            return accelerator() or params_are_on
         return params_are_on
 
     def predivide_factor(self, world_size: int) -> float:

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp.distributed.streams import copy_stream_of
+from fsdp.distributed.devices import copy_stream_of
 from fsdp.engine.autograd import BackwardPass, FollowedPass, in_backward
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.forward_hooks import Call

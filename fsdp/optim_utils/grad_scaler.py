@@ -11,6 +11,7 @@ from torch.amp.grad_scaler import OptState
 
 from fsdp.distributed.collectives import communicator, during
 from fsdp.distributed.communicator import Group, default_group
+from fsdp.distributed.devices import HOST, accelerator
 from fsdp.distributed.dtensor import missing_ranks
 from fsdp.engine.managed_params import is_ours
 from fsdp.engine.runtime import runtimes
@@ -55,7 +56,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         device: str | None = None,
     ) -> None:
         if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+            device = (accelerator() or HOST).type
         super().__init__(
             device,
             init_scale=init_scale,

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from fsdp.distributed.collectives import during
+from fsdp.distributed.devices import default_generators
 from fsdp.engine.deferred_init import Uninitialized, mark, uninitialized_in
 from fsdp.engine.handle import FlatParamHandle
 from fsdp.engine.managed_params import is_ours
@@ -280,9 +281,7 @@ def _drawing_from(seed: int | None, name: str, device: torch.device) -> Iterator
         yield
         return
     number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "big") >> 1
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index or 0])
+    generators = default_generators(device)
     states = [generator.get_state() for generator in generators]
     try:
         for generator in generators:

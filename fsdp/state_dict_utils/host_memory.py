@@ -21,6 +21,8 @@ from functools import partial
 import torch
 from torch import UntypedStorage
 
+from fsdp.distributed.devices import HOST, accelerator, can_page_lock, page_lock
+
 # From this size on glibc maps memory anew for each block anyway. Mapping it here lets the system use huge pages, with
 # which first writing 200 MB took a third of the time.
 _MAPPED_BYTES = 32 << 20
@@ -158,10 +160,10 @@ def _forget(memory: weakref.ref[HostMemory], key: int, original: object) -> None
 
 def require_pinning() -> None:
     """Raise RuntimeError where host memory cannot be page-locked."""
-    if not torch.cuda.is_available():
+    if accelerator() is None:
         raise RuntimeError(
-            "pin_memory=True needs CUDA, which copies from and to pinned memory, and torch.cuda.is_available() is "
-            "False. Pass pin_memory=torch.cuda.is_available()."
+            "pin_memory=True needs an accelerator, which copies from and to pinned memory, and torch sees none here. "
+            "Pass pin_memory=torch.accelerator.is_available()."
         )
 
 
@@ -169,26 +171,32 @@ def allocate(nbytes: int, pin: bool, share: bool) -> UntypedStorage:
     """Return new host memory, of more than no bytes."""
     if share:
         try:
-            storage = UntypedStorage._new_shared(nbytes, device="cpu")
+            storage = UntypedStorage._new_shared(nbytes, device=HOST)
         except RuntimeError as error:
             raise RuntimeError(
                 f"share_memory: no shared memory of {nbytes} bytes: {error}. Each storage takes a file descriptor "
                 "(raise `ulimit -n`, or use torch.multiprocessing.set_sharing_strategy('file_system')) and room in "
                 "/dev/shm."
             ) from error
-    elif pin and nbytes < _REGISTERED_BYTES:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).untyped_storage()
+    elif _rounds_up(nbytes, pin):
+        return torch.empty(nbytes, dtype=torch.uint8, device=HOST, pin_memory=True).untyped_storage()
     elif nbytes >= _MAPPED_BYTES or pin:
         storage = _mapped(nbytes)
     else:
-        return UntypedStorage(nbytes, device="cpu")
+        return UntypedStorage(nbytes, device=HOST)
     if pin:
-        _register(storage)
+        # Undone before the memory is freed; not at exit, when the accelerator's runtime may be gone already.
+        weakref.finalize(storage, page_lock(storage)).atexit = False
     return storage
 
 
+def _rounds_up(nbytes: int, pin: bool) -> bool:
+    """Return whether torch's allocator of pinned memory serves, which takes the next power of two."""
+    return pin and (nbytes < _REGISTERED_BYTES or not can_page_lock())
+
+
 def _allocated_bytes(nbytes: int, pin: bool, share: bool) -> int:
-    return 1 << (nbytes - 1).bit_length() if pin and not share and nbytes < _REGISTERED_BYTES else nbytes
+    return 1 << (nbytes - 1).bit_length() if not share and _rounds_up(nbytes, pin) else nbytes
 
 
 def _mapped(nbytes: int) -> UntypedStorage:
@@ -199,19 +207,5 @@ def _mapped(nbytes: int) -> UntypedStorage:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them
             mapping.madvise(mmap.MADV_HUGEPAGE)
-    with torch.device("cpu"):
+    with HOST:
         return torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()
-
-
-def _register(storage: UntypedStorage) -> None:
-    """Page-lock memory that torch has not allocated as such, until it is freed."""
-    cudart = torch.cuda.cudart()
-    address = storage.data_ptr()
-    failure = int(cudart.cudaHostRegister(address, storage.nbytes(), 1))  # 1: for all CUDA contexts
-    if failure:
-        raise RuntimeError(
-            f"pin_memory: CUDA cannot page-lock {storage.nbytes()} bytes (error {failure}). Use pin_memory=False, or "
-            "let the process lock more memory (`ulimit -l`)."
-        )
-    # Called before the memory is freed; not at exit, when CUDA may be gone already.
-    weakref.finalize(storage, cudart.cudaHostUnregister, address).atexit = False

@@ -26,7 +26,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from fsdp.distributed.streams import Arrival, CopyStream, new_copy_stream
+from fsdp.distributed.devices import HOST, Arrival, CopyStream, has_streams, new_copy_stream
 from fsdp.state_dict_utils.host_memory import HostMemory, require_pinning
 from fsdp.state_dict_utils.tree import by_class, class_name, is_wrapper, missing_memory
 
@@ -186,7 +186,7 @@ class StateDictStager:
             if original.device.type == _META:
                 return UntypedStorage(nbytes, device=_META)
             if nbytes == 0:
-                return _from(original.device, UntypedStorage(0, device="cpu"))
+                return _from(original.device, UntypedStorage(0, device=HOST))
             host = _from(original.device, self._memory.take(original, wanted_bytes))
             pairs.append((original, host))
             return host
@@ -210,7 +210,7 @@ class StateDictStager:
             with copy_stream.fork():
                 for original, host in pairs:
                     if original.device == device:
-                        host.copy_(original, non_blocking=device.type == "cuda")
+                        host.copy_(original, non_blocking=has_streams(device.type))
             arrivals.append(copy_stream.arrival())
         return arrivals
 

@@ -24,11 +24,11 @@ from types import TracebackType
 from typing import Any
 from weakref import WeakSet
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from fsdp.distributed.devices import accelerator
 from fsdp.engine.managed_params import Ignored
 from fsdp.engine.names import join
 
@@ -200,7 +200,7 @@ class ConfigAutoWrap:
         wrapper_cls: what makes a unit of a module; None outside.
         kwargs: keywords that every wrapper gets; empty outside.
         auto_wrap_policy: the policy of `auto_wrap` calls that bring none; None outside.
-        move_module_cuda_half: whether modules are moved to the current CUDA device as float16 first.
+        move_module_cuda_half: whether modules are moved to the current accelerator as float16 first.
     """
 
     in_autowrap_context: bool = False
@@ -296,7 +296,7 @@ def enable_wrap(auto_wrap_policy: AutoWrapPolicy | None = None, **kwargs: Any) -
         auto_wrap_policy: used by every `auto_wrap` that brings no policy of its own; default:
             `default_auto_wrap_policy`. `wrap` does not ask it.
         **kwargs: `wrapper_cls` (required) is the class, or any callable, that takes a module and returns
-            the wrapped one. `move_module_cuda_half=True` moves each module to the current CUDA device and
+            the wrapped one. `move_module_cuda_half=True` moves each module to the current accelerator and
             casts it to float16 before it is wrapped. All other keywords go to `wrapper_cls` untouched.
 
     Raises:
@@ -322,7 +322,7 @@ def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
 
     Raises:
         ValueError: `module.wrapper_config` is not a dict.
-        RuntimeError: the context has `move_module_cuda_half=True` and there is no CUDA device.
+        RuntimeError: the context has `move_module_cuda_half=True` and there is no accelerator.
     """
     wrapper_cls = ConfigAutoWrap.wrapper_cls
     if not ConfigAutoWrap.in_autowrap_context or wrapper_cls is None:
@@ -335,12 +335,13 @@ def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
             "the wrapper (an empty one to use the context's)."
         )
     if ConfigAutoWrap.move_module_cuda_half:
-        if not torch.cuda.is_available():
+        device = accelerator()
+        if device is None:
             raise RuntimeError(
-                f"move_module_cuda_half=True moves {type(module).__name__} to a CUDA device, and torch sees "
-                "none here. Leave the option out of enable_wrap on this machine."
+                f"move_module_cuda_half=True moves {type(module).__name__} to an accelerator, and torch sees none "
+                "here. Leave the option out of enable_wrap on this machine."
             )
-        module = module.cuda().half()
+        module = module.to(device).half()
     return wrapper_cls(module, **{**ConfigAutoWrap.kwargs, **own_config, **overrides})
 
 

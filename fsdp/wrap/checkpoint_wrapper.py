@@ -25,13 +25,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from fsdp.distributed.streams import Arrival, CudaArrival
+from fsdp.distributed.devices import HOST, arrival_on, has_streams
 from fsdp.engine.autograd import in_backward
 from fsdp.engine.trees import map_tensors
 
 M = TypeVar("M", bound=nn.Module)
-
-_HOST = torch.device("cpu")
 
 
 def checkpoint_wrapper(module: M, offload_to_cpu: bool = False) -> M:
@@ -257,10 +255,10 @@ class _Offloaded:
 
     def __init__(self, tensor: Tensor) -> None:
         self._device = tensor.device
-        self._host = torch.empty_like(tensor, device=_HOST, pin_memory=tensor.is_cuda)
-        self._host.copy_(tensor, non_blocking=tensor.is_cuda)
-        # Backward may run on another stream.
-        self._copied = CudaArrival(torch.cuda.current_stream(tensor.device)) if tensor.is_cuda else Arrival()
+        is_queued = has_streams(tensor.device.type)
+        self._host = torch.empty_like(tensor, device=HOST, pin_memory=is_queued)
+        self._host.copy_(tensor, non_blocking=is_queued)
+        self._copied = arrival_on(tensor.device)  # backward may run on another stream
 
     def get(self) -> Tensor:
         self._copied.wait()
@@ -270,7 +268,7 @@ class _Offloaded:
 def _offloading() -> saved_tensors_hooks:
     """Move what autograd saves inside to the host. That is inputs: a checkpoint takes the rest before us."""
     return saved_tensors_hooks(
-        lambda tensor: _Kept(tensor) if tensor.device == _HOST else _Offloaded(tensor), lambda packed: packed.get()
+        lambda tensor: _Kept(tensor) if tensor.device == HOST else _Offloaded(tensor), lambda packed: packed.get()
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp import FlatParameter, FullyShardedDataParallel
-from fsdp.distributed.streams import CopyStream
+from fsdp.distributed.devices import CopyStream
 from fsdp.engine.offload import DiskStorage, HostStorage
 from tests.helpers.parity import Alone
 

@@ -67,13 +67,20 @@ def test_no_more_shared_memory_is_an_error_that_names_the_tensor(monkeypatch: py
 # Pinned, without a GPU
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 @pytest.mark.parametrize("share_memory", [True, False])
-def test_pinning_without_cuda_is_an_error(share_memory: bool) -> None:
+def test_pinning_without_an_accelerator_is_an_error(share_memory: bool) -> None:
     with pytest.raises(
-        RuntimeError, match=r"pin_memory=True needs CUDA, .* Pass pin_memory=torch.cuda.is_available\(\)"
+        RuntimeError, match=r"pin_memory=True needs an accelerator, .* pin_memory=torch.accelerator.is_available\(\)"
     ):
         create_cpu_state_dict(TREE, pin_memory=True, share_memory=share_memory)
+
+
+def test_pinning_what_is_shared_needs_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp.state_dict_utils.host_memory.accelerator", lambda: torch.device("xpu", 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match=r"go together with CUDA only.*Leave out one of the two"):
+        create_cpu_state_dict(TREE, pin_memory=True, share_memory=True)
 
 
 class Runtime:
@@ -111,6 +118,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
         pytest.skip("needs /proc to see which memory is mapped")
     runtime = Runtime()
     with monkeypatch.context() as patched:
+        patched.setattr("fsdp.state_dict_utils.host_memory.accelerator", lambda: torch.device("cuda", 0))
         patched.setattr(torch.cuda, "is_available", lambda: True)
         patched.setattr(torch.cuda, "cudart", lambda: runtime)
         yield runtime

@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from fsdp import StateDictStager
-from fsdp.distributed.streams import Arrival, CopyStream
+from fsdp.distributed.devices import Arrival, CopyStream
 from tests.helpers.pairs import parametrize_pairs
 
 KIB = 256  # float32 values in a KiB
@@ -379,9 +379,9 @@ def _sum_and_mark(questions: Any, answers: Any) -> None:
         answers.put(sums)
 
 
-def test_pinning_without_cuda_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RuntimeError, match=r"needs CUDA.* Pass pin_memory=torch.cuda.is_available\(\)"):
+def test_pinning_without_an_accelerator_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp.state_dict_utils.host_memory.accelerator", lambda: None)
+    with pytest.raises(RuntimeError, match=r"needs an accelerator.* Pass pin_memory=torch.accelerator.is_available"):
         StateDictStager(pin_memory=True)
 
 

@@ -92,7 +92,7 @@ def test_inputs_in_containers_are_dropped_like_others_inside_of_another_checkpoi
 
 @contextmanager
 def host(device: str) -> Iterator[None]:
-    with mock.patch.object(IMPLEMENTATION, "_HOST", torch.device(device)):
+    with mock.patch.object(IMPLEMENTATION, "HOST", torch.device(device)):
         yield
 
 

@@ -240,21 +240,20 @@ def test_recursive_wrap_returns_the_number_of_parameters_in_units():
 def test_move_module_cuda_half_moves_and_casts_before_wrapping():
     with (
         enable_wrap(wrapper_cls=Unit, move_module_cuda_half=True, a=1),
-        mock.patch("torch.cuda.is_available", return_value=True),
-        mock.patch.object(nn.Module, "cuda", autospec=True, side_effect=lambda module: module) as cuda,
+        mock.patch("fsdp.wrap.accelerator", return_value=torch.device("meta")),
     ):
         assert ConfigAutoWrap.move_module_cuda_half
         wrapped = wrap(linear())
-    assert cuda.call_count == 1
     assert wrapped.flat.dtype == torch.float16
+    assert wrapped.flat.is_meta
     assert wrapped.settings == {"a": 1}
 
 
 def test_move_module_cuda_half_without_a_device_is_refused():
     with (
         enable_wrap(wrapper_cls=Unit, move_module_cuda_half=True),
-        mock.patch("torch.cuda.is_available", return_value=False),
-        pytest.raises(RuntimeError, match=r"Linear to a CUDA device.*Leave the option out"),
+        mock.patch("fsdp.wrap.accelerator", return_value=None),
+        pytest.raises(RuntimeError, match=r"Linear to an accelerator.*Leave the option out"),
     ):
         wrap(linear())
 

@@ -1,0 +1,239 @@
+"""All that differs between devices: which one is used, its streams, its pinned host memory, its random numbers.
+
+No other module names a type of accelerator. There are two kinds of device here. A CPU computes in order, so its
+streams and events are twins that do nothing. An *accelerator* queues what it computes; it is reached through torch's
+module for its type (`torch.get_device_module`), and these have the same names: `torch.cuda` (ROCm too), `torch.xpu`,
+`torch.mtia`, and those that plug-ins add (``torch.npu``, ``torch.hpu``). Apple's MPS has neither streams nor
+collectives in torch: it computes, but nothing is chosen or copied beside it.
+
+A `CopyStream` is for copies between an accelerator and the host that run beside what is computed. A copy waits for what
+was queued on the compute stream before it, and the compute stream waits for the copy only where its result is used.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+HOST = torch.device("cpu")
+
+
+def is_host(device: torch.device) -> bool:
+    """Return whether tensors on a device are in host memory."""
+    return device.type == HOST.type
+
+
+@cache
+def has_streams(kind: str) -> bool:
+    """Return whether devices of a type queue what they compute, and copy from and to pinned host memory meanwhile."""
+    return kind != HOST.type and hasattr(getattr(torch, kind, None), "Stream")
+
+
+def current_device(kind: str) -> torch.device:
+    """Return the device of a type that this process computes on, with its number."""
+    if not has_streams(kind):
+        return torch.device(kind)
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def accelerator() -> torch.device | None:
+    """Return the accelerator that this process computes on, with its number; None where there is none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None or not has_streams(found.type) else current_device(found.type)
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+class Arrival:
+    """An arrival stands for what a stream has queued until now; on a CPU that has happened."""
+
+    def wait(self) -> None:
+        """Have what is queued from now on run after it."""
+
+    def synchronize(self) -> None:
+        """Block until it has happened."""
+
+
+class CopyStream:
+    """A stream on which everything happens in order: on a CPU, and on devices whose streams we do not know."""
+
+    def fork(self) -> AbstractContextManager[None]:
+        """Queue what is inside after what was queued before, and beside what is queued next."""
+        return nullcontext()
+
+    def arrival(self) -> Arrival:
+        """Return that of all that was queued in forks until now."""
+        return Arrival()
+
+    def to_host(self, source: Tensor, use: Callable[[Tensor], None]) -> None:
+        """Have `use` called with `source` on the host, at the latest in `settle`."""
+        use(source.cpu())
+
+    def settle(self) -> None:
+        """Block until all copies are done and used, so that their sources may be written again."""
+
+
+class QueuedArrival(Arrival):
+    """The arrival of what an accelerator's stream has queued.
+
+    Args:
+        stream: of torch's module for the type of its device.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._device = stream.device
+        self._event = torch.get_device_module(self._device).Event()
+        self._event.record(stream)
+
+    def wait(self) -> None:
+        torch.get_device_module(self._device).current_stream(self._device).wait_event(self._event)
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+
+class SideStream(CopyStream):
+    """A stream for each direction, beside the compute stream (the one that is current when a method is called)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+        self._inward, self._outward = self._module.Stream(device), self._module.Stream(device)
+        self._has_forked = False
+        self._leaving: deque[tuple[Arrival, Tensor, Callable[[Tensor], None]]] = deque()
+        self._last_source: Tensor | None = None
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        self._has_forked = True
+        with self._beside(self._inward):
+            yield
+
+    @contextmanager
+    def _beside(self, stream: Any) -> Iterator[None]:
+        stream.wait_stream(self._module.current_stream(stream.device))
+        with self._module.stream(stream):
+            yield
+
+    def arrival(self) -> Arrival:
+        return QueuedArrival(self._inward)
+
+    def to_host(self, source: Tensor, use: Callable[[Tensor], None]) -> None:
+        # The memory of a source is used again, by the compute stream, once it is dropped: so the one before is dropped
+        # now, and the compute stream first waits for its copy, which by now is done or nearly so.
+        if self._leaving:
+            self._leaving[-1][0].wait()
+        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        with self._beside(self._outward):
+            host.copy_(source, non_blocking=True)
+        self._leaving.append((QueuedArrival(self._outward), host, use))
+        self._last_source = source
+
+    def settle(self) -> None:
+        while self._leaving:
+            copied, host, use = self._leaving.popleft()
+            copied.synchronize()
+            use(host)
+        self._last_source = None
+        if self._has_forked:
+            self._has_forked = False
+            self._inward.synchronize()
+
+
+_IN_ORDER = CopyStream()
+
+
+@cache
+def _side_stream(device: torch.device) -> CopyStream:
+    return SideStream(device)
+
+
+def copy_stream_of(device: torch.device) -> CopyStream:
+    """Return the one copy stream of a device."""
+    if not has_streams(device.type):
+        return _IN_ORDER
+    return _side_stream(device if device.index is not None else current_device(device.type))
+
+
+def new_copy_stream(device: torch.device) -> CopyStream:
+    """Return one besides, for copies that nothing else should wait for."""
+    return SideStream(device) if has_streams(device.type) else _IN_ORDER
+
+
+def arrival_on(device: torch.device) -> Arrival:
+    """Return the arrival of what the current stream of a device has queued."""
+    if not has_streams(device.type):
+        return Arrival()
+    return QueuedArrival(torch.get_device_module(device).current_stream(device))
+
+
+# --- pinned host memory -----------------------------------------------------------------------------------------------
+
+
+def page_lock(storage: UntypedStorage) -> Callable[[], Any]:
+    """Pin host memory that torch has not allocated as such.
+
+    Returns:
+        What undoes it, which is to be called before the memory is freed.
+
+    Raises:
+        RuntimeError: if the system grants no more, or the accelerator has no way to do it.
+    """
+    if not can_page_lock():
+        raise RuntimeError(
+            "share_memory=True and pin_memory=True go together with CUDA only, which can pin memory that is shared "
+            "already. Leave out one of the two."
+        )
+    runtime, address = torch.cuda.cudart(), storage.data_ptr()
+    failure = int(runtime.cudaHostRegister(address, storage.nbytes(), 1))  # 1: for all CUDA contexts
+    if failure:
+        raise RuntimeError(
+            f"pin_memory: CUDA cannot page-lock {storage.nbytes()} bytes (error {failure}). Use pin_memory=False, or "
+            "let the process lock more memory (`ulimit -l`)."
+        )
+
+    def unlock() -> None:
+        runtime.cudaHostUnregister(address)
+
+    return unlock
+
+
+def can_page_lock() -> bool:
+    """Return whether `page_lock` works here."""
+    return torch.cuda.is_available()
+
+
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+
+def default_generators(device: torch.device) -> list[torch.Generator]:
+    """Return the generators that operations on a device draw from if they are given none, and those on the host."""
+    found = [torch.default_generator]
+    if has_streams(device.type):
+        index = current_device(device.type).index if device.index is None else device.index
+        found.append(torch.get_device_module(device).default_generators[index])
+    return found
+
+
+def generator_state() -> tuple[str, Tensor] | None:
+    """Return the type of the current accelerator and the state ``[n]`` of its generator, in bytes on the host.
+
+    None where there is none, or nothing has used it yet.
+    """
+    device = accelerator()
+    if device is None or not torch.get_device_module(device).is_initialized():
+        return None
+    return device.type, torch.get_device_module(device).get_rng_state(device)
+
+
+def set_generator_state(kind: str, state: Tensor) -> None:
+    """Have the current accelerator's generator go on from a `generator_state`; one of another type is left alone."""
+    device = accelerator()
+    if device is not None and device.type == kind:
+        torch.get_device_module(device).set_rng_state(state, device)
