@@ -52,7 +52,7 @@ from tests.helpers.twins import (
 # Each kind with one form of parameters, and below with all.
 @pytest.mark.parametrize(("step", "options"), list(zip(STEPS, cycle(OPTIONS), strict=False)))
 def test_a_step_of_this_kind(ranks: RankPool, step: Step, options: dict[str, Any]) -> None:
-    ranks(3).run(assert_trains_like_plain, nested_mlp, step, options=options)
+    ranks(2).run(assert_trains_like_plain, nested_mlp, step, options=options)
 
 
 @every_option
@@ -123,7 +123,7 @@ def several_roots(wrap: Wrap) -> nn.Module:
 
 @pytest.mark.parametrize("step", [once, two_forwards_then_backwards, backward_twice])
 def test_units_without_a_common_root_train_side_by_side(ranks: RankPool, step: Step) -> None:
-    ranks(3).run(_train_several_roots, step)
+    ranks(2).run(_train_several_roots, step)
 
 
 def _train_several_roots(step: Step) -> None:
