@@ -159,7 +159,7 @@ def test_training_equals_the_plain_model(
 
 def _train(wrap: Callable[..., nn.Module], layout: str, make_optimizer: MakeOptimizer, kept: bool) -> None:
     twins = Twins(wrap, layout, make_optimizer, reshard_after_forward=not kept)
-    for _ in range(4):
+    for _ in range(2):
         twins.backward()
         twins.optimize()
     twins.assert_close()
