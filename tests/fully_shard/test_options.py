@@ -206,7 +206,7 @@ def test_frozen_parameters_thawed_later(ranks: RankPool, frozen: tuple[str, ...]
 
 
 def _compare_frozen(frozen: tuple[str, ...], options: dict[str, Any]) -> None:
-    compare({"make_model": partial(_frozen_mlp, frozen)}, options, steps=6, before_step=partial(_thaw, frozen))
+    compare({"make_model": partial(_frozen_mlp, frozen)}, options, steps=3, before_step=partial(_thaw, frozen))
 
 
 def _frozen_mlp(frozen: tuple[str, ...], wrap: Wrap) -> nn.Module:
@@ -223,17 +223,17 @@ def _frozen_mlp(frozen: tuple[str, ...], wrap: Wrap) -> nn.Module:
 
 
 def _thaw(frozen: tuple[str, ...], model: Any, step: int) -> None:
-    if step == 3:
+    if step == 1:
         for name in frozen:
             model.get_submodule(name).requires_grad_(True)
 
 
 def test_parameters_frozen_in_the_middle(ranks: RankPool) -> None:
-    ranks(2).run(compare, {"make_model": uneven}, {}, steps=6, before_step=_freeze)
+    ranks(2).run(compare, {"make_model": uneven}, {}, steps=3, before_step=_freeze)
 
 
 def _freeze(model: Any, step: int) -> None:
-    if step == 3:
+    if step == 1:
         model.trunk.requires_grad_(False)
 
 

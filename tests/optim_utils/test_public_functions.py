@@ -305,7 +305,7 @@ def _gather_offloaded(options: dict[str, Any], rank0_only: bool) -> None:
     train(model, fresh, range(2, 3))
 
 
-@pytest.mark.parametrize("form", [{}, {"use_orig_params": True}, {"flatten_parameters": False}], ids=str)
+@pytest.mark.parametrize("form", [{}, {"flatten_parameters": False}], ids=str)
 def test_tensor_parallel_parameters_are_whole(ranks: RankPool, form: dict[str, Any]) -> None:
     ranks(4).run(_gather_dtensors, form)
 

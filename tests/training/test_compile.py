@@ -268,10 +268,10 @@ def test_blocks_of_other_shapes_take_a_graph_each(ranks: RankPool) -> None:
 def _count_shapes() -> None:
     for wrap in (keep, *(fully_sharded(**options) for options in OPTIONS)):
         backend = Counter()
-        model = stack(wrap, partial(call_compile, backend=backend, fullgraph=True), hidden=(3, 9, 5, 11))
-        for step in range(3):
+        model = stack(wrap, partial(call_compile, backend=backend, fullgraph=True), hidden=(3, 9, 5))
+        for step in range(2):
             score(model(batch(step, 0).float())).backward()
-        assert backend.sizes == [Block.OPERATIONS] * 4, wrap
+        assert backend.sizes == [Block.OPERATIONS] * 3, wrap
 
 
 def test_auto_wrap_finds_blocks_in_compiled_modules(ranks: RankPool) -> None:
