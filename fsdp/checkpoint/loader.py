@@ -28,7 +28,6 @@ from fsdp.checkpoint.model_tensors import (
     extra_states,
     named_tensors,
     prepared,
-    size_of,
     tensors_in,
 )
 from fsdp.checkpoint.optim import give_state, plan_state, read_state
@@ -43,6 +42,7 @@ from fsdp.distributed.consensus import (
     from_everyone,
     number_among,
     peers_answer,
+    size_of,
 )
 from fsdp.engine.names import foreign_prefix, prefix_problem
 from fsdp.engine.unit import Unit

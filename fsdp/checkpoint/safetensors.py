@@ -40,6 +40,7 @@ from fsdp.checkpoint.checksums import (
 )
 from fsdp.checkpoint.formats.source import FoundTensor, SeenFile, StridedTensor, TensorReader
 from fsdp.checkpoint.untrusted import beside, content_of, opened, readable, reading, short
+from fsdp.distributed.devices import is_host
 
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 _ONE_FILE = "model.safetensors"
@@ -326,7 +327,7 @@ class Part:
         values, size = self.values, dtype.itemsize
         # Whole blocks of what is read from files, so that each is compared with its checksum at once.
         group = BLOCK_BYTES * size // min(size, values.dtype.itemsize) if isinstance(values, Stored) else BLOCK_BYTES
-        is_ready = isinstance(values, Tensor) and values.device.type == "cpu" and values.dtype == dtype
+        is_ready = isinstance(values, Tensor) and is_host(values.device) and values.dtype == dtype
         buffer = torch.empty(0 if is_ready else min(group // size, values.numel()), dtype=dtype, device="cpu")
         first = 0
         for batch in _batches((span for extent in self.extents(dtype) for span in spans(*extent, group)), group):

@@ -40,7 +40,6 @@ from fsdp.checkpoint.manifest import Manifest, TensorSet
 from fsdp.checkpoint.model_tensors import (
     Target,
     all_ranks,
-    buffers_in_own_precision,
     entry_of,
     extra_states,
     handles_of,
@@ -48,16 +47,15 @@ from fsdp.checkpoint.model_tensors import (
     outermost_units,
     prepared,
     require_one_model,
-    size_of,
     written_here,
 )
 from fsdp.checkpoint.optim import Groups, Optimizers, params_in, pickled_kinds, shared_kinds, state_entries
 from fsdp.checkpoint.safetensors import SUFFIX, Entry, Part, PlannedFile, opened_to_write, write_at, write_parts
 from fsdp.distributed.collectives import during
-from fsdp.distributed.consensus import Ranks, agree_on, done_by_all, from_everyone, number_among
+from fsdp.distributed.consensus import Ranks, agree_on, done_by_all, from_everyone, number_among, size_of
 from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.unit import Unit
-from fsdp.state_dict.full import ensure_same_values
+from fsdp.state_dict.full import buffers_in_own_precision, ensure_same_values
 from fsdp.state_dict_utils import StateDictStager
 
 _WHAT = "save a checkpoint"

@@ -7,6 +7,7 @@ everybody, so that no rank raises an error while others wait for it in a collect
 from __future__ import annotations
 
 import json
+import math
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
@@ -24,6 +25,11 @@ Ranks = Sequence[Communicator]
 def peers_answer(ranks: Ranks) -> bool:
     """Return whether there is somebody to compare with: other ranks may only be simulated."""
     return all(comm.peers_answer for comm in ranks)
+
+
+def size_of(ranks: Ranks) -> int:
+    """Return the number of ranks."""
+    return math.prod(comm.world_size for comm in ranks)
 
 
 def number_among(ranks: Ranks) -> int:
@@ -44,7 +50,7 @@ def from_everyone(ranks: Ranks, payload: bytes) -> list[bytes]:
 
 def sent_by_first(ranks: Ranks, tensor: Tensor) -> Tensor:
     """Collective. Overwrite a contiguous tensor with that of the first of all that `ranks` reach, and return it."""
-    for comm in reversed(ranks):
+    for comm in reversed(ranks):  # so that the first rank of each group has it when it sends its own
         if comm.world_size > 1 and tensor.numel():
             comm.broadcast(tensor.view(-1).view(torch.uint8)).wait()
     return tensor

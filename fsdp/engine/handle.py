@@ -40,8 +40,6 @@ from fsdp.distributed.dtensor import is_dtensor
 from fsdp.distributed.gather_extension import values_of
 from fsdp.engine.flat_param import ParamInfo, SharedParamInfo
 from fsdp.engine.grad_buffer import GradientBuffer, GradientSync, ShardGradient, divided
-from fsdp.engine.layout import ContiguousLayout
-from fsdp.engine.managed_params import text_of_key
 from fsdp.engine.orig_params import OrigParams
 from fsdp.engine.post_forward_shard import PostForwardShard
 from fsdp.engine.precision import Precision
@@ -242,34 +240,6 @@ class FlatParamHandle:
     def local_shards(self) -> list[Tensor]:
         """This rank's shard of each parameter: flat views of `flat_param`, empty where it has nothing of it."""
         return self.layout.local_shards(self.flat_param.vector, self.comm.rank)
-
-    def describe(self) -> str:
-        """Return all that the ranks must agree on, as text."""
-        slots = ", ".join(
-            (f"{slot.name} ({part.spread})" if part else f"{slot.name}{list(slot.shape)}")
-            + (f" along {slot.dim}" if slot.dim else "")
-            + (" frozen" if self.requires_grad and not needs else "")
-            for slot, part, needs in zip(self.layout.slots, self.flat_param.parts, self.requires_grad_each, strict=True)
-        )
-        kind = f"{self.flat_param.dtype} requires_grad={self.requires_grad}"
-        if self.is_cast or self.gradients.dtype != self.flat_param.dtype:
-            computed = self.precision.compute_dtype(self.flat_param.dtype)
-            kind += f" computed in {computed}, reduced in {self.gradients.dtype},"
-        if self.flat_param.group is not None:
-            kind += f" of group {text_of_key(self.flat_param.group)}"
-        ranks = f"over {self.layout.world_size} ranks by {type(self.comm).__name__}"
-        kind += "" if isinstance(self.layout, ContiguousLayout) else " in rows"
-        kind += "" if self.flat_param.example is None else f" of class {type(self.flat_param.example).__name__}"
-        if self.is_replicated:
-            ranks += f" and {self.replicas.world_size} replicas by {type(self.replicas).__name__}"
-        if self.post_forward_shard is not None:
-            ranks += f", kept among {self.post_forward_shard.comm.world_size} of them"
-        return f"{kind} {ranks}: {slots}"
-
-    def describe_parts(self) -> list[str]:
-        """Return which parts of `DTensor`s are sharded here, on which the ranks of the shards must agree."""
-        parts = zip(self.layout.slots, self.flat_param.parts, strict=True)
-        return [f"{slot.name} ({part})" for slot, part in parts if part]
 
     def rename(self, name: str, unit: str) -> None:
         """Go by this name, as one of those of `unit`, in messages."""

@@ -31,9 +31,7 @@ from fsdp.engine.deferred_init import require_values_everywhere
 from fsdp.engine.forward_hooks import Call
 from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle
-from fsdp.engine.managed_params import ddp_message, is_ours
 from fsdp.engine.memory import return_freed_memory
-from fsdp.engine.names import clean_name, join
 from fsdp.engine.participation import EvenRanks, Participation
 from fsdp.engine.reduction import Reductions
 from fsdp.engine.registration import Contents
@@ -41,7 +39,7 @@ from fsdp.engine.schedule import ExecutionOrder
 from fsdp.engine.shared_params import settle_shares
 from fsdp.engine.unit import TrainingState, Unit, units_in
 from fsdp.engine.usage import Usage
-from fsdp.engine.verify import agree, agree_on_values
+from fsdp.engine.verify import agree, agree_on_values, refuse_ddp, refuse_strangers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -66,7 +64,7 @@ class Runtime:
         named_units = units_in(root)
         self.units = [unit for _, unit in named_units]
         settle_shares(root, named_units, all_inside=True)
-        self._refuse_strangers()
+        refuse_strangers(root.module, self.units)
         agree(root.everyone, named_units, to_run=True)
         self._adopt(named_units)
         return_freed_memory()
@@ -87,23 +85,6 @@ class Runtime:
         _all.add(self)
 
     # --- whose units and parameters are whose ---------------------------------------------------------------------
-
-    def _refuse_strangers(self) -> None:
-        """Raise RuntimeError if a parameter was added after sharding."""
-        ours = {(place.module, place.name) for unit in self.units for place in unit.places()}
-        # What was put into ignored modules since, is theirs too.
-        ignored = {inner for unit in self.units for module in unit.ignored.modules for inner in module.modules()}
-        for path, module in self.root.module.named_modules():
-            for attribute, param in module._parameters.items():
-                if param is None or is_ours(param) or module in ignored or (module, attribute) in ours:
-                    continue
-                if any(param in unit.ignored.parameters for unit in self.units):
-                    continue
-                raise RuntimeError(
-                    f"{clean_name(join(path, attribute))} became a parameter after sharding: it is not sharded, and "
-                    "ranks would train it each for itself. Complete the module before sharding, shard what is put into "
-                    "it by itself, or have the parameter ignored (ignored_parameters, ignored_params of fully_shard)."
-                )
 
     def _adopt(self, named_units: Sequence[tuple[str, Unit]]) -> None:
         """Run all units inside of the root.
@@ -174,9 +155,9 @@ class Runtime:
                     "on this one first.)"
                 )
         if DistributedDataParallel._active_ddp_module is not None:
-            self._refuse_ddp(DistributedDataParallel._active_ddp_module)
+            refuse_ddp(DistributedDataParallel._active_ddp_module, self.root, self.handles)
         if torch.is_grad_enabled() and self._contents.have_changed():
-            self._refuse_strangers()
+            refuse_strangers(self.root.module, self.units)
             self._contents = Contents(self.root.module)
         # Not inside of a backward, where a gradient that is reduced and not shown by local shards yet looks the same.
         for handle in self.handles:
@@ -194,15 +175,6 @@ class Runtime:
             agree_on_values([(one.name, one) for one in self.units])
             self._has_compared_values = True
             return_freed_memory()
-
-    def _refuse_ddp(self, ddp: Any) -> None:
-        """Raise RuntimeError if what runs this model takes its shards for copies of one another."""
-        ours = {id(param) for handle in self.handles for param in handle.registry.params}
-        # By every name, as it looks for what it ignores: under one that it was not given it takes a parameter.
-        for path, module in ddp.module.named_modules():
-            for name, param in module.named_parameters(recurse=False):
-                if id(param) in ours and join(path, name) not in ddp.parameters_to_ignore:
-                    raise RuntimeError(ddp_message(self.root.name))
 
     def _unshard(self, unit: Unit, *, is_backward: bool, is_recomputed: bool = False) -> ExecutionOrder[Unit] | None:
         """Unshard a unit, and start what comes next; returns the order that says so, None if ranks have none alike."""

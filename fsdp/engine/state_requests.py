@@ -18,19 +18,12 @@ from fsdp.engine.unit import Unit, serving, units_in
 
 @dataclass(frozen=True)
 class Saving:
-    """A state dict is being taken.
+    """A state dict is being taken."""
 
-    Args:
-        ranks: that hold a part of the outermost unit.
-        dtype: of floating-point parameters; None leaves them in their own.
-        device: where tensors should be; None leaves them where they are computed with.
-        rank0_only: only the first of the ranks is to have it.
-    """
-
-    ranks: Ranks
-    dtype: torch.dtype | None
-    device: torch.device | None
-    rank0_only: bool
+    ranks: Ranks  # that hold a part of the outermost unit
+    dtype: torch.dtype | None  # of floating-point parameters; None leaves them in their own
+    device: torch.device | None  # of tensors; None leaves them where they are computed with
+    rank0_only: bool  # only the first of the ranks is to have it
 
     @property
     def is_here(self) -> bool:
@@ -64,15 +57,10 @@ class Converting:
 
 @dataclass(frozen=True)
 class LoadPass:
-    """A state dict is being loaded.
+    """A state dict is being loaded."""
 
-    Args:
-        read: units whose values may be read by it; None if it only copies.
-        source: the first rank, if only that one has the values.
-    """
-
-    read: frozenset[Unit] | None = None
-    source: FirstRank | None = None
+    read: frozenset[Unit] | None = None  # units whose values may be read by it; None if it only copies
+    source: FirstRank | None = None  # the first rank, if only that one has the values
 
     def source_of(self, unit: Unit) -> FirstRank | None:
         """Return the rank that alone has the values of a unit's parameters; None if every rank has them."""
@@ -81,19 +69,12 @@ class LoadPass:
 
 @dataclass(frozen=True)
 class Summoning:
-    """Parameters are summoned.
+    """Parameters are summoned."""
 
-    Args:
-        keeps_changes: they are sharded again with what was changed.
-        with_grads: unsharded gradients are shown.
-        rank0_only: only the first rank has them.
-        on_host: they are in host memory.
-    """
-
-    keeps_changes: bool
-    with_grads: bool
-    rank0_only: bool
-    on_host: bool
+    keeps_changes: bool  # they are sharded again with what was changed
+    with_grads: bool  # unsharded gradients are shown
+    rank0_only: bool  # only the first rank has them
+    on_host: bool  # they are in host memory
 
     def require_shown_by(self, other: Summoning | None, unit: Unit) -> None:
         """Raise RuntimeError if what is asked for is not what is there, where a unit is summoned already."""

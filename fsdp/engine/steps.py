@@ -73,11 +73,7 @@ class Steps:
             self._journal.page = self.backwards
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that a step begins.
-
-        Raises:
-            RuntimeError: if it is known that the ranks' models differ.
-        """
+        """Note that a step begins; raise RuntimeError if it is known that the ranks' models differ."""
         for journal in self._journals:
             if journal.difference:
                 journal.is_raised = True

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from fsdp.distributed.collectives import LONE_RANK, Communicator
 from fsdp.distributed.comm_hooks import AllReduceHook, CommHook
@@ -22,7 +21,7 @@ from fsdp.engine.grad_buffer import GradientSync
 from fsdp.engine.handle import FlatParamHandle, Phase
 from fsdp.engine.managed_params import Ignored
 from fsdp.engine.merged_writes import merge_written
-from fsdp.engine.names import clean_name, join
+from fsdp.engine.names import clean_name
 from fsdp.engine.precision import Buffers, Precision, compute_in_own_dtype, kept_modules
 from fsdp.engine.shard import Shard
 
@@ -388,29 +387,6 @@ class Unit:
             handle.storage.device = device
             handle.follow_shard()
             handle.renew_fingerprints()
-
-    def describe(self) -> dict[str, Any]:
-        """Return all that the ranks must agree on, by the names that messages use."""
-        return {
-            "parameters": [handle.describe() for handle in self.handles],
-            **self.settings,
-            "reshard_after_forward": self.policy.reshard_after_forward,
-            "reshard_after_backward": self.policy.reshard_after_backward,
-            "unshard_in_backward": self.policy.unshard_in_backward,
-            "gradients summed over ranks": self.policy.sync.name,
-            "gradient_predivide_factor": self.predivide,
-            "a divisor of summed gradients of": self.postdivide,
-            **{f"mixed_precision.{name}": value for name, value in self.precision.describe().items()},
-            "buffers": [*self._saved_buffers()],
-        }
-
-    def _saved_buffers(self) -> Iterator[str]:
-        """Not those that are not saved: caches may differ."""
-        names = {inner: clean_name(name) for name, inner in self.module.named_modules()}
-        for inner in own_modules(self.module):
-            for name, buffer in inner._buffers.items() if inner not in self.ignored.modules else ():
-                if buffer is not None and name not in inner._non_persistent_buffers_set and not is_lazy(buffer):
-                    yield f"{join(names[inner], name)}{list(buffer.shape)} {buffer.dtype}"
 
     @property
     def mode(self) -> str:

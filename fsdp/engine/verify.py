@@ -1,7 +1,8 @@
 """The ranks compare their units before they trust each other: shards of different models would be glued together.
 
 When a tree is used first, all ranks must have the same units with the same options (`agree`), and must have wrapped the
-same values (`agree_on_values`, by `engine.fingerprints`).
+same values (`agree_on_values`, by `engine.fingerprints`). On each rank all that is trained must be sharded, by one
+library (`refuse_strangers`, `refuse_ddp`).
 """
 
 from __future__ import annotations
@@ -9,37 +10,29 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from fsdp import __version__
 from fsdp.distributed.collectives import Communicator
 from fsdp.distributed.consensus import Ranks, from_everyone, number_among, peers_answer
 from fsdp.engine.fingerprints import first_difference
 from fsdp.engine.handle import FlatParamHandle
+from fsdp.engine.layout import ContiguousLayout
+from fsdp.engine.managed_params import ddp_message, is_ours, text_of_key
+from fsdp.engine.names import clean_name, join
+from fsdp.engine.unit import Unit, own_modules
 
 # Of each unit, by its name, what the ranks must have alike, by what messages call that.
 Plan = list[tuple[str, dict[str, Any]]]
 
 
-class Compared(Protocol):
-    """A unit, as far as ranks compare theirs."""
-
-    is_agreed: bool
-
-    @property
-    def handles(self) -> list[FlatParamHandle]: ...
-
-    @property
-    def mode(self) -> str: ...
-
-    def describe(self) -> dict[str, Any]:
-        """Return all that the ranks must agree on, by what messages call it."""
-
-
-def agree(ranks: Ranks, units: Sequence[tuple[str, Compared]], *, to_run: bool = False) -> None:
+def agree(ranks: Ranks, units: Sequence[tuple[str, Unit]], *, to_run: bool = False) -> None:
     """Collective. Make sure that all ranks have the same units with the same parameters, and number them alike.
 
     Handles get tags that nobody else on their communicators has, so that messages of different units never mix.
@@ -60,7 +53,7 @@ def agree(ranks: Ranks, units: Sequence[tuple[str, Compared]], *, to_run: bool =
             handle.replicas.ensure_connected()
     if peers_answer(ranks):
         outside = "none, outside of forward"
-        plan: Plan = [(name, unit.describe() | {"mode": unit.mode if to_run else outside}) for name, unit in units]
+        plan: Plan = [(name, describe_unit(unit) | {"mode": unit.mode if to_run else outside}) for name, unit in units]
         versions = {"torch": torch.__version__.split("+")[0], "fsdp": __version__}  # whatever torch was built for
         agree_on_plan(ranks, [(plan[0][0], plan[0][1] | versions), *plan[1:]])
         _agree_on_parts(units)
@@ -70,7 +63,62 @@ def agree(ranks: Ranks, units: Sequence[tuple[str, Compared]], *, to_run: bool =
         handle.number_as(number)
 
 
-def _agree_on_parts(units: Sequence[tuple[str, Compared]]) -> None:
+def describe_unit(unit: Unit) -> dict[str, Any]:
+    """Return all that the ranks must have alike of a unit, by the names that messages use."""
+    return {
+        "parameters": list(map(describe_handle, unit.handles)),
+        **unit.settings,
+        "reshard_after_forward": unit.policy.reshard_after_forward,
+        "reshard_after_backward": unit.policy.reshard_after_backward,
+        "unshard_in_backward": unit.policy.unshard_in_backward,
+        "gradients summed over ranks": unit.policy.sync.name,
+        "gradient_predivide_factor": unit.predivide,
+        "a divisor of summed gradients of": unit.postdivide,
+        **{f"mixed_precision.{name}": value for name, value in unit.precision.describe().items()},
+        "buffers": [*_saved_buffers(unit)],
+    }
+
+
+def _saved_buffers(unit: Unit) -> Iterator[str]:
+    """Yield what a unit has of buffers, but those that are not saved: caches may differ."""
+    names = {inner: clean_name(name) for name, inner in unit.module.named_modules()}
+    for inner in own_modules(unit.module):
+        for name, buffer in inner._buffers.items() if inner not in unit.ignored.modules else ():
+            if buffer is not None and name not in inner._non_persistent_buffers_set and not is_lazy(buffer):
+                yield f"{join(names[inner], name)}{list(buffer.shape)} {buffer.dtype}"
+
+
+def describe_handle(handle: FlatParamHandle) -> str:
+    """Return all that the ranks must have alike of a flat parameter, as text."""
+    flat_param, own, layout = handle.flat_param, handle.flat_param.dtype, handle.layout
+    slots = ", ".join(
+        (f"{slot.name} ({part.spread})" if part else f"{slot.name}{list(slot.shape)}")
+        + (f" along {slot.dim}" if slot.dim else "")
+        + (" frozen" if handle.requires_grad and not needs else "")
+        for slot, part, needs in zip(layout.slots, flat_param.parts, handle.requires_grad_each, strict=True)
+    )
+    kind = f"{own} requires_grad={handle.requires_grad}"
+    if handle.is_cast or handle.gradients.dtype != own:
+        kind += f" computed in {handle.precision.compute_dtype(own)}, reduced in {handle.gradients.dtype},"
+    if flat_param.group is not None:
+        kind += f" of group {text_of_key(flat_param.group)}"
+    kind += "" if isinstance(layout, ContiguousLayout) else " in rows"
+    kind += "" if flat_param.example is None else f" of class {type(flat_param.example).__name__}"
+    ranks = f"over {layout.world_size} ranks by {type(handle.comm).__name__}"
+    if handle.is_replicated:
+        ranks += f" and {handle.replicas.world_size} replicas by {type(handle.replicas).__name__}"
+    if handle.post_forward_shard is not None:
+        ranks += f", kept among {handle.post_forward_shard.comm.world_size} of them"
+    return f"{kind} {ranks}: {slots}"
+
+
+def _describe_parts(handle: FlatParamHandle) -> list[str]:
+    """Return which parts of `DTensor`s are sharded here, on which the ranks of the shards must agree."""
+    parts = zip(handle.layout.slots, handle.flat_param.parts, strict=True)
+    return [f"{slot.name} ({part})" for slot, part in parts if part]
+
+
+def _agree_on_parts(units: Sequence[tuple[str, Unit]]) -> None:
     """Collective. Make sure that the ranks which shard a `DTensor`'s local part have the same part of it.
 
     Others may have other ones: with expert parallelism a unit's ranks are some of the root's.
@@ -78,7 +126,7 @@ def _agree_on_parts(units: Sequence[tuple[str, Compared]]) -> None:
     plans: dict[tuple[Communicator, Communicator], Plan] = {}
     for name, unit in units:
         for handle in unit.handles:
-            if parts := handle.describe_parts():
+            if parts := _describe_parts(handle):
                 plans.setdefault((handle.comm, handle.replicas), []).append((name, {"parts": parts}))
     for ranks, plan in plans.items():
         if peers_answer(ranks):
@@ -88,8 +136,7 @@ def _agree_on_parts(units: Sequence[tuple[str, Compared]]) -> None:
 def agree_on_plan(ranks: Ranks, plan: Plan) -> None:
     """Collective. Make sure that all ranks have the same units, of which the same is to be said.
 
-    Raises:
-        RuntimeError: naming the first rank that differs from rank 0, the unit, and what each of the two has.
+    The error names the first rank that differs from rank 0, the unit, and what each of the two has.
     """
     text = json.dumps(plan, default=str).encode()
     digests = from_everyone(ranks, hashlib.sha256(text).digest())
@@ -117,7 +164,7 @@ def _difference(first: Plan, other: Plan, rank: int) -> str:
     return f"Rank 0 has {len(first)} units and rank {rank} has {len(other)}: unit '{missing}' is only on rank {longer}."
 
 
-def agree_on_values(units: Sequence[tuple[str, Compared]]) -> None:
+def agree_on_values(units: Sequence[tuple[str, Unit]]) -> None:
     """Collective while there are parameters whose values the ranks have not compared. Make sure that they were equal.
 
     Each group of ranks, with its replicas, compares what its ranks have seen at wrapping, in one exchange for all
@@ -146,9 +193,7 @@ def agree_on_values(units: Sequence[tuple[str, Compared]]) -> None:
 def difference_of_written(ranks: Ranks, written: Mapping[str, int]) -> str:
     """Collective. Return what is wrong if the ranks are to write different values; empty if nothing is.
 
-    Args:
-        ranks: that hold shards of the same parameters.
-        written: fingerprints by FQNs; those of which another rank has none are not compared.
+    Of the fingerprints, by FQNs, those of which another rank has none are not compared.
     """
     if not peers_answer(ranks):
         return ""
@@ -186,3 +231,31 @@ def _difference_of_values(ranks: Ranks, handles: Sequence[tuple[str, FlatParamHa
         "Seed all ranks alike before the model is built (torch.manual_seed), broadcast its values (which "
         "FullyShardedDataParallel does with sync_module_states=True), or load a checkpoint before the first use."
     )
+
+
+def refuse_strangers(root: nn.Module, units: Sequence[Unit]) -> None:
+    """Raise RuntimeError if a parameter of a tree was added after its units were made."""
+    ours = {(place.module, place.name) for unit in units for place in unit.places()}
+    # What was put into ignored modules since, is theirs too.
+    ignored = {inner for unit in units for module in unit.ignored.modules for inner in module.modules()}
+    for path, module in root.named_modules():
+        for attribute, param in module._parameters.items():
+            if param is None or is_ours(param) or module in ignored or (module, attribute) in ours:
+                continue
+            if any(param in unit.ignored.parameters for unit in units):
+                continue
+            raise RuntimeError(
+                f"{clean_name(join(path, attribute))} became a parameter after sharding: it is not sharded, and "
+                "ranks would train it each for itself. Complete the module before sharding, shard what is put into "
+                "it by itself, or have the parameter ignored (ignored_parameters, ignored_params of fully_shard)."
+            )
+
+
+def refuse_ddp(ddp: DistributedDataParallel, root: Unit, handles: Iterable[FlatParamHandle]) -> None:
+    """Raise RuntimeError if what runs a model takes its shards for copies of one another."""
+    ours = {id(param) for handle in handles for param in handle.registry.params}
+    # By every name, as it looks for what it ignores: under one that it was not given it takes a parameter.
+    for path, module in ddp.module.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            if id(param) in ours and join(path, name) not in ddp.parameters_to_ignore:
+                raise RuntimeError(ddp_message(root.name))

@@ -405,11 +405,17 @@ def _try(tensor: Tensor, value: Tensor) -> None:
 @contextmanager
 def stored_buffers(units: Sequence[Unit]) -> Iterator[None]:
     """Buffers are in the dtype in which they are saved, and what has no values has memory to load them into."""
+    with memory_to_load_into(units), buffers_in_own_precision(units):
+        yield
+
+
+@contextmanager
+def buffers_in_own_precision(units: Sequence[Unit]) -> Iterator[None]:
+    """Buffers are in the dtype in which they are saved, and not that of computation."""
+    for unit in units:
+        unit.buffers.widen()
     try:
-        with memory_to_load_into(units):
-            for unit in units:
-                unit.buffers.widen()
-            yield
+        yield
     finally:
         for unit in units:
             if not unit.in_full_precision:

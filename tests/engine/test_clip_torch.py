@@ -86,6 +86,12 @@ def _clip_parts(options: dict[str, Any]) -> None:
     assert_close(*(clip_grad_norm_(model.trunk.parameters(), 1e-2) for model in pair), "a part")
     assert_close(*(clip_grad_norm_(next(iter(model.gate.parameters())), 1e-2) for model in pair), "a single parameter")
     assert_close_gradients(pair, "a part")
+    pair = twins(**options)
+    for model in pair:  # as trainers freeze what another optimizer steps, whose gradients stay
+        model.trunk.requires_grad_(False)
+    given = ([param for param in model.parameters() if param.requires_grad] for model in pair)
+    assert_close(*(clip_grad_norm_(params, 1e-2) for params in given), "what is not frozen")
+    assert_close_gradients(pair, "what is not frozen")
 
     first, second = twins(**options), twins(**options)
     plain_beside = [nn.Linear(3, 2), nn.Linear(3, 2)]  # one for each twin, the same on every rank

@@ -30,6 +30,7 @@ from fsdp.engine.offload import ShardStorage
 from fsdp.engine.placeholder import Placeholder
 from fsdp.engine.precision import Precision
 from fsdp.engine.shard import Shard
+from fsdp.engine.verify import describe_handle
 from fsdp.state_dict.redistribute import assembled
 from tests.helpers.models import Wrap, keep
 from tests.helpers.pairs import parametrize_pairs
@@ -828,7 +829,7 @@ def _list_places() -> None:
     assert [(info.module, info.name, info.fqn) for info in handle.param_infos] == [(module, n, n) for n in NAMES]
     (shared,) = handle.shared_param_infos
     assert (shared.module, shared.name, shared.fqn, shared.primary.fqn) == (module, "tied", "tied", "odd")
-    assert handle.describe() == (
+    assert describe_handle(handle) == (
         "torch.float32 requires_grad=True over 2 ranks by DirectExchange: "
         "scalar[], empty[0, 4], transposed[5, 3], odd[7]"
     )

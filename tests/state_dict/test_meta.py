@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import fsdp
 from fsdp import EMA, FlattenParamsWrapper, FullyShardedDataParallel, MixedPrecision
 from fsdp.engine.placeholder import Placeholder
+from fsdp.engine.verify import describe_handle
 from tests.helpers.copied_twins import live_bytes, through_pickle
 from tests.helpers.equality import assert_same_state
 from tests.helpers.meta_models import (
@@ -258,7 +259,7 @@ def _layout_with_values_on(form: dict[str, Any], rank: int) -> list[str]:
     if dist.get_rank() != rank:
         model.exit = nn.Linear(6, 1)  # a part of it has values here too
     wrapped: Any = sharded(**form)(model)
-    return [handle.describe() for handle in wrapped._unit.handles]
+    return [describe_handle(handle) for handle in wrapped._unit.handles]
 
 
 # Loaded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp import EMA
-from fsdp.distributed.dtensor import MeshPart
+from fsdp import EMA, fully_shard
+from fsdp.distributed.dtensor import MeshPart, full_tensor, local_part
 from tests.helpers.equality import assert_close_state, assert_same_state
 from tests.helpers.pairs import parametrize_pairs
 from tests.helpers.parity import sgd_with_momentum
@@ -172,3 +174,75 @@ def _take_a_gradient_in_flight() -> None:
     gradient = part.gradient(partial.redistribute(placements=[Replicate()], async_op=True))
     assert type(gradient) is Tensor
     assert torch.equal(gradient, torch.full((3,), 2.0))
+
+
+# Written in place, while unsharded weights are kept
+
+
+def by_data(param: nn.Parameter) -> None:
+    param.data.mul_(2)
+
+
+def by_copying_data(param: nn.Parameter) -> None:
+    param.data.copy_(2 * param.data)
+
+
+def through_the_local_tensor(param: nn.Parameter) -> None:
+    with torch.no_grad():
+        local_part(param).mul_(2)
+
+
+def through_data_of_the_local_tensor(param: nn.Parameter) -> None:
+    local_part(param.data).mul_(2)
+
+
+WRITES = [by_data, by_copying_data, through_the_local_tensor, through_data_of_the_local_tensor]
+
+
+@pytest.mark.parametrize("door", ["wrapper", "fully_shard"])
+def test_what_is_written_in_place_while_weights_are_unsharded_is_kept(ranks: RankPool, door: str) -> None:
+    ranks(4).run(_write_in_place, door)
+
+
+def _write_in_place(door: str) -> None:
+    mesh = mesh_of(2, 2)
+    wrap = over_data(mesh, use_orig_params=True, reshard_after_forward=False)
+    if door == "fully_shard":
+        wrap = partial(fully_shard, mesh=mesh["dp"], reshard_after_forward=False)
+    model, plain = gpt(wrap, mesh=mesh), gpt()
+    shard = next(param for name, param in model.named_parameters() if name.endswith("query.weight"))
+    inputs, _ = SENTENCES.batch(torch.Generator().manual_seed(0), 4)
+    for write in WRITES:
+        for written in ("leaf", "shard"):
+            model(inputs)
+            write(query(model).weight if written == "leaf" else shard)
+            with torch.no_grad():
+                query(plain).weight.mul_(2)
+                torch.testing.assert_close(model(inputs), plain(inputs), msg=f"{write} {written}")
+    saved = next(value for name, value in model.state_dict().items() if name.endswith("query.weight"))
+    torch.testing.assert_close(full_tensor(saved), query(plain).weight.detach())
+
+
+class Clamped(nn.Linear):
+    """A linear layer that keeps its weights small by itself."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(inputs)
+
+
+def test_what_a_forward_writes_through_data_is_kept(ranks: RankPool) -> None:
+    ranks(4).run(_clamp)
+
+
+def _clamp() -> None:
+    mesh = mesh_of(2, 2)
+    torch.manual_seed(0)
+    plain = nn.Sequential(Clamped(8, 4), nn.Linear(4, 2))
+    model = parallelize_module(copy.deepcopy(plain), mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    inputs = torch.randn(3, 8)
+    for each in (model, plain):
+        each(inputs).sum().backward()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(full_tensor(model.state_dict()[name]), value, msg=name)
