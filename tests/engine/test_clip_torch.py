@@ -51,7 +51,7 @@ def assert_close_gradients(pair: Twins, what: str) -> None:
 
 @pytest.mark.parametrize("options", FORMS, ids=["flat", "original", "single"])
 def test_clips_as_on_the_unsharded_model(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(3).run(_clip_every_way, options)
+    ranks(2).run(_clip_every_way, options)
 
 
 def _clip_every_way(options: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ def _clip_every_way(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", FORMS[:2], ids=["flat", "original"])
 def test_clips_parts_of_models_and_several_models(ranks: RankPool, options: dict[str, Any]) -> None:
-    ranks(3).run(_clip_parts, options)
+    ranks(2).run(_clip_parts, options)
 
 
 def _clip_parts(options: dict[str, Any]) -> None:
@@ -108,7 +108,7 @@ def _clip_parts(options: dict[str, Any]) -> None:
 
 
 def test_rows_are_clipped_also_where_a_rank_has_none(ranks: RankPool) -> None:
-    ranks(3).run(_clip_rows)
+    ranks(2).run(_clip_rows)
 
 
 def _rows(module: nn.Module) -> nn.Module:
